@@ -1,0 +1,317 @@
+"""Convolution and linear layer of the x86 backend: oneDNN's int8 kernels on plain tensors.
+
+Activations are uint8 with one scale and zero point, weights int8 with zero point 0. oneDNN's packed weights cannot be
+copied or pickled, so a kernel keeps the plain tensors and packs on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxq.backends.x86_base import (
+    Post,
+    WeightedKernel,
+    activation_refused,
+    epilogue,
+    first_reason,
+    padding_refused,
+    pair,
+    post_refused,
+    refuse,
+    saturation_refused,
+    weight_refused,
+)
+from fxq.errors import BackendError
+from fxq.qparams import QParams
+
+_onednn = torch.ops.onednn
+
+
+class Packed(NamedTuple):
+    """A weight in oneDNN's layout, with what goes with it."""
+
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    bias: Tensor | None
+
+
+class Conv(WeightedKernel):
+    """conv1d and conv2d: uint8 in, uint8 or float32 out, channels-last out.
+
+    `prelu` and `leaky_relu` are not post-ops of oneDNN. For slopes a <= 1, prelu(y) = max(y, a * y), and rounding is
+    monotone, so the kernel runs twice, the second time with scale and bias times a, and takes the larger integer:
+    exact, and without a float tensor in between.
+
+    Args:
+        weight: int8, (C_out, C_in / groups, *kernel), kernel of 1 or 2 dimensions.
+        weight_qparams: per tensor or per channel along axis 0, zero point 0.
+        bias: float32, (C_out,), or None.
+        x: grid of the input.
+        out: grid of the output; None for float32.
+        stride, padding, dilation: int or one per spatial dimension; padding also "valid" or "same".
+        groups: as in `torch.nn.Conv2d`.
+        post: None or one of `posts`; after a residual only clamps.
+        residual: grid of a uint8 tensor of the output's shape that is added before `post`.
+        inplace: the kernel may overwrite the residual.
+        slope: float32, (C_out,) or (1,), for the post "prelu".
+
+    Raises:
+        BackendError: for what `refuses` names.
+    """
+
+    name: ClassVar[str] = "x86.conv"
+    options: ClassVar[tuple[str, ...]] = (
+        "x",
+        "out",
+        "stride",
+        "padding",
+        "dilation",
+        "groups",
+        "post",
+        "residual",
+        "inplace",
+    )
+    posts: ClassVar[tuple[str, ...]] = ("relu", "relu6", "hardtanh", "hardswish", "silu", "leaky_relu", "prelu")
+    slope: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_qparams: QParams,
+        bias: Tensor | None,
+        x: QParams,
+        out: QParams | None,
+        *,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] | str = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        post: Post | None = None,
+        residual: QParams | None = None,
+        inplace: bool = False,
+        slope: Tensor | None = None,
+    ) -> None:
+        super().__init__(weight, weight_qparams, bias)
+        kernel = tuple(weight.shape[2:])
+        reason = self.refuses(
+            kernel_size=kernel, weight=weight_qparams, x=x, out=out, padding=padding, dilation=dilation, post=post,
+            residual=residual is not None, to_float=out is None, slope=slope,
+        )  # fmt: skip
+        refuse(self.name, reason or activation_refused("the residual", residual))
+        dims = len(kernel)
+        self.x, self.out, self.residual, self.post, self.inplace, self.groups = x, out, residual, post, inplace, groups
+        self.stride, self.dilation = pair(stride, dims), pair(dilation, dims)
+        if isinstance(padding, str):
+            padding = [d * (k - 1) // 2 if padding == "same" else 0 for k, d in zip(kernel, self.dilation, strict=True)]
+        self.padding = pair(padding, dims)
+        self.register_buffer("slope", None if slope is None else slope.detach().to(torch.float32))
+        self._epilogue = epilogue(None if self._doubles else post, out, fused=residual is None)
+        self._geometry = (
+            [1] * (2 - dims) + list(self.stride),
+            [0] * (2 - dims) + list(self.padding),
+            [1] * (2 - dims) + list(self.dilation),
+            groups,
+        )
+
+    @classmethod
+    def refuses(
+        cls,
+        *,
+        kernel_size: Sequence[int] | None = None,
+        weight: QParams | None = None,
+        x: QParams | None = None,
+        out: QParams | None = None,
+        padding: int | Sequence[int] | str = 0,
+        padding_mode: str = "zeros",
+        dilation: int | Sequence[int] = 1,
+        post: Post | None = None,
+        residual: bool = False,
+        to_float: bool = False,
+        slope: Tensor | None = None,
+    ) -> str | None:
+        """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
+        dims = len(kernel_size) if kernel_size is not None else 2
+        reasons = [
+            f"{dims}-d convolution has no kernel" if dims not in (1, 2) else None,
+            padding_refused(padding, padding_mode, kernel_size, dilation),
+            post_refused(post, cls.posts, slope, residual),
+            "it adds a residual and emits float32; the sum is uint8" if residual and to_float else None,
+        ]
+        reasons += [
+            weight_refused(weight, 0),
+            activation_refused("the input", x),
+            activation_refused("the output", out),
+        ]
+        return first_reason([*reasons, saturation_refused(x)])
+
+    @property
+    def _doubles(self) -> bool:
+        return self.post is not None and self.post.name in ("prelu", "leaky_relu")
+
+    def _slope(self) -> Tensor:
+        if self.slope is not None:
+            return self.slope
+        return torch.tensor(self.post.args if self.post else ())
+
+    def _pack(self, shape: torch.Size) -> tuple[torch.Size, list[Packed]]:
+        """Weights packed for inputs of `shape` (N, C, H, W), and the output's shape. Twice for a prelu."""
+        weight = self.weight if self.weight.dim() == 4 else self.weight.unsqueeze(2)
+        scale = self.weight_scale.expand(weight.shape[0]).contiguous()
+        sizes = [
+            (size + 2 * p - d * (k - 1) - 1) // s + 1
+            for size, k, s, p, d in zip(shape[2:], weight.shape[2:], *self._geometry[:3], strict=True)
+        ]
+        forms = [self._pack_form(weight, scale, self.bias, shape)]
+        if self._doubles and self.out is not None:
+            slope = self._slope()
+            bias = None if self.bias is None else self.bias * slope
+            forms.append(self._pack_form(weight, scale * slope, bias, shape))
+        return torch.Size([shape[0], weight.shape[0], *sizes]), forms
+
+    def _pack_form(self, weight: Tensor, scale: Tensor, bias: Tensor | None, shape: torch.Size) -> Packed:
+        # The layout is chosen for the input's size, and for whether the zero point is 0: give the real ones.
+        packed = _onednn.qconv_prepack(weight, scale, self.x.s, self.x.z, *self._geometry, list(shape))
+        return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32), bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L), any strides -> `out`'s grid or float32, channels-last."""
+        dims = self.weight.dim() - 2
+        batched = x.dim() == dims + 2
+        x = _image(x, dims, batched)
+        shape, forms = self._packed.get(x.shape) or self._remember(x.shape, self._pack(x.shape))
+        if residual is not None:
+            residual = _image(residual, dims, batched, copy=not self.inplace)
+            if residual.shape != shape:
+                raise BackendError(f"{self.name}: the residual is {tuple(residual.shape)}, the result {tuple(shape)}.")
+        y = self._epilogue.finish(self._run(x, forms, residual))
+        y = y if dims == 2 else y.squeeze(2)
+        return y if batched else y.squeeze(0)
+
+    def _run(self, x: Tensor, forms: list[Packed], residual: Tensor | None) -> Tensor:
+        if self.residual is not None:
+            if residual is None:
+                raise BackendError(f"{self.name}: this kernel adds a residual; none was given.")
+            return self._add(x, forms[0], residual)
+        y = self._call(x, forms[0])
+        if not self._doubles:
+            return y
+        if self.out is None:
+            return F.prelu(y, self._slope())
+        return torch.maximum(y, self._call(x, forms[1]), out=y)
+
+    def _call(self, x: Tensor, packed: Packed) -> Tensor:
+        scale, zero, dtype = (1.0, 0, torch.float32) if self.out is None else (self.out.s, self.out.z, torch.uint8)
+        return _onednn.qconv2d_pointwise.default(
+            x, self.x.s, self.x.z, packed.weight, packed.scale, packed.zero_point, packed.bias, *self._geometry,
+            scale, zero, dtype, *self._epilogue[:3],
+        )  # fmt: skip
+
+    def _add(self, x: Tensor, packed: Packed, residual: Tensor) -> Tensor:
+        """Overwrites `residual` and returns it."""
+        assert self.out is not None and self.residual is not None
+        return _onednn.qconv2d_pointwise.binary(
+            x, self.x.s, self.x.z, packed.weight, packed.scale, packed.zero_point, residual, packed.bias,
+            *self._geometry, self.out.s, self.out.z, torch.uint8, self.residual.s, self.residual.z,
+            "sum", 1.0, *self._epilogue[:3],
+        )  # fmt: skip
+
+
+class Linear(WeightedKernel):
+    """Linear layer over the last dimension: uint8 in, uint8 or float32 out, any leading dimensions.
+
+    Args:
+        weight: int8, (out_features, in_features).
+        weight_qparams: per tensor or per channel along axis 0, zero point 0.
+        bias: float32, (out_features,), or None.
+        x: grid of the input.
+        out: grid of the output; None for float32.
+        post: None or one of `posts`; after a residual only clamps.
+        residual: grid of a uint8 tensor of the output's shape that is added before `post`.
+        inplace: the kernel may overwrite the residual.
+
+    Raises:
+        BackendError: for what `refuses` names.
+    """
+
+    name: ClassVar[str] = "x86.linear"
+    options: ClassVar[tuple[str, ...]] = ("x", "out", "post", "residual", "inplace")
+    posts: ClassVar[tuple[str, ...]] = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh")
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_qparams: QParams,
+        bias: Tensor | None,
+        x: QParams,
+        out: QParams | None,
+        *,
+        post: Post | None = None,
+        residual: QParams | None = None,
+        inplace: bool = False,
+    ) -> None:
+        super().__init__(weight, weight_qparams, bias)
+        known: dict[str, Any] = {"weight": weight_qparams, "x": x, "out": out, "post": post}
+        reason = self.refuses(**known, residual=residual is not None, to_float=out is None)
+        refuse(self.name, reason or activation_refused("the residual", residual))
+        self.x, self.out, self.residual, self.post, self.inplace = x, out, residual, post, inplace
+        self._epilogue = epilogue(post, out, fused=residual is None)
+
+    @classmethod
+    def refuses(
+        cls,
+        *,
+        weight: QParams | None = None,
+        x: QParams | None = None,
+        out: QParams | None = None,
+        post: Post | None = None,
+        residual: bool = False,
+        to_float: bool = False,
+    ) -> str | None:
+        """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
+        reasons = [
+            post_refused(post, cls.posts, None, residual),
+            "it adds a residual and emits float32; the sum is uint8" if residual and to_float else None,
+        ]
+        reasons += [
+            weight_refused(weight, 0),
+            activation_refused("the input", x),
+            activation_refused("the output", out),
+        ]
+        return first_reason([*reasons, saturation_refused(x)])
+
+    def _pack(self) -> Packed:
+        scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()
+        packed = _onednn.qlinear_prepack(self.weight, None)  # a shape makes no difference in time
+        return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32), self.bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """uint8 (..., in_features) -> (..., out_features), on `out`'s grid or float32."""
+        packed = self._packed.get("") or self._remember("", self._pack())
+        head = x, self.x.s, self.x.z, packed.weight, packed.scale, packed.zero_point
+        scale, zero, dtype = (1.0, 0, torch.float32) if self.out is None else (self.out.s, self.out.z, torch.uint8)
+        if self.residual is None:
+            y = _onednn.qlinear_pointwise.default(*head, packed.bias, scale, zero, dtype, *self._epilogue[:3])
+            return self._epilogue.finish(y)
+        shape = (*x.shape[:-1], self.weight.shape[0])
+        if residual is None or residual.shape != shape:
+            given = None if residual is None else tuple(residual.shape)
+            raise BackendError(f"{self.name}: the residual is {given}, the result {shape}.")
+        residual = residual.contiguous() if self.inplace else residual.clone(memory_format=torch.contiguous_format)
+        _onednn.qlinear_pointwise.binary(
+            *head, residual, packed.bias, scale, zero, dtype, self.residual.s, self.residual.z,
+            "sum", 1.0, *self._epilogue[:3],
+        )  # fmt: skip
+        return self._epilogue.finish(residual)
+
+
+def _image(x: Tensor, dims: int, batched: bool, copy: bool = False) -> Tensor:
+    """`x` as a channels-last (N, C, H, W) tensor, `copy`: in memory of its own."""
+    x = x if batched else x.unsqueeze(0)
+    x = x if dims == 2 else x.unsqueeze(2)
+    return x.clone(memory_format=torch.channels_last) if copy else x.contiguous(memory_format=torch.channels_last)
