@@ -1,0 +1,320 @@
+"""Observers: modules on the edges of a graph that find the range of a tensor during calibration.
+
+An observer returns its input as it came. All it knows is in a few buffers whose size does not grow with the data, and
+two observers can be merged, so parts of a calibration set can be seen by different processes.
+
+Source: Krishnamoorthi 2018, section 2.5 (min-max and moving average); Migacz 2017 (clipping on a histogram).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from fxq import histogram
+from fxq.errors import CalibrationError, InputError, RecipeError, unknown
+from fxq.qparams import QParams, choose_qparams
+from fxq.spec import TensorSpec
+
+
+class Observer(nn.Module):
+    """Base of the observers: checks what comes in and leaves to a subclass what to remember of it.
+
+    A subclass says how to take in a batch (`_observe`), how to take in another observer (`_absorb`), and if it clips,
+    which part of the range to keep (`_clipped`). Buffers:
+
+        minimum: smallest value seen, float32, 0-d or (C,); +inf before any data.
+        maximum: largest value seen, same shape; -inf before any data.
+
+    Args:
+        spec: the grid that the range is for.
+        axis: the channel axis for one range per channel, or None for one per tensor.
+        name: what errors call the tensor, such as "the input of layer1.conv2".
+
+    Example:
+        >>> observer = MinMax(TensorSpec(), name="the input of conv1")
+        >>> _ = observer(torch.tensor([-1.0, 1.55]))
+        >>> observer.qparams().z
+        100
+    """
+
+    per_channel: ClassVar[bool] = True
+    """Whether this observer can be made with an axis."""
+
+    minimum: Tensor
+    maximum: Tensor
+
+    def __init__(self, spec: TensorSpec, axis: int | None = None, name: str = "") -> None:
+        super().__init__()
+        self.spec, self.axis, self.name = spec, axis, name
+        if axis is not None and not self.per_channel:
+            raise RecipeError(
+                f"{self._tensor}: the {spec.observer!r} observer has one range per tensor, but the recipe asks for one "
+                f"per channel. Set observer='minmax', or per_channel=False."
+            )
+        self.register_buffer("minimum", torch.tensor(math.inf))
+        self.register_buffer("maximum", torch.tensor(-math.inf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take in `x` (float16, bfloat16, float32 or float64, any shape) and return it unchanged.
+
+        Empty tensors and tensors on the meta device have no values and are passed over.
+
+        Raises:
+            CalibrationError: `x` is not floating point, holds NaN or Inf, or its channels differ from those before.
+        """
+        if not x.is_floating_point():
+            raise CalibrationError(
+                f"{self._tensor} is {x.dtype}; only floating point tensors can be quantized. "
+                f"Set the layer to float in the recipe."
+            )
+        if x.numel() and not x.is_meta:
+            with torch.no_grad():
+                self._observe(x.detach())
+        return x
+
+    def merge(self, other: Observer) -> None:
+        """Make this observer what it would be had it also seen all that `other` saw. `other` stays as it is.
+
+        Raises:
+            InputError: the two differ in class, spec or axis.
+            CalibrationError: the two have seen different numbers of channels.
+        """
+        if (type(self), self.spec, self.axis) != (type(other), other.spec, other.axis):
+            raise InputError(
+                f"{self._tensor}: cannot merge a {type(other).__name__} observer for {other.spec} on axis {other.axis} "
+                f"into a {type(self).__name__} one for {self.spec} on axis {self.axis}; prepare both with one recipe."
+            )
+        if other._seen:
+            self._absorb(other)
+
+    def qparams(self) -> QParams:
+        """Scale and zero point for what was seen, on the CPU.
+
+        Raises:
+            CalibrationError: no data was seen.
+        """
+        return choose_qparams(*self._clipped(*self.range()), self.spec, self.axis)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Smallest and largest value: float32, 0-d (per tensor) or (C,) (per channel), on the CPU.
+
+        Raises:
+            CalibrationError: no data was seen.
+        """
+        if not self._seen:
+            raise CalibrationError(
+                f"{self._tensor} has seen no data. Calibrate with inputs that reach this layer, or set it to float."
+            )
+        return self.minimum.float().cpu(), self.maximum.float().cpu()
+
+    @property
+    def seen_only_zeros(self) -> bool:
+        """Whether there was data, and all of it zero."""
+        return self._seen and not bool(self.minimum.any() or self.maximum.any())
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}" if self.axis is None else f"{self.spec}, axis={self.axis}"
+
+    @property
+    def _seen(self) -> bool:
+        return bool((self.minimum <= self.maximum).all())
+
+    @property
+    def _tensor(self) -> str:
+        return self.name or "an unnamed tensor"
+
+    def _observe(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+    def _absorb(self, other: Observer) -> None:
+        raise NotImplementedError
+
+    def _clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return low, high
+
+    def _batch_range(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Smallest and largest value of `x`, float32, 0-d or (C,), on the device of the buffers; all finite."""
+        if self.axis is None:
+            low, high = torch.aminmax(flat(x))
+        else:
+            if not -x.dim() <= self.axis < x.dim():
+                raise CalibrationError(f"{self._tensor} has shape {tuple(x.shape)}, so there is no axis {self.axis}.")
+            low, high = torch.aminmax(x.movedim(self.axis, 0).flatten(1) if x.dim() > 1 else x[:, None], dim=1)
+        low, high = low.to(self.minimum.device, torch.float32), high.to(self.minimum.device, torch.float32)
+        least, most = float(low.min()), float(high.max())  # NaN propagates through all of these
+        if not (math.isfinite(least) and math.isfinite(most)):
+            raise CalibrationError(
+                f"{self._tensor} holds NaN or Inf, or values beyond float32 (min {least}, max {most}). Look for them in "
+                f"the calibration data, or run the float model on it to find the first layer that makes them; leave "
+                f"out that data, or set that layer to float."
+            )
+        self._check_channels(low)
+        return low, high
+
+    def _check_channels(self, low: Tensor) -> None:
+        if self.minimum.dim() and self.minimum.shape != low.shape:
+            raise CalibrationError(
+                f"{self._tensor} has {len(low)} channels on axis {self.axis}, but had {len(self.minimum)} before. "
+                f"Set the layer to per-tensor quantization or to float."
+            )
+
+    def _widen(self, low: Tensor, high: Tensor) -> None:
+        self.minimum, self.maximum = torch.minimum(self.minimum, low), torch.maximum(self.maximum, high)
+
+
+class MinMax(Observer):
+    """The smallest and largest value ever seen. Exact, but one outlier stretches the grid.
+
+    Source: Krishnamoorthi 2018, section 2.5.
+    """
+
+    def _observe(self, x: Tensor) -> None:
+        self._widen(*self._batch_range(x))
+
+    def _absorb(self, other: Observer) -> None:
+        self._check_channels(other.minimum)
+        self._widen(other.minimum.to(self.minimum.device), other.maximum.to(self.minimum.device))
+
+
+class MovingAverage(Observer):
+    """Exponential moving average of the batches' smallest and largest values; the first batch starts it.
+
+    The only observer that depends on how the data is batched and ordered. `merge` takes the mean weighted by the
+    number of batches. Buffer: `batches`, int64, 0-d.
+
+    Source: Jacob et al. 2018, section 3.1; Krishnamoorthi 2018, section 2.5.
+    """
+
+    constant: ClassVar[float] = 0.01
+    """Weight of a new batch."""
+
+    batches: Tensor
+
+    def __init__(self, spec: TensorSpec, axis: int | None = None, name: str = "") -> None:
+        super().__init__(spec, axis, name)
+        self.register_buffer("batches", torch.tensor(0))
+
+    def _observe(self, x: Tensor) -> None:
+        self._average(*self._batch_range(x), weight=self.constant if self._seen else 1.0)
+        self.batches = self.batches + 1
+
+    def _absorb(self, other: Observer) -> None:
+        other = cast("MovingAverage", other)  # merge has checked it
+        self._check_channels(other.minimum)
+        total = self.batches + other.batches.to(self.batches.device)
+        device = self.minimum.device
+        self._average(other.minimum.to(device), other.maximum.to(device), weight=float(other.batches / total))
+        self.batches = total
+
+    def _average(self, low: Tensor, high: Tensor, weight: float) -> None:
+        if weight == 1.0:
+            self.minimum, self.maximum = low, high
+        else:
+            self.minimum, self.maximum = self.minimum.lerp(low, weight), self.maximum.lerp(high, weight)
+
+
+class Histogram(Observer):
+    """The range whose grid has the smallest squared error over all values seen, found on a histogram.
+
+    Every value is counted, in bins that double in width when the range outgrows them. The result is the same bit for
+    bit however the data was batched, ordered or spread over observers that were merged. Buffers:
+
+        counts: int64, see `fxq/histogram.py`.
+        exponent: int64, 0-d; the bins are 2**exponent wide.
+
+    Source: `fxq.histogram.clip_range`.
+    """
+
+    per_channel = False
+
+    counts: Tensor
+    exponent: Tensor
+
+    def __init__(self, spec: TensorSpec, axis: int | None = None, name: str = "") -> None:
+        super().__init__(spec, axis, name)
+        self.register_buffer("counts", histogram.empty_counts())
+        self.register_buffer("exponent", torch.tensor(histogram.MIN_EXPONENT))
+
+    def _observe(self, x: Tensor) -> None:
+        values = flat(x).float()
+        self._widen(*self._batch_range(values))
+        bound = max(-float(self.minimum), float(self.maximum))
+        self._coarsen_to(histogram.exponent_for(bound))
+        # Not in place: a buffer made under torch.inference_mode could not be written outside of it.
+        self.counts = self.counts + histogram.count(values, int(self.exponent)).to(self.counts.device)
+
+    def _absorb(self, other: Observer) -> None:
+        other = cast("Histogram", other)  # merge has checked it
+        self._widen(other.minimum.to(self.minimum.device), other.maximum.to(self.minimum.device))
+        self._coarsen_to(int(other.exponent))
+        counts = histogram.coarsen(other.counts, int(self.exponent) - int(other.exponent))
+        self.counts = self.counts + counts.to(self.counts.device)
+
+    def _coarsen_to(self, exponent: int) -> None:
+        if exponent > int(self.exponent):
+            self.counts = histogram.coarsen(self.counts, exponent - int(self.exponent))
+            self.exponent = torch.full_like(self.exponent, exponent)
+
+    def _clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        ends = histogram.clip_range(self.counts.cpu(), int(self.exponent), float(low), float(high), self.spec)
+        return torch.tensor(ends[0]), torch.tensor(ends[1])
+
+
+class Percentile(Histogram):
+    """The range that leaves out the largest 0.01 % of the values, and also the smallest if there are negative ones.
+
+    Where so few values differ from zero that nothing would be left, the range is that of all values.
+
+    Source: Migacz 2017 and Wu et al. 2020 (arXiv 2004.09602), section 3.4 (calibration).
+    """
+
+    percent: ClassVar[float] = 99.99
+    """Share of the values below the clipping point at the upper end, and above that at the lower end."""
+
+    def _clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        def at(percent: float) -> Tensor:
+            return torch.tensor(histogram.percentile(counts, int(self.exponent), float(low), float(high), percent))
+
+        counts = self.counts.cpu()
+        clipped_low = at(100 - self.percent) if low < 0 else low
+        clipped_high = at(self.percent) if high > 0 else high
+        return (clipped_low, clipped_high) if clipped_low < 0 or clipped_high > 0 else (low, high)
+
+
+OBSERVERS: dict[str, type[Observer]] = {
+    "minmax": MinMax,
+    "moving_average": MovingAverage,
+    "histogram": Histogram,
+    "percentile": Percentile,
+}
+
+
+def make_observer(spec: TensorSpec, axis: int | None = None, name: str = "") -> Observer:
+    """The observer that `spec` asks for.
+
+    Args:
+        spec: the grid; `spec.observer` names the observer.
+        axis: the channel axis for one range per channel, or None.
+        name: what errors call the tensor.
+
+    Raises:
+        RecipeError: there is no such observer, or it has no range per channel.
+    """
+    if spec.observer not in OBSERVERS:
+        raise RecipeError(unknown("observer", spec.observer, OBSERVERS))
+    return OBSERVERS[spec.observer](spec, axis, name)
+
+
+def flat(x: Tensor) -> Tensor:
+    """The elements of `x` in one dimension, in the order of memory: without a copy if `x` is dense in any layout.
+
+    `torch.aminmax` is four times as fast on this as on a channels-last tensor as it stands.
+    """
+    if x.is_contiguous():
+        return x.view(-1)
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    return x.permute(order).reshape(-1)
