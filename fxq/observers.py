@@ -148,9 +148,9 @@ class Observer(nn.Module):
         least, most = float(low.min()), float(high.max())  # NaN propagates through all of these
         if not (math.isfinite(least) and math.isfinite(most)):
             raise CalibrationError(
-                f"{self._tensor} holds NaN or Inf, or values beyond float32 (min {least}, max {most}). Look for them in "
-                f"the calibration data, or run the float model on it to find the first layer that makes them; leave "
-                f"out that data, or set that layer to float."
+                f"{self._tensor} holds NaN or Inf, or values beyond float32 (min {least}, max {most}). Look for them "
+                f"in the calibration data, or run the float model on it to find the first layer that makes them; "
+                f"leave out that data, or set that layer to float."
             )
         self._check_channels(low)
         return low, high
