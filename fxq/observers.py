@@ -49,7 +49,7 @@ class Observer(nn.Module):
 
     def __init__(self, spec: TensorSpec, axis: int | None = None, name: str = "") -> None:
         super().__init__()
-        self.spec, self.axis, self.name = spec, axis, name
+        self.spec, self.axis, self.name, self.paused = spec, axis, name, False
         if axis is not None and not self.per_channel:
             raise RecipeError(
                 f"{self._tensor}: the {spec.observer!r} observer has one range per tensor, but the recipe asks for one "
@@ -61,7 +61,8 @@ class Observer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Take in `x` (float16, bfloat16, float32 or float64, any shape) and return it unchanged.
 
-        Empty tensors and tensors on the meta device have no values and are passed over.
+        Empty tensors and tensors on the meta device have no values and are passed over; so is everything while
+        `paused` is true.
 
         Raises:
             CalibrationError: `x` is not floating point, holds NaN or Inf, or its channels differ from those before.
@@ -71,7 +72,7 @@ class Observer(nn.Module):
                 f"{self._tensor} is {x.dtype}; only floating point tensors can be quantized. "
                 f"Set the layer to float in the recipe."
             )
-        if x.numel() and not x.is_meta:
+        if x.numel() and not x.is_meta and not self.paused:
             with torch.no_grad():
                 self._observe(x.detach())
         return x

@@ -1,0 +1,70 @@
+"""fxq: a quantization compiler for PyTorch, as a pipeline of graph-rewriting passes on `torch.fx`."""
+
+from fxq.api import calibrate, convert, prepare, quantize, run_passes
+from fxq.diff import Diff, diff
+from fxq.errors import (
+    BackendError,
+    CalibrationError,
+    FxqError,
+    FxqWarning,
+    InputError,
+    PassError,
+    PatternError,
+    RecipeError,
+    RenderError,
+    TraceError,
+)
+from fxq.history import History, Snapshot
+from fxq.layers import LayerQParams
+from fxq.ledger import Ledger
+from fxq.match import Match, explain
+from fxq.model import ObservedModel, QuantizedModel
+from fxq.passbase import Pass, Stage
+from fxq.pattern import FUSIONS, fusion, rewrite
+from fxq.qparams import QParams
+from fxq.recipe import Recipe
+from fxq.rewrite import Rewriter
+from fxq.selector import op
+from fxq.spec import FLOAT, QuantConfig, TensorSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FLOAT",
+    "FUSIONS",
+    "BackendError",
+    "CalibrationError",
+    "Diff",
+    "FxqError",
+    "FxqWarning",
+    "History",
+    "InputError",
+    "LayerQParams",
+    "Ledger",
+    "Match",
+    "ObservedModel",
+    "Pass",
+    "PassError",
+    "PatternError",
+    "QParams",
+    "QuantConfig",
+    "QuantizedModel",
+    "Recipe",
+    "RecipeError",
+    "RenderError",
+    "Rewriter",
+    "Snapshot",
+    "Stage",
+    "TensorSpec",
+    "TraceError",
+    "calibrate",
+    "convert",
+    "diff",
+    "explain",
+    "fusion",
+    "op",
+    "prepare",
+    "quantize",
+    "rewrite",
+    "run_passes",
+]

@@ -1,0 +1,213 @@
+"""The public API: quantize, and the same in steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import fxq.passes
+import fxq.patterns
+from fxq.backends import get_backend
+from fxq.context import Context
+from fxq.data import Batch, as_batch, batches, check_batch
+from fxq.errors import CalibrationError, FxqError, InputError, RecipeError
+from fxq.graph import info
+from fxq.layers import layers_of
+from fxq.ledger import make_ledger
+from fxq.manager import PassManager
+from fxq.model import ObservedModel, QuantizedModel
+from fxq.passbase import Stage
+from fxq.recipe import Recipe, as_recipe
+
+
+def quantize(
+    model: nn.Module,
+    recipe: Any = "static",
+    *,
+    data: Iterable[Any] | None = None,
+    example_inputs: Any = None,
+    progress: bool | None = None,
+) -> QuantizedModel:
+    """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The model itself is not changed.
+
+    Args:
+        model: a float `nn.Module` in eval mode.
+        recipe: a `Recipe`, a preset's name ("static"), a dict, or a path to a .toml file.
+        data: calibration batches: an iterable of tensors, tuples or lists of positional inputs, or dicts of keyword
+            inputs; `(input, target)` pairs are taken as the input alone when the model takes one.
+        example_inputs: one batch to find shapes with; default: the first of `data`.
+        progress: show a progress bar; default: when stderr is a terminal.
+
+    Returns:
+        A `QuantizedModel` for the recipe's backend, with `history`, `ledger` and `qparams()`.
+
+    Raises:
+        FxqError: bad input; every message says what, where, why and what to do.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+        >>> qmodel = quantize(model, data=[torch.rand(1, 3, 16, 16)])
+        >>> qmodel(torch.rand(1, 3, 16, 16)).shape
+        torch.Size([1, 4, 12, 12])
+    """
+    chosen = as_recipe(recipe)
+    _check_model(model)
+    if data is None:
+        raise InputError(f"the recipe {chosen.preset!r} needs data to calibrate with: fxq.quantize(model, recipe, data=loader).")
+    stream = batches(data, model)
+    first = next(stream)
+    example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else first
+    observed = prepare(model, chosen, example)
+
+    def all_batches() -> Iterator[Batch]:
+        yield first
+        yield from stream
+
+    _calibrate(observed, all_batches(), _length(data), progress)
+    return convert(observed)
+
+
+def prepare(model: nn.Module, recipe: Any = "static", example_inputs: Any = None) -> ObservedModel:
+    """The first half of `quantize`: trace, fuse, insert observers. Call the result on calibration data, then `convert`.
+
+    Args:
+        model: a float `nn.Module` in eval mode.
+        recipe: as for `quantize`.
+        example_inputs: one batch, to find shapes with.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+        >>> observed = prepare(model, "static", torch.rand(1, 4))
+        >>> _ = observed(torch.rand(8, 4))
+        >>> convert(observed)(torch.rand(1, 4)).shape
+        torch.Size([1, 2])
+    """
+    manager = _manager(model, recipe, example_inputs)
+    line = manager.context.recipe.pipeline
+    manager.run(step for step in line if step.needs < Stage.OBSERVED)
+    if manager.stage < Stage.OBSERVED:
+        raise RecipeError("the pipeline has no pass that inserts observers: insert-observers was removed.")
+    return ObservedModel.from_manager(manager)
+
+
+def calibrate(observed: ObservedModel, data: Iterable[Any], progress: bool | None = None) -> ObservedModel:
+    """Show `data` to the observers of a prepared model, with a progress bar; the same model.
+
+    Raises:
+        InputError: `data` is empty or no iterable, or the model rejects a batch.
+        CalibrationError: NaN or Inf in a batch or in an activation; the message names the batch and the layer.
+    """
+    _check_observed(observed)
+    _calibrate(observed, batches(data, observed.manager.context.model), _length(data), progress)
+    return observed
+
+
+def convert(observed: ObservedModel) -> QuantizedModel:
+    """The second half of `quantize`: observers become scales and zero points, units become kernels.
+
+    Raises:
+        CalibrationError: an observer has seen no data.
+    """
+    _check_observed(observed)
+    manager = observed.manager
+    if manager.stage > Stage.OBSERVED:
+        raise InputError("this observed model was converted already; prepare the float model again.")
+    line = manager.context.recipe.pipeline
+    manager.run(step for step in line if Stage.OBSERVED <= step.needs and step.gives < Stage.LOWERED and step.name != "cleanup")
+    layers = layers_of(manager.gm)
+    done = set(manager.history.names)
+    manager.run(step for step in line if step.name not in done)
+    canonical = manager.history.snapshots[max(i for i, s in enumerate(manager.history) if s.stage <= Stage.CANONICAL)]
+    before_fold = manager.history["canonicalize"] if "canonicalize" in manager.history.names else canonical
+    fixes = {n.name: plan.fix for n in manager.gm.graph.nodes if (plan := info(n).plan) is not None and plan.fix}
+    ledger = make_ledger(before_fold.graph, manager.history[-1].graph, fixes)
+    return QuantizedModel.from_manager(manager, ledger, layers)
+
+
+def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, until: str) -> fx.GraphModule:
+    """The graph as it stands after the pass `until`, for `explain`, `diff` and tests of passes and patterns.
+
+    Args:
+        model, recipe, example_inputs: as for `prepare`.
+        until: name of a pass before calibration.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+        >>> print(run_passes(model, "static", torch.rand(1, 4), until="fuse").code.count("fxq_units"))
+        1
+    """
+    manager = _manager(model, recipe, example_inputs)
+    line = manager.context.recipe.pipeline
+    return manager.run(line[: line.position(until) + 1])
+
+
+def _manager(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
+    chosen = as_recipe(recipe)
+    _check_model(model)
+    if example_inputs is None:
+        raise InputError("example_inputs is missing: one batch of inputs, to find shapes with.")
+    example = as_batch(example_inputs, model, "example_inputs")
+    check_batch(example, model, "example_inputs")
+    return PassManager(Context(chosen, get_backend(chosen.backend), model, example))
+
+
+def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | None, progress: bool | None) -> None:
+    with torch.no_grad(), _progress(total, progress) as advance:
+        for i, batch in enumerate(stream):
+            try:
+                observed(*batch.args, **batch.kwargs)
+            except CalibrationError as error:
+                raise CalibrationError(f"data, batch {i}: {error}") from error
+            except FxqError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise InputError(f"data, batch {i} {batch}: the model does not run on it: {error}") from error
+            advance()
+
+
+@contextmanager
+def _progress(total: int | None, show: bool | None) -> Iterator[Any]:
+    """A progress bar on stderr; yields the function that moves it on."""
+    if not (sys.stderr.isatty() if show is None else show):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("calibrating", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
+    if isinstance(model, (QuantizedModel, ObservedModel)):
+        raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "fxq.backends")):
+            raise InputError(f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}; give the float model.")
+    training = next((path for path, module in model.named_modules() if module.training), None)
+    if training is not None:
+        where = f"its module {training!r} is" if training else "it is"
+        raise InputError(f"the model cannot be quantized while {where} in train mode: call model.eval() first.")
+
+
+def _check_observed(observed: Any) -> None:
+    if not isinstance(observed, ObservedModel):
+        raise InputError(f"this takes the model that fxq.prepare returned, not a {type(observed).__name__}.")
+
+
+__all__ = ["Recipe", "calibrate", "convert", "prepare", "quantize", "run_passes"]

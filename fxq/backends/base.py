@@ -1,0 +1,56 @@
+"""What a backend is: it says which units it can run, and lowers them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import fx
+
+from fxq.spec import QuantConfig, TensorSpec
+from fxq.unit import OpCall
+
+if TYPE_CHECKING:
+    from fxq.rewrite import Rewriter
+
+
+@dataclass(frozen=True)
+class Support:
+    """How much of a unit a backend can run on integers.
+
+    Attributes:
+        ops: how many of its ops, from the first on, one kernel runs. 0: none. Fewer than the unit has: the kernel
+            emits float, and the remaining ops run in float.
+        reason: why not all of them.
+    """
+
+    ops: int
+    reason: str = ""
+
+
+class Backend(ABC):
+    """An engine that runs integer kernels.
+
+    A backend is asked twice. In `annotate`, `supports` says what it can run, and why not. In `lower`, it replaces the
+    units of the qdq graph by its kernels: one at a time, or whole regions, as it likes. What it leaves stays in qdq
+    form, which runs everywhere.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:
+        """How much of the unit `node`, which runs `calls`, has an integer kernel here, with `config`."""
+
+    @abstractmethod
+    def lower(self, rewriter: Rewriter) -> None:
+        """Replace units of the qdq graph by kernels."""
+
+    def activation(self, spec: TensorSpec) -> TensorSpec:
+        """The spec that this backend uses where a recipe asks for `spec` (fewer bits on some CPUs)."""
+        return spec
+
+    def check_machine(self) -> None:
+        """Raise `BackendError` when this machine cannot run the backend; warn about its limits."""
+        return None

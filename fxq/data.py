@@ -1,0 +1,118 @@
+"""Inputs of a model: one batch in its three spellings, and checks with errors that say what and where."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxq.errors import CalibrationError, InputError
+from fxq.numeric import tensors
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call of the model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = [_describe(a) for a in self.args] + [f"{k}={_describe(v)}" for k, v in self.kwargs.items()]
+        return f"({', '.join(shown)})"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
+
+
+def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
+    """One batch from what `data` and `example_inputs` hold: a tensor, a tuple or list of positional inputs, or a dict.
+
+    An `(input, target)` pair is taken as the input alone when the model's forward takes one argument.
+
+    Raises:
+        InputError: any other type, or an argument that forward does not have.
+    """
+    if isinstance(value, Batch):
+        return value
+    if isinstance(value, Tensor):
+        return Batch((value,))
+    if isinstance(value, Mapping):
+        names, open_ended = _parameters(model)
+        for key in value:
+            if not isinstance(key, str) or (key not in names and not open_ended):
+                raise InputError(f"{where}: forward has no argument {key!r}; it has {', '.join(names) or 'none'}.")
+        return Batch((), dict(value))
+    if isinstance(value, (tuple, list)) and value:
+        names, open_ended = _parameters(model)
+        if len(value) == 2 and len(names) == 1 and not open_ended:
+            return Batch((value[0],))
+        if len(value) > len(names) and not open_ended:
+            raise InputError(f"{where}: {len(value)} inputs, but forward takes {len(names)} ({', '.join(names)}).")
+        return Batch(tuple(value))
+    raise InputError(
+        f"{where}: {type(value).__name__} is no batch of inputs; give a tensor, a tuple or list of positional inputs, "
+        "or a dict of keyword inputs."
+    )
+
+
+def _parameters(model: nn.Module) -> tuple[list[str], bool]:
+    """Names of forward's arguments, and whether it takes any number of them."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return plain, len(plain) != len(parameters)
+
+
+def batches(data: Any, model: nn.Module) -> Iterator[Batch]:
+    """The batches of `data`, checked one by one.
+
+    Raises:
+        InputError: `data` is no iterable of batches, a batch is on another device than the model, or it is empty.
+        CalibrationError: a batch holds NaN or Inf.
+    """
+    if isinstance(data, (Tensor, str, bytes, Mapping)) or not isinstance(data, Iterable):
+        raise InputError(
+            f"data is a {type(data).__name__}; give an iterable of batches, e.g. a DataLoader or a list: data=[x] for one batch."
+        )
+    count = 0
+    for count, value in enumerate(data, 1):
+        batch = as_batch(value, model, f"data, batch {count - 1}")
+        check_batch(batch, model, f"data, batch {count - 1}")
+        yield batch
+    if count == 0:
+        raise InputError("data is empty: calibration needs at least one batch. (A generator that was used up?)")
+
+
+def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
+    """Raise when a batch is on another device than the model (`InputError`) or is not finite (`CalibrationError`)."""
+    home = next((t.device for t in (*model.parameters(), *model.buffers())), None)
+    for i, tensor in enumerate(tensors((batch.args, batch.kwargs))):
+        if home is not None and tensor.device != home:
+            raise InputError(f"{where}: input {i} is on {tensor.device}, the model on {home}; move one of them with .to(...).")
+        if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(tensor).all()):
+            raise CalibrationError(f"{where}: input {i} {_describe(tensor)} holds NaN or Inf; clean the data.")
+
+
+def first_of(batch: Batch, most: int) -> Batch:
+    """A copy of the batch that no later in-place change of the user's tensors can reach. At most `most` samples of
+    each tensor whose first axis all tensors share; the whole batch when they do not share one."""
+    sizes = {t.shape[0] for t in tensors((batch.args, batch.kwargs)) if t.dim() > 0}
+    cut = slice(0, most) if len(sizes) == 1 else slice(None)
+    return Batch(_cut(batch.args, cut), _cut(dict(batch.kwargs), cut))
+
+
+def _cut(value: Any, cut: slice) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()[cut].clone() if value.dim() > 0 else value.detach().clone()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(v, cut) for v in value)
+    if isinstance(value, Mapping):
+        return {k: _cut(v, cut) for k, v in value.items()}
+    return value

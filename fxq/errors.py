@@ -1,0 +1,69 @@
+"""Errors of fxq: one hierarchy under `FxqError`, every message says what, where, why and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FxqError(Exception):
+    """Base of every error that fxq raises on purpose."""
+
+
+class InputError(FxqError):
+    """The model, the data or an argument cannot be used as given."""
+
+
+class TraceError(FxqError):
+    """`torch.fx` cannot trace the model."""
+
+
+class RecipeError(FxqError):
+    """A recipe is malformed, or names something that does not exist."""
+
+
+class PatternError(FxqError):
+    """A fusion pattern or rewrite rule is malformed."""
+
+
+class PassError(FxqError):
+    """A pass broke the graph, or cannot run at this stage."""
+
+
+class CalibrationError(FxqError):
+    """Calibration data or the activations it causes are unusable."""
+
+
+class BackendError(FxqError):
+    """A backend cannot run on this machine, or failed to lower a unit."""
+
+
+class RenderError(FxqError):
+    """A picture could not be written."""
+
+
+class FxqWarning(UserWarning):
+    """Something worth knowing that did not stop fxq."""
+
+
+def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """The names in `known` that look most like `name`, best first.
+
+    Example:
+        >>> nearest("histgram", ["minmax", "histogram"])
+        ['histogram']
+    """
+    return difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> str:
+    """The message for a name that is not in a registry: the nearest names, then all of them.
+
+    Example:
+        >>> unknown("observer", "histgram", ["minmax", "histogram"])
+        "unknown observer 'histgram'; did you mean 'histogram'? Known: histogram, minmax."
+    """
+    names = sorted(known)
+    close = nearest(str(name), names)
+    hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
+    return f"unknown {kind} {str(name)!r}{hint} Known: {', '.join(names) or 'none'}."

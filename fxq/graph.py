@@ -1,0 +1,226 @@
+"""Reading a graph: the typed metadata of a node, which op it calls, and the small questions that passes ask.
+
+Changing a graph is the rewriter's business (`fxq/rewrite.py`); nothing here edits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxq.ops import OPS
+from fxq.optable import Op
+from fxq.qparams import QParams
+from fxq.spec import TensorSpec
+
+META = "fxq"
+Fate = Literal["int8", "moves", "float"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `annotate` decided for one node.
+
+    Attributes:
+        fate: `int8` (runs on integers), `moves` (moves integers), or `float`.
+        reason: why it is float; empty otherwise.
+        reads: the spec that it wants of each value that it reads as integers, by the value's name.
+        kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
+        fix: what the user can change to get another decision (a recipe line), or empty.
+    """
+
+    fate: Fate
+    reason: str = ""
+    reads: Mapping[str, TensorSpec] | None = None
+    kernel_ops: int | None = None
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One integer form of a value. Edges of the same group share scale and zero point.
+
+    Attributes:
+        spec: what its consumers want.
+        group: number of the group.
+        source: whether the value is made here; otherwise it is only moved, and the group's other members are observed.
+        fixed: the range, where the op that makes the value has a fixed one (sigmoid); then nothing is observed.
+    """
+
+    spec: TensorSpec
+    group: int
+    source: bool
+    fixed: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What fxq knows about a node, kept in `node.meta["fxq"]`.
+
+    Attributes:
+        path: path of the innermost module whose forward made the node; empty for the model itself.
+        source: `file:line` of the user's code that made it.
+        shape: shape of its value, or None when the value is not a tensor.
+        dtype: dtype of its value, or None.
+        origins: names of the traced ops that it stands for.
+        parts: for a unit, the origins of each of its ops.
+        made_by: the pass and rule that made it, with the rule's source line; empty for traced nodes.
+        plan: the decision of `annotate`, once it has run.
+        qparams: scale and zero point of its value when that is an integer tensor, or of the value it emulates.
+        edges: the integer forms that its value takes, one for each spec that a consumer wants.
+        body: for a kernel, the ops that it runs, as text.
+        inplace: a module outside the op table that overwrites its first input.
+        note: something the user should know about the node.
+    """
+
+    path: str = ""
+    source: str = ""
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    origins: tuple[str, ...] = ()
+    parts: tuple[tuple[str, ...], ...] = ()
+    made_by: str = ""
+    plan: Plan | None = None
+    qparams: QParams | None = None
+    edges: tuple[Edge, ...] = ()
+    body: tuple[str, ...] = ()
+    inplace: bool = False
+    note: str = ""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is a tensor."""
+        return self.shape is not None
+
+
+_NOTHING = NodeInfo()
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The typed metadata of `node`; empty metadata when it has none."""
+    return node.meta.get(META, _NOTHING)
+
+
+def set_info(node: fx.Node, **changes: Any) -> None:
+    """Replace fields of the node's metadata."""
+    node.meta[META] = replace(info(node), **changes)
+
+
+def op_of(node: fx.Node) -> Op | None:
+    """The op that a canonical node calls; None for anything else (leaves, units, weights, inputs)."""
+    return OPS.of_target(node.target) if node.op == "call_function" else None
+
+
+def is_op(node: Any, *names: str) -> bool:
+    """Whether `node` is a canonical call of one of these ops."""
+    op = op_of(node) if isinstance(node, fx.Node) else None
+    return op is not None and op.name in names
+
+
+def options_of(node: fx.Node) -> dict[str, Any]:
+    """All options of a canonical node, defaults included."""
+    op = op_of(node)
+    return {**op.options, **node.kwargs} if op is not None else dict(node.kwargs)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The tensor argument `name` of a canonical node, or None when it is not given."""
+    op = op_of(node)
+    if op is None or name not in op.tensors:
+        return None
+    i = op.tensors.index(name)
+    return node.args[i] if i < len(node.args) else None
+
+
+def flat_nodes(values: Any) -> Iterator[fx.Node]:
+    """Every node inside nested arguments, in order, repetitions kept."""
+    if isinstance(values, fx.Node):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from flat_nodes(value)
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from flat_nodes(value)
+    elif isinstance(values, slice):
+        yield from flat_nodes((values.start, values.stop, values.step))
+
+
+def read_attribute(root: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path below `root`."""
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def constant(gm: fx.GraphModule, node: Any) -> Tensor | None:
+    """The tensor that a `get_attr` node reads, or None when `node` is something else."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value = read_attribute(gm, str(node.target))
+    return value if isinstance(value, Tensor) else None
+
+
+def submodule(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    """The module that a `call_module` node calls, or None."""
+    return gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+_METADATA_METHODS = frozenset({"size", "dim", "numel", "stride", "ndimension", "nelement"})
+_METADATA_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
+
+
+def reads_only_metadata(node: fx.Node) -> bool:
+    """Whether the node looks at its input's shape and not at a value, so that integers serve it as well as floats."""
+    if node.op == "call_method":
+        return node.target in _METADATA_METHODS
+    return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA_ATTRIBUTES
+
+
+def mutates(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The inputs that a node outside the op table changes in place, as far as its name tells."""
+    if node.op == "call_method":
+        name = str(node.target)
+        inplace = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    elif node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        operator_form = getattr(node.target, "__module__", "") == "_operator" and name in _INPLACE_OPERATORS
+        inplace = operator_form or node.kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__"))
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            inplace = True
+    else:
+        return tuple(node.all_input_nodes[:1]) if info(node).inplace else ()
+    out = node.kwargs.get("out")
+    changed = [node.args[0]] if inplace and node.args else []
+    return tuple(flat_nodes([*changed, out]))
+
+
+_INPLACE_OPERATORS = frozenset(
+    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
+)
+
+
+def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node can go when nobody reads it: an op, unit or kernel, a weight, or a look at metadata.
+
+    Modules say so with an attribute `pure = True`.
+    """
+    module = submodule(gm, node)
+    if module is not None:
+        return getattr(module, "pure", False) is True
+    return node.op == "get_attr" or op_of(node) is not None or reads_only_metadata(node)
+
+
+def tensor_meta(value: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+    """Shape and dtype of a value, or (None, None) when it is not a tensor."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (None, None)
+
+
+def merge_origins(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The traced ops that these nodes stand for together, in order, each once."""
+    return tuple(dict.fromkeys(name for node in nodes for name in info(node).origins))

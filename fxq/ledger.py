@@ -1,0 +1,103 @@
+"""The ledger: what became of every op of the model, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from fxq.view import GraphView, NodeView
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One op of the model.
+
+    Attributes:
+        name: its node in the traced graph.
+        path: its module path.
+        op: what it is.
+        fate: `int8`, `moves` (moves integers), `float`, or `folded` (into another op, or removed).
+        into: the node of the final graph that stands for it; empty when it is gone.
+        reason: why it is float, or where it went.
+        fix: the change of the recipe that would decide otherwise; empty where there is none.
+        source: `file:line` of the model.
+    """
+
+    name: str
+    path: str
+    op: str
+    fate: str
+    into: str = ""
+    reason: str = ""
+    fix: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Ledger(Sequence[Entry]):
+    """One entry per op of the model, in execution order. `print` shows a table.
+
+    Example:
+        >>> Ledger((Entry("conv", "conv", "conv2d", "int8"),)).count("int8")
+        1
+    """
+
+    entries: tuple[Entry, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.entries[index]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def where(self, condition: Callable[[Entry], bool]) -> Ledger:
+        """The entries for which `condition` is true."""
+        return Ledger(tuple(e for e in self.entries if condition(e)))
+
+    def count(self, value: Any) -> int:
+        """Number of entries of that fate."""
+        return sum(e.fate == value for e in self.entries)
+
+    def __str__(self) -> str:
+        rows = [[e.path or e.name, e.op, e.fate, e.reason + (f" [{e.fix}]" if e.fix else "")] for e in self.entries]
+        totals = ", ".join(f"{self.count(f)} {f}" for f in ("int8", "moves", "float", "folded"))
+        return tabulate(rows, headers=["layer", "op", "runs as", "why"], maxcolwidths=[None, None, None, 70]) + f"\n{totals}"
+
+
+def make_ledger(canonical: GraphView, final: GraphView, fixes: dict[str, str]) -> Ledger:
+    """The ledger from the graph after canonicalize and the final one.
+
+    Args:
+        canonical: the model's ops, one node each.
+        final: the graph that runs.
+        fixes: the recipe change for a float node of the final graph, by name.
+    """
+    covering: dict[str, NodeView] = {}
+    for node in final:
+        if node.kind in ("convert", "constant", "io"):
+            continue
+        for origin in node.origins:
+            covering[origin] = node
+    entries = []
+    for op in canonical:
+        if op.kind in ("constant", "io") or op.shape is None:
+            continue
+        for origin in op.origins[:1] or (op.name,):
+            entries.append(_entry(op, covering.get(origin), fixes))
+    return Ledger(tuple(entries))
+
+
+def _entry(op: NodeView, now: NodeView | None, fixes: dict[str, str]) -> Entry:
+    about = {"name": op.name, "path": op.path, "op": op.label, "source": op.source}
+    if now is None:
+        return Entry(**about, fate="folded", reason="has no effect on the output")
+    if op.label == "batch_norm" and now.label != "batch_norm" and now.kind != "float":
+        return Entry(**about, fate="folded", into=now.name, reason=f"into {now.name}")
+    fate = now.kind if now.kind in ("int8", "moves") else "float"
+    return Entry(**about, fate=fate, into=now.name, reason=now.reason if fate == "float" else "", fix=fixes.get(now.name, ""))

@@ -1,0 +1,114 @@
+"""The pass manager: runs passes in order, checks the graph after each, and keeps the history."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import fx, nn
+
+from fxq.context import Context
+from fxq.errors import FxqError, FxqWarning, PassError
+from fxq.history import History, Snapshot
+from fxq.numeric import loss, sqnr
+from fxq.passbase import Pass, Stage
+from fxq.rewrite import Rewriter
+from fxq.stages import check
+from fxq.view import NodeView, view
+
+log = logging.getLogger("fxq")
+
+
+class PassManager:
+    """Runs passes over one graph.
+
+    Attributes:
+        gm: the graph's module; empty before the trace pass.
+        stage: the stage that the graph has reached.
+        history: one snapshot per pass that has run.
+        context: what passes may ask.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.gm = fx.GraphModule(nn.Module(), fx.Graph())
+        self.stage = Stage.NONE
+        self.history = History()
+        self._views: dict[fx.Node, NodeView] = {}
+        self._sqnr = float("inf")
+
+    def run(self, passes: Iterable[Pass]) -> fx.GraphModule:
+        """Run the passes in order; the graph's module.
+
+        Raises:
+            PassError: a pass needs a later stage than the graph has reached, or left the graph invalid.
+        """
+        for step in passes:
+            self._run_one(step)
+        self.gm.recompile()
+        return self.gm
+
+    def _run_one(self, step: Pass) -> None:
+        if step.needs > self.stage:
+            raise PassError(
+                f"{step.name} needs the stage {step.needs}, but the graph is {self.stage}. "
+                "A pass that gives it was removed from the pipeline, or this one stands too early."
+            )
+        rewriter = Rewriter(self.gm, self.context, step.name)
+        start = time.perf_counter()
+        try:
+            step.run(rewriter)
+        except FxqError:
+            raise
+        except Exception as error:
+            raise PassError(f"{step.name} failed: {type(error).__name__}: {error}") from error
+        seconds = time.perf_counter() - start
+        self.gm = rewriter.gm
+        self.stage = max(self.stage, step.gives)
+        check(self.gm, self.stage, step.name)
+        self._snapshot(step, rewriter, seconds)
+
+    def _snapshot(self, step: Pass, rewriter: Rewriter, seconds: float) -> None:
+        for node in rewriter.touched:
+            self._views.pop(node, None)
+        graph = view(self.gm, step.name, self._views)
+        value = self._measure(step) if self.context.recipe.check == "numeric" else None
+        self.history.snapshots.append(Snapshot(step.name, seconds, tuple(rewriter.edits), graph, self.stage, value))
+        log.info("%s: %d edits, %d nodes, %.1f ms", step.name, len(rewriter.edits), len(graph), 1e3 * seconds)
+
+    def _measure(self, step: Pass) -> float:
+        """SQNR of the graph against the float model on the example input; warns at the first pass that loses much."""
+        self.gm.recompile()
+        with torch.no_grad(), observers_paused(self.gm):
+            result = self.gm(*self.context.example.args, **self.context.example.kwargs)
+        value = sqnr(self.context.outputs, result)
+        lost = loss(self._sqnr, value)
+        if lost > self.context.recipe.max_loss and self.history.first_loss is None:
+            self.history.first_loss = step.name
+            warnings.warn(
+                f"{step.name} lost {lost:.1f} dB: the output is at {value:.1f} dB SQNR against the float model. "
+                f"Compare history[{step.name!r}] with the snapshot before it.",
+                FxqWarning,
+                stacklevel=6,
+            )
+        self._sqnr = value
+        return value
+
+
+@contextmanager
+def observers_paused(gm: nn.Module) -> Iterator[None]:
+    """Run a graph without its observers looking: what is measured must not count as calibration."""
+    from fxq.observers import Observer
+
+    found = [m for m in gm.modules() if isinstance(m, Observer)]
+    for observer in found:
+        observer.paused = True
+    try:
+        yield
+    finally:
+        for observer in found:
+            observer.paused = False

@@ -1,0 +1,93 @@
+"""What fxq hands out: the observed model between prepare and convert, and the quantized model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from fxq.context import Context
+from fxq.data import Batch, first_of
+from fxq.history import History
+from fxq.layers import LayerQParams
+from fxq.ledger import Ledger
+from fxq.manager import PassManager
+from fxq.recipe import Recipe
+
+SAMPLES = 4
+"""Most samples of the first calibration batch that are kept, to verify kernels with."""
+
+
+class ObservedModel(fx.GraphModule):
+    """The model with observers, ready for calibration: call it on data, then `fxq.convert` it.
+
+    Attributes:
+        manager: the pipeline so far.
+        batches_seen: number of calls since it was prepared.
+    """
+
+    manager: PassManager
+    batches_seen: int
+
+    @classmethod
+    def from_manager(cls, manager: PassManager) -> ObservedModel:
+        """Wrap the graph of a manager that has inserted observers."""
+        observed = cls(manager.gm, manager.gm.graph, class_name="ObservedModel")
+        observed.manager, observed.batches_seen = manager, 0
+        observed.eval()
+        observed.register_forward_pre_hook(_record, with_kwargs=True)
+        return observed
+
+    @property
+    def history(self) -> History:
+        """One snapshot per pass so far."""
+        return self.manager.history
+
+
+def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count the batch, check the first one, and keep a few samples of it to verify kernels with."""
+    assert isinstance(model, ObservedModel)
+    context = model.manager.context
+    if model.batches_seen == 0:
+        context.samples.append(first_of(Batch(args, kwargs), SAMPLES))
+    model.batches_seen += 1
+
+
+class QuantizedModel(fx.GraphModule):
+    """An integer model: callable, printable, editable like any `fx.GraphModule`.
+
+    Attributes:
+        history: one `Snapshot` per pass.
+        ledger: what became of every op of the float model.
+        recipe: the recipe that made it.
+        backend: name of the backend that its kernels belong to.
+    """
+
+    history: History
+    ledger: Ledger
+    recipe: Recipe
+    backend: str
+    _layers: Mapping[str, LayerQParams]
+
+    @classmethod
+    def from_manager(cls, manager: PassManager, ledger: Ledger, layers: Mapping[str, LayerQParams]) -> QuantizedModel:
+        """Wrap the graph of a manager that has run its pipeline to the end."""
+        model = cls(manager.gm, manager.gm.graph, class_name="QuantizedModel")
+        model._attach(manager.history, ledger, manager.context.recipe, manager.context.backend.name, layers)
+        return model.eval()
+
+    def _attach(self, history: History, ledger: Ledger, recipe: Recipe, backend: str, layers: Any) -> None:
+        self.history, self.ledger, self.recipe, self.backend, self._layers = history, ledger, recipe, backend, layers
+
+    def qparams(self) -> dict[str, LayerQParams]:
+        """The integers of every int8 layer with a weight, by module path (node name for functional calls)."""
+        return dict(self._layers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
+        copied = super().__deepcopy__(memo)
+        parts = (self.history, self.ledger, self.recipe, self.backend, self._layers)
+        model = QuantizedModel(copied, copied.graph, class_name="QuantizedModel")
+        model._attach(*copy.deepcopy(parts, memo))
+        return model.eval()

@@ -1,0 +1,265 @@
+"""A recipe: what to quantize, how, for which backend, through which passes. Frozen; every method returns a new one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fxq.errors import RecipeError, unknown
+from fxq.observers import OBSERVERS
+from fxq.passbase import Pass
+from fxq.selector import Selector, as_selector, import_name
+from fxq.spec import ACTIVATION, FLOAT, WEIGHT, QuantConfig, TensorSpec
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+_PIPELINES: dict[str, tuple[Pass, ...]] = {}
+
+
+def register_pipeline(name: str, passes: Sequence[Pass]) -> None:
+    """Make a list of passes known as the pipeline of the preset `name`."""
+    _PIPELINES[name] = tuple(passes)
+
+
+@dataclass(frozen=True)
+class Pipeline(Sequence[Pass]):
+    """The passes of a recipe, in order. `print` shows them with the stages they move the graph through."""
+
+    passes: tuple[Pass, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return self.passes[self.position(index)]
+        return self.passes[index]
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.passes)
+
+    def position(self, name: str) -> int:
+        """Index of the pass called `name`. Raises `RecipeError` with the nearest names."""
+        names = [p.name for p in self.passes]
+        if name not in names:
+            raise RecipeError(unknown("pass", name, names))
+        return names.index(name)
+
+    def __str__(self) -> str:
+        width = max((len(str(p)) for p in self.passes), default=0)
+        rows = []
+        for i, p in enumerate(self.passes, 1):
+            step = str(p.gives) if p.needs == p.gives else f"{p.needs} -> {p.gives}"
+            summary = (type(p).__doc__ or "").strip().partition("\n")[0]
+            rows.append(f"{i:2}. {p!s:{width}}  {step:22}  {summary}")
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class PipelineEdit:
+    """A pass inserted next to another one, or (when `inserted` is None) the pass `anchor` removed."""
+
+    anchor: str
+    inserted: Pass | None = None
+    after: bool = True
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `fxq.quantize` is to do. Make one with a preset (`Recipe.static()`), then refine it.
+
+    Attributes:
+        preset: the preset it started from; decides the pipeline.
+        backend: name of the backend, or "auto" for the best one that this machine runs.
+        config: how a layer is quantized where no override speaks.
+        overrides: (selector, config) pairs; later ones win.
+        leaf_modules: path globs of modules that are not traced into: they run in float, as they are.
+        edits: passes inserted and removed.
+        check: "none", or "numeric": after every pass, compare with the float model on the example input.
+        max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/numeric.py`).
+
+    Example:
+        >>> recipe = Recipe.static().override("head", FLOAT)
+        >>> Recipe.from_dict(recipe.to_dict()) == recipe
+        True
+    """
+
+    preset: str = "static"
+    backend: str = "auto"
+    config: QuantConfig = field(default_factory=QuantConfig)
+    overrides: tuple[tuple[Selector, QuantConfig], ...] = ()
+    leaf_modules: tuple[str, ...] = ()
+    edits: tuple[PipelineEdit, ...] = ()
+    check: str = "none"
+    max_loss: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.preset not in _PIPELINES:
+            raise RecipeError(unknown("preset", self.preset, _PIPELINES))
+        if self.check not in ("none", "numeric"):
+            raise RecipeError(unknown("check", self.check, ["none", "numeric"]))
+        for config in (self.config, *(c for _, c in self.overrides)):
+            for spec in (config.activation, config.weight):
+                if spec is not None and spec.observer not in OBSERVERS:
+                    raise RecipeError(unknown("observer", spec.observer, OBSERVERS))
+        _ = self.pipeline
+
+    @classmethod
+    def static(cls, *, backend: str = "auto", activation: TensorSpec = ACTIVATION, weight: TensorSpec = WEIGHT) -> Recipe:
+        """Post-training static quantization: activations by calibration, weights per channel. Needs data.
+
+        Args:
+            backend: "auto", "x86" or "reference".
+            activation: spec of all activations; the default is uint8 affine with the histogram observer.
+            weight: spec of all weights; the default is int8 symmetric per channel.
+        """
+        return cls("static", backend, QuantConfig(activation, weight))
+
+    def override(self, selector: Any, config: QuantConfig) -> Recipe:
+        """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.
+
+        Args:
+            selector: a module path glob, `fxq.op(name)`, or an `nn.Module` type.
+            config: the configuration.
+        """
+        if not isinstance(config, QuantConfig):
+            raise RecipeError(f"override({selector!r}, ...): the config is a fxq.QuantConfig or fxq.FLOAT, not {config!r}.")
+        return replace(self, overrides=(*self.overrides, (as_selector(selector), config)))
+
+    def insert_pass(self, new: Pass, *, after: str | None = None, before: str | None = None) -> Recipe:
+        """Put a pass into the pipeline, after or before the pass of that name."""
+        if not isinstance(new, Pass):
+            raise RecipeError(f"insert_pass takes an instance of a fxq.Pass subclass, not {new!r}.")
+        if (after is None) == (before is None):
+            raise RecipeError("insert_pass: give exactly one of after= and before=.")
+        edit = PipelineEdit(str(after if after is not None else before), new, after is not None)
+        return replace(self, edits=(*self.edits, edit))
+
+    def without_pass(self, name: str) -> Recipe:
+        """Leave a pass out."""
+        return replace(self, edits=(*self.edits, PipelineEdit(name)))
+
+    def leaf(self, *paths: str) -> Recipe:
+        """Do not trace into these modules (path globs): they run in float, as they are."""
+        return replace(self, leaf_modules=(*self.leaf_modules, *paths))
+
+    def with_check(self, check: str = "numeric", max_loss: float = 30.0) -> Recipe:
+        """Compare the graph with the float model after every pass; warn when one pass loses more than `max_loss` dB."""
+        return replace(self, check=check, max_loss=max_loss)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The passes that this recipe runs, in order."""
+        line = Pipeline(_PIPELINES[self.preset])
+        for edit in self.edits:
+            passes, at = list(line.passes), line.position(edit.anchor)
+            if edit.inserted is None:
+                del passes[at]
+            else:
+                if edit.inserted.name in [p.name for p in passes]:
+                    raise RecipeError(f"the pipeline has a pass called {edit.inserted.name!r} already; give yours another name.")
+                passes.insert(at + edit.after, edit.inserted)
+            line = Pipeline(tuple(passes))
+        return line
+
+    def config_for(self, path: str, ops: Iterable[str], types: Mapping[str, type]) -> tuple[QuantConfig, Selector | None]:
+        """The config of a node and the override that decided it (None: the recipe's own). See `Selector.matches`."""
+        names = tuple(ops)
+        for selector, config in reversed(self.overrides):
+            if selector.matches(path, names, types):
+                return config, selector
+        return self.config, None
+
+    # ---- files
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as plain data, for `from_dict`. Defaults are left out."""
+        data: dict[str, Any] = {"preset": self.preset}
+        defaults = {f.name: f.default for f in fields(Recipe)}
+        for key in ("backend", "check", "max_loss"):
+            if getattr(self, key) != defaults[key]:
+                data[key] = getattr(self, key)
+        if self.leaf_modules:
+            data["leaf_modules"] = list(self.leaf_modules)
+        if self.config != QuantConfig():
+            data["config"] = self.config.to_dict()
+        if self.overrides:
+            data["override"] = [{**s.to_dict(), "config": c.to_dict()} for s, c in self.overrides]
+        if self.edits:
+            data["pass"] = [_edit_to_dict(e) for e in self.edits]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
+        """Inverse of `to_dict`. Raises `RecipeError` naming unknown keys, presets, passes, observers."""
+        known = ["preset", "backend", "check", "max_loss", "leaf_modules", "config", "override", "pass"]
+        for key in data:
+            if key not in known:
+                raise RecipeError(unknown("recipe key", key, known))
+        plain = {k: data[k] for k in ("preset", "backend", "check", "max_loss") if k in data}
+        return cls(
+            **plain,
+            config=QuantConfig.from_dict(data["config"]) if "config" in data else QuantConfig(),
+            overrides=tuple((Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())),
+            leaf_modules=tuple(data.get("leaf_modules", ())),
+            edits=tuple(_edit_from_dict(e) for e in data.get("pass", ())),
+        )
+
+    def to_toml(self) -> str:
+        """The recipe as TOML text."""
+        return tomli_w.dumps(self.to_dict())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recipe to a `.toml` file."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Recipe:
+        """Read a recipe from a `.toml` file. Raises `RecipeError` when there is none or it is not TOML."""
+        try:
+            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from None
+
+
+def _edit_to_dict(edit: PipelineEdit) -> dict[str, Any]:
+    if edit.inserted is None:
+        return {"remove": edit.anchor}
+    cls = type(edit.inserted)
+    if "<locals>" in cls.__qualname__:
+        raise RecipeError(f"the pass {edit.inserted.name!r} is a class local to a function: a file cannot name it.")
+    data: dict[str, Any] = {"insert": f"{cls.__module__}:{cls.__qualname__}", "after" if edit.after else "before": edit.anchor}
+    return {**data, "options": edit.inserted.options} if edit.inserted.options else data
+
+
+def _edit_from_dict(data: Mapping[str, Any]) -> PipelineEdit:
+    if "remove" in data:
+        return PipelineEdit(data["remove"])
+    if "insert" not in data or ("after" in data) == ("before" in data):
+        raise RecipeError(f"a [[pass]] entry has 'remove', or 'insert' with one of 'after' and 'before', not {dict(data)!r}.")
+    inserted = import_name(data["insert"], Pass)(**data.get("options", {}))
+    return PipelineEdit(data["after"] if "after" in data else data["before"], inserted, "after" in data)
+
+
+def as_recipe(value: Any) -> Recipe:
+    """A recipe from what `fxq.quantize` takes: a `Recipe`, a preset's name, a dict, or a path to a `.toml` file."""
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, Mapping):
+        return Recipe.from_dict(value)
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".toml")):
+        return Recipe.load(value)
+    if isinstance(value, str):
+        return Recipe(preset=value)
+    raise RecipeError(f"a recipe is a fxq.Recipe, a preset's name, a dict or a path to a .toml file, not {value!r}.")
+
+
+__all__ = ["FLOAT", "Pipeline", "PipelineEdit", "Recipe", "as_recipe", "register_pipeline"]

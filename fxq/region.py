@@ -1,0 +1,103 @@
+"""Regions of the qdq graph: a unit with the conversions around it, read for lowering and kept for verification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxq.graph import constant, info, is_op
+from fxq.qparams import QParams
+from fxq.unit import OpCall, calls_of
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An integer weight of the qdq graph: int8 values and their parameters."""
+
+    values: Tensor
+    qparams: QParams
+
+
+@dataclass(frozen=True)
+class Region:
+    """A unit of the qdq graph with its conversions: quantize(unit(dequantize(x), ...)).
+
+    Attributes:
+        node: the unit (or single op).
+        calls: the ops that it runs.
+        out: the quantize that alone reads it, or None: then its value is wanted in float.
+        graph: the region as a graph of its own: what the unit means. Weights stay `get_attr`.
+        inputs: the nodes of the outer graph that its placeholders stand for: integer tensors where dequantized inside.
+    """
+
+    node: fx.Node
+    calls: tuple[OpCall, ...]
+    out: fx.Node | None
+    graph: fx.Graph
+    inputs: tuple[fx.Node, ...]
+
+    @property
+    def out_qparams(self) -> QParams | None:
+        """Scale and zero point of the integer output; None for a float output."""
+        return info(self.out).qparams if self.out is not None else None
+
+    @property
+    def last(self) -> fx.Node:
+        """The node whose value the region computes."""
+        return self.out if self.out is not None else self.node
+
+
+def read_region(gm: fx.GraphModule, node: fx.Node) -> Region | None:
+    """The region around a unit or op of the qdq graph; None when `node` runs no op."""
+    calls = calls_of(gm, node)
+    if not calls:
+        return None
+    out = None
+    if len(node.users) == 1 and is_op(next(iter(node.users)), "quantize"):
+        out = next(iter(node.users))
+    graph = fx.Graph()
+    inputs: list[fx.Node] = []
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy(value: fx.Node) -> fx.Node:
+        if value not in copies:
+            if value.op == "get_attr" or is_op(value, "dequantize", "dequantize_channel"):
+                for read in value.all_input_nodes:
+                    copy(read)
+                copies[value] = graph.node_copy(value, copies.__getitem__)
+            else:
+                inputs.append(value)
+                copies[value] = graph.placeholder(value.name)
+            copies[value].meta = dict(value.meta)
+        return copies[value]
+
+    for value in node.all_input_nodes:
+        copy(value)
+    for center in (node, out) if out is not None else (node,):
+        copies[center] = graph.node_copy(center, copies.__getitem__)
+    graph.output(copies[out if out is not None else node])
+    return Region(node, calls, out, graph, tuple(inputs))
+
+
+def integer_input(value: Any) -> tuple[fx.Node, QParams] | None:
+    """The integer tensor and the parameters behind a dequantized activation; None when `value` is no such thing."""
+    if not is_op(value, "dequantize"):
+        return None
+    qp = info(value).qparams
+    return (value.args[0], qp) if qp is not None and isinstance(value.args[0], fx.Node) else None
+
+
+def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
+    """The int8 values and parameters behind a dequantized weight; None when `value` is no such thing."""
+    if not is_op(value, "dequantize", "dequantize_channel"):
+        return None
+    values, qp = constant(gm, value.args[0]), info(value).qparams
+    return Weight(values, qp) if values is not None and qp is not None else None
+
+
+def run_region(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> Any:
+    """What the region computes on these values of its inputs, in qdq arithmetic."""
+    return fx.Interpreter(gm, graph=region.graph).run(*(values[node] for node in region.inputs), enable_io_processing=False)

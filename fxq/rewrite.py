@@ -1,0 +1,241 @@
+"""The rewriter: edits a graph by rules. Rewrite rules run to a fixpoint; fusions become units."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxq.edit import Editor
+from fxq.errors import PassError, PatternError
+from fxq.graph import info, op_of
+from fxq.match import Captured, Match
+from fxq.ops import OPS
+from fxq.pattern import Family, Rule
+from fxq.unit import UNITS, Unit, unit_of
+
+
+class Rewriter(Editor):
+    """What a pass gets: the editor of its graph, and rules."""
+
+    def apply(self, *rules: Rule | Family) -> int:
+        """Apply rewrite rules everywhere until none matches; the number of rewrites.
+
+        Rules are bucketed by their root op, larger patterns first. A worklist holds the nodes to look at: all of them
+        at first, then the neighbours of what was rewritten.
+
+        Raises:
+            PassError: the rules do not come to an end; names those that keep undoing each other.
+            PatternError: a replacement returned another number of values than its pattern has outputs.
+        """
+        buckets = _buckets(rules)
+        todo = deque(self.graph.nodes)
+        waiting = set(todo)
+        budget = 100 + 10 * len(todo)
+        done: list[Rule] = []
+        while todo:
+            node = todo.popleft()
+            waiting.discard(node)
+            op = None if node._erased else op_of(node)
+            for rule in buckets.get(op.name, ()) if op is not None else ():
+                match = self.matcher.match(rule, node)
+                if match is None:
+                    continue
+                done.append(rule)
+                if len(done) > budget:
+                    raise PassError(_endless(self.name, done))
+                with self.attributed(rule.name, rule.source):
+                    new = replace_match(self, match)
+                for near in _neighbours(new):
+                    if near not in waiting:
+                        waiting.add(near)
+                        todo.append(near)
+                break
+        return len(done)
+
+    def fuse(self, rules: Sequence[Rule], refuse: Callable[[Match], bool] = lambda match: False) -> int:
+        """Turn what the fusion rules match into units, largest rule first; a node belongs to one unit.
+
+        All matches are found before the first edit, so a rule cannot match what another one made.
+        `refuse` may turn down a match. The number of units.
+        """
+        by_op: dict[str, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            op = op_of(node)
+            if op is not None:
+                by_op.setdefault(op.name, []).append(node)
+        taken: set[fx.Node] = set()
+        chosen: list[Match] = []
+        for rule in rules:
+            for node in by_op.get(rule.root_op, ()):
+                match = self.matcher.match(rule, node) if node not in taken else None
+                if match is not None and taken.isdisjoint(match.nodes) and not refuse(match):
+                    taken.update(match.nodes)
+                    chosen.append(match)
+        for match in sorted(chosen, key=lambda m: m.root.node):
+            with self.attributed(match.rule.name, match.rule.source):
+                make_unit(self, match.nodes, match.outputs, match.rule.name)
+        return len(chosen)
+
+
+    def open_unit(self, node: fx.Node) -> list[fx.Node]:
+        """Replace a unit by the ops inside it; their nodes, in execution order. The inverse of fusing."""
+        unit = unit_of(self.gm, node)
+        if unit is None:
+            raise PassError(f"{self.name}: %{node.name} is no unit.")
+        about = info(node)
+        copies: dict[fx.Node, Any] = dict(zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True))
+        made: list[fx.Node] = []
+        for inner in unit.graph.nodes:
+            if op_of(inner) is not None:
+                args, kwargs = (fx.node.map_arg(a, copies.__getitem__) for a in (inner.args, inner.kwargs))
+                copies[inner] = self.node("call_function", inner.target, args, kwargs, like=node, name=inner.name)
+                origins = about.parts[len(made)] if about.parts else about.origins
+                self.describe(copies[inner], origins=origins, plan=None)
+                made.append(copies[inner])
+        self.replace(node, made[-1])
+        return made
+
+
+def _buckets(rules: Sequence[Rule | Family]) -> dict[str, list[Rule]]:
+    buckets: dict[str, list[Rule]] = {}
+    flat = [r for rule in rules for r in (rule if isinstance(rule, Family) else (rule,))]
+    for rule in sorted(flat, key=lambda r: -r.size):
+        buckets.setdefault(rule.root_op, []).append(rule)
+    return buckets
+
+
+def _neighbours(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    near = [n for node in nodes for n in (node, *node.users, *node.all_input_nodes)]
+    return [n for n in dict.fromkeys(near) if not n._erased]
+
+
+def _endless(name: str, done: list[Rule]) -> str:
+    recent = list(dict.fromkeys(reversed(done[-50:])))
+    names = " and ".join(f"{r.name!r} ({r.source})" for r in recent)
+    what = "undo each other" if len(recent) > 1 else "matches its own result"
+    return f"{name}: the rules do not come to an end after {len(done)} rewrites: {names} {what}. Add a guard with .unless."
+
+
+class Builder:
+    """The `op` argument of a replacement: `op.conv2d(x, w, stride=(2, 2))` adds a node, `op.constant(t, "w")` a weight."""
+
+    def __init__(self, rewriter: Rewriter, match: Match) -> None:
+        self.rewriter = rewriter
+        self.match = match
+
+    def __getitem__(self, name: str) -> Callable[..., fx.Node]:
+        OPS[name]
+
+        def add(*args: Any, **options: Any) -> fx.Node:
+            plain = [_value(a) for a in args]
+            return self.rewriter.call(name, *plain, like=self.match.nodes, before=max(self.match.nodes), **options)
+
+        return add
+
+    def __getattr__(self, name: str) -> Callable[..., fx.Node]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
+
+    def describe(self, node: fx.Node, **changes: Any) -> None:
+        """Change fields of a new node's metadata."""
+        self.rewriter.describe(node, **changes)
+
+    def constant(self, tensor: Tensor, name: str) -> fx.Node:
+        """A new weight."""
+        return self.rewriter.constant(tensor, name, before=max(self.match.nodes), like=self.match.nodes)
+
+
+def _value(value: object) -> Any:
+    return value.value if isinstance(value, Captured) else value
+
+
+def replace_match(rewriter: Rewriter, match: Match) -> list[fx.Node]:
+    """Build the rule's replacement and put it in the match's place; the new nodes."""
+    rule = match.rule
+    if rule.replacement is None:
+        raise PatternError(f"rule {rule.name!r} ({rule.source}) has no replacement; add one with @{rule.name}.becomes.")
+    result = rule.replacement(Builder(rewriter, match), match)
+    values = list(result) if isinstance(result, (tuple, list)) else [result]
+    values = [_value(v) for v in values]
+    if len(values) != len(rule.outputs):
+        raise PatternError(
+            f"rule {rule.name!r} ({rule.source}): the pattern has {len(rule.outputs)} outputs, its replacement returned "
+            f"{len(values)}; return one value for each output."
+        )
+    outputs = match.outputs
+    for old, new in zip(outputs, values, strict=True):
+        _inherit(rewriter, old, new)
+        rewriter.reroute(old, new)
+    for node in reversed(match.nodes):
+        if not node.users:
+            rewriter.erase(node)
+    return [v for v in values if isinstance(v, fx.Node)]
+
+
+def _inherit(rewriter: Rewriter, old: fx.Node, new: Any) -> None:
+    """Shape and dtype that could not be inferred are those of the value replaced."""
+    if isinstance(new, fx.Node) and info(new).shape is None:
+        rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
+
+
+def make_unit(rewriter: Rewriter, inside: Sequence[fx.Node], outputs: Sequence[fx.Node], kind: str) -> fx.Node:
+    """Replace canonical op nodes by one unit that runs them (see `fxq/unit.py`); its node.
+
+    Args:
+        rewriter: the rewriter.
+        inside: the ops, in execution order.
+        outputs: those of them that are read outside.
+        kind: name of the unit.
+    """
+    body, inputs = _body(inside, outputs)
+    key = f"{kind}|{body}"
+    units: dict[str, str] = rewriter.context.units
+    if key not in units:
+        units[key] = rewriter.module(Unit(kind, body), kind, UNITS)
+    name = "_".join([inside[0].name, *(op.name for op in map(op_of, inside[1:]) if op is not None)])
+    node = rewriter.node("call_module", units[key], tuple(inputs), like=inside, before=max(outputs), name=name)
+    rewriter.describe(node, parts=tuple(info(n).origins for n in inside))
+    results = [node]
+    if len(outputs) == 1:
+        rewriter.describe(node, shape=info(outputs[0]).shape, dtype=info(outputs[0]).dtype)
+    else:
+        results = [rewriter.node("call_function", operator.getitem, (node, i), like=old, before=max(outputs))
+                   for i, old in enumerate(outputs)]
+        for old, new in zip(outputs, results, strict=True):
+            rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
+    for old, new in zip(outputs, results, strict=True):
+        rewriter.reroute(old, new, only=lambda user: user not in inside)
+    for old in reversed(inside):
+        rewriter.erase(old)
+    return node
+
+
+def _body(inside: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """The matched nodes as a graph of their own, and the outer nodes that it reads."""
+    body = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    inputs: list[fx.Node] = []
+    names: dict[fx.Node, str] = {}
+    for node in inside:
+        op = op_of(node)
+        for position, value in enumerate(node.args):
+            if isinstance(value, fx.Node) and value not in names and op is not None:
+                names[value] = op.tensors[position]
+        for value in node.all_input_nodes:
+            if value not in inside and value not in inputs:
+                inputs.append(value)
+    for value in inputs:
+        copied[value] = body.placeholder(names.get(value, "x"))
+    for node in inside:
+        op = op_of(node)
+        copied[node] = body.node_copy(node, copied.__getitem__)
+        copied[node].meta = {}
+        copied[node]._rename(op.name if op is not None else node.name)
+    result = tuple(copied[o] for o in outputs)
+    body.output(result[0] if len(result) == 1 else result)
+    return body, inputs

@@ -1,0 +1,124 @@
+"""Selectors: which ops of a model a recipe's override speaks of."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fxq.errors import RecipeError, nearest, unknown
+from fxq.ops import OPS
+
+
+@dataclass(frozen=True)
+class Selector:
+    """One way to select ops: by module path glob, by op name, or by module type. Exactly one field is set.
+
+    A path selects a module and everything inside it: `layer4` and `layer4.*` both cover `layer4.0.conv1`.
+    """
+
+    path: str | None = None
+    op: str | None = None
+    module: type[nn.Module] | None = None
+
+    def matches(self, path: str, ops: Iterable[str], types: Mapping[str, type]) -> bool:
+        """Whether a node is selected.
+
+        Args:
+            path: module path of the node.
+            ops: names of the ops that it runs.
+            types: module type by module path, for the whole model.
+        """
+        if self.op is not None:
+            return self.op in ops
+        above = ancestors(path)
+        if self.module is not None:
+            return any(issubclass(types[p], self.module) for p in above if p in types)
+        return any(fnmatchcase(p, str(self.path)) for p in above)
+
+    def near_misses(self, types: Mapping[str, type], ops: Iterable[str]) -> list[str]:
+        """What in the model looks most like this selector, for the error when it selects nothing."""
+        if self.op is not None:
+            return sorted(set(ops))
+        if self.module is not None:
+            return sorted({t.__name__ for p, t in types.items() if p})
+        return nearest(str(self.path).rstrip("*").rstrip("."), [p for p in types if p], 5)
+
+    def to_dict(self) -> dict[str, str]:
+        """Plain data for a recipe file."""
+        if self.module is not None:
+            if "<locals>" in self.module.__qualname__:
+                raise RecipeError(f"the module type {self.module.__qualname__} is local to a function: a file cannot name it.")
+            return {"module": f"{self.module.__module__}:{self.module.__qualname__}"}
+        return {"op": self.op} if self.op is not None else {"path": str(self.path)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Selector:
+        """Inverse of `to_dict`."""
+        given = {k: v for k, v in data.items() if k in ("path", "op", "module")}
+        if len(given) != 1:
+            raise RecipeError(f"an override needs exactly one of path, op and module, not {sorted(given) or 'none'}.")
+        ((key, value),) = given.items()
+        if key == "module":
+            return cls(module=import_name(value, nn.Module))
+        return op(value) if key == "op" else cls(path=value)
+
+    def __str__(self) -> str:
+        if self.op is not None:
+            return f"fxq.op({self.op!r})"
+        return self.module.__name__ if self.module is not None else repr(self.path)
+
+
+def op(name: str) -> Selector:
+    """Select every call of an op of the table.
+
+    Raises:
+        RecipeError: unknown op; the nearest names are given.
+
+    Example:
+        >>> str(op("linear"))
+        "fxq.op('linear')"
+    """
+    if name not in OPS:
+        raise RecipeError(unknown("op", name, [o.name for o in OPS]))
+    return Selector(op=name)
+
+
+def as_selector(value: Any) -> Selector:
+    """A selector from what `Recipe.override` takes: a path glob, `fxq.op(...)`, or a module type."""
+    if isinstance(value, Selector):
+        return value
+    if isinstance(value, str):
+        return Selector(path=value)
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return Selector(module=value)
+    raise RecipeError(f"a selector is a module path glob, fxq.op(name) or an nn.Module type, not {value!r}.")
+
+
+def ancestors(path: str) -> list[str]:
+    """The path and every path above it, innermost first, the model itself ("") left out.
+
+    Example:
+        >>> ancestors("layer4.0.conv1")
+        ['layer4.0.conv1', 'layer4.0', 'layer4']
+    """
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in reversed(range(len(parts)))]
+
+
+def import_name(name: str, base: type) -> Any:
+    """The class that `package.module:Class` names. Raises `RecipeError` when there is none, or it is no `base`."""
+    module, _, qualname = name.partition(":")
+    try:
+        value: Any = importlib.import_module(module)
+        for part in qualname.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RecipeError(f"cannot import {name!r} (written package.module:Class): {error}.") from None
+    if not (isinstance(value, type) and issubclass(value, base)):
+        raise RecipeError(f"{name!r} is not a {base.__name__} class.")
+    return value

@@ -1,0 +1,124 @@
+"""A unit: one node that runs its small body graph. Fusion makes units; backends look inside them.
+
+A unit holds no weight: everything it needs is an input, so units of the same body share one module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from fxq.graph import flat_nodes, op_of, options_of, submodule
+from fxq.optable import Op
+
+UNITS = "fxq_units"
+Role = Literal["activation", "weight", "bias", "other"]
+
+
+class Unit(fx.GraphModule):
+    """A fused group of ops.
+
+    Attributes:
+        kind: the name of the rule that made it, e.g. `conv2d_relu`.
+        graph: the body: placeholders, canonical ops, one output.
+        pure: it only computes its value.
+    """
+
+    pure = True
+
+    def __init__(self, kind: str, graph: fx.Graph) -> None:
+        super().__init__({}, graph, class_name="Unit")
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A value that an earlier op of the same unit makes: its position among the unit's ops."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One op of a unit (or a single op node), with where its arguments come from.
+
+    Attributes:
+        op: the row of the op table.
+        options: its options, defaults included.
+        tensors: for each tensor argument: the node of the outer graph, an `Inner` when an earlier op of the unit makes
+            it, a number, or None when it is not given.
+        name: name of the node in the body.
+    """
+
+    op: Op
+    options: dict[str, Any]
+    tensors: dict[str, Any]
+    name: str
+
+
+def calls_of(gm: fx.GraphModule, node: fx.Node) -> tuple[OpCall, ...]:
+    """The ops that a node runs, in order: one for a canonical op, several for a unit, none for anything else."""
+    op = op_of(node)
+    if op is not None:
+        return (OpCall(op, options_of(node), dict(zip(op.tensors, node.args, strict=False)), node.name),)
+    unit = unit_of(gm, node)
+    if unit is None:
+        return ()
+    outer: dict[fx.Node, Any] = dict(zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True))
+    calls: list[OpCall] = []
+    for inner in unit.graph.nodes:
+        inner_op = op_of(inner)
+        if inner_op is None:
+            continue
+        tensors = {n: _outside(a, outer) for n, a in zip(inner_op.tensors, inner.args, strict=False)}
+        outer[inner] = Inner(len(calls))
+        calls.append(OpCall(inner_op, options_of(inner), tensors, inner.name))
+    return tuple(calls)
+
+
+def _outside(value: Any, outer: dict[fx.Node, Any]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_outside(v, outer) for v in value]
+    return outer[value] if isinstance(value, fx.Node) else value
+
+
+def unit_of(gm: fx.GraphModule, node: fx.Node) -> Unit | None:
+    """The unit that a node runs, or None."""
+    module = submodule(gm, node)
+    return module if isinstance(module, Unit) else None
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor that a node reads from outside.
+
+    Attributes:
+        node: the node of the outer graph.
+        role: `activation`, `weight`, `bias`, or `other` (read in float whatever happens: statistics, PReLU slopes).
+        axis: the output-channel axis, for a weight.
+        call: index of the op that reads it.
+    """
+
+    node: fx.Node
+    role: Role
+    axis: int | None
+    call: int
+
+
+def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[Input]:
+    """Every tensor that the ops read from outside, in order, once per reading."""
+    for i, call in enumerate(calls):
+        quant = call.op.quant
+        for name, value in call.tensors.items():
+            role: Role = "other"
+            if name in quant.inputs:
+                role = "activation"
+            elif name == quant.weight:
+                role = "weight"
+            elif name == quant.bias:
+                role = "bias"
+            for node in flat_nodes(value):
+                yield Input(node, role, quant.axis if role == "weight" else None, i)

@@ -1,0 +1,53 @@
+"""The passes, one per file, and the pipelines made of them."""
+
+from fxq.passbase import Pass
+from fxq.passes.annotate import Annotate
+from fxq.passes.canonicalize import Canonicalize
+from fxq.passes.cleanup import Cleanup
+from fxq.passes.fallback import Fallback
+from fxq.passes.fold_batch_norm import FoldBatchNorm
+from fxq.passes.fuse import Fuse
+from fxq.passes.insert_observers import InsertObservers
+from fxq.passes.insert_qdq import InsertQdq
+from fxq.passes.lower import Lower
+from fxq.passes.propagate import Propagate
+from fxq.passes.share_qparams import ShareQParams
+from fxq.passes.trace import Trace
+from fxq.passes.verify_lowering import VerifyLowering
+from fxq.recipe import register_pipeline
+
+STATIC: tuple[Pass, ...] = (
+    Trace(),
+    Canonicalize(),
+    FoldBatchNorm(),
+    Fuse(),
+    Annotate(),
+    ShareQParams(),
+    InsertObservers(),
+    # calibration happens here
+    InsertQdq(),
+    Propagate(),
+    Fallback(),
+    Lower(),
+    VerifyLowering(),
+    Cleanup(),
+)
+
+register_pipeline("static", STATIC)
+
+__all__ = [
+    "STATIC",
+    "Annotate",
+    "Canonicalize",
+    "Cleanup",
+    "Fallback",
+    "FoldBatchNorm",
+    "Fuse",
+    "InsertObservers",
+    "InsertQdq",
+    "Lower",
+    "Propagate",
+    "ShareQParams",
+    "Trace",
+    "VerifyLowering",
+]

@@ -1,0 +1,218 @@
+"""annotate: which ops run on integers, which stay in float, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxq.backends import Support
+from fxq.errors import InputError
+from fxq.graph import Plan, constant, info, mutates, reads_only_metadata
+from fxq.passbase import Pass, Stage
+from fxq.rewrite import Rewriter
+from fxq.spec import QuantConfig, TensorSpec
+from fxq.stages import where
+from fxq.unit import Input, OpCall, calls_of, inputs_of
+
+
+@dataclass(frozen=True)
+class Annotate(Pass):
+    """Decide for every op whether it runs on integers, and for every edge which integers it carries.
+
+    Before: a fused graph    After: the same graph, with a `Plan` on every node
+    Keeps: the graph.
+
+    Ops with weights run on integers wherever recipe and backend allow it. Everything else follows its neighbours: an op
+    that moves data or has a light kernel runs on integers when somebody reads integers from it, and when its own inputs
+    are integers without a conversion made for it alone. Every float decision carries its reason.
+    """
+
+    name: ClassVar[str] = "annotate"
+    needs: ClassVar[Stage] = Stage.FUSED
+    gives: ClassVar[Stage] = Stage.FUSED
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Find candidates, settle them against their neighbours, and write the plans."""
+        nodes = [n for n in rewriter.nodes() if n.op not in ("placeholder", "output", "get_attr")]
+        ops = {n: calls_of(rewriter.gm, n) for n in nodes}
+        rewriter.context.check_selectors(
+            {n.name: (info(n).path, tuple(c.op.name for c in calls)) for n, calls in ops.items()}
+        )
+        candidates: dict[fx.Node, _Candidate] = {}
+        for node in nodes:
+            found = _candidate(rewriter, node, ops[node])
+            if isinstance(found, Plan):
+                rewriter.describe(node, plan=found)
+            else:
+                candidates[node] = found
+        _settle(candidates)
+        for node, candidate in candidates.items():
+            rewriter.describe(node, plan=candidate.plan())
+
+
+@dataclass(eq=False)
+class _Candidate:
+    """An op that could run on integers.
+
+    Attributes:
+        calls: the ops of the node.
+        spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
+        inputs: the nodes that its activations come from.
+        partial: what the backend says when its kernel runs only the first ops of the unit, else None.
+        wanted: the spec that a consumer wants of its value, or None.
+        reason: why it was turned down; empty while it stands.
+    """
+
+    calls: tuple[OpCall, ...]
+    spec: TensorSpec
+    inputs: tuple[fx.Node, ...]
+    partial: Support | None = None
+    wanted: TensorSpec | None = None
+    reason: str = ""
+
+    @property
+    def heavy(self) -> bool:
+        """Worth a kernel for its own sake."""
+        return any(call.op.quant.heavy for call in self.calls)
+
+    @property
+    def moves(self) -> bool:
+        """Only moves data."""
+        return all(call.op.quant.kind == "moves" for call in self.calls)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs on integers, as things stand."""
+        return not self.reason and (self.heavy or self.wanted is not None)
+
+    @property
+    def reads(self) -> TensorSpec | None:
+        """What it wants of its inputs, as things stand: movers want what is wanted of them."""
+        if not self.runs:
+            return None
+        return self.wanted if self.moves else self.spec
+
+    def plan(self) -> Plan:
+        """The decision."""
+        spec = self.reads
+        if spec is None:
+            reason = self.reason or "nothing reads integers from it"
+            return Plan("float", reason)
+        reads = {n.name: spec for n in self.inputs}
+        if self.partial is not None:
+            return Plan("int8", self.partial.reason, reads, self.partial.ops)
+        return Plan("moves" if self.moves else "int8", reads=reads)
+
+
+def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...]) -> _Candidate | Plan:
+    """The node as a candidate, or the plan that leaves it in float."""
+    about, context = info(node), rewriter.context
+    names = tuple(call.op.name for call in calls)
+    config, selector = context.config_for(about.path, names)
+    if reads_only_metadata(node) or not about.is_tensor:
+        return Plan("float", "its value is not a tensor")
+    if not calls:
+        return Plan("float", about.note or "is not in the op table")
+    if config.is_float:
+        return Plan("float", f"the recipe says float for {selector}", fix=f"drop the override for {selector}")
+    reason = _unfit(rewriter.gm, node, calls)
+    if reason is not None:
+        return Plan("float", reason)
+    _check_weights(rewriter.gm, node, calls)
+    support = context.backend.supports(rewriter.gm, node, calls, config)
+    if support.ops == 0:
+        return Plan("float", support.reason, fix='recipe with backend="reference"' if context.backend.name != "reference" else "")
+    assert config.activation is not None
+    activations = tuple(dict.fromkeys(i.node for i in inputs_of(calls) if i.role == "activation"))
+    partial = support if support.ops < len(calls) else None
+    return _Candidate(calls, context.backend.activation(config.activation), activations, partial)
+
+
+def _unfit(gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...]) -> str | None:
+    """Why the op cannot run on integers on any backend; None when it can."""
+    first = calls[0].op
+    if first.quant.kind == "float":
+        return f"{first.name} has no integer form"
+    for call in calls:
+        reason = call.op.quant.unless(call.options) if call.op.quant.unless is not None else None
+        if reason is not None:
+            return reason
+        if any(isinstance(v, (int, float)) for k, v in call.tensors.items() if k in call.op.quant.inputs):
+            return f"{call.op.name} with a number has no integer form"
+    for read in inputs_of(calls):
+        reason = _unfit_input(gm, read)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _unfit_input(gm: fx.GraphModule, read: Input) -> str | None:
+    about = info(read.node)
+    if read.role == "weight" and constant(gm, read.node) is None:
+        return "its weight is computed at run time"
+    if read.role == "bias" and constant(gm, read.node) is None:
+        return "its bias is computed at run time"
+    if read.role != "activation":
+        return None
+    if about.dtype is not torch.float32:
+        return f"its input %{read.node.name} is {about.dtype or 'not a tensor'}, not float32".replace("torch.", "")
+    if read.node.op == "get_attr":
+        return f"its input {read.node.target} is a constant"
+    changer = next((u for u in read.node.users if read.node in mutates(u)), None)
+    return f"its input %{read.node.name} is changed in place by %{changer.name}" if changer is not None else None
+
+
+def _check_weights(gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...]) -> None:
+    for read in inputs_of(calls):
+        tensor = constant(gm, read.node) if read.role in ("weight", "bias") else None
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise InputError(
+                f"{where(gm, node)}: {read.node.target} holds NaN or Inf; a model with such weights cannot be quantized. "
+                "Train it again, or set the layer to float in the recipe."
+            )
+
+
+def _settle(candidates: dict[fx.Node, _Candidate]) -> None:
+    """Let every candidate follow its neighbours: wishes flow up from consumers, refusals flow down from producers."""
+    for _ in range(_ROUNDS):
+        _wish(candidates)
+        if not any([_turn_down(node, c, candidates) for node, c in candidates.items()]):
+            return
+    _wish(candidates)
+
+
+_ROUNDS = 8
+
+
+def _wish(candidates: dict[fx.Node, _Candidate]) -> None:
+    for node, candidate in reversed(candidates.items()):
+        candidate.wanted = next(_wishes(node, candidates), None)
+
+
+def _wishes(node: fx.Node, candidates: dict[fx.Node, _Candidate]) -> Iterator[TensorSpec]:
+    """The specs that consumers want of a node's value."""
+    for user in node.users:
+        candidate = candidates.get(user)
+        if candidate is not None and node in candidate.inputs and candidate.reads is not None:
+            yield candidate.reads
+
+
+def _turn_down(node: fx.Node, candidate: _Candidate, candidates: dict[fx.Node, _Candidate]) -> bool:
+    """Turn down an op that would need a conversion made for it alone; whether it was turned down just now."""
+    if not candidate.runs or candidate.heavy:
+        return False
+    narrows = any(call.op.quant.narrows for call in candidate.calls)
+    if candidate.moves and not narrows:
+        return False
+    for value in candidate.inputs:
+        producer = candidates.get(value)
+        integer = producer is not None and producer.runs
+        shared = any(w for u in value.users if u is not node and (w := candidates.get(u)) is not None and w.runs and value in w.inputs)
+        if not integer and not shared:
+            candidate.reason = f"its input %{value.name} is float, so float costs no conversion"
+            return True
+    return False

@@ -1,0 +1,29 @@
+"""fold-batch-norm: batch norms into the layers before them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fxq.passbase import Pass, Stage
+from fxq.patterns.norm import norm_after_layer
+from fxq.rewrite import Rewriter
+
+
+@dataclass(frozen=True)
+class FoldBatchNorm(Pass):
+    """Fold an eval-mode batch norm into the weight and bias of the conv or linear before it.
+
+    Before: batch_norm(conv2d(x, w, b), ...)    After: conv2d(x, w', b')
+    Keeps: the output, to 1e-5 relative in float32. The weights are new tensors; the model's own stay.
+    Source: Jacob et al. 2018, section 3.2.
+    """
+
+    name: ClassVar[str] = "fold-batch-norm"
+    needs: ClassVar[Stage] = Stage.CANONICAL
+    gives: ClassVar[Stage] = Stage.CANONICAL
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Apply the rule everywhere."""
+        rewriter.apply(norm_after_layer)
+        rewriter.erase_unused()

@@ -1,0 +1,60 @@
+"""insert-observers: observers on the edges that will carry integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from fxq.graph import Edge, info
+from fxq.observers import make_observer
+from fxq.passbase import Pass, Stage
+from fxq.rewrite import Rewriter
+
+OBSERVERS = "fxq_observers"
+
+
+@dataclass(frozen=True)
+class InsertObservers(Pass):
+    """Put an observer behind every value that takes an integer form and is not merely moved.
+
+    Before: conv2d(x, w, b)    After: conv2d(histogram(x), w, b)
+    Keeps: the output, exactly: an observer returns what it is given. Weights need no observer, they are known.
+    """
+
+    name: ClassVar[str] = "insert-observers"
+    needs: ClassVar[Stage] = Stage.FUSED
+    gives: ClassVar[Stage] = Stage.OBSERVED
+
+    def run(self, rewriter: Rewriter) -> None:
+        """One observer per source edge, each reading the one before it."""
+        for value in rewriter.nodes():
+            seen = value
+            for edge in info(value).edges:
+                if edge.source and edge.fixed is None:
+                    seen = _observe(rewriter, value, seen, edge)
+
+
+def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge) -> fx.Node:
+    """Put an observer of `value` behind `seen`: the value itself, or its previous observer."""
+    about = info(value)
+    what = f'layer "{about.path}"' if about.path else "the input" if value.op == "placeholder" else "the model"
+    name = f"%{value.name} ({what}{', ' + about.source if about.source else ''})"
+    target = rewriter.module(make_observer(edge.spec, None, name), value.name, OBSERVERS)
+    observer = rewriter.node("call_module", target, (seen,), after=seen, name=f"{value.name}_observer")
+    rewriter.describe(
+        observer,
+        shape=about.shape,
+        dtype=about.dtype,
+        path=about.path,
+        source=about.source,
+        edges=(replace(edge, source=False),),
+    )
+
+    def wants(user: fx.Node) -> bool:
+        plan = info(user).plan
+        return user is not observer and (seen is value or (plan is not None and (plan.reads or {}).get(value.name) == edge.spec))
+
+    rewriter.reroute(seen, observer, only=wants)
+    return observer

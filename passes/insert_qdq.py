@@ -1,0 +1,135 @@
+"""insert-qdq: observers become quantize and dequantize, weights become integers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxq.graph import Edge, constant, info, reads_only_metadata, submodule
+from fxq.observers import Observer, make_observer
+from fxq.passbase import Pass, Stage
+from fxq.qparams import QParams, choose_qparams, quantize
+from fxq.rewrite import Rewriter
+from fxq.spec import TensorSpec
+from fxq.unit import calls_of, inputs_of
+
+log = logging.getLogger("fxq")
+
+
+@dataclass(frozen=True)
+class InsertQdq(Pass):
+    """Put quantize and dequantize on every edge that carries integers, with the parameters that calibration found.
+
+    Before: conv2d(observer(x), w, b)
+    After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b)
+    Keeps: the output up to rounding to the grids. This is the portable reference: exact, on any device.
+    Source: Jacob et al. 2018, section 2.
+    """
+
+    name: ClassVar[str] = "insert-qdq"
+    needs: ClassVar[Stage] = Stage.OBSERVED
+    gives: ClassVar[Stage] = Stage.QDQ
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Take the observers out, then convert activations and weights."""
+        groups = _take_observers(rewriter)
+        parameters: dict[int, QParams] = {}
+        for value in rewriter.nodes():
+            current = value
+            for edge in info(value).edges:
+                if edge.group not in parameters:
+                    parameters[edge.group] = _parameters(rewriter, value, edge, groups)
+                current = _convert(rewriter, value, current, edge, parameters[edge.group])
+        _convert_weights(rewriter)
+        rewriter.erase_unused()
+
+
+def _take_observers(rewriter: Rewriter) -> dict[int, Observer]:
+    """Remove the observers from the graph; what those of each group have seen together."""
+    groups: dict[int, Observer] = {}
+    for node in rewriter.nodes():
+        observer = submodule(rewriter.gm, node)
+        if not isinstance(observer, Observer):
+            continue
+        (edge,) = info(node).edges
+        if edge.group in groups:
+            groups[edge.group].merge(observer)
+        else:
+            groups[edge.group] = observer
+        rewriter.replace(node, node.args[0])
+    return groups
+
+
+def _parameters(rewriter: Rewriter, value: fx.Node, edge: Edge, groups: dict[int, Observer]) -> QParams:
+    if edge.fixed is not None:
+        low, high = edge.fixed
+        return choose_qparams(torch.tensor(low), torch.tensor(high), edge.spec)
+    observer = groups[edge.group]
+    if observer.seen_only_zeros:
+        rewriter.describe(value, note="calibration saw nothing but zeros: scale 1")
+        log.warning("%s: calibration saw nothing but zeros; its scale is 1.", observer.name)
+    return observer.qparams()
+
+
+def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, qp: QParams) -> fx.Node:
+    """quantize and dequantize behind `current` (the value, or its previous integer form); the dequantize."""
+    grid = {"scale": qp.s, "zero_point": qp.z}
+    q = rewriter.call("quantize", current, after=current, name=f"{value.name}_q",
+                      **grid, qmin=qp.qmin, qmax=qp.qmax, dtype=qp.dtype)
+    dq = rewriter.call("dequantize", q, after=q, name=f"{value.name}_dq", **grid)
+    about = info(value)
+    for node in (q, dq):
+        rewriter.describe(node, qparams=qp, path=about.path, source=about.source)
+
+    def wants(user: fx.Node) -> bool:
+        plan = info(user).plan
+        first = current is value
+        return user not in (q, dq) and (first or (plan is not None and (plan.reads or {}).get(value.name) == edge.spec))
+
+    rewriter.reroute(current, q, only=lambda user: reads_only_metadata(user))
+    rewriter.reroute(current, dq, only=wants)
+    return dq
+
+
+def _convert_weights(rewriter: Rewriter) -> None:
+    """Replace the float weights of integer ops by dequantized integer weights, each made once."""
+    made: dict[tuple[fx.Node, TensorSpec, int | None], fx.Node] = {}
+    for node in rewriter.nodes():
+        plan = info(node).plan
+        if plan is None or plan.fate != "int8":
+            continue
+        calls = calls_of(rewriter.gm, node)
+        config, _ = rewriter.context.config_for(info(node).path, tuple(c.op.name for c in calls))
+        for read in inputs_of(calls):
+            if read.role == "weight" and config.weight is not None:
+                axis = read.axis if config.weight.per_channel else None
+                key = (read.node, config.weight, axis)
+                known = made.get(key)
+                if known is None:
+                    known = made[key] = _integer_weight(rewriter, read.node, config.weight, axis)
+                new = known
+                rewriter.update(node, args=fx.node.map_arg(node.args, lambda n, w=read.node, d=new: d if n is w else n))
+
+
+def _integer_weight(rewriter: Rewriter, weight: fx.Node, spec: TensorSpec, axis: int | None) -> fx.Node:
+    """The integer form of a weight, dequantized: a node behind `weight`."""
+    tensor = constant(rewriter.gm, weight)
+    assert tensor is not None
+    name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
+    observer = make_observer(spec, axis, f"the weight {weight.target}")
+    observer(tensor)
+    qp = observer.qparams()
+    values = rewriter.constant(quantize(tensor.detach(), qp), f"{name}_int8", before=weight.next)
+    rewriter.describe(values, qparams=qp)
+    if axis is None:
+        dq = rewriter.call("dequantize", values, after=values, name=f"{name}_dq", scale=qp.s, zero_point=qp.z)
+    else:
+        scale = rewriter.constant(qp.scale.to(tensor.device), f"{name}_scale", before=values.next)
+        zero = rewriter.constant(qp.zero_point.to(tensor.device), f"{name}_zero_point", before=scale.next)
+        dq = rewriter.call("dequantize_channel", values, scale, zero, after=zero, name=f"{name}_dq", axis=axis)
+    rewriter.describe(dq, qparams=qp)
+    return dq

@@ -1,0 +1,27 @@
+"""lower: units become the backend's integer kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fxq.passbase import Pass, Stage
+from fxq.rewrite import Rewriter
+
+
+@dataclass(frozen=True)
+class Lower(Pass):
+    """Replace units and the conversions around them by kernels of the recipe's backend.
+
+    Before: quantize(conv2d_relu(dequantize(x), dequantize(w), b))    After: x86.conv(x)
+    Keeps: the output, to one rounding step of the grid. What the backend has no kernel for stays in qdq form.
+    """
+
+    name: ClassVar[str] = "lower"
+    needs: ClassVar[Stage] = Stage.QDQ
+    gives: ClassVar[Stage] = Stage.LOWERED
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Hand the graph to the backend."""
+        rewriter.context.backend.lower(rewriter)
+        rewriter.erase_unused()

@@ -1,0 +1,99 @@
+"""propagate: conversions move through ops that only move data, and cancel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxq.graph import argument, flat_nodes, info, is_op, op_of, options_of
+from fxq.passbase import Pass, Stage
+from fxq.pattern import rewrite
+from fxq.qparams import QParams
+from fxq.rewrite import Rewriter
+
+
+@dataclass(frozen=True)
+class Propagate(Pass):
+    """Let ops that only move data move integers.
+
+    Before: quantize(reshape(dequantize(q)))    After: reshape(q)
+    Also: a quantize behind an op that makes its input larger (nearest interpolation) moves before it, and a pair with
+    two scales becomes one requantize.
+    Keeps: the output, exactly.
+    """
+
+    name: ClassVar[str] = "propagate"
+    needs: ClassVar[Stage] = Stage.QDQ
+    gives: ClassVar[Stage] = Stage.QDQ
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Push dequantize down in execution order and quantize up against it, then cancel pairs."""
+        for node in rewriter.nodes():
+            _push_dequantize(rewriter, node)
+        for node in reversed(rewriter.nodes("quantize")):
+            _pull_quantize(rewriter, node)
+        rewriter.apply(cancel_pair)
+        rewriter.erase_unused()
+
+
+def _push_dequantize(rewriter: Rewriter, node: fx.Node) -> None:
+    """op(dequantize(q), ...) -> dequantize(op(q, ...)) for an op that moves integers as they are."""
+    op, plan = op_of(node), info(node).plan
+    if op is None or not op.quant.layout or plan is None or plan.fate != "moves":
+        return
+    read = list(flat_nodes([argument(node, name) for name in op.quant.inputs]))
+    qp = info(read[0]).qparams
+    if qp is None or not all(is_op(r, "dequantize") and qp.same_as(info(r).qparams) for r in read):
+        return
+    with rewriter.attributed("push_dequantize", "passes/propagate.py"):
+        rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: n.args[0] if n in read else n))
+        rewriter.describe(node, dtype=qp.dtype, qparams=qp)
+        dq = rewriter.call("dequantize", node, after=node, name=f"{node.name}_dq", scale=qp.s, zero_point=qp.z)
+        rewriter.describe(dq, qparams=qp, path=info(node).path, source=info(node).source)
+        rewriter.reroute(node, dq, only=lambda user: user is not dq)
+
+
+def _pull_quantize(rewriter: Rewriter, node: fx.Node) -> None:
+    """quantize(op(x)) -> op(quantize(x)) for an op that only repeats values of x."""
+    mover = node.args[0]
+    assert isinstance(mover, fx.Node)
+    op = op_of(mover)
+    if op is None or not op.quant.layout or len(op.quant.inputs) != 1 or len(mover.users) != 1:
+        return
+    source = argument(mover, op.quant.inputs[0])
+    if not isinstance(source, fx.Node) or _size(mover) <= _size(source) or info(source).dtype != info(mover).dtype:
+        return
+    if op.quant.unless is not None and op.quant.unless(options_of(mover)) is not None:
+        return
+    qp = info(node).qparams
+    with rewriter.attributed("pull_quantize", "passes/propagate.py"):
+        q = rewriter.node("call_function", node.target, (source,), dict(node.kwargs), after=source, name=f"{source.name}_q")
+        rewriter.describe(q, qparams=qp, path=info(source).path, source=info(source).source)
+        rewriter.update(mover, args=fx.node.map_arg(mover.args, lambda n: q if n is source else n))
+        rewriter.describe(mover, dtype=qp.dtype if qp is not None else None, qparams=qp)
+        rewriter.replace(node, mover)
+
+
+def _size(node: fx.Node) -> int:
+    return math.prod(info(node).shape or ())
+
+
+@rewrite(exclusive=False)
+def cancel_pair(op: Any, x: Any) -> Any:
+    return op.quantize(op.dequantize(x))
+
+
+@cancel_pair.becomes
+def _cancelled(op: Any, m: Any) -> Any:
+    """x itself when both have one grid, else one requantize."""
+    grid, before = m.options("quantize"), m.options("dequantize")
+    old: QParams | None = info(m.x.node).qparams
+    new: QParams | None = info(m.root.node).qparams
+    if new is not None and new.same_as(old):
+        return m.x
+    made = op.requantize(m.x, from_scale=before["scale"], from_zero_point=before["zero_point"], **grid)
+    op.describe(made, qparams=new)
+    return made

@@ -1,0 +1,234 @@
+"""trace: the user's model as a graph, with shapes."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+import fxq.errors
+from fxq.data import Batch
+from fxq.errors import FxqError, InputError, RecipeError, TraceError, nearest
+from fxq.graph import info, mutates, op_of, set_info, tensor_meta
+from fxq.ops import OPS
+from fxq.passbase import Pass, Stage
+from fxq.pattern import short_path
+from fxq.rewrite import Rewriter
+from fxq.selector import ancestors
+
+
+@dataclass(frozen=True)
+class Trace(Pass):
+    """Trace the model with `torch.fx` and find the shape of every value with one batch.
+
+    Before: nothing    After: the model's own calls, any spelling, `torch.nn` modules as leaves
+    Keeps: what the model computes; its parameters are shared, not copied.  Source: Reed et al. 2022, section 4.
+    """
+
+    name: ClassVar[str] = "trace"
+    needs: ClassVar[Stage] = Stage.NONE
+    gives: ClassVar[Stage] = Stage.TRACED
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Replace the rewriter's empty module by the traced one."""
+        context = rewriter.context
+        _check_leaves(context.recipe.leaf_modules, context.types)
+        tracer = _Tracer(context.recipe.leaf_modules)
+        graph = tracer.trace_model(context.model)
+        gm = fx.GraphModule(context.model, graph, class_name=type(context.model).__name__)
+        traced = Rewriter(gm, context, self.name)
+        _drop_unused_arguments(gm, context.example)
+        context.outputs = _Shapes(gm).run_batch(context.example)
+        for node in gm.graph.nodes:
+            traced.describe(node, origins=(node.name,) if node.op.startswith("call") else ())
+        _functionalize(traced)
+        rewriter.gm, rewriter.edits, rewriter.touched = gm, traced.edits, traced.touched
+
+
+class _Tracer(fx.Tracer):
+    """Traces with the module path and source line of every node, and explains what it cannot trace."""
+
+    def __init__(self, leaves: tuple[str, ...]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """The recipe's leaf modules, torch's own modules, and what the op table knows."""
+        if any(fnmatchcase(module_qualified_name, pattern) for pattern in self.leaves):
+            return True
+        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            return False
+        return super().is_leaf_module(m, module_qualified_name) or type(m) in _SPELLED_MODULES
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node with its module path and the line of user code that made it."""
+        node = super().create_node(*args, **kwargs)
+        inside = list(node.meta.get("nn_module_stack", {}).values())
+        path = str(node.target) if node.op == "call_module" else str(inside[-1][0]) if inside else ""
+        set_info(node, path=path, source="" if node.op in ("placeholder", "output") else _user_line())
+        return node
+
+    def trace_model(self, model: nn.Module) -> fx.Graph:
+        """`trace`, with errors that name the line, the value and the ways out."""
+        try:
+            return super().trace(model)
+        except (fx.proxy.TraceError, TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+            raise TraceError(self._explain(model, error)) from error
+
+    def _explain(self, model: nn.Module, error: Exception) -> str:
+        frame = error.__traceback__
+        place, local, module = "", {}, None
+        while frame is not None:
+            code = frame.tb_frame.f_code
+            if not code.co_filename.startswith(_LIBRARY):
+                place = f"{short_path(code.co_filename)}:{frame.tb_lineno}"
+                local = frame.tb_frame.f_locals
+                module = local.get("self") if isinstance(local.get("self"), nn.Module) else module
+            frame = frame.tb_next
+        path = next((name for name, m in model.named_modules() if m is module), "") if module is not None else ""
+        values = [f"{name} (%{v.node.name})" for name, v in local.items() if isinstance(v, fx.Proxy)]
+        layer = f' in layer "{path}"' if path else ""
+        leaf = f'recipe.leaf("{path}")' if path else 'recipe.leaf("path.of.module") for a module that holds it'
+        return (
+            f"cannot trace {place or type(model).__name__}{layer}: {str(error).strip()} "
+            f"{'Values traced there: ' + ', '.join(values) + '. ' if values else ''}"
+            "A graph has no branches or loops over values. Two ways out: write it without (torch.where, a fixed number of "
+            f"iterations), or keep the module as a float leaf: {leaf}."
+        )
+
+
+_SPELLED_MODULES = frozenset(
+    s.target for row in OPS for s in row.spellings if isinstance(s.target, type) and issubclass(s.target, nn.Module)
+)
+
+
+_LIBRARY = ("<", *(os.path.dirname(f) + os.sep for f in (torch.__file__, fxq.errors.__file__, __file__)))
+
+
+def _user_line() -> str:
+    """`file:line` of the innermost frame outside torch and fxq."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame = frame.f_back
+    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
+    for pattern in leaves:
+        if not any(fnmatchcase(path, pattern) for path in types if path):
+            near = nearest(pattern, [p for p in types if p], 5)
+            raise RecipeError(
+                f"leaf module {pattern!r} matches no module of the model; near: {', '.join(near) or 'nothing'}. "
+                "Paths are those of model.named_modules()."
+            )
+
+
+def _drop_unused_arguments(gm: fx.GraphModule, example: Batch) -> None:
+    """Check that the example gives every argument without a default."""
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    given = {str(n.target) for n in inputs[: len(example.args)]} | set(example.kwargs)
+    missing = [str(n.target) for n in inputs if str(n.target).lstrip("*") not in given and not n.args]
+    missing = [name for name in missing if not name.startswith("*")]
+    if missing:
+        raise InputError(f"the data gives {example}, but the model also needs {', '.join(missing)}.")
+
+
+class _Shapes(fx.Interpreter):
+    """Runs the float model once and notes the shape and dtype of every value."""
+
+    def run_batch(self, batch: Batch) -> Any:
+        """Run on one batch; what the model returns."""
+        inputs = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        values: list[Any] = list(batch.args)
+        for node in inputs[len(values) :]:
+            values.append(batch.kwargs[str(node.target)] if str(node.target) in batch.kwargs else node.args[0])
+        with torch.no_grad():
+            return self.run(*values)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; errors name the layer and what it was given."""
+        try:
+            value = super().run_node(n)
+        except FxqError:
+            raise
+        except Exception as error:
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            given = ", ".join(f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in args if isinstance(a, torch.Tensor))
+            layer = f'layer "{info(n).path}"' if info(n).path else f"%{n.name}"
+            raise InputError(f"the model does not run on the example: {layer} ({info(n).source}) got {given}: {error}") from error
+        shape, dtype = tensor_meta(value)
+        set_info(n, shape=shape, dtype=dtype)
+        return value
+
+
+def _functionalize(rewriter: Rewriter) -> None:
+    """Let every later reader of a value that an op overwrites with its result read that result instead.
+
+    With that, the in-place spelling of a table op can be replaced by the plain one. A later reader of the same memory
+    under another name (a view) cannot be helped that way: then the model has to be changed.
+    """
+    order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
+    for node in rewriter.nodes():
+        for changed in _changed(rewriter.gm, node):
+            for alias in _aliases(changed, node):
+                reader = next((u for u in alias.users if order[u] > order[node] and u is not node), None)
+                if reader is not None:
+                    raise TraceError(
+                        f"%{node.name} ({info(node).source}) changes %{changed.name} in place, and %{reader.name} "
+                        f"({info(reader).source}) reads the same memory through %{alias.name} afterwards. Write the change "
+                        "out of place (x = x + y, nn.ReLU(inplace=False))."
+                    )
+            later = {u for u in changed.users if u is not node and order[u] > order[node]}
+            if later and _returns_it(node):
+                with rewriter.attributed("functionalize", "passes/trace.py"):
+                    rewriter.reroute(changed, node, only=later.__contains__)
+
+
+def _changed(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...]:
+    """The values that a node changes in place. Notes it on modules, where the node alone does not tell."""
+    if node.op != "call_module":
+        return mutates(node)
+    module = gm.get_submodule(str(node.target))
+    if getattr(module, "inplace", False) is not True:
+        return ()
+    set_info(node, inplace=OPS.of_module(module) is None)
+    return tuple(node.all_input_nodes[:1])
+
+
+def _returns_it(node: fx.Node) -> bool:
+    """Whether what a node returns is the value that it changed."""
+    return node.op == "call_module" or node.kwargs.get("inplace") is True or OPS.of_call(node.target) is not None
+
+
+_VIEWS: frozenset[Callable[..., Any] | str] = frozenset(
+    {operator.getitem, "view_as", "expand", "narrow", "squeeze", "unsqueeze", "chunk", "split", torch.chunk, torch.split,
+     torch.squeeze, torch.unsqueeze, "detach", "t", "unbind", torch.unbind, "select"}
+)
+
+
+def _is_view(node: fx.Node) -> bool:
+    found = OPS.of_call(node.target) if node.op in ("call_function", "call_method") else None
+    op = op_of(node) or (found[0] if found is not None else None)
+    return node.target in _VIEWS if op is None and node.op != "call_module" else op is not None and op.quant.view
+
+
+def _aliases(value: fx.Node, besides: fx.Node) -> list[fx.Node]:
+    """Other names of the memory of `value`: what it is a view of, and the views of it."""
+    found: dict[fx.Node, None] = {}
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        near = [u for u in node.users if _is_view(u)] + ([node.all_input_nodes[0]] if _is_view(node) else [])
+        for other in near:
+            if other not in found and other is not value and other is not besides:
+                found[other] = None
+                todo.append(other)
+    return list(found)
+

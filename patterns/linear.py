@@ -1,0 +1,31 @@
+"""Fusions around linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxq.pattern import fusion
+
+ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh")
+
+
+@fusion("linear_{act}", act=ACTIVATIONS)
+def linear_act(op: Any, x: Any, w: Any, b: Any, *, act: str) -> Any:
+    return op[act](op.linear(x, w, b))
+
+
+@fusion("linear_add")
+def linear_add(op: Any, x: Any, w: Any, b: Any, residual: Any) -> Any:
+    return op.add(op.linear(x, w, b), residual, alpha=1)
+
+
+@fusion("linear_add_relu")
+def linear_add_relu(op: Any, x: Any, w: Any, b: Any, residual: Any) -> Any:
+    return op.relu(op.add(op.linear(x, w, b), residual, alpha=1))
+
+
+@linear_add.unless
+@linear_add_relu.unless
+def residual_is_broadcast(m: Any) -> bool:
+    """The kernels add a tensor of the layer's own shape."""
+    return m.residual.shape != m.root.shape or m.residual.dtype != m.root.dtype

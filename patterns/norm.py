@@ -1,0 +1,61 @@
+"""Batch norm folded into the layer before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxq.ops import OPS
+from fxq.pattern import rewrite
+
+
+@rewrite("fold_batch_norm_{layer}", layer=("conv1d", "conv2d", "linear", "conv_transpose2d"))
+def norm_after_layer(op: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, gamma: Any, beta: Any, *, layer: str) -> Any:
+    return op.batch_norm(op[layer](x, w, b), mean, var, gamma, beta)
+
+
+@norm_after_layer.unless
+def weight_is_computed_at_run_time(m: Any) -> bool:
+    return any(not c.is_none and c.tensor is None for c in (m.w, m.b, m.mean, m.var, m.gamma, m.beta))
+
+
+@norm_after_layer.unless
+def channels_are_not_the_second_axis(m: Any) -> bool:
+    """A linear over (N, L, K) has its channels last, batch norm takes them from axis 1."""
+    return m.rule.variant["layer"] == "linear" and len(m.x.shape or ()) != 2
+
+
+@norm_after_layer.becomes
+def folded(op: Any, m: Any) -> Any:
+    """The layer with the batch norm's scale in its weight and its shift in its bias."""
+    layer = m.rule.variant["layer"]
+    options = m.options(layer)
+    scale, shift = scale_and_shift(m, m.options("batch_norm")["eps"])
+    weight, bias = m.w.tensor, m.b.tensor
+    axis = OPS[layer].quant.axis
+    along = [1] * weight.dim()
+    along[axis] = -1
+    groups = options.get("groups", 1)
+    if axis == 1 and groups > 1:  # a transposed convolution: (C, O/groups, ...), groups lie along axis 0
+        split = weight.reshape(groups, -1, *weight.shape[1:])
+        new = (split * scale.reshape(groups, 1, -1, *along[2:])).reshape(weight.shape)
+    else:
+        new = weight * scale.reshape(along)
+    new_bias = shift if bias is None else bias * scale + shift
+    name = str(m.w.node.target).removesuffix(".weight").removeprefix("fxq_data.")
+    return op[layer](m.x, op.constant(new, f"{name}.weight_folded"), op.constant(new_bias, f"{name}.bias_folded"), **options)
+
+
+def scale_and_shift(m: Any, eps: float) -> tuple[Tensor, Tensor]:
+    """batch_norm(y) = y * scale + shift, with scale = gamma / sqrt(var + eps), shift = beta - mean * scale. (C,) each."""
+    mean, var = m.mean.tensor, m.var.tensor
+    scale = torch.rsqrt(var.double() + eps)
+    if m.gamma.tensor is not None:
+        scale = scale * m.gamma.tensor.double()
+    shift = -mean.double() * scale
+    if m.beta.tensor is not None:
+        shift = shift + m.beta.tensor.double()
+    return scale.to(mean.dtype).detach(), shift.to(mean.dtype).detach()
+
