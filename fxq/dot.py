@@ -97,7 +97,8 @@ def run(text: str, form: str, *, keep_positions: bool = False) -> bytes:
     """
     engine = "neato" if keep_positions else "dot"
     try:
-        out = graphviz.Source(text, engine=engine).pipe(format=form, neato_no_op=2 if keep_positions else None, quiet=True)
+        # `Source.pipe` would write all its lines before it reads any output, and hang on several large graphs
+        out = graphviz.pipe(engine, form, text.encode(), neato_no_op=2 if keep_positions else None, quiet=True)
     except graphviz.ExecutableNotFound as error:
         raise RenderError(INSTALL) from error
     except graphviz.CalledProcessError as error:

@@ -5,6 +5,7 @@ side by side, and the lines between them are routed: down, below the columns bet
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ from math import sqrt
 from typing import Any, Literal
 
 from fxq.dot import HEADER, Attributes, add_arrow, add_group, digraph, dot_names, run
-from fxq.layout import Arrow, Group, Pen, Picture, columns, divided, nest, reach
+from fxq.errors import RenderError
+from fxq.layout import Arrow, Group, Pen, Picture, boxes_of, columns, divided, nest, reach
+
+log = logging.getLogger(__name__)
 
 SHAPE = (1.3, 2.0)  # width / height of a picture, from a sheet of paper to a slide
 GAP = 22.0  # points between columns
@@ -157,8 +161,8 @@ def _placed(picture: Picture, names: dict[str, str], count: int) -> Sheet:
     made, wires = cut(picture, names, count)
     header = digraph()
     header.node(HEADER, label=f"<{picture.header}>")
-    text = "\n".join([header.source, *(column.source(names) for column in made)])
-    head, *laid = _parsed(run(text, "json0").decode())
+    head = json.loads(run(header.source, "json0"))
+    laid = [_laid_out(column, names) for column in made]
     gutters = [sum(c in wire.heads for wire in wires) for c in range(len(made))]
     placed: dict[str, Attributes] = {}
     points: dict[str, Point] = {}
@@ -179,14 +183,14 @@ def _placed(picture: Picture, names: dict[str, str], count: int) -> Sheet:
     return Sheet(made, names, placed, points, lines, size)
 
 
-def _parsed(text: str) -> Iterator[dict[str, Any]]:
-    """The graphs in graphviz's JSON output, one after the other."""
-    decoder, at = json.JSONDecoder(), 0
-    while at < len(text.rstrip()):
-        graph, at = decoder.raw_decode(text, at)
-        yield graph
-        while at < len(text) and text[at].isspace():
-            at += 1
+def _laid_out(column: Column, names: dict[str, str]) -> dict[str, Any]:
+    """What `dot` makes of a column. One process a column: `dot` 2.43 can crash on the second graph of a stream."""
+    try:
+        return dict(json.loads(run(column.source(names), "json0")))
+    except RenderError:
+        log.info("dot fails on a column with module frames; trying without", exc_info=True)
+        column.group.items[:] = boxes_of(column.group)
+        return dict(json.loads(run(column.source(names), "json0")))
 
 
 def _numbers(text: str) -> list[float]:

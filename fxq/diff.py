@@ -1,0 +1,207 @@
+"""What differs between two graphs: nodes added, removed, changed and rewired, as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+from torch import fx
+
+from fxq.errors import InputError
+from fxq.view import GraphView, NodeView, view
+
+FIELDS = ("kind", "label", "body", "options", "shape", "dtype", "scale", "zero_point")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A node before and after; `fields` are the names of the fields of `NodeView` that differ."""
+
+    before: NodeView
+    after: NodeView
+    fields: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.after.name
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What changed, a text a field: `dtype float32 → uint8`."""
+        pairs = ((f, _text(getattr(self.before, f)), _text(getattr(self.after, f))) for f in self.fields)
+        return tuple(f"{field.replace('_', ' ')} {old} → {new}" for field, old, new in pairs)
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What differs between two graphs. Nodes are the same when their names are; falsy when nothing differs.
+
+    Attributes:
+        before, after: the graphs.
+        added: names of nodes that only `after` has, in its order.
+        removed: names of nodes that only `before` has, in its order.
+        changed: nodes whose op, options, value or kind differs, in the order of `after`.
+        rewired: names of nodes whose inputs differ, in the order of `after`.
+    """
+
+    before: GraphView
+    after: GraphView
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[Change, ...]
+    rewired: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.added or self.removed or self.changed or self.rewired)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many nodes were added, removed, changed, rewired."""
+        return {kind: len(getattr(self, kind)) for kind in ("added", "removed", "changed", "rewired")}
+
+    @cached_property
+    def became(self) -> dict[str, tuple[str, ...]]:
+        """For each removed node, the added or changed nodes that stand for the same traced ops, if there are any."""
+        heirs: dict[str, list[str]] = {}
+        for name in (*self.added, *(change.name for change in self.changed)):
+            for origin in _origins(self.after[name]):
+                heirs.setdefault(origin, []).append(name)
+        found = {
+            name: tuple(dict.fromkeys(heir for origin in _origins(self.before[name]) for heir in heirs.get(origin, ())))
+            for name in self.removed
+        }
+        return {name: successors for name, successors in found.items() if successors}
+
+    def __bool__(self) -> bool:
+        return not self.is_empty
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{number} {kind}" for kind, number in self.counts.items() if number)
+        title = f"{_title(self.before, 'before')} → {_title(self.after, 'after')}: {counts or 'no difference'}"
+        lines = tabulate(list(self._rows()), tablefmt="plain", disable_numparse=True)
+        return f"{title}\n{lines}" if lines else title
+
+    def render(self, path: str | Path, *, radius: int = 1, title: str = "") -> Path:
+        """Draw the changes and what is around them into a file: `.svg`, `.png`, `.pdf` or `.dot` by its ending.
+
+        Args:
+            path: the file to write. Its folder is made if missing.
+            radius: how many steps from a change an unchanged node may be; the others become "… n unchanged nodes".
+            title: what to write on top; the names of the two graphs by default.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            InputError: `radius` is negative.
+            RenderError: another ending, no `dot`, or the file cannot be written.
+        """
+        from fxq.diffpicture import picture  # it needs `Diff`
+        from fxq.drawing import write
+
+        if radius < 0:
+            raise InputError(f"radius must be 0 or more, got {radius}.")
+        return write(picture(self, radius, title or f"{_title(self.before, 'before')} → {_title(self.after, 'after')}"), path)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """The lines of the summary: mark, name, op, what happened. Constants come last, a line for all of them."""
+        heirs = self.became
+        for name in self.removed:
+            node = self.before[name]
+            if node.kind != "constant":
+                yield "-", name, node.label, f"became {', '.join(heirs[name])}" if name in heirs else ""
+        for name in self.added:
+            node = self.after[name]
+            if node.kind != "constant":
+                yield "+", name, node.label, f"reads {', '.join(node.inputs)}" if node.inputs else ""
+        for change in self.changed:
+            if change.after.kind != "constant":
+                yield "~", change.name, change.after.label, "; ".join(change.texts)
+        for name in self.rewired:
+            old, new = ", ".join(self.before[name].inputs), ", ".join(self.after[name].inputs)
+            yield ">", name, self.after[name].label, f"reads {old or 'nothing'} → {new or 'nothing'}"
+        for mark, names in (
+            ("-", [n for n in self.removed if self.before[n].kind == "constant"]),
+            ("+", [n for n in self.added if self.after[n].kind == "constant"]),
+            ("~", [c.name for c in self.changed if c.after.kind == "constant"]),
+        ):
+            if names:
+                yield mark, f"{len(names)} constants" if len(names) > 1 else names[0], "constant", _some(names)
+
+
+def diff(before: Any, after: Any) -> Diff:
+    """What differs between two graphs.
+
+    Args:
+        before: a `Snapshot` of a history, a `GraphModule`, or a `GraphView`.
+        after: likewise.
+
+    Returns:
+        The difference: `print` it, or `render` it.
+
+    Raises:
+        InputError: an argument is none of these.
+
+    Example:
+        >>> from fxq.view import GraphView, NodeView
+        >>> before = GraphView((NodeView("a", "op", "relu", dtype="float32"),))
+        >>> after = GraphView((NodeView("a", "int8", "relu", dtype="uint8"),))
+        >>> print(diff(before, after))
+        before → after: 1 changed
+        ~  a  relu  kind op → int8; dtype float32 → uint8
+    """
+    old, new = _view_of(before, "before"), _view_of(after, "after")
+    both = [(old.by_name[node.name], node) for node in new if node.name in old.by_name]
+    changed = []
+    for left, right in both:
+        fields = tuple(field for field in FIELDS if getattr(left, field) != getattr(right, field))
+        if fields:
+            changed.append(Change(left, right, fields))
+    return Diff(
+        before=old,
+        after=new,
+        added=tuple(node.name for node in new if node.name not in old.by_name),
+        removed=tuple(node.name for node in old if node.name not in new.by_name),
+        changed=tuple(changed),
+        rewired=tuple(right.name for left, right in both if left.inputs != right.inputs),
+    )
+
+
+def _view_of(graph: Any, which: str) -> GraphView:
+    if isinstance(graph, GraphView):
+        return graph
+    if isinstance(graph, fx.GraphModule):
+        return view(graph)
+    inner = getattr(graph, "graph", None)
+    if isinstance(inner, GraphView):
+        return inner
+    raise InputError(
+        f"diff: {which} is a {type(graph).__name__}; it must be a snapshot of a history, a torch.fx GraphModule, or a "
+        "GraphView. Trace a plain module first: torch.fx.symbolic_trace(module)."
+    )
+
+
+def _origins(node: NodeView) -> tuple[str, ...]:
+    return node.origins or (node.name,)
+
+
+def _title(graph: GraphView, otherwise: str) -> str:
+    return graph.name or otherwise
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "") if len(names) > 1 else ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        numbers = all(isinstance(v, int) for v in value)
+        return ("×" if numbers else "; ").join(map(str, value)) or "none"
+    return str(value) if value not in ("", None) else "none"

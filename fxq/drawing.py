@@ -1,0 +1,56 @@
+"""Writing a picture to a file: SVG, PNG and PDF laid out in columns, or plain DOT text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxq.dot import HEADER, add_arrow, add_group, digraph, run, source
+from fxq.errors import RenderError
+from fxq.layout import Picture
+from fxq.sheet import lay_out, spline
+
+FORMATS = (".svg", ".png", ".pdf", ".dot")
+_PIXELS_WIDE = 1800  # of a small picture
+_MOST_PIXELS = 12_000  # of either side
+
+
+def write(picture: Picture, path: str | Path) -> Path:
+    """Draw the picture into a file; its ending says how: `.svg`, `.png`, `.pdf`, or `.dot`, which is not laid out.
+
+    Raises:
+        RenderError: the ending is none of these, `dot` is missing or fails, or the file cannot be written.
+    """
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in FORMATS:
+        raise RenderError(
+            f"cannot draw to {path.name!r}: its ending says the format, and must be one of {', '.join(FORMATS)}."
+        )
+    data = source(picture).encode() if ending == ".dot" else drawn(picture, ending[1:])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise RenderError(f"cannot write {path}: {error.strerror}.") from error
+    return path
+
+
+def drawn(picture: Picture, form: str) -> bytes:
+    """The picture as `svg`, `png` or `pdf`."""
+    sheet = lay_out(picture)
+    graph = digraph(pad="0.25", bgcolor="white")
+    if form == "png":
+        width, longest = max(sheet.size[0], 72.0) / 72, max(*sheet.size, 72.0) / 72
+        graph.attr(dpi=f"{min(max(_PIXELS_WIDE / width, 96), 192, _MOST_PIXELS / longest):.0f}")
+    graph.node(HEADER, label=f"<{picture.header}>", tooltip=" ", **sheet.placed[HEADER])
+    for name, (x, y) in sheet.points.items():
+        graph.node(name, shape="point", width="0.02", style="invis", pos=f"{x:.2f},{y:.2f}")
+    for wire, column, corners in sheet.lines:
+        add_arrow(graph, wire.exit, wire.entry(column), wire.pen, wire.tail, pos=spline(corners), arrowhead="none")
+    for part in sheet.columns:
+        add_group(graph, part.group, sheet.names, sheet.placed)
+        for edge in part.edges:
+            add_arrow(
+                graph, edge.tail, edge.head, edge.pen, edge.tip, **edge.attributes, **sheet.placed.get(edge.name, {})
+            )
+    return run(graph.source, form, keep_positions=True)

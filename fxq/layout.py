@@ -1,0 +1,204 @@
+"""A picture as data, and the two decisions about its shape: which modules frame what, and where columns are cut.
+
+A network is a chain: drawn top to bottom it is a strip. Columns give it the shape of a slide.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, takewhile
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box to draw: its HTML-like label, its height in points (roughly), and the module path that it sits in."""
+
+    key: str
+    label: str
+    height: float
+    tooltip: str = ""
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Pen:
+    """How an arrow is drawn. `aside`: it does not pull its ends apart (constraint=false)."""
+
+    colour: str = "#707070"
+    style: Literal["solid", "dashed", "dotted"] = "solid"
+    width: float = 1.0
+    aside: bool = False
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """An arrow between two boxes, by key."""
+
+    tail: str
+    head: str
+    pen: Pen = Pen()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What to draw: a header (HTML-like label), boxes in execution order, arrows between them."""
+
+    header: str
+    boxes: tuple[Box, ...]
+    arrows: tuple[Arrow, ...]
+
+
+@dataclass
+class Group:
+    """A module and what is inside it, in order. `size` counts the boxes."""
+
+    path: str
+    items: list[Box | Group] = field(default_factory=list)
+    size: int = 0
+    first: bool = True
+
+
+# ---- modules
+
+
+def nest(boxes: Sequence[Box], smallest: int = 3) -> Group:
+    """The boxes as a tree of modules.
+
+    A module is a run of neighbours whose paths start with it; runs shorter than `smallest` and modules that hold
+    nothing but one other module are left out.
+    """
+    root = Group("")
+    stack = [root]
+    for box, path in zip(boxes, _filled(boxes), strict=True):
+        parts = path.split(".") if path else []
+        wanted = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        common = 0
+        while common < min(len(wanted), len(stack) - 1) and stack[common + 1].path == wanted[common]:
+            common += 1
+        del stack[common + 1 :]
+        for prefix in wanted[common:]:
+            group = Group(prefix)
+            stack[-1].items.append(group)
+            stack.append(group)
+        stack[-1].items.append(box)
+        for group in stack:
+            group.size += 1
+    return _pruned(root, smallest)
+
+
+def _filled(boxes: Sequence[Box]) -> list[str]:
+    """The paths of the boxes; one without a path takes what its neighbours' paths have in common."""
+    paths = [box.path for box in boxes]
+    following = [""] * len(paths)
+    for i in range(len(paths) - 2, -1, -1):
+        following[i] = paths[i + 1] or following[i + 1]
+    last = ""
+    for i, path in enumerate(paths):
+        if not path:
+            paths[i] = ".".join(_shared(last, following[i]))
+        last = path or last
+    return paths
+
+
+def _shared(a: str, b: str) -> list[str]:
+    """The modules that two paths have in common, from the outermost."""
+    pairs = zip(a.split("."), b.split("."), strict=False)
+    return [x for x, y in takewhile(lambda pair: pair[0] == pair[1], pairs) if x]
+
+
+def _pruned(group: Group, smallest: int) -> Group:
+    items: list[Box | Group] = []
+    for item in group.items:
+        if isinstance(item, Box):
+            items.append(item)
+            continue
+        inner = _pruned(item, smallest)
+        only = inner.items[0] if len(inner.items) == 1 else None
+        if inner.size < smallest:
+            items.extend(inner.items)
+        else:
+            items.append(only if isinstance(only, Group) else inner)
+    return replace(group, items=items)
+
+
+def boxes_of(group: Group) -> list[Box]:
+    """The boxes of a group and of the groups inside, in order."""
+    return [box for item in group.items for box in ([item] if isinstance(item, Box) else boxes_of(item))]
+
+
+def divided(group: Group, column: Mapping[str, int]) -> dict[int, Group]:
+    """The group cut along columns: for each column that has boxes of it, the part there."""
+    parts: dict[int, Group] = {}
+
+    def part(c: int) -> Group:
+        return parts.setdefault(c, Group(group.path, size=group.size, first=not parts))
+
+    for item in group.items:
+        if isinstance(item, Box):
+            part(column[item.key]).items.append(item)
+        else:
+            for c, piece in divided(item, column).items():
+                part(c).items.append(piece)
+    return parts
+
+
+# ---- columns
+
+
+def columns(picture: Picture, count: int) -> list[tuple[Box, ...]]:
+    """Cut the boxes, in order, into about `count` runs of equal height, where few values and modules are cut."""
+    boxes = picture.boxes
+    position = {box.key: i for i, box in enumerate(boxes)}
+    height = reach(picture)
+    cost = _cut_costs(picture, position)
+    cuts: list[int] = []
+    start, done = 0, 0.0
+    for remaining in range(count, 1, -1):
+        share = (height[-1] - done) / remaining
+        low = max(start, bisect_left(height, done + 0.6 * share))
+        window = range(low, min(bisect_right(height, done + 1.3 * share), len(boxes) - 1))
+        if not window:
+            continue
+        best = min(window, key=lambda i: cost[i] + 6 * abs((height[i] - done) / share - 1))
+        cuts.append(best + 1)
+        start, done = best + 1, height[best]
+    return [boxes[a:b] for a, b in pairwise([0, *cuts, len(boxes)])]
+
+
+def reach(picture: Picture) -> list[float]:
+    """For each box, how far down (points) the boxes up to it reach when parallel ones stand side by side."""
+    position = {box.key: i for i, box in enumerate(picture.boxes)}
+    bottom = [0.0] * len(picture.boxes)
+    tails: dict[int, list[int]] = defaultdict(list)
+    for arrow in picture.arrows:
+        tail, head = position[arrow.tail], position[arrow.head]
+        if tail < head and not arrow.pen.aside:
+            tails[head].append(tail)
+    reach, lowest = [], 0.0
+    for i, box in enumerate(picture.boxes):
+        bottom[i] = max((bottom[t] for t in tails[i]), default=0.0) + box.height + 22
+        lowest = max(lowest, bottom[i])
+        reach.append(lowest)
+    return reach
+
+
+def _cut_costs(picture: Picture, position: Mapping[str, int]) -> list[float]:
+    """For each box, what it costs to cut below it: values that cross, and modules cut in two."""
+    last: dict[str, int] = {}
+    for arrow in picture.arrows:
+        last[arrow.tail] = max(last.get(arrow.tail, 0), position[arrow.head])
+    steps = [0] * (len(picture.boxes) + 1)
+    for key, end in last.items():
+        if position[key] < end:
+            steps[position[key]] += 1
+            steps[end] -= 1
+    paths = [*_filled(picture.boxes), ""]
+    costs, live = [], 0
+    for i in range(len(picture.boxes)):
+        live += steps[i]
+        costs.append(live + 1.5 * len(_shared(paths[i], paths[i + 1])))
+    return costs
