@@ -63,6 +63,10 @@ class Kernel(nn.Module):
     """
 
     name: ClassVar[str]
+    pure: ClassVar[bool] = True
+    """It only computes its value."""
+    returns_view: ClassVar[bool] = False
+    """Its value may share memory with its input."""
     options: ClassVar[tuple[str, ...]] = ()
     keep_packed: ClassVar[int] = 4
 

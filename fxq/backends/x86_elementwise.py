@@ -9,6 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxq.backends.x86_base import Kernel, Post, activation_refused, bounds, first_reason, refuse, saturation_refused
+from fxq.backends.x86_kernels import Conv
+from fxq.errors import BackendError
+from fxq.qparams import QParams
+
 # Elements per step and thread. 512 KiB of float32 stay in a core's L2 cache between the operations on them: measured
 # with 16 Ki to 4 Mi elements, 64 Ki to 256 Ki are the best, 1.8 times as fast as whole tensors.
 _CHUNK = 131072
@@ -150,6 +155,7 @@ class Pad(Kernel):
     """
 
     name: ClassVar[str] = "x86.pad"
+    returns_view: ClassVar[bool] = True
     options: ClassVar[tuple[str, ...]] = ("x", "pad", "mode", "value")
 
     def __init__(self, x: QParams, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
@@ -224,34 +230,33 @@ class Add(Kernel):
             activation_refused("the first input", a),
             activation_refused("the second input", b),
             activation_refused("the output", out),
+            saturation_refused(a),
         ]
         return first_reason(reasons)
 
     def _conv(self, channels: int) -> Conv:
         one = torch.ones(channels, 1, 1, 1, dtype=torch.int8)
         unit = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
-        options: dict[str, Any] = {"groups": channels, "post": self.post, "residual": self.b, "inplace": True}
+        options: dict[str, Any] = {"groups": channels, "post": self.post, "residual": self.b, "inplace": self.inplace}
         return Conv(one, unit, None, self.a, self.out, **options)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """uint8, uint8, same shape, any strides -> uint8, four dimensions channels-last."""
         if a.shape != b.shape:
             raise BackendError(f"{self.name}: the inputs are {tuple(a.shape)} and {tuple(b.shape)}.")
-        a, out = dense(a), dense(b)
         if a.numel() == 0:
-            return out.clone()
-        if not self.inplace and out.data_ptr() == b.data_ptr():
-            out = out.clone()
+            return dense(b.clone())
         # Which channel an element belongs to is of no importance: take as many channels as fill a vector register.
         channels = next(c for c in (self._channels, 32, 16, 8, 4, 2, 1) if a.numel() % c == 0)
         conv = self._packed.get(channels) or self._remember(channels, self._conv(channels))
-        conv(_as_image(a, channels), _as_image(out, channels))
-        return out
+        y = conv(_as_image(a, channels), _as_image(b, channels)).permute(0, 2, 3, 1)
+        n, *rest = a.shape
+        return y.reshape(n, *rest[1:], rest[0]).permute(0, 3, 1, 2) if a.dim() == 4 else y.reshape(a.shape)
 
 
 def _as_image(x: Tensor, channels: int) -> Tensor:
-    """A dense tensor as a channels-last image (1, channels, 1, n / channels), in memory order."""
-    x = x.permute(0, 2, 3, 1) if x.dim() == 4 else x
+    """A tensor as a channels-last image (1, channels, 1, n / channels), in the order of `dense`."""
+    x = dense(x).permute(0, 2, 3, 1) if x.dim() == 4 else dense(x)
     return x.view(1, 1, -1, channels).permute(0, 3, 1, 2)
 
 

@@ -240,7 +240,7 @@ class Conv(WeightedKernel):
         )  # fmt: skip
 
     def _add(self, x: Tensor, plan: Plan, residual: Tensor) -> Tensor:
-        """Overwrites `residual` and returns it."""
+        """Overwrites `residual`, and returns the sum in a tensor of its own."""
         assert self.out is not None and self.residual is not None
         *weight, bias = plan.forms[0]
         return _onednn.qconv2d_pointwise.binary(

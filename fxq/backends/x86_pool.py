@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.x86_base import Kernel, activation_refused, first_reason, pair, refuse
+from fxq.backends.x86_base import Kernel, activation_refused, first_reason, pair, refuse, saturation_refused
 from fxq.backends.x86_elementwise import quantize
 from fxq.backends.x86_kernels import Conv
 from fxq.qparams import QParams
@@ -59,10 +59,8 @@ class MaxPool2d(Kernel):
         batched = x.dim() == self.dims + 2
         x = x if batched else x.unsqueeze(0)
         x = x if self.dims == 2 else x.unsqueeze(2)
-        if x.shape[0] == 0:  # the op refuses an empty batch; one image gives the shape
-            y = self._pool(x.new_zeros((1, *x.shape[1:])))[:0]
-        else:
-            y = self._pool(x)
+        # The op refuses an empty batch; one image of zeros gives the shape.
+        y = self._pool(x) if x.shape[0] else self._pool(x.new_zeros((1, *x.shape[1:])))[:0]
         y = y if self.dims == 2 else y.squeeze(2)
         return y if batched else y.squeeze(0)
 
@@ -129,6 +127,7 @@ class AvgPool2d(Kernel):
             "average pooling that leaves out the padding" if pads and not count_include_pad else None,
             activation_refused("the input", x),
             activation_refused("the output", out),
+            saturation_refused(x),
         ]
         return first_reason(reasons)
 

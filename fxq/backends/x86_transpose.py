@@ -156,9 +156,9 @@ class ConvTranspose2d(WeightedKernel):
         qparams = QParams(_per_phase(scale, *repeat), zero, -128, 127, torch.int8, 0)
         bias = None if self.bias is None else _per_phase(self.bias, *repeat)
         slope = self.slope if self.slope is None or len(self.slope) == 1 else _per_phase(self.slope, *repeat)
-        padding = [tap.pad for tap in plan]
+        pad = [tap.pad for tap in plan]
         return Conv(
-            weight, qparams, bias, self.x, self.out, padding=padding, groups=self.groups, post=self.post, slope=slope
+            weight, qparams, bias, self.x, self.out, padding=pad, groups=self.groups, post=self.post, slope=slope
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
