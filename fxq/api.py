@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 import fxq.passes
-import fxq.patterns
+import fxq.patterns  # noqa: F401  (registers the fusion patterns)
 from fxq.backends import get_backend
 from fxq.context import Context
 from fxq.data import Batch, as_batch, batches, check_batch
@@ -58,7 +58,9 @@ def quantize(
     chosen = as_recipe(recipe)
     _check_model(model)
     if data is None:
-        raise InputError(f"the recipe {chosen.preset!r} needs data to calibrate with: fxq.quantize(model, recipe, data=loader).")
+        raise InputError(
+            f"the recipe {chosen.preset!r} needs data to calibrate with: fxq.quantize(model, recipe, data=loader)."
+        )
     stream = batches(data, model)
     first = next(stream)
     example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else first
@@ -118,7 +120,9 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     if manager.stage > Stage.OBSERVED:
         raise InputError("this observed model was converted already; prepare the float model again.")
     line = manager.context.recipe.pipeline
-    manager.run(step for step in line if Stage.OBSERVED <= step.needs and step.gives < Stage.LOWERED and step.name != "cleanup")
+    manager.run(
+        step for step in line if step.needs >= Stage.OBSERVED and step.gives < Stage.LOWERED and step.name != "cleanup"
+    )
     layers = layers_of(manager.gm)
     done = set(manager.history.names)
     manager.run(step for step in line if step.name not in done)
@@ -133,7 +137,9 @@ def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = N
     """The graph as it stands after the pass `until`, for `explain`, `diff` and tests of passes and patterns.
 
     Args:
-        model, recipe, example_inputs: as for `prepare`.
+        model: a float `nn.Module` in eval mode.
+        recipe: as for `quantize`.
+        example_inputs: one batch, to find shapes with.
         until: name of a pass before calibration.
 
     Example:
@@ -191,14 +197,22 @@ def _length(data: Any) -> int | None:
         return None
 
 
+_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "fxq.backends")
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     if isinstance(model, (QuantizedModel, ObservedModel)):
         raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
     for path, module in model.named_modules():
-        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "fxq.backends")):
-            raise InputError(f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}; give the float model.")
+        if type(module).__module__.startswith(
+            ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "fxq.backends")
+        ):
+            raise InputError(
+                f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}. "
+                "Give the float model."
+            )
     training = next((path for path, module in model.named_modules() if module.training), None)
     if training is not None:
         where = f"its module {training!r} is" if training else "it is"

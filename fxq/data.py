@@ -79,7 +79,8 @@ def batches(data: Any, model: nn.Module) -> Iterator[Batch]:
     """
     if isinstance(data, (Tensor, str, bytes, Mapping)) or not isinstance(data, Iterable):
         raise InputError(
-            f"data is a {type(data).__name__}; give an iterable of batches, e.g. a DataLoader or a list: data=[x] for one batch."
+            f"data is a {type(data).__name__}; give an iterable of batches, e.g. a DataLoader or a list "
+            "(data=[x] for one batch)."
         )
     count = 0
     for count, value in enumerate(data, 1):
@@ -95,14 +96,18 @@ def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
     home = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     for i, tensor in enumerate(tensors((batch.args, batch.kwargs))):
         if home is not None and tensor.device != home:
-            raise InputError(f"{where}: input {i} is on {tensor.device}, the model on {home}; move one of them with .to(...).")
+            raise InputError(
+                f"{where}: input {i} is on {tensor.device}, the model on {home}; move one of them with .to(...)."
+            )
         if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(tensor).all()):
             raise CalibrationError(f"{where}: input {i} {_describe(tensor)} holds NaN or Inf; clean the data.")
 
 
 def first_of(batch: Batch, most: int) -> Batch:
-    """A copy of the batch that no later in-place change of the user's tensors can reach. At most `most` samples of
-    each tensor whose first axis all tensors share; the whole batch when they do not share one."""
+    """A copy of the batch that no later in-place change of the user's tensors can reach.
+
+    At most `most` samples of each tensor where the first axis of all tensors is the same; else the whole batch.
+    """
     sizes = {t.shape[0] for t in tensors((batch.args, batch.kwargs)) if t.dim() > 0}
     cut = slice(0, most) if len(sizes) == 1 else slice(None)
     return Batch(_cut(batch.args, cut), _cut(dict(batch.kwargs), cut))

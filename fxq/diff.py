@@ -31,10 +31,10 @@ class Change:
         return self.after.name
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """What changed, a text a field: `dtype float32 → uint8`."""
+    def by_field(self) -> dict[str, str]:
+        """What changed, for each field: `dtype float32 → uint8`."""
         pairs = ((f, _text(getattr(self.before, f)), _text(getattr(self.after, f))) for f in self.fields)
-        return tuple(f"{field.replace('_', ' ')} {old} → {new}" for field, old, new in pairs)
+        return {field: f"{field.replace('_', ' ')} {old} → {new}" for field, old, new in pairs}
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ class Diff:
 
         if radius < 0:
             raise InputError(f"radius must be 0 or more, got {radius}.")
-        return write(picture(self, radius, title or f"{_title(self.before, 'before')} → {_title(self.after, 'after')}"), path)
+        return write(
+            picture(self, radius, title or f"{_title(self.before, 'before')} → {_title(self.after, 'after')}"), path
+        )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         """The lines of the summary: mark, name, op, what happened. Constants come last, a line for all of them."""
@@ -123,7 +125,7 @@ class Diff:
                 yield "+", name, node.label, f"reads {', '.join(node.inputs)}" if node.inputs else ""
         for change in self.changed:
             if change.after.kind != "constant":
-                yield "~", change.name, change.after.label, "; ".join(change.texts)
+                yield "~", change.name, change.after.label, "; ".join(change.by_field.values())
         for name in self.rewired:
             old, new = ", ".join(self.before[name].inputs), ", ".join(self.after[name].inputs)
             yield ">", name, self.after[name].label, f"reads {old or 'nothing'} → {new or 'nothing'}"

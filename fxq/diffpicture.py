@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import networkx as nx
 
 from fxq.diff import Change, Diff
 from fxq.layout import Arrow, Box, Pen, Picture
-from fxq.palette import CHANGES, FAINT, INK, QUIET, Line, Look, box, tooltip
+from fxq.palette import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
 from fxq.palette import Change as Mark
 from fxq.render import constants_read, header, node_box
 from fxq.view import GraphView, NodeView
 
 _KEPT, _NEW = Pen(), Pen(CHANGES["added"].colour, width=1.6)
 _OLD = Pen(CHANGES["removed"].colour, "dashed", 1.2)
-_BECAME = Pen(CHANGES["removed"].colour, "dotted", 1.2, aside=True)
+_BECAME = Pen(CHANGES["changed"].colour, "dotted", 1.4)
 _STUB = Look("…", "unchanged, left out", "#eceff2", QUIET, pill=True, border="dotted")
+_REPLACED = Look("replaced", "", "#8f8f8f", border="dashed")
 _UNCHANGED = Look("=", "unchanged, nearby", "#aab2ba", INK)
 _MOST_ROWS = 8
 
@@ -30,17 +32,13 @@ def picture(diff: Diff, radius: int, title: str) -> Picture:
     union = _Union(diff)
     kept = union.near_changes(radius)
     boxes, home = union.boxes(kept)
-    arrows = dict.fromkeys(
-        Arrow(home[arrow.tail], home[arrow.head], arrow.pen)
-        for arrow in union.arrows()
-        if home[arrow.tail] != home[arrow.head]
-    )
+    arrows = _merged(Arrow(home[arrow.tail], home[arrow.head], arrow.pen) for arrow in union.arrows())
     counts = ", ".join(f"{number} {kind}" for kind, number in diff.counts.items() if number)
     entries = [(look, f"{look.meaning} · {union.marked[mark]}") for mark, look in CHANGES.items() if union.marked[mark]]
-    elided, nearby = len(home) - len(kept), len(kept) - union.marked.total()
+    elided, nearby = len(union.nodes) - len(kept), len(kept) - union.marked.total()
     entries += [(_UNCHANGED, f"{_UNCHANGED.meaning} · {nearby}")] if nearby else []
     entries += [(_STUB, f"{_STUB.meaning} · {elided}")] if elided else []
-    return Picture(header(title, counts, entries, union.summary()), tuple(boxes), tuple(arrows))
+    return Picture(header(title, counts, entries, union.summary()), tuple(boxes), arrows)
 
 
 class _Union:
@@ -67,7 +65,9 @@ class _Union:
         ):
             self.mark.update({name: mark for name in names if name in self.nodes})  # type: ignore[misc]
         for name in self.nodes:
-            if name not in self.mark and any(constant.name in self.changes for constant in self.new_constants.get(name, ())):
+            if name not in self.mark and any(
+                constant.name in self.changes for constant in self.new_constants.get(name, ())
+            ):
                 self.mark[name] = "changed"
         self.marked = Counter(self.mark.values())
         self.order = list(self._ordered())
@@ -116,49 +116,73 @@ class _Union:
         return kept
 
     def boxes(self, kept: set[str]) -> tuple[list[Box], dict[str, str]]:
-        """The boxes in order, and for each node the box that it is in: its own, or that of a left-out part."""
+        """The boxes in order, and for each node the box that it is in.
+
+        A node that is kept has its own; removed nodes that became the same share one; parts left out are one each.
+        """
         home = {name: name for name in kept}
-        size: dict[str, int] = {}
-        graph: nx.Graph[str] = nx.Graph((arrow.tail, arrow.head) for arrow in self.arrows())
-        graph.add_nodes_from(self.nodes)
-        for part in nx.connected_components(graph.subgraph(name for name in self.nodes if name not in kept)):
-            first = min(part, key=self._position.__getitem__)
-            stub = f"{first} and around"
-            size[stub] = len(part)
-            home.update(dict.fromkeys(part, stub))
+        members: dict[str, list[str]] = defaultdict(list)
+        for name, heirs in self.diff.became.items():
+            if name in self.nodes:
+                members[f"became {' '.join(heirs)}"].append(name)
+        members = defaultdict(list, {key: names for key, names in members.items() if len(names) > 1})
+        for key, part in self._left_out(kept):
+            members[key].append(part)
+        home.update({name: key for key, names in members.items() for name in names})
         boxes: dict[str, Box] = {}
         for name in self.order:
-            if home[name] == name:
-                boxes[name] = self._box(name)
-            elif home[name] not in boxes:
-                stub = home[name]
-                text = f"… {size[stub]} unchanged node{'s' if size[stub] > 1 else ''}"
-                label, height = box(_STUB, text, [])
-                boxes[stub] = Box(stub, label, height, tooltip([text, f"from {name}"]))
+            key = home[name]
+            if key not in boxes:
+                boxes[key] = self._box(name) if key == name else self._group_box(key, members[key])
         return list(boxes.values()), home
 
-    @property
-    def _position(self) -> Mapping[str, int]:
-        if not hasattr(self, "_positions"):
-            self._positions = {name: i for i, name in enumerate(self.order)}
-        return self._positions
+    def _left_out(self, kept: set[str]) -> Iterator[tuple[str, str]]:
+        """Every node that is not kept, after a key of its part: connected, and not cut by a kept neighbour in order."""
+        position = {name: i for i, name in enumerate(self.order)}
+        graph: nx.Graph[str] = nx.Graph((arrow.tail, arrow.head) for arrow in self.arrows())
+        graph.add_nodes_from(self.nodes)
+        for i, part in enumerate(nx.connected_components(graph.subgraph(n for n in self.nodes if n not in kept))):
+            cuts = sorted({position[near] for name in part for near in graph[name] if near in kept})
+            for name in sorted(part, key=position.__getitem__):
+                yield f"left out {i} {bisect(cuts, position[name])}", name
 
     def _box(self, name: str) -> Box:
         node, mark = self.nodes[name], self.mark.get(name)
         constants = (self.old_constants if mark == "removed" else self.new_constants).get(name, ())
         return node_box(node, constants, mark, list(self._changes(name)))
 
+    def _group_box(self, key: str, names: list[str]) -> Box:
+        nodes = [self.nodes[name] for name in names]
+        tip = tooltip(node.text or node.name for node in nodes[:40])
+        if names[0] not in self.diff.became:
+            text = f"… {len(names)} unchanged node{'s' if len(names) > 1 else ''}"
+            label, height = box(_STUB, text, [])
+            return Box(key, label, height, tip)
+        lines = [Line(f"{node.label}  {node.name}", "value") for node in nodes]
+        label, height = box(_REPLACED, f"{len(nodes)} nodes", lines, "removed")
+        return Box(key, label, height, tip, nodes[0].path)
+
     def _changes(self, name: str) -> Iterator[Line]:
+        """What changed, as few lines as fit. The body of a unit is in the box anyway."""
+        texts: list[str] = []
         if name in self.changes:
-            yield from (Line(text, "change") for text in self.changes[name].texts)
+            texts += [text for field, text in self.changes[name].by_field.items() if field != "body"]
         for constant in self.new_constants.get(name, ()):
             if constant.name in self.changes:
-                what = constant.label.rpartition(".")[2]
-                yield from (Line(f"{what} {text}", "change") for text in self.changes[constant.name].texts)
+                what, fields = constant.label.rpartition(".")[2], self.changes[constant.name].by_field
+                texts += [f"{what} {fields[field]}" for field in ("shape", "dtype") if field in fields]
         if name in self.rewired:
             old, new = self.diff.before[name].inputs, self.diff.after[name].inputs
             gone, come = [n for n in old if n not in new], [n for n in new if n not in old]
-            yield Line(f"reads {', '.join(gone) or '–'} → {', '.join(come) or '–'}", "change")
+            texts.append(f"reads {', '.join(gone) or '–'} → {', '.join(come) or '–'}")
+        line = ""
+        for text in texts:
+            if line and len(line) + len(text) > WIDEST:
+                yield Line(line, "change")
+                line = ""
+            line = f"{line}; {text}" if line else text
+        if line:
+            yield Line(line, "change")
 
     def summary(self) -> dict[str, int]:
         """The changes that happened more than once, most frequent first."""
@@ -175,13 +199,22 @@ class _Union:
                 rows[f"{self.diff.before[name].label} → removed"] += 1
         for change in self.diff.changed:
             if change.name in self.nodes:
-                rows.update(f"{change.after.label}: {text}" for text in change.texts)
+                told = (change.by_field[field] for field in change.fields if field in ("kind", "label", "dtype"))
+                rows.update(f"{change.after.label}: {text}" for text in told)
         return {text: count for text, count in rows.most_common(_MOST_ROWS) if count > 1}
 
 
 def _drawn(graph: GraphView, constants: Mapping[str, list[NodeView]]) -> dict[str, NodeView]:
     folded = {constant.name for read in constants.values() for constant in read}
     return {node.name: node for node in graph if node.name not in folded}
+
+
+def _merged(arrows: Iterable[Arrow]) -> tuple[Arrow, ...]:
+    """The arrows, each once. Where one thing became another, an old arrow between the two says nothing more."""
+    unique = dict.fromkeys(arrow for arrow in arrows if arrow.tail != arrow.head)
+    became = {(arrow.tail, arrow.head) for arrow in unique if arrow.pen is _BECAME}
+    kept = (arrow for arrow in unique if arrow.pen is not _OLD or (arrow.tail, arrow.head) not in became)
+    return tuple(kept)
 
 
 def _edges(graph: GraphView) -> dict[tuple[str, str], None]:

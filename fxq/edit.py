@@ -65,7 +65,9 @@ class Editor:
 
     # ---- edits
 
-    def update(self, node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = None, op: str | None = None) -> fx.Node:
+    def update(
+        self, node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = None, op: str | None = None
+    ) -> fx.Node:
         """Change what a node calls or reads; its name, metadata and users stay."""
         self._forget(node)
         if op is not None:
@@ -86,34 +88,63 @@ class Editor:
         set_info(node, **changes)
         self.touched.add(node)
 
-    def call(self, op: str, *args: Any, like: fx.Node | Sequence[fx.Node] = (), before: fx.Node | None = None,
-             after: fx.Node | None = None, name: str | None = None, **options: Any) -> fx.Node:
+    def call(
+        self,
+        op: str,
+        *args: Any,
+        like: fx.Node | Sequence[fx.Node] = (),
+        before: fx.Node | None = None,
+        after: fx.Node | None = None,
+        name: str | None = None,
+        **options: Any,
+    ) -> fx.Node:
         """Add a canonical call of an op of the table.
 
         Args:
             op: name of the op.
             *args: its tensor arguments (nodes, or None).
             like: the node or nodes that it stands for: module path, source line and origins come from them.
-            before, after: where to put it; default: before the first node of `like`, else at the insertion point.
+            before: the node to put it in front of; default: the first node of `like`, else the insertion point.
+            after: the node to put it behind.
             name: what to call the node, if the name is free.
             **options: its options; those equal to the default are left out.
         """
         row = OPS[op]
         plain, kwargs = row.canonical({**dict(zip(row.tensors, args, strict=False)), **row.options, **options})
-        return self.node("call_function", row.target, plain, kwargs, like=like, before=before, after=after, name=name or op)
+        return self.node(
+            "call_function", row.target, plain, kwargs, like=like, before=before, after=after, name=name or op
+        )
 
-    def node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
-             like: fx.Node | Sequence[fx.Node] = (), before: fx.Node | None = None, after: fx.Node | None = None,
-             name: str | None = None) -> fx.Node:
+    def node(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        like: fx.Node | Sequence[fx.Node] = (),
+        before: fx.Node | None = None,
+        after: fx.Node | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
         """Add any node. Shape and dtype are inferred for functions; give them with `describe` for modules."""
         sources = [like] if isinstance(like, fx.Node) else list(like)
-        place = before if before is not None else _behind(after) if after is not None else sources[0] if sources else None
+        place = (
+            before if before is not None else _behind(after) if after is not None else sources[0] if sources else None
+        )
         with self.graph.inserting_before(place) if place is not None else nullcontext():
             node = self.graph.create_node(op, target, args, kwargs or {}, name)
         first = info(sources[0]) if sources else None
         shape, dtype = infer(node) if op == "call_function" else (None, None)
-        set_info(node, path=first.path if first else "", source=first.source if first else "",
-                 origins=merge_origins(sources), plan=first.plan if first else None, shape=shape, dtype=dtype)
+        set_info(
+            node,
+            path=first.path if first else "",
+            source=first.source if first else "",
+            origins=merge_origins(sources),
+            plan=first.plan if first else None,
+            shape=shape,
+            dtype=dtype,
+        )
         if sources and sources[0].stack_trace:
             node.stack_trace = sources[0].stack_trace
         if sources and "nn_module_stack" in sources[0].meta:
@@ -123,6 +154,12 @@ class Editor:
         for read in node.all_input_nodes:
             self.matcher.forget(read)
         return node
+
+    def rename(self, node: fx.Node, name: str) -> None:
+        """Give a node the name of one that was erased: it stands for the same thing."""
+        node.name = name
+        self.touched.add(node)
+        self.touched.update(node.users)
 
     def replace(self, old: fx.Node, new: Any) -> None:
         """Let everything that reads `old` read `new` instead, and erase `old`. `new` may be a node or a plain value."""
@@ -160,14 +197,18 @@ class Editor:
 
     # ---- weights and modules
 
-    def constant(self, tensor: Tensor, name: str, before: fx.Node | None = None, like: fx.Node | Sequence[fx.Node] = ()) -> fx.Node:
+    def constant(
+        self, tensor: Tensor, name: str, before: fx.Node | None = None, like: fx.Node | Sequence[fx.Node] = ()
+    ) -> fx.Node:
         """A `get_attr` node of a new tensor, kept as a buffer of the module. `name` is made unique."""
         holder = self._holder(DATA)
         key = _free(holder, name)
         holder.register_buffer(key, tensor.detach())
         return self.read(f"{DATA}.{key}", tensor, before=before, like=like)
 
-    def read(self, path: str, tensor: Tensor, before: fx.Node | None = None, like: fx.Node | Sequence[fx.Node] = ()) -> fx.Node:
+    def read(
+        self, path: str, tensor: Tensor, before: fx.Node | None = None, like: fx.Node | Sequence[fx.Node] = ()
+    ) -> fx.Node:
         """The `get_attr` node of an attribute: the one that is there, or a new one."""
         known = self._constants.get(path)
         if known is not None and (before is None or known < before):
@@ -196,7 +237,9 @@ class Editor:
         finally:
             done, self._open, self._rule = self._open, enclosing, outer
             if done.before or done.after:
-                self.edits.append(Edit(rule, source, tuple(dict.fromkeys(done.before)), tuple(dict.fromkeys(done.after))))
+                self.edits.append(
+                    Edit(rule, source, tuple(dict.fromkeys(done.before)), tuple(dict.fromkeys(done.after)))
+                )
 
     def _count(self, before: Sequence[fx.Node], after: Sequence[fx.Node]) -> None:
         gone, came = tuple(n.name for n in before), tuple(n.name for n in after)

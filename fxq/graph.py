@@ -190,7 +190,9 @@ def mutates(node: fx.Node) -> tuple[fx.Node, ...]:
     elif node.op == "call_function":
         name = getattr(node.target, "__name__", "")
         operator_form = getattr(node.target, "__module__", "") == "_operator" and name in _INPLACE_OPERATORS
-        inplace = operator_form or node.kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__"))
+        inplace = (
+            operator_form or node.kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__"))
+        )
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             inplace = True
     else:

@@ -84,9 +84,19 @@ class History(Sequence[Snapshot]):
     def __str__(self) -> str:
         checked = any(s.sqnr is not None for s in self.snapshots)
         rows = [
-            [s.name, 1e3 * s.seconds, len(s.edits), s.count(), s.count("int8", "moves"), s.count("convert"), s.count("float")]
+            [
+                s.name,
+                1e3 * s.seconds,
+                len(s.edits),
+                s.count(),
+                s.count("int8", "moves"),
+                s.count("convert"),
+                s.count("float"),
+            ]
             + ([s.sqnr] if checked else [])
             for s in self.snapshots
         ]
-        headers = ["pass", "ms", "edits", "nodes", "int8 ops", "conversions", "float ops"] + (["SQNR dB"] if checked else [])
+        headers = ["pass", "ms", "edits", "nodes", "int8 ops", "conversions", "float ops"] + (
+            ["SQNR dB"] if checked else []
+        )
         return tabulate(rows, headers=headers, floatfmt=".1f")

@@ -23,7 +23,7 @@ class LayerQParams:
         bias: int32, (C,), or None: round(bias / bias_scale), zero point 0.
         bias_scale: float32, (C,) or (): input_scale * weight_scale.
         input_scale, input_zero_point: of the activation that it reads.
-        output_scale, output_zero_point: of the value that it (with what is fused to it) makes; None when it emits float.
+        output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float.
     """
 
     weight: Tensor

@@ -67,7 +67,10 @@ class Ledger(Sequence[Entry]):
     def __str__(self) -> str:
         rows = [[e.path or e.name, e.op, e.fate, e.reason + (f" [{e.fix}]" if e.fix else "")] for e in self.entries]
         totals = ", ".join(f"{self.count(f)} {f}" for f in ("int8", "moves", "float", "folded"))
-        return tabulate(rows, headers=["layer", "op", "runs as", "why"], maxcolwidths=[None, None, None, 70]) + f"\n{totals}"
+        return (
+            tabulate(rows, headers=["layer", "op", "runs as", "why"], maxcolwidths=[None, None, None, 70])
+            + f"\n{totals}"
+        )
 
 
 def make_ledger(canonical: GraphView, final: GraphView, fixes: dict[str, str]) -> Ledger:
@@ -100,4 +103,6 @@ def _entry(op: NodeView, now: NodeView | None, fixes: dict[str, str]) -> Entry:
     if op.label == "batch_norm" and now.label != "batch_norm" and now.kind != "float":
         return Entry(**about, fate="folded", into=now.name, reason=f"into {now.name}")
     fate = now.kind if now.kind in ("int8", "moves") else "float"
-    return Entry(**about, fate=fate, into=now.name, reason=now.reason if fate == "float" else "", fix=fixes.get(now.name, ""))
+    return Entry(
+        **about, fate=fate, into=now.name, reason=now.reason if fate == "float" else "", fix=fixes.get(now.name, "")
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxq.errors import PatternError
+from fxq.errors import PatternError, unknown
 from fxq.graph import constant, flat_nodes, info, mutates, op_of, options_of
 from fxq.pattern import FUSIONS, Family, PatternNode, Rule
 
@@ -47,7 +47,7 @@ class Captured:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """dtype of the value, or None when it is not a tensor."""
+        """Dtype of the value, or None when it is not a tensor."""
         return info(self.value).dtype if isinstance(self.value, fx.Node) else None
 
     @property
@@ -153,8 +153,10 @@ class Matcher:
             if bound[pattern] is value or (not isinstance(value, fx.Node) and bound[pattern] == value):
                 yield from self._solve(rule, rest, bound, failed)
             else:
-                failed.record(matched, f"{pattern.name} is used twice in the pattern, but {_show(bound[pattern])} "
-                                       f"is not {_show(value)}")
+                failed.record(
+                    matched,
+                    f"{pattern.name} is used twice in the pattern, but {_show(bound[pattern])} is not {_show(value)}",
+                )
         elif pattern.op is None:
             yield from self._solve(rule, rest, {**bound, pattern: value}, failed)
         else:
@@ -172,9 +174,13 @@ class Matcher:
         elif not isinstance(value, fx.Node) and pattern == value:
             yield from self._solve(rule, rest, bound, failed)
         else:
-            failed.record(sum(p.op is not None for p in bound), f"the pattern wants {pattern!r}, the graph has {_show(value)}")
+            failed.record(
+                sum(p.op is not None for p in bound), f"the pattern wants {pattern!r}, the graph has {_show(value)}"
+            )
 
-    def _other_outputs(self, rule: Rule, bound: dict[PatternNode, Any], failed: Refusal) -> Iterator[dict[PatternNode, Any]]:
+    def _other_outputs(
+        self, rule: Rule, bound: dict[PatternNode, Any], failed: Refusal
+    ) -> Iterator[dict[PatternNode, Any]]:
         missing = next((p for p in rule.outputs if p not in bound), None)
         if missing is None:
             yield bound
@@ -182,7 +188,9 @@ class Matcher:
         for node in islice(self._candidates(missing, bound), _MOST_CANDIDATES):
             for more in self._solve(rule, [(missing, node)], bound, failed):
                 yield from self._other_outputs(rule, more, failed)
-        failed.record(sum(p.op is not None for p in bound), f"no {missing.name} that shares a value with the first output")
+        failed.record(
+            sum(p.op is not None for p in bound), f"no {missing.name} that shares a value with the first output"
+        )
 
     def _candidates(self, wanted: PatternNode, bound: dict[PatternNode, Any]) -> Iterator[fx.Node]:
         """Graph nodes that may be the output `wanted`: users, by op, of a value at its leaves that is bound."""
@@ -233,7 +241,9 @@ def _mismatch(pattern: PatternNode, value: Any) -> str | None:
         return f"the pattern wants {pattern.name}, the graph has {_show(value)}"
     op = op_of(value)
     if op is not pattern.op:
-        return f"the pattern wants {pattern.name}, %{value.name} is {op.name if op is not None else _show_target(value)}"
+        return (
+            f"the pattern wants {pattern.name}, %{value.name} is {op.name if op is not None else _show_target(value)}"
+        )
     options = options_of(value)
     for key, wanted in pattern.options.items():
         if options[key] != wanted:
@@ -254,7 +264,11 @@ def _show(value: Any) -> str:
 
 
 def _show_target(node: fx.Node) -> str:
-    return node.op if node.op in ("placeholder", "output") else f"{node.op} {getattr(node.target, '__name__', node.target)}"
+    return (
+        node.op
+        if node.op in ("placeholder", "output")
+        else f"{node.op} {getattr(node.target, '__name__', node.target)}"
+    )
 
 
 def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) -> str:
@@ -271,18 +285,19 @@ def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) 
     Raises:
         PatternError: unknown rule or node (nearest names given).
     """
-    from fxq.errors import unknown
-
     chosen = FUSIONS[rule] if isinstance(rule, str) else rule[0] if isinstance(rule, Family) else rule
-    if isinstance(node, str):
-        by_name = {n.name: n for n in gm.graph.nodes}
-        if node not in by_name:
-            raise PatternError(unknown("node", node, by_name))
-        node = by_name[node]
+    place = node if isinstance(node, fx.Node) else _find(gm, node)
     refusal = Refusal()
-    match = Matcher(gm).match(chosen, node, refusal)
-    where = f"{chosen.name} ({chosen.source}) at %{node.name}"
+    match = Matcher(gm).match(chosen, place, refusal)
+    where = f"{chosen.name} ({chosen.source}) at %{place.name}"
     if match is not None:
         return f"{where}: matches {', '.join('%' + n.name for n in match.nodes)}"
     depth = f"{max(0, min(refusal.matched, chosen.size))} of {chosen.size} ops matched"
     return f"{where}: no match ({depth}): {refusal.reason}"
+
+
+def _find(gm: fx.GraphModule, name: str) -> fx.Node:
+    by_name = {n.name: n for n in gm.graph.nodes}
+    if name not in by_name:
+        raise PatternError(unknown("node", name, by_name))
+    return by_name[name]

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxq.context import Context
 from fxq.data import Batch, first_of
 from fxq.history import History
 from fxq.layers import LayerQParams
@@ -36,6 +35,7 @@ class ObservedModel(fx.GraphModule):
         """Wrap the graph of a manager that has inserted observers."""
         observed = cls(manager.gm, manager.gm.graph, class_name="ObservedModel")
         observed.manager, observed.batches_seen = manager, 0
+        manager.gm = observed
         observed.eval()
         observed.register_forward_pre_hook(_record, with_kwargs=True)
         return observed

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from fxq.errors import FxqError, unknown
@@ -152,7 +151,9 @@ class Op:
             args.pop()
         return tuple(args), {k: bound[k] for k, default in self.options.items() if bound[k] != default}
 
-    def bind_module(self, spelling: Spelling, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | str:
+    def bind_module(
+        self, spelling: Spelling, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Arguments | str:
         """Like `bind`, for a module: what the call does not give is read from the module's attributes of that name."""
         names = self.quant.inputs
         if len(args) + len(kwargs) > len(names):
@@ -189,7 +190,9 @@ class OpTable:
         self._canonical[op.target] = op
         return op
 
-    def row(self, *spellings: Any, quant: Quant, commutes: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def row(
+        self, *spellings: Any, quant: Quant, commutes: bool = False
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: make the function below the canonical form of an op that is named after it."""
 
         def register(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,7 +231,8 @@ class OpTable:
         """The op that a module spells: its own type, or a base whose forward it does not override."""
         for cls in type(module).__mro__:
             if cls in self._spelled:
-                same = all(getattr(type(module), f, None) is getattr(cls, f, None) for f in ("forward", "_conv_forward"))
+                same = all(
+                    getattr(type(module), f, None) is getattr(cls, f, None) for f in ("forward", "_conv_forward")
+                )
                 return self._spelled[cls] if same else None
         return None
-

@@ -147,9 +147,9 @@ def _head_rows(look: Look, head: str, lines: Sequence[Line]) -> list[str]:
 
 
 def _pill_rows(look: Look, head: str, lines: Sequence[Line]) -> list[str]:
-    rows = [f'<TR><TD>{font(clip(head, 30), 10, look.ink, bold=True)}</TD></TR>']
+    rows = [f"<TR><TD>{font(clip(head, 30), 10, look.ink, bold=True)}</TD></TR>"]
     for line in lines:
-        rows.append(f'<TR><TD>{font(f"  {clip(line.text)}  ", 8, look.ink)}</TD></TR>')
+        rows.append(f"<TR><TD>{font(f'  {clip(line.text)}  ', 8, look.ink)}</TD></TR>")
     return rows
 
 

@@ -58,7 +58,9 @@ class PatternOps:
 
         def make(*inputs: Any, **options: Any) -> PatternNode:
             if len(inputs) > len(row.tensors):
-                raise PatternError(f"op.{name} takes {len(row.tensors)} tensors ({', '.join(row.tensors)}), not {len(inputs)}.")
+                raise PatternError(
+                    f"op.{name} takes {len(row.tensors)} tensors ({', '.join(row.tensors)}), not {len(inputs)}."
+                )
             for key in options:
                 if key not in row.options:
                     raise PatternError(unknown(f"option of op.{name}", key, row.options))
@@ -152,7 +154,9 @@ class RuleSet:
         for rule in family:
             taken = self._rules.get(rule.name)
             if taken is not None and taken.source.partition(":")[0] != rule.source.partition(":")[0]:
-                raise PatternError(f"the rule name {rule.name!r} ({rule.source}) is taken by {taken.source}; choose another.")
+                raise PatternError(
+                    f"the rule name {rule.name!r} ({rule.source}) is taken by {taken.source}; choose another."
+                )
         for rule in family:
             self._rules.pop(rule.name, None)
             self._rules[rule.name] = rule
@@ -257,7 +261,9 @@ def _trace(function: Callable[..., Any], name: str, captures: list[str], variant
     outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     for output in outputs:
         if not isinstance(output, PatternNode) or output.op is None:
-            raise PatternError(f"pattern {name!r} ({source_of(function)}) must return the value of an op, not {output!r}.")
+            raise PatternError(
+                f"pattern {name!r} ({source_of(function)}) must return the value of an op, not {output!r}."
+            )
     used = set(_reached(outputs))
     unused = [node.name for node in inputs if node not in used]
     if unused:

@@ -104,7 +104,9 @@ class QParams:
         cls, scale: float, zero_point: int, qmin: int = 0, qmax: int = 255, dtype: torch.dtype = torch.uint8
     ) -> QParams:
         """Parameters from plain numbers. `scale` is rounded to float32, the precision that kernels use."""
-        return cls(torch.tensor(scale, dtype=torch.float32), torch.tensor(zero_point, dtype=torch.int32), qmin, qmax, dtype)
+        return cls(
+            torch.tensor(scale, dtype=torch.float32), torch.tensor(zero_point, dtype=torch.int32), qmin, qmax, dtype
+        )
 
     @property
     def s(self) -> float:
@@ -128,11 +130,14 @@ class QParams:
 
     def same_as(self, other: QParams | None) -> bool:
         """Whether both put every float on the same integer."""
-        return other is not None and (self is other or (
-            (self.qmin, self.qmax, self.dtype, self.axis) == (other.qmin, other.qmax, other.dtype, other.axis)
-            and torch.equal(self.scale, other.scale)
-            and torch.equal(self.zero_point, other.zero_point)
-        ))
+        return other is not None and (
+            self is other
+            or (
+                (self.qmin, self.qmax, self.dtype, self.axis) == (other.qmin, other.qmax, other.dtype, other.axis)
+                and torch.equal(self.scale, other.scale)
+                and torch.equal(self.zero_point, other.zero_point)
+            )
+        )
 
     def __str__(self) -> str:
         if self.axis is None:

@@ -113,7 +113,9 @@ class Recipe:
         _ = self.pipeline
 
     @classmethod
-    def static(cls, *, backend: str = "auto", activation: TensorSpec = ACTIVATION, weight: TensorSpec = WEIGHT) -> Recipe:
+    def static(
+        cls, *, backend: str = "auto", activation: TensorSpec = ACTIVATION, weight: TensorSpec = WEIGHT
+    ) -> Recipe:
         """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
         Args:
@@ -131,7 +133,9 @@ class Recipe:
             config: the configuration.
         """
         if not isinstance(config, QuantConfig):
-            raise RecipeError(f"override({selector!r}, ...): the config is a fxq.QuantConfig or fxq.FLOAT, not {config!r}.")
+            raise RecipeError(
+                f"override({selector!r}, ...): the config is a fxq.QuantConfig or fxq.FLOAT, not {config!r}."
+            )
         return replace(self, overrides=(*self.overrides, (as_selector(selector), config)))
 
     def insert_pass(self, new: Pass, *, after: str | None = None, before: str | None = None) -> Recipe:
@@ -165,12 +169,16 @@ class Recipe:
                 del passes[at]
             else:
                 if edit.inserted.name in [p.name for p in passes]:
-                    raise RecipeError(f"the pipeline has a pass called {edit.inserted.name!r} already; give yours another name.")
+                    raise RecipeError(
+                        f"the pipeline has a pass called {edit.inserted.name!r} already; give yours another name."
+                    )
                 passes.insert(at + edit.after, edit.inserted)
             line = Pipeline(tuple(passes))
         return line
 
-    def config_for(self, path: str, ops: Iterable[str], types: Mapping[str, type]) -> tuple[QuantConfig, Selector | None]:
+    def config_for(
+        self, path: str, ops: Iterable[str], types: Mapping[str, type]
+    ) -> tuple[QuantConfig, Selector | None]:
         """The config of a node and the override that decided it (None: the recipe's own). See `Selector.matches`."""
         names = tuple(ops)
         for selector, config in reversed(self.overrides):
@@ -208,7 +216,9 @@ class Recipe:
         return cls(
             **plain,
             config=QuantConfig.from_dict(data["config"]) if "config" in data else QuantConfig(),
-            overrides=tuple((Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())),
+            overrides=tuple(
+                (Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())
+            ),
             leaf_modules=tuple(data.get("leaf_modules", ())),
             edits=tuple(_edit_from_dict(e) for e in data.get("pass", ())),
         )
@@ -236,7 +246,10 @@ def _edit_to_dict(edit: PipelineEdit) -> dict[str, Any]:
     cls = type(edit.inserted)
     if "<locals>" in cls.__qualname__:
         raise RecipeError(f"the pass {edit.inserted.name!r} is a class local to a function: a file cannot name it.")
-    data: dict[str, Any] = {"insert": f"{cls.__module__}:{cls.__qualname__}", "after" if edit.after else "before": edit.anchor}
+    data: dict[str, Any] = {
+        "insert": f"{cls.__module__}:{cls.__qualname__}",
+        "after" if edit.after else "before": edit.anchor,
+    }
     return {**data, "options": edit.inserted.options} if edit.inserted.options else data
 
 
@@ -244,7 +257,9 @@ def _edit_from_dict(data: Mapping[str, Any]) -> PipelineEdit:
     if "remove" in data:
         return PipelineEdit(data["remove"])
     if "insert" not in data or ("after" in data) == ("before" in data):
-        raise RecipeError(f"a [[pass]] entry has 'remove', or 'insert' with one of 'after' and 'before', not {dict(data)!r}.")
+        raise RecipeError(
+            f"a [[pass]] entry has 'remove', or 'insert' with one of 'after' and 'before', not {dict(data)!r}."
+        )
     inserted = import_name(data["insert"], Pass)(**data.get("options", {}))
     return PipelineEdit(data["after"] if "after" in data else data["before"], inserted, "after" in data)
 

@@ -100,4 +100,6 @@ def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
 
 def run_region(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> Any:
     """What the region computes on these values of its inputs, in qdq arithmetic."""
-    return fx.Interpreter(gm, graph=region.graph).run(*(values[node] for node in region.inputs), enable_io_processing=False)
+    return fx.Interpreter(gm, graph=region.graph).run(
+        *(values[node] for node in region.inputs), enable_io_processing=False
+    )

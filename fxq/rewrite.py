@@ -56,7 +56,7 @@ class Rewriter(Editor):
                 break
         return len(done)
 
-    def fuse(self, rules: Sequence[Rule], refuse: Callable[[Match], bool] = lambda match: False) -> int:
+    def fuse(self, rules: Sequence[Rule], refuse: Callable[[Match], bool] | None = None) -> int:
         """Turn what the fusion rules match into units, largest rule first; a node belongs to one unit.
 
         All matches are found before the first edit, so a rule cannot match what another one made.
@@ -72,14 +72,15 @@ class Rewriter(Editor):
         for rule in rules:
             for node in by_op.get(rule.root_op, ()):
                 match = self.matcher.match(rule, node) if node not in taken else None
-                if match is not None and taken.isdisjoint(match.nodes) and not refuse(match):
+                if match is None or not taken.isdisjoint(match.nodes):
+                    continue
+                if refuse is None or not refuse(match):
                     taken.update(match.nodes)
                     chosen.append(match)
         for match in sorted(chosen, key=lambda m: m.root.node):
             with self.attributed(match.rule.name, match.rule.source):
                 make_unit(self, match.nodes, match.outputs, match.rule.name)
         return len(chosen)
-
 
     def open_unit(self, node: fx.Node) -> list[fx.Node]:
         """Replace a unit by the ops inside it; their nodes, in execution order. The inverse of fusing."""
@@ -97,6 +98,12 @@ class Rewriter(Editor):
                 self.describe(copies[inner], origins=origins, plan=None)
                 made.append(copies[inner])
         self.replace(node, made[-1])
+        taken = {n.name for n in self.graph.nodes}
+        for op in made:  # back to the names that they had before they were fused
+            name = next(iter(info(op).origins), op.name)
+            if name not in taken:
+                taken.add(name)
+                self.rename(op, name)
         return made
 
 
@@ -117,7 +124,9 @@ def _endless(name: str, done: list[Rule]) -> str:
     recent = list(dict.fromkeys(reversed(done[-50:])))
     names = " and ".join(f"{r.name!r} ({r.source})" for r in recent)
     what = "undo each other" if len(recent) > 1 else "matches its own result"
-    return f"{name}: the rules do not come to an end after {len(done)} rewrites: {names} {what}. Add a guard with .unless."
+    return (
+        f"{name}: the rules do not come to an end after {len(done)} rewrites: {names} {what}. Add a guard with .unless."
+    )
 
 
 class Builder:
@@ -126,13 +135,16 @@ class Builder:
     def __init__(self, rewriter: Rewriter, match: Match) -> None:
         self.rewriter = rewriter
         self.match = match
+        self.made: list[fx.Node] = []
 
     def __getitem__(self, name: str) -> Callable[..., fx.Node]:
         OPS[name]
 
         def add(*args: Any, **options: Any) -> fx.Node:
             plain = [_value(a) for a in args]
-            return self.rewriter.call(name, *plain, like=self.match.nodes, before=max(self.match.nodes), **options)
+            node = self.rewriter.call(name, *plain, like=self.match.nodes, before=max(self.match.nodes), **options)
+            self.made.append(node)
+            return node
 
         return add
 
@@ -159,21 +171,28 @@ def replace_match(rewriter: Rewriter, match: Match) -> list[fx.Node]:
     rule = match.rule
     if rule.replacement is None:
         raise PatternError(f"rule {rule.name!r} ({rule.source}) has no replacement; add one with @{rule.name}.becomes.")
-    result = rule.replacement(Builder(rewriter, match), match)
+    builder = Builder(rewriter, match)
+    result = rule.replacement(builder, match)
     values = list(result) if isinstance(result, (tuple, list)) else [result]
     values = [_value(v) for v in values]
     if len(values) != len(rule.outputs):
         raise PatternError(
-            f"rule {rule.name!r} ({rule.source}): the pattern has {len(rule.outputs)} outputs, its replacement returned "
-            f"{len(values)}; return one value for each output."
+            f"rule {rule.name!r} ({rule.source}): the pattern has {len(rule.outputs)} outputs, its replacement "
+            f"returned {len(values)}; return one value for each output."
         )
     outputs = match.outputs
     for old, new in zip(outputs, values, strict=True):
         _inherit(rewriter, old, new)
         rewriter.reroute(old, new)
+    gone = []
     for node in reversed(match.nodes):
         if not node.users:
             rewriter.erase(node)
+            gone.append(node)
+    for node in builder.made:  # a folded conv1 is still conv1
+        before = [old for old in gone if old.target is node.target]
+        if len(before) == 1 and sum(other.target is node.target for other in builder.made) == 1:
+            rewriter.rename(node, before[0].name)
     return [v for v in values if isinstance(v, fx.Node)]
 
 
@@ -204,8 +223,10 @@ def make_unit(rewriter: Rewriter, inside: Sequence[fx.Node], outputs: Sequence[f
     if len(outputs) == 1:
         rewriter.describe(node, shape=info(outputs[0]).shape, dtype=info(outputs[0]).dtype)
     else:
-        results = [rewriter.node("call_function", operator.getitem, (node, i), like=old, before=max(outputs))
-                   for i, old in enumerate(outputs)]
+        results = [
+            rewriter.node("call_function", operator.getitem, (node, i), like=old, before=max(outputs))
+            for i, old in enumerate(outputs)
+        ]
         for old, new in zip(outputs, results, strict=True):
             rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
     for old, new in zip(outputs, results, strict=True):
@@ -225,12 +246,13 @@ def _body(inside: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Gra
         op = op_of(node)
         for position, value in enumerate(node.args):
             if isinstance(value, fx.Node) and value not in names and op is not None:
-                names[value] = op.tensors[position]
+                name = op.tensors[position]
+                names[value] = name if name not in names.values() else f"{op.name}_{name}_{len(names)}"
         for value in node.all_input_nodes:
             if value not in inside and value not in inputs:
                 inputs.append(value)
     for value in inputs:
-        copied[value] = body.placeholder(names.get(value, "x"))
+        copied[value] = body.placeholder(names.get(value) or f"input_{len(copied)}")
     for node in inside:
         op = op_of(node)
         copied[node] = body.node_copy(node, copied.__getitem__)

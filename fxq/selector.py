@@ -52,7 +52,9 @@ class Selector:
         """Plain data for a recipe file."""
         if self.module is not None:
             if "<locals>" in self.module.__qualname__:
-                raise RecipeError(f"the module type {self.module.__qualname__} is local to a function: a file cannot name it.")
+                raise RecipeError(
+                    f"the module type {self.module.__qualname__} is local to a function: a file cannot name it."
+                )
             return {"module": f"{self.module.__module__}:{self.module.__qualname__}"}
         return {"op": self.op} if self.op is not None else {"path": str(self.path)}
 

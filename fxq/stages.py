@@ -55,7 +55,11 @@ def _has_all_arguments(gm: fx.GraphModule, node: fx.Node) -> str | None:
     unknown = [key for key in node.kwargs if key not in op.options]
     if unknown:
         return f"{op.name} has no option {unknown[0]!r}"
-    return None if len(node.args) <= len(op.tensors) else f"{op.name} takes {len(op.tensors)} tensors, not {len(node.args)}"
+    return (
+        None
+        if len(node.args) <= len(op.tensors)
+        else f"{op.name} takes {len(op.tensors)} tensors, not {len(node.args)}"
+    )
 
 
 def _unit_is_called_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
@@ -94,11 +98,10 @@ def _converts_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
         return None
     source = node.args[0]
     dtype = info(source).dtype if isinstance(source, fx.Node) else None
-    if is_op(node, "quantize"):
-        if dtype is not None and not dtype.is_floating_point:
-            return f"quantizes %{source.name}, which is {dtype} already"
-    elif dtype is not None and dtype not in (torch.uint8, torch.int8):
-        return f"dequantizes %{source.name}, which is {dtype}"
+    if is_op(node, "quantize") and dtype is not None and not dtype.is_floating_point:
+        return f"quantizes %{source}, which is {dtype} already"
+    if not is_op(node, "quantize") and dtype not in (None, torch.uint8, torch.int8):
+        return f"dequantizes %{source}, which is {dtype}"
     scale = constant(gm, node.args[1]) if is_op(node, "dequantize_channel") else node.kwargs.get("scale")
     if scale is None:
         return "has no scale. Run calibration first, or set the layer to float"

@@ -107,7 +107,11 @@ def _view_node(gm: fx.GraphModule, node: fx.Node) -> NodeView:
     scale, zero_point = "", ""
     if qp is not None:
         per_tensor = qp.axis is None
-        scale = f"{qp.s:.4g}" if per_tensor else f"{float(qp.scale.min()):.3g}..{float(qp.scale.max()):.3g} (axis {qp.axis})"
+        scale = (
+            f"{qp.s:.4g}"
+            if per_tensor
+            else f"{float(qp.scale.min()):.3g}..{float(qp.scale.max()):.3g} (axis {qp.axis})"
+        )
         zero_point = str(qp.z) if per_tensor else "0"
     return NodeView(
         name=node.name,
@@ -139,7 +143,7 @@ def _inputs(node: fx.Node) -> Iterator[fx.Node]:
 def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], str, str]:
     """Label, body, options and kind of a node."""
     plan = info(node).plan
-    kind = "op" if plan is None else plan.fate
+    kind: str = "op" if plan is None else plan.fate
     if node.op in ("placeholder", "output"):
         return node.op.replace("placeholder", "input"), (), "", "io"
     if node.op == "get_attr":

@@ -14,7 +14,7 @@ from fxq.errors import InputError
 from fxq.graph import Plan, constant, info, mutates, reads_only_metadata
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
-from fxq.spec import QuantConfig, TensorSpec
+from fxq.spec import TensorSpec
 from fxq.stages import where
 from fxq.unit import Input, OpCall, calls_of, inputs_of
 
@@ -125,7 +125,11 @@ def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...]) -> 
     _check_weights(rewriter.gm, node, calls)
     support = context.backend.supports(rewriter.gm, node, calls, config)
     if support.ops == 0:
-        return Plan("float", support.reason, fix='recipe with backend="reference"' if context.backend.name != "reference" else "")
+        return Plan(
+            "float",
+            support.reason,
+            fix='recipe with backend="reference"' if context.backend.name != "reference" else "",
+        )
     assert config.activation is not None
     activations = tuple(dict.fromkeys(i.node for i in inputs_of(calls) if i.role == "activation"))
     partial = support if support.ops < len(calls) else None
@@ -171,7 +175,7 @@ def _check_weights(gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...])
         tensor = constant(gm, read.node) if read.role in ("weight", "bias") else None
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             raise InputError(
-                f"{where(gm, node)}: {read.node.target} holds NaN or Inf; a model with such weights cannot be quantized. "
+                f"{where(gm, node)}: {read.node.target} holds NaN or Inf, which no integer stands for. "
                 "Train it again, or set the layer to float in the recipe."
             )
 
@@ -211,7 +215,8 @@ def _turn_down(node: fx.Node, candidate: _Candidate, candidates: dict[fx.Node, _
     for value in candidate.inputs:
         producer = candidates.get(value)
         integer = producer is not None and producer.runs
-        shared = any(w for u in value.users if u is not node and (w := candidates.get(u)) is not None and w.runs and value in w.inputs)
+        others = (candidates.get(user) for user in value.users if user is not node)
+        shared = any(c is not None and c.runs and value in c.inputs for c in others)
         if not integer and not shared:
             candidate.reason = f"its input %{value.name} is float, so float costs no conversion"
             return True

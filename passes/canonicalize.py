@@ -93,6 +93,7 @@ def _values(value: Any) -> list[Any]:
 
 @rewrite
 def drop_identity(op: Any, x: Any) -> Any:
+    """An identity is its input."""
     return op.identity(x)
 
 
@@ -103,6 +104,7 @@ def _identity(op: Any, m: Any) -> Any:
 
 @rewrite
 def drop_dropout(op: Any, x: Any) -> Any:
+    """Dropout outside training is its input."""
     return op.dropout(x, training=False)
 
 
@@ -113,6 +115,7 @@ def _dropout(op: Any, m: Any) -> Any:
 
 @rewrite("same_padding_{conv}", conv=("conv1d", "conv2d"))
 def same_padding(op: Any, x: Any, w: Any, b: Any, *, conv: str) -> Any:
+    """padding='same' of a convolution."""
     return op[conv](x, w, b, padding="same", padding_mode="zeros")
 
 
@@ -130,6 +133,7 @@ def _same(op: Any, m: Any) -> Any:
 
 @rewrite("padding_mode_{conv}_{mode}", conv=("conv1d", "conv2d"), mode=("circular", "reflect", "replicate"))
 def padding_mode(op: Any, x: Any, w: Any, b: Any, *, conv: str, mode: str) -> Any:
+    """A convolution that pads other than with zeros."""
     return op[conv](x, w, b, padding_mode=mode)
 
 

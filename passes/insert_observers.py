@@ -54,7 +54,9 @@ def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge) -> f
 
     def wants(user: fx.Node) -> bool:
         plan = info(user).plan
-        return user is not observer and (seen is value or (plan is not None and (plan.reads or {}).get(value.name) == edge.spec))
+        return user is not observer and (
+            seen is value or (plan is not None and (plan.reads or {}).get(value.name) == edge.spec)
+        )
 
     rewriter.reroute(seen, observer, only=wants)
     return observer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -76,10 +76,11 @@ def _parameters(rewriter: Rewriter, value: fx.Node, edge: Edge, groups: dict[int
 
 
 def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, qp: QParams) -> fx.Node:
-    """quantize and dequantize behind `current` (the value, or its previous integer form); the dequantize."""
-    grid = {"scale": qp.s, "zero_point": qp.z}
-    q = rewriter.call("quantize", current, after=current, name=f"{value.name}_q",
-                      **grid, qmin=qp.qmin, qmax=qp.qmax, dtype=qp.dtype)
+    """Quantize and dequantize behind `current` (the value, or its previous integer form); the dequantize."""
+    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z}
+    q = rewriter.call(
+        "quantize", current, after=current, name=f"{value.name}_q", **grid, qmin=qp.qmin, qmax=qp.qmax, dtype=qp.dtype
+    )
     dq = rewriter.call("dequantize", q, after=q, name=f"{value.name}_dq", **grid)
     about = info(value)
     for node in (q, dq):
@@ -111,8 +112,11 @@ def _convert_weights(rewriter: Rewriter) -> None:
                 known = made.get(key)
                 if known is None:
                     known = made[key] = _integer_weight(rewriter, read.node, config.weight, axis)
-                new = known
-                rewriter.update(node, args=fx.node.map_arg(node.args, lambda n, w=read.node, d=new: d if n is w else n))
+                rewriter.update(node, args=_swap(node.args, read.node, known))
+
+
+def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
+    return fx.node.map_arg(args, lambda n: new if n is old else n)
 
 
 def _integer_weight(rewriter: Rewriter, weight: fx.Node, spec: TensorSpec, axis: int | None) -> fx.Node:

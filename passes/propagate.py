@@ -70,7 +70,9 @@ def _pull_quantize(rewriter: Rewriter, node: fx.Node) -> None:
         return
     qp = info(node).qparams
     with rewriter.attributed("pull_quantize", "passes/propagate.py"):
-        q = rewriter.node("call_function", node.target, (source,), dict(node.kwargs), after=source, name=f"{source.name}_q")
+        q = rewriter.node(
+            "call_function", node.target, (source,), dict(node.kwargs), after=source, name=f"{source.name}_q"
+        )
         rewriter.describe(q, qparams=qp, path=info(source).path, source=info(source).source)
         rewriter.update(mover, args=fx.node.map_arg(mover.args, lambda n: q if n is source else n))
         rewriter.describe(mover, dtype=qp.dtype if qp is not None else None, qparams=qp)
@@ -83,12 +85,13 @@ def _size(node: fx.Node) -> int:
 
 @rewrite(exclusive=False)
 def cancel_pair(op: Any, x: Any) -> Any:
+    """A quantize that directly reads a dequantize."""
     return op.quantize(op.dequantize(x))
 
 
 @cancel_pair.becomes
 def _cancelled(op: Any, m: Any) -> Any:
-    """x itself when both have one grid, else one requantize."""
+    """X itself when both have one grid, else one requantize."""
     grid, before = m.options("quantize"), m.options("dequantize")
     old: QParams | None = info(m.x.node).qparams
     new: QParams | None = info(m.root.node).qparams

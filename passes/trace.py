@@ -21,7 +21,6 @@ from fxq.ops import OPS
 from fxq.passbase import Pass, Stage
 from fxq.pattern import short_path
 from fxq.rewrite import Rewriter
-from fxq.selector import ancestors
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,15 @@ class _Tracer(fx.Tracer):
         """`trace`, with errors that name the line, the value and the ways out."""
         try:
             return super().trace(model)
-        except (fx.proxy.TraceError, TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        except (
+            fx.proxy.TraceError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            AttributeError,
+            KeyError,
+            IndexError,
+        ) as error:
             raise TraceError(self._explain(model, error)) from error
 
     def _explain(self, model: nn.Module, error: Exception) -> str:
@@ -99,8 +106,8 @@ class _Tracer(fx.Tracer):
         return (
             f"cannot trace {place or type(model).__name__}{layer}: {str(error).strip()} "
             f"{'Values traced there: ' + ', '.join(values) + '. ' if values else ''}"
-            "A graph has no branches or loops over values. Two ways out: write it without (torch.where, a fixed number of "
-            f"iterations), or keep the module as a float leaf: {leaf}."
+            "A graph has no branches or loops over values. Two ways out: write it without (torch.where, a fixed number "
+            f"of iterations), or keep the module as a float leaf: {leaf}."
         )
 
 
@@ -145,7 +152,7 @@ class _Shapes(fx.Interpreter):
 
     def run_batch(self, batch: Batch) -> Any:
         """Run on one batch; what the model returns."""
-        inputs = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         values: list[Any] = list(batch.args)
         for node in inputs[len(values) :]:
             values.append(batch.kwargs[str(node.target)] if str(node.target) in batch.kwargs else node.args[0])
@@ -160,9 +167,13 @@ class _Shapes(fx.Interpreter):
             raise
         except Exception as error:
             args, _ = self.fetch_args_kwargs_from_env(n)
-            given = ", ".join(f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in args if isinstance(a, torch.Tensor))
+            given = ", ".join(
+                f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in args if isinstance(a, torch.Tensor)
+            )
             layer = f'layer "{info(n).path}"' if info(n).path else f"%{n.name}"
-            raise InputError(f"the model does not run on the example: {layer} ({info(n).source}) got {given}: {error}") from error
+            raise InputError(
+                f"the model does not run on the example: {layer} ({info(n).source}) got {given}: {error}"
+            ) from error
         shape, dtype = tensor_meta(value)
         set_info(n, shape=shape, dtype=dtype)
         return value
@@ -182,8 +193,8 @@ def _functionalize(rewriter: Rewriter) -> None:
                 if reader is not None:
                     raise TraceError(
                         f"%{node.name} ({info(node).source}) changes %{changed.name} in place, and %{reader.name} "
-                        f"({info(reader).source}) reads the same memory through %{alias.name} afterwards. Write the change "
-                        "out of place (x = x + y, nn.ReLU(inplace=False))."
+                        f"({info(reader).source}) reads the same memory through %{alias.name} afterwards. Write the "
+                        "change out of place (x = x + y, nn.ReLU(inplace=False))."
                     )
             later = {u for u in changed.users if u is not node and order[u] > order[node]}
             if later and _returns_it(node):
@@ -208,8 +219,25 @@ def _returns_it(node: fx.Node) -> bool:
 
 
 _VIEWS: frozenset[Callable[..., Any] | str] = frozenset(
-    {operator.getitem, "view_as", "expand", "narrow", "squeeze", "unsqueeze", "chunk", "split", torch.chunk, torch.split,
-     torch.squeeze, torch.unsqueeze, "detach", "t", "unbind", torch.unbind, "select"}
+    {
+        operator.getitem,
+        "view_as",
+        "expand",
+        "narrow",
+        "squeeze",
+        "unsqueeze",
+        "chunk",
+        "split",
+        torch.chunk,
+        torch.split,
+        torch.squeeze,
+        torch.unsqueeze,
+        "detach",
+        "t",
+        "unbind",
+        torch.unbind,
+        "select",
+    }
 )
 
 
@@ -231,4 +259,3 @@ def _aliases(value: fx.Node, besides: fx.Node) -> list[fx.Node]:
                 found[other] = None
                 todo.append(other)
     return list(found)
-

@@ -49,20 +49,25 @@ class VerifyLowering(Pass):
         by_name = {node.name: node for node in rewriter.nodes()}
         for name, why in wrong.items():
             node = by_name[name]
-            message = f"{where(rewriter.gm, node)}: the {_kernel_name(rewriter.gm, node)} kernel is wrong on this machine: {why}"
-            warnings.warn(f"{message}. It runs in qdq form instead; please report it.", FxqWarning, stacklevel=2)
+            kernel = f"the {_kernel_name(rewriter.gm, node)} kernel is wrong on this machine"
+            message = f"{where(rewriter.gm, node)}: {kernel}: {why}. It runs in qdq form instead; please report it."
+            warnings.warn(message, FxqWarning, stacklevel=2)
             with rewriter.attributed("put_back", "passes/verify_lowering.py"):
                 put_back(rewriter, node, context.regions[name], f"its kernel failed verification: {why}")
 
 
 def _kernel_name(gm: fx.GraphModule, node: fx.Node) -> str:
-    return str(getattr(gm.get_submodule(str(node.target)), "name", node.target)) if node.op == "call_module" else node.name
+    return (
+        str(getattr(gm.get_submodule(str(node.target)), "name", node.target)) if node.op == "call_module" else node.name
+    )
 
 
 class _Verifier(fx.Interpreter):
     """Runs the lowered graph; next to every kernel, its qdq form on the same inputs."""
 
-    def __init__(self, gm: fx.GraphModule, regions: dict[str, Region], rules: VerifyLowering, wrong: dict[str, str]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, regions: dict[str, Region], rules: VerifyLowering, wrong: dict[str, str]
+    ) -> None:
         super().__init__(gm)
         self.gm, self.regions, self.rules, self.wrong = gm, regions, rules, wrong
 
@@ -131,7 +136,11 @@ def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> 
             args, kwargs = (fx.node.map_arg(a, copies.__getitem__) for a in (inner.args, inner.kwargs))
             last = copies[inner] = rewriter.node(inner.op, inner.target, args, kwargs, like=node, name=inner.name)
             about = info(inner)
-            rewriter.describe(last, shape=about.shape, dtype=about.dtype, qparams=about.qparams,
-                              plan=Plan("float", reason) if about.plan is not None else None)
+            rewriter.describe(
+                last,
+                shape=about.shape,
+                dtype=about.dtype,
+                qparams=about.qparams,
+                plan=Plan("float", reason) if about.plan is not None else None,
+            )
     rewriter.replace(node, last)
-

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fxq.pattern import fusion
 
 
 @fusion
-def add_relu(op: Any, x: Any, other: Any) -> Any:
+def add_relu(op, x, other):
     return op.relu(op.add(x, other, alpha=1))
 
 
 @add_relu.unless
-def an_operand_is_a_number(m: Any) -> bool:
+def an_operand_is_a_number(m):
     """Adding a number is a shift, not the sum of two activations."""
     return m.x.shape is None or m.other.shape is None or () in (m.x.shape, m.other.shape)

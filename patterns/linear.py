@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fxq.pattern import fusion
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh")
 
 
 @fusion("linear_{act}", act=ACTIVATIONS)
-def linear_act(op: Any, x: Any, w: Any, b: Any, *, act: str) -> Any:
+def linear_act(op, x, w, b, *, act: str):
     return op[act](op.linear(x, w, b))
 
 
 @fusion("linear_add")
-def linear_add(op: Any, x: Any, w: Any, b: Any, residual: Any) -> Any:
+def linear_add(op, x, w, b, residual):
     return op.add(op.linear(x, w, b), residual, alpha=1)
 
 
 @fusion("linear_add_relu")
-def linear_add_relu(op: Any, x: Any, w: Any, b: Any, residual: Any) -> Any:
+def linear_add_relu(op, x, w, b, residual):
     return op.relu(op.add(op.linear(x, w, b), residual, alpha=1))
 
 
 @linear_add.unless
 @linear_add_relu.unless
-def residual_is_broadcast(m: Any) -> bool:
+def residual_is_broadcast(m):
     """The kernels add a tensor of the layer's own shape."""
     return m.residual.shape != m.root.shape or m.residual.dtype != m.root.dtype

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,23 +10,23 @@ from fxq.pattern import rewrite
 
 
 @rewrite("fold_batch_norm_{layer}", layer=("conv1d", "conv2d", "linear", "conv_transpose2d"))
-def norm_after_layer(op: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, gamma: Any, beta: Any, *, layer: str) -> Any:
+def norm_after_layer(op, x, w, b, mean, var, gamma, beta, *, layer: str):
     return op.batch_norm(op[layer](x, w, b), mean, var, gamma, beta)
 
 
 @norm_after_layer.unless
-def weight_is_computed_at_run_time(m: Any) -> bool:
+def weight_is_computed_at_run_time(m):
     return any(not c.is_none and c.tensor is None for c in (m.w, m.b, m.mean, m.var, m.gamma, m.beta))
 
 
 @norm_after_layer.unless
-def channels_are_not_the_second_axis(m: Any) -> bool:
+def channels_are_not_the_second_axis(m):
     """A linear over (N, L, K) has its channels last, batch norm takes them from axis 1."""
     return m.rule.variant["layer"] == "linear" and len(m.x.shape or ()) != 2
 
 
 @norm_after_layer.becomes
-def folded(op: Any, m: Any) -> Any:
+def folded(op, m):
     """The layer with the batch norm's scale in its weight and its shift in its bias."""
     layer = m.rule.variant["layer"]
     options = m.options(layer)
@@ -45,11 +43,13 @@ def folded(op: Any, m: Any) -> Any:
         new = weight * scale.reshape(along)
     new_bias = shift if bias is None else bias * scale + shift
     name = str(m.w.node.target).removesuffix(".weight").removeprefix("fxq_data.")
-    return op[layer](m.x, op.constant(new, f"{name}.weight_folded"), op.constant(new_bias, f"{name}.bias_folded"), **options)
+    return op[layer](
+        m.x, op.constant(new, f"{name}.weight_folded"), op.constant(new_bias, f"{name}.bias_folded"), **options
+    )
 
 
-def scale_and_shift(m: Any, eps: float) -> tuple[Tensor, Tensor]:
-    """batch_norm(y) = y * scale + shift, with scale = gamma / sqrt(var + eps), shift = beta - mean * scale. (C,) each."""
+def scale_and_shift(m, eps: float) -> tuple[Tensor, Tensor]:
+    """batch_norm(y) = y * scale + shift: scale = gamma / sqrt(var + eps), shift = beta - mean * scale. (C,) each."""
     mean, var = m.mean.tensor, m.var.tensor
     scale = torch.rsqrt(var.double() + eps)
     if m.gamma.tensor is not None:
@@ -58,4 +58,3 @@ def scale_and_shift(m: Any, eps: float) -> tuple[Tensor, Tensor]:
     if m.beta.tensor is not None:
         shift = shift + m.beta.tensor.double()
     return scale.to(mean.dtype).detach(), shift.to(mean.dtype).detach()
-

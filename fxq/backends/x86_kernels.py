@@ -133,6 +133,7 @@ class Conv(WeightedKernel):
         self.padding = pair(padding, dims)
         self.register_buffer("slope", None if slope is None else slope.detach().to(torch.float32))
         self._epilogue = epilogue(None if self._doubles else post, out, fused=residual is None)
+        self._input, self._output, self._sum = _numbers(x), _target(out), _numbers(residual)
 
     @classmethod
     def refuses(
@@ -211,7 +212,7 @@ class Conv(WeightedKernel):
         x = _image(x, dims, batched)
         plan = self._packed.get(x.shape) or self._remember(x.shape, self._plan(x.shape))
         if plan.pad is not None:
-            x = F.pad(x, plan.pad, value=self.x.z).contiguous(memory_format=torch.channels_last)
+            x = F.pad(x, plan.pad, value=self._input[1]).contiguous(memory_format=torch.channels_last)
         if residual is not None:
             residual = _image(residual, dims, batched, copy=not self.inplace)
             if residual.shape != plan.shape:
@@ -234,18 +235,16 @@ class Conv(WeightedKernel):
         return torch.maximum(y, self._call(x, plan, plan.forms[1]), out=y)
 
     def _call(self, x: Tensor, plan: Plan, packed: Packed) -> Tensor:
-        scale, zero, dtype = (1.0, 0, torch.float32) if self.out is None else (self.out.s, self.out.z, torch.uint8)
         return _onednn.qconv2d_pointwise.default(
-            x, self.x.s, 0, *packed, *plan.geometry, scale, zero, dtype, *self._epilogue[:3]
-        )  # fmt: skip
+            x, self._input[0], 0, *packed, *plan.geometry, *self._output, *self._epilogue[:3]
+        )
 
     def _add(self, x: Tensor, plan: Plan, residual: Tensor) -> Tensor:
         """Overwrites `residual`, and returns the sum in a tensor of its own."""
-        assert self.out is not None and self.residual is not None
         *weight, bias = plan.forms[0]
         return _onednn.qconv2d_pointwise.binary(
-            x, self.x.s, 0, *weight, residual, bias, *plan.geometry, self.out.s, self.out.z, torch.uint8,
-            self.residual.s, self.residual.z, "sum", 1.0, *self._epilogue[:3],
+            x, self._input[0], 0, *weight, residual, bias, *plan.geometry, *self._output,
+            *self._sum, "sum", 1.0, *self._epilogue[:3],
         )  # fmt: skip
 
 
@@ -288,6 +287,7 @@ class Linear(WeightedKernel):
         refuse(self.name, reason or activation_refused("the residual", residual))
         self.x, self.out, self.residual, self.post, self.inplace = x, out, residual, post, inplace
         self._epilogue = epilogue(post, out, fused=residual is None)
+        self._input, self._output, self._sum = _numbers(x), _target(out), _numbers(residual)
 
     @classmethod
     def refuses(
@@ -320,10 +320,9 @@ class Linear(WeightedKernel):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """uint8 (..., in_features) -> (..., out_features), on `out`'s grid or float32."""
         packed = self._packed.get("") or self._remember("", self._pack())
-        head = x, self.x.s, self.x.z, packed.weight, packed.scale, packed.zero_point
-        scale, zero, dtype = (1.0, 0, torch.float32) if self.out is None else (self.out.s, self.out.z, torch.uint8)
+        *weight, bias = packed
         if self.residual is None:
-            y = _onednn.qlinear_pointwise.default(*head, packed.bias, scale, zero, dtype, *self._epilogue[:3])
+            y = _onednn.qlinear_pointwise.default(x, *self._input, *packed, *self._output, *self._epilogue[:3])
             return self._epilogue.finish(y)
         shape = (*x.shape[:-1], self.weight.shape[0])
         if residual is None or residual.shape != shape:
@@ -331,14 +330,23 @@ class Linear(WeightedKernel):
             raise BackendError(f"{self.name}: the residual is {given}, the result {shape}.")
         residual = residual.contiguous() if self.inplace else residual.clone(memory_format=torch.contiguous_format)
         _onednn.qlinear_pointwise.binary(
-            *head, residual, packed.bias, scale, zero, dtype, self.residual.s, self.residual.z,
-            "sum", 1.0, *self._epilogue[:3],
-        )  # fmt: skip
+            x, *self._input, *weight, residual, bias, *self._output, *self._sum, "sum", 1.0, *self._epilogue[:3]
+        )
         return self._epilogue.finish(residual)
+
+
+def _numbers(qp: QParams | None) -> tuple[float, int]:
+    """Scale and zero point as numbers: reading them from tensors takes microseconds."""
+    return (1.0, 0) if qp is None else (qp.s, qp.z)
+
+
+def _target(out: QParams | None) -> tuple[float, int, torch.dtype]:
+    return (*_numbers(out), torch.float32 if out is None else torch.uint8)
 
 
 def _image(x: Tensor, dims: int, batched: bool, copy: bool = False) -> Tensor:
     """`x` as a channels-last (N, C, H, W) tensor, `copy`: in memory of its own."""
     x = x if batched else x.unsqueeze(0)
     x = x if dims == 2 else x.unsqueeze(2)
-    return x.clone(memory_format=torch.channels_last) if copy else x.contiguous(memory_format=torch.channels_last)
+    y = x.contiguous(memory_format=torch.channels_last)
+    return y.clone() if copy and y.data_ptr() == x.data_ptr() else y

@@ -1,0 +1,203 @@
+"""The x86 backend: oneDNN's int8 kernels on plain tensors, unit by unit.
+
+`x86_rows.py` says which op starts a kernel and what it takes along. The ops that it does not take run in float.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import fx
+
+from fxq.backends import cpu
+from fxq.backends.base import Backend, Support
+from fxq.backends.x86_base import Kernel
+from fxq.backends.x86_convert import Dequantize, PReLUQuantize, Quantize, Requantize
+from fxq.backends.x86_rows import ROWS, Operands, Parts, take_apart
+from fxq.errors import BackendError, FxqWarning
+from fxq.graph import Plan, constant, info, is_op, op_of, submodule
+from fxq.qparams import QParams
+from fxq.region import Region, integer_input, integer_weight, read_region
+from fxq.spec import QuantConfig, TensorSpec
+from fxq.unit import OpCall
+
+if TYPE_CHECKING:
+    from fxq.rewrite import Rewriter
+
+
+class X86(Backend):
+    """uint8 activations, int8 per-channel weights; needs a build of PyTorch with oneDNN."""
+
+    name: ClassVar[str] = "x86"
+
+    def check_machine(self) -> None:
+        """Refuse other CPUs; warn where 8-bit activations would overflow."""
+        if platform.machine().lower() not in ("x86_64", "amd64") or not cpu.has_onednn_int8():
+            raise BackendError(
+                f'backend="x86" needs an x86-64 CPU and PyTorch built with oneDNN; this is {platform.machine()} '
+                f'with torch {torch.__version__}. Use backend="reference".'
+            )
+        if not cpu.has_vnni():
+            warnings.warn(
+                "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which 8-bit activations "
+                "overflow. fxq uses 7-bit activations here; expect a little less accuracy.",
+                FxqWarning,
+                stacklevel=5,
+            )
+
+    def activation(self, spec: TensorSpec) -> TensorSpec:
+        """At most 7 bits on a CPU without VNNI."""
+        return replace(spec, bits=7) if cpu.saturates(spec.qmax) else spec
+
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:
+        """What the table says of the leading ops."""
+        parts = take_apart(calls)
+        if parts is None:
+            return Support(0, f"x86 has no int8 kernel for {calls[0].op.name}")
+        if config.activation is not None and config.activation.signed:
+            return Support(0, "x86 kernels take unsigned activations; set signed=False")
+        weight = config.weight
+        if calls[0].op.quant.weight and weight is not None and not (weight.signed and weight.symmetric):
+            return Support(0, "x86 kernels take signed symmetric weights")
+        reason = ROWS[parts.first.op.name].refuses(parts, node)
+        if reason is not None:
+            return Support(0, reason)
+        rest = calls[parts.ops :]
+        return Support(parts.ops, f"x86 has no int8 kernel for {rest[0].op.name}" if rest else "")
+
+    def lower(self, rewriter: Rewriter) -> None:
+        """Units first, then the conversions that are left; last, which residuals may be overwritten."""
+        for node in rewriter.nodes():
+            plan = info(node).plan
+            if plan is not None and plan.fate in ("int8", "moves"):
+                _lower_unit(rewriter, node)
+        for node in rewriter.nodes("quantize", "dequantize", "requantize"):
+            _lower_conversion(rewriter, node)
+        _settle_inplace(rewriter)
+
+
+def _lower_unit(rewriter: Rewriter, node: fx.Node) -> None:
+    region = read_region(rewriter.gm, node)
+    parts = take_apart(region.calls) if region is not None else None
+    if region is None or parts is None or parts.ops != len(region.calls):
+        return
+    row = ROWS[parts.first.op.name]
+    if row.make is None:
+        return
+    operands = _operands(rewriter.gm, region, parts)
+    if isinstance(operands, str):
+        rewriter.describe(node, note=f"stays in qdq form: {operands}")
+        return
+    try:
+        kernel = row.make(parts, operands)
+    except BackendError as error:
+        if len(region.calls) > 1:
+            _open(rewriter, node)
+        else:
+            rewriter.describe(node, note=f"stays in qdq form: {error}")
+        return
+    _replace(rewriter, region, kernel, operands.inputs)
+
+
+def _open(rewriter: Rewriter, node: fx.Node) -> None:
+    """Run the first op of a unit on integers and the others in float, where no kernel takes the unit whole."""
+    plan = info(node).plan
+    assert plan is not None
+    first, *rest = rewriter.open_unit(node)
+    rewriter.describe(first, plan=plan)
+    for other in rest:
+        rewriter.describe(other, plan=Plan("float", "its result is wanted in float"))
+    _lower_unit(rewriter, first)
+
+
+def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | str:
+    """The integers that go into the kernel, or the reason why they are not all integers."""
+    names = [v for k, v in parts.first.tensors.items() if k in parts.first.op.quant.inputs]
+    read = [integer_input(v) for v in [*names, *([parts.residual] if parts.residual is not None else [])]]
+    found = [r for r in read if r is not None]
+    if len(found) != len(read):
+        return "an input is not in integers"
+    inputs = tuple(node for node, _ in found)
+    if tuple(dict.fromkeys(inputs)) != region.inputs:
+        return "its inputs are not those of its float form"
+    quant = parts.first.op.quant
+    weight = integer_weight(gm, parts.first.tensors.get(quant.weight)) if quant.weight else None
+    bias = constant(gm, parts.first.tensors.get(quant.bias)) if quant.bias else None
+    return Operands(inputs, tuple(qp for _, qp in found), weight, bias, region.out_qparams)
+
+
+def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[fx.Node, ...]) -> None:
+    """Put a kernel in the place of a region, and remember the region for verification."""
+    old, about = region.last, info(region.node)
+    with rewriter.attributed(kernel.name, "backends/x86_rows.py"):
+        target = rewriter.module(kernel, region.node.name)
+        node = rewriter.node("call_module", target, inputs, like=region.node, before=old)
+        rewriter.describe(node, shape=info(old).shape, dtype=info(old).dtype, qparams=region.out_qparams,
+                          parts=about.parts, body=tuple(call.op.name for call in region.calls), note=about.note)  # fmt: skip
+        rewriter.replace(old, node)
+        if old is not region.node:
+            rewriter.erase(region.node)
+        rewriter.rename(node, region.node.name)
+    rewriter.context.regions[node.name] = region
+
+
+def _lower_conversion(rewriter: Rewriter, node: fx.Node) -> None:
+    """Replace a conversion of activations by its quick form; a PReLU in front of a quantize goes along."""
+    qp, source = info(node).qparams, node.args[0]
+    if qp is None or qp.dtype != torch.uint8 or not isinstance(source, fx.Node) or source.op == "get_attr":
+        return
+    if is_op(node, "dequantize"):
+        _convert(rewriter, node, Dequantize(qp), source)
+    elif is_op(node, "requantize"):
+        before = QParams.per_tensor(node.kwargs["from_scale"], node.kwargs["from_zero_point"])  # type: ignore[arg-type]
+        _convert(rewriter, node, Requantize(before, qp), source)
+    elif is_op(source, "prelu") and len(source.users) == 1 and constant(rewriter.gm, source.args[1]) is not None:
+        region = read_region(rewriter.gm, source)
+        slope = constant(rewriter.gm, source.args[1])
+        assert region is not None and slope is not None
+        _replace(rewriter, region, PReLUQuantize(slope, qp), region.inputs)
+    else:
+        _convert(rewriter, node, Quantize(qp), source)
+
+
+def _convert(rewriter: Rewriter, node: fx.Node, kernel: Kernel, source: fx.Node) -> None:
+    with rewriter.attributed(kernel.name, "backends/x86.py"):
+        target = rewriter.module(kernel, node.name)
+        rewriter.update(node, target, (source,), {}, op="call_module")
+
+
+def _settle_inplace(rewriter: Rewriter) -> None:
+    """Let a kernel overwrite its residual where nobody reads that value afterwards.
+
+    The residual must be a kernel's own result: no input, no view of something else. It must not be read by the same
+    kernel in another place, nor by anybody later in the graph.
+    """
+    order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
+    for node in order:
+        kernel = submodule(rewriter.gm, node)
+        if not hasattr(kernel, "inplace") or not isinstance(kernel, Kernel) or len(node.args) < 2:
+            continue
+        residual = node.args[1]
+        if not isinstance(residual, fx.Node) or residual is node.args[0] or not _is_fresh(rewriter, residual):
+            continue
+        dies = all(order[user] <= order[node] and not _may_alias(rewriter, user) for user in residual.users)
+        setattr(kernel, "inplace", dies)  # noqa: B010  (a plain attribute of those kernels that have a residual)
+
+
+def _is_fresh(rewriter: Rewriter, node: fx.Node) -> bool:
+    """Whether a node's value is a tensor of its own."""
+    module = submodule(rewriter.gm, node)
+    return isinstance(module, Kernel) and not module.returns_view
+
+
+def _may_alias(rewriter: Rewriter, user: fx.Node) -> bool:
+    """Whether the result of a reader may share memory with what it read."""
+    module = submodule(rewriter.gm, user)
+    if isinstance(module, Kernel):
+        return module.returns_view
+    op = op_of(user)
+    return op is None or op.quant.view or user.op == "output"

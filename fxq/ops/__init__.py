@@ -1,0 +1,14 @@
+"""The op table: one row per op, by subject.
+
+A row is a plain function. It is the op's canonical form: tensor arguments positional, options keyword-only, and its
+body is what the op means. The decorator lists every other spelling of the op (module types, functions, method names,
+aten overloads) and says how the op takes part in quantization. Passes, patterns and backends name ops, never spellings.
+
+To add an op: add a row to the file of its subject, and a line to `tests/test_ops.py`.
+"""
+
+from fxq.ops import activations, arithmetic, conversions, layers, movement, pooling
+from fxq.ops.layers import conv_padding
+from fxq.ops.table import OPS
+
+__all__ = ["OPS", "activations", "arithmetic", "conv_padding", "conversions", "layers", "movement", "pooling"]

@@ -1,0 +1,19 @@
+"""The op table itself, and what its rows share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxq.optable import OpTable
+
+OPS = OpTable()
+row = OPS.row
+aten = torch.ops.aten
+
+
+def as_tuple(value: Any, n: int) -> tuple[Any, ...]:
+    """An option of an n-dimensional op as an n-tuple."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return values * n if len(values) == 1 else values
