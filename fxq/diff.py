@@ -15,6 +15,7 @@ from fxq.errors import InputError
 from fxq.view import GraphView, NodeView, view
 
 FIELDS = ("kind", "label", "body", "options", "shape", "dtype", "scale", "zero_point")
+_SPOKEN = {"label": "op", "zero_point": "zero point"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Change:
     def by_field(self) -> dict[str, str]:
         """What changed, for each field: `dtype float32 → uint8`."""
         pairs = ((f, _text(getattr(self.before, f)), _text(getattr(self.after, f))) for f in self.fields)
-        return {field: f"{field.replace('_', ' ')} {old} → {new}" for field, old, new in pairs}
+        return {field: f"{_SPOKEN.get(field, field)} {old} → {new}" for field, old, new in pairs}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ _STUB = Look("…", "unchanged, left out", "#eceff2", QUIET, pill=True, border="
 _REPLACED = Look("replaced", "", "#8f8f8f", border="dashed")
 _UNCHANGED = Look("=", "unchanged, nearby", "#aab2ba", INK)
 _MOST_ROWS = 8
+_ARROWS = "arrows: green = new, red dashed = gone, brown dotted = became"
 
 
 def picture(diff: Diff, radius: int, title: str) -> Picture:
@@ -33,12 +34,11 @@ def picture(diff: Diff, radius: int, title: str) -> Picture:
     kept = union.near_changes(radius)
     boxes, home = union.boxes(kept)
     arrows = _merged(Arrow(home[arrow.tail], home[arrow.head], arrow.pen) for arrow in union.arrows())
-    counts = ", ".join(f"{number} {kind}" for kind, number in diff.counts.items() if number)
     entries = [(look, f"{look.meaning} · {union.marked[mark]}") for mark, look in CHANGES.items() if union.marked[mark]]
     elided, nearby = len(union.nodes) - len(kept), len(kept) - union.marked.total()
     entries += [(_UNCHANGED, f"{_UNCHANGED.meaning} · {nearby}")] if nearby else []
     entries += [(_STUB, f"{_STUB.meaning} · {elided}")] if elided else []
-    return Picture(header(title, counts, entries, union.summary()), tuple(boxes), arrows)
+    return Picture(header(title, _ARROWS, entries, union.summary()), tuple(boxes), arrows)
 
 
 class _Union:

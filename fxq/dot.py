@@ -72,10 +72,9 @@ def cluster_name(group: Group, names: Mapping[str, str]) -> str:
 
 def add_arrow(graph: graphviz.Digraph, tail: str, head: str, pen: Pen, tip: str, **more: str) -> None:
     """Add an arrow between two DOT names."""
-    aside = {"constraint": "false"} if pen.aside else {}
     style = {"style": pen.style} if pen.style != "solid" else {}
     width = {"penwidth": f"{pen.width:g}"} if pen.width != 1.0 else {}
-    graph.edge(tail, head, color=pen.colour, tooltip=tooltip([tip]), **aside, **style, **width, **more)
+    graph.edge(tail, head, color=pen.colour, tooltip=tooltip([tip]), **style, **width, **more)
 
 
 def source(picture: Picture) -> str:

@@ -26,12 +26,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Pen:
-    """How an arrow is drawn. `aside`: it does not pull its ends apart (constraint=false)."""
+    """How an arrow is drawn."""
 
     colour: str = "#707070"
     style: Literal["solid", "dashed", "dotted"] = "solid"
     width: float = 1.0
-    aside: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def columns(picture: Picture, count: int) -> list[tuple[Box, ...]]:
     for remaining in range(count, 1, -1):
         share = (height[-1] - done) / remaining
         low = max(start, bisect_left(height, done + 0.6 * share))
-        window = range(low, min(bisect_right(height, done + 1.3 * share), len(boxes) - 1))
+        window = range(low, min(bisect_right(height, done + 1.2 * share), len(boxes) - 1))
         if not window:
             continue
         best = min(window, key=lambda i: cost[i] + 6 * abs((height[i] - done) / share - 1))
@@ -176,7 +175,7 @@ def reach(picture: Picture) -> list[float]:
     tails: dict[int, list[int]] = defaultdict(list)
     for arrow in picture.arrows:
         tail, head = position[arrow.tail], position[arrow.head]
-        if tail < head and not arrow.pen.aside:
+        if tail < head:
             tails[head].append(tail)
     reach, lowest = [], 0.0
     for i, box in enumerate(picture.boxes):

@@ -98,7 +98,9 @@ def escape(text: str) -> str:
 def tooltip(lines: Iterable[str]) -> str:
     """The non-empty lines as a tooltip attribute: graphviz's own escapes are disarmed, lines stay lines."""
     text = "\n".join(clean(line) for line in lines if line)
-    return " " + text.replace("\\", "\\\\")  # the space keeps `<...>` from being taken for an HTML-like label
+    return " " + text.replace("&", "&amp;").replace(
+        "\\", "\\\\"
+    )  # the space keeps `<...>` from being taken for an HTML-like label
 
 
 def font(text: str, size: float, colour: str, bold: bool = False) -> str:

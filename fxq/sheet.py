@@ -1,5 +1,7 @@
-"""Placing a picture on a sheet: `dot` lays out every column on its own, which keeps it fast; here the columns are put
-side by side, and the lines between them are routed: down, below the columns between, up a gap, and in from above.
+"""Placing a picture on a sheet, in columns.
+
+`dot` lays out every column on its own, which keeps it fast. Here the columns are put side by side, and the lines
+between them are routed: down, below the columns between, up a gap, and in from above.
 """
 
 from __future__ import annotations
