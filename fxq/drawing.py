@@ -11,6 +11,7 @@ from fxq.sheet import lay_out, spline
 
 FORMATS = (".svg", ".png", ".pdf", ".dot")
 _PIXELS_WIDE = 1800  # of a small picture
+_OVERLAP = 2.0  # points by which a line reaches into its ends, so that no gap shows
 _MOST_PIXELS = 12_000  # of either side
 
 
@@ -45,8 +46,9 @@ def drawn(picture: Picture, form: str) -> bytes:
     graph.node(HEADER, label=f"<{picture.header}>", tooltip=" ", **sheet.placed[HEADER])
     for name, (x, y) in sheet.points.items():
         graph.node(name, shape="point", width="0.02", style="invis", pos=f"{x:.2f},{y:.2f}")
-    for wire, column, corners in sheet.lines:
-        add_arrow(graph, wire.exit, wire.entry(column), wire.pen, wire.tail, pos=spline(corners), arrowhead="none")
+    for wire, column, ((x, y), *corners, (u, v)) in sheet.lines:
+        line = [(x, y + _OVERLAP), *corners, (u, v - _OVERLAP)]
+        add_arrow(graph, wire.exit, wire.entry(column), wire.pen, wire.tail, pos=spline(line), arrowhead="none")
     for part in sheet.columns:
         add_group(graph, part.group, sheet.names, sheet.placed)
         for edge in part.edges:
