@@ -204,12 +204,8 @@ def _per_phase(values: Tensor, groups: int, phases: int) -> Tensor:
 
 def _interleave(y: Tensor, groups: int, stride: tuple[int, ...]) -> Tensor:
     """(N, H, W, groups * sh * sw * c) -> (N, H * sh, W * sw, groups * c)."""
-    n, h, w, _ = y.shape
+    n, h, w, channels = y.shape
     sh, sw = stride
-    y = y.unflatten(3, (groups, sh, sw, -1)).permute(0, 1, 4, 2, 5, 3, 6) if groups > 1 else _fold_rows(y, sh)
-    return y.reshape(n, h * sh, w * sw, -1)
-
-
-def _fold_rows(y: Tensor, sh: int) -> Tensor:
-    """One group: the phases in width and the channels already lie side by side, only the rows must move."""
-    return y.unflatten(3, (sh, -1)).transpose(2, 3)
+    each = channels // (groups * sh * sw)
+    y = y.unflatten(3, (groups, sh, sw, each)).permute(0, 1, 4, 2, 5, 3, 6)
+    return y.reshape(n, h * sh, w * sw, groups * each)

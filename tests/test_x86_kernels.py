@@ -1,0 +1,337 @@
+"""The integer kernels against float64 arithmetic written down independently."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxq.backends import cpu
+from fxq.backends.x86_base import Kernel, Post
+from fxq.backends.x86_elementwise import Add, Clamp, Pad, dequantize, prelu_quantize, quantize
+from fxq.backends.x86_kernels import Conv, Linear
+from fxq.backends.x86_pool import AvgPool2d, MaxPool2d, Mean2d
+from fxq.backends.x86_transpose import ConvTranspose2d
+from fxq.errors import BackendError
+from fxq.qparams import QParams
+
+pytestmark = pytest.mark.skipif(not cpu.probe_qconv(), reason="no int8 kernels that work on this machine")
+CHANNELS_LAST = torch.channels_last
+POSTS = {
+    "relu": (Post("relu"), F.relu),
+    "relu6": (Post("relu6"), F.relu6),
+    "hardtanh": (Post("hardtanh", (-0.5, 2.0)), lambda y: y.clamp(-0.5, 2.0)),
+    "hardswish": (Post("hardswish"), F.hardswish),
+    "silu": (Post("silu"), F.silu),
+    "leaky_relu": (Post("leaky_relu", (0.1,)), lambda y: F.leaky_relu(y, 0.1)),
+    "tanh": (Post("tanh"), torch.tanh),
+    "gelu": (Post("gelu", algorithm="none"), F.gelu),
+}
+X = QParams.per_tensor(0.0217, 101)
+# No sum of multiples of these scales is a tie on the grids of OUTS.
+RESIDUAL = QParams.per_tensor(0.0313, 77)
+OUTS = [
+    QParams.per_tensor(0.0471, 119),
+    QParams.per_tensor(0.0931, 60, 0, 127),
+    QParams.per_tensor(0.0513, 99, 20, 180),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def real(q: Tensor, qp: QParams) -> Tensor:
+    return (q.double() - qp.z) * qp.s
+
+
+def bytes_(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def weight(*shape: int, axis: int | None = 0) -> tuple[Tensor, QParams, Tensor]:
+    """int8 weight, its parameters, and its value in float64."""
+    q = torch.randint(-127, 128, shape, dtype=torch.int8)
+    fan_in = max(q[0].numel(), 1)
+    scale = (torch.rand(()) if axis is None else torch.rand(shape[axis])) * 0.04 / fan_in**0.5 + 1e-4
+    qp = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -127, 127, torch.int8, axis)
+    along = scale if axis is None else scale.view([-1 if d == axis else 1 for d in range(q.dim())])
+    return q, qp, q.double() * along.double()
+
+
+def agree(got: Tensor, y: Tensor, out: QParams | None) -> None:
+    """`got` is `y` on the grid of `out`: at most one step away, on at most 0.1 % of the elements."""
+    assert got.shape == y.shape
+    if out is None:
+        torch.testing.assert_close(got.double(), y, rtol=1e-4, atol=1e-4)
+        return
+    assert got.dtype == torch.uint8
+    off = (got.double() - (torch.round(y / out.s) + out.z).clamp(out.qmin, out.qmax)).abs()
+    assert off.numel() == 0 or (off.max() <= 1 and off.sum() <= max(1, 0.001 * off.numel()))
+
+
+def copies(kernel: Kernel) -> list[Kernel]:
+    saved = io.BytesIO()
+    torch.save(kernel, saved)
+    config = json.loads(json.dumps(kernel.config()))
+    return [
+        copy.deepcopy(kernel),
+        pickle.loads(pickle.dumps(kernel)),
+        torch.load(io.BytesIO(saved.getvalue()), weights_only=False),
+        type(kernel).from_config(config, dict(kernel.named_buffers())),
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_conv_of_any_shape(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    dims, groups, small = draw(st.sampled_from([1, 2, 2])), draw(st.sampled_from([1, 1, 2, 3])), st.integers(1, 4)
+    kernel, dilation = [draw(small) for _ in range(dims)], [draw(st.integers(1, 2)) for _ in range(dims)]
+    stride, padding = [draw(st.integers(1, 3)) for _ in range(dims)], [draw(st.integers(0, 4)) for _ in range(dims)]
+    size = [
+        draw(st.integers(max(1, d * (k - 1) + 1 - 2 * p), 12))
+        for k, d, p in zip(kernel, dilation, padding, strict=True)
+    ]
+    c_in, c_out, batch = draw(st.integers(1, 20)), draw(st.integers(1, 40)), draw(st.sampled_from([0, 1, 2]))
+    x = QParams.per_tensor(0.0217, draw(st.sampled_from([0, 1, 128, 255])))
+    out = draw(st.sampled_from([None, *OUTS]))
+    residual = RESIDUAL if out is not None and draw(st.booleans()) else None
+    q, qp, w = weight(c_out * groups, c_in, *kernel, axis=draw(st.sampled_from([0, 0, None])))
+    bias = draw(st.sampled_from([None, torch.randn(c_out * groups)]))
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = Conv(q, qp, bias, x, out, residual=residual, **options)
+    image = bytes_(batch, c_in * groups, *size)
+    if dims == 2 and draw(st.booleans()):
+        image = image.contiguous(memory_format=CHANNELS_LAST)
+    reference = F.conv2d if dims == 2 else F.conv1d
+    y = reference(real(image, x), w, None if bias is None else bias.double(), **options)
+    if residual is None:
+        agree(conv(image), y, out)
+    else:
+        other = bytes_(*y.shape)
+        agree(conv(image, other), y + real(other, residual), out)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_transposed_conv_of_any_shape(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    kernel, stride = [draw(st.integers(1, 9)) for _ in "hw"], [draw(st.integers(1, 4)) for _ in "hw"]
+    padding, more = [draw(st.integers(0, 4)) for _ in "hw"], [draw(st.integers(0, s - 1)) for s in stride]
+    axes = zip(kernel, stride, padding, more, strict=True)
+    size = [draw(st.integers(max(1, (2 * p - k - o) // s + 2), 11)) for k, s, p, o in axes]
+    groups, out = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([None, *OUTS]))
+    channels = draw(st.integers(1, 4))
+    q, qp, w = weight(groups * draw(st.integers(1, 9)), channels, *kernel, axis=draw(st.sampled_from([1, 1, None])))
+    bias, options = torch.randn(channels * groups), {"stride": stride, "padding": padding, "output_padding": more}
+    conv = ConvTranspose2d(q, qp, bias, X, out, groups=groups, **options)
+    image = bytes_(draw(st.integers(0, 2)), q.shape[0], *size)
+    agree(conv(image), F.conv_transpose2d(real(image, X), w, bias.double(), groups=groups, **options), out)
+
+
+@pytest.mark.parametrize("out", [None, *OUTS], ids=str)
+@pytest.mark.parametrize("post", [name for name in POSTS if name in Conv.posts])
+def test_conv_posts(post, out):
+    q, qp, w = weight(24, 8, 3, 3)
+    conv = Conv(q, qp, None, X, out, padding=1, post=POSTS[post][0])
+    image = bytes_(2, 8, 17, 13)
+    agree(conv(image), POSTS[post][1](F.conv2d(real(image, X), w, padding=1)), out)
+
+
+@pytest.mark.parametrize("out", [None, *OUTS], ids=str)
+def test_prelu_is_the_larger_of_two_convolutions(out):
+    slope = torch.cat([torch.tensor([0.0, -0.5, 1.0]), torch.rand(21)])
+    q, qp, w = weight(24, 8, 3, 3)
+    bias, image = torch.randn(24), bytes_(2, 8, 17, 13)
+    conv = Conv(q, qp, bias, X, out, post=Post("prelu"), slope=slope)
+    agree(conv(image), F.prelu(F.conv2d(real(image, X), w, bias.double()), slope.double()), out)
+    for other in copies(conv):
+        assert torch.equal(other(image), conv(image))
+    with pytest.raises(BackendError, match="slope above 1"):
+        Conv(q, qp, bias, X, out, post=Post("prelu"), slope=slope * 2)
+
+
+@pytest.mark.parametrize("out", OUTS, ids=str)
+@pytest.mark.parametrize("post", [None, "relu", "relu6", "hardtanh"])
+@pytest.mark.parametrize("kind", ["conv", "linear"])
+def test_residual(kind, post, out):
+    rule, function = POSTS[post] if post else (None, lambda y: y)
+    q, qp, w = weight(24, 16, 1, 1) if kind == "conv" else weight(24, 16)
+    x = bytes_(2, 16, 9, 7) if kind == "conv" else bytes_(3, 5, 16)
+    y = F.conv2d(real(x, X), w) if kind == "conv" else F.linear(real(x, X), w)
+    other = bytes_(*y.shape)
+    kept = other.clone()
+    layer = Conv if kind == "conv" else Linear
+    y = function(y + real(other, RESIDUAL))
+    agree(layer(q, qp, None, X, out, post=rule, residual=RESIDUAL)(x, other), y, out)
+    assert torch.equal(other, kept)
+    agree(layer(q, qp, None, X, out, post=rule, residual=RESIDUAL, inplace=True)(x, other), y, out)
+    with pytest.raises(BackendError, match="residual"):
+        layer(q, qp, None, X, out, residual=RESIDUAL)(x, other[:1])
+    with pytest.raises(BackendError, match="residual"):
+        layer(q, qp, None, X, out, residual=RESIDUAL)(x)
+
+
+@pytest.mark.parametrize("out", [None, *OUTS], ids=str)
+@pytest.mark.parametrize("post", [None, *(name for name in POSTS if name in Linear.posts)])
+def test_linear(post, out):
+    rule, function = POSTS[post] if post else (None, lambda y: y)
+    q, qp, w = weight(40, 33)
+    linear = Linear(q, qp, torch.ones(40), X, out, post=rule)
+    for shape in [(33,), (0, 33), (7, 33), (2, 3, 5, 33)]:
+        x = bytes_(*shape)
+        agree(linear(x), function(F.linear(real(x, X), w, torch.ones(40).double())), out)
+    x = bytes_(33, 6).t()
+    assert torch.equal(linear(x), linear(x.contiguous()))
+    for other in copies(linear):
+        assert torch.equal(other(x), linear(x))
+
+
+def test_one_kernel_serves_every_input():
+    q, qp, w = weight(16, 6, 3, 3)
+    conv = Conv(q, qp, None, X, OUTS[0], padding=1)
+    inputs = [bytes_(n, 6, h, 9) for n, h in [(1, 8), (3, 8), (0, 8), (1, 20), (2, 1), (1, 8), (4, 30)]]
+    inputs += [bytes_(2, 12, 9, 9)[:, ::2], bytes_(2, 9, 9, 6).permute(0, 3, 1, 2), bytes_(1, 6, 9, 18)[..., 3:12]]
+    for x in [*inputs, bytes_(6, 9, 9)]:
+        y = conv(x)
+        agree(y, F.conv2d(real(x, X), w, padding=1), OUTS[0])
+        assert x.dim() == 3 or y.is_contiguous(memory_format=CHANNELS_LAST)
+    assert len(conv._packed) <= conv.keep_packed
+
+
+def test_same_padding():
+    q, qp, w = weight(5, 4, 3, 5)
+    x = bytes_(1, 4, 9, 9)
+    agree(Conv(q, qp, None, X, None, padding="same")(x), F.conv2d(real(x, X), w, padding="same"), None)
+    assert Conv.refuses(kernel_size=(2, 3), padding="same") == "pads asymmetrically"
+
+
+def test_copies_compute_the_same_and_hold_nothing_packed():
+    x = bytes_(2, 8, 9, 7)
+    q, qp, _ = weight(8, 4, 3, 3)
+    kernels: list[Kernel] = [
+        Conv(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=Post("relu6")),
+        ConvTranspose2d(*weight(8, 3, 4, 4, axis=1)[:2], None, X, OUTS[0], stride=2, padding=1, post=Post("relu")),
+        MaxPool2d(3, 2, 1),
+        AvgPool2d(X, OUTS[0], 3, 2, 1),
+        Mean2d(X, None, keepdim=True),
+        Clamp(X, Post("relu6")),
+        Pad(X, (1, 2, 0, 3)),
+    ]
+    for kernel in kernels:
+        y = kernel(x)
+        for other in copies(kernel):
+            assert not other._packed
+            assert torch.equal(other(x), y)
+    add = Add(X, RESIDUAL, OUTS[0], Post("relu"))
+    assert all(torch.equal(other(x, x), add(x, x)) for other in copies(add))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 9, 7), (2, 3, 5, 7), (0, 3, 4, 4), (7,), (2, 5, 64), (2, 128, 1, 1)], ids=str
+)
+@pytest.mark.parametrize("out", OUTS, ids=str)
+def test_add(shape, out):
+    a, b = bytes_(*shape), bytes_(*shape)
+    kept = b.clone()
+    for rule, function in [(None, lambda y: y), POSTS["relu"]]:
+        agree(Add(X, RESIDUAL, out, rule)(a, b), function(real(a, X) + real(b, RESIDUAL)), out)
+        agree(Add(X, X, out, rule)(a, a), function(real(a, X) * 2), out)
+    assert torch.equal(b, kept)
+    with pytest.raises(BackendError):
+        Add(X, RESIDUAL, out)(a, b[..., :0])
+
+
+def test_pooling():
+    x = bytes_(2, 6, 13, 9)
+    for image in [x, x[:0], x.contiguous(memory_format=CHANNELS_LAST), x[:, ::2]]:
+        for ceil in (False, True):
+            y = F.max_pool2d(image.float(), 3, 2, 1, ceil_mode=ceil)
+            assert torch.equal(MaxPool2d(3, 2, 1, ceil_mode=ceil)(image).float(), y)
+        agree(AvgPool2d(X, OUTS[0], (3, 2), 2, (1, 0))(image), F.avg_pool2d(real(image, X), (3, 2), 2, (1, 0)), OUTS[0])
+        agree(Mean2d(X, OUTS[1])(image), real(image, X).mean((2, 3)), OUTS[1])
+        agree(Mean2d(X, None, keepdim=True)(image), real(image, X).mean((2, 3), keepdim=True), None)
+    assert torch.equal(MaxPool2d(3, 2, 1, dims=1)(x[0]).float(), F.max_pool1d(x[0].float(), 3, 2, 1))
+    agree(AvgPool2d(X, None, 3, 2, 1, dims=1)(x[0]), F.avg_pool1d(real(x[0], X), 3, 2, 1), None)
+
+
+def test_clamp_and_pad():
+    x = bytes_(2, 6, 7, 9)
+    for name in ("relu", "relu6", "hardtanh"):
+        rule, function = POSTS[name]
+        agree(Clamp(X, rule)(x), function(real(x, X)), X)
+    agree(Pad(X, (1, 2, 3, 0))(x), F.pad(real(x, X), (1, 2, 3, 0)), X)
+    value = 7 * X.s
+    agree(Pad(X, (1, 2), value=value)(x), F.pad(real(x, X), (1, 2), value=value), X)
+    for mode in ("reflect", "replicate", "circular"):
+        agree(Pad(X, (1, 2, 3, 0), mode)(x), F.pad(real(x, X), (1, 2, 3, 0), mode), X)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 4), (2, 3, 9, 7), (1, 40, 80, 90), (300, 1001)], ids=str)
+def test_conversions(shape):
+    for qp in OUTS:
+        x = torch.randn(shape) * 8
+        views = [x, x.transpose(0, 1), x[..., ::2], x.expand(2, *shape)[1]]
+        views += [x.contiguous(memory_format=CHANNELS_LAST)] if len(shape) == 4 else []
+        for view in views:
+            q = quantize(view, qp.s, qp.z, qp.qmax, qp.qmin)
+            agree(q, view.double(), qp)
+            assert torch.equal(dequantize(q, qp.s, qp.z), q.float().sub(qp.z).mul(qp.s))
+            assert len(shape) != 4 or q.is_contiguous(memory_format=CHANNELS_LAST)
+            slope = torch.rand(view.shape[1])
+            q = prelu_quantize(view, slope, qp.s, qp.z, qp.qmax, qp.qmin)
+            agree(q, F.prelu(view.double(), slope.double()), qp)
+
+
+def test_quantize_saturates():
+    x = torch.tensor([float("-inf"), -3e38, -1e9, -1.0, 0.0, 1.0, 1e9, 3e38, float("inf")])
+    assert quantize(x, 1e-30, 7, 127).tolist() == [0, 0, 0, 0, 7, 127, 127, 127, 127]
+    assert quantize(x, 0.5, 7, 255, 3).tolist() == [3, 3, 3, 5, 7, 9, 255, 255, 255]
+
+
+def test_refusals(monkeypatch):
+    q, qp, _ = weight(4, 4, 3, 3)
+    shifted = QParams(qp.scale, torch.ones(4, dtype=torch.int32), -127, 127, torch.int8, 0)
+    signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
+    for arguments in [(q, shifted, None, X, None), (q, qp, None, signed, None), (q, qp, None, X, signed)]:
+        with pytest.raises(BackendError):
+            Conv(*arguments)
+    assert Conv.refuses(post=Post("gelu")) == "the kernel has no gelu"
+    assert Conv.refuses(post=Post("silu"), residual=True) == "silu after a residual"
+    assert Conv.refuses(kernel_size=(3, 3, 3)) == "3-d convolution has no kernel"
+    assert Conv.refuses(padding_mode="reflect") == "pads with mode 'reflect'"
+    assert Conv.refuses(residual=True, to_float=True) is not None
+    assert Conv.refuses(weight=weight(4, 4, axis=1)[1]) is not None
+    assert Linear.refuses(post=Post("prelu")) == "the kernel has no prelu"
+    assert ConvTranspose2d.refuses(dilation=2) is not None
+    assert AvgPool2d.refuses(ceil_mode=True) and AvgPool2d.refuses(divisor_override=2)
+    assert AvgPool2d.refuses(padding=1, count_include_pad=False) and not AvgPool2d.refuses(count_include_pad=False)
+    assert MaxPool2d.refuses(return_indices=True) == "returns indices"
+    assert Clamp.refuses(post=Post("relu"), x=X, out=OUTS[0]) and Clamp.refuses(post=Post("silu"))
+    assert Pad.refuses(value=0.3 * X.s, x=X) and Pad.refuses(value=1e9, x=X)
+    assert Add.refuses(broadcasts=True) and not Add.refuses(a=X, b=X, out=X, post=Post("relu"))
+    assert Conv.refuses(x=X) is None
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    assert "no VNNI" in str(Conv.refuses(x=X))
+    assert Conv.refuses(x=OUTS[1]) is None
+
+
+def test_cpu_questions_have_answers():
+    assert cpu.isa()
+    assert all(isinstance(ask(), bool) for ask in (cpu.has_vnni, cpu.has_amx, cpu.has_onednn_int8, cpu.probe_qadd))
