@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +16,12 @@ import fxq.patterns  # noqa: F401  (registers the fusion patterns)
 from fxq.backends import get_backend
 from fxq.context import Context
 from fxq.data import Batch, as_batch, batches, check_batch
-from fxq.errors import CalibrationError, FxqError, InputError, RecipeError
-from fxq.graph import info
+from fxq.errors import CalibrationError, FxqError, FxqWarning, InputError, RecipeError
 from fxq.layers import layers_of
-from fxq.ledger import make_ledger
+from fxq.ledger import ledger_of
 from fxq.manager import PassManager
 from fxq.model import ObservedModel, QuantizedModel
-from fxq.passbase import Stage
+from fxq.passbase import Pass, Stage
 from fxq.recipe import Recipe, as_recipe
 
 
@@ -90,8 +90,8 @@ def prepare(model: nn.Module, recipe: Any = "static", example_inputs: Any = None
         torch.Size([1, 2])
     """
     manager = _manager(model, recipe, example_inputs)
-    line = manager.context.recipe.pipeline
-    manager.run(step for step in line if step.needs < Stage.OBSERVED)
+    before, _, _ = _phases(manager.context.recipe)
+    manager.run(before)
     if manager.stage < Stage.OBSERVED:
         raise RecipeError("the pipeline has no pass that inserts observers: insert-observers was removed.")
     return ObservedModel.from_manager(manager)
@@ -119,18 +119,25 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     manager = observed.manager
     if manager.stage > Stage.OBSERVED:
         raise InputError("this observed model was converted already; prepare the float model again.")
-    line = manager.context.recipe.pipeline
-    manager.run(
-        step for step in line if step.needs >= Stage.OBSERVED and step.gives < Stage.LOWERED and step.name != "cleanup"
-    )
+    _, to_qdq, to_kernels = _phases(manager.context.recipe)
+    manager.run(to_qdq)
     layers = layers_of(manager.gm)
-    done = set(manager.history.names)
-    manager.run(step for step in line if step.name not in done)
-    canonical = manager.history.snapshots[max(i for i, s in enumerate(manager.history) if s.stage <= Stage.CANONICAL)]
-    before_fold = manager.history["canonicalize"] if "canonicalize" in manager.history.names else canonical
-    fixes = {n.name: plan.fix for n in manager.gm.graph.nodes if (plan := info(n).plan) is not None and plan.fix}
-    ledger = make_ledger(before_fold.graph, manager.history[-1].graph, fixes)
+    manager.run(to_kernels)
+    ledger = ledger_of(manager.history, manager.gm)
+    if ledger and not ledger.count("int8"):
+        warnings.warn(
+            f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)", FxqWarning, stacklevel=2
+        )
     return QuantizedModel.from_manager(manager, ledger, layers)
+
+
+def _phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pass]]:
+    """The passes before calibration, from there to the qdq graph, and from there to kernels."""
+    line = recipe.pipeline
+    calibrated = next((i for i, step in enumerate(line) if step.needs >= Stage.OBSERVED), len(line))
+    lowered = next((i for i, step in enumerate(line) if step.gives >= Stage.LOWERED), len(line))
+    lowered = max(calibrated, lowered)
+    return line[:calibrated], line[calibrated:lowered], line[lowered:]
 
 
 def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, until: str) -> fx.GraphModule:
@@ -159,7 +166,8 @@ def _manager(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
         raise InputError("example_inputs is missing: one batch of inputs, to find shapes with.")
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
-    return PassManager(Context(chosen, get_backend(chosen.backend), model, example))
+    device = next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")
+    return PassManager(Context(chosen, get_backend(chosen.backend, device), model, example))
 
 
 def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | None, progress: bool | None) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
+from torch import fx
 
-from fxq.view import GraphView, NodeView
+from fxq.graph import info
+from fxq.history import History
+from fxq.passbase import Stage
+from fxq.view import NodeView
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,14 @@ class Ledger(Sequence[Entry]):
         """Number of entries of that fate."""
         return sum(e.fate == value for e in self.entries)
 
+    def main_reason(self) -> str:
+        """The most frequent reason for float, with its share."""
+        reasons = Counter(e.reason for e in self.entries if e.fate == "float")
+        if not reasons:
+            return "the model has no op that could"
+        reason, count = reasons.most_common(1)[0]
+        return f"{count} of {len(self)} ops stay in float because: {reason}"
+
     def __str__(self) -> str:
         rows = [[e.path or e.name, e.op, e.fate, e.reason + (f" [{e.fix}]" if e.fix else "")] for e in self.entries]
         totals = ", ".join(f"{self.count(f)} {f}" for f in ("int8", "moves", "float", "folded"))
@@ -73,27 +86,23 @@ class Ledger(Sequence[Entry]):
         )
 
 
-def make_ledger(canonical: GraphView, final: GraphView, fixes: dict[str, str]) -> Ledger:
-    """The ledger from the graph after canonicalize and the final one.
+def ledger_of(history: History, gm: fx.GraphModule) -> Ledger:
+    """The ledger of a finished pipeline.
 
     Args:
-        canonical: the model's ops, one node each.
-        final: the graph that runs.
-        fixes: the recipe change for a float node of the final graph, by name.
+        history: its snapshots. The model's ops are those of the last one before a batch norm or another op was folded:
+            the one after canonicalize, or what comes closest.
+        gm: the graph that runs.
     """
+    early = [s for s in history if s.stage <= Stage.CANONICAL]
+    canonical = next((s for s in early if s.name == "canonicalize"), early[-1])
+    fixes = {n.name: plan.fix for n in gm.graph.nodes if (plan := info(n).plan) is not None and plan.fix}
     covering: dict[str, NodeView] = {}
-    for node in final:
-        if node.kind in ("convert", "constant", "io"):
-            continue
-        for origin in node.origins:
-            covering[origin] = node
-    entries = []
-    for op in canonical:
-        if op.kind in ("constant", "io") or op.shape is None:
-            continue
-        for origin in op.origins[:1] or (op.name,):
-            entries.append(_entry(op, covering.get(origin), fixes))
-    return Ledger(tuple(entries))
+    for node in history[-1].graph:
+        if node.kind not in ("convert", "constant", "io"):
+            covering.update(dict.fromkeys(node.origins, node))
+    ops = [op for op in canonical.graph if op.kind not in ("constant", "io") and op.shape is not None]
+    return Ledger(tuple(_entry(op, covering.get(next(iter(op.origins), op.name)), fixes) for op in ops))
 
 
 def _entry(op: NodeView, now: NodeView | None, fixes: dict[str, str]) -> Entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,9 +17,9 @@ from fxq.passbase import Pass
 from fxq.selector import Selector, as_selector, import_name
 from fxq.spec import ACTIVATION, FLOAT, WEIGHT, QuantConfig, TensorSpec
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
+else:
     import tomli as tomllib
 
 _PIPELINES: dict[str, tuple[Pass, ...]] = {}

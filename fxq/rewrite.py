@@ -130,7 +130,7 @@ def _endless(name: str, done: list[Rule]) -> str:
 
 
 class Builder:
-    """The `op` argument of a replacement: `op.conv2d(x, w, stride=(2, 2))` adds a node, `op.constant(t, "w")` a weight."""
+    """The `op` argument of a replacement: `op.relu(x)` adds a node, `op.constant(tensor, "w")` a weight."""
 
     def __init__(self, rewriter: Rewriter, match: Match) -> None:
         self.rewriter = rewriter

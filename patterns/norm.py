@@ -32,7 +32,7 @@ def folded(op, m):
     options = m.options(layer)
     scale, shift = scale_and_shift(m, m.options("batch_norm")["eps"])
     weight, bias = m.w.tensor, m.b.tensor
-    axis = OPS[layer].quant.axis
+    axis = OPS[layer].quant.axis or 0
     along = [1] * weight.dim()
     along[axis] = -1
     groups = options.get("groups", 1)

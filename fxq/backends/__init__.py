@@ -11,22 +11,31 @@ _BACKENDS = {"reference": "fxq.backends.reference:Reference", "x86": "fxq.backen
 _AUTO = ("x86", "reference")
 
 
-def get_backend(name: str) -> Backend:
+def get_backend(name: str, device: str = "cpu") -> Backend:
     """The backend of that name; "auto" is the first of x86 and reference that this machine runs.
 
+    Args:
+        name: "auto", or a backend's name.
+        device: type of the device that the model is on.
+
     Raises:
-        BackendError: unknown name (nearest names given), or this machine cannot run it.
+        BackendError: unknown name (nearest names given), or it cannot run on this machine or device.
     """
     if name == "auto":
         for candidate in _AUTO:
             try:
-                return get_backend(candidate)
+                return get_backend(candidate, device)
             except BackendError:
                 continue
     if name not in _BACKENDS:
         raise BackendError(unknown("backend", name, ["auto", *_BACKENDS]))
     module, _, cls = _BACKENDS[name].partition(":")
     backend: Backend = getattr(importlib.import_module(module), cls)()
+    if backend.devices and device not in backend.devices:
+        raise BackendError(
+            f"backend {name!r} runs on {', '.join(backend.devices)}, the model is on {device}; "
+            f'move it with model.to({backend.devices[0]!r}), or use backend="reference".'
+        )
     backend.check_machine()
     return backend
 

@@ -38,6 +38,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    devices: ClassVar[tuple[str, ...]] = ()
+    """Types of the devices that it runs on; empty: any."""
 
     @abstractmethod
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:

@@ -33,6 +33,7 @@ class X86(Backend):
     """uint8 activations, int8 per-channel weights; needs a build of PyTorch with oneDNN."""
 
     name: ClassVar[str] = "x86"
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def check_machine(self) -> None:
         """Refuse other CPUs; warn where 8-bit activations would overflow."""
@@ -136,8 +137,15 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[f
     with rewriter.attributed(kernel.name, "backends/x86_rows.py"):
         target = rewriter.module(kernel, region.node.name)
         node = rewriter.node("call_module", target, inputs, like=region.node, before=old)
-        rewriter.describe(node, shape=info(old).shape, dtype=info(old).dtype, qparams=region.out_qparams,
-                          parts=about.parts, body=tuple(call.op.name for call in region.calls), note=about.note)  # fmt: skip
+        rewriter.describe(
+            node,
+            shape=info(old).shape,
+            dtype=info(old).dtype,
+            qparams=region.out_qparams,
+            parts=about.parts,
+            body=tuple(call.op.name for call in region.calls),
+            note=about.note,
+        )
         rewriter.replace(old, node)
         if old is not region.node:
             rewriter.erase(region.node)
