@@ -173,6 +173,7 @@ class Editor:
             user.args = fx.node.map_arg(user.args, lambda n: new if n is old else n)
             user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)
             self.touched.add(user)
+            self.matcher.note(user)
         self.matcher.forget(old)
         if isinstance(new, fx.Node):
             self.matcher.forget(new)
@@ -253,6 +254,7 @@ class Editor:
         made = f"{self.name}: {rule} ({source})" if rule else self.name
         set_info(node, made_by=made)
         self.touched.add(node)
+        self.matcher.note(node)
 
     def _forget(self, node: fx.Node) -> None:
         self.matcher.forget(node)

@@ -122,6 +122,11 @@ class Matcher:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self._users: dict[fx.Node, dict[str, list[fx.Node]]] = {}
+        self._changed: set[fx.Node] = {value for node in gm.graph.nodes for value in mutates(node)}
+
+    def note(self, node: fx.Node) -> None:
+        """Learn what a node that was made or changed overwrites."""
+        self._changed.update(mutates(node))
 
     def forget(self, node: fx.Node) -> None:
         """Drop what is remembered about the users of a node."""
@@ -228,7 +233,7 @@ class Matcher:
             if early is not None:
                 return f"%{early.name} reads %{node.name} before %{last.name} is computed"
         for value in match.captures.values():
-            for node in flat_nodes(value):
+            for node in (n for n in flat_nodes(value) if n in self._changed):  # to ask all users would be quadratic
                 changer = next((user for user in node.users if node in mutates(user)), None)
                 if changer is not None:
                     return f"%{node.name} is changed in place by %{changer.name}"
