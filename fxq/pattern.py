@@ -27,7 +27,7 @@ from fxq.ops import OPS
 from fxq.optable import Op
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PatternNode:
     """One node of a pattern: a capture (`op` is None) or a call of an op.
 
@@ -43,7 +43,7 @@ class PatternNode:
     inputs: tuple[Any, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.name if self.op is None else f"{self.name}({', '.join(str(i) for i in self.inputs)})"
 
 

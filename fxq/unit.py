@@ -5,6 +5,7 @@ A unit holds no weight: everything it needs is an input, so units of the same bo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,6 +33,9 @@ class Unit(fx.GraphModule):
     def __init__(self, kind: str, graph: fx.Graph) -> None:
         super().__init__({}, graph, class_name="Unit")
         self.kind = kind
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        return Unit(self.kind, copy.deepcopy(self.graph))  # fx would return a plain GraphModule, without the kind
 
 
 @dataclass(frozen=True)
