@@ -154,19 +154,6 @@ def test_conv_posts(post, out):
     agree(conv(image), POSTS[post][1](F.conv2d(real(image, X), w, padding=1)), out)
 
 
-@pytest.mark.parametrize("out", [None, *OUTS], ids=str)
-def test_prelu_is_the_larger_of_two_convolutions(out):
-    slope = torch.cat([torch.tensor([0.0, -0.5, 1.0]), torch.rand(21)])
-    q, qp, w = weight(24, 8, 3, 3)
-    bias, image = torch.randn(24), bytes_(2, 8, 17, 13)
-    conv = Conv(q, qp, bias, X, out, post=Post("prelu"), slope=slope)
-    agree(conv(image), F.prelu(F.conv2d(real(image, X), w, bias.double()), slope.double()), out)
-    for other in copies(conv):
-        assert torch.equal(other(image), conv(image))
-    with pytest.raises(BackendError, match="slope above 1"):
-        Conv(q, qp, bias, X, out, post=Post("prelu"), slope=slope * 2)
-
-
 @pytest.mark.parametrize("out", OUTS, ids=str)
 @pytest.mark.parametrize("post", [None, "relu", "relu6", "hardtanh"])
 @pytest.mark.parametrize("kind", ["conv", "linear"])

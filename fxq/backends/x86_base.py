@@ -23,7 +23,7 @@ class Post:
     """An activation function that a kernel applies to its float result before it rounds.
 
     Attributes:
-        name: "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh" or "prelu".
+        name: "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu" or "tanh".
         args: hardtanh: (low, high); leaky_relu: (slope,); otherwise empty.
         algorithm: gelu: "none" (exact) or "tanh"; otherwise empty.
     """
@@ -240,7 +240,7 @@ def padding_refused(
     return "pads asymmetrically" if len(padding) != len(kernel_size) else None
 
 
-def post_refused(post: Post | None, known: tuple[str, ...], slope: Tensor | None, residual: bool) -> str | None:
+def post_refused(post: Post | None, known: tuple[str, ...], residual: bool) -> str | None:
     """Why `post` cannot be applied by a kernel that knows the activation functions `known`."""
     if post is None:
         return None
@@ -250,10 +250,6 @@ def post_refused(post: Post | None, known: tuple[str, ...], slope: Tensor | None
         return f"{post.name} after a residual"
     if post.name == "gelu" and post.algorithm not in ("none", "tanh"):
         return f"gelu with approximate={post.algorithm!r}"
-    if "prelu" in known and post.name == "leaky_relu" and post.args[0] > 1:
-        return "leaky_relu with a slope above 1"
-    if post.name == "prelu" and slope is not None and bool((slope > 1).any()):
-        return "prelu with a slope above 1"
     return None
 
 
