@@ -59,5 +59,6 @@ class Pass(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
-        inside = ", ".join(f"{k}={v!r}" for k, v in self.options.items())
+        defaults = {f.name: f.default for f in fields(self)}
+        inside = ", ".join(f"{k}={v!r}" for k, v in self.options.items() if v != defaults[k])
         return f"{self.name}({inside})" if inside else self.name

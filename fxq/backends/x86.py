@@ -90,18 +90,16 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node) -> None:
     if row.make is None:
         return
     operands = _operands(rewriter.gm, region, parts)
-    if isinstance(operands, str):
-        rewriter.describe(node, note=f"stays in qdq form: {operands}")
-        return
     try:
-        kernel = row.make(parts, operands)
+        kernel = row.make(parts, operands) if not isinstance(operands, str) else operands
     except BackendError as error:
-        if len(region.calls) > 1:
-            _open(rewriter, node)
-        else:
-            rewriter.describe(node, note=f"stays in qdq form: {error}")
-        return
-    _replace(rewriter, region, kernel, operands.inputs)
+        kernel = str(error)
+    if isinstance(kernel, Kernel) and not isinstance(operands, str):
+        _replace(rewriter, region, kernel, operands.inputs)
+    elif len(region.calls) > 1:
+        _open(rewriter, node)
+    else:
+        rewriter.describe(node, plan=Plan("float", f"stays in qdq form: {kernel}"))
 
 
 def _open(rewriter: Rewriter, node: fx.Node) -> None:
