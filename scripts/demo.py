@@ -1,0 +1,225 @@
+"""Quantize two trained networks and show what happened: tables here, pictures of the graphs in build/demo/.
+
+FSRCNN doubles the resolution of a photograph and has a PReLU after every convolution; DigitsNet is a small residual
+classifier. Both are calibrated on training data and judged on data that neither training nor calibration has seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from demo_data import Pair, bicubic, digits, held_out_pairs, psnr, training_pairs
+from networks import DigitsNet, load_demo_networks
+from PIL import Image, ImageDraw
+from rich.console import Console
+from rich.table import Table
+from timing import float_against_int8, size
+from torch import Tensor, nn
+
+import fxq
+
+OUT = Path(__file__).resolve().parent.parent / "build" / "demo"
+PICTURED = "petals"
+"""The held-out region that is shown as a picture."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        batches: calibration batches for each network.
+        seconds: how long each latency is measured.
+    """
+
+    batches: int
+    seconds: float
+
+
+FULL, QUICK = Effort(batches=20, seconds=3.0), Effort(batches=4, seconds=0.3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the pictures (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="less calibration and shorter timing: for a first look")
+    arguments = parser.parse_args()
+    run(arguments.out, QUICK if arguments.quick else FULL, Console())
+
+
+def run(out: Path, effort: Effort, console: Console) -> None:
+    """The whole demo; pictures go to `out`."""
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    fsrcnn, digits_net = load_demo_networks()
+    show_fsrcnn(fsrcnn, out / "fsrcnn", effort, console)
+    show_digits(digits_net, out / "digits", effort, console)
+    console.rule(style="dim")
+    console.print(f"Done in {time.perf_counter() - start:.0f} s. The pictures are in [bold]{out}[/]:", soft_wrap=True)
+    console.print("  <network>/NN-<pass>        the graph after each pass", markup=False)
+    console.print("  <network>/NN-<pass>.diff   what the pass changed", markup=False)
+    console.print("  fsrcnn/super-resolution.png   low resolution, bicubic, float, int8")
+    if not has_dot():
+        console.print(
+            "Graphviz's [bold]dot[/] is not installed, so the graphs are .dot text and not pictures. To get pictures, "
+            "install graphviz (apt-get, dnf or brew install graphviz) and run the demo again."
+        )
+
+
+# ---- the two networks
+
+
+@torch.no_grad()
+def show_fsrcnn(model: nn.Module, out: Path, effort: Effort, console: Console) -> None:
+    """Super-resolution: PSNR on the held-out regions, latency on one of them."""
+    console.rule("[bold]FSRCNN[/]: super-resolution ×2, a PReLU after every convolution")
+    low = training_pairs().low
+    qmodel = quantize(model, low[:: len(low) // (effort.batches * 16)], effort, console)
+    held_out = held_out_pairs()
+    console.print(quality_of_pictures(model, qmodel, held_out))
+    inputs = {f"{PICTURED} {shape_of(held_out[PICTURED].low)}": held_out[PICTURED].low}
+    console.print(latencies(model, qmodel, inputs, effort), sizes(model, qmodel))
+    draw_history(qmodel.history, out)
+    super_resolution(model, qmodel, held_out[PICTURED]).save(out / "super-resolution.png")
+
+
+@torch.no_grad()
+def show_digits(model: DigitsNet, out: Path, effort: Effort, console: Console) -> None:
+    """Classification: accuracy on the test split, latency for a batch and for a single digit."""
+    console.rule("[bold]DigitsNet[/]: residual classifier of 8×8 digits")
+    data = digits()
+    qmodel = quantize(model, data.train_images[: effort.batches * 64], effort, console, batch=64)
+    table = Table("test digits", "float %", "int8 %", "loss, points", "same answer %", title="Accuracy")
+    answers = {name: net(data.test_images).argmax(1) for name, net in (("float", model), ("int8", qmodel))}
+    right = {name: percent(answer == data.test_labels) for name, answer in answers.items()}
+    same = percent(answers["float"] == answers["int8"])
+    loss = right["float"] - right["int8"]
+    table.add_row(
+        str(len(data.test_labels)), f"{right['float']:.2f}", f"{right['int8']:.2f}", f"{loss:+.2f}", f"{same:.2f}"
+    )
+    console.print(table)
+    images = data.test_images
+    inputs = {"batch of 64": images[:64], "batch of 1": images[:1]}
+    console.print(latencies(model, qmodel, inputs, effort))
+    console.print("(An 8×8 digit alone is little arithmetic: there the overhead of each call decides.)\n", style="dim")
+    console.print(sizes(model, qmodel))
+    draw_history(qmodel.history, out)
+
+
+def quantize(model: nn.Module, inputs: Tensor, effort: Effort, console: Console, batch: int = 16) -> fxq.QuantizedModel:
+    """Calibrate on `inputs`, and print what every pass did and what became of every op."""
+    batches = list(inputs.split(batch))[: effort.batches]
+    start = time.perf_counter()
+    qmodel = fxq.quantize(model, data=batches, progress=sys.stderr.isatty())
+    seconds = time.perf_counter() - start
+    console.print(
+        f"Calibrated on {len(batches)} batches of {shape_of(batches[0])}, backend {qmodel.backend}: {seconds:.1f} s\n"
+    )
+    console.print(str(qmodel.history), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n{qmodel.ledger}\n", markup=False, highlight=False, soft_wrap=True)
+    return qmodel
+
+
+# ---- tables
+
+
+def quality_of_pictures(model: nn.Module, qmodel: nn.Module, pairs: Mapping[str, Pair]) -> Table:
+    """PSNR against the original, region by region, and their mean."""
+    table = Table("held-out region", "bicubic dB", "float dB", "int8 dB", "loss dB", title="Quality (PSNR)")
+    rows = {
+        name: [psnr(bicubic(low), high), psnr(model(low), high), psnr(qmodel(low), high)]
+        for name, (low, high) in pairs.items()
+    }
+    rows["mean"] = [sum(column) / len(rows) for column in zip(*rows.values(), strict=True)]
+    for name, (plain, before, after) in rows.items():
+        if name == "mean":
+            table.add_section()
+        table.add_row(name, f"{plain:.2f}", f"{before:.2f}", f"{after:.2f}", f"{before - after:+.3f}")
+    return table
+
+
+def latencies(model: nn.Module, qmodel: fxq.QuantizedModel, inputs: Mapping[str, Tensor], effort: Effort) -> Table:
+    """Time of the float model (eager, channels-last) and of the int8 model, in turns on one thread."""
+    table = Table("input", "float ms", "int8 ms", "int8 is", title="Latency (one thread; float: eager, channels-last)")
+    for name, x in inputs.items():
+        before, after = float_against_int8(model, qmodel, x, effort.seconds)
+        times = before / after
+        speed = f"[green]{times:.2f}× faster[/]" if times >= 1 else f"[yellow]{1 / times:.2f}× slower[/]"
+        table.add_row(name, f"{1e3 * before:.2f}", f"{1e3 * after:.2f}", speed)
+    return table
+
+
+def sizes(model: nn.Module, qmodel: nn.Module) -> Table:
+    """Bytes in memory, and of the state dict in a file."""
+    table = Table("size", "float kB", "int8 kB", "int8 is", title="Size")
+    rows = {
+        "parameters and buffers": (size(model), size(qmodel)),
+        "state dict in a file": (saved(model), saved(qmodel)),
+    }
+    for name, (before, after) in rows.items():
+        table.add_row(name, f"{before / 1e3:.1f}", f"{after / 1e3:.1f}", f"{before / after:.1f}× smaller")
+    return table
+
+
+def saved(model: nn.Module) -> int:
+    """Bytes of the state dict as `torch.save` writes it."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return file.tell()
+
+
+def percent(right: Tensor) -> float:
+    return 100 * float(right.double().mean())
+
+
+def shape_of(x: Tensor) -> str:
+    return "×".join(map(str, x.shape))
+
+
+# ---- pictures
+
+
+def draw_history(history: fxq.History, out: Path) -> None:
+    """One picture of the graph after each pass, and one of what the pass changed; older ones are removed first."""
+    out.mkdir(parents=True, exist_ok=True)
+    for old in (*out.glob("[0-9][0-9]-*.svg"), *out.glob("[0-9][0-9]-*.dot")):
+        old.unlink()
+    ending = "svg" if has_dot() else "dot"
+    for i, snapshot in enumerate(history):
+        snapshot.render(out / f"{i + 1:02}-{snapshot.name}.{ending}")
+        if i > 0:
+            fxq.diff(history[i - 1], snapshot).render(out / f"{i + 1:02}-{snapshot.name}.diff.{ending}")
+
+
+def has_dot() -> bool:
+    return shutil.which("dot") is not None
+
+
+def super_resolution(model: nn.Module, qmodel: nn.Module, pair: Pair) -> Image.Image:
+    """Low resolution (its pixels as squares), bicubic, float and int8, side by side at twice their size."""
+    low, high = pair
+    times = high.shape[2] // low.shape[2]
+    squares = low.repeat_interleave(times, 2).repeat_interleave(times, 3)
+    panels = {"low resolution": squares, "bicubic": bicubic(low), "float": model(low), "int8": qmodel(low)}
+    height, width, gap, line = 2 * high.shape[2], 2 * high.shape[3], 16, 20
+    sheet = Image.new("L", (len(panels) * (width + gap) - gap, height + line), "white")
+    for i, (name, panel) in enumerate(panels.items()):
+        pixels = (panel[0, 0].clamp(0, 1) * 255).round().to(torch.uint8)
+        left = i * (width + gap)
+        sheet.paste(Image.fromarray(np.asarray(pixels)).resize((width, height), Image.Resampling.NEAREST), (left, 0))
+        quality = "" if panel is squares else f", {psnr(panel, high):.2f} dB"
+        ImageDraw.Draw(sheet).text((left, height + 4), name + quality, fill="black")
+    return sheet
+
+
+if __name__ == "__main__":
+    main()

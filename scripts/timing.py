@@ -1,0 +1,85 @@
+"""Timing things against each other: in turns, in one process, so that a busy machine slows all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, fx, nn
+
+WARM_UP = 3
+LEAST_ROUNDS = 5
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run with `count` threads inside operators."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """Collect garbage now and not inside: a collection costs time in proportion to all that lives in the process."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], seconds: float = 3.0) -> dict[str, float]:
+    """Median time of each call in seconds. Every round runs each call once, the order turning from round to round.
+
+    Args:
+        calls: what to time, by name.
+        seconds: how long to go on, warm-up left out; at least `LEAST_ROUNDS` rounds.
+    """
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    with torch.no_grad():
+        for _ in range(WARM_UP):
+            for call in calls.values():
+                call()
+        with no_gc():
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end or len(times[names[0]]) < LEAST_ROUNDS:
+                for name in names:
+                    start = time.perf_counter()
+                    calls[name]()
+                    times[name].append(time.perf_counter() - start)
+                names.append(names.pop(0))
+    return {name: statistics.median(times[name]) for name in calls}
+
+
+def float_against_int8(
+    model: nn.Module, quantized: fx.GraphModule, inputs: Tensor, seconds: float = 3.0
+) -> tuple[float, float]:
+    """Median seconds of the float model and of the quantized one, on one thread, in turns.
+
+    The float model is taken at its best in eager mode: its weights, and the inputs of both, are channels-last. The
+    model's weights are put into that memory format in place.
+    """
+    if inputs.dim() == 4:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inputs = inputs.to(memory_format=torch.channels_last)
+    with threads(1):
+        medians = interleaved({"float": lambda: model(inputs), "int8": lambda: quantized(inputs)}, seconds)
+    return medians["float"], medians["int8"]
+
+
+def size(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers; memory that two of them share counts once."""
+    tensors: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
