@@ -1,0 +1,84 @@
+"""Small things that several test files need: models from one function, graphs at a stage, a rewriter outside a pass."""
+
+import sys
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends import get_backend
+from fxq.context import Context
+from fxq.data import Batch
+from fxq.rewrite import Rewriter
+from fxq.view import view
+
+torch.set_num_threads(1)
+
+REFERENCE = fxq.Recipe.static(backend="reference")
+
+
+def module(forward, **children):
+    """An eval-mode module whose forward is this function of (self, ...), with these children and parameters."""
+    made = type("Model", (nn.Module,), {"forward": forward})()
+    for name, child in children.items():
+        setattr(made, name, nn.Parameter(child) if isinstance(child, torch.Tensor) else child)
+    return made.eval()
+
+
+def graph(model, *inputs, until="canonicalize", recipe=REFERENCE):
+    """The graph after a pass."""
+    return fxq.run_passes(model, recipe, inputs, until=until)
+
+
+def context(model, *inputs, recipe=REFERENCE):
+    """What a run of the pipeline would know."""
+    return Context(recipe, get_backend(recipe.backend), model, Batch(inputs))
+
+
+def rewriter(gm, *inputs, name="the-test"):
+    """A rewriter of a graph, outside any pass."""
+    return Rewriter(gm, context(gm, *inputs), name)
+
+
+def text(gm):
+    """The graph as text, one line a node."""
+    return str(view(gm))
+
+
+def lines(written):
+    """An expected graph as written in a test: blank ends and the indentation left out."""
+    return "\n".join(line.strip() for line in written.strip().splitlines())
+
+
+def node(gm, name):
+    """The node of that name."""
+    return next(n for n in gm.graph.nodes if n.name == name)
+
+
+def steps(work):
+    """Calls of functions while `work` runs: a clock that other programs cannot slow down."""
+    counted = 0
+
+    def count(frame, event, argument):
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+@contextmanager
+def restored_fusions():
+    """The registered fusions; those that are added inside are taken away again."""
+    before = {rule.name for rule in fxq.FUSIONS}
+    try:
+        yield fxq.FUSIONS
+    finally:
+        for rule in fxq.FUSIONS:
+            if rule.name not in before:
+                fxq.FUSIONS.discard(rule.name)
