@@ -142,7 +142,8 @@ class Op:
         missing = [key for key, value in self.options.items() if key not in bound and value is inspect.Parameter.empty]
         if missing:
             return f"{self.name} is called without {missing[0]!r}"
-        return {**{key: value for key, value in self.options.items() if key not in bound}, **bound}
+        plain = {k: tuple(v) if k in self.options and isinstance(v, list) else v for k, v in bound.items()}
+        return {**{key: value for key, value in self.options.items() if key not in bound}, **plain}
 
     def canonical(self, bound: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`args, kwargs` of the canonical call: tensors in order, then the options that differ from their default."""

@@ -21,6 +21,11 @@ def _pad_module(mode: str) -> Any:
     return adapt
 
 
+def _pad_function(bound: Arguments) -> Arguments:
+    value = bound.get("value")
+    return {**bound, "value": 0.0 if value is None else value}
+
+
 def _upsample_nearest(bound: Arguments) -> Arguments:
     return {**bound, "mode": "nearest"}
 
@@ -97,7 +102,7 @@ def pixel_shuffle(x: Tensor, *, upscale_factor: int) -> Tensor:
 
 
 @row(
-    spell(F.pad, "x pad mode value"),
+    spell(F.pad, "x pad mode value", _pad_function),
     spell(nn.ZeroPad2d, "x padding", _pad_module("constant")),
     spell(nn.ConstantPad2d, "x padding value", _pad_module("constant")),
     spell(nn.ReflectionPad2d, "x padding", _pad_module("reflect")),
@@ -106,7 +111,7 @@ def pixel_shuffle(x: Tensor, *, upscale_factor: int) -> Tensor:
     spell(aten.constant_pad_nd.default, "x pad value"),
     quant=moves("x"),
 )
-def pad(x: Tensor, *, pad: Any, mode: str = "constant", value: float | None = 0.0) -> Tensor:
+def pad(x: Tensor, *, pad: Any, mode: str = "constant", value: float = 0.0) -> Tensor:
     """Pad the last axes: `pad` is (left, right) of the last axis, then of the one before."""
     return F.pad(x, pad, mode, value if mode == "constant" else None)
 
