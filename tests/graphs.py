@@ -1,0 +1,106 @@
+"""What tests ask of graphs: their text in a form that does not depend on the data, and runs of a few passes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from textwrap import dedent
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import fxq
+from fxq.api import _manager
+from fxq.history import History
+from fxq.passbase import Pass
+from fxq.rewrite import Rewriter
+from fxq.view import GraphView, view
+from tests.models import call
+
+MINMAX = fxq.TensorSpec(observer="minmax")
+WEIGHT = fxq.QuantConfig().weight
+REFERENCE = fxq.Recipe.static(backend="reference")
+
+
+def text(graph: GraphView | fx.GraphModule) -> str:
+    """The graph as text, with grids by letter: `quantize(x, A)` for the first scale and zero point, and so on."""
+    lines = str(graph if isinstance(graph, GraphView) else view(graph))
+    grids: dict[str, str] = {}
+
+    def letter(found: re.Match[str]) -> str:
+        return grids.setdefault(found[0], chr(ord("A") + len(grids)))
+
+    lines = re.sub(r"from_scale=[^,]+, from_zero_point=\d+, ", "", lines)
+    return re.sub(r"scale=[-+.e\d]+, zero_point=-?\d+", letter, lines)
+
+
+def expected(lines: str) -> str:
+    """The text of a test without its indentation."""
+    return dedent(lines).strip()
+
+
+def anonymous(graph: GraphView | fx.GraphModule) -> str:
+    """The graph as text with the nodes numbered, so that graphs that differ in names alone have the same text."""
+    numbers: dict[str, str] = {}
+    lines = []
+    for node in graph if isinstance(graph, GraphView) else view(graph):
+        numbers[node.name] = f"%{len(numbers)}"
+        if node.kind == "constant":
+            continue
+        left, equals, call_ = node.text.partition(" = ")
+        if not equals:
+            left, call_ = "return", f"({left.removeprefix('return ')})"
+        label, _, arguments = call_.partition("(")
+        renamed = re.sub(r"(?<![@.\w'])[A-Za-z_]\w*(?![\w=(.'])", lambda m: numbers.get(m[0], m[0]), arguments)
+        lines.append(f"{numbers[node.name]} = {label}({renamed}")
+    return "\n".join(lines)
+
+
+def after(model: nn.Module, inputs: Any, until: str, recipe: Any = "static") -> fx.GraphModule:
+    """The graph after the pass `until`, one of those before calibration."""
+    return fxq.run_passes(model, recipe, inputs, until=until)
+
+
+def staged(model: nn.Module, inputs: Any, recipe: Any = "static") -> tuple[fxq.QuantizedModel, History]:
+    """The quantized model, calibrated on one batch, and its history."""
+    quantized = fxq.quantize(model, recipe, data=[inputs])
+    return quantized, quantized.history
+
+
+def until(model: nn.Module, inputs: Any, last: str, recipe: Any = "static") -> Any:
+    """The manager after the pass `last` of any stage, calibrated on one batch. Its `gm` runs."""
+    manager = _manager(model, recipe, inputs)
+    line = manager.context.recipe.pipeline
+    last_of_prepare = line.position("insert-observers")
+    end = line.position(last)
+    manager.run(line[: min(end, last_of_prepare) + 1])
+    if end > last_of_prepare:
+        call(manager.gm, inputs)
+        manager.context.samples.append(manager.context.example)
+        manager.run(line[last_of_prepare + 1 : end + 1])
+    return manager
+
+
+def again(manager: Any, step: Pass) -> list[Any]:
+    """The edits that a pass makes when it runs once more on the graph that a manager holds."""
+    rewriter = Rewriter(manager.gm, manager.context, step.name)
+    step.run(rewriter)
+    rewriter.gm.graph.lint()
+    return rewriter.edits
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two results are the same, bit for bit and in structure."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, Sequence):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def kinds(quantized: fxq.QuantizedModel) -> list[str]:
+    """The labels of the final graph's nodes, inputs, outputs and weights left out."""
+    return [n.label for n in quantized.history[-1].graph if n.kind not in ("io", "constant")]
