@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fxq.context import Context
 
 DATA = "fxq_data"
+Typed = tuple["tuple[int, ...] | None", "torch.dtype | None"]
 KERNELS = "fxq_kernels"
 
 
@@ -96,6 +97,7 @@ class Editor:
         before: fx.Node | None = None,
         after: fx.Node | None = None,
         name: str | None = None,
+        typed: Typed | None = None,
         **options: Any,
     ) -> fx.Node:
         """Add a canonical call of an op of the table.
@@ -107,12 +109,21 @@ class Editor:
             before: the node to put it in front of; default: the first node of `like`, else the insertion point.
             after: the node to put it behind.
             name: what to call the node, if the name is free.
+            typed: shape and dtype of its value, where they are known; else they are inferred.
             **options: its options; those equal to the default are left out.
         """
         row = OPS[op]
         plain, kwargs = row.canonical({**dict(zip(row.tensors, args, strict=False)), **row.options, **options})
         return self.node(
-            "call_function", row.target, plain, kwargs, like=like, before=before, after=after, name=name or op
+            "call_function",
+            row.target,
+            plain,
+            kwargs,
+            like=like,
+            before=before,
+            after=after,
+            name=name or op,
+            typed=typed,
         )
 
     def node(
@@ -126,8 +137,9 @@ class Editor:
         before: fx.Node | None = None,
         after: fx.Node | None = None,
         name: str | None = None,
+        typed: Typed | None = None,
     ) -> fx.Node:
-        """Add any node. Shape and dtype are inferred for functions; give them with `describe` for modules."""
+        """Add any node (see `call`). Shape and dtype are inferred for functions only: give them for modules."""
         sources = [like] if isinstance(like, fx.Node) else list(like)
         place = (
             before if before is not None else _behind(after) if after is not None else sources[0] if sources else None
@@ -135,15 +147,16 @@ class Editor:
         with self.graph.inserting_before(place) if place is not None else nullcontext():
             node = self.graph.create_node(op, target, args, kwargs or {}, name)
         first = info(sources[0]) if sources else None
-        shape, dtype = infer(node) if op == "call_function" else (None, None)
+        if typed is None:
+            typed = infer(node) if op == "call_function" else (None, None)
         set_info(
             node,
             path=first.path if first else "",
             source=first.source if first else "",
             origins=merge_origins(sources),
             plan=first.plan if first else None,
-            shape=shape,
-            dtype=dtype,
+            shape=typed[0],
+            dtype=typed[1],
         )
         if sources and sources[0].stack_trace:
             node.stack_trace = sources[0].stack_trace

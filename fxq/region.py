@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxq.graph import constant, info, is_op
+from fxq.errors import PassError
+from fxq.graph import constant, info, is_op, read_attribute
 from fxq.qparams import QParams
 from fxq.unit import OpCall, calls_of
 
@@ -99,7 +100,22 @@ def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
 
 
 def run_region(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> Any:
-    """What the region computes on these values of its inputs, in qdq arithmetic."""
-    return fx.Interpreter(gm, graph=region.graph).run(
-        *(values[node] for node in region.inputs), enable_io_processing=False
-    )
+    """What the region computes on these values of its inputs, in qdq arithmetic.
+
+    A small interpreter of its own: `fx.Interpreter` lists all modules of `gm` first, which is quadratic over regions.
+    """
+    env: dict[fx.Node, Any] = {}
+    inputs = iter(region.inputs)
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = values[next(inputs)]
+            continue
+        if node.op == "get_attr":
+            env[node] = read_attribute(gm, str(node.target))
+            continue
+        args, kwargs = (fx.node.map_arg(a, env.__getitem__) for a in (node.args, node.kwargs))
+        if node.op == "output":
+            return args[0]
+        target = gm.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        env[node] = target(*args, **kwargs)
+    raise PassError(f"the region of %{region.node.name} has no output.")

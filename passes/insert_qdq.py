@@ -77,12 +77,12 @@ def _parameters(rewriter: Rewriter, value: fx.Node, edge: Edge, groups: dict[int
 
 def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, qp: QParams) -> fx.Node:
     """Quantize and dequantize behind `current` (the value, or its previous integer form); the dequantize."""
-    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z}
-    q = rewriter.call(
-        "quantize", current, after=current, name=f"{value.name}_q", **grid, qmin=qp.qmin, qmax=qp.qmax, dtype=qp.dtype
-    )
-    dq = rewriter.call("dequantize", q, after=q, name=f"{value.name}_dq", **grid)
     about = info(value)
+    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z}
+    limits: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "dtype": qp.dtype}
+    integer, real = (about.shape, qp.dtype), (about.shape, torch.float32)
+    q = rewriter.call("quantize", current, after=current, name=f"{value.name}_q", typed=integer, **grid, **limits)
+    dq = rewriter.call("dequantize", q, after=q, name=f"{value.name}_dq", typed=real, **grid)
     for node in (q, dq):
         rewriter.describe(node, qparams=qp, path=about.path, source=about.source)
 
@@ -126,14 +126,19 @@ def _integer_weight(rewriter: Rewriter, weight: fx.Node, spec: TensorSpec, axis:
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
     observer = make_observer(spec, axis, f"the weight {weight.target}")
     observer(tensor)
+    real = (tuple(tensor.shape), torch.float32)
     qp = observer.qparams()
     values = rewriter.constant(quantize(tensor.detach(), qp), f"{name}_int8", before=weight.next)
     rewriter.describe(values, qparams=qp)
     if axis is None:
-        dq = rewriter.call("dequantize", values, after=values, name=f"{name}_dq", scale=qp.s, zero_point=qp.z)
+        dq = rewriter.call(
+            "dequantize", values, after=values, name=f"{name}_dq", typed=real, scale=qp.s, zero_point=qp.z
+        )
     else:
         scale = rewriter.constant(qp.scale.to(tensor.device), f"{name}_scale", before=values.next)
         zero = rewriter.constant(qp.zero_point.to(tensor.device), f"{name}_zero_point", before=scale.next)
-        dq = rewriter.call("dequantize_channel", values, scale, zero, after=zero, name=f"{name}_dq", axis=axis)
+        dq = rewriter.call(
+            "dequantize_channel", values, scale, zero, after=zero, name=f"{name}_dq", typed=real, axis=axis
+        )
     rewriter.describe(dq, qparams=qp)
     return dq
