@@ -81,7 +81,12 @@ class Ledger(Sequence[Entry]):
         rows = [[e.path or e.name, e.op, e.fate, e.reason + (f" [{e.fix}]" if e.fix else "")] for e in self.entries]
         totals = ", ".join(f"{self.count(f)} {f}" for f in ("int8", "moves", "float", "folded"))
         return (
-            tabulate(rows, headers=["layer", "op", "runs as", "why"], maxcolwidths=[None, None, None, 70])
+            tabulate(
+                rows,
+                headers=["layer", "op", "runs as", "why"],
+                maxcolwidths=[None, None, None, 70],
+                disable_numparse=True,
+            )
             + f"\n{totals}"
         )
 

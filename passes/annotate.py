@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.backends import Support
 from fxq.errors import InputError
-from fxq.graph import Plan, constant, info, mutates, reads_only_metadata
+from fxq.graph import Plan, constant, info, mutates, reads_only_metadata, submodule
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 from fxq.spec import TensorSpec
@@ -116,7 +116,7 @@ def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...]) -> 
     if reads_only_metadata(node) or not about.is_tensor:
         return Plan("float", "its value is not a tensor")
     if not calls:
-        return Plan("float", about.note or "is not in the op table")
+        return Plan("float", about.note or f"{_called(rewriter.gm, node)} is not in the op table")
     if config.is_float:
         return Plan("float", f"the recipe says float for {selector}", fix=f"drop the override for {selector}")
     reason = _unfit(rewriter.gm, node, calls)
@@ -134,6 +134,11 @@ def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...]) -> 
     activations = tuple(dict.fromkeys(i.node for i in inputs_of(calls) if i.role == "activation"))
     partial = support if support.ops < len(calls) else None
     return _Candidate(calls, context.backend.activation(config.activation), activations, partial)
+
+
+def _called(gm: fx.GraphModule, node: fx.Node) -> str:
+    module = submodule(gm, node)
+    return type(module).__name__ if module is not None else str(getattr(node.target, "__name__", node.target))
 
 
 def _unfit(gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...]) -> str | None:

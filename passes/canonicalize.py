@@ -51,7 +51,7 @@ def _call(rewriter: Rewriter, node: fx.Node) -> None:
 def _module(rewriter: Rewriter, node: fx.Node) -> None:
     module = rewriter.gm.get_submodule(str(node.target))
     found = OPS.of_module(module)
-    if found is None:
+    if found is None or info(node).note:  # a leaf because the recipe says so stays one
         return
     op, spelling = found
     hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > 0

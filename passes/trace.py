@@ -46,7 +46,9 @@ class Trace(Pass):
         _drop_unused_arguments(gm, context.example)
         context.outputs = _Shapes(gm).run_batch(context.example)
         for node in gm.graph.nodes:
-            traced.describe(node, origins=(node.name,) if node.op.startswith("call") else ())
+            kept = node.op == "call_module" and _is_kept(str(node.target), context.recipe.leaf_modules)
+            note = "the recipe keeps this module as it is" if kept else ""
+            traced.describe(node, origins=(node.name,) if node.op.startswith("call") else (), note=note)
         _functionalize(traced)
         rewriter.gm, rewriter.edits, rewriter.touched = gm, traced.edits, traced.touched
 
@@ -57,10 +59,11 @@ class _Tracer(fx.Tracer):
     def __init__(self, leaves: tuple[str, ...]) -> None:
         super().__init__()
         self.leaves = leaves
+        self.blamed: fx.Node | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """The recipe's leaf modules, torch's own modules, and what the op table knows."""
-        if any(fnmatchcase(module_qualified_name, pattern) for pattern in self.leaves):
+        if _is_kept(module_qualified_name, self.leaves):
             return True
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             return False
@@ -73,6 +76,16 @@ class _Tracer(fx.Tracer):
         path = str(node.target) if node.op == "call_module" else str(inside[-1][0]) if inside else ""
         set_info(node, path=path, source="" if node.op in ("placeholder", "output") else _user_line())
         return node
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """A branch on a traced value: remember which, for the error."""
+        self.blamed = obj.node
+        return super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        """A loop over a traced value: remember which, for the error."""
+        self.blamed = obj.node
+        return super().iter(obj)
 
     def trace_model(self, model: nn.Module) -> fx.Graph:
         """`trace`, with errors that name the line, the value and the ways out."""
@@ -97,18 +110,29 @@ class _Tracer(fx.Tracer):
             if not code.co_filename.startswith(_LIBRARY):
                 place = f"{short_path(code.co_filename)}:{frame.tb_lineno}"
                 local = frame.tb_frame.f_locals
-                module = local.get("self") if isinstance(local.get("self"), nn.Module) else module
+                owner = local.get(code.co_varnames[0]) if code.co_argcount else None
+                module = owner if isinstance(owner, nn.Module) else module
             frame = frame.tb_next
         path = next((name for name, m in model.named_modules() if m is module), "") if module is not None else ""
         values = [f"{name} (%{v.node.name})" for name, v in local.items() if isinstance(v, fx.Proxy)]
         layer = f' in layer "{path}"' if path else ""
         leaf = f'recipe.leaf("{path}")' if path else 'recipe.leaf("path.of.module") for a module that holds it'
         return (
-            f"cannot trace {place or type(model).__name__}{layer}: {str(error).strip()} "
-            f"{'Values traced there: ' + ', '.join(values) + '. ' if values else ''}"
+            f"cannot trace {place or type(model).__name__}{layer}: {str(error).strip().partition('. ')[0].rstrip('.')}. "
+            f"{_blame(self.blamed, values)}"
             "A graph has no branches or loops over values. Two ways out: write it without (torch.where, a fixed number "
             f"of iterations), or keep the module as a float leaf: {leaf}."
         )
+
+
+def _blame(node: fx.Node | None, values: list[str]) -> str:
+    """The value that a branch or loop depends on; else all that were traced in that function."""
+    if node is not None:
+        name = getattr(node.target, "__name__", node.target)
+        inputs = ", ".join(f"%{n.name}" for n in node.all_input_nodes)
+        made = f" = {name}({inputs}), {info(node).source}" if node.op != "placeholder" else ", an input of the model"
+        return f"It depends on the value %{node.name}{made}. "
+    return f"Values traced there: {', '.join(values)}. " if values else ""
 
 
 _SPELLED_MODULES = frozenset(
@@ -125,6 +149,11 @@ def _user_line() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
         frame = frame.f_back
     return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _is_kept(path: str, leaves: tuple[str, ...]) -> bool:
+    """Whether the recipe says that a module is not to be traced into."""
+    return any(fnmatchcase(path, pattern) for pattern in leaves)
 
 
 def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
