@@ -120,8 +120,8 @@ class _Tracer(fx.Tracer):
         return (
             f"cannot trace {place or type(model).__name__}{layer}: {str(error).strip().partition('. ')[0].rstrip('.')}. "
             f"{_blame(self.blamed, values)}"
-            "A graph has no branches or loops over values. Two ways out: write it without (torch.where, a fixed number "
-            f"of iterations), or keep the module as a float leaf: {leaf}."
+            "A graph has no branches or loops over values. Two ways out: write it without (torch.where, a fixed "
+            f"number of iterations), or keep the module as a float leaf: {leaf}."
         )
 
 
