@@ -213,6 +213,11 @@ class Recipe:
         for key in data:
             if key not in known:
                 raise RecipeError(unknown("recipe key", key, known))
+            if not isinstance(data[key], _SHAPES.get(key, str)):
+                raise RecipeError(f"recipe key {key!r} has a value of the wrong shape: {data[key]!r}.")
+        tables = [*data.get("override", ()), *data.get("pass", ())]
+        if not all(isinstance(table, Mapping) for table in tables):
+            raise RecipeError("override and pass are lists of tables: [[override]] and [[pass]] in a .toml file.")
         plain = {k: data[k] for k in ("preset", "backend", "check", "max_loss") if k in data}
         return cls(
             **plain,
@@ -237,8 +242,17 @@ class Recipe:
         """Read a recipe from a `.toml` file. Raises `RecipeError` when there is none or it is not TOML."""
         try:
             return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from None
+
+
+_SHAPES: dict[str, Any] = {
+    "max_loss": (int, float),
+    "config": (str, Mapping),
+    "leaf_modules": (list, tuple),
+    "override": (list, tuple),
+    "pass": (list, tuple),
+}
 
 
 def _edit_to_dict(edit: PipelineEdit) -> dict[str, Any]:
@@ -261,7 +275,11 @@ def _edit_from_dict(data: Mapping[str, Any]) -> PipelineEdit:
         raise RecipeError(
             f"a [[pass]] entry has 'remove', or 'insert' with one of 'after' and 'before', not {dict(data)!r}."
         )
-    inserted = import_name(data["insert"], Pass)(**data.get("options", {}))
+    cls, options = import_name(data["insert"], Pass), data.get("options", {})
+    for key in options:
+        if key not in (known := [f.name for f in fields(cls)]):
+            raise RecipeError(unknown(f"option of the pass {cls.name!r}", key, known))
+    inserted = cls(**options)
     return PipelineEdit(data["after"] if "after" in data else data["before"], inserted, "after" in data)
 
 

@@ -61,10 +61,16 @@ class Selector:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Selector:
         """Inverse of `to_dict`."""
-        given = {k: v for k, v in data.items() if k in ("path", "op", "module")}
+        known = ["path", "op", "module", "config"]
+        for key in data:
+            if key not in known:
+                raise RecipeError(unknown("override key", key, known))
+        given = {k: v for k, v in data.items() if k != "config"}
         if len(given) != 1:
             raise RecipeError(f"an override needs exactly one of path, op and module, not {sorted(given) or 'none'}.")
         ((key, value),) = given.items()
+        if not isinstance(value, str):
+            raise RecipeError(f"an override's {key} is a string, not {value!r}.")
         if key == "module":
             return cls(module=import_name(value, nn.Module))
         return op(value) if key == "op" else cls(path=value)

@@ -37,6 +37,9 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise RecipeError(f"TensorSpec: bits is {self.bits!r}; it must be an integer from 2 to 8.")
+        for key, kind in (("signed", bool), ("symmetric", bool), ("per_channel", bool), ("observer", str)):
+            if not isinstance(getattr(self, key), kind):
+                raise RecipeError(f"TensorSpec: {key} is {getattr(self, key)!r}; it must be a {kind.__name__}.")
 
     @property
     def qmin(self) -> int:
