@@ -117,7 +117,8 @@ def _cut(value: Any, cut: slice) -> Any:
     if isinstance(value, Tensor):
         return value.detach()[cut].clone() if value.dim() > 0 else value.detach().clone()
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(v, cut) for v in value)
+        parts = [_cut(v, cut) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple
     if isinstance(value, Mapping):
         return {k: _cut(v, cut) for k, v in value.items()}
     return value
