@@ -139,9 +139,9 @@ def interpolate(
     return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
 
 
-def _dropout(bound: Arguments) -> Arguments:
+def _dropout(bound: Arguments) -> Arguments | str:
     bound.pop("p", None)
-    return bound
+    return "drops values at random (training=True)" if bound.get("training", True) else bound
 
 
 _DROPOUT = "x p training inplace"
@@ -152,8 +152,8 @@ _DROPOUT = "x p training inplace"
     *(spell(t, _DROPOUT, _dropout) for t in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)),
     quant=moves("x", layout=True, view=True),
 )
-def dropout(x: Tensor, *, training: bool = True) -> Tensor:
-    """The identity when `training` is false; canonicalize removes it then."""
+def dropout(x: Tensor, *, training: bool) -> Tensor:
+    """The identity: `training` is false, else the call stays as it is written. Canonicalize removes it."""
     return F.dropout(x, training=training)
 
 
