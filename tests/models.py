@@ -324,8 +324,9 @@ def settled(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         model = make()
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.running_mean.normal_(0.0, 0.3)
-                module.running_var.uniform_(0.5, 2.0)
+                if module.track_running_stats:
+                    module.running_mean.normal_(0.0, 0.3)
+                    module.running_var.uniform_(0.5, 2.0)
                 if module.affine:
                     nn.init.uniform_(module.weight, 0.5, 1.5)
                     nn.init.normal_(module.bias, 0.0, 0.3)
