@@ -1,0 +1,140 @@
+"""fuse: units. Which patterns there are is in test_patterns_*.py; here is what holds for all of them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.graph import info
+from fxq.passes import Fuse
+from fxq.unit import unit_of
+from tests.graphs import REFERENCE, after, again, equal, expected, text, until
+from tests.models import NETWORKS, batch, build, call, settled
+
+
+def test_text_before_and_after():
+    model, x = build("residual"), batch("residual")
+    manager = until(model, x, "fuse")
+    assert text(manager.gm) == expected("""
+        x = input
+        stem_relu = conv2d_relu(x, @stem.weight, @stem.bias) {conv2d(padding=(1, 1)); relu}
+        conv1_relu = conv2d_relu(stem_relu, @fxq_data.conv1_weight_folded, @fxq_data.conv1_bias_folded) \
+{conv2d(padding=(1, 1)); relu}
+        conv2_add_relu = conv2d_add_relu(conv1_relu, @fxq_data.conv2_weight_folded, @fxq_data.conv2_bias_folded, \
+stem_relu) {conv2d(padding=(1, 1)); add; relu}
+        down = conv2d(conv2_add_relu, @down.weight, @down.bias, stride=(2, 2))
+        conv3_add_relu = conv2d_add_relu(conv2_add_relu, @conv3.weight, @conv3.bias, down) \
+{conv2d(stride=(2, 2), padding=(1, 1)); add; relu}
+        mean = mean(conv3_add_relu, dim=(2, 3))
+        head = linear(mean, @head.weight, @head.bias)
+        return head
+    """)
+    assert again(manager, Fuse()) == []
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_keep_their_output(name):
+    model, inputs = build(name), batch(name)
+    before = after(model, inputs, "fold-batch-norm")
+    manager = until(model, inputs, "fuse")
+    assert equal(call(manager.gm, inputs), call(before, inputs))
+    assert again(manager, Fuse()) == []
+    owned = [p for n in manager.gm.graph.nodes for p in info(n).parts]
+    assert len(owned) == len({origin for part in owned for origin in part[:1]})  # an op belongs to one unit
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.b(self.act(self.a(x))))
+
+
+def test_equal_bodies_share_one_module():
+    gm = after(TwoBlocks().eval(), torch.randn(1, 3, 5, 5), "fuse")
+    targets = [n.target for n in gm.graph.nodes if n.op == "call_module"]
+    assert len(targets) == 2
+    assert len(set(targets)) == 1
+
+
+def test_a_unit_knows_where_it_came_from():
+    gm = after(TwoBlocks().eval(), torch.randn(1, 3, 5, 5), "fuse")
+    unit = next(n for n in gm.graph.nodes if unit_of(gm, n) is not None)
+    about = info(unit)
+    assert (unit.name, about.path, about.shape, about.dtype) == ("a_relu", "a", (1, 3, 5, 5), torch.float32)
+    assert about.origins == ("a", "act")
+    assert about.parts == (("a",), ("act",))
+    assert about.source.startswith("tests/test_fuse.py:")
+    assert about.made_by.startswith("fuse: conv2d_relu (patterns/conv.py:")
+
+
+def test_the_largest_pattern_wins():
+    """conv + add + relu, not conv + add with a relu of its own, nor conv alone with add + relu."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            return F.relu(self.a(x) + x)
+
+    gm = after(Model().eval(), torch.randn(1, 3, 5, 5), "fuse")
+    assert text(gm).splitlines()[1:-1] == ["a_add_relu = conv2d_add_relu(x, @a.weight, @a.bias)"]
+
+
+@pytest.mark.parametrize("selector", ["act", "a", fxq.op("relu")])
+def test_ops_that_the_recipe_configures_differently_stay_apart(selector):
+    model, x = settled(TwoBlocks), torch.randn(2, 3, 5, 5)
+    assert "a_relu = conv2d_relu(" in text(after(model, x, "fuse"))
+    recipe = REFERENCE.override(selector, fxq.FLOAT)
+    gm = after(model, x, "fuse", recipe)
+    assert "a_relu = conv2d_relu(" not in text(gm)
+    assert "a = conv2d(x, @a.weight, @a.bias, padding=(1, 1))" in text(gm)
+    said = [e for e in fxq.quantize(model, recipe, data=[x]).ledger if "the recipe says float" in e.reason]
+    assert [e.name for e in said] == (["a"] if selector == "a" else ["act", "act_1"])
+    assert all(e.fix.startswith("drop the override") for e in said)
+
+
+def test_a_value_read_elsewhere_stays():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            y = self.a(x)
+            return F.relu(y) * y
+
+    model, x = Model().eval(), torch.randn(1, 3, 5, 5)
+    gm = after(model, x, "fuse")
+    assert text(gm).splitlines()[1:3] == ["a = conv2d(x, @a.weight, @a.bias)", "relu = relu(a)"]
+    assert "%a is also read by %mul" in fxq.explain("conv2d_relu", gm, "relu")
+    assert equal(call(gm, x), call(model, x))
+
+
+def test_a_user_s_pattern_comes_first():
+    @fxq.fusion
+    def my_scaled_act(op, x, w, b, s):
+        return op.mul(op.relu(op.conv2d(x, w, b)), s)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Conv2d(3, 3, 1)
+            self.s = nn.Parameter(torch.rand(3, 1, 1))
+
+        def forward(self, x):
+            return self.s * torch.relu(self.a(x))
+
+    try:
+        model, x = settled(Model), torch.randn(4, 3, 5, 5)
+        gm = after(model, x, "fuse")
+        assert text(gm).splitlines()[1:-1] == ["a_relu_mul = my_scaled_act(x, @a.weight, @a.bias, @s)"]
+        assert fxq.numeric.sqnr(call(model, x), call(fxq.quantize(model, data=[x]), x)) > 30
+    finally:
+        fxq.FUSIONS.discard("my_scaled_act")
