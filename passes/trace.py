@@ -117,8 +117,9 @@ class _Tracer(fx.Tracer):
         values = [f"{name} (%{v.node.name})" for name, v in local.items() if isinstance(v, fx.Proxy)]
         layer = f' in layer "{path}"' if path else ""
         leaf = f'recipe.leaf("{path}")' if path else 'recipe.leaf("path.of.module") for a module that holds it'
+        reason = str(error).strip().partition(". ")[0].rstrip(".")
         return (
-            f"cannot trace {place or type(model).__name__}{layer}: {str(error).strip().partition('. ')[0].rstrip('.')}. "
+            f"cannot trace {place or type(model).__name__}{layer}: {reason}. "
             f"{_blame(self.blamed, values)}"
             "A graph has no branches or loops over values. Two ways out: write it without (torch.where, a fixed "
             f"number of iterations), or keep the module as a float leaf: {leaf}."
