@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,9 +42,10 @@ class Annotate(Pass):
         rewriter.context.check_selectors(
             {n.name: (info(n).path, tuple(c.op.name for c in calls)) for n, calls in ops.items()}
         )
+        changers = {value: n for n in reversed(nodes) for value in mutates(n)}
         candidates: dict[fx.Node, _Candidate] = {}
         for node in nodes:
-            found = _candidate(rewriter, node, ops[node])
+            found = _candidate(rewriter, node, ops[node], changers)
             if isinstance(found, Plan):
                 rewriter.describe(node, plan=found)
             else:
@@ -108,7 +109,9 @@ class _Candidate:
         return Plan("moves" if self.moves else "int8", reads=reads)
 
 
-def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...]) -> _Candidate | Plan:
+def _candidate(
+    rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...], changers: Mapping[fx.Node, fx.Node]
+) -> _Candidate | Plan:
     """The node as a candidate, or the plan that leaves it in float."""
     about, context = info(node), rewriter.context
     names = tuple(call.op.name for call in calls)
@@ -119,7 +122,7 @@ def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...]) -> 
         return Plan("float", about.note or f"{_called(rewriter.gm, node)} is not in the op table")
     if config.is_float:
         return Plan("float", f"the recipe says float for {selector}", fix=f"drop the override for {selector}")
-    reason = _unfit(rewriter.gm, node, calls)
+    reason = _unfit(rewriter.gm, calls, changers)
     if reason is not None:
         return Plan("float", reason)
     _check_weights(rewriter.gm, node, calls)
@@ -141,7 +144,7 @@ def _called(gm: fx.GraphModule, node: fx.Node) -> str:
     return type(module).__name__ if module is not None else str(getattr(node.target, "__name__", node.target))
 
 
-def _unfit(gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...]) -> str | None:
+def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changers: Mapping[fx.Node, fx.Node]) -> str | None:
     """Why the op cannot run on integers on any backend; None when it can."""
     first = calls[0].op
     if first.quant.kind == "float":
@@ -153,13 +156,13 @@ def _unfit(gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...]) -> str 
         if any(isinstance(v, (int, float)) for k, v in call.tensors.items() if k in call.op.quant.inputs):
             return f"{call.op.name} with a number has no integer form"
     for read in inputs_of(calls):
-        reason = _unfit_input(gm, read)
+        reason = _unfit_input(gm, read, changers)
         if reason is not None:
             return reason
     return None
 
 
-def _unfit_input(gm: fx.GraphModule, read: Input) -> str | None:
+def _unfit_input(gm: fx.GraphModule, read: Input, changers: Mapping[fx.Node, fx.Node]) -> str | None:
     about = info(read.node)
     if read.role == "weight" and constant(gm, read.node) is None:
         return "its weight is computed at run time"
@@ -171,7 +174,7 @@ def _unfit_input(gm: fx.GraphModule, read: Input) -> str | None:
         return f"its input %{read.node.name} is {about.dtype or 'not a tensor'}, not float32".replace("torch.", "")
     if read.node.op == "get_attr":
         return f"its input {read.node.target} is a constant"
-    changer = next((u for u in read.node.users if read.node in mutates(u)), None)
+    changer = changers.get(read.node)  # to ask all users of a value each time would be quadratic
     return f"its input %{read.node.name} is changed in place by %{changer.name}" if changer is not None else None
 
 
