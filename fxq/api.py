@@ -214,9 +214,7 @@ def _check_model(model: Any) -> None:
     if isinstance(model, (QuantizedModel, ObservedModel)):
         raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
     for path, module in model.named_modules():
-        if type(module).__module__.startswith(
-            ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "fxq.backends")
-        ):
+        if isinstance(module, (QuantizedModel, ObservedModel)) or type(module).__module__.startswith(_QUANTIZED):
             raise InputError(
                 f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}. "
                 "Give the float model."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -44,6 +45,16 @@ class ObservedModel(fx.GraphModule):
     def history(self) -> History:
         """One snapshot per pass so far."""
         return self.manager.history
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObservedModel:
+        manager = copy.copy(self.manager)
+        manager.gm = super().__deepcopy__(memo)
+        known = manager.context
+        manager.context = replace(known, samples=list(known.samples), units=dict(known.units), regions={})
+        manager.history, manager._views = copy.deepcopy(self.history, memo), {}
+        copied = ObservedModel.from_manager(manager)
+        copied.batches_seen = self.batches_seen
+        return copied
 
 
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
