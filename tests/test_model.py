@@ -1,0 +1,168 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.errors import InputError
+from fxq.model import SAMPLES, ObservedModel, QuantizedModel
+from tests.helpers import REFERENCE, text
+
+X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+BACKENDS = ["reference", "auto"]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.PReLU(), nn.Flatten(), nn.Linear(64, 5)
+    ).eval()
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def qmodel(request):
+    return fxq.quantize(network(), fxq.Recipe.static(backend=request.param), data=[X])
+
+
+def deepcopied(model):
+    return copy.deepcopy(model)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+def twice(model):
+    return copy.deepcopy(pickled(copy.deepcopy(model)))
+
+
+NO_PICKLE = pytest.mark.xfail(raises=TypeError, reason="a quantized model cannot be unpickled: fx traces it again")
+COPIES = [deepcopied, *(pytest.param(way, marks=NO_PICKLE) for way in (pickled, saved, twice))]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_computes_the_same(qmodel, copied):
+    other = copied(qmodel)
+    assert isinstance(other, QuantizedModel) and isinstance(other, torch.fx.GraphModule)
+    assert torch.equal(other(X), qmodel(X))
+    assert not other.training
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_keeps_what_is_known(qmodel, copied):
+    other = copied(qmodel)
+    assert str(other.history) == str(qmodel.history) and other.history["fuse"].graph == qmodel.history["fuse"].graph
+    assert (other.ledger, other.recipe, other.backend) == (qmodel.ledger, qmodel.recipe, qmodel.backend)
+    assert list(other.qparams()) == list(qmodel.qparams()) == ["0", "3", "6"]
+    for name, layer in qmodel.qparams().items():
+        assert torch.equal(other.qparams()[name].weight, layer.weight)
+        assert other.qparams()[name].input_scale == layer.input_scale
+    assert text(other) == text(qmodel)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_shares_no_tensor(qmodel, copied):
+    """What is changed in the copy does not reach the original."""
+    other = copied(qmodel)
+    want = qmodel(X)
+    mine = {t.data_ptr() for t in (*qmodel.parameters(), *qmodel.buffers()) if t.numel()}
+    theirs = [t for t in (*other.parameters(), *other.buffers()) if t.numel()]
+    assert theirs and not mine & {t.data_ptr() for t in theirs}
+    with torch.no_grad():
+        for tensor in theirs:
+            tensor.zero_()
+    assert torch.equal(qmodel(X), want)
+
+
+def test_a_copy_of_a_copied_graph_can_be_edited(qmodel):
+    other = copy.deepcopy(qmodel)
+    last = other.graph.output_node().args[0]
+    with other.graph.inserting_after(last):
+        doubled = other.graph.call_function(torch.mul, (last, 2.0))
+    other.graph.output_node().args = (doubled,)
+    other.recompile()
+    assert torch.equal(other(X), 2 * qmodel(X))
+
+
+def test_a_model_inside_another_is_copied_with_it(qmodel):
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x) + 1
+
+    other = copy.deepcopy(Wrapper(qmodel).eval())
+    assert torch.equal(other(X), qmodel(X) + 1) and other.inner.history.names == qmodel.history.names
+
+
+def test_a_quantized_model_is_a_graph_module(qmodel):
+    assert isinstance(qmodel, torch.fx.GraphModule) and not qmodel.training
+    assert "def forward(self, input" in qmodel.code
+    assert qmodel.backend in ("reference", "x86")
+
+
+def test_quantizing_again_is_refused(qmodel):
+    with pytest.raises(InputError, match="QuantizedModel already; quantize the float model it came from"):
+        fxq.quantize(qmodel, data=[X])
+    with pytest.raises(InputError, match="already"):
+        fxq.quantize(nn.Sequential(qmodel).eval(), data=[X])
+
+
+# ---- the observed model
+
+
+def test_steps_give_the_same_as_quantize():
+    observed = fxq.prepare(network(), REFERENCE, X)
+    assert isinstance(observed, ObservedModel) and observed.history.names[-1] == "insert-observers"
+    assert torch.allclose(observed(X), network()(X), rtol=1e-5, atol=1e-6)
+    observed(X / 2)
+    assert observed.batches_seen == 2
+    stepped = fxq.convert(observed)
+    whole = fxq.quantize(network(), REFERENCE, data=[X, X / 2])
+    assert str(stepped.history[-1].graph) == str(whole.history[-1].graph)
+    assert torch.equal(stepped(X), whole(X))
+
+
+def test_calibrate_shows_data_to_the_observers():
+    observed = fxq.prepare(network(), REFERENCE, X)
+    assert fxq.calibrate(observed, [X, (X / 2,), {"input": X}], progress=False) is observed
+    assert observed.batches_seen == 3
+
+
+def test_a_few_samples_of_the_first_batch_are_kept():
+    observed = fxq.prepare(network(), REFERENCE, X)
+    many = torch.rand(7, 3, 8, 8)
+    observed(many)
+    observed(X)
+    (sample,) = observed.manager.context.samples
+    assert torch.equal(sample.args[0], many[:SAMPLES])
+
+
+def test_converting_twice_or_something_else():
+    observed = fxq.prepare(network(), REFERENCE, X)
+    observed(X)
+    fxq.convert(observed)
+    with pytest.raises(InputError, match="converted already; prepare the float model again"):
+        fxq.convert(observed)
+    with pytest.raises(InputError, match=r"takes the model that fxq\.prepare returned, not a Sequential"):
+        fxq.convert(network())
+
+
+def test_a_copied_observed_model_calibrates_on_its_own():
+    observed = fxq.prepare(network(), REFERENCE, X)
+    other = copy.deepcopy(observed)
+    other(X)
+    assert other.batches_seen == 1 and observed.batches_seen == 0
+    assert torch.equal(fxq.convert(other)(X), fxq.quantize(network(), REFERENCE, data=[X])(X))
