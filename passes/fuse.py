@@ -29,9 +29,9 @@ class Fuse(Pass):
         context = rewriter.context
 
         def configured_differently(match: Any) -> bool:
-            configs = {
-                context.config_for(info(n).path, (op.name,))[0] for n in match.nodes if (op := op_of(n)) is not None
-            }
-            return len(configs) > 1
+            ops = [(op, info(n).path) for n in match.nodes if (op := op_of(n)) is not None]
+            configs = [(op, context.config_for(path, (op.name,))[0]) for op, path in ops]
+            specs = {config for op, config in configs if op.quant.kind == "computes"}
+            return len(specs) > 1 or len({config.is_float for _, config in configs}) > 1
 
         rewriter.fuse(FUSIONS.largest_first(), refuse=configured_differently)

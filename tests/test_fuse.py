@@ -100,6 +100,18 @@ def test_ops_that_the_recipe_configures_differently_stay_apart(selector):
     assert all(e.fix.startswith("drop the override") for e in said)
 
 
+def test_another_spec_for_the_layer_alone_keeps_the_unit():
+    """An activation function has no spec of its own."""
+    recipe = REFERENCE.override("a", fxq.QuantConfig(activation=fxq.TensorSpec(bits=4)))
+    assert "a_relu = conv2d_relu(" in text(after(settled(TwoBlocks), torch.randn(2, 3, 5, 5), "fuse", recipe))
+
+
+def test_a_sum_with_another_spec_stays_apart():
+    recipe = REFERENCE.override("conv2", fxq.QuantConfig(activation=fxq.TensorSpec(bits=4)))
+    lines = text(after(build("residual"), batch("residual"), "fuse", recipe)).splitlines()
+    assert [line.partition("(")[0] for line in lines[3:5]] == ["conv2 = conv2d", "add_relu = add_relu"]
+
+
 def test_a_value_read_elsewhere_stays():
     class Model(nn.Module):
         def __init__(self):
