@@ -24,13 +24,17 @@ REFERENCE = fxq.Recipe.static(backend="reference")
 
 
 def text(graph: GraphView | fx.GraphModule) -> str:
-    """The graph as text, with grids by letter: `quantize(x, A)` for the first scale and zero point, and so on."""
+    """The graph as text, with grids by letter: `quantize(x, A)` for the first scale and zero point, and so on.
+
+    An integer weight is written `int8(name, axis=0)`.
+    """
     lines = str(graph if isinstance(graph, GraphView) else view(graph))
     grids: dict[str, str] = {}
 
     def letter(found: re.Match[str]) -> str:
         return grids.setdefault(found[0], chr(ord("A") + len(grids)))
 
+    lines = re.sub(r"dequantize_channel\(@fxq_data\.(\w+)_int8, [^,]+, [^,]+, axis=(\d)\)", r"int8(\1, axis=\2)", lines)
     lines = re.sub(r"from_scale=[^,]+, from_zero_point=\d+, ", "", lines)
     return re.sub(r"scale=[-+.e\d]+, zero_point=-?\d+", letter, lines)
 

@@ -1,0 +1,213 @@
+"""annotate: what runs on integers, what does not, and why."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.backends.cpu import has_onednn_int8
+from fxq.graph import info
+from fxq.passes import Annotate
+from tests.graphs import REFERENCE, again, text, until
+from tests.models import batch, build, settled
+
+X86 = fxq.Recipe.static(backend="x86")
+needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+
+
+def plans(manager):
+    """Fate and reason of each op, by node."""
+    found = {n.name: info(n).plan for n in manager.gm.graph.nodes}
+    return {name: (plan.fate, plan.reason) for name, plan in found.items() if plan is not None}
+
+
+class Model(nn.Module):
+    """A forward from outside, between two layers."""
+
+    def __init__(self, middle, width=4, behind=None):
+        super().__init__()
+        self.before, self.middle = nn.Conv2d(3, 4, 3, padding=1), middle
+        self.behind = behind or nn.Conv2d(width, 4, 1)
+        self.weight = nn.Parameter(torch.randn(4, 4, 1, 1))
+        self.slope = nn.Parameter(torch.full((4,), 0.2))
+
+    def forward(self, x):
+        return self.behind(self.middle(self, self.before(x)))
+
+
+def annotated(middle, recipe=REFERENCE, **options):
+    return until(settled(lambda: Model(middle, **options)), torch.randn(2, 3, 8, 8), "annotate", recipe)
+
+
+def test_the_graph_stays():
+    model, x = build("squeeze_excite"), batch("squeeze_excite")
+    manager = until(model, x, "annotate")
+    assert text(manager.history["annotate"].graph) == text(manager.history["fuse"].graph)
+    assert manager.history["annotate"].edits == ()
+    before = plans(manager)
+    assert again(manager, Annotate()) == []
+    assert plans(manager) == before
+
+
+@needs_x86
+def test_plans_of_a_squeeze_and_excite_block():
+    assert plans(until(build("squeeze_excite"), batch("squeeze_excite"), "annotate", X86)) == {
+        "stem_hardswish": ("int8", ""),
+        "pool": ("int8", ""),
+        "reduce_relu": ("int8", ""),
+        "expand": ("int8", ""),
+        "hardsigmoid": ("float", "hardsigmoid has no integer form"),
+        "mul": ("float", "x86 has no int8 kernel for mul"),
+        "out": ("int8", ""),
+    }
+
+
+def test_plans_of_dense_connections():
+    assert plans(until(build("dense"), batch("dense"), "annotate", REFERENCE)) == {
+        "a_relu": ("int8", ""),
+        "b_relu": ("int8", ""),
+        "cat": ("moves", ""),
+        "c_relu": ("int8", ""),
+        "cat_1": ("moves", ""),
+        "d": ("int8", ""),
+    }
+
+
+# ---- the reasons
+
+
+@pytest.mark.parametrize(
+    ("middle", "node", "fate", "reason"),
+    [
+        (lambda m, x: torch.sigmoid(x), "sigmoid", "float", "sigmoid has no integer form"),
+        (lambda m, x: torch.erf(x), "erf", "float", "is not in the op table"),
+        (lambda m, x: x + 1.0, "add", "float", "add with a number has no integer form"),
+        (lambda m, x: torch.add(x, x, alpha=2), "add", "float", "add scales its second operand (alpha)"),
+        (
+            lambda m, x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+            "interpolate",
+            "float",
+            "interpolates (bilinear)",
+        ),
+        (lambda m, x: F.conv2d(x, m.weight * 2), "conv2d", "float", "its weight is computed at run time"),
+        (lambda m, x: F.conv2d(x, m.weight, m.slope * 2), "conv2d", "float", "its bias is computed at run time"),
+        (
+            lambda m, x: torch.sigmoid(x) + x,
+            "add",
+            "float",
+            "its input %sigmoid is float, so float costs no conversion",
+        ),
+        (lambda m, x: torch.sigmoid(x) + torch.tanh(x), "add", "float", "is float, so float costs no conversion"),
+        (lambda m, x: x.reshape(x.size(0), 4, 4, -1), "size", "float", "its value is not a tensor"),
+        (lambda m, x: x.reshape(x.size(0), 4, 4, -1), "reshape", "moves", ""),
+        (lambda m, x: F.max_pool2d(torch.erf(x), 2), "max_pool2d", "moves", ""),
+        (lambda m, x: torch.relu(torch.erf(x)), "relu", "float", "is float, so float costs no conversion"),
+    ],
+)
+def test_reasons(middle, node, fate, reason):
+    got = plans(annotated(middle))[node]
+    assert got[0] == fate
+    assert reason in got[1]
+    assert bool(got[1]) == (fate == "float")
+
+
+def test_nobody_reads_integers():
+    got = plans(annotated(lambda m, x: torch.relu(F.max_pool2d(x, 2)), behind=nn.Softmax(1)))
+    assert got["max_pool2d"] == ("float", "nothing reads integers from it")
+    assert got["before"] == ("int8", "")
+
+
+def test_integer_inputs_are_no_activations():
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.fc = nn.Embedding(10, 4), nn.Linear(4, 2)
+
+        def forward(self, index):
+            return self.fc(self.table(index.reshape(-1)))
+
+    got = plans(until(settled(Lookup), torch.randint(10, (4, 2)), "annotate", REFERENCE))
+    assert got["reshape"][0] == "float"
+    assert got["fc"] == ("int8", "")
+
+
+def test_half_precision_is_not_quantized():
+    model = settled(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())).double()
+    (plan, *_) = plans(until(model, torch.randn(2, 4, dtype=torch.float64), "annotate", REFERENCE)).values()
+    assert plan == ("float", "its input %input_1 is float64, not float32")
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("middle", "node", "reason"),
+    [
+        (lambda m, x: x * torch.relu(x), "mul", "x86 has no int8 kernel for mul"),
+        (
+            lambda m, x: F.adaptive_avg_pool2d(x, 3),
+            "adaptive_avg_pool2d",
+            "its windows depend on the size of the input",
+        ),
+        (lambda m, x: F.avg_pool2d(x, 2, ceil_mode=True), "avg_pool2d", "ceil_mode=True"),
+        (lambda m, x: x.mean(1, keepdim=True).expand(-1, 4, -1, -1), "mean", "only the mean over height and width"),
+        (lambda m, x: torch.relu(x) + torch.relu(x.mean((2, 3), keepdim=True)), "add", "broadcasting has no kernel"),
+    ],
+)
+def test_what_x86_has_no_kernel_for(middle, node, reason):
+    on_x86, on_reference = (plans(annotated(middle, recipe)) for recipe in (X86, REFERENCE))
+    name = next(n for n in on_x86 if n.startswith(node))
+    assert on_x86[name][0] == "float"
+    assert reason in on_x86[name][1]
+    assert on_reference[name][0] in ("int8", "moves", "float")
+    assert "x86" not in on_reference[name][1]
+
+
+@needs_x86
+def test_a_kernel_that_runs_only_the_first_ops():
+    manager = until(build("prelu_chain"), batch("prelu_chain"), "annotate", X86)
+    plan = next(info(n).plan for n in manager.gm.graph.nodes if n.name == "extract_prelu")
+    assert (plan.fate, plan.kernel_ops, plan.reason) == ("int8", 1, "x86 has no int8 kernel for prelu")
+
+
+# ---- the recipe
+
+
+def test_recipe_says_float():
+    recipe = REFERENCE.override("b", fxq.FLOAT)
+    plan = plans(until(build("dense"), batch("dense"), "annotate", recipe))["b"]
+    assert plan == ("float", "the recipe says float for 'b'")
+
+
+def test_recipe_says_float_for_an_op():
+    got = plans(until(build("dense"), batch("dense"), "annotate", REFERENCE.override(fxq.op("cat"), fxq.FLOAT)))
+    assert got["cat"] == got["cat_1"] == ("float", "the recipe says float for fxq.op('cat')")
+    assert got["c_relu"] == ("int8", "")
+
+
+def test_a_spec_of_its_own_reaches_the_edge():
+    spec = fxq.TensorSpec(bits=4, observer="minmax")
+    recipe = REFERENCE.override("c", fxq.QuantConfig(activation=spec))
+    manager = until(build("dense"), batch("dense"), "annotate", recipe)
+    reads = {n.name: info(n).plan.reads for n in manager.gm.graph.nodes if info(n).plan is not None}
+    assert reads["c_relu"] == {"cat": spec}
+    assert reads["cat"] == {"a_relu": spec, "b_relu": spec}
+    assert reads["b_relu"]["a_relu"] == fxq.TensorSpec()
+
+
+def test_nan_in_a_weight_names_the_layer():
+    model = build("dense")
+    with torch.no_grad():
+        model.c.weight[0, 0, 0, 0] = float("nan")
+    with pytest.raises(fxq.InputError, match=r'layer "c".*c\.weight holds NaN or Inf'):
+        until(model, batch("dense"), "annotate", REFERENCE)
+    until(model, batch("dense"), "annotate", REFERENCE.override("c", fxq.FLOAT))
+
+
+@needs_x86
+def test_specs_that_x86_does_not_take():
+    signed = fxq.TensorSpec(signed=True, symmetric=True)
+    got = plans(until(build("dense"), batch("dense"), "annotate", fxq.Recipe.static(backend="x86", activation=signed)))
+    assert got["a_relu"] == ("float", "x86 kernels take unsigned activations; set signed=False")
+    affine = fxq.TensorSpec(observer="minmax")
+    got = plans(until(build("dense"), batch("dense"), "annotate", fxq.Recipe.static(backend="x86", weight=affine)))
+    assert got["a_relu"] == ("float", "x86 kernels take signed symmetric weights")
