@@ -112,7 +112,7 @@ def test_per_tensor_weights():
     model = nn.Sequential(nn.Linear(4, 2)).eval()
     layer = fxq.quantize(model, recipe, data=[torch.randn(8, 4)]).qparams()["0"]
     assert layer.axis is None and layer.weight_scale.shape == () == layer.weight_zero_point.shape
-    assert float(layer.weight_scale) == pytest.approx(float(model[0].weight.abs().max()) / 127, rel=1e-7)
+    assert float(layer.weight_scale) == pytest.approx(float(model[0].weight.detach().abs().max()) / 127, rel=1e-7)
 
 
 def test_a_transposed_convolution_has_its_channels_on_the_second_axis():
