@@ -384,6 +384,25 @@ def test_a_sum_of_two_convolutions_takes_one_of_them():
     assert torch.equal(run(gm, IMAGE), model(IMAGE))
 
 
+def test_two_fusions_that_want_the_same_node():
+    @rewrite
+    def front(op, x):
+        return op.sigmoid(op.relu(x))
+
+    @rewrite
+    def back(op, x):
+        return op.tanh(op.sigmoid(x))
+
+    gm = graph(module(lambda self, x: torch.tanh(torch.sigmoid(torch.relu(x)))), X)
+    assert rewriter(gm).fuse([front[0], back[0]]) == 1
+    assert text(gm) == lines("""
+        x = input
+        relu_sigmoid = front(x)
+        tanh = tanh(relu_sigmoid)
+        return tanh
+    """)
+
+
 def test_units_of_the_same_body_share_one_module():
     model = nn.Sequential(conv_block(), conv_block(), conv_block(stride=2)).eval()
     gm = graph(model, IMAGE)
