@@ -76,12 +76,15 @@ def _parameters(rewriter: Rewriter, value: fx.Node, edge: Edge, groups: dict[int
 
 
 def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, qp: QParams) -> fx.Node:
-    """Quantize and dequantize behind `current` (the value, or its previous integer form); the dequantize."""
+    """Quantize and dequantize behind `current` (the value, or its previous integer form); the dequantize.
+
+    Every form is made from the value itself: made from a coarser form, it would have that one's error as well.
+    """
     about = info(value)
     grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z}
     limits: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "dtype": qp.dtype}
     integer, real = (about.shape, qp.dtype), (about.shape, torch.float32)
-    q = rewriter.call("quantize", current, after=current, name=f"{value.name}_q", typed=integer, **grid, **limits)
+    q = rewriter.call("quantize", value, after=current, name=f"{value.name}_q", typed=integer, **grid, **limits)
     dq = rewriter.call("dequantize", q, after=q, name=f"{value.name}_dq", typed=real, **grid)
     for node in (q, dq):
         rewriter.describe(node, qparams=qp, path=about.path, source=about.source)

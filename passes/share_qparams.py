@@ -56,7 +56,7 @@ class ShareQParams(Pass):
         sources = [len(keys - moved) for keys in groups]
         for value, specs in wanted.items():
             edges = []
-            for spec in specs:
+            for spec in sorted(specs, key=lambda spec: -spec.bits):  # who reads it in float reads the first form
                 number = group[value, spec]
                 fixed = _fixed_range(rewriter, value) if sources[number] == 1 else None
                 edges.append(Edge(spec, number, (value, spec) not in moved, fixed))
