@@ -42,6 +42,7 @@ class Editor:
         name: name of the pass, for attribution.
         edits: the edits so far, in order.
         touched: nodes that were made or changed, so that their views are out of date.
+        names: names of the nodes.
     """
 
     def __init__(self, gm: fx.GraphModule, context: Context, name: str = "") -> None:
@@ -51,6 +52,7 @@ class Editor:
         self.edits: list[Edit] = []
         self.touched: set[fx.Node] = set()
         self.matcher = Matcher(gm)
+        self.names = {node.name for node in gm.graph.nodes}
         self._rule: tuple[str, str] = ("", "")
         self._open: Edit | None = None
         self._constants = {str(n.target): n for n in gm.graph.nodes if n.op == "get_attr"}
@@ -70,7 +72,6 @@ class Editor:
         self, node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = None, op: str | None = None
     ) -> fx.Node:
         """Change what a node calls or reads; its name, metadata and users stay."""
-        self._forget(node)
         if op is not None:
             node.op = op
         if target is not None:
@@ -79,7 +80,6 @@ class Editor:
             node.args = args
         if kwargs is not None:
             node.kwargs = kwargs
-        self._forget(node)
         self._count([node], [node])
         self._made(node)
         return node
@@ -162,14 +162,15 @@ class Editor:
             node.stack_trace = sources[0].stack_trace
         if sources and "nn_module_stack" in sources[0].meta:
             node.meta["nn_module_stack"] = sources[0].meta["nn_module_stack"]
+        self.names.add(node.name)
         self._count([], [node])
         self._made(node)
-        for read in node.all_input_nodes:
-            self.matcher.forget(read)
         return node
 
     def rename(self, node: fx.Node, name: str) -> None:
         """Give a node the name of one that was erased: it stands for the same thing."""
+        self.names.discard(node.name)
+        self.names.add(name)
         node.name = name
         self.touched.add(node)
         self.touched.update(node.users)
@@ -187,9 +188,6 @@ class Editor:
             user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)
             self.touched.add(user)
             self.matcher.note(user)
-        self.matcher.forget(old)
-        if isinstance(new, fx.Node):
-            self.matcher.forget(new)
         if users:
             self._count([old], [new] if isinstance(new, fx.Node) else [])
 
@@ -197,10 +195,10 @@ class Editor:
         """Remove a node that nobody reads. Raises `PassError` when somebody does."""
         if node.users:
             raise PassError(f"{self.name}: cannot erase %{node.name}: %{next(iter(node.users)).name} reads it.")
-        self._forget(node)
         if node.op == "get_attr":
             self._constants.pop(str(node.target), None)
         self._count([node], [])
+        self.names.discard(node.name)
         self.graph.erase_node(node)
 
     def erase_unused(self) -> None:
@@ -268,11 +266,6 @@ class Editor:
         set_info(node, made_by=made)
         self.touched.add(node)
         self.matcher.note(node)
-
-    def _forget(self, node: fx.Node) -> None:
-        self.matcher.forget(node)
-        for read in node.all_input_nodes:
-            self.matcher.forget(read)
 
     def _holder(self, folder: str) -> nn.Module:
         if not hasattr(self.gm, folder):

@@ -6,6 +6,7 @@ already bound, looked up by op. It is linear in the number of nodes: a pattern i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.errors import PatternError, unknown
-from fxq.graph import constant, flat_nodes, info, mutates, op_of, options_of
+from fxq.graph import constant, flat_nodes, info, is_op, mutates, op_of, options_of
 from fxq.pattern import FUSIONS, Family, PatternNode, Rule
 
 _MOST_CANDIDATES = 16
@@ -117,20 +118,27 @@ class Refusal:
 
 
 class Matcher:
-    """Matches rules in one graph. `forget(node)` after an edit that changes who reads `node`."""
+    """Matches rules in one graph. `note(node)` after an edit that made or changed a node.
+
+    Attributes:
+        gm: the graph's module.
+        taken: nodes that no further match may contain.
+    """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
-        self._users: dict[fx.Node, dict[str, list[fx.Node]]] = {}
+        self.taken: set[fx.Node] = set()
+        self._users: dict[fx.Node, dict[str, deque[fx.Node]]] = {}
         self._changed: set[fx.Node] = {value for node in gm.graph.nodes for value in mutates(node)}
 
     def note(self, node: fx.Node) -> None:
-        """Learn what a node that was made or changed overwrites."""
+        """Learn what a node that was made or changed reads and overwrites."""
         self._changed.update(mutates(node))
-
-    def forget(self, node: fx.Node) -> None:
-        """Drop what is remembered about the users of a node."""
-        self._users.pop(node, None)
+        op = op_of(node)
+        if op is not None:
+            for read in node.all_input_nodes:
+                if read in self._users:
+                    self._users[read].setdefault(op.name, deque()).append(node)
 
     def match(self, rule: Rule, node: fx.Node, refusal: Refusal | None = None) -> Match | None:
         """The match of `rule` with its root at `node`, or None. `refusal`, when given, learns the furthest failure."""
@@ -166,6 +174,8 @@ class Matcher:
             yield from self._solve(rule, rest, {**bound, pattern: value}, failed)
         else:
             reason = _mismatch(pattern, value)
+            if reason is None and value in self.taken:
+                reason = f"%{value.name} belongs to another match"
             if reason is not None or value in bound.values():
                 failed.record(matched, reason or f"%{value.name} would be matched twice")
                 return
@@ -209,16 +219,23 @@ class Matcher:
                     yield from self.users(inner, wanted.name)
                 return
 
-    def users(self, node: fx.Node, op: str) -> list[fx.Node]:
-        """The users of `node` that call `op`; built once per node."""
+    def users(self, node: fx.Node, op: str) -> Iterator[fx.Node]:
+        """The users of `node` that call `op` and are not taken. Those that are gone are dropped for good."""
         if node not in self._users:
-            table: dict[str, list[fx.Node]] = {}
+            table: dict[str, deque[fx.Node]] = {}
             for user in node.users:
                 row = op_of(user)
                 if row is not None:
-                    table.setdefault(row.name, []).append(user)
+                    table.setdefault(row.name, deque()).append(user)
             self._users[node] = table
-        return self._users[node].get(op, [])
+        found = self._users[node].get(op, deque())
+        while found and not self._is_free(found[0], node, op):
+            found.popleft()
+        return (user for user in list(islice(found, _MOST_CANDIDATES)) if self._is_free(user, node, op))
+
+    def _is_free(self, user: fx.Node, read: fx.Node, op: str) -> bool:
+        """Whether `user` still calls `op` on `read`, and may be matched."""
+        return user not in self.taken and is_op(user, op) and read in user.all_input_nodes and not user._erased
 
     def _refused(self, match: Match) -> str | None:
         nodes = {v for p, v in match.bound.items() if p.op is not None}

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxq.data import Batch, first_of
+from fxq.graphdata import NodeData, from_data, to_data
 from fxq.history import History
 from fxq.layers import LayerQParams
 from fxq.ledger import Ledger
@@ -102,3 +103,17 @@ class QuantizedModel(fx.GraphModule):
         model = QuantizedModel(copied, copied.graph, class_name="QuantizedModel")
         model._attach(*copy.deepcopy(parts, memo))
         return model.eval()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        held = (self._parameters, self._buffers, self._modules)
+        parts = (self.history, self.ledger, self.recipe, self.backend, self._layers)
+        return _restore, (held, to_data(self.graph), parts)
+
+
+def _restore(held: Any, data: list[NodeData], parts: Any) -> QuantizedModel:
+    """Inverse of `QuantizedModel.__reduce__`."""
+    root = nn.Module()
+    root._parameters, root._buffers, root._modules = held
+    model = QuantizedModel(root, from_data(data), class_name="QuantizedModel")
+    model._attach(*parts)
+    return model.eval()

@@ -67,16 +67,14 @@ class Rewriter(Editor):
             op = op_of(node)
             if op is not None:
                 by_op.setdefault(op.name, []).append(node)
-        taken: set[fx.Node] = set()
         chosen: list[Match] = []
         for rule in rules:
             for node in by_op.get(rule.root_op, ()):
-                match = self.matcher.match(rule, node) if node not in taken else None
-                if match is None or not taken.isdisjoint(match.nodes):
-                    continue
-                if refuse is None or not refuse(match):
-                    taken.update(match.nodes)
+                match = self.matcher.match(rule, node)
+                if match is not None and (refuse is None or not refuse(match)):
+                    self.matcher.taken.update(match.nodes)
                     chosen.append(match)
+        self.matcher.taken.clear()
         for match in sorted(chosen, key=lambda m: m.root.node):
             with self.attributed(match.rule.name, match.rule.source):
                 make_unit(self, match.nodes, match.outputs, match.rule.name)
@@ -98,11 +96,9 @@ class Rewriter(Editor):
                 self.describe(copies[inner], origins=origins, plan=None)
                 made.append(copies[inner])
         self.replace(node, made[-1])
-        taken = {n.name for n in self.graph.nodes}
         for op in made:  # back to the names that they had before they were fused
             name = next(iter(info(op).origins), op.name)
-            if name not in taken:
-                taken.add(name)
+            if name not in self.names:
                 self.rename(op, name)
         return made
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import fx
 
 from fxq.graph import flat_nodes, op_of, options_of, submodule
+from fxq.graphdata import NodeData, from_data, to_data
 from fxq.optable import Op
 
 UNITS = "fxq_units"
@@ -36,6 +37,13 @@ class Unit(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         return Unit(self.kind, copy.deepcopy(self.graph))  # fx would return a plain GraphModule, without the kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unit, (self.kind, to_data(self.graph))
+
+
+def _unit(kind: str, data: list[NodeData]) -> Unit:
+    return Unit(kind, from_data(data))
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ def twice(model):
     return copy.deepcopy(pickled(copy.deepcopy(model)))
 
 
-NO_PICKLE = pytest.mark.xfail(raises=TypeError, reason="a quantized model cannot be unpickled: fx traces it again")
-COPIES = [deepcopied, *(pytest.param(way, marks=NO_PICKLE) for way in (pickled, saved, twice))]
+COPIES = [deepcopied, pickled, saved, twice]
 
 
 @pytest.mark.parametrize("copied", COPIES)
