@@ -134,8 +134,9 @@ def _candidate(
             fix='recipe with backend="reference"' if context.backend.name != "reference" else "",
         )
     assert config.activation is not None
-    activations = tuple(dict.fromkeys(i.node for i in inputs_of(calls) if i.role == "activation"))
     partial = support if support.ops < len(calls) else None
+    by_kernel = inputs_of(calls[: support.ops])  # what the ops behind the kernel read, they read in float
+    activations = tuple(dict.fromkeys(i.node for i in by_kernel if i.role == "activation" and i.node.op != "get_attr"))
     return _Candidate(calls, context.backend.activation(config.activation), activations, partial)
 
 
@@ -145,15 +146,18 @@ def _called(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changers: Mapping[fx.Node, fx.Node]) -> str | None:
-    """Why the op cannot run on integers on any backend; None when it can."""
+    """Why the op cannot run on integers on any backend; None when it can.
+
+    Numbers and constants are no activations: they rule out an op, but not a layer that later ops are fused to.
+    """
     first = calls[0].op
     if first.quant.kind == "float":
         return f"{first.name} has no integer form"
-    for call in calls:
+    for i, call in enumerate(calls):
         reason = call.op.quant.unless(call.options) if call.op.quant.unless is not None else None
         if reason is not None:
             return reason
-        if any(isinstance(v, (int, float)) for k, v in call.tensors.items() if k in call.op.quant.inputs):
+        if i == 0 and any(isinstance(v, (int, float)) for k, v in call.tensors.items() if k in call.op.quant.inputs):
             return f"{call.op.name} with a number has no integer form"
     for read in inputs_of(calls):
         reason = _unfit_input(gm, read, changers)
@@ -173,7 +177,7 @@ def _unfit_input(gm: fx.GraphModule, read: Input, changers: Mapping[fx.Node, fx.
     if about.dtype is not torch.float32:
         return f"its input %{read.node.name} is {about.dtype or 'not a tensor'}, not float32".replace("torch.", "")
     if read.node.op == "get_attr":
-        return f"its input {read.node.target} is a constant"
+        return f"its input {read.node.target} is a constant" if read.call == 0 else None
     changer = changers.get(read.node)  # to ask all users of a value each time would be quadratic
     return f"its input %{read.node.name} is changed in place by %{changer.name}" if changer is not None else None
 

@@ -76,12 +76,13 @@ def take_apart(calls: tuple[OpCall, ...]) -> Parts | None:
 
 
 def _other_operand(add: OpCall, own: Inner) -> fx.Node | None:
-    """What an add takes besides `own`: a node from outside the unit, or None when it is something else."""
+    """What an add takes besides `own`: a value from outside the unit, or None when it is a number or a constant."""
     operands = [add.tensors["x"], add.tensors["other"]]
-    if own not in operands:
+    if own not in operands or add.options["alpha"] != 1:
         return None
     operands.remove(own)
-    return operands[0] if isinstance(operands[0], fx.Node) else None
+    other = operands[0]
+    return other if isinstance(other, fx.Node) and other.op != "get_attr" else None
 
 
 Make = Callable[[Parts, Operands], Kernel]
