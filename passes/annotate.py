@@ -146,24 +146,21 @@ def _called(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changers: Mapping[fx.Node, fx.Node]) -> str | None:
-    """Why the op cannot run on integers on any backend; None when it can.
+    """Why the op, the first one of a unit, cannot run on integers on any backend; None when it can.
 
-    Numbers and constants are no activations: they rule out an op, but not a layer that later ops are fused to.
+    What the others need is for the backend to say: what its kernel does not run, runs in float.
     """
-    first = calls[0].op
-    if first.quant.kind == "float":
-        return f"{first.name} has no integer form"
-    for i, call in enumerate(calls):
-        reason = call.op.quant.unless(call.options) if call.op.quant.unless is not None else None
-        if reason is not None:
-            return reason
-        if i == 0 and any(isinstance(v, (int, float)) for k, v in call.tensors.items() if k in call.op.quant.inputs):
-            return f"{call.op.name} with a number has no integer form"
-    for read in inputs_of(calls):
-        reason = _unfit_input(gm, read, changers)
-        if reason is not None:
-            return reason
-    return None
+    first = calls[0]
+    quant = first.op.quant
+    if quant.kind == "float":
+        return f"{first.op.name} has no integer form"
+    reason = quant.unless(first.options) if quant.unless is not None else None
+    if reason is not None:
+        return reason
+    if any(isinstance(value, (int, float)) for name, value in first.tensors.items() if name in quant.inputs):
+        return f"{first.op.name} with a number has no integer form"
+    reasons = (_unfit_input(gm, read, changers) for read in inputs_of(calls))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _unfit_input(gm: fx.GraphModule, read: Input, changers: Mapping[fx.Node, fx.Node]) -> str | None:
