@@ -162,6 +162,26 @@ def test_what_x86_has_no_kernel_for(middle, node, reason):
     assert "x86" not in on_reference[name][1]
 
 
+@pytest.mark.parametrize("recipe", [REFERENCE, pytest.param(X86, marks=needs_x86)], ids=lambda r: r.backend)
+def test_a_constant_behind_a_layer_does_not_turn_it_into_float(recipe):
+    """A learned offset of the layer's own shape: conv + add is one unit."""
+
+    class Offset(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.offset = nn.Conv2d(3, 4, 3, padding=1), nn.Parameter(torch.randn(2, 4, 8, 8))
+
+        def forward(self, x):
+            return torch.relu(self.conv(x) + self.offset)
+
+    model, x = settled(Offset), torch.randn(2, 3, 8, 8)
+    got = plans(until(model, x, "annotate", recipe))
+    assert got["conv_add_relu"][0] == "int8"
+    quantized = fxq.quantize(model, recipe, data=[x])
+    assert next(e.fate for e in quantized.ledger if e.op == "conv2d") == "int8"
+    assert fxq.numeric.sqnr(model(x), quantized(x)) > 30
+
+
 @needs_x86
 def test_a_kernel_that_runs_only_the_first_ops():
     manager = until(build("prelu_chain"), batch("prelu_chain"), "annotate", X86)
