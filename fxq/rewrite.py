@@ -91,7 +91,10 @@ class Rewriter(Editor):
         for inner in unit.graph.nodes:
             if op_of(inner) is not None:
                 args, kwargs = (fx.node.map_arg(a, copies.__getitem__) for a in (inner.args, inner.kwargs))
-                copies[inner] = self.node("call_function", inner.target, args, kwargs, like=node, name=inner.name)
+                typed = about.values[len(made)] if about.values else None
+                copies[inner] = self.node(
+                    "call_function", inner.target, args, kwargs, like=node, name=inner.name, typed=typed
+                )
                 origins = about.parts[len(made)] if about.parts else about.origins
                 self.describe(copies[inner], origins=origins, plan=None)
                 made.append(copies[inner])
@@ -214,7 +217,11 @@ def make_unit(rewriter: Rewriter, inside: Sequence[fx.Node], outputs: Sequence[f
         units[key] = rewriter.module(Unit(kind, body), kind, UNITS)
     name = "_".join([inside[0].name, *(op.name for op in map(op_of, inside[1:]) if op is not None)])
     node = rewriter.node("call_module", units[key], tuple(inputs), like=inside, before=max(outputs), name=name)
-    rewriter.describe(node, parts=tuple(info(n).origins for n in inside))
+    rewriter.describe(
+        node,
+        parts=tuple(info(n).origins for n in inside),
+        values=tuple((info(n).shape, info(n).dtype) for n in inside),
+    )
     results = [node]
     if len(outputs) == 1:
         rewriter.describe(node, shape=info(outputs[0]).shape, dtype=info(outputs[0]).dtype)
