@@ -55,6 +55,24 @@ class Residual(nn.Sequential):
         self.example = torch.rand(1, WIDTH, 4, 4)
 
 
+class Slopes(nn.Sequential):
+    """Convolution and PReLU in turns, `ops` together: an op without a kernel after every op that has one."""
+
+    def __init__(self, ops: int) -> None:
+        super().__init__(*(layer for _ in range(ops // 2) for layer in (self.steady_conv(), nn.PReLU(WIDTH))))
+        self.eval()
+        self.example = torch.rand(1, WIDTH, 4, 4)
+
+    @staticmethod
+    def steady_conv() -> nn.Conv2d:
+        """A convolution near the identity."""
+        layer = nn.Conv2d(WIDTH, WIDTH, 1)
+        with torch.no_grad():
+            nn.init.dirac_(layer.weight).add_(1e-4 * torch.randn(WIDTH, WIDTH, 1, 1))
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        return layer
+
+
 class Recurrent(nn.Module):
     """One linear layer and a ReLU, called again and again, `ops` times together: one weight that all of them read."""
 
@@ -92,5 +110,11 @@ class Fan(nn.Module):
         return parts[0]
 
 
-Generated = Chain | Residual | Recurrent | Fan
-NETWORKS: dict[str, type[Generated]] = {"chain": Chain, "residual": Residual, "recurrent": Recurrent, "fan": Fan}
+Generated = Chain | Residual | Slopes | Recurrent | Fan
+NETWORKS: dict[str, type[Generated]] = {
+    "chain": Chain,
+    "residual": Residual,
+    "slopes": Slopes,
+    "recurrent": Recurrent,
+    "fan": Fan,
+}
