@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from demo_data import digits, held_out_pairs, psnr, training_pairs
+from generated import Chain
 from networks import load_demo_networks, mobilenet_v2, realistic, resnet18
 from tabulate import tabulate
 from timing import float_against_int8, interleaved, size, threads
@@ -140,14 +141,11 @@ def calibration(seconds: float) -> Iterator[Number]:
 def chain(seconds: float) -> Iterator[Number]:
     """Time to quantize 800 Linear and 800 ReLU, calibration with one batch included."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(800) for layer in (nn.Linear(16, 16), nn.ReLU())]
-    model = nn.Sequential(*layers).eval()
-    for layer in layers[::2]:
-        nn.init.orthogonal_(layer.weight, gain=2**0.5)  # type: ignore[arg-type]  # else the signal fades to zero
-    x = torch.randn(32, 16)
-    start = time.perf_counter()
-    qmodel = fxq.quantize(model, "static", data=[x])
-    whole = time.perf_counter() - start
+    model = Chain(1600)
+    with threads(1):
+        start = time.perf_counter()
+        qmodel = fxq.quantize(model, "static", data=[model.example])
+        whole = time.perf_counter() - start
     slowest = sorted(qmodel.history, key=lambda snapshot: -snapshot.seconds)[:3]
     detail = ", ".join(f"{snapshot.name} {snapshot.seconds:.1f}" for snapshot in slowest)
     yield Number("chain of 800", "quantize, s", whole, most=8.0, detail=detail)
