@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxq.graph import info
 from fxq.pattern import fusion
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu")
@@ -31,5 +32,5 @@ def conv_add_relu(op, x, w, b, residual, *, conv: str):
 @conv_add.unless
 @conv_add_relu.unless
 def residual_is_broadcast(m):
-    """The kernels add a tensor of the convolution's own shape."""
-    return m.residual.shape != m.root.shape or m.residual.dtype != m.root.dtype
+    """The kernels add a tensor of the convolution's own shape; neither may be the one that is broadcast."""
+    return any((info(n).shape, info(n).dtype) != (m.residual.shape, m.residual.dtype) for n in m.nodes)

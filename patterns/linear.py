@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxq.graph import info
 from fxq.pattern import fusion
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh")
@@ -25,5 +26,5 @@ def linear_add_relu(op, x, w, b, residual):
 @linear_add.unless
 @linear_add_relu.unless
 def residual_is_broadcast(m):
-    """The kernels add a tensor of the layer's own shape."""
-    return m.residual.shape != m.root.shape or m.residual.dtype != m.root.dtype
+    """The kernels add a tensor of the layer's own shape; neither may be the one that is broadcast."""
+    return any((info(n).shape, info(n).dtype) != (m.residual.shape, m.residual.dtype) for n in m.nodes)
