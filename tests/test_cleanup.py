@@ -1,0 +1,75 @@
+"""cleanup: nothing in the model that its graph does not use."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.cpu import has_onednn_int8
+from fxq.observers import Observer
+from fxq.passes import Cleanup
+from tests.graphs import REFERENCE, again, equal, text, until
+from tests.models import NETWORKS, batch, build, call
+
+needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("x86", marks=needs_x86)])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_keep_their_output_exactly(name, backend):
+    model, inputs = build(name), batch(name)
+    recipe = fxq.Recipe.static(backend=backend)
+    before = call(until(model, inputs, "verify-lowering", recipe).gm, inputs)
+    manager = until(model, inputs, "cleanup", recipe)
+    assert text(manager.history["cleanup"].graph) == text(manager.history["verify-lowering"].graph)
+    assert equal(call(manager.gm, inputs), before)
+    assert again(manager, Cleanup()) == []
+
+
+@needs_x86
+def test_what_no_node_uses_is_gone():
+    manager = until(build("residual"), batch("residual"), "verify-lowering", fxq.Recipe.static(backend="x86"))
+    held = dict(manager.gm.named_modules())
+    assert {"conv1", "bn1", "fxq_units"} <= held.keys()
+    assert any(isinstance(m, Observer) for m in held.values())
+    gm = until(build("residual"), batch("residual"), "cleanup", fxq.Recipe.static(backend="x86")).gm
+    assert {name.partition(".")[0] for name, _ in gm.named_children()} == {"fxq_kernels"}
+    assert not any(isinstance(m, Observer) for m in gm.modules())
+    assert list(gm.parameters()) == []  # no float weight is left
+    assert {t.dtype for name, t in gm.named_buffers() if name.endswith(".weight")} == {torch.int8}
+
+
+class Dead(fxq.Pass):
+    """Adds a node that nobody reads, and one that nobody reads but that does something."""
+
+    name = "add-dead-nodes"
+    needs = gives = fxq.Stage.QDQ
+
+    def run(self, rewriter):
+        value = next(n for n in rewriter.nodes("quantize"))
+        rewriter.call("dequantize", value, after=value, name="dead", scale=1.0, zero_point=0)
+        rewriter.node("call_function", torch._assert, (True, "kept"), after=value, name="check")
+
+
+def test_dead_nodes_go_unless_they_do_something():
+    model, x = build("dense"), batch("dense")
+    manager = until(model, x, "cleanup", REFERENCE.insert_pass(Dead(), before="cleanup"))
+    before, behind = (manager.history[n].graph.by_name for n in ("add-dead-nodes", "cleanup"))
+    assert before.keys() - behind.keys() == {"dead"}
+    assert "check" in behind
+    assert again(manager, Cleanup()) == []
+
+
+def test_a_leaf_module_stays():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)
+
+        def forward(self, x):
+            return self.norm(self.conv(x))
+
+    model = Model().eval()
+    gm = fxq.quantize(model, REFERENCE, data=[torch.randn(2, 3, 4, 4)])
+    assert isinstance(gm.norm, nn.GroupNorm)
+    assert gm.norm.weight is model.norm.weight

@@ -1,0 +1,71 @@
+"""Patterns of elementwise ops."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.fusions import check_numbers, check_refused, fused, lines
+
+SHAPE = (4, 6, 6, 6)
+
+
+def layer():
+    return nn.Conv2d(6, 6, 1)
+
+
+def pooled(m, x):
+    """Two activations that no convolution can take the sum of."""
+    return F.max_pool2d(m.layer(x), 3, 1, 1), F.max_pool2d(m.branch(x), 3, 1, 1)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_add_relu(swapped):
+    def forward(m, x):
+        a, b = pooled(m, x)
+        return m.other(F.relu(b + a if swapped else a + b))
+
+    model, x, before, behind = fused(layer, SHAPE, forward)
+    inputs = "max_pool2d_1, max_pool2d" if swapped else "max_pool2d, max_pool2d_1"
+    assert lines(before)[4:6] == [f"add = add({inputs})", "relu = relu(add)"]
+    assert lines(behind)[4:6] == [
+        f"add_relu = add_relu({inputs})",
+        "other = conv2d(add_relu, @other.weight, @other.bias)",
+    ]
+    check_numbers(model, x, before, behind)
+
+
+def test_the_same_value_twice():
+    model, x, before, behind = fused(layer, SHAPE, lambda m, x: m.other(F.relu((lambda a: a + a)(pooled(m, x)[0]))))
+    assert "add_relu = add_relu(max_pool2d)" in lines(behind)
+    check_numbers(model, x, before, behind)
+
+
+def test_a_broadcast_sum_is_a_unit_too():
+    def forward(m, x):
+        a, b = pooled(m, x)
+        return m.other(F.relu(a + b.mean((2, 3), keepdim=True)))
+
+    model, x, before, behind = fused(layer, SHAPE, forward)
+    assert "add_relu = add_relu(max_pool2d, mean)" in lines(behind)
+    check_numbers(model, x, before, behind)
+
+
+def returned_too(m, x):
+    a, b = pooled(m, x)
+    c = a + b
+    return m.other(F.relu(c)), c
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + 0.5)), "an_operand_is_a_number"),
+        (lambda m, x: m.other(F.relu(pooled(m, x)[0] + pooled(m, x)[1].sum())), "an_operand_is_a_number"),
+        (lambda m, x: m.other(F.relu(torch.add(*pooled(m, x), alpha=2))), "alpha=1, %add has 2"),
+        (returned_too, "%add is also read by %output"),
+        (lambda m, x: m.other(F.relu(torch.mul(*pooled(m, x)))), "wants add, %mul is mul"),
+    ],
+)
+def test_refuses(forward, reason):
+    check_refused("add_relu", "relu", reason, *fused(layer, SHAPE, forward))
