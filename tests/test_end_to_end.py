@@ -1,0 +1,232 @@
+"""Whole networks through the whole pipeline: int8 against its qdq form and against float, on both backends."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends import cpu
+from fxq.numeric import sqnr, tensors
+from tests.graphs import equal
+from tests.models import NETWORKS, batch, build, call, settled
+
+X86 = fxq.Recipe.static(backend="x86")
+REFERENCE = fxq.Recipe.static(backend="reference")
+needs_x86 = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+BACKENDS = ["reference", pytest.param("x86", marks=needs_x86)]
+
+
+def qdq_form(recipe):
+    """The same recipe without kernels: the same scales and zero points."""
+    return recipe.without_pass("lower").without_pass("verify-lowering")
+
+
+def smooth(name, n, seed=1):
+    """A batch for calibration; the constant part of an input is the same in all batches."""
+    inputs = batch(name, n, seed)
+    if name == "dict_output":
+        inputs["offset"] = torch.linspace(0, 1, 6)
+    return inputs
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_int8_is_close_to_float(name, backend):
+    """On data that calibration has not seen."""
+    model = build(name)
+    data = [smooth(name, 16, seed) for seed in range(4)]
+    quantized = fxq.quantize(model, fxq.Recipe.static(backend=backend), data=data)
+    inputs = smooth(name, 8, seed=9)
+    wanted, got = call(model, inputs), call(quantized, inputs)
+    assert [t.shape for t in tensors(wanted)] == [t.shape for t in tensors(got)]
+    assert [t.dtype for t in tensors(wanted)] == [t.dtype for t in tensors(got)]
+    assert type(got) is type(wanted)
+    assert sqnr(wanted, got) > 32
+    assert quantized.backend == backend
+    assert quantized.ledger.count("int8") >= 2
+
+
+@needs_x86
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_kernels_are_their_qdq_form_at_any_batch_size(name, n):
+    model, data = build(name), [smooth(name, 8)]
+    quantized = fxq.quantize(model, X86, data=data)
+    qdq = fxq.quantize(model, qdq_form(X86), data=data)
+    inputs = smooth(name, n, seed=5)
+    assert sqnr(call(qdq, inputs), call(quantized, inputs)) > 50
+    assert equal(call(quantized, inputs), call(quantized, inputs))
+
+
+@needs_x86
+@pytest.mark.parametrize("name", [n for n in NETWORKS if n not in ("shared_weight", "dict_output", "sequence")])
+def test_memory_layout_makes_no_difference(name):
+    model, inputs = build(name), smooth(name, 4)
+    quantized = fxq.quantize(model, X86, data=[inputs])
+    several = isinstance(inputs, tuple)
+    last = [x.contiguous(memory_format=torch.channels_last) for x in (inputs if several else (inputs,))]
+    strided = [torch.stack([x, x], -1)[..., 0] for x in last]
+    wanted = call(quantized, inputs)
+    for form in (last, strided):
+        got = call(quantized, tuple(form) if several else form[0])
+        assert sqnr(wanted, got) > 100  # float ops between kernels may sum in another order
+
+
+def test_another_image_size_than_the_calibration_s():
+    model = build("residual")
+    quantized = fxq.quantize(model, data=[batch("residual", 8)])
+    for size in (5, 16, 9):
+        x = torch.randn(2, 3, size, size)
+        assert sqnr(call(model, x), call(quantized, x)) > 30
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_user_s_model_and_data_stay(name, backend):
+    model, inputs = build(name), batch(name)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    kept = [t.clone() for t in tensors(inputs)]
+    before = call(model, inputs)
+    quantized = fxq.quantize(model, fxq.Recipe.static(backend=backend), data=[inputs])
+    call(quantized, inputs)
+    assert equal(list(tensors(inputs)), kept)
+    assert equal(dict(model.state_dict()), weights)
+    assert equal(call(model, inputs), before)
+
+
+# ---- CPUs without VNNI
+
+
+@needs_x86
+def test_without_vnni_activations_have_7_bits(monkeypatch):
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    model, inputs = build("residual"), batch("residual", 16)
+    with pytest.warns(fxq.FxqWarning, match="no VNNI.*7-bit activations"):
+        quantized = fxq.quantize(model, X86, data=[inputs])
+    quantizers = [n for n in quantized.history["insert-qdq"].graph if n.label == "quantize"]
+    assert quantizers
+    assert all("qmax=127" in n.text for n in quantizers)
+    assert quantized.ledger.count("int8") >= 10
+    qdq = fxq.quantize(model, qdq_form(X86), data=[inputs])
+    assert sqnr(call(qdq, inputs), call(quantized, inputs)) > 50
+    assert sqnr(call(model, inputs), call(quantized, inputs)) > 30
+
+
+@needs_x86
+def test_with_vnni_they_have_8_bits_and_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(cpu, "has_vnni", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
+    assert "qmax" not in str(quantized.history["insert-qdq"].graph)
+
+
+# ---- specs and observers
+
+SPEC = fxq.TensorSpec(observer="minmax")
+WEIGHT = fxq.TensorSpec(signed=True, symmetric=True, per_channel=True, observer="minmax")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": fxq.TensorSpec(symmetric=True, observer="minmax")},
+        {"activation": fxq.TensorSpec(bits=7, observer="minmax")},
+        {"weight": fxq.TensorSpec(signed=True, symmetric=True, observer="minmax")},
+        {"activation": fxq.TensorSpec(observer="minmax")},
+        {"activation": fxq.TensorSpec(observer="moving_average")},
+        {"activation": fxq.TensorSpec(observer="percentile")},
+    ],
+    ids=["symmetric", "7 bits", "per tensor", "minmax", "moving_average", "percentile"],
+)
+@pytest.mark.parametrize("name", ["residual", "convolutions", "shared_weight"])
+def test_specs_and_observers(name, options, backend):
+    model, data = build(name), [batch(name, 16, seed) for seed in range(3)]
+    recipe = fxq.Recipe.static(backend=backend, **options)
+    quantized = fxq.quantize(model, recipe, data=data)
+    assert sqnr(call(model, data[0]), call(quantized, data[0])) > 25
+    assert sqnr(call(fxq.quantize(model, qdq_form(recipe), data=data), data[0]), call(quantized, data[0])) > 50
+    layer = next(iter(quantized.qparams().values()))
+    symmetric = options.get("activation", SPEC).symmetric
+    assert (layer.input_zero_point == 128) is symmetric
+    assert layer.axis == (None if "weight" in options else 0)
+
+
+@pytest.mark.parametrize(
+    "activation", [fxq.TensorSpec(signed=True, symmetric=True), fxq.TensorSpec(signed=True, observer="minmax")]
+)
+def test_signed_activations_on_the_reference_backend(activation):
+    model, inputs = build("residual"), batch("residual", 16)
+    quantized = fxq.quantize(model, fxq.Recipe.static(backend="reference", activation=activation), data=[inputs])
+    assert sqnr(call(model, inputs), call(quantized, inputs)) > 30
+    assert "dtype=int8" in str(quantized.history["insert-qdq"].graph)
+
+
+def test_fewer_bits_lose_about_six_decibels_each():
+    """Activations and weights of 4 and 6 bits on the reference backend."""
+    model, inputs = settled(lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))), torch.randn(256, 16)
+    losses = {}
+    for bits in (4, 6, 8):
+        spec = fxq.TensorSpec(bits=bits)
+        weight = fxq.TensorSpec(bits=bits, signed=True, symmetric=True, per_channel=True, observer="minmax")
+        recipe = fxq.Recipe.static(backend="reference", activation=spec, weight=weight)
+        quantized = fxq.quantize(model, recipe, data=[inputs])
+        losses[bits] = sqnr(call(model, inputs), call(quantized, inputs))
+        limit = 2 ** (bits - 1) - 1
+        assert all(int(p.weight.abs().max()) == limit for p in quantized.qparams().values())
+    assert 9 < losses[6] - losses[4] < 15
+    assert 9 < losses[8] - losses[6] < 15
+
+
+# ---- special data
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_input_that_is_always_zero(backend):
+    model = build("several_inputs")
+    inputs = (torch.randn(8, 3, 8, 8), torch.zeros(8, 2, 8, 8))
+    quantized = fxq.quantize(model, fxq.Recipe.static(backend=backend), data=[inputs])
+    assert quantized.history["insert-qdq"].graph["y"].note == "calibration saw nothing but zeros: scale 1"
+    assert quantized.qparams()["right"].input_scale == 1.0
+    assert sqnr(call(model, inputs), call(quantized, inputs)) > 30
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_of_zeros(backend):
+    model = build("residual")
+    with torch.no_grad():
+        model.conv3.weight.zero_()
+        model.conv3.bias.zero_()
+    inputs = batch("residual", 16)
+    quantized = fxq.quantize(model, fxq.Recipe.static(backend=backend), data=[inputs])
+    assert sqnr(call(model, inputs), call(quantized, inputs)) > 30
+
+
+def test_a_default_argument_may_be_given():
+    model, inputs = build("several_inputs"), batch("several_inputs")
+    quantized = fxq.quantize(model, REFERENCE, data=[inputs])
+    for more in ((), (2.0,)):
+        assert sqnr(call(model, (*inputs, *more)), call(quantized, (*inputs, *more))) > 30
+
+
+# ---- more of it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_int8_is_close_to_float_for_other_weights(name, backend, seed):
+    model = settled(NETWORKS[name].make, seed=10 + seed)
+    recipe = fxq.Recipe.static(backend=backend)
+    data = [smooth(name, 16, seed) for seed in range(4)]
+    quantized, qdq = (fxq.quantize(model, r, data=data) for r in (recipe, qdq_form(recipe)))
+    inputs = smooth(name, 8, seed=99)
+    assert sqnr(call(model, inputs), call(quantized, inputs)) > 28
+    assert sqnr(call(qdq, inputs), call(quantized, inputs)) > 50
