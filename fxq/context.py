@@ -29,6 +29,7 @@ class Context:
         types: module type by module path of the model.
         samples: recorded calibration inputs.
         units: path of the unit module for each kind and body, so that equal bodies share one.
+        float_weights: path of the float weight that a dequantized one stands for, by its node's name.
         regions: for each lowered node, by name, the qdq form it came from; for verify-lowering.
         outputs: what the float model returns for `example`.
     """
@@ -40,6 +41,7 @@ class Context:
     types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
     samples: list[Batch] = field(default_factory=list)
     units: dict[str, str] = field(default_factory=dict)
+    float_weights: dict[str, str] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)
     outputs: Any = None
 

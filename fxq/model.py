@@ -17,8 +17,8 @@ from fxq.ledger import Ledger
 from fxq.manager import PassManager
 from fxq.recipe import Recipe
 
-SAMPLES = 4
-"""Most samples of the first calibration batch that are kept, to verify kernels with."""
+SAMPLES, BATCHES = 4, 8
+"""Most samples of a calibration batch, and of how many batches, that are kept to verify and to correct with."""
 
 
 class ObservedModel(fx.GraphModule):
@@ -59,10 +59,10 @@ class ObservedModel(fx.GraphModule):
 
 
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the batch, check the first one, and keep a few samples of it to verify kernels with."""
+    """Count the batch, and keep a few samples of the first ones."""
     assert isinstance(model, ObservedModel)
     context = model.manager.context
-    if model.batches_seen == 0:
+    if model.batches_seen < BATCHES:
         context.samples.append(first_of(Batch(args, kwargs), SAMPLES))
     model.batches_seen += 1
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxq.errors import PassError
-from fxq.graph import constant, info, is_op, read_attribute
+from fxq.evaluate import value_of
+from fxq.graph import constant, info, is_op
 from fxq.qparams import QParams
 from fxq.unit import OpCall, calls_of
 
@@ -102,20 +102,11 @@ def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
 def run_region(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> Any:
     """What the region computes on these values of its inputs, in qdq arithmetic.
 
-    A small interpreter of its own: `fx.Interpreter` lists all modules of `gm` first, which is quadratic over regions.
+    Not with `fx.Interpreter`: that lists all modules of `gm` first, which is quadratic over regions.
     """
     env: dict[fx.Node, Any] = {}
     inputs = iter(region.inputs)
+    result = None
     for node in region.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = values[next(inputs)]
-            continue
-        if node.op == "get_attr":
-            env[node] = read_attribute(gm, str(node.target))
-            continue
-        args, kwargs = (fx.node.map_arg(a, env.__getitem__) for a in (node.args, node.kwargs))
-        if node.op == "output":
-            return args[0]
-        target = gm.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-        env[node] = target(*args, **kwargs)
-    raise PassError(f"the region of %{region.node.name} has no output.")
+        result = env[node] = values[next(inputs)] if node.op == "placeholder" else value_of(gm, node, env)
+    return result

@@ -4,6 +4,7 @@ from fxq.passbase import Pass
 from fxq.passes.annotate import Annotate
 from fxq.passes.canonicalize import Canonicalize
 from fxq.passes.cleanup import Cleanup
+from fxq.passes.correct_bias import CorrectBias
 from fxq.passes.fallback import Fallback
 from fxq.passes.fold_batch_norm import FoldBatchNorm
 from fxq.passes.fuse import Fuse
@@ -40,6 +41,7 @@ __all__ = [
     "Annotate",
     "Canonicalize",
     "Cleanup",
+    "CorrectBias",
     "Fallback",
     "FoldBatchNorm",
     "Fuse",

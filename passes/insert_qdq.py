@@ -144,4 +144,5 @@ def _integer_weight(rewriter: Rewriter, weight: fx.Node, spec: TensorSpec, axis:
             "dequantize_channel", values, scale, zero, after=zero, name=f"{name}_dq", typed=real, axis=axis
         )
     rewriter.describe(dq, qparams=qp)
+    rewriter.context.float_weights[dq.name] = str(weight.target)
     return dq

@@ -1,0 +1,33 @@
+"""Running a graph node by node, where `fx.Interpreter` costs too much or does too little."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from fxq.data import Batch
+from fxq.graph import read_attribute
+
+
+def value_of(gm: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+    """The value of a node other than a placeholder, from those of the nodes it reads; the output's is its argument."""
+    if node.op == "get_attr":
+        return read_attribute(gm, str(node.target))
+    args, kwargs = (fx.node.map_arg(a, env.__getitem__) for a in (node.args, node.kwargs))
+    if node.op == "output":
+        return args[0]
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target = gm.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+    return target(*args, **kwargs)
+
+
+def inputs_for(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, Any]:
+    """The values of the placeholders for a batch: positional, by keyword, or the default."""
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = dict(zip(nodes, batch.args, strict=False))
+    for node in nodes[len(values) :]:
+        values[node] = batch.kwargs.get(str(node.target), node.args[0] if node.args else None)
+    return values
