@@ -225,7 +225,8 @@ def test_a_default_argument_may_be_given():
 def test_int8_is_close_to_float_for_other_weights(name, backend, seed):
     model = settled(NETWORKS[name].make, seed=10 + seed)
     recipe = fxq.Recipe.static(backend=backend)
-    data = [smooth(name, 16, seed) for seed in range(4)]
+    # Rows of a few features need many samples until calibration has seen their range.
+    data = [smooth(name, 256 if name in ("dict_output", "shared_weight") else 16, seed) for seed in range(4)]
     quantized, qdq = (fxq.quantize(model, r, data=data) for r in (recipe, qdq_form(recipe)))
     inputs = smooth(name, 8, seed=99)
     assert sqnr(call(model, inputs), call(quantized, inputs)) > 28
