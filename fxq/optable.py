@@ -34,6 +34,8 @@ class Quant:
         view: the output may alias an input.
         narrows: the range of the output is smaller than the input's (relu), so that quantizing after it is better.
         output_range: the fixed range of the output, where the function has one (sigmoid: 0 to 1).
+        extends: given the keyword arguments, whether a `moves` op makes values outside the range of its inputs (zero
+            always belongs to a range), as padding with another constant does.
         unless: given the keyword arguments, the reason why this call does not fit `kind`, or None.
     """
 
@@ -47,6 +49,7 @@ class Quant:
     view: bool = False
     narrows: bool = False
     output_range: tuple[float, float] | None = None
+    extends: Callable[[Mapping[str, Any]], bool] | None = None
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import networkx as nx
 from torch import fx
 
-from fxq.graph import Edge, info
+from fxq.graph import Edge, info, is_op, options_of
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 from fxq.spec import TensorSpec
@@ -50,7 +50,8 @@ class ShareQParams(Pass):
             for value, spec in reads_of(node):
                 if spec in wanted.get(node, {}):
                     ties.add_edge((value, spec), (node, spec))
-                    moved.add((node, spec))
+                    if not _extends(rewriter, node):
+                        moved.add((node, spec))
         groups = list(nx.connected_components(ties))
         group = {key: i for i, keys in enumerate(groups) for key in keys}
         sources = [len(keys - moved) for keys in groups]
@@ -61,6 +62,20 @@ class ShareQParams(Pass):
                 fixed = _fixed_range(rewriter, value) if sources[number] == 1 else None
                 edges.append(Edge(spec, number, (value, spec) not in moved, fixed))
             rewriter.describe(value, edges=tuple(edges))
+
+
+_MAXIMA = ("max_pool1d", "max_pool2d", "adaptive_max_pool2d")
+
+
+def _extends(rewriter: Rewriter, node: fx.Node) -> bool:
+    """Whether a mover makes values outside the range of its input: then its result is to be observed as well.
+
+    Not where only maxima of windows read a pad with something negative: the lowest value of the grid does as well.
+    """
+    if is_op(node, "pad") and options_of(node)["value"] < 0 and all(is_op(user, *_MAXIMA) for user in node.users):
+        return False
+    calls = calls_of(rewriter.gm, node)
+    return any(call.op.quant.extends is not None and call.op.quant.extends(call.options) for call in calls)
 
 
 def _fixed_range(rewriter: Rewriter, value: fx.Node) -> tuple[float, float] | None:

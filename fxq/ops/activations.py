@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,11 +17,9 @@ def _numbers(bound: Arguments) -> Arguments | str:
     low, high = bound.pop("min", None), bound.pop("max", None)
     if not all(v is None or isinstance(v, (int, float)) for v in (low, high)):
         return "clamps between tensors"
-    return {
-        **bound,
-        "min_val": -float("inf") if low is None else low,
-        "max_val": float("inf") if high is None else high,
-    }
+    high = float("inf") if high is None else high
+    low = -float("inf") if low is None else min(low, high)  # torch.clamp gives max where min is larger
+    return {**bound, "min_val": low, "max_val": high}
 
 
 _INPLACE = "x inplace"
@@ -49,6 +50,10 @@ def relu6(x: Tensor) -> Tensor:
 _CLAMP = "x min max"
 
 
+def _leaves_out_zero(options: Mapping[str, Any]) -> bool:
+    return not options["min_val"] <= 0 <= options["max_val"]
+
+
 @row(
     nn.Hardtanh,
     spell(F.hardtanh, "x min_val max_val inplace"),
@@ -61,7 +66,7 @@ _CLAMP = "x min max"
     spell("clamp_", _CLAMP, _numbers),
     spell("clip", _CLAMP, _numbers),
     spell(aten.clamp.default, _CLAMP, _numbers),
-    quant=moves("x", narrows=True),
+    quant=moves("x", narrows=True, extends=_leaves_out_zero),
 )
 def hardtanh(x: Tensor, *, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
     """min(max(x, min_val), max_val); either bound may be infinite."""

@@ -26,6 +26,10 @@ def _pad_function(bound: Arguments) -> Arguments:
     return {**bound, "value": 0.0 if value is None else value}
 
 
+def _pads_a_value(options: Mapping[str, Any]) -> bool:
+    return options["mode"] == "constant" and options["value"] != 0
+
+
 def _upsample_nearest(bound: Arguments) -> Arguments:
     return {**bound, "mode": "nearest"}
 
@@ -109,7 +113,7 @@ def pixel_shuffle(x: Tensor, *, upscale_factor: int) -> Tensor:
     spell(nn.ReplicationPad2d, "x padding", _pad_module("replicate")),
     spell(nn.CircularPad2d, "x padding", _pad_module("circular")),
     spell(aten.constant_pad_nd.default, "x pad value"),
-    quant=moves("x"),
+    quant=moves("x", extends=_pads_a_value),
 )
 def pad(x: Tensor, *, pad: Any, mode: str = "constant", value: float = 0.0) -> Tensor:
     """Pad the last axes: `pad` is (left, right) of the last axis, then of the one before."""
