@@ -39,9 +39,14 @@ class Trace(Pass):
         """Replace the rewriter's empty module by the traced one."""
         context = rewriter.context
         _check_leaves(context.recipe.leaf_modules, context.types)
-        tracer = _Tracer(context.recipe.leaf_modules)
-        graph = tracer.trace_model(context.model)
-        gm = fx.GraphModule(context.model, graph, class_name=type(context.model).__name__)
+        _check_hooks(context.model)
+        known = set(vars(context.model))
+        try:
+            graph = _Tracer(context.recipe.leaf_modules).trace_model(context.model)
+            gm = fx.GraphModule(context.model, graph, class_name=type(context.model).__name__)
+        finally:  # torch.fx leaves tensors that a forward makes (torch.zeros(8)) on the model; the graph has its own
+            for name in set(vars(context.model)) - known:
+                delattr(context.model, name)
         traced = Rewriter(gm, context, self.name)
         _drop_unused_arguments(gm, context.example)
         context.outputs = _Shapes(gm).run_batch(context.example)
@@ -65,8 +70,8 @@ class _Tracer(fx.Tracer):
         """The recipe's leaf modules, torch's own modules, and what the op table knows."""
         if _is_kept(module_qualified_name, self.leaves):
             return True
-        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            return False
+        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(m):
+            return False  # a forward set on the object is not that of its type, so what the table says does not hold
         return super().is_leaf_module(m, module_qualified_name) or type(m) in _SPELLED_MODULES
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -165,6 +170,14 @@ def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
                 f"leaf module {pattern!r} matches no module of the model; near: {', '.join(near) or 'nothing'}. "
                 "Paths are those of model.named_modules()."
             )
+
+
+def _check_hooks(model: nn.Module) -> None:
+    if len(model._forward_hooks) + len(model._forward_pre_hooks) > 0:
+        raise TraceError(
+            f"the model ({type(model).__name__}) has forward hooks of its own, which a trace of its forward does not "
+            "see. Remove them (handle.remove()), or give a module that calls this one: nn.Sequential(model)."
+        )
 
 
 def _drop_unused_arguments(gm: fx.GraphModule, example: Batch) -> None:
