@@ -45,7 +45,7 @@ class VerifyLowering(Pass):
         context = rewriter.context
         wrong: dict[str, str] = {}
         for batch in (context.samples or [context.example])[: self.samples]:
-            _Verifier(rewriter.gm, context.regions, self, wrong).run_batch(batch)
+            wrong.update(self._compare(rewriter, batch))
         by_name = {node.name: node for node in rewriter.nodes()}
         for name, why in wrong.items():
             node = by_name[name]
@@ -54,6 +54,18 @@ class VerifyLowering(Pass):
             warnings.warn(message, FxqWarning, stacklevel=6)
             with rewriter.attributed("put_back", "passes/verify_lowering.py"):
                 put_back(rewriter, node, context.regions[name], f"its kernel failed verification: {why}")
+
+    def _compare(self, rewriter: Rewriter, batch: Batch) -> dict[str, str]:
+        """What is wrong with which kernel, on one batch."""
+        context, wrong = rewriter.context, dict[str, str]()
+        try:
+            _Verifier(rewriter.gm, context.regions, self, wrong).run_batch(batch)
+        except FxqError:
+            raise
+        except Exception:  # recorded are the first samples; where the first axis is none of samples, nothing fits them
+            wrong.clear()
+            _Verifier(rewriter.gm, context.regions, self, wrong).run_batch(context.example)
+        return wrong
 
 
 def _kernel_name(gm: fx.GraphModule, node: fx.Node) -> str:
