@@ -75,6 +75,8 @@ def _layer(gm: fx.GraphModule, node: fx.Node) -> LayerQParams | None:
     x, out = source[1], region.out_qparams
     bias = constant(gm, call.tensors.get(quant.bias or ""))
     bias_scale = weight.qparams.scale * x.s
+    if bias is not None and bias_scale.dim():  # a transposed convolution's groups share the scales of their channels
+        bias_scale = bias_scale.repeat(bias.numel() // bias_scale.numel())
     return LayerQParams(
         weight=weight.values,
         weight_scale=weight.qparams.scale,
