@@ -1,0 +1,155 @@
+"""Models that somebody tried to break fxq with: each went wrong once, or easily could."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.numeric import sqnr
+from tests.helpers import module
+
+BACKENDS = ("x86", "reference")
+
+
+def conv(inputs=3, outputs=8, size=3, **options):
+    options.setdefault("padding", size // 2)
+    return nn.Conv2d(inputs, outputs, size, **options)
+
+
+def images(n=4, channels=3, size=12):
+    return torch.randn(n, channels, size, size)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def close(model, *inputs, at_least=25.0, recipe=None):
+    """The model quantized with x86; both backends must come within `at_least` dB of float on the calibration data."""
+    model = model.eval()
+    with torch.no_grad():
+        expected = model(*inputs)
+    for backend in reversed(BACKENDS):
+        chosen = recipe or fxq.Recipe.static()
+        chosen = fxq.Recipe.from_dict({**chosen.to_dict(), "backend": backend})
+        qmodel = fxq.quantize(model, chosen, data=[inputs])
+        with torch.no_grad():
+            got = qmodel(*inputs)
+        assert sqnr(expected, got) >= at_least, backend
+    return qmodel
+
+
+# ---- values that an op which only moves data makes itself
+
+
+@pytest.mark.parametrize("value", [3.7, -2.0])
+@pytest.mark.parametrize("before", [torch.relu, torch.sigmoid])
+def test_padding_with_a_value_outside_the_range(value, before):
+    """The pad took the scale of what it pads: 3.7 became the largest value of a relu, 8 dB, without a word."""
+    model = module(lambda self, x: self.b(F.pad(before(self.a(x)), (1, 1, 1, 1), value=value)), a=conv(), b=conv(8, 4))
+    close(model, images(), at_least=28.0)
+
+
+@pytest.mark.parametrize("value", [-float("inf"), -1e9])
+def test_padding_for_max_pooling(value):
+    """What max pooling pads with must not stretch the grid."""
+    model = module(
+        lambda self, x: self.b(F.max_pool2d(F.pad(self.a(x), (1, 1, 1, 1), value=value), 3)), a=conv(), b=conv(8, 4)
+    )
+    close(model, images())
+
+
+def test_padding_with_infinity_for_a_convolution_is_refused():
+    model = module(lambda self, x: self.a(F.pad(x, (1, 1), value=float("inf"))), a=conv())
+    with pytest.raises(fxq.CalibrationError, match=r"%pad.*holds NaN or Inf"):
+        fxq.quantize(model, data=[images()])
+
+
+@pytest.mark.parametrize("bounds", [(3, 4), (-4, -1), (0.5, -0.5)])
+def test_clamp_to_an_interval_without_zero(bounds):
+    """The clamp took the scale of its input, whose range may end before the interval begins: 0.7 dB."""
+    model = module(lambda self, x: self.b(F.max_pool2d(self.a(x).relu(), 2).clamp(*bounds)), a=conv(), b=conv(8, 4))
+    close(model, images(), at_least=30.0)
+
+
+def test_clamp_with_its_bounds_the_wrong_way_round():
+    """torch.clamp gives the maximum then; the fused kernel raised, and was called wrong."""
+    close(module(lambda self, x: self.b(self.a(x).clamp(0.5, -0.5)), a=conv(), b=conv(8, 4)), images())
+
+
+# ---- what torch.fx does not see, or leaves behind
+
+
+def test_a_tensor_made_in_forward_is_not_left_on_the_model():
+    model = module(lambda self, x: self.a(x) + torch.ones(8, 1, 1), a=conv())
+    before = set(vars(model))
+    close(model, images())
+    assert set(vars(model)) == before
+
+
+def test_a_tensor_made_in_a_forward_that_cannot_be_traced_is_not_left_either():
+    def forward(self, x):
+        y = self.a(x) + torch.ones(8, 1, 1)
+        return y if y.sum() > 0 else x
+
+    model = module(forward, a=conv())
+    before = set(vars(model))
+    with pytest.raises(fxq.TraceError):
+        fxq.quantize(model, data=[images()])
+    assert set(vars(model)) == before
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_the_whole_model(register):
+    """The trace does not see them: their effect was missing."""
+    model = nn.Sequential(conv(), nn.ReLU()).eval()
+    hook = {"register_forward_hook": lambda m, i, o: 2 * o, "register_forward_pre_hook": lambda m, i: (2 * i[0],)}
+    getattr(model, register)(hook[register])
+    with pytest.raises(fxq.TraceError, match=r"model \(Sequential\) has forward hooks.*nn.Sequential\(model\)"):
+        fxq.quantize(model, data=[images()])
+    close(nn.Sequential(model), images())
+
+
+def test_hooks_of_layers_and_blocks():
+    layer, block = conv(), nn.Sequential(conv(8, 8), nn.ReLU())
+    layer.register_forward_hook(lambda m, i, o: 2 * o)
+    block.register_forward_pre_hook(lambda m, i: (i[0] + 10,))
+    close(nn.Sequential(layer, block, conv(8, 4)), images())
+
+
+def test_a_forward_set_on_the_object():
+    """The table knew the type's forward, not this one: 1 dB, without a word."""
+    layer = conv()
+    layer.forward = lambda x: F.conv2d(x, layer.weight, layer.bias, padding=1) * 7
+    close(nn.Sequential(layer, nn.ReLU(), conv(8, 4)), images())
+
+
+# ---- the first axis need not be one of samples
+
+
+@pytest.mark.parametrize(
+    ("forward", "shape"),
+    [
+        (lambda self, x: self.a(self.a(x).T), (8, 8)),
+        (lambda self, x: F.linear(x, self.w) + self.w, (8, 8)),
+        (lambda self, x: self.a(torch.relu(self.a(x))), (8,)),
+    ],
+)
+def test_inputs_that_cannot_be_cut_into_samples(forward, shape):
+    """Kernels are verified on a few samples, which were no input of the model at all here."""
+    close(module(forward, a=nn.Linear(8, 8), w=torch.randn(8, 8)), torch.randn(shape))
+
+
+# ---- numbers of a layer
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "groups"), [(8, 8, 4), (4, 6, 2), (4, 4, 4)])
+def test_groups_of_a_transposed_convolution_share_scales(inputs, outputs, groups):
+    """Its weight is (inputs, outputs / groups, ...): the bias has more channels than there are scales."""
+    layer = nn.ConvTranspose2d(inputs, outputs, 3, stride=2, groups=groups)
+    qmodel = close(nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.ReLU(), conv(outputs, 4)), images(2, inputs, 6))
+    numbers = qmodel.qparams()["0"]
+    assert numbers.weight_scale.shape == (outputs // groups,)
+    assert numbers.bias.shape == numbers.bias_scale.shape == (outputs,)
