@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ from fxq.layers import LayerQParams
 from fxq.ledger import Ledger
 from fxq.manager import PassManager
 from fxq.recipe import Recipe
+
+log = logging.getLogger("fxq")
 
 SAMPLES, BATCHES = 4, 8
 """Most samples of a calibration batch, and of how many batches, that are kept to verify and to correct with."""
@@ -67,6 +70,26 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     model.batches_seen += 1
 
 
+def _own(model: nn.Module, lender: nn.Module) -> None:
+    """Copy what a finished model shares with the user's float model: neither is to change through the other.
+
+    A leaf module that cannot be copied stays shared.
+    """
+    lent, memo = set(lender.modules()), dict[int, Any]()
+    storages = {t.untyped_storage().data_ptr() for t in (*lender.parameters(), *lender.buffers())}
+    for module in [m for m in model.modules() if m not in lent]:
+        for name, child in module._modules.items():
+            if child in lent:
+                try:
+                    module._modules[name] = copy.deepcopy(child, memo)
+                except Exception as error:  # whatever the module's own attributes raise
+                    log.warning("%s is shared with the float model: it cannot be copied: %s", name, error)
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.untyped_storage().data_ptr() in storages:
+                    tensors[name] = copy.deepcopy(tensor, memo)
+
+
 class QuantizedModel(fx.GraphModule):
     """An integer model: callable, printable, editable like any `fx.GraphModule`.
 
@@ -87,6 +110,7 @@ class QuantizedModel(fx.GraphModule):
     def from_manager(cls, manager: PassManager, ledger: Ledger, layers: Mapping[str, LayerQParams]) -> QuantizedModel:
         """Wrap the graph of a manager that has run its pipeline to the end."""
         model = cls(manager.gm, manager.gm.graph, class_name="QuantizedModel")
+        _own(model, manager.context.model)
         model._attach(manager.history, ledger, manager.context.recipe, manager.context.backend.name, layers)
         return model.eval()
 

@@ -213,7 +213,7 @@ class WeightedKernel(Kernel):
         super().__init__()
         self.register_buffer("weight", weight.detach())
         self.register_buffer("weight_scale", qparams.scale.detach().to(torch.float32))
-        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:

@@ -72,7 +72,7 @@ class PReLUQuantize(Kernel):
 
     def __init__(self, weight: Tensor, out: QParams) -> None:
         super().__init__()
-        self.register_buffer("weight", weight.detach())
+        self.register_buffer("weight", weight.detach().clone())
         self.out = out
         self._grid = (out.s, out.z, out.qmax, out.qmin)
 
