@@ -59,7 +59,7 @@ def quantize(x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: in
     source, order = flat
     out = torch.empty_like(x, dtype=torch.uint8)
     target = out.permute(order).view(-1)
-    buffer = torch.empty(min(len(source), _CHUNK * torch.get_num_threads()))
+    buffer = torch.empty(min(len(source), _CHUNK * torch.get_num_threads()), dtype=torch.float32)
     for step in _steps(len(source)):
         y = buffer[: step.stop - step.start]
         torch.add(zero, source[step], alpha=1.0 / scale, out=y).clamp_(low, high)
@@ -91,7 +91,7 @@ def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qma
         qmax: largest integer of the result.
         qmin: smallest integer of the result.
     """
-    x, weight = x.detach(), weight.detach()
+    x, weight = x.detach().to(torch.float32), weight.detach()
     if x.dim() < 2 or x.numel() == 0:
         return quantize(F.prelu(x, weight), scale, zero_point, qmax, qmin)
     rows = x.movedim(1, -1)
@@ -103,7 +103,7 @@ def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qma
     zero, low, high = torch.tensor(_MAGIC + zero_point), _MAGIC + qmin, _MAGIC + qmax
     for step in _steps(rows.numel(), channels):
         part = slice(step.start // channels, step.stop // channels)
-        y = F.prelu(source[part], weight)
+        y = F.prelu(source[part], weight).to(torch.float32)  # torch.autocast computes it in bfloat16
         torch.add(zero, y, alpha=1.0 / scale, out=y).clamp_(low, high)
         target[part].copy_(y.view(torch.int32))
     out = out.movedim(-1, 1)
@@ -194,7 +194,7 @@ class Add(Kernel):
     1 x 64 x 112^2    1739                        1191             1217           275
     ================  ==========================  ===============  =============  ==============
 
-    `onednn::qadd` would do, but is wrong on AVX512 (see `cpu.probe_qadd`).
+    `onednn::qadd` would do, but on AVX512 torch 2.13 reads values above 127 as int8 there.
 
     Args:
         a: grid of the first tensor.
