@@ -153,3 +153,65 @@ def test_groups_of_a_transposed_convolution_share_scales(inputs, outputs, groups
     numbers = qmodel.qparams()["0"]
     assert numbers.weight_scale.shape == (outputs // groups,)
     assert numbers.bias.shape == numbers.bias_scale.shape == (outputs,)
+
+
+# ---- the quantized model and the float model it came from
+
+
+class Mixture(nn.Module):
+    """Int8 layers, an op in float, a module that stays a leaf, a parameter of the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.p, self.b, self.norm = conv(), nn.PReLU(8), conv(8, 8), nn.GroupNorm(2, 8)
+        self.w = nn.Parameter(torch.randn(8, 1, 1))
+
+    def forward(self, x):
+        return self.norm(self.b(self.p(self.a(x)))) * self.w + self.w
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_neither_model_changes_through_the_other(backend):
+    """Biases, slopes and leaf modules were shared: training on, or loading a state into either, changed the other."""
+    model, x = Mixture().eval(), images()
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend), data=[x])
+    before, qbefore = model(x), qmodel(x)
+    with torch.no_grad():
+        for tensor in (*qmodel.parameters(), *qmodel.buffers()):
+            tensor.zero_()
+    qmodel.train().requires_grad_(False)
+    assert torch.equal(model(x), before)
+    assert not any(m.training for m in model.modules()) and all(p.requires_grad for p in model.parameters())
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend), data=[x])
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(1)
+    assert torch.equal(qmodel(x), qbefore)
+
+
+def test_a_leaf_that_cannot_be_copied_stays_shared():
+    class Locked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lock = __import__("threading").Lock()
+
+        def forward(self, x):
+            return x + 1 if x.sum() > 0 else x
+
+    recipe = fxq.Recipe.static().leaf("1")
+    close(nn.Sequential(conv(), Locked(), conv(8, 4)), images(), recipe=recipe)
+
+
+@pytest.mark.parametrize("size", [12, 160])
+def test_the_quantized_model_under_autocast_and_another_default_dtype(size):
+    """PReLU came out in bfloat16, and the buffer of a long conversion in float64: both were an error."""
+    model, x = nn.Sequential(conv(), nn.PReLU(8), conv(8, 8), nn.Hardsigmoid(), conv(8, 4)).eval(), images(2, 3, size)
+    qmodel = fxq.quantize(model, "static", data=[x])
+    expected = qmodel(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert sqnr(expected, qmodel(x).float()) > 30.0
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(qmodel(x), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
