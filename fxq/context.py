@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from fxq.backends.base import Backend
 from fxq.data import Batch
 from fxq.errors import RecipeError
+from fxq.graph import info, op_of
 from fxq.recipe import Recipe
 from fxq.region import Region
 from fxq.selector import Selector
@@ -49,20 +50,30 @@ class Context:
         if not self.types:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
 
-    def config_for(self, path: str, ops: tuple[str, ...]) -> tuple[QuantConfig, Selector | None]:
-        """The recipe's config for a node, and the override that decided it."""
-        return self.recipe.config_for(path, ops, self.types)
+    def config_for(self, path: str, op: str) -> tuple[QuantConfig, Selector | None]:
+        """The recipe's config for an op at a module path, and the override that decided it."""
+        return self.recipe.config_for(path, (op,), self.types)
 
-    def check_selectors(self, nodes: Mapping[str, tuple[str, tuple[str, ...]]]) -> None:
-        """Raise `RecipeError` for an override or leaf selector that selects nothing, with what looks most like it.
+    def configures_apart(self, nodes: Sequence[fx.Node]) -> bool:
+        """Whether the recipe asks different things of ops that would become one.
+
+        Float for some and integers for others; or different specs, of ops that have a say in them.
+        """
+        ops = [(op, info(n).path) for n in nodes if (op := op_of(n)) is not None]
+        configs = [(op, self.config_for(path, op.name)[0]) for op, path in ops]
+        specs = {config for op, config in configs if op.quant.kind == "computes"}
+        return len(specs) > 1 or len({config.is_float for _, config in configs}) > 1
+
+    def check_selectors(self, ops: Collection[tuple[str, str]]) -> None:
+        """Raise `RecipeError` for an override whose selector selects nothing, with what looks most like it.
 
         Args:
-            nodes: module path and op names of each node of the canonical graph, by node name.
+            ops: module path and op name of each node of the canonical graph, before anything is folded or fused.
         """
-        ops = {op for _, names in nodes.values() for op in names}
+        names = {op for _, op in ops if op}
         for selector, _ in self.recipe.overrides:
-            if not any(selector.matches(path, names, self.types) for path, names in nodes.values()):
-                near = selector.near_misses(self.types, ops)
+            if not any(selector.matches(path, (op,), self.types) for path, op in ops):
+                near = selector.near_misses(self.types, names)
                 raise RecipeError(
                     f"the override for {selector} selects nothing in this model; "
                     f"{'near: ' + ', '.join(near) if near else 'nothing looks like it'}. "

@@ -14,6 +14,7 @@ from fxq.errors import PassError
 from fxq.graph import info, is_op, is_pure, merge_origins, set_info, tensor_meta
 from fxq.match import Matcher
 from fxq.ops import OPS
+from fxq.pattern import source_of
 
 if TYPE_CHECKING:
     from fxq.context import Context
@@ -154,6 +155,7 @@ class Editor:
             path=first.path if first else "",
             source=first.source if first else "",
             origins=merge_origins(sources),
+            memory=tuple(dict.fromkeys(block for source in sources for block in info(source).memory)),
             plan=first.plan if first else None,
             shape=typed[0],
             dtype=typed[1],
@@ -228,7 +230,7 @@ class Editor:
         name = path.removeprefix(f"{DATA}.").replace(".", "_")
         node = self.node("get_attr", path, (), like=like, before=before, name=name)
         shape, dtype = tensor_meta(tensor)
-        set_info(node, shape=shape, dtype=dtype, origins=(), plan=None)
+        set_info(node, shape=shape, dtype=dtype, origins=(), plan=None, memory=())
         self._constants[path] = node
         return node
 
@@ -240,8 +242,14 @@ class Editor:
         return f"{folder}.{key}"
 
     @contextmanager
-    def attributed(self, rule: str, source: str) -> Iterator[None]:
-        """Count everything done inside as one edit, made by this rule."""
+    def attributed(self, rule: str, source: str | Callable[..., Any]) -> Iterator[None]:
+        """Count everything done inside as one edit, made by this rule.
+
+        Args:
+            rule: its name.
+            source: `file:line` where it is written, or the function or class that it is.
+        """
+        source = source if isinstance(source, str) else source_of(source)
         outer, self._rule = self._rule, (rule, source)
         enclosing, self._open = self._open, Edit(rule, source, (), ())
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -67,3 +69,11 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     close = nearest(str(name), names)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
     return f"unknown {kind} {str(name)!r}{hint} Known: {', '.join(names) or 'none'}."
+
+
+def warn(message: str) -> None:
+    """Issue an `FxqWarning` that points at the user's line: the first frame outside fxq and torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("fxq", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, FxqWarning, stacklevel=level - 1)

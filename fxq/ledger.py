@@ -27,7 +27,7 @@ class Entry:
         fate: `int8`, `moves` (moves integers), `float`, or `folded` (into another op, or removed).
         into: the node of the final graph that stands for it; empty when it is gone.
         reason: why it is float, or where it went.
-        fix: the change of the recipe that would decide otherwise; empty where there is none.
+        fix: the line of the recipe that would decide otherwise; empty where none can. For int8 ops not printed.
         source: `file:line` of the model.
     """
 
@@ -78,7 +78,10 @@ class Ledger(Sequence[Entry]):
         return f"{count} of {len(self)} ops stay in float because: {reason}"
 
     def __str__(self) -> str:
-        rows = [[e.path or e.name, e.op, e.fate, e.reason + (f" [{e.fix}]" if e.fix else "")] for e in self.entries]
+        rows = [
+            [e.path or e.name, e.op, e.fate, f"{e.reason} [{e.fix}]" if e.reason and e.fix else e.reason]
+            for e in self.entries
+        ]
         totals = ", ".join(f"{self.count(f)} {f}" for f in ("int8", "moves", "float", "folded"))
         return (
             tabulate(
@@ -116,7 +119,6 @@ def _entry(op: NodeView, now: NodeView | None, fixes: dict[str, str]) -> Entry:
         return Entry(**about, fate="folded", reason="has no effect on the output")
     if op.label == "batch_norm" and now.label != "batch_norm" and now.kind != "float":
         return Entry(**about, fate="folded", into=now.name, reason=f"into {now.name}")
-    fate = now.kind if now.kind in ("int8", "moves") else "float"
-    return Entry(
-        **about, fate=fate, into=now.name, reason=now.reason if fate == "float" else "", fix=fixes.get(now.name, "")
-    )
+    if now.kind in ("int8", "moves"):
+        return Entry(**about, fate=now.kind, into=now.name, fix=f"recipe.override({op.path or '*'!r}, fxq.FLOAT)")
+    return Entry(**about, fate="float", into=now.name, reason=now.reason, fix=fixes.get(now.name, ""))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -12,9 +11,10 @@ import torch
 from torch import fx, nn
 
 from fxq.context import Context
-from fxq.errors import FxqError, FxqWarning, PassError
+from fxq.errors import FxqError, PassError, warn
 from fxq.history import History, Snapshot
 from fxq.numeric import loss, sqnr
+from fxq.observers import Observer
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 from fxq.stages import check
@@ -89,11 +89,9 @@ class PassManager:
         lost = loss(self._sqnr, value)
         if lost > self.context.recipe.max_loss and self.history.first_loss is None:
             self.history.first_loss = step.name
-            warnings.warn(
+            warn(
                 f"{step.name} lost {lost:.1f} dB: the output is at {value:.1f} dB SQNR against the float model. "
-                f"Compare history[{step.name!r}] with the snapshot before it.",
-                FxqWarning,
-                stacklevel=6,
+                f"Compare history[{step.name!r}] with the snapshot before it."
             )
         self._sqnr = value
         return value
@@ -102,8 +100,6 @@ class PassManager:
 @contextmanager
 def observers_paused(gm: nn.Module) -> Iterator[None]:
     """Run a graph without its observers looking: what is measured must not count as calibration."""
-    from fxq.observers import Observer
-
     found = [m for m in gm.modules() if isinstance(m, Observer)]
     for observer in found:
         observer.paused = True

@@ -58,7 +58,12 @@ class Pass(ABC):
         """The pass's fields as plain data."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def __str__(self) -> str:
+    @property
+    def changed_options(self) -> dict[str, Any]:
+        """The fields that differ from their default."""
         defaults = {f.name: f.default for f in fields(self)}
-        inside = ", ".join(f"{k}={v!r}" for k, v in self.options.items() if v != defaults[k])
+        return {k: v for k, v in self.options.items() if v != defaults[k]}
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{k}={v!r}" for k, v in self.changed_options.items())
         return f"{self.name}({inside})" if inside else self.name

@@ -93,6 +93,7 @@ class Rule:
         replacement: builds the new nodes; None for a fusion.
         variant: the values of the keyword-only parameters.
         size: number of ops in the pattern.
+        function: module and qualified name of the pattern function.
         exclusive: inner values must have no reader outside the match. Without it, such values are left in place.
     """
 
@@ -104,6 +105,7 @@ class Rule:
     variant: dict[str, str] = field(default_factory=dict)
     guards: list[Guard] = field(default_factory=list)
     replacement: Replacement | None = None
+    function: tuple[str, str] = ("", "")
     exclusive: bool = True
 
     @property
@@ -150,10 +152,13 @@ class RuleSet:
         self._rules: dict[str, Rule] = {}
 
     def add(self, family: Family) -> None:
-        """Register all rules of a family. A name that is taken by another function is an error."""
+        """Register all rules of a family. A name that another function has taken is an error.
+
+        A function defined anew (a notebook cell that is run again) replaces what it was.
+        """
         for rule in family:
             taken = self._rules.get(rule.name)
-            if taken is not None and taken.source.partition(":")[0] != rule.source.partition(":")[0]:
+            if taken is not None and taken.function != rule.function:
                 raise PatternError(
                     f"the rule name {rule.name!r} ({rule.source}) is taken by {taken.source}; choose another."
                 )
@@ -271,7 +276,8 @@ def _trace(function: Callable[..., Any], name: str, captures: list[str], variant
     dead = [node.name for node in made if node not in used]
     if dead:
         raise PatternError(f"pattern {name!r} ({source_of(function)}): the value of op.{dead[0]} is not used.")
-    return Rule(name, source_of(function), tuple(captures), outputs, len(made), variant)
+    identity = (function.__module__, function.__qualname__)
+    return Rule(name, source_of(function), tuple(captures), outputs, len(made), variant, function=identity)
 
 
 def _reached(outputs: Sequence[Any]) -> Iterator[PatternNode]:
@@ -284,7 +290,9 @@ def _reached(outputs: Sequence[Any]) -> Iterator[PatternNode]:
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """`folder/file.py:line` of a function."""
+    """`folder/file.py:line` of a function or class."""
+    if inspect.isclass(function):
+        return f"{short_path(inspect.getfile(function))}:{inspect.getsourcelines(function)[1]}"
     code = inspect.unwrap(function).__code__
     return f"{short_path(code.co_filename)}:{code.co_firstlineno}"
 

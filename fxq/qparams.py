@@ -145,10 +145,6 @@ class QParams:
         return f"scale=[{float(self.scale.min()):.3g}..{float(self.scale.max()):.3g}] per channel (axis {self.axis})"
 
 
-_HALF_RANGE = float(torch.finfo(torch.float32).max) / 2
-"""Ranges end here, so that the half step that rounding the zero point may add does not overflow float32."""
-
-
 def choose_qparams(low: Tensor, high: Tensor, spec: TensorSpec, axis: int | None = None) -> QParams:
     """The parameters that cover [low, high] on the grid of `spec`. Float zero is always exactly representable.
 
@@ -176,7 +172,7 @@ def choose_qparams(low: Tensor, high: Tensor, spec: TensorSpec, axis: int | None
         raise InputError("choose_qparams: the range holds NaN or Inf; look for them in the weights or the data.")
     if bool((low > high).any()):
         raise InputError("choose_qparams: low > high; the observer has seen no data.")
-    low, high = low.clamp(-_HALF_RANGE, 0.0), high.clamp(0.0, _HALF_RANGE)
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     if spec.symmetric:
         zero = (spec.qmin + spec.qmax + 1) // 2
         scale = torch.maximum(-low / (zero - spec.qmin), high / (spec.qmax - zero))

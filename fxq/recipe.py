@@ -11,6 +11,7 @@ from typing import Any
 
 import tomli_w
 
+from fxq import backends
 from fxq.errors import RecipeError, unknown
 from fxq.observers import OBSERVERS
 from fxq.passbase import Pass
@@ -105,6 +106,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.preset not in _PIPELINES:
             raise RecipeError(unknown("preset", self.preset, _PIPELINES))
+        if self.backend not in backends.NAMES:
+            raise RecipeError(unknown("backend", self.backend, backends.NAMES))
         if self.check not in ("none", "numeric"):
             raise RecipeError(unknown("check", self.check, ["none", "numeric"]))
         for config in (self.config, *(c for _, c in self.overrides)):
@@ -265,7 +268,10 @@ def _edit_to_dict(edit: PipelineEdit) -> dict[str, Any]:
         "insert": f"{cls.__module__}:{cls.__qualname__}",
         "after" if edit.after else "before": edit.anchor,
     }
-    return {**data, "options": edit.inserted.options} if edit.inserted.options else data
+    options = edit.inserted.changed_options
+    if None in options.values():
+        raise RecipeError(f"the pass {edit.inserted.name!r} has an option that is None, which a file cannot hold.")
+    return {**data, "options": options} if options else data
 
 
 def _edit_from_dict(data: Mapping[str, Any]) -> PipelineEdit:

@@ -17,15 +17,17 @@ from fxq.ops import OPS
 from fxq.pattern import Family, Rule
 from fxq.unit import UNITS, Unit, unit_of
 
+Refuse = Callable[[Sequence[fx.Node]], bool]
+
 
 class Rewriter(Editor):
     """What a pass gets: the editor of its graph, and rules."""
 
-    def apply(self, *rules: Rule | Family) -> int:
+    def apply(self, *rules: Rule | Family, refuse: Refuse | None = None) -> int:
         """Apply rewrite rules everywhere until none matches; the number of rewrites.
 
         Rules are bucketed by their root op, larger patterns first. A worklist holds the nodes to look at: all of them
-        at first, then the neighbours of what was rewritten.
+        at first, then the neighbours of what was rewritten. `refuse(nodes)` may turn down a match.
 
         Raises:
             PassError: the rules do not come to an end; names those that keep undoing each other.
@@ -42,7 +44,7 @@ class Rewriter(Editor):
             op = None if node._erased else op_of(node)
             for rule in buckets.get(op.name, ()) if op is not None else ():
                 match = self.matcher.match(rule, node)
-                if match is None:
+                if match is None or (refuse is not None and refuse(match.nodes)):
                     continue
                 done.append(rule)
                 if len(done) > budget:
@@ -56,11 +58,11 @@ class Rewriter(Editor):
                 break
         return len(done)
 
-    def fuse(self, rules: Sequence[Rule], refuse: Callable[[Match], bool] | None = None) -> int:
+    def fuse(self, rules: Sequence[Rule], refuse: Refuse | None = None) -> int:
         """Turn what the fusion rules match into units, largest rule first; a node belongs to one unit.
 
         All matches are found before the first edit, so a rule cannot match what another one made.
-        `refuse` may turn down a match. The number of units.
+        `refuse(nodes)` may turn down a match. The number of units.
         """
         by_op: dict[str, list[fx.Node]] = {}
         for node in self.graph.nodes:
@@ -71,7 +73,7 @@ class Rewriter(Editor):
         for rule in rules:
             for node in by_op.get(rule.root_op, ()):
                 match = self.matcher.match(rule, node)
-                if match is not None and (refuse is None or not refuse(match)):
+                if match is not None and (refuse is None or not refuse(match.nodes)):
                     self.matcher.taken.update(match.nodes)
                     chosen.append(match)
         self.matcher.taken.clear()

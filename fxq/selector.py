@@ -37,8 +37,8 @@ class Selector:
             return self.op in ops
         above = ancestors(path)
         if self.module is not None:
-            return any(issubclass(types[p], self.module) for p in above if p in types)
-        return any(fnmatchcase(p, str(self.path)) for p in above)
+            return any(issubclass(types[p], self.module) for p in (*above, "") if p in types)
+        return bool(self.path) and any(fnmatchcase(p, str(self.path)) for p in above or [""])
 
     def near_misses(self, types: Mapping[str, type], ops: Iterable[str]) -> list[str]:
         """What in the model looks most like this selector, for the error when it selects nothing."""

@@ -18,7 +18,7 @@ class TensorSpec:
         bits: width of the integer grid, 2 to 8. Storage is always one byte.
         signed: int8 storage if true, uint8 otherwise.
         symmetric: the grid is symmetric around float zero: zero point 0 (signed) or the middle of the range (unsigned).
-        per_channel: one scale per output channel instead of one per tensor. The axis is the op's (see `fxq/ops.py`).
+        per_channel: one scale per output channel instead of one per tensor. The axis is the op's (see `fxq/ops/`).
         observer: name of the observer that finds the range (see `fxq/observers.py`).
 
     Example:

@@ -30,12 +30,14 @@ class Canonicalize(Pass):
     gives: ClassVar[Stage] = Stage.CANONICAL
 
     def run(self, rewriter: Rewriter) -> None:
-        """Rewrite node by node, then apply the rules."""
+        """Rewrite node by node, check the recipe's selectors against what is there, then apply the rules."""
         for node in rewriter.nodes():
             if node.op == "call_module":
                 _module(rewriter, node)
             elif node.op in ("call_function", "call_method"):
                 _call(rewriter, node)
+        called = [n for n in rewriter.nodes() if n.op not in ("placeholder", "output", "get_attr")]
+        rewriter.context.check_selectors([(info(n).path, op.name if (op := op_of(n)) else "") for n in called])
         rewriter.apply(drop_identity, drop_dropout, same_padding, padding_mode)
         rewriter.erase_unused()
 
@@ -83,7 +85,7 @@ def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | str) 
         rewriter.describe(node, note=f"stays as it is: {op.name} {bound}")
         return
     args, kwargs = op.canonical(bound)
-    with rewriter.attributed(op.name, "fxq/ops.py"):
+    with rewriter.attributed(op.name, op.target):
         rewriter.update(node, op.target, args, kwargs, op="call_function")
 
 

@@ -66,7 +66,7 @@ class CorrectBias(Pass):
             return
         factor = self._factor(got, wanted, weight)
         shift = (wanted - factor[:, None] * got).mean(1)
-        with rewriter.attributed("correct_bias", "passes/correct_bias.py"):
+        with rewriter.attributed("correct_bias", CorrectBias):
             name = info(node).path or node.name
             new = rewriter.constant((bias + shift).to(bias.dtype), f"{name}.bias_corrected", before=node, like=node)
             rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: new if n is old else n))

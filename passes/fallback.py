@@ -39,7 +39,7 @@ class Fallback(Pass):
 
 def _split(rewriter: Rewriter, node: fx.Node, plan: Plan) -> None:
     """Leave the ops that the kernel runs as a unit (or a single op), and take the others out."""
-    with rewriter.attributed("open_unit", "passes/fallback.py"):
+    with rewriter.attributed("open_unit", _split):
         ops = rewriter.open_unit(node)
         head = ops[: plan.kernel_ops]
         for rest in ops[len(head) :]:
@@ -60,7 +60,7 @@ def _read_float(rewriter: Rewriter, dequantize: fx.Node) -> None:
     if not is_float(value):
         return
     if any(is_float(user) for user in dequantize.users):
-        with rewriter.attributed("read_float", "passes/fallback.py"):
+        with rewriter.attributed("read_float", _read_float):
             rewriter.reroute(dequantize, value, only=is_float)
 
 

@@ -24,6 +24,6 @@ class FoldBatchNorm(Pass):
     gives: ClassVar[Stage] = Stage.CANONICAL
 
     def run(self, rewriter: Rewriter) -> None:
-        """Apply the rule everywhere."""
-        rewriter.apply(norm_after_layer)
+        """Apply the rule everywhere but where the recipe tells layer and batch norm apart."""
+        rewriter.apply(norm_after_layer, refuse=rewriter.context.configures_apart)
         rewriter.erase_unused()

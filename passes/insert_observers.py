@@ -12,7 +12,7 @@ from fxq.observers import make_observer
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 
-OBSERVERS = "fxq_observers"
+FOLDER = "fxq_observers"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge) -> f
     about = info(value)
     what = f'layer "{about.path}"' if about.path else "the input" if value.op == "placeholder" else "the model"
     name = f"%{value.name} ({what}{', ' + about.source if about.source else ''})"
-    target = rewriter.module(make_observer(edge.spec, None, name), value.name, OBSERVERS)
+    target = rewriter.module(make_observer(edge.spec, None, name), value.name, FOLDER)
     observer = rewriter.node("call_module", target, (seen,), after=seen, name=f"{value.name}_observer")
     rewriter.describe(
         observer,

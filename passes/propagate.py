@@ -48,7 +48,7 @@ def _push_dequantize(rewriter: Rewriter, node: fx.Node) -> None:
     qp = info(read[0]).qparams
     if qp is None or not all(is_op(r, "dequantize") and qp.same_as(info(r).qparams) for r in read):
         return
-    with rewriter.attributed("push_dequantize", "passes/propagate.py"):
+    with rewriter.attributed("push_dequantize", _push_dequantize):
         rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: n.args[0] if n in read else n))
         rewriter.describe(node, dtype=qp.dtype, qparams=qp)
         dq = rewriter.call("dequantize", node, after=node, name=f"{node.name}_dq", scale=qp.s, zero_point=qp.z)
@@ -69,7 +69,7 @@ def _pull_quantize(rewriter: Rewriter, node: fx.Node) -> None:
     if op.quant.unless is not None and op.quant.unless(options_of(mover)) is not None:
         return
     qp = info(node).qparams
-    with rewriter.attributed("pull_quantize", "passes/propagate.py"):
+    with rewriter.attributed("pull_quantize", _pull_quantize):
         q = rewriter.node(
             "call_function", node.target, (source,), dict(node.kwargs), after=source, name=f"{source.name}_q"
         )

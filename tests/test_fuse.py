@@ -97,7 +97,7 @@ def test_ops_that_the_recipe_configures_differently_stay_apart(selector):
     assert "a = conv2d(x, @a.weight, @a.bias, padding=(1, 1))" in text(gm)
     said = [e for e in fxq.quantize(model, recipe, data=[x]).ledger if "the recipe says float" in e.reason]
     assert [e.name for e in said] == (["a"] if selector == "a" else ["act", "act_1"])
-    assert all(e.fix.startswith("drop the override") for e in said)
+    assert all(e.fix.startswith("recipe.override(") for e in said)
 
 
 def test_another_spec_for_the_layer_alone_keeps_the_unit():

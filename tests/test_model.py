@@ -8,7 +8,7 @@ from torch import nn
 
 import fxq
 from fxq.errors import InputError
-from fxq.model import SAMPLES, ObservedModel, QuantizedModel
+from fxq.model import BATCHES, SAMPLES, ObservedModel, QuantizedModel
 from tests.helpers import REFERENCE, text
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
@@ -140,13 +140,16 @@ def test_calibrate_shows_data_to_the_observers():
     assert observed.batches_seen == 3
 
 
-def test_a_few_samples_of_the_first_batch_are_kept():
+def test_a_few_samples_of_the_first_batches_are_kept():
     observed = fxq.prepare(network(), REFERENCE, X)
     many = torch.rand(7, 3, 8, 8)
     observed(many)
     observed(X)
-    (sample,) = observed.manager.context.samples
-    assert torch.equal(sample.args[0], many[:SAMPLES])
+    for _ in range(BATCHES):
+        observed(X)
+    kept = [sample.args[0] for sample in observed.manager.context.samples]
+    assert torch.equal(kept[0], many[:SAMPLES]) and torch.equal(kept[1], X)
+    assert len(kept) == BATCHES
 
 
 def test_converting_twice_or_something_else():

@@ -208,17 +208,32 @@ def test_a_name_taken_registers_no_rule_of_the_family():
     assert "conv2d_tanh" not in FUSIONS
 
 
-def test_the_same_file_may_define_a_fusion_again(fusions):
+def test_a_function_defined_anew_replaces_what_it_was(fusions):
+    def define(inner):
+        @fusion("again")
+        def pattern(op, x):
+            return op[inner](x)
+
+        return pattern
+
+    define("relu")
+    second = define("tanh")
+    assert fusions["again"] is second[0]
+    assert sum(rule.name == "again" for rule in fusions) == 1
+
+
+def test_another_function_of_the_same_file_may_not_take_a_name(fusions):
     @fusion("again")
     def first(op, x):
         return op.relu(x)
 
-    @fusion("again")
-    def second(op, x):
-        return op.tanh(x)
+    with pytest.raises(PatternError, match=r"'again' .* is taken by .*test_pattern.py"):
 
-    assert fusions["again"] is second[0]
-    assert sum(rule.name == "again" for rule in fusions) == 1
+        @fusion("again")
+        def second(op, x):
+            return op.tanh(x)
+
+    assert fusions["again"] is first[0]
 
 
 def test_largest_first_and_among_equals_the_latest(fusions):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 
 from fxq.backends.base import Backend, Support
-from fxq.errors import BackendError, unknown
+from fxq.errors import BackendError, unknown, warn
 
 _BACKENDS = {"reference": "fxq.backends.reference:Reference", "x86": "fxq.backends.x86:X86"}
 _AUTO = ("x86", "reference")
+NAMES = ("auto", *_BACKENDS)
+"""What a recipe may ask for."""
 
 
 def get_backend(name: str, device: str = "cpu") -> Backend:
@@ -24,11 +26,17 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     if name == "auto":
         for candidate in _AUTO:
             try:
-                return get_backend(candidate, device)
+                backend = get_backend(candidate, device)
             except BackendError:
                 continue
+            if candidate == "reference":
+                warn(
+                    f"fxq has no int8 kernels for a model on {device} of this machine. It is quantized for the "
+                    'reference backend: exact, and slower than float. backend="reference" says so without a warning.'
+                )
+            return backend
     if name not in _BACKENDS:
-        raise BackendError(unknown("backend", name, ["auto", *_BACKENDS]))
+        raise BackendError(unknown("backend", name, NAMES))
     module, _, cls = _BACKENDS[name].partition(":")
     backend: Backend = getattr(importlib.import_module(module), cls)()
     if backend.devices and device not in backend.devices:
@@ -40,4 +48,4 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     return backend
 
 
-__all__ = ["Backend", "Support", "get_backend"]
+__all__ = ["NAMES", "Backend", "Support", "get_backend"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -60,19 +60,30 @@ class Operands:
 
 
 def take_apart(calls: tuple[OpCall, ...]) -> Parts | None:
-    """The leading ops of a unit that one kernel runs: the first op, an add to it, an activation function."""
+    """The leading ops of a unit that one kernel runs: the first op, an add to it, an activation function.
+
+    Of these, the ops behind the kernel may read the last value only: it is the one that the kernel hands out.
+    """
     row = ROWS.get(calls[0].op.name)
     if row is None:
         return None
-    ops, residual, post = 1, None, None
-    if ops < len(calls) and row.adds and calls[ops].op.name == "add":
-        residual = _other_operand(calls[ops], Inner(ops - 1))
-        ops += residual is not None
-    allowed = row.posts if residual is None else _CLAMPS
-    if ops < len(calls) and calls[ops].op.name in allowed and calls[ops].tensors["x"] == Inner(ops - 1):
-        post = _post(calls[ops])
-        ops += 1
-    return Parts(calls[0], residual, post, ops)
+    parts = [Parts(calls[0], None, None, 1)]
+    if len(calls) > 1 and row.adds and calls[1].op.name == "add":
+        residual = _other_operand(calls[1], Inner(0))
+        if residual is not None:
+            parts.append(Parts(calls[0], residual, None, 2))
+    last = parts[-1]
+    allowed = row.posts if last.residual is None else _CLAMPS
+    after = calls[last.ops] if last.ops < len(calls) else None
+    if after is not None and after.op.name in allowed and after.tensors["x"] == Inner(last.ops - 1):
+        parts.append(replace(last, post=_post(after), ops=last.ops + 1))
+    return next(p for p in reversed(parts) if p.ops == 1 or not _reads_inside(calls, p.ops))
+
+
+def _reads_inside(calls: tuple[OpCall, ...], ops: int) -> bool:
+    """Whether an op behind the first `ops` reads a value that they make, other than the last."""
+    read = {value for call in calls[ops:] for value in call.tensors.values() if isinstance(value, Inner)}
+    return any(value.index < ops - 1 for value in read)
 
 
 def _other_operand(add: OpCall, own: Inner) -> fx.Node | None:
