@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 import fxq.passes
 import fxq.patterns  # noqa: F401  (registers the fusion patterns)
 from fxq.backends import get_backend
 from fxq.context import Context
 from fxq.data import Batch, as_batch, batches, check_batch
-from fxq.errors import CalibrationError, FxqError, InputError, RecipeError, warn
+from fxq.errors import CalibrationError, FxqError, FxqWarning, InputError, RecipeError
 from fxq.layers import layers_of
 from fxq.ledger import ledger_of
 from fxq.manager import PassManager
@@ -116,15 +118,15 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     """
     _check_observed(observed)
     manager = observed.manager
-    if manager.stage > Stage.OBSERVED:
-        raise InputError("this observed model was converted already; prepare the float model again.")
     _, to_qdq, to_kernels = _phases(manager.context.recipe)
     manager.run(to_qdq)
     layers = layers_of(manager.gm)
     manager.run(to_kernels)
     ledger = ledger_of(manager.history, manager.gm)
     if ledger and not ledger.count("int8"):
-        warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
+        warnings.warn(
+            f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)", FxqWarning, stacklevel=2
+        )
     return QuantizedModel.from_manager(manager, ledger, layers)
 
 
@@ -202,7 +204,16 @@ def _length(data: Any) -> int | None:
         return None
 
 
-_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "fxq.backends")
+_QUANTIZED = (
+    "torch.ao.nn.quantized",
+    "torch.ao.nn.intrinsic.quantized",
+    "torch.ao.nn.qat",
+    "torch.ao.nn.intrinsic.qat",
+    "torch.ao.quantization.fake_quantize",
+    "torch.ao.quantization.observer",
+    "fxq.backends",
+)
+_WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 
 
 def _check_model(model: Any) -> None:
@@ -210,6 +221,11 @@ def _check_model(model: Any) -> None:
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     if isinstance(model, (QuantizedModel, ObservedModel)):
         raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
+    if type(model).__name__ in _WRAPPERS:
+        inner = f"model.{_WRAPPERS[type(model).__name__]}"
+        raise InputError(f"the model is wrapped in a {type(model).__name__}; give the model inside it: {inner}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("the model is a TorchScript module, which has no Python code to trace; give the original.")
     for path, module in model.named_modules():
         if isinstance(module, (QuantizedModel, ObservedModel)) or type(module).__module__.startswith(_QUANTIZED):
             raise InputError(
@@ -220,11 +236,18 @@ def _check_model(model: Any) -> None:
     if training is not None:
         where = f"its module {training!r} is" if training else "it is"
         raise InputError(f"the model cannot be quantized while {where} in train mode: call model.eval() first.")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(f"{name} has no values and no shape yet: run the float model once on a batch first.")
+        if tensor.is_meta:
+            raise InputError(f"{name} is on the meta device, so it has no values; load the model's weights first.")
 
 
 def _check_observed(observed: Any) -> None:
     if not isinstance(observed, ObservedModel):
         raise InputError(f"this takes the model that fxq.prepare returned, not a {type(observed).__name__}.")
+    if observed.manager.stage > Stage.OBSERVED:
+        raise InputError("this observed model was converted already; prepare the float model again.")
 
 
 __all__ = ["Recipe", "calibrate", "convert", "prepare", "quantize", "run_passes"]
