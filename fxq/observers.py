@@ -89,7 +89,7 @@ class Observer(nn.Module):
                 f"{self._tensor}: cannot merge a {type(other).__name__} observer for {other.spec} on axis {other.axis} "
                 f"into a {type(self).__name__} one for {self.spec} on axis {self.axis}; prepare both with one recipe."
             )
-        if other._seen:
+        if other.seen:
             self._absorb(other)
 
     def qparams(self) -> QParams:
@@ -106,7 +106,7 @@ class Observer(nn.Module):
         Raises:
             CalibrationError: no data was seen.
         """
-        if not self._seen:
+        if not self.seen:
             raise CalibrationError(
                 f"{self._tensor} has seen no data. Calibrate with inputs that reach this layer, or set it to float."
             )
@@ -115,13 +115,14 @@ class Observer(nn.Module):
     @property
     def seen_only_zeros(self) -> bool:
         """Whether there was data, and all of it zero."""
-        return self._seen and not bool(self.minimum.any() or self.maximum.any())
+        return self.seen and not bool(self.minimum.any() or self.maximum.any())
 
     def extra_repr(self) -> str:
         return f"{self.spec}" if self.axis is None else f"{self.spec}, axis={self.axis}"
 
     @property
-    def _seen(self) -> bool:
+    def seen(self) -> bool:
+        """Whether there was data."""
         return bool((self.minimum <= self.maximum).all())
 
     @property
@@ -200,7 +201,7 @@ class MovingAverage(Observer):
         self.register_buffer("batches", torch.tensor(0))
 
     def _observe(self, x: Tensor) -> None:
-        self._average(*self._batch_range(x), weight=self.constant if self._seen else 1.0)
+        self._average(*self._batch_range(x), weight=self.constant if self.seen else 1.0)
         self.batches = self.batches + 1
 
     def _absorb(self, other: Observer) -> None:

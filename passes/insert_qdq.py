@@ -49,12 +49,17 @@ class InsertQdq(Pass):
 
 
 def _take_observers(rewriter: Rewriter) -> dict[int, Observer]:
-    """Remove the observers from the graph; what those of each group have seen together."""
+    """Remove the observers from the graph; what those of each group have seen together.
+
+    All are asked for their range first: the graph must be as it was when one has seen nothing, to calibrate it then.
+    """
     groups: dict[int, Observer] = {}
-    for node in rewriter.nodes():
-        observer = submodule(rewriter.gm, node)
-        if not isinstance(observer, Observer):
-            continue
+    found = [(n, m) for n in rewriter.nodes() if isinstance(m := submodule(rewriter.gm, n), Observer)]
+    seen = {edge.group for node, observer in found if observer.seen for edge in info(node).edges}
+    for node, observer in found:
+        if info(node).edges[0].group not in seen:
+            observer.range()
+    for node, observer in found:
         (edge,) = info(node).edges
         if edge.group in groups:
             groups[edge.group].merge(observer)
