@@ -96,15 +96,9 @@ class _Tracer(fx.Tracer):
         """`trace`, with errors that name the line, the value and the ways out."""
         try:
             return super().trace(model)
-        except (
-            fx.proxy.TraceError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-            AttributeError,
-            KeyError,
-            IndexError,
-        ) as error:
+        except FxqError:
+            raise
+        except Exception as error:  # whatever the user's forward raises
             raise TraceError(self._explain(model, error)) from error
 
     def _explain(self, model: nn.Module, error: Exception) -> str:
@@ -183,6 +177,8 @@ def _check_hooks(model: nn.Module) -> None:
 def _drop_unused_arguments(gm: fx.GraphModule, example: Batch) -> None:
     """Check that the example gives every argument without a default."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    if any(str(n.target).startswith("**") for n in inputs):
+        raise InputError("forward takes **keywords, which torch.fx cannot trace; name the arguments in its signature.")
     given = {str(n.target) for n in inputs[: len(example.args)]} | set(example.kwargs)
     missing = [str(n.target) for n in inputs if str(n.target).lstrip("*") not in given and not n.args]
     missing = [name for name in missing if not name.startswith("*")]
