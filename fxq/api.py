@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ import fxq.patterns  # noqa: F401  (registers the fusion patterns)
 from fxq.backends import get_backend
 from fxq.context import Context
 from fxq.data import Batch, as_batch, batches, check_batch
-from fxq.errors import CalibrationError, FxqError, FxqWarning, InputError, RecipeError
+from fxq.errors import CalibrationError, FxqError, InputError, RecipeError, warn
 from fxq.layers import layers_of
 from fxq.ledger import ledger_of
 from fxq.manager import PassManager
@@ -124,9 +123,7 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     manager.run(to_kernels)
     ledger = ledger_of(manager.history, manager.gm)
     if ledger and not ledger.count("int8"):
-        warnings.warn(
-            f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)", FxqWarning, stacklevel=2
-        )
+        warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
     return QuantizedModel.from_manager(manager, ledger, layers)
 
 

@@ -237,7 +237,7 @@ def _functionalize(rewriter: Rewriter) -> None:
                     )
             later = {u for u in changed.users if u is not node and order[u] > order[node]}
             if later and _returns_it(node):
-                with rewriter.attributed("functionalize", "passes/trace.py"):
+                with rewriter.attributed("functionalize", _functionalize):
                     rewriter.reroute(changed, node, only=later.__contains__)
 
 
