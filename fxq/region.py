@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxq.evaluate import value_of
-from fxq.graph import constant, info, is_op
+from fxq.graph import constant, info, is_op, options_of
 from fxq.qparams import QParams
 from fxq.unit import OpCall, calls_of
 
@@ -52,12 +53,16 @@ class Region:
 
 
 def read_region(gm: fx.GraphModule, node: fx.Node) -> Region | None:
-    """The region around a unit or op of the qdq graph; None when `node` runs no op."""
+    """The region around a unit or op of the qdq graph; None when `node` runs no op.
+
+    A conversion is a region of its own: it takes in no other conversion.
+    """
     calls = calls_of(gm, node)
     if not calls:
         return None
+    conversion = is_op(node, "quantize", "dequantize", "requantize")
     out = None
-    if len(node.users) == 1 and is_op(next(iter(node.users)), "quantize"):
+    if not conversion and len(node.users) == 1 and is_op(next(iter(node.users)), "quantize"):
         out = next(iter(node.users))
     graph = fx.Graph()
     inputs: list[fx.Node] = []
@@ -65,7 +70,8 @@ def read_region(gm: fx.GraphModule, node: fx.Node) -> Region | None:
 
     def copy(value: fx.Node) -> fx.Node:
         if value not in copies:
-            if value.op == "get_attr" or is_op(value, "dequantize", "dequantize_channel"):
+            inside = not conversion and is_op(value, "dequantize", "dequantize_channel")
+            if value.op == "get_attr" or inside:
                 for read in value.all_input_nodes:
                     copy(read)
                 copies[value] = graph.node_copy(value, copies.__getitem__)
@@ -99,14 +105,57 @@ def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
     return Weight(values, qp) if values is not None and qp is not None else None
 
 
-def run_region(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> Any:
-    """What the region computes on these values of its inputs, in qdq arithmetic.
+@dataclass(frozen=True)
+class Result:
+    """What a region computes, in qdq arithmetic.
+
+    Attributes:
+        raw: its value; where it ends in a quantize, what goes into that, since rounding hides how near a tie was.
+        last: the node of that quantize (or requantize), or None.
+    """
+
+    raw: Any
+    last: fx.Node | None = None
+
+    @property
+    def value(self) -> Any:
+        """The value of the region, rounded."""
+        return self.raw if self.last is None else self.last.target(self.raw, **self.last.kwargs)  # type: ignore[operator]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the value."""
+        return self.raw.dtype if self.last is None else options_of(self.last)["dtype"]
+
+    @property
+    def steps(self) -> Tensor | None:
+        """Where it ends in a quantize: its value in steps, zero point included and clamped, but not rounded; float32.
+
+        float32 holds 0..255 to 2e-5 steps.
+        """
+        if self.last is None:
+            return None
+        grid = options_of(self.last)
+        real = self.raw.to(torch.float32)
+        if is_op(self.last, "requantize"):
+            real = (real - grid["from_zero_point"]).mul_(grid["from_scale"])
+        return real.div(grid["scale"]).add_(grid["zero_point"]).clamp_(grid["qmin"], grid["qmax"])
+
+
+def run_region(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> Result:
+    """What the region computes on these values of its inputs.
 
     Not with `fx.Interpreter`: that lists all modules of `gm` first, which is quadratic over regions.
     """
     env: dict[fx.Node, Any] = {}
     inputs = iter(region.inputs)
-    result = None
+    result = Result(None)
     for node in region.graph.nodes:
-        result = env[node] = values[next(inputs)] if node.op == "placeholder" else value_of(gm, node, env)
+        if node.op == "placeholder":
+            env[node] = values[next(inputs)]
+        elif is_op(node, "quantize", "requantize"):
+            result = Result(env[node.args[0]], node)
+        elif node.op != "output":
+            env[node] = value_of(gm, node, env)
+            result = Result(env[node])
     return result

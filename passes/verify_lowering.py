@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from fxq.data import Batch
+from fxq.data import Batch, first_of
 from fxq.errors import FxqError, FxqWarning
-from fxq.graph import Plan, info
+from fxq.evaluate import inputs_for
+from fxq.graph import Plan, info, submodule
+from fxq.numeric import tensors
 from fxq.passbase import Pass, Stage
-from fxq.region import Region, run_region
+from fxq.region import Region, Result, run_region
 from fxq.rewrite import Rewriter
 from fxq.stages import where
 
 
 @dataclass(frozen=True)
 class VerifyLowering(Pass):
-    """Run every lowered unit against its qdq form on recorded calibration inputs; put back what disagrees.
+    """Run every kernel and conversion against its qdq form on recorded calibration inputs; put back what disagrees.
 
     Before: x86.conv(x)    After: the same, or quantize(conv2d(dequantize(x), ...)) where the kernel is wrong
-    Keeps: every kernel that is right: never more than one step off, and that in no more elements than ties explain.
-    Float results must agree to `float_tolerance` of the largest value.
+    Keeps: every kernel that is right: its integers are those nearest to the real value, up to float32 arithmetic.
+    Also: a kernel that would overwrite a residual somebody still reads is told not to.
+    Runs the first recorded batch, and its first sample alone: kernels plan by input shape.
 
     Args:
-        samples: how many recorded batches to run.
-        ties: the share of elements that may differ by one step; a few elements always may.
-        float_tolerance: relative to the largest absolute value of the reference.
+        tolerance: how much further than half a step an integer may be from the real value, in steps.
+        float_tolerance: for float results, relative to the largest absolute value of the reference.
     """
 
-    samples: int = 1
-    ties: float = 0.01
+    tolerance: float = 0.01
     float_tolerance: float = 1e-4
 
     name: ClassVar[str] = "verify-lowering"
@@ -42,54 +44,85 @@ class VerifyLowering(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Find the kernels that disagree, and put their qdq form back."""
-        context = rewriter.context
-        wrong: dict[str, str] = {}
-        for batch in (context.samples or [context.example])[: self.samples]:
-            wrong.update(self._compare(rewriter, batch))
+        regions = rewriter.context.regions
+        if not regions:
+            return
+        found = self._find(rewriter)
         by_name = {node.name: node for node in rewriter.nodes()}
-        for name, why in wrong.items():
+        for name, why in found.wrong.items():
             node = by_name[name]
-            kernel = f"the {_kernel_name(rewriter.gm, node)} kernel is wrong on this machine"
-            message = f"{where(rewriter.gm, node)}: {kernel}: {why}. It runs in qdq form instead; please report it."
-            warnings.warn(message, FxqWarning, stacklevel=6)
+            _warn(rewriter, node, f"kernel is wrong on this machine: {why}. It runs in qdq form instead")
             with rewriter.attributed("put_back", "passes/verify_lowering.py"):
-                put_back(rewriter, node, context.regions[name], f"its kernel failed verification: {why}")
+                put_back(rewriter, node, regions[name], f"its kernel failed verification: {why}")
+        for name, why in found.overwrites.items():
+            kernel: Any = submodule(rewriter.gm, by_name[name])
+            if kernel is not None and name not in found.wrong:
+                _warn(rewriter, by_name[name], f"kernel overwrites its residual, but {why}. It copies it instead")
+                kernel.inplace = False
 
-    def _compare(self, rewriter: Rewriter, batch: Batch) -> dict[str, str]:
-        """What is wrong with which kernel, on one batch."""
-        context, wrong = rewriter.context, dict[str, str]()
+    def _find(self, rewriter: Rewriter) -> _Found:
+        """What is wrong, on one batch and on one sample."""
+        context = rewriter.context
+        batch = (context.samples or [context.example])[0]
+        found = self._compare(rewriter, batch)
+        if found is None:  # recorded are the first samples; where the first axis is none of samples, nothing fits them
+            batch = context.example
+            found = self._compare(rewriter, batch, certain=True) or _Found()
+        one = first_of(batch, 1)
+        if str(one) != str(batch):
+            more = self._compare(rewriter, one) or _Found()
+            found.wrong.update({k: v for k, v in more.wrong.items() if k not in found.wrong})
+            found.overwrites.update(more.overwrites)
+        return found
+
+    def _compare(self, rewriter: Rewriter, batch: Batch, certain: bool = False) -> _Found | None:
+        """What is wrong on one batch; None where the graph does not run on it (an error if it is `certain` to)."""
+        verifier = _Verifier(rewriter.gm, rewriter.context.regions, self)
         try:
-            _Verifier(rewriter.gm, context.regions, self, wrong).run_batch(batch)
+            with torch.no_grad():
+                verifier.run_batch(batch)
         except FxqError:
             raise
-        except Exception:  # recorded are the first samples; where the first axis is none of samples, nothing fits them
-            wrong.clear()
-            _Verifier(rewriter.gm, context.regions, self, wrong).run_batch(context.example)
-        return wrong
+        except Exception:
+            if certain:
+                raise
+            return None
+        return verifier.found
 
 
-def _kernel_name(gm: fx.GraphModule, node: fx.Node) -> str:
-    return (
-        str(getattr(gm.get_submodule(str(node.target)), "name", node.target)) if node.op == "call_module" else node.name
-    )
+def _warn(rewriter: Rewriter, node: fx.Node, what: str) -> None:
+    kernel = submodule(rewriter.gm, node)
+    name = getattr(kernel, "name", node.target) if kernel is not None else node.name
+    message = f"{where(rewriter.gm, node)}: the {name} {what}; please report it."
+    warnings.warn(message, FxqWarning, stacklevel=7)
+
+
+@dataclass
+class _Found:
+    """What is wrong, by name of the kernel's node.
+
+    Attributes:
+        wrong: how its result differs.
+        overwrites: who else reads what it overwrites.
+    """
+
+    wrong: dict[str, str] = field(default_factory=dict)
+    overwrites: dict[str, str] = field(default_factory=dict)
 
 
 class _Verifier(fx.Interpreter):
     """Runs the lowered graph; next to every kernel, its qdq form on the same inputs."""
 
-    def __init__(
-        self, gm: fx.GraphModule, regions: dict[str, Region], rules: VerifyLowering, wrong: dict[str, str]
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, regions: dict[str, Region], rules: VerifyLowering) -> None:
         super().__init__(gm)
-        self.gm, self.regions, self.rules, self.wrong = gm, regions, rules, wrong
+        self.gm, self.regions, self.rules, self.found = gm, regions, rules, _Found()
+        self.given: list[Any] = []
 
     def run_batch(self, batch: Batch) -> None:
         """Run on one recorded batch."""
-        inputs = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
-        values: list[Any] = list(batch.args)
-        values += [batch.kwargs.get(str(n.target), n.args[0] if n.args else None) for n in inputs[len(values) :]]
-        with torch.no_grad():
-            self.run(*values)
+        values = inputs_for(self.gm, batch)
+        self.given = list(values.values())
+        self.run(*self.given)
 
     def run_node(self, n: fx.Node) -> Any:
         """The kernel's value when it is right, the reference's when it is not."""
@@ -99,45 +132,76 @@ class _Verifier(fx.Interpreter):
         values = dict(zip(region.inputs, (self.env[m] for m in n.all_input_nodes), strict=True))
         expected = run_region(self.gm, region, values)
         try:
-            got = super().run_node(n)
+            got = self._run_kernel(n)
         except FxqError:
             raise
         except Exception as error:
-            self.wrong.setdefault(n.name, f"it raised {type(error).__name__}: {error}")
-            return expected
-        why = disagreement(expected, got, self.rules.ties, self.rules.float_tolerance)
+            self.found.wrong.setdefault(n.name, f"it raised {type(error).__name__}: {error}")
+            return expected.value
+        why = disagreement(expected, got, self.rules.tolerance, self.rules.float_tolerance)
         if why is not None:
-            self.wrong.setdefault(n.name, why)
-            return expected
+            self.found.wrong.setdefault(n.name, why)
+            return expected.value
         return got
 
+    def _run_kernel(self, n: fx.Node) -> Any:
+        """The kernel's value. A residual that it overwrites is a copy, so that the others still see the right one."""
+        kernel = submodule(self.gm, n)
+        if kernel is None or getattr(kernel, "inplace", None) is not True or len(n.args) < 2:
+            return super().run_node(n)
+        args: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in n.args]
+        reader = self._reader(n, args[1])
+        if reader is not None:
+            self.found.overwrites.setdefault(n.name, f"{reader} is in the same memory and still needed")
+        args[1] = args[1].clone()
+        return kernel(*args)
 
-_FEW = 4
-"""Elements that may differ by one step in a tensor too small for a share: that many ties are no proof."""
+    def _reader(self, n: fx.Node, residual: Tensor) -> str | None:
+        """Which value that is needed besides or after the residual of `n` shares its memory; None when none does."""
+        memory = _memory(residual)
+        dead = self.user_to_last_uses.get(n, [])
+        needed = {f"%{m.name}": v for m, v in self.env.items() if m not in dead or (m in n.args and m is not n.args[1])}
+        held = {"an input of the model": self.given, "a weight": [*self.gm.parameters(), *self.gm.buffers()]}
+        for name, value in {**needed, **held}.items():
+            if any(_memory(t) == memory for t in tensors(value)):
+                return name
+        return None
 
 
-def disagreement(expected: Tensor, got: Tensor, ties: float, float_tolerance: float) -> str | None:
-    """How `got` differs from `expected` beyond rounding; None when it does not.
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def disagreement(expected: Result, got: Tensor, tolerance: float, float_tolerance: float) -> str | None:
+    """How `got` differs from what is expected beyond rounding; None when it does not.
+
+    Integers with a known real value must be the nearest ones: a tie may go either way. Other integers must be equal.
 
     Args:
         expected: what the qdq form computes, any shape, integer or float.
         got: what the kernel computes.
-        ties: share of elements that may differ by one step (integers).
-        float_tolerance: of the largest absolute expected value (floats).
+        tolerance: for integers, how much further than half a step from the real value, in steps.
+        float_tolerance: for floats, share of the largest absolute expected value.
     """
-    if expected.shape != got.shape or expected.dtype != got.dtype:
-        return f"it returns {got.dtype} {list(got.shape)} instead of {expected.dtype} {list(expected.shape)}"
-    if expected.numel() == 0:
+    steps, limit = expected.steps, 0.5 + tolerance
+    if steps is None or got.dtype != expected.dtype:
+        steps, limit = expected.value, 0.0
+    if steps.shape != got.shape or got.dtype != expected.dtype:
+        return f"it returns {got.dtype} {list(got.shape)} instead of {expected.dtype} {list(steps.shape)}"
+    if got.numel() == 0:
         return None
-    difference = (expected.double() - got.double()).abs()
-    most = float(difference.max())
-    if expected.dtype.is_floating_point:
-        limit = float_tolerance * max(float(expected.abs().max()), 1e-30)
+    if got.dtype.is_floating_point:
+        most = float((steps.double() - got.double()).abs().max())
+        limit = float_tolerance * max(float(steps.abs().max()), 1e-30)
         return f"off by {most:.3g}, more than {limit:.3g}" if not most <= limit else None
-    count = int((difference > 0).sum())
-    if most > 1 or count > max(_FEW, ties * expected.numel()):
-        return f"off by up to {most:.0f} steps, in {100 * count / expected.numel():.2g} % of the elements"
-    return None
+    distance = (steps.float() - got).abs_()
+    most = float(distance.max())
+    if math.isnan(most):  # NaN has no integer
+        most = float(distance.nan_to_num_(0.0).max())
+    if most <= limit:
+        return None
+    share = 100 * float((distance > limit).double().mean())
+    return f"off by up to {most:.3g} steps, more than rounding in {share:.2g} % of the elements"
 
 
 def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> None:

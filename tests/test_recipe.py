@@ -98,8 +98,8 @@ def test_edits_apply_in_order():
 
 
 def test_a_pass_is_replaced_by_removing_it_first():
-    recipe = Recipe.static().without_pass("verify-lowering").insert_pass(VerifyLowering(samples=3), after="lower")
-    assert names(recipe) == NAMES and recipe.pipeline["verify-lowering"].samples == 3
+    recipe = Recipe.static().without_pass("verify-lowering").insert_pass(VerifyLowering(tolerance=0.02), after="lower")
+    assert names(recipe) == NAMES and recipe.pipeline["verify-lowering"].tolerance == 0.02
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def recipes(draw):
         recipe = recipe.override(selector, config)
     if draw(st.booleans()):
         where = draw(st.sampled_from(["after", "before"]))
-        made = VerifyLowering(draw(st.integers(1, 5)), draw(st.floats(0, 1)))
+        made = VerifyLowering(draw(st.floats(0, 1)), draw(st.floats(0, 1)))
         recipe = recipe.without_pass("verify-lowering").insert_pass(
             made, **{where: draw(st.sampled_from(["fuse", "cleanup"]))}
         )
@@ -278,7 +278,7 @@ remove = "verify-lowering"
 [[pass]]
 insert = "fxq.passes:VerifyLowering"
 before = "cleanup"
-options = { samples = 2 }
+options = { tolerance = 0.1 }
 
 [[pass]]
 remove = "propagate"
@@ -294,7 +294,7 @@ def test_a_hand_written_file(tmp_path):
         .override("head", FLOAT)
         .leaf("decoder")
         .without_pass("verify-lowering")
-        .insert_pass(VerifyLowering(samples=2), before="cleanup")
+        .insert_pass(VerifyLowering(tolerance=0.1), before="cleanup")
         .without_pass("propagate")
     )
 
@@ -361,7 +361,7 @@ def test_what_is_no_recipe(value):
         {"leaf_modules": "decoder"},
         {"max_loss": "much"},
         {"config": {"activation": {"signed": "yes"}, "weight": {}}},
-        {"pass": [{"insert": "fxq.passes:VerifyLowering", "after": "fuse", "options": {"sample": 2}}]},
+        {"pass": [{"insert": "fxq.passes:VerifyLowering", "after": "fuse", "options": {"tolerence": 2}}]},
         {"override": [{"path": "head", "config": "float", "aftr": 1}]},
         {"override": [{"path": 3, "config": "float"}]},
         {"backend": 3},

@@ -1,15 +1,24 @@
 """verify-lowering: a kernel that is wrong is found, warned about and put back."""
 
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import fx, nn
 
 import fxq
+from fxq.backends import x86
 from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.x86_base import Kernel
+from fxq.backends.x86_convert import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.x86_kernels import Conv, Linear
 from fxq.backends.x86_pool import MaxPool2d
+from fxq.graph import info
+from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering, disagreement
+from fxq.qparams import QParams
+from fxq.region import Result
 from tests.graphs import REFERENCE, again, equal, expected, kinds, text, until
 from tests.models import NETWORKS, batch, build, call
 
@@ -165,11 +174,8 @@ def integers(*values):
     ("expected", "got", "wrong"),
     [
         (torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8), False),
-        (torch.zeros(1000, dtype=torch.uint8), (torch.arange(1000) < 10).to(torch.uint8), False),  # 1 % ties
-        (torch.zeros(1000, dtype=torch.uint8), (torch.arange(1000) < 11).to(torch.uint8), True),
-        (torch.zeros(1000, dtype=torch.uint8), 2 * (torch.arange(1000) < 1).to(torch.uint8), True),  # two steps
-        (integers(5, 5, 5), integers(5, 6, 5), False),  # a tie in a small tensor
-        (integers(0, 5, 5), integers(255, 5, 5), True),  # 0 - 255 does not wrap
+        (torch.zeros(1000, dtype=torch.uint8), (torch.arange(1000) < 1).to(torch.uint8), True),  # no rounding here
+        (integers(0, 5, 5), integers(255, 5, 5), True),
         (integers(5, 5, 5), integers(5, 5), True),
         (integers(5, 5, 5), torch.tensor([5.0, 5.0, 5.0]), True),
         (torch.tensor([1.0, -100.0]), torch.tensor([1.0, -100.009]), False),
@@ -180,4 +186,143 @@ def integers(*values):
     ],
 )
 def test_disagreement(expected, got, wrong):
-    assert (disagreement(expected, got, ties=0.01, float_tolerance=1e-4) is not None) is wrong
+    assert (disagreement(Result(expected), got, tolerance=0.01, float_tolerance=1e-4) is not None) is wrong
+
+
+@pytest.mark.parametrize(
+    ("real", "got", "wrong"),
+    [
+        ([1.4, 1.5, 2.5], (4, 4, 6), False),  # ties to even ...
+        ([1.5, 1.5, 2.5], (5, 4, 5), False),  # ... or the other way, and in as many elements as there are
+        ([1.5005], (4,), False),  # float32 arithmetic
+        ([1.52], (4,), True),
+        ([1.4, 1.4, 1.4], (5, 4, 4), True),  # a single element off by one step
+        ([300.0, -300.0], (15, 0), False),  # clamped
+        ([300.0, -300.0], (14, 0), True),
+        ([-300.0], (255,), True),  # 0 - 255 does not wrap
+        ([float("nan"), 1.0], (0, 4), False),
+    ],
+)
+def test_disagreement_with_a_real_value(real, got, wrong):
+    """The grid has 16 steps of 1/2, zero point 1: `real` is in steps above it."""
+    graph = fx.Graph()
+    grid = {"scale": 0.5, "zero_point": 3, "qmin": 0, "qmax": 15}
+    quantize = graph.call_function(OPS["quantize"].target, (graph.placeholder("x"),), grid)
+    expected = Result(torch.tensor(real) / 2, quantize)
+    assert (disagreement(expected, integers(*got), tolerance=0.01, float_tolerance=1e-4) is not None) is wrong
+
+
+# ---- conversions, ties, residuals, single samples
+
+
+class TieProne(nn.Module):
+    """A PReLU reads what is on a grid: with a slope of 1/4, many of its values lie between two steps exactly."""
+
+    def __init__(self):
+        super().__init__()
+        self.c, self.act, self.d = nn.Conv2d(3, 4, 3), nn.PReLU(), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        y = self.c(x)
+        return self.d(torch.cat([y, self.act(y)], 1))
+
+
+@needs_x86
+def test_ties_are_no_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        quantized = fxq.quantize(TieProne().eval(), X86, data=[torch.randn(4, 3, 16, 16)])
+    assert "x86.prelu_quantize" in kinds(quantized)
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("kernel", "name"), [(Quantize, "residual"), (Dequantize, "squeeze_excite"), (PReLUQuantize, "prelu_chain")]
+)
+def test_wrong_conversions_are_put_back(monkeypatch, kernel, name):
+    model, x = build(name), batch(name)
+    right = fxq.quantize(model, X86, data=[x])
+    assert kernel.name in kinds(right)
+    wanted = call(right, x)
+    planted(monkeypatch, kernel, lambda y: y // 2 if y.dtype == torch.uint8 else y / 2)
+    with pytest.warns(fxq.FxqWarning, match=rf"the {kernel.name} kernel is wrong on this machine"):
+        quantized = fxq.quantize(model, X86, data=[x])
+    assert kernel.name not in kinds(quantized)
+    assert fxq.numeric.sqnr(wanted, call(quantized, x)) > 45
+
+
+@needs_x86
+def test_a_wrong_requantize_is_put_back(monkeypatch):
+    """No pass makes a requantize by itself: two pairs with different grids."""
+    model, x = ReadLater().eval(), torch.randn(4, 3, 8, 8)
+    recipe = X86.insert_pass(Coarser(), after="insert-qdq")
+    wanted = call(fxq.quantize(model, recipe, data=[x]), x)
+    planted(monkeypatch, Requantize, lambda y: y // 2)
+    with pytest.warns(fxq.FxqWarning, match=r"the x86\.requantize kernel is wrong") as caught:
+        quantized = fxq.quantize(model, recipe, data=[x])
+    assert len(caught) == 1
+    assert fxq.numeric.sqnr(wanted, call(quantized, x)) > 40
+
+
+@dataclass(frozen=True)
+class Coarser(fxq.Pass):
+    """A second quantize and dequantize behind the first dequantize, on a grid half as fine."""
+
+    name = "coarser"
+    needs = gives = fxq.Stage.QDQ
+
+    def run(self, rewriter):
+        first = rewriter.nodes("dequantize")[0]
+        qp = QParams.per_tensor(2 * info(first).qparams.s, 128)
+        grid = {"scale": qp.s, "zero_point": qp.z}
+        q = rewriter.call("quantize", first, after=first, name="second_q", **grid)
+        second = rewriter.call("dequantize", q, after=q, name="second_dq", **grid)
+        for node in (q, second):
+            rewriter.describe(node, qparams=qp)
+        rewriter.reroute(first, second, only=lambda user: user not in (q, second))
+
+
+class ReadLater(nn.Module):
+    """A residual that is read again behind the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        a = torch.relu(self.stem(x))
+        b = torch.relu(self.conv(x[:, :1].expand(-1, 4, -1, -1)) + a)
+        return self.head(torch.cat([a, b], 1))
+
+
+@needs_x86
+def test_a_residual_that_is_read_later_is_not_overwritten(monkeypatch):
+    model, x = ReadLater().eval(), torch.randn(4, 3, 8, 8)
+    right = fxq.quantize(model, X86, data=[x])
+    settle = x86._settle_inplace
+
+    def always(rewriter):
+        settle(rewriter)
+        for kernel in rewriter.gm.modules():
+            if isinstance(kernel, Kernel) and kernel.inplace is not None:
+                kernel.inplace = True
+
+    monkeypatch.setattr(x86, "_settle_inplace", always)
+    unverified = fxq.quantize(model, X86.without_pass("verify-lowering"), data=[x])
+    assert not equal(call(unverified, x), call(right, x))
+    with pytest.warns(
+        fxq.FxqWarning, match=r"kernel overwrites its residual, but %\w+ is in the same memory"
+    ) as caught:
+        quantized = fxq.quantize(model, X86, data=[x])
+    assert len(caught) == 1
+    assert equal(call(quantized, x), call(right, x))
+    assert kinds(quantized) == kinds(right)
+
+
+@needs_x86
+def test_a_kernel_that_is_wrong_for_one_sample_only(monkeypatch):
+    """Kernels plan by input shape."""
+    planted(monkeypatch, Conv, lambda y: y if len(y) > 1 else y + 2)
+    with pytest.warns(fxq.FxqWarning, match="kernel is wrong"):
+        quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
+    assert "x86.conv" not in kinds(quantized)

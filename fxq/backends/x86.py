@@ -171,9 +171,13 @@ def _lower_conversion(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _convert(rewriter: Rewriter, node: fx.Node, kernel: Kernel, source: fx.Node) -> None:
+    """Put a kernel in the place of a conversion, and remember that one for verification."""
+    region = read_region(rewriter.gm, node)
     with rewriter.attributed(kernel.name, "backends/x86.py"):
         target = rewriter.module(kernel, node.name)
         rewriter.update(node, target, (source,), {}, op="call_module")
+    if region is not None:
+        rewriter.context.regions[node.name] = region
 
 
 def _settle_inplace(rewriter: Rewriter) -> None:
@@ -185,13 +189,13 @@ def _settle_inplace(rewriter: Rewriter) -> None:
     order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
     for node in order:
         kernel = submodule(rewriter.gm, node)
-        if not hasattr(kernel, "inplace") or not isinstance(kernel, Kernel) or len(node.args) < 2:
+        if not isinstance(kernel, Kernel) or kernel.inplace is None or len(node.args) < 2:
             continue
         residual = node.args[1]
         if not isinstance(residual, fx.Node) or residual is node.args[0] or not _is_fresh(rewriter, residual):
             continue
         dies = all(order[user] <= order[node] and not _may_alias(rewriter, user) for user in residual.users)
-        setattr(kernel, "inplace", dies)  # noqa: B010  (a plain attribute of those kernels that have a residual)
+        kernel.inplace = dies
 
 
 def _is_fresh(rewriter: Rewriter, node: fx.Node) -> bool:

@@ -69,6 +69,8 @@ class Kernel(nn.Module):
     """Its value may share memory with its input."""
     options: ClassVar[tuple[str, ...]] = ()
     keep_packed: ClassVar[int] = 4
+    inplace: bool | None = None
+    """Whether it overwrites its second input, a residual; None: it has none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -248,7 +248,8 @@ class Add(Kernel):
             return dense(b.clone())
         # Which channel an element belongs to is of no importance: take as many channels as fill a vector register.
         channels = next(c for c in (self._channels, 32, 16, 8, 4, 2, 1) if a.numel() % c == 0)
-        conv = self._packed.get(channels) or self._remember(channels, self._conv(channels))
+        key = channels, self.inplace
+        conv = self._packed.get(key) or self._remember(key, self._conv(channels))
         y = conv(_as_image(a, channels), _as_image(b, channels)).permute(0, 2, 3, 1)
         n, *rest = a.shape
         return y.reshape(n, *rest[1:], rest[0]).permute(0, 3, 1, 2) if a.dim() == 4 else y.reshape(a.shape)
