@@ -118,7 +118,12 @@ class Recipe:
 
     @classmethod
     def static(
-        cls, *, backend: str = "auto", activation: TensorSpec = ACTIVATION, weight: TensorSpec = WEIGHT
+        cls,
+        *,
+        backend: str = "auto",
+        activation: TensorSpec = ACTIVATION,
+        weight: TensorSpec = WEIGHT,
+        correct_bias: bool = False,
     ) -> Recipe:
         """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
@@ -126,8 +131,9 @@ class Recipe:
             backend: "auto", "x86" or "reference".
             activation: spec of all activations; the default is uint8 affine with the histogram observer.
             weight: spec of all weights; the default is int8 symmetric per channel.
+            correct_bias: fit scale and bias of every layer to its float form (the preset "static_corrected").
         """
-        return cls("static", backend, QuantConfig(activation, weight))
+        return cls("static_corrected" if correct_bias else "static", backend, QuantConfig(activation, weight))
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
         """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.

@@ -34,10 +34,16 @@ STATIC: tuple[Pass, ...] = (
     Cleanup(),
 )
 
+STATIC_CORRECTED: tuple[Pass, ...] = tuple(
+    step for known in STATIC for step in ((known, CorrectBias()) if isinstance(known, InsertQdq) else (known,))
+)
+
 register_pipeline("static", STATIC)
+register_pipeline("static_corrected", STATIC_CORRECTED)
 
 __all__ = [
     "STATIC",
+    "STATIC_CORRECTED",
     "Annotate",
     "Canonicalize",
     "Cleanup",

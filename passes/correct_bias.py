@@ -24,7 +24,7 @@ class CorrectBias(Pass):
     Keeps: the integers of the weight. k and c are the least-squares line from what the integers compute to what the
     float layer computes, on the recorded samples, layer by layer behind the corrected ones. With `scale=False`, k is 1
     and c the mean error.
-    Not in the pipeline by itself: `recipe.insert_pass(CorrectBias(), after="insert-qdq")`.
+    In the pipeline of the preset "static_corrected": `Recipe.static(correct_bias=True)`.
     Source: Nagel et al. 2019, section 4.2 and appendix D (empirical bias correction); the factor is the same idea for
     the second moment.
 
@@ -76,6 +76,7 @@ class CorrectBias(Pass):
         for run in runs:
             for made in changed:
                 run.step(made)
+            run.real[new] = bias  # the float layer keeps its own
 
     def _factor(self, got: Tensor, wanted: Tensor, weight: fx.Node) -> Tensor:
         """The slope of the line through (got, wanted), (C,); 1 where there is none to fit, or the weight is shared."""

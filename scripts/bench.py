@@ -96,7 +96,7 @@ def fsrcnn(seconds: float) -> Iterator[Number]:
     """The demo's super-resolution network: PSNR on the held-out regions, latency, size."""
     model, _ = load_demo_networks()
     low = training_pairs().low
-    qmodel = fxq.quantize(model, "static", data=low[:: len(low) // 320].split(16))
+    qmodel = fxq.quantize(model, "static_corrected", data=low[:: len(low) // 320].split(16))
     pairs = held_out_pairs()
     with torch.no_grad():
         losses = {name: psnr(model(low), high) - psnr(qmodel(low), high) for name, (low, high) in pairs.items()}
