@@ -27,7 +27,7 @@ class Plan:
 
     Attributes:
         fate: `int8` (runs on integers), `moves` (moves integers), or `float`.
-        reason: why it is float; empty otherwise.
+        reason: why it is float, or why the ops behind the kernel are; empty otherwise.
         reads: the spec that it wants of each value that it reads as integers, by the value's name.
         kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
         fix: what the user can change to get another decision (a recipe line), or empty.
@@ -74,7 +74,9 @@ class NodeInfo:
         qparams: scale and zero point of its value when that is an integer tensor, or of the value it emulates.
         edges: the integer forms that its value takes, one for each spec that a consumer wants.
         body: for a kernel, the ops that it runs, as text.
-        inplace: a module outside the op table that overwrites its first input.
+        memory: the blocks of memory that the tensors of its value lie in, by number; values with a block in common are
+            views of each other (see `fxq/alias.py`).
+        changes: the blocks that the traced node changes in place.
         note: something the user should know about the node.
     """
 
@@ -90,7 +92,8 @@ class NodeInfo:
     qparams: QParams | None = None
     edges: tuple[Edge, ...] = ()
     body: tuple[str, ...] = ()
-    inplace: bool = False
+    memory: tuple[int, ...] = ()
+    changes: tuple[int, ...] = ()
     note: str = ""
 
     @property
@@ -182,31 +185,6 @@ def reads_only_metadata(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _METADATA_METHODS
     return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA_ATTRIBUTES
-
-
-def mutates(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The inputs that a node outside the op table changes in place, as far as its name tells."""
-    if node.op == "call_method":
-        name = str(node.target)
-        inplace = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    elif node.op == "call_function":
-        name = getattr(node.target, "__name__", "")
-        operator_form = getattr(node.target, "__module__", "") == "_operator" and name in _INPLACE_OPERATORS
-        inplace = (
-            operator_form or node.kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__"))
-        )
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            inplace = True
-    else:
-        return tuple(node.all_input_nodes[:1]) if info(node).inplace else ()
-    out = node.kwargs.get("out")
-    changed = [node.args[0]] if inplace and node.args else []
-    return tuple(flat_nodes([*changed, out]))
-
-
-_INPLACE_OPERATORS = frozenset(
-    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
-)
 
 
 def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxq.alias import Changes
 from fxq.errors import PatternError, unknown
-from fxq.graph import constant, flat_nodes, info, is_op, mutates, op_of, options_of
+from fxq.graph import constant, flat_nodes, info, is_op, op_of, options_of
 from fxq.pattern import FUSIONS, Family, PatternNode, Rule
 
 _MOST_CANDIDATES = 16
@@ -129,11 +130,11 @@ class Matcher:
         self.gm = gm
         self.taken: set[fx.Node] = set()
         self._users: dict[fx.Node, dict[str, deque[fx.Node]]] = {}
-        self._changed: set[fx.Node] = {value for node in gm.graph.nodes for value in mutates(node)}
+        self._changes = Changes(gm.graph.nodes)
 
     def note(self, node: fx.Node) -> None:
         """Learn what a node that was made or changed reads and overwrites."""
-        self._changed.update(mutates(node))
+        self._changes.note(node)
         op = op_of(node)
         if op is not None:
             for read in node.all_input_nodes:
@@ -240,6 +241,9 @@ class Matcher:
     def _refused(self, match: Match) -> str | None:
         nodes = {v for p, v in match.bound.items() if p.op is not None}
         outputs = set(match.outputs)
+        both = next((n for value in match.captures.values() for n in flat_nodes(value) if n in nodes), None)
+        if both is not None:
+            return f"%{both.name} would be an input of the match and a part of it"
         for node in nodes - outputs if match.rule.exclusive else ():
             outside = next((user for user in node.users if user not in nodes), None)
             if outside is not None:
@@ -250,8 +254,8 @@ class Matcher:
             if early is not None:
                 return f"%{early.name} reads %{node.name} before %{last.name} is computed"
         for value in match.captures.values():
-            for node in (n for n in flat_nodes(value) if n in self._changed):  # to ask all users would be quadratic
-                changer = next((user for user in node.users if node in mutates(user)), None)
+            for node in flat_nodes(value):
+                changer = self._changes.of(node)
                 if changer is not None:
                     return f"%{node.name} is changed in place by %{changer.name}"
         return next((guard.__name__ for guard in match.rule.guards if guard(match)), None)
@@ -275,10 +279,12 @@ def _mismatch(pattern: PatternNode, value: Any) -> str | None:
 
 def _orders(pattern: PatternNode, node: fx.Node) -> Iterator[list[tuple[Any, Any]]]:
     """The ways to pair the pattern's inputs with the node's: as written, and swapped where the op commutes."""
-    args = list(node.args) + [None] * (len(pattern.inputs) - len(node.args))
-    yield list(zip(pattern.inputs, args, strict=False))
+    count = max(len(pattern.inputs), len(node.args))
+    inputs = [*pattern.inputs, *[None] * (count - len(pattern.inputs))]  # an argument left out must not be given
+    args = [*node.args, *[None] * (count - len(node.args))]
+    yield list(zip(inputs, args, strict=True))
     if pattern.op is not None and pattern.op.commutes and len(pattern.inputs) == 2:
-        yield list(zip(pattern.inputs, args[1::-1], strict=False))
+        yield list(zip(inputs, args[1::-1], strict=True))
 
 
 def _show(value: Any) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import fx
 
+from fxq.alias import Changes
 from fxq.backends import Support
 from fxq.errors import InputError
-from fxq.graph import Plan, constant, info, mutates, reads_only_metadata, submodule
+from fxq.graph import Plan, constant, info, reads_only_metadata, submodule
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 from fxq.spec import TensorSpec
@@ -39,13 +40,10 @@ class Annotate(Pass):
         """Find candidates, settle them against their neighbours, and write the plans."""
         nodes = [n for n in rewriter.nodes() if n.op not in ("placeholder", "output", "get_attr")]
         ops = {n: calls_of(rewriter.gm, n) for n in nodes}
-        rewriter.context.check_selectors(
-            {n.name: (info(n).path, tuple(c.op.name for c in calls)) for n, calls in ops.items()}
-        )
-        changers = {value: n for n in reversed(nodes) for value in mutates(n)}
+        changes = Changes(nodes)
         candidates: dict[fx.Node, _Candidate] = {}
         for node in nodes:
-            found = _candidate(rewriter, node, ops[node], changers)
+            found = _candidate(rewriter, node, ops[node], changes)
             if isinstance(found, Plan):
                 rewriter.describe(node, plan=found)
             else:
@@ -109,30 +107,25 @@ class _Candidate:
         return Plan("moves" if self.moves else "int8", reads=reads)
 
 
-def _candidate(
-    rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...], changers: Mapping[fx.Node, fx.Node]
-) -> _Candidate | Plan:
+def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...], changes: Changes) -> _Candidate | Plan:
     """The node as a candidate, or the plan that leaves it in float."""
     about, context = info(node), rewriter.context
-    names = tuple(call.op.name for call in calls)
-    config, selector = context.config_for(about.path, names)
+    config, selector = context.config_for(about.path, calls[0].op.name if calls else "")
     if reads_only_metadata(node) or not about.is_tensor:
         return Plan("float", "its value is not a tensor")
     if not calls:
         return Plan("float", about.note or f"{_called(rewriter.gm, node)} is not in the op table")
     if config.is_float:
-        return Plan("float", f"the recipe says float for {selector}", fix=f"drop the override for {selector}")
-    reason = _unfit(rewriter.gm, calls, changers)
+        return Plan(
+            "float", f"the recipe says float for {selector}", fix=f"recipe.override({about.path!r}, fxq.QuantConfig())"
+        )
+    reason = _unfit(rewriter.gm, calls, changes)
     if reason is not None:
         return Plan("float", reason)
     _check_weights(rewriter.gm, node, calls)
     support = context.backend.supports(rewriter.gm, node, calls, config)
     if support.ops == 0:
-        return Plan(
-            "float",
-            support.reason,
-            fix='recipe with backend="reference"' if context.backend.name != "reference" else "",
-        )
+        return Plan("float", support.reason)
     assert config.activation is not None
     partial = support if support.ops < len(calls) else None
     by_kernel = inputs_of(calls[: support.ops])  # what the ops behind the kernel read, they read in float
@@ -145,7 +138,7 @@ def _called(gm: fx.GraphModule, node: fx.Node) -> str:
     return type(module).__name__ if module is not None else str(getattr(node.target, "__name__", node.target))
 
 
-def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changers: Mapping[fx.Node, fx.Node]) -> str | None:
+def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> str | None:
     """Why the op, the first one of a unit, cannot run on integers on any backend; None when it can.
 
     What the others need is for the backend to say: what its kernel does not run, runs in float.
@@ -159,11 +152,11 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changers: Mapping[fx.N
         return reason
     if any(isinstance(value, (int, float)) for name, value in first.tensors.items() if name in quant.inputs):
         return f"{first.op.name} with a number has no integer form"
-    reasons = (_unfit_input(gm, read, changers) for read in inputs_of(calls))
+    reasons = (_unfit_input(gm, read, changes) for read in inputs_of(calls))
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _unfit_input(gm: fx.GraphModule, read: Input, changers: Mapping[fx.Node, fx.Node]) -> str | None:
+def _unfit_input(gm: fx.GraphModule, read: Input, changes: Changes) -> str | None:
     about = info(read.node)
     if read.role == "weight" and constant(gm, read.node) is None:
         return "its weight is computed at run time"
@@ -175,7 +168,7 @@ def _unfit_input(gm: fx.GraphModule, read: Input, changers: Mapping[fx.Node, fx.
         return f"its input %{read.node.name} is {about.dtype or 'not a tensor'}, not float32".replace("torch.", "")
     if read.node.op == "get_attr":
         return f"its input {read.node.target} is a constant" if read.call == 0 else None
-    changer = changers.get(read.node)  # to ask all users of a value each time would be quadratic
+    changer = changes.of(read.node)
     return f"its input %{read.node.name} is changed in place by %{changer.name}" if changer is not None else None
 
 

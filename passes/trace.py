@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map
 
 import fxq.errors
+from fxq.alias import Watch
 from fxq.data import Batch
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, nearest
-from fxq.graph import info, mutates, op_of, set_info, tensor_meta
+from fxq.graph import info, reads_only_metadata, set_info, tensor_meta
 from fxq.ops import OPS
 from fxq.passbase import Pass, Stage
 from fxq.pattern import short_path
@@ -48,13 +48,14 @@ class Trace(Pass):
             for name in set(vars(context.model)) - known:
                 delattr(context.model, name)
         traced = Rewriter(gm, context, self.name)
-        _drop_unused_arguments(gm, context.example)
-        context.outputs = _Shapes(gm).run_batch(context.example)
+        _check_arguments(gm, context.example)
+        shapes = _Shapes(gm)
+        context.outputs = shapes.run_batch(context.example)
         for node in gm.graph.nodes:
             kept = node.op == "call_module" and _is_kept(str(node.target), context.recipe.leaf_modules)
             note = "the recipe keeps this module as it is" if kept else ""
             traced.describe(node, origins=(node.name,) if node.op.startswith("call") else (), note=note)
-        _functionalize(traced)
+        _functionalize(traced, shapes.watch)
         rewriter.gm, rewriter.edits, rewriter.touched = gm, traced.edits, traced.touched
 
 
@@ -174,7 +175,7 @@ def _check_hooks(model: nn.Module) -> None:
         )
 
 
-def _drop_unused_arguments(gm: fx.GraphModule, example: Batch) -> None:
+def _check_arguments(gm: fx.GraphModule, example: Batch) -> None:
     """Check that the example gives every argument without a default."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     if any(str(n.target).startswith("**") for n in inputs):
@@ -187,25 +188,40 @@ def _drop_unused_arguments(gm: fx.GraphModule, example: Batch) -> None:
 
 
 class _Shapes(fx.Interpreter):
-    """Runs the float model once and notes the shape and dtype of every value."""
+    """Runs the float model once and notes the shape, dtype and memory of every value."""
+
+    extra_traceback = False  # fxq's own messages say where
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.watch = Watch()
+        self._attributes: dict[str, Any] = {}
 
     def run_batch(self, batch: Batch) -> Any:
-        """Run on one batch; what the model returns."""
+        """Run on a copy of one batch, so that nothing of the user's is changed in place; what the model returns."""
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
-        values: list[Any] = list(batch.args)
-        for node in inputs[len(values) :]:
-            values.append(batch.kwargs[str(node.target)] if str(node.target) in batch.kwargs else node.args[0])
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count their changes
+            values: list[Any] = [_copied(v) for v in batch.args]
+            for node in inputs[len(values) :]:
+                name = str(node.target)
+                values.append(_copied(batch.kwargs[name]) if name in batch.kwargs else node.args[0])
             return self.run(*values)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A copy of a tensor of the model, the same one for each reader."""
+        if target not in self._attributes:
+            self._attributes[target] = _copied(super().get_attr(target, args, kwargs))
+        return self._attributes[target]
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; errors name the layer and what it was given."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        before = self.watch.versions((args, kwargs))
         try:
             value = super().run_node(n)
         except FxqError:
             raise
         except Exception as error:
-            args, _ = self.fetch_args_kwargs_from_env(n)
             given = ", ".join(
                 f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in args if isinstance(a, torch.Tensor)
             )
@@ -213,88 +229,63 @@ class _Shapes(fx.Interpreter):
             raise InputError(
                 f"the model does not run on the example: {layer} ({info(n).source}) got {given}: {error}"
             ) from error
+        changes = self.watch.changed(before)
+        for node in n.all_input_nodes if changes else ():
+            self.watch.see(node, self.env[node])  # unsqueeze_ changes how its input is laid out
+        self.watch.see(n, value)
         shape, dtype = tensor_meta(value)
-        set_info(n, shape=shape, dtype=dtype)
+        set_info(n, shape=shape, dtype=dtype, memory=self.watch.memory(value), changes=changes)
         return value
 
 
-def _functionalize(rewriter: Rewriter) -> None:
+def _copied(value: Any) -> Any:
+    return tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, value)
+
+
+def _functionalize(rewriter: Rewriter, watch: Watch) -> None:
     """Let every later reader of a value that an op overwrites with its result read that result instead.
 
     With that, the in-place spelling of a table op can be replaced by the plain one. A later reader of the same memory
-    under another name (a view) cannot be helped that way: then the model has to be changed.
+    in another form (a view) cannot be helped that way: then the model has to be changed.
     """
     order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
+    known: dict[int, list[fx.Node]] = {}  # the values in each block, as far as later nodes can read them
     for node in rewriter.nodes():
-        for changed in _changed(rewriter.gm, node):
-            for alias in _aliases(changed, node):
-                reader = next((u for u in alias.users if order[u] > order[node] and u is not node), None)
-                if reader is not None:
-                    raise TraceError(
-                        f"%{node.name} ({info(node).source}) changes %{changed.name} in place, and %{reader.name} "
-                        f"({info(reader).source}) reads the same memory through %{alias.name} afterwards. Write the "
-                        "change out of place (x = x + y, nn.ReLU(inplace=False))."
-                    )
-            later = {u for u in changed.users if u is not node and order[u] > order[node]}
-            if later and _returns_it(node):
-                with rewriter.attributed("functionalize", _functionalize):
-                    rewriter.reroute(changed, node, only=later.__contains__)
+        about = info(node)
+        for block in about.changes:
+            known[block] = [v for v in known.get(block, ()) if _still_read(rewriter, watch, order, node, v)]
+        for block in about.memory:
+            known.setdefault(block, []).append(node)
 
 
-def _changed(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...]:
-    """The values that a node changes in place. Notes it on modules, where the node alone does not tell."""
-    if node.op != "call_module":
-        return mutates(node)
-    module = gm.get_submodule(str(node.target))
-    if getattr(module, "inplace", False) is not True:
-        return ()
-    set_info(node, inplace=OPS.of_module(module) is None)
-    return tuple(node.all_input_nodes[:1])
+def _still_read(rewriter: Rewriter, watch: Watch, order: dict[fx.Node, int], node: fx.Node, value: fx.Node) -> bool:
+    """Let the readers of `value` behind `node`, which changes its memory, read the result; whether any are left."""
+    if value.op == "get_attr":
+        _check_state(node, value)
+    later = [u for u in value.users if order[u] > order[node]]
+    if watch.same(value, node):
+        if later:
+            with rewriter.attributed("functionalize", _functionalize):
+                rewriter.reroute(value, node, only=set(later).__contains__)
+        return False
+    reader = next((u for u in later if not reads_only_metadata(u)), None)
+    if reader is None:
+        return False
+    changed = [n for n in node.all_input_nodes if set(info(n).memory) & set(info(node).changes)]
+    if value in changed and not set(info(node).memory) & set(info(node).changes):
+        return True  # it returns something else: whoever reads the value behind it reads what it wrote
+    first = next((n for n in changed if watch.same(n, node)), changed[0])
+    raise TraceError(
+        f"%{node.name} ({info(node).source}) changes %{first.name} in place, and %{reader.name} "
+        f"({info(reader).source}) reads the same memory through %{value.name} afterwards. Write the "
+        "change out of place (x = x + y, nn.ReLU(inplace=False))."
+    )
 
 
-def _returns_it(node: fx.Node) -> bool:
-    """Whether what a node returns is the value that it changed."""
-    return node.op == "call_module" or node.kwargs.get("inplace") is True or OPS.of_call(node.target) is not None
-
-
-_VIEWS: frozenset[Callable[..., Any] | str] = frozenset(
-    {
-        operator.getitem,
-        "view_as",
-        "expand",
-        "narrow",
-        "squeeze",
-        "unsqueeze",
-        "chunk",
-        "split",
-        torch.chunk,
-        torch.split,
-        torch.squeeze,
-        torch.unsqueeze,
-        "detach",
-        "t",
-        "unbind",
-        torch.unbind,
-        "select",
-    }
-)
-
-
-def _is_view(node: fx.Node) -> bool:
-    found = OPS.of_call(node.target) if node.op in ("call_function", "call_method") else None
-    op = op_of(node) or (found[0] if found is not None else None)
-    return node.target in _VIEWS if op is None and node.op != "call_module" else op is not None and op.quant.view
-
-
-def _aliases(value: fx.Node, besides: fx.Node) -> list[fx.Node]:
-    """Other names of the memory of `value`: what it is a view of, and the views of it."""
-    found: dict[fx.Node, None] = {}
-    todo = [value]
-    while todo:
-        node = todo.pop()
-        near = [u for u in node.users if _is_view(u)] + ([node.all_input_nodes[0]] if _is_view(node) else [])
-        for other in near:
-            if other not in found and other is not value and other is not besides:
-                found[other] = None
-                todo.append(other)
-    return list(found)
+def _check_state(node: fx.Node, value: fx.Node) -> None:
+    """Refuse a change of the model's own tensors: the plain spelling of the op would not make it."""
+    if not str(value.target).startswith("_tensor_constant"):  # those torch.fx makes of what a forward makes anew
+        raise TraceError(
+            f"%{node.name} ({info(node).source}) changes {value.target!r}, a tensor of the model, in place: a graph "
+            "keeps no state between calls. Keep the module as a float leaf (recipe.leaf), or return the new value."
+        )

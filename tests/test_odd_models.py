@@ -215,3 +215,32 @@ def test_the_quantized_model_under_autocast_and_another_default_dtype(size):
         assert torch.equal(qmodel(x), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# ---- changes in place
+
+
+@pytest.mark.parametrize("view", [lambda h: h[:, 0], lambda h: h.flatten(1), lambda h: h.mT, lambda h: h])
+def test_a_read_is_not_moved_behind_a_change_through_a_view(view):
+    """The unit of b and relu stood at the relu's place, behind the fill: -23 dB."""
+
+    def forward(self, x):
+        h = self.a(x)
+        part = view(h)
+        y = self.b(h)
+        part.fill_(50.0)
+        return F.relu(y)
+
+    close(module(forward, a=conv(), b=conv(8, 4)), images())
+
+
+def test_a_value_that_is_changed_through_a_view_is_not_quantized_early():
+    def forward(self, x):
+        h = torch.relu(self.a(x))
+        part = h[:, 0]
+        y = self.b(h)
+        part.fill_(50.0)
+        return y
+
+    qmodel = close(module(forward, a=conv(), b=conv(8, 4)), images())
+    assert "is changed in place by %fill_" in next(e.reason for e in qmodel.ledger if e.path == "b")
