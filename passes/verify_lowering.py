@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.data import Batch, first_of
-from fxq.errors import FxqError, FxqWarning
+from fxq.errors import FxqError, warn
 from fxq.evaluate import inputs_for
 from fxq.graph import Plan, info, submodule
 from fxq.numeric import tensors
@@ -52,7 +51,7 @@ class VerifyLowering(Pass):
         for name, why in found.wrong.items():
             node = by_name[name]
             _warn(rewriter, node, f"kernel is wrong on this machine: {why}. It runs in qdq form instead")
-            with rewriter.attributed("put_back", "passes/verify_lowering.py"):
+            with rewriter.attributed("put_back", put_back):
                 put_back(rewriter, node, regions[name], f"its kernel failed verification: {why}")
         for name, why in found.overwrites.items():
             kernel: Any = submodule(rewriter.gm, by_name[name])
@@ -93,8 +92,7 @@ class VerifyLowering(Pass):
 def _warn(rewriter: Rewriter, node: fx.Node, what: str) -> None:
     kernel = submodule(rewriter.gm, node)
     name = getattr(kernel, "name", node.target) if kernel is not None else node.name
-    message = f"{where(rewriter.gm, node)}: the {name} {what}; please report it."
-    warnings.warn(message, FxqWarning, stacklevel=7)
+    warn(f"{where(rewriter.gm, node)}: the {name} {what}; please report it.")
 
 
 @dataclass

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import platform
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,7 +17,7 @@ from fxq.backends.base import Backend, Support
 from fxq.backends.x86_base import Kernel
 from fxq.backends.x86_convert import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.x86_rows import ROWS, Operands, Parts, take_apart
-from fxq.errors import BackendError, FxqWarning
+from fxq.errors import BackendError, warn
 from fxq.graph import Plan, constant, info, is_op, op_of, submodule
 from fxq.qparams import QParams
 from fxq.region import Region, integer_input, integer_weight, read_region
@@ -43,11 +42,9 @@ class X86(Backend):
                 f'with torch {torch.__version__}. Use backend="reference".'
             )
         if not cpu.has_vnni():
-            warnings.warn(
+            warn(
                 "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which 8-bit activations "
-                "overflow. fxq uses 7-bit activations here; expect a little less accuracy.",
-                FxqWarning,
-                stacklevel=5,
+                "overflow. fxq uses 7-bit activations here; expect a little less accuracy."
             )
 
     def activation(self, spec: TensorSpec) -> TensorSpec:
@@ -132,7 +129,7 @@ def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | st
 def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[fx.Node, ...]) -> None:
     """Put a kernel in the place of a region, and remember the region for verification."""
     old, about = region.last, info(region.node)
-    with rewriter.attributed(kernel.name, "backends/x86_rows.py"):
+    with rewriter.attributed(kernel.name, type(kernel)):
         target = rewriter.module(kernel, region.node.name)
         node = rewriter.node("call_module", target, inputs, like=region.node, before=old)
         rewriter.describe(
@@ -173,7 +170,7 @@ def _lower_conversion(rewriter: Rewriter, node: fx.Node) -> None:
 def _convert(rewriter: Rewriter, node: fx.Node, kernel: Kernel, source: fx.Node) -> None:
     """Put a kernel in the place of a conversion, and remember that one for verification."""
     region = read_region(rewriter.gm, node)
-    with rewriter.attributed(kernel.name, "backends/x86.py"):
+    with rewriter.attributed(kernel.name, type(kernel)):
         target = rewriter.module(kernel, node.name)
         rewriter.update(node, target, (source,), {}, op="call_module")
     if region is not None:
