@@ -1,4 +1,4 @@
-"""The machinery behind `fxq/ops.py`: what a row of the op table is, how spellings are claimed and bound."""
+"""The machinery behind `fxq/ops/`: what a row of the op table is, how spellings are claimed and bound."""
 
 from __future__ import annotations
 
