@@ -20,6 +20,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from fxq.errors import FxqError, PatternError, unknown
@@ -289,6 +290,7 @@ def _reached(outputs: Sequence[Any]) -> Iterator[PatternNode]:
             yield from _reached(node.inputs)
 
 
+@lru_cache(maxsize=256)  # to find a class, Python parses its whole file
 def source_of(function: Callable[..., Any]) -> str:
     """`folder/file.py:line` of a function or class."""
     if inspect.isclass(function):
