@@ -38,7 +38,8 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
     An `(input, target)` pair is taken as the input alone when the model's forward takes one argument.
 
     Raises:
-        InputError: any other type, or an argument that forward does not have.
+        InputError: any other type, an argument that forward does not have, or a pair for a forward that needs one
+            argument and takes more: is the second half a target?
     """
     if isinstance(value, Batch):
         return value
@@ -54,6 +55,12 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
         names, open_ended = _parameters(model)
         if len(value) == 2 and len(names) == 1 and not open_ended:
             return Batch((value[0],))
+        if len(value) == 2 and len(_required(model)) == 1 and not open_ended:
+            x, second = names[:2]
+            raise InputError(
+                f"{where}: a pair is ambiguous: its second half may be a target or {second!r}, which forward does not "
+                f"need. Give (x,) for {x!r} alone, or {{{x!r}: x, {second!r}: y}} for both."
+            )
         if len(value) > len(names) and not open_ended:
             raise InputError(f"{where}: {len(value)} inputs, but forward takes {len(names)} ({', '.join(names)}).")
         return Batch(tuple(value))
@@ -68,6 +75,27 @@ def _parameters(model: nn.Module) -> tuple[list[str], bool]:
     parameters = list(inspect.signature(model.forward).parameters.values())
     plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return plain, len(plain) != len(parameters)
+
+
+def _required(model: nn.Module) -> list[str]:
+    """Names of forward's arguments without a default."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def check_fixed(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise `InputError` when an argument that a graph was made for has another value. Graphs call this.
+
+    A graph has no branches: what is no tensor is what the example gave, or forward's default.
+    """
+    for name, value in given.items():
+        wanted = expected[name]
+        if value is not wanted and (isinstance(value, Tensor) or type(value) is not type(wanted) or value != wanted):
+            raise InputError(
+                f"the graph was made for {name}={wanted!r}, as its example has it, and got {_describe(value)}"
+                f"{'' if isinstance(value, Tensor) else f' {value!r}'}. Quantize the model again with {name} in the "
+                "example (example_inputs), for each value that it is to be called with."
+            )
 
 
 def batches(data: Any, model: nn.Module) -> Iterator[Batch]:

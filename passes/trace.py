@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 import fxq.errors
 from fxq.alias import Watch
-from fxq.data import Batch
+from fxq.data import Batch, check_fixed
 from fxq.errors import FxqError, InputError, RecipeError, TraceError, nearest
 from fxq.graph import info, reads_only_metadata, set_info, tensor_meta
 from fxq.ops import OPS
@@ -42,7 +42,7 @@ class Trace(Pass):
         _check_hooks(context.model)
         known = set(vars(context.model))
         try:
-            graph = _Tracer(context.recipe.leaf_modules).trace_model(context.model)
+            graph = _Tracer(context.recipe.leaf_modules, context.example).trace_model(context.model)
             gm = fx.GraphModule(context.model, graph, class_name=type(context.model).__name__)
         finally:  # torch.fx leaves tensors that a forward makes (torch.zeros(8)) on the model; the graph has its own
             for name in set(vars(context.model)) - known:
@@ -54,17 +54,22 @@ class Trace(Pass):
         for node in gm.graph.nodes:
             kept = node.op == "call_module" and _is_kept(str(node.target), context.recipe.leaf_modules)
             note = "the recipe keeps this module as it is" if kept else ""
-            traced.describe(node, origins=(node.name,) if node.op.startswith("call") else (), note=note)
+            traced.describe(node, origins=(node.name,) if _is_call(node) else (), note=note)
         _functionalize(traced, shapes.watch)
         rewriter.gm, rewriter.edits, rewriter.touched = gm, traced.edits, traced.touched
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Whether a node stands for a call that the model makes."""
+    return node.op.startswith("call") and node.target is not check_fixed
 
 
 class _Tracer(fx.Tracer):
     """Traces with the module path and source line of every node, and explains what it cannot trace."""
 
-    def __init__(self, leaves: tuple[str, ...]) -> None:
+    def __init__(self, leaves: tuple[str, ...], example: Batch) -> None:
         super().__init__()
-        self.leaves = leaves
+        self.leaves, self.example = leaves, example
         self.blamed: fx.Node | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -74,6 +79,33 @@ class _Tracer(fx.Tracer):
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(m):
             return False  # a forward set on the object is not that of its type, so what the table says does not hold
         return super().is_leaf_module(m, module_qualified_name) or type(m) in _SPELLED_MODULES
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """Forward's arguments. Those that the example fixes are given as what they are, so that forward may branch."""
+        forward, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        first = int(is_module)
+        fixed = {
+            i: v for i, arg in enumerate(args[first:], first) if (v := self._fixed(i - first, arg.node)) != _VARIES
+        }
+        if fixed:
+            inputs = {str(args[i].node.target): args[i].node for i in fixed}
+            expected = {name: fixed[i] for name, i in zip(inputs, fixed, strict=True)}
+            self.create_node("call_function", check_fixed, (inputs, expected), {})
+        return forward, [fixed.get(i, arg) for i, arg in enumerate(args)]
+
+    def _fixed(self, position: int, node: fx.Node) -> Any:
+        """The value of an argument that the graph is made for: no tensor, given so or by default; else `_VARIES`."""
+        name = str(node.target)
+        given: Any = _VARIES
+        if position < len(self.example.args):
+            given = self.example.args[position]
+        elif name in self.example.kwargs:
+            given = self.example.kwargs[name]
+        elif node.args and isinstance(node.args[0], (int, float, complex)):
+            return node.args[0]
+        elif node.args and not name.startswith("*"):
+            given = node.args[0]
+        return given if given is None or isinstance(given, (bool, str)) else _VARIES
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node with its module path and the line of user code that made it."""
@@ -124,6 +156,9 @@ class _Tracer(fx.Tracer):
             "A graph has no branches or loops over values. Two ways out: write it without (torch.where, a fixed "
             f"number of iterations), or keep the module as a float leaf: {leaf}."
         )
+
+
+_VARIES = "<an argument that is not fixed>"
 
 
 def _blame(node: fx.Node | None, values: list[str]) -> str:

@@ -10,7 +10,8 @@ from tests.helpers import module
 
 X, Y = torch.ones(2, 3), torch.zeros(2)
 ONE = module(lambda self, x: x)
-TWO = module(lambda self, x, scale=None: x)
+TWO = module(lambda self, x, y: x)
+OPTIONAL = module(lambda self, x, scale=None: x)
 OPEN = module(lambda self, *xs, **named: xs)
 
 
@@ -26,8 +27,10 @@ OPEN = module(lambda self, *xs, **named: xs)
         ((X, Y), ONE, (X,), {}),  # (input, target)
         ([X, 3], ONE, (X,), {}),
         ((X, Y), TWO, (X, Y), {}),
+        ((X,), OPTIONAL, (X,), {}),
+        (X, OPTIONAL, (X,), {}),
         ({"x": X}, ONE, (), {"x": X}),
-        ({"x": X, "scale": Y}, TWO, (), {"x": X, "scale": Y}),
+        ({"x": X, "scale": Y}, OPTIONAL, (), {"x": X, "scale": Y}),
         ((X, Y), OPEN, (X, Y), {}),
         ({"anything": X}, OPEN, (), {"anything": X}),
     ],
@@ -58,6 +61,12 @@ def test_a_batch_is_taken_as_it_is():
 def test_what_is_no_batch(value, message):
     with pytest.raises(InputError, match=message):
         as_batch(value, ONE, "data, batch 3")
+
+
+def test_a_pair_may_be_a_target_or_an_optional_argument():
+    """The target was passed as the scale, without a word."""
+    with pytest.raises(InputError, match=r"data: a pair is ambiguous.*'scale'.*Give \(x,\).*\{'x': x, 'scale': y\}"):
+        as_batch((X, Y), OPTIONAL)
 
 
 def test_a_batch_prints_dtypes_and_shapes():

@@ -244,3 +244,59 @@ def test_a_value_that_is_changed_through_a_view_is_not_quantized_early():
 
     qmodel = close(module(forward, a=conv(), b=conv(8, 4)), images())
     assert "is changed in place by %fill_" in next(e.reason for e in qmodel.ledger if e.path == "b")
+
+
+# ---- arguments that the example leaves out, or that are no tensors
+
+
+def with_options(self, x, relu=True, scale=None, *, gain=2.0, mode="plain"):
+    y = self.a(x)
+    if relu:
+        y = F.relu(y)
+    if mode == "negative":
+        y = -y
+    return (y if scale is None else y * scale) * gain if gain > 1 else y
+
+
+def test_arguments_left_out_are_what_they_are_by_default():
+    """`if relu` was refused, and `scale is None` was never true."""
+    model = module(with_options, a=conv())
+    qmodel = close(model, images())
+    assert [e.op for e in qmodel.ledger] == ["conv2d", "relu", "mul"]
+    x = images()
+    with torch.no_grad():
+        assert torch.equal(qmodel(x), qmodel(x=x, relu=True))
+        for given in ({"relu": False}, {"scale": torch.ones(1)}, {"gain": 3.0}, {"mode": "negative"}):
+            (name,) = given
+            with pytest.raises(fxq.InputError, match=f"made for {name}=.*Quantize the model again with {name}"):
+                qmodel(x, **given)
+
+
+@pytest.mark.parametrize("relu", [True, False])
+def test_flags_that_the_example_gives(relu):
+    model = module(with_options, a=conv())
+    example = {"x": images(), "scale": torch.full((1, 1, 1, 1), 3.0), "relu": relu, "mode": "negative"}
+    qmodel = fxq.quantize(model, data=[example])
+    with torch.no_grad():
+        assert sqnr(model(**example), qmodel(**example)) > 25
+        assert (qmodel(**example) > 0).any() == (not relu)
+    with pytest.raises(fxq.InputError, match=f"made for relu={relu}"):
+        qmodel(**{**example, "relu": not relu})
+
+
+def test_a_later_batch_with_another_flag_is_named():
+    model = module(with_options, a=conv())
+    with pytest.raises(fxq.InputError, match="made for relu=True, as its example has it, and got bool False"):
+        fxq.quantize(model, data=[images(), {"x": images(), "relu": False}])
+
+
+def test_fixed_arguments_survive_saving(tmp_path):
+    model = module(with_options, a=conv())
+    qmodel = fxq.quantize(model, data=[images()])
+    torch.save(qmodel, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = images()
+    with torch.no_grad():
+        assert torch.equal(loaded(x), qmodel(x))
+    with pytest.raises(fxq.InputError, match="made for relu=True"):
+        loaded(x, relu=False)
