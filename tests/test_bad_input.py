@@ -1,0 +1,470 @@
+"""The bad-input table: an error of fxq that says what, where, why and what to do, and the user's model untouched."""
+
+import contextlib
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from tests.helpers import REFERENCE, module
+
+X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+NAN, INF = float("nan"), float("inf")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.act = nn.ReLU()
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.body(self.act(self.stem(x))))
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        if y.mean() > 100:  # BRANCH
+            return y
+        return -y
+
+
+def net(change=None):
+    torch.manual_seed(0)
+    model = Net().eval()
+    if change is not None:
+        with torch.no_grad():
+            change(model)
+    return model
+
+
+def two_inputs():
+    return module(lambda self, x, y: self.conv(x) + y, conv=nn.Conv2d(3, 3, 1))
+
+
+def state(model):
+    """Everything of a model that fxq must not touch."""
+    modules = [
+        (path, id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m)))
+        for path, m in model.named_modules()
+    ]
+    tensors = [(n, id(t), t.requires_grad) for n, t in (*model.named_parameters(), *model.named_buffers())]
+    return modules, tensors
+
+
+@contextlib.contextmanager
+def untouched(model):
+    """The model has the same modules, flags, hooks, tensors and values afterwards."""
+    before, values = state(model), copy.deepcopy(model.state_dict())
+    yield
+    assert state(model) == before
+    for name, value in model.state_dict().items():
+        if not value.is_meta:
+            assert torch.equal(value.nan_to_num(), values[name].nan_to_num()), name
+
+
+def refused(model, error, *words, data=(X,), recipe=REFERENCE, **options):
+    """`fxq.quantize` raises exactly this error, whose message has all the words."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, nn.Module):
+            stack.enter_context(untouched(model))
+        with pytest.raises(fxq.FxqError) as info:
+            fxq.quantize(model, recipe, data=list(data) if isinstance(data, tuple) else data, **options)
+    assert type(info.value) is error
+    missing = [w for w in words if w not in str(info.value)]
+    assert not missing, f"{missing} not in: {info.value}"
+    return str(info.value)
+
+
+# ---- the model
+
+
+def test_train_mode():
+    model = Net()
+    refused(model, fxq.InputError, "in train mode", "model.eval()")
+    assert model.training
+
+
+def test_one_submodule_in_train_mode():
+    model = net(lambda m: m.body[1].train())
+    refused(model, fxq.InputError, "'body.1'", "in train mode", "model.eval()")
+    assert model.body[1].training and not model.head.training
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [(torch.relu, "builtin"), (lambda x: x, "function"), ("resnet18", "str"), (Net, "type")]
+)
+def test_no_module(model, kind):
+    refused(model, fxq.InputError, f"model is a {kind}", "not an nn.Module", "Wrap it")
+
+
+def fake(name, where):
+    """A module that looks as if it came from another package."""
+    return type(name, (nn.Module,), {"__module__": where, "forward": lambda self, x: x})()
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("Conv2d", "torch.ao.nn.quantized.modules.conv"),
+        ("Linear", "torch.ao.nn.quantized.dynamic.modules.linear"),
+        ("ConvReLU2d", "torch.ao.nn.intrinsic.quantized.modules.conv_relu"),
+        ("ConvBn2d", "torch.ao.nn.intrinsic.qat.modules.conv_fused"),
+        ("FakeQuantize", "torch.ao.quantization.fake_quantize"),
+    ],
+)
+def test_a_model_quantized_by_torch(name, where):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(fake(name, where))).eval()
+    refused(model, fxq.InputError, "quantized already", "1.0", name, "Give the float model")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "make", [lambda m: fxq.quantize(m, REFERENCE, data=[X]), lambda m: fxq.prepare(m, REFERENCE, X)]
+)
+def test_a_model_that_fxq_has_made(make, inside):
+    made = make(net())
+    model = nn.Sequential(made).eval() if inside else made
+    refused(model, fxq.InputError, type(made).__name__, "already", "the float model")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (torch.compile, ("OptimizedModule", "model._orig_mod")),
+        (lambda m: nn.DataParallel(m).eval(), ("DataParallel", "model.module")),
+        (lambda m: torch.jit.trace(m, X), ("TorchScript", "give the original")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_wrapped_model(wrap, words):
+    with pytest.raises(fxq.InputError) as info:
+        fxq.quantize(wrap(net()), REFERENCE, data=[X])
+    assert all(word in str(info.value) for word in words)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_layer_without_a_shape():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.LazyConv2d(4, 3)).eval()
+    with pytest.raises(fxq.InputError, match=r"1\.weight has no values and no shape yet: run the float model once"):
+        fxq.quantize(model, REFERENCE, data=[X])
+    assert isinstance(model[1], nn.LazyConv2d)
+
+
+def test_a_layer_without_values():
+    refused(net(lambda m: m.head.to("meta")), fxq.InputError, "head.weight", "meta device", "load the model's weights")
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(("layer", "tensor"), [("stem", "weight"), ("body.0", "bias"), ("head", "weight")])
+def test_values_of_a_layer_that_are_not_finite(layer, tensor, value):
+    model = net(lambda m: m.get_submodule(layer).get_parameter(tensor).view(-1)[1].fill_(value))
+    refused(
+        model, fxq.InputError, f'layer "{layer}"', "test_bad_input.py:", f"{layer}.{tensor} holds NaN or Inf",
+        "set the layer to float",
+    )  # fmt: skip
+
+
+# ---- the data
+
+
+def used_up():
+    data = iter([X])
+    next(data)
+    return data
+
+
+@pytest.mark.parametrize("data", [[], used_up(), (x for x in ())], ids=["list", "iterator", "generator"])
+def test_empty_data(data):
+    refused(net(), fxq.InputError, "data is empty", "at least one batch", data=data)
+
+
+def test_no_data():
+    refused(net(), fxq.InputError, "'static' needs data", "data=loader", data=None)
+
+
+@pytest.mark.parametrize(("data", "kind"), [(X, "Tensor"), ({"x": X}, "dict"), ("images/", "str"), (7, "int")])
+def test_data_that_is_no_iterable_of_batches(data, kind):
+    refused(net(), fxq.InputError, f"data is a {kind}", "DataLoader", "data=[x]", data=data)
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), ("a.png", "str"), (X.numpy(), "ndarray")])
+def test_a_batch_of_the_wrong_type(value, kind, batch):
+    data = [X, X]
+    data[batch] = value
+    refused(net(), fxq.InputError, f"data, batch {batch}: {kind}", "give a tensor, a tuple or list", data=data)
+
+
+def test_none_among_the_inputs():
+    refused(net(), fxq.InputError, 'layer "stem"', "NoneType", data=[(None,)])
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "why"),
+    [
+        (X[:, :2], "float32 [2, 2, 8, 8]", "to have 3 channels, but got 2"),
+        (X[0, 0, 0], "float32 [8]", "3D (unbatched) or 4D (batched)"),
+        (X.double(), "float64 [2, 3, 8, 8]", "should be the same"),
+        (X.int(), "int32 [2, 3, 8, 8]", "should be the same"),
+    ],
+)
+def test_the_first_batch_does_not_fit(value, shown, why):
+    refused(net(), fxq.InputError, 'layer "stem"', "test_bad_input.py:", shown, why, data=[value, X])
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (X[:, :2], fxq.InputError, ["(float32[2, 2, 8, 8])", "3 channels, but got 2"]),
+        (X.double(), fxq.InputError, ["(float64[2, 3, 8, 8])", "should be the same"]),
+        (X.int(), fxq.CalibrationError, ["int32", "only floating point"]),
+    ],
+)
+def test_a_later_batch_does_not_fit(value, error, words):
+    refused(net(), error, "data, batch 2", *words, data=[X, X, value])
+
+
+def test_too_many_inputs():
+    refused(net(), fxq.InputError, "batch 0: 3 inputs, but forward takes 1 (x)", data=[(X, X, X)])
+
+
+@pytest.mark.parametrize("batch", [X, (X,), {"x": X}])
+def test_too_few_inputs(batch):
+    refused(two_inputs(), fxq.InputError, "[2, 3, 8, 8]", "the model also needs y", data=[batch])
+
+
+def test_too_few_inputs_in_a_later_batch():
+    refused(two_inputs(), fxq.InputError, "data, batch 1", "missing", "'y'", data=[(X, X), (X,)])
+
+
+def test_a_keyword_that_forward_does_not_have():
+    refused(two_inputs(), fxq.InputError, "batch 1", "no argument 'z'", "it has x, y", data=[(X, X), {"x": X, "z": X}])
+
+
+def test_keywords_without_names():
+    model = module(lambda self, **inputs: self.conv(inputs["x"]), conv=nn.Conv2d(3, 3, 1))
+    refused(model, fxq.InputError, "forward takes **", "name the arguments", data=[{"x": X}])
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_data_that_is_not_finite(value, batch):
+    data = [X, X, X]
+    data[batch] = X.clone()
+    data[batch][1, 0, 3, 3] = value
+    words = f"data, batch {batch}: input 0 float32[2, 3, 8, 8] holds NaN or Inf"
+    refused(net(), fxq.CalibrationError, words, "clean the data", data=data)
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_overflow_inside_a_layer(batch):
+    data = [X, X]
+    data[batch] = X * 1e30
+    model = net(lambda m: m.body[0].weight.mul_(1e20))
+    refused(
+        model, fxq.CalibrationError, f"data, batch {batch}", 'layer "body.0"', "test_bad_input.py:", "NaN or Inf",
+        "set that layer to float", data=data,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_data_on_another_device(batch):
+    data = [X, X]
+    data[batch] = X.to("meta")
+    refused(net(), fxq.InputError, f"batch {batch}: input 0 is on meta, the model on cpu", ".to(...)", data=data)
+
+
+def test_sparse_data():
+    refused(net(), fxq.InputError, "batch 0", "sparse", ".to_dense()", data=[X.to_sparse()])
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_an_input_that_is_always_zero(backend, caplog):
+    """No error: scale 1, noted."""
+    model, zeros = net(), torch.zeros_like(X)
+    with untouched(model), caplog.at_level("WARNING", logger="fxq"):
+        qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend), data=[zeros])
+    assert qmodel.qparams()["stem"].input_scale == 1.0
+    assert "%x (the input): calibration saw nothing but zeros; its scale is 1." in caplog.text
+    assert torch.allclose(qmodel(zeros), model(zeros), atol=0.02)
+
+
+# ---- control flow
+
+
+def branching():
+    return nn.Sequential(nn.Conv2d(3, 4, 1), Branch(), nn.Conv2d(4, 2, 1)).eval()
+
+
+def test_control_flow():
+    with open(__file__, encoding="utf-8") as file:
+        line = next(i for i, text in enumerate(file, 1) if "# BRANCH" in text)
+    refused(
+        branching(), fxq.TraceError, f"test_bad_input.py:{line}", 'layer "1"', "%gt = gt(%mean)", "torch.where",
+        'recipe.leaf("1")',
+    )  # fmt: skip
+
+
+def test_the_second_way_out_works():
+    model = branching()
+    with untouched(model):
+        qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=[X])
+    assert [e.fate for e in qmodel.ledger] == ["int8", "float", "int8"]
+    assert "keeps this module" in qmodel.ledger[1].reason
+    assert torch.allclose(qmodel(X), model(X), atol=0.05)
+
+
+def test_any_error_in_forward_names_its_line():
+    model = module(lambda self, x: self.conv(x) * (1 / 0), conv=nn.Conv2d(3, 3, 1))
+    refused(model, fxq.TraceError, "test_bad_input.py:", "division by zero")
+
+
+# ---- the recipe
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda r: r.override("bodi.*", fxq.FLOAT), ["'bodi.*'", "selects nothing", "body"]),
+        (lambda r: r.override("steam", fxq.FLOAT), ["'steam'", "near: stem"]),
+        (lambda r: r.override(fxq.op("linear"), fxq.FLOAT), ["fxq.op('linear')", "conv2d, relu"]),
+        (lambda r: r.override(nn.Linear, fxq.FLOAT), ["Linear", "Conv2d, ReLU"]),
+        (lambda r: r.leaf("heat"), ["'heat'", "near: head"]),
+    ],
+)
+def test_a_selector_that_matches_nothing(change, words):
+    refused(net(), fxq.RecipeError, *words, "model.named_modules()", recipe=change(REFERENCE))
+
+
+def test_an_unknown_name_in_a_recipe():
+    refused(net(), fxq.RecipeError, "unknown preset 'statik'", "did you mean 'static'", recipe="statik")
+    refused(net(), fxq.RecipeError, "unknown backend 'x68'", "did you mean 'x86'", recipe={"backend": "x68"})
+    refused(net(), fxq.RecipeError, "nowhere.toml", "No such file", recipe="nowhere.toml")
+    refused(net(), fxq.RecipeError, "'bakend'", "did you mean 'backend'", recipe={"bakend": "x86"})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: REFERENCE.without_pass("fus"), "unknown pass 'fus'; did you mean 'fuse'"),
+        (lambda: fxq.op("conv3"), "unknown op 'conv3'; did you mean 'conv2d'"),
+        (lambda: fxq.Recipe.static(activation=fxq.TensorSpec(observer="histgram")), "did you mean 'histogram'"),
+        (lambda: fxq.run_passes(net(), REFERENCE, X, until="lowr"), "unknown pass 'lowr'; did you mean 'lower'"),
+    ],
+)
+def test_an_unknown_name(make, words):
+    with pytest.raises(fxq.RecipeError) as info:
+        make()
+    assert words in str(info.value)
+
+
+def test_a_pattern_whose_replacement_has_another_arity():
+    def two(op, x):
+        return op.relu(x), op.tanh(x)
+
+    with pytest.raises(fxq.PatternError) as info:
+
+        @fxq.rewrite
+        def both(op, x):
+            return two(op, x)
+
+        @both.becomes
+        def one(op, m):
+            return op.relu(m.x)
+
+        model = module(lambda self, x: (torch.relu(x), torch.tanh(x)))
+        fxq.quantize(model, REFERENCE.insert_pass(Apply(both), after="canonicalize"), data=[X])
+    assert "both" in str(info.value) and "2" in str(info.value) and "1" in str(info.value)
+
+
+@dataclass(frozen=True)
+class Apply(fxq.Pass):
+    """Apply a rule."""
+
+    rule: object = None
+    name = "apply-a-rule"
+    needs = gives = fxq.Stage.CANONICAL
+
+    def run(self, rewriter):
+        rewriter.apply(self.rule)
+
+
+@dataclass(frozen=True)
+class Misspells(fxq.Pass):
+    """Writes an op as no canonical graph may."""
+
+    name = "misspells"
+    needs = gives = fxq.Stage.CANONICAL
+
+    def run(self, rewriter):
+        (node,) = [n for n in rewriter.nodes() if n.name == "act"]
+        rewriter.update(node, torch.relu, node.args, {}, op="call_function")
+
+
+@dataclass(frozen=True)
+class Cuts(fxq.Pass):
+    """Leaves a reader of a node that is gone."""
+
+    name = "cuts"
+    needs = gives = fxq.Stage.CANONICAL
+
+    def run(self, rewriter):
+        act = next(n for n in rewriter.gm.graph.nodes if n.name == "act")
+        act.append(stem := next(n for n in rewriter.gm.graph.nodes if n.name == "stem"))
+        assert stem.prev is act
+
+
+@pytest.mark.parametrize(("broken", "words"), [(Misspells(), ["%act", "relu", 'layer "act"']), (Cuts(), ["stem"])])
+def test_a_pass_that_leaves_an_invalid_graph(broken, words):
+    recipe = REFERENCE.insert_pass(broken, after="canonicalize")
+    refused(net(), fxq.PassError, f"after {broken.name}", *words, recipe=recipe)
+
+
+# ---- the steps
+
+
+def test_converting_twice():
+    observed = fxq.calibrate(fxq.prepare(net(), REFERENCE, X), [X])
+    fxq.convert(observed)
+    for again in (fxq.convert, lambda o: fxq.calibrate(o, [X])):
+        with pytest.raises(fxq.InputError, match="converted already; prepare the float model again"):
+            again(observed)
+
+
+def test_converting_without_calibration():
+    """The observed model stays as it was: calibrated, it converts."""
+    model = net()
+    observed = fxq.prepare(model, REFERENCE, X)
+    with untouched(model), pytest.raises(fxq.CalibrationError, match=r"%x \(the input\) has seen no data. Calibrate"):
+        fxq.convert(observed)
+    expected = fxq.quantize(model, REFERENCE, data=[X])(X)
+    assert torch.equal(fxq.convert(fxq.calibrate(observed, [X]))(X), expected)
+
+
+@pytest.mark.parametrize("step", [fxq.convert, lambda m: fxq.calibrate(m, [X])])
+def test_a_float_model_where_an_observed_one_is_meant(step):
+    model = net()
+    with untouched(model), pytest.raises(fxq.InputError, match=r"the model that fxq.prepare returned, not a Net"):
+        step(model)
+
+
+def test_no_example_inputs():
+    with pytest.raises(fxq.InputError, match="example_inputs is missing: one batch of inputs"):
+        fxq.prepare(net(), REFERENCE)
+
+
+def test_an_example_that_does_not_fit():
+    with pytest.raises(fxq.InputError, match=r"example_inputs: forward has no argument 'y'; it has x"):
+        fxq.prepare(net(), REFERENCE, {"y": X})
+    refused(net(), fxq.InputError, 'layer "stem"', "to have 3 channels", example_inputs=X[:, :1])
