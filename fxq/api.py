@@ -16,7 +16,7 @@ import fxq.patterns  # noqa: F401  (registers the fusion patterns)
 from fxq.backends import get_backend
 from fxq.context import Context
 from fxq.data import Batch, as_batch, batches, check_batch
-from fxq.errors import CalibrationError, FxqError, InputError, RecipeError, warn
+from fxq.errors import CalibrationError, FxqError, InputError, RecipeError, warn, words_of
 from fxq.layers import layers_of
 from fxq.ledger import ledger_of
 from fxq.manager import PassManager
@@ -172,11 +172,11 @@ def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | No
             try:
                 observed(*batch.args, **batch.kwargs)
             except CalibrationError as error:
-                raise CalibrationError(f"data, batch {i}: {error}") from error
+                raise CalibrationError(f"data, batch {i}: {words_of(error)}") from error
             except FxqError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                raise InputError(f"data, batch {i} {batch}: the model does not run on it: {error}") from error
+                raise InputError(f"data, batch {i} {batch}: the model does not run on it: {words_of(error)}") from error
             advance()
 
 

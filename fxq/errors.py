@@ -71,6 +71,11 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     return f"unknown {kind} {str(name)!r}{hint} Known: {', '.join(names) or 'none'}."
 
 
+def words_of(error: Exception) -> str:
+    """The message of an exception, without what `torch.fx` appends to those that cross an `fx.Interpreter`."""
+    return str(error).partition("\n\nWhile executing")[0]
+
+
 def warn(message: str) -> None:
     """Issue an `FxqWarning` that points at the user's line: the first frame outside fxq and torch."""
     frame, level = sys._getframe(1), 2

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from fxq.context import Context
-from fxq.errors import FxqError, PassError, warn
+from fxq.errors import FxqError, PassError, warn, words_of
 from fxq.history import History, Snapshot
 from fxq.numeric import loss, sqnr
 from fxq.observers import Observer
@@ -65,7 +65,7 @@ class PassManager:
         except FxqError:
             raise
         except Exception as error:
-            raise PassError(f"{step.name} failed: {type(error).__name__}: {error}") from error
+            raise PassError(f"{step.name} failed: {type(error).__name__}: {words_of(error)}") from error
         seconds = time.perf_counter() - start
         self.gm = rewriter.gm
         self.stage = max(self.stage, step.gives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -22,13 +23,21 @@ def check(gm: fx.GraphModule, stage: Stage, after: str) -> None:
     try:
         gm.graph.lint()
     except (RuntimeError, ValueError) as error:
-        raise PassError(f"after {after}: the graph is invalid: {error}") from error
+        raise PassError(f"after {after}: the graph is invalid: {_lint(gm, error)}") from error
     checks = _CHECKS[stage]
     for node in gm.graph.nodes:
         for wrong in checks:
             reason = wrong(gm, node)
             if reason is not None:
                 raise PassError(f"after {after}: {where(gm, node)}: {reason}")
+
+
+def _lint(gm: fx.GraphModule, error: Exception) -> str:
+    """What `graph.lint` says, without the graph that it prints; where it names a node, with that node's place."""
+    said = str(error).partition("\n")[0]
+    named = re.search(r"Node '?(\w+)", said)
+    node = next((n for n in gm.graph.nodes if named is not None and n.name == named[1]), None)
+    return f"{where(gm, node)}: {said}" if node is not None else said
 
 
 def where(gm: fx.GraphModule, node: fx.Node) -> str:

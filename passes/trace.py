@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 import fxq.errors
 from fxq.alias import Watch
 from fxq.data import Batch, check_fixed
-from fxq.errors import FxqError, InputError, RecipeError, TraceError, nearest
+from fxq.errors import FxqError, InputError, RecipeError, TraceError, nearest, words_of
 from fxq.graph import info, reads_only_metadata, set_info, tensor_meta
 from fxq.ops import OPS
 from fxq.passbase import Pass, Stage
@@ -225,10 +225,9 @@ def _check_arguments(gm: fx.GraphModule, example: Batch) -> None:
 class _Shapes(fx.Interpreter):
     """Runs the float model once and notes the shape, dtype and memory of every value."""
 
-    extra_traceback = False  # fxq's own messages say where
-
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
+        self.extra_traceback = False  # fxq's own messages say where
         self.watch = Watch()
         self._attributes: dict[str, Any] = {}
 
@@ -262,7 +261,7 @@ class _Shapes(fx.Interpreter):
             )
             layer = f'layer "{info(n).path}"' if info(n).path else f"%{n.name}"
             raise InputError(
-                f"the model does not run on the example: {layer} ({info(n).source}) got {given}: {error}"
+                f"the model does not run on the example: {layer} ({info(n).source}) got {given}: {words_of(error)}"
             ) from error
         changes = self.watch.changed(before)
         for node in n.all_input_nodes if changes else ():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.data import Batch, first_of
-from fxq.errors import FxqError, warn
+from fxq.errors import FxqError, warn, words_of
 from fxq.evaluate import inputs_for
 from fxq.graph import Plan, info, submodule
 from fxq.numeric import tensors
@@ -113,6 +113,7 @@ class _Verifier(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, regions: dict[str, Region], rules: VerifyLowering) -> None:
         super().__init__(gm)
+        self.extra_traceback = False  # fxq's own messages say where
         self.gm, self.regions, self.rules, self.found = gm, regions, rules, _Found()
         self.given: list[Any] = []
 
@@ -134,7 +135,7 @@ class _Verifier(fx.Interpreter):
         except FxqError:
             raise
         except Exception as error:
-            self.found.wrong.setdefault(n.name, f"it raised {type(error).__name__}: {error}")
+            self.found.wrong.setdefault(n.name, f"it raised {type(error).__name__}: {words_of(error)}")
             return expected.value
         why = disagreement(expected, got, self.rules.tolerance, self.rules.float_tolerance)
         if why is not None:

@@ -59,6 +59,8 @@ def test_lint_at_every_stage(stage):
     first.next.prepend(late)  # reads what is computed later
     assert broken(gm, stage).startswith(AFTER + "the graph is invalid: ")
     assert late.name in broken(gm, stage)
+    assert f"%{late.name} (call_function" in broken(gm, stage)  # the reader's place
+    assert "\n" not in broken(gm, stage)  # not the whole graph
 
 
 def test_where_names_node_op_layer_and_line():

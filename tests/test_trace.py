@@ -137,6 +137,32 @@ def test_an_input_that_does_not_fit_names_the_layer():
         after(Mixed().eval(), torch.randn(1, 5, 8, 8), "trace")
 
 
+@pytest.mark.parametrize("steps", [lambda m, x: fxq.prepare(m, REFERENCE, x), lambda m, x: after(m, x, "trace")])
+def test_messages_end_where_they_end(steps):
+    """They ended with what torch.fx appends: the node, the whole traceback and an advert."""
+    with pytest.raises(fxq.InputError) as error:
+        steps(Mixed().eval(), torch.randn(1, 5, 8, 8))
+    assert "While executing" not in str(error.value)
+    assert "tlparse" not in str(error.value)
+
+
+def test_messages_of_an_interpreter_inside_the_model_are_cut():
+    class Interprets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gm = torch.fx.symbolic_trace(nn.Linear(4, 4))
+
+        def forward(self, x):
+            return torch.fx.Interpreter(self.gm).run(x)
+
+    model = nn.Sequential(Interprets(), nn.Linear(4, 2)).eval()
+    recipe = REFERENCE.leaf("0")
+    with pytest.raises(fxq.InputError, match=r'layer "0" .*shapes cannot be multiplied \(3x5 and 4x4\)$'):
+        fxq.prepare(model, recipe, torch.randn(3, 5))
+    with pytest.raises(fxq.InputError, match=r"data, batch 1 .*shapes cannot be multiplied \(3x5 and 4x4\)$"):
+        fxq.quantize(model, recipe, data=[torch.randn(3, 4), torch.randn(3, 5)])
+
+
 # ---- ops that overwrite their input
 
 
