@@ -200,7 +200,7 @@ def disagreement(expected: Result, got: Tensor, tolerance: float, float_toleranc
     if most <= limit:
         return None
     share = 100 * float((distance > limit).double().mean())
-    return f"off by up to {most:.3g} steps, more than rounding in {share:.2g} % of the elements"
+    return f"off by up to {most:.3g} steps, more than rounding in {share:.3g} % of the elements"
 
 
 def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> None:
