@@ -23,8 +23,9 @@ from fxq.spec import TensorSpec
 class Observer(nn.Module):
     """Base of the observers: checks what comes in and leaves to a subclass what to remember of it.
 
-    A subclass says how to take in a batch (`_observe`), how to take in another observer (`_absorb`), and if it clips,
-    which part of the range to keep (`_clipped`). Buffers:
+    A subclass says how to take in a batch (`_observe`), how to take in another observer (`_absorb`; `_unite`
+    where that is something else for another tensor), and if it clips, which part of the range to keep (`_clipped`).
+    Buffers:
 
         minimum: smallest value seen, float32, 0-d or (C,); +inf before any data.
         maximum: largest value seen, same shape; -inf before any data.
@@ -80,17 +81,34 @@ class Observer(nn.Module):
     def merge(self, other: Observer) -> None:
         """Make this observer what it would be had it also seen all that `other` saw. `other` stays as it is.
 
+        For two observers of one tensor; for two tensors that share a grid, see `join`.
+
         Raises:
             InputError: the two differ in class, spec or axis.
             CalibrationError: the two have seen different numbers of channels.
         """
+        self._check_same_kind(other)
+        if other.seen:
+            self._absorb(other)
+
+    def join(self, other: Observer) -> None:
+        """Make this observer stand for its tensor and for that of `other`, which share a grid. `other` stays as it is.
+
+        Where `merge` averages, this takes the union: the mean of the ranges of two tensors would fit neither.
+
+        Raises:
+            InputError, CalibrationError: as for `merge`.
+        """
+        self._check_same_kind(other)
+        if other.seen:
+            self._unite(other)
+
+    def _check_same_kind(self, other: Observer) -> None:
         if (type(self), self.spec, self.axis) != (type(other), other.spec, other.axis):
             raise InputError(
                 f"{self._tensor}: cannot merge a {type(other).__name__} observer for {other.spec} on axis {other.axis} "
                 f"into a {type(self).__name__} one for {self.spec} on axis {self.axis}; prepare both with one recipe."
             )
-        if other.seen:
-            self._absorb(other)
 
     def qparams(self) -> QParams:
         """Scale and zero point for what was seen, on the CPU.
@@ -134,6 +152,9 @@ class Observer(nn.Module):
 
     def _absorb(self, other: Observer) -> None:
         raise NotImplementedError
+
+    def _unite(self, other: Observer) -> None:
+        self._absorb(other)
 
     def _clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         return low, high
@@ -186,7 +207,7 @@ class MovingAverage(Observer):
     """Exponential moving average of the batches' smallest and largest values; the first batch starts it.
 
     The only observer that depends on how the data is batched and ordered. `merge` takes the mean weighted by the
-    number of batches. Buffer: `batches`, int64, 0-d.
+    number of batches, `join` the union. Buffer: `batches`, int64, 0-d.
 
     Source: Jacob et al. 2018, section 3.1; Krishnamoorthi 2018, section 2.5.
     """
@@ -211,6 +232,12 @@ class MovingAverage(Observer):
         device = self.minimum.device
         self._average(other.minimum.to(device), other.maximum.to(device), weight=float(other.batches / total))
         self.batches = total
+
+    def _unite(self, other: Observer) -> None:
+        other = cast("MovingAverage", other)
+        self._check_channels(other.minimum)
+        self._widen(other.minimum.to(self.minimum.device), other.maximum.to(self.minimum.device))
+        self.batches = torch.maximum(self.batches, other.batches.to(self.batches.device))
 
     def _average(self, low: Tensor, high: Tensor, weight: float) -> None:
         if weight == 1.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,12 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxq.errors import PassError
 from fxq.graph import Edge, constant, info, reads_only_metadata, submodule
 from fxq.observers import Observer, make_observer
 from fxq.passbase import Pass, Stage
 from fxq.qparams import QParams, choose_qparams, quantize
 from fxq.rewrite import Rewriter
 from fxq.spec import TensorSpec
+from fxq.stages import where
 from fxq.unit import calls_of, inputs_of
 
 log = logging.getLogger("fxq")
@@ -35,45 +38,55 @@ class InsertQdq(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Take the observers out, then convert activations and weights."""
-        groups = _take_observers(rewriter)
-        parameters: dict[int, QParams] = {}
+        """Find all parameters, and only then edit: without data, the observed model can still be calibrated."""
+        parameters = _parameters(rewriter)
+        for node in rewriter.nodes():
+            if isinstance(submodule(rewriter.gm, node), Observer):
+                rewriter.replace(node, node.args[0])
         for value in rewriter.nodes():
             current = value
             for edge in info(value).edges:
-                if edge.group not in parameters:
-                    parameters[edge.group] = _parameters(rewriter, value, edge, groups)
                 current = _convert(rewriter, value, current, edge, parameters[edge.group])
         _convert_weights(rewriter)
         rewriter.erase_unused()
 
 
-def _take_observers(rewriter: Rewriter) -> dict[int, Observer]:
-    """Remove the observers from the graph; what those of each group have seen together.
+def _parameters(rewriter: Rewriter) -> dict[int, QParams]:
+    """The parameters of each group of edges. Edits nothing."""
+    groups = _seen_together(rewriter)
+    parameters: dict[int, QParams] = {}
+    for value in rewriter.nodes():
+        for edge in info(value).edges:
+            if edge.group not in parameters:
+                parameters[edge.group] = _grid(rewriter, value, edge, groups)
+    return parameters
 
-    All are asked for their range first: the graph must be as it was when one has seen nothing, to calibrate it then.
-    """
+
+def _seen_together(rewriter: Rewriter) -> dict[int, Observer]:
+    """What the observers of each group have seen together. They observe different tensors, and stay as they are."""
     groups: dict[int, Observer] = {}
-    found = [(n, m) for n in rewriter.nodes() if isinstance(m := submodule(rewriter.gm, n), Observer)]
-    seen = {edge.group for node, observer in found if observer.seen for edge in info(node).edges}
-    for node, observer in found:
-        if info(node).edges[0].group not in seen:
-            observer.range()
-    for node, observer in found:
+    for node in rewriter.nodes():
+        observer = submodule(rewriter.gm, node)
+        if not isinstance(observer, Observer):
+            continue
         (edge,) = info(node).edges
         if edge.group in groups:
-            groups[edge.group].merge(observer)
+            groups[edge.group].join(observer)
         else:
-            groups[edge.group] = observer
-        rewriter.replace(node, node.args[0])
+            groups[edge.group] = copy.deepcopy(observer)
     return groups
 
 
-def _parameters(rewriter: Rewriter, value: fx.Node, edge: Edge, groups: dict[int, Observer]) -> QParams:
+def _grid(rewriter: Rewriter, value: fx.Node, edge: Edge, groups: dict[int, Observer]) -> QParams:
     if edge.fixed is not None:
         low, high = edge.fixed
         return choose_qparams(torch.tensor(low), torch.tensor(high), edge.spec)
-    observer = groups[edge.group]
+    observer = groups.get(edge.group)
+    if observer is None:
+        raise PassError(
+            f"{where(rewriter.gm, value)}: no observer watches the values that it shares a grid with. "
+            "Run insert-observers behind the pass that made these edges."
+        )
     if observer.seen_only_zeros:
         rewriter.describe(value, note="calibration saw nothing but zeros: scale 1")
         log.warning("%s: calibration saw nothing but zeros; its scale is 1.", observer.name)
@@ -130,7 +143,10 @@ def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
 def _integer_weight(rewriter: Rewriter, weight: fx.Node, spec: TensorSpec, axis: int | None) -> fx.Node:
     """The integer form of a weight, dequantized: a node behind `weight`."""
     tensor = constant(rewriter.gm, weight)
-    assert tensor is not None
+    if tensor is None:
+        raise PassError(
+            f"{where(rewriter.gm, weight)}: is to be an integer weight, but it is computed. Plan its reader as float."
+        )
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
     observer = make_observer(spec, axis, f"the weight {weight.target}")
     observer(tensor)

@@ -8,7 +8,8 @@ import fxq
 from fxq.graph import info
 from fxq.numeric import sqnr
 from fxq.qparams import QParams
-from tests.graphs import MINMAX, REFERENCE, expected, text, until
+from fxq.rewrite import Rewriter
+from tests.graphs import MINMAX, REFERENCE, equal, expected, text, until
 from tests.models import NETWORKS, batch, build, call, settled
 
 
@@ -147,3 +148,60 @@ def test_readers_of_the_shape_read_the_integers():
     lines = text(until(model, x, "insert-qdq", REFERENCE).gm)
     assert "size = .size(a_q, 0)" in lines
     assert "getattr_1 = getattr(a_q, 'shape')" in lines
+
+
+class Concatenated(nn.Module):
+    """Two tensors of very different size that share a grid."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Conv2d(8, 4, 1)
+        with torch.no_grad():
+            self.b.weight.mul_(100)
+            self.head.weight[:, :4] *= 0.01
+
+    def forward(self, x):
+        return self.head(torch.cat([self.a(x), self.b(x)], 1))
+
+
+def test_a_group_covers_all_its_tensors():
+    """Averaged ranges would cut off the larger tensor."""
+    model, data = settled(Concatenated), [torch.randn(4, 3, 8, 8) for _ in range(4)]
+
+    def quantized(observer):
+        spec = fxq.TensorSpec(observer=observer)
+        return fxq.quantize(model, fxq.Recipe.static(backend="reference", activation=spec), data=data)
+
+    wanted = call(model, data[0])
+    assert sqnr(wanted, call(quantized("moving_average"), data[0])) > 30
+    assert sqnr(wanted, call(quantized("minmax"), data[0])) > 30
+
+
+def test_conversion_without_data_can_be_made_up_for():
+    """The error comes before the first edit."""
+    model, x = settled(Concatenated), torch.randn(4, 3, 8, 8)
+    observed = fxq.prepare(model, REFERENCE, x)
+    with pytest.raises(fxq.CalibrationError, match="has seen no data"):
+        fxq.convert(observed)
+    fxq.calibrate(observed, [x])
+    assert equal(call(fxq.convert(observed), x), call(fxq.quantize(model, REFERENCE, data=[x]), x))
+
+
+class WithoutObservers(fxq.Pass):
+    """A bad pass: takes the observers out."""
+
+    name = "no-observers"
+    needs = gives = fxq.Stage.FUSED
+
+    def run(self, rewriter):
+        for node in rewriter.nodes():
+            if node.name.endswith("_observer"):
+                rewriter.replace(node, node.args[0])
+
+
+def test_what_a_bad_pass_left_out_is_named():
+    observed = fxq.prepare(settled(Concatenated), REFERENCE, torch.randn(4, 3, 8, 8))
+    observed(torch.randn(4, 3, 8, 8))
+    WithoutObservers().run(Rewriter(observed.manager.gm, observed.manager.context))
+    with pytest.raises(fxq.PassError, match=r"%x \(placeholder.*no observer watches"):
+        fxq.convert(observed)

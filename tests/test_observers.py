@@ -148,6 +148,23 @@ def test_moving_average_merge_weighs_by_batches():
     assert one.range()[1].item() == pytest.approx(3 / 8 + 3 / 2)
 
 
+@pytest.mark.parametrize("name", list(OBSERVERS))
+def test_join_covers_both_tensors(name):
+    """`merge` is of two parts of one tensor's data, `join` of two tensors: no average may cut off the larger one."""
+    small, large = observed(name, [torch.linspace(-1, 1, 1000)] * 3), observed(name, [torch.linspace(0, 100, 1000)])
+    untouched = copy.deepcopy(large)
+    small.join(large)
+    assert [end.item() for end in small.range()] == [-1, 100]
+    assert same_state(large, untouched)
+    small.join(observed(name, []))
+    assert [end.item() for end in small.range()] == [-1, 100]
+    empty = observed(name, [])
+    empty.join(large)
+    assert empty.range() == large.range()
+    with pytest.raises(InputError, match="cannot merge"):
+        small.join(make_observer(TensorSpec(bits=4, observer=name)))
+
+
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("x", distributions().values(), ids=distributions())
 def test_histogram_is_near_the_best_range(x, spec):
