@@ -13,7 +13,7 @@ from fxq.region import integer_input, integer_weight, read_region
 
 @dataclass(frozen=True)
 class LayerQParams:
-    """The integers of one layer. The real value of an integer q is (q - zero_point) * scale.
+    """The integers of one layer, on the CPU. The real value of an integer q is (q - zero_point) * scale.
 
     Attributes:
         weight: int8, the layer's own weight shape.
@@ -74,13 +74,13 @@ def _layer(gm: fx.GraphModule, node: fx.Node) -> LayerQParams | None:
         return None
     x, out = source[1], region.out_qparams
     bias = constant(gm, call.tensors.get(quant.bias or ""))
-    bias_scale = weight.qparams.scale * x.s
+    bias_scale = weight.qparams.scale.cpu() * x.s
     if bias is not None and bias_scale.dim():  # a transposed convolution's groups share the scales of their channels
         bias_scale = bias_scale.repeat(bias.numel() // bias_scale.numel())
     return LayerQParams(
-        weight=weight.values,
-        weight_scale=weight.qparams.scale,
-        weight_zero_point=weight.qparams.zero_point,
+        weight=weight.values.cpu(),
+        weight_scale=weight.qparams.scale.cpu(),
+        weight_zero_point=weight.qparams.zero_point.cpu(),
         axis=weight.qparams.axis,
         bias=int32_bias(bias, bias_scale) if bias is not None else None,
         bias_scale=bias_scale,
@@ -101,4 +101,4 @@ def int32_bias(bias: Tensor, scale: Tensor) -> Tensor:
     Source: Jacob et al. 2018, section 2.4.
     """
     limit = 2**31 - 1
-    return torch.round(bias.double() / scale.double()).clamp(-limit - 1, limit).to(torch.int32)
+    return torch.round(bias.detach().cpu().double() / scale.cpu().double()).clamp(-limit - 1, limit).to(torch.int32)

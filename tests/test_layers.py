@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxq
 from fxq.layers import int32_bias
@@ -182,3 +183,12 @@ def test_every_backend_reports_the_same_integers(case):
         assert torch.equal(other.qparams()[name].weight, layer.weight)
         assert torch.equal(other.qparams()[name].bias, layer.bias)
         assert other.qparams()[name].input_scale == layer.input_scale
+
+
+def test_weights_on_another_device_than_the_scales():
+    """Scales come from observers, on the CPU. A fake device refuses to mix as a real one does."""
+    with FakeTensorMode():
+        bias, scale = torch.empty(4, device="cuda"), torch.empty(4)
+        with pytest.raises(RuntimeError, match="device"):
+            bias / scale
+        assert int32_bias(bias, scale).device.type == "cpu"
