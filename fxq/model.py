@@ -73,7 +73,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _own(model: nn.Module, lender: nn.Module) -> None:
     """Copy what a finished model shares with the user's float model: neither is to change through the other.
 
-    A leaf module that cannot be copied stays shared.
+    A leaf module that cannot be copied stays shared. The copies take no gradients: integers pass none on.
     """
     lent, memo = set(lender.modules()), dict[int, Any]()
     storages = {t.untyped_storage().data_ptr() for t in (*lender.parameters(), *lender.buffers())}
@@ -81,13 +81,15 @@ def _own(model: nn.Module, lender: nn.Module) -> None:
         for name, child in module._modules.items():
             if child in lent:
                 try:
-                    module._modules[name] = copy.deepcopy(child, memo)
+                    module._modules[name] = copy.deepcopy(child, memo).requires_grad_(False)
                 except Exception as error:  # whatever the module's own attributes raise
                     log.warning("%s is shared with the float model: it cannot be copied: %s", name, error)
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.untyped_storage().data_ptr() in storages:
-                    tensors[name] = copy.deepcopy(tensor, memo)
+                    own = copy.deepcopy(tensor, memo)
+                    own.requires_grad_(False)
+                    tensors[name] = own
 
 
 class QuantizedModel(fx.GraphModule):

@@ -168,3 +168,20 @@ def test_a_copied_observed_model_calibrates_on_its_own():
     other(X)
     assert other.batches_seen == 1 and observed.batches_seen == 0
     assert torch.equal(fxq.convert(other)(X), fxq.quantize(network(), REFERENCE, data=[X])(X))
+
+
+def test_no_gradient_comes_out():
+    """Float parts keep their weights, but what is behind integers cannot be trained."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)
+            self.factor = nn.Parameter(torch.ones(4, 1, 1))
+
+        def forward(self, x):
+            return torch.erf(self.norm(self.conv(x)) * self.factor)
+
+    model, x = Model().eval(), torch.randn(2, 3, 4, 4)
+    assert not fxq.quantize(model, "static", data=[x])(x).requires_grad
+    assert all(p.requires_grad for p in model.parameters())
