@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from fxq.errors import PassError
 from fxq.graph import argument, flat_nodes, info, is_op, op_of, options_of
 from fxq.passbase import Pass, Stage
 from fxq.pattern import rewrite
 from fxq.qparams import QParams
 from fxq.rewrite import Rewriter
+from fxq.stages import where
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def _push_dequantize(rewriter: Rewriter, node: fx.Node) -> None:
 def _pull_quantize(rewriter: Rewriter, node: fx.Node) -> None:
     """quantize(op(x)) -> op(quantize(x)) for an op that only repeats values of x."""
     mover = node.args[0]
-    assert isinstance(mover, fx.Node)
+    if not isinstance(mover, fx.Node):
+        raise PassError(f"{where(rewriter.gm, node)}: quantizes {mover!r}, which is no value of the graph.")
     op = op_of(mover)
     if op is None or not op.quant.layout or len(op.quant.inputs) != 1 or len(mover.users) != 1:
         return

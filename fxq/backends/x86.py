@@ -17,11 +17,12 @@ from fxq.backends.base import Backend, Support
 from fxq.backends.x86_base import Kernel
 from fxq.backends.x86_convert import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.x86_rows import ROWS, Operands, Parts, take_apart
-from fxq.errors import BackendError, warn
-from fxq.graph import Plan, constant, info, is_op, op_of, submodule
+from fxq.errors import BackendError, PassError, warn
+from fxq.graph import Plan, argument, constant, info, is_op, op_of, submodule
 from fxq.qparams import QParams
 from fxq.region import Region, integer_input, integer_weight, read_region
 from fxq.spec import QuantConfig, TensorSpec
+from fxq.stages import where
 from fxq.unit import OpCall
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node) -> None:
 def _open(rewriter: Rewriter, node: fx.Node) -> None:
     """Run the first op of a unit on integers and the others in float, where no kernel takes the unit whole."""
     plan = info(node).plan
-    assert plan is not None
+    if plan is None:
+        raise PassError(f"{where(rewriter.gm, node)}: the unit has no plan. Run annotate behind the pass that made it.")
     first, *rest = rewriter.open_unit(node)
     rewriter.describe(first, plan=plan)
     for other in rest:
@@ -153,15 +155,14 @@ def _lower_conversion(rewriter: Rewriter, node: fx.Node) -> None:
     qp, source = info(node).qparams, node.args[0]
     if qp is None or qp.dtype != torch.uint8 or not isinstance(source, fx.Node) or source.op == "get_attr":
         return
+    region = read_region(rewriter.gm, source) if is_op(source, "prelu") else None
+    slope = constant(rewriter.gm, argument(source, "weight")) if region is not None else None
     if is_op(node, "dequantize"):
         _convert(rewriter, node, Dequantize(qp), source)
     elif is_op(node, "requantize"):
         before = QParams.per_tensor(node.kwargs["from_scale"], node.kwargs["from_zero_point"])  # type: ignore[arg-type]
         _convert(rewriter, node, Requantize(before, qp), source)
-    elif is_op(source, "prelu") and len(source.users) == 1 and constant(rewriter.gm, source.args[1]) is not None:
-        region = read_region(rewriter.gm, source)
-        slope = constant(rewriter.gm, source.args[1])
-        assert region is not None and slope is not None
+    elif len(source.users) == 1 and slope is not None and region is not None:
         _replace(rewriter, region, PReLUQuantize(slope, qp), region.inputs)
     else:
         _convert(rewriter, node, Quantize(qp), source)
