@@ -11,12 +11,10 @@ from torch import fx
 
 from fxq.alias import Changes
 from fxq.backends import Support
-from fxq.errors import InputError
 from fxq.graph import Plan, constant, info, reads_only_metadata, submodule
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 from fxq.spec import TensorSpec
-from fxq.stages import where
 from fxq.unit import Input, OpCall, calls_of, inputs_of
 
 
@@ -122,7 +120,6 @@ def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...], cha
     reason = _unfit(rewriter.gm, calls, changes)
     if reason is not None:
         return Plan("float", reason)
-    _check_weights(rewriter.gm, node, calls)
     support = context.backend.supports(rewriter.gm, node, calls, config)
     if support.ops == 0:
         return Plan("float", support.reason)
@@ -170,16 +167,6 @@ def _unfit_input(gm: fx.GraphModule, read: Input, changes: Changes) -> str | Non
         return f"its input {read.node.target} is a constant" if read.call == 0 else None
     changer = changes.of(read.node)
     return f"its input %{read.node.name} is changed in place by %{changer.name}" if changer is not None else None
-
-
-def _check_weights(gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...]) -> None:
-    for read in inputs_of(calls):
-        tensor = constant(gm, read.node) if read.role in ("weight", "bias") else None
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
-            raise InputError(
-                f"{where(gm, node)}: {read.node.target} holds NaN or Inf, which no integer stands for. "
-                "Train it again, or set the layer to float in the recipe."
-            )
 
 
 def _settle(candidates: dict[fx.Node, _Candidate]) -> None:

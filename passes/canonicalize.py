@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from fxq.graph import info, op_of
+from fxq.edit import DATA
+from fxq.errors import InputError
+from fxq.graph import argument, constant, info, op_of, options_of
 from fxq.ops import OPS, conv_padding
 from fxq.optable import Arguments, Op, Spelling
 from fxq.passbase import Pass, Stage
 from fxq.pattern import rewrite
 from fxq.rewrite import Rewriter
+from fxq.stages import where
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Canonicalize(Pass):
     Before: conv1(x), x.relu(), F.relu(x, inplace=True)    After: conv2d(x, w, b, stride=(2, 2)), relu(x), relu(x)
     Also: removes identities and dropout, and turns 'same' and non-zero padding of a convolution into a pad of its own.
     Keeps: the output, exactly. What the op table does not know stays as it is, with a note.
+    Refuses: weights and statistics that are not finite, but in layers that the recipe leaves in float.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -40,6 +45,32 @@ class Canonicalize(Pass):
         rewriter.context.check_selectors([(info(n).path, op.name if (op := op_of(n)) else "") for n in called])
         rewriter.apply(drop_identity, drop_dropout, same_padding, padding_mode)
         rewriter.erase_unused()
+        for node in rewriter.nodes():
+            _check_weights(rewriter, node)
+
+
+def _check_weights(rewriter: Rewriter, node: fx.Node) -> None:
+    """Refuse weights and statistics that are not finite, while they still go by the names that the user knows."""
+    op, path = op_of(node), info(node).path
+    if op is None or rewriter.context.config_for(path, op.name)[0].is_float:
+        return
+    for name in (n for n in op.tensors if n in _WEIGHTS and n not in op.quant.inputs):
+        read = argument(node, name)
+        tensor = constant(rewriter.gm, read)
+        if tensor is None:
+            continue
+        known = f"{path}.{name}" if str(read.target).startswith(f"{DATA}.") else read.target  # parametrized
+        wrong = "NaN or Inf" if not bool(torch.isfinite(tensor).all()) else ""
+        if name == "running_var" and not wrong and float(tensor.min()) + options_of(node)["eps"] <= 0:
+            wrong = "a negative variance"
+        if wrong:
+            raise InputError(
+                f"{where(rewriter.gm, node)}: {known} holds {wrong}, which no integer stands for. "
+                "Train it again, or set the layer to float in the recipe."
+            )
+
+
+_WEIGHTS = {"weight", "bias", "running_mean", "running_var"}
 
 
 def _call(rewriter: Rewriter, node: fx.Node) -> None:

@@ -300,3 +300,28 @@ def test_fixed_arguments_survive_saving(tmp_path):
         assert torch.equal(loaded(x), qmodel(x))
     with pytest.raises(fxq.InputError, match="made for relu=True"):
         loaded(x, relu=False)
+
+
+# ---- weights that are not finite
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_statistics_of_a_batch_norm_that_are_not_finite(name, bad):
+    """The message was about fxq_data.0_weight_folded."""
+    model = nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    with torch.no_grad():
+        getattr(model[1], name)[3] = bad
+    if bad < 0 and name != "running_var":
+        close(model, images())
+        return
+    with pytest.raises(fxq.InputError, match=rf'batch_norm, layer "1".*: 1\.{name} holds (NaN or Inf|a negative)'):
+        fxq.quantize(model, data=[images()])
+
+
+def test_a_parametrized_weight_that_is_not_finite():
+    layer = nn.utils.parametrizations.weight_norm(conv())
+    with torch.no_grad():
+        layer.parametrizations.weight.original0[0] = float("nan")
+    with pytest.raises(fxq.InputError, match=r"0\.weight holds NaN or Inf"):
+        fxq.quantize(nn.Sequential(layer).eval(), data=[images()])
