@@ -25,9 +25,12 @@ def value_of(gm: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any]) -> A
 
 
 def inputs_for(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, Any]:
-    """The values of the placeholders for a batch: positional, by keyword, or the default."""
+    """The values of the placeholders for a batch: positional, by keyword, or the default; a list for `*args`."""
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
     values = dict(zip(nodes, batch.args, strict=False))
+    for i, node in enumerate(nodes):
+        if str(node.target).startswith("*"):
+            values[node] = list(batch.args[i:])
     for node in nodes[len(values) :]:
         values[node] = batch.kwargs.get(str(node.target), node.args[0] if node.args else None)
     return values

@@ -119,8 +119,9 @@ class _Verifier(fx.Interpreter):
 
     def run_batch(self, batch: Batch) -> None:
         """Run on one recorded batch."""
-        values = inputs_for(self.gm, batch)
-        self.given = list(values.values())
+        self.given = []
+        for node, value in inputs_for(self.gm, batch).items():  # the interpreter collects what goes into `*args` itself
+            self.given += value if str(node.target).startswith("*") else [value]
         self.run(*self.given)
 
     def run_node(self, n: fx.Node) -> Any:

@@ -142,6 +142,14 @@ def test_inputs_that_cannot_be_cut_into_samples(forward, shape):
     close(module(forward, a=nn.Linear(8, 8), w=torch.randn(8, 8)), torch.randn(shape))
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_any_number_of_inputs(count):
+    """Kernels were verified on the first of them alone, and that failed."""
+    model = module(lambda self, *xs: self.b(F.relu(self.a(xs[0]) + self.a(xs[-1]))), a=conv(), b=conv(8, 4))
+    close(model, *(images() for _ in range(count)))
+    close(model, *(images() for _ in range(count)), recipe=fxq.Recipe("static_corrected"))
+
+
 # ---- numbers of a layer
 
 
