@@ -87,7 +87,7 @@ def _own(model: nn.Module, lender: nn.Module) -> None:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.untyped_storage().data_ptr() in storages:
-                    own = copy.deepcopy(tensor, memo)
+                    own: Any = copy.deepcopy(tensor, memo)
                     own.requires_grad_(False)
                     tensors[name] = own
 
