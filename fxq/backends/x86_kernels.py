@@ -205,7 +205,8 @@ class Conv(WeightedKernel):
         dims = self.weight.dim() - 2
         batched = x.dim() == dims + 2
         x = _image(x, dims, batched)
-        plan = self._packed.get(x.shape) or self._remember(x.shape, self._plan(x.shape))
+        key = x.shape, torch.get_num_threads()  # oneDNN packs for a number of threads, and repacks at every call else
+        plan = self._packed.get(key) or self._remember(key, self._plan(x.shape))
         if plan.pad is not None:
             x = F.pad(x, plan.pad, value=self._input[1]).contiguous(memory_format=torch.channels_last)
         if residual is not None:
