@@ -15,12 +15,13 @@ def value_of(gm: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any]) -> A
     """The value of a node other than a placeholder, from those of the nodes it reads; the output's is its argument."""
     if node.op == "get_attr":
         return read_attribute(gm, str(node.target))
-    args, kwargs = (fx.node.map_arg(a, env.__getitem__) for a in (node.args, node.kwargs))
+    args: Any = fx.node.map_arg(node.args, env.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, env.__getitem__)
     if node.op == "output":
         return args[0]
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target = gm.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+    target: Any = gm.get_submodule(str(node.target)) if node.op == "call_module" else node.target
     return target(*args, **kwargs)
 
 

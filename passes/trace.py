@@ -42,7 +42,7 @@ class Trace(Pass):
         _check_hooks(context.model)
         known = set(vars(context.model))
         try:
-            graph = _Tracer(context.recipe.leaf_modules, context.example).trace_model(context.model)
+            graph = _trace(context.model, context.recipe.leaf_modules, context.example)
             gm = fx.GraphModule(context.model, graph, class_name=type(context.model).__name__)
         finally:  # torch.fx leaves tensors that a forward makes (torch.zeros(8)) on the model; the graph has its own
             for name in set(vars(context.model)) - known:
@@ -64,12 +64,24 @@ def _is_call(node: fx.Node) -> bool:
     return node.op.startswith("call") and node.target is not check_fixed
 
 
+def _trace(model: nn.Module, leaves: tuple[str, ...], example: Batch) -> fx.Graph:
+    """The graph. A number that is an argument by default stays an argument, unless the model branches on it."""
+    try:
+        return _Tracer(leaves, example).trace_model(model)
+    except TraceError:
+        try:
+            return _Tracer(leaves, example, fix_numbers=True).trace_model(model)
+        except TraceError:
+            pass
+        raise
+
+
 class _Tracer(fx.Tracer):
     """Traces with the module path and source line of every node, and explains what it cannot trace."""
 
-    def __init__(self, leaves: tuple[str, ...], example: Batch) -> None:
+    def __init__(self, leaves: tuple[str, ...], example: Batch, fix_numbers: bool = False) -> None:
         super().__init__()
-        self.leaves, self.example = leaves, example
+        self.leaves, self.example, self.fix_numbers = leaves, example, fix_numbers
         self.blamed: fx.Node | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -94,17 +106,17 @@ class _Tracer(fx.Tracer):
         return forward, [fixed.get(i, arg) for i, arg in enumerate(args)]
 
     def _fixed(self, position: int, node: fx.Node) -> Any:
-        """The value of an argument that the graph is made for: no tensor, given so or by default; else `_VARIES`."""
+        """The value of an argument that the graph is made for: None, a flag, a string; `_VARIES` for others."""
         name = str(node.target)
         given: Any = _VARIES
         if position < len(self.example.args):
             given = self.example.args[position]
         elif name in self.example.kwargs:
             given = self.example.kwargs[name]
-        elif node.args and isinstance(node.args[0], (int, float, complex)):
-            return node.args[0]
         elif node.args and not name.startswith("*"):
             given = node.args[0]
+            if self.fix_numbers and isinstance(given, (int, float, complex)):
+                return given
         return given if given is None or isinstance(given, (bool, str)) else _VARIES
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:

@@ -72,4 +72,4 @@ def test_a_leaf_module_stays():
     model = Model().eval()
     gm = fxq.quantize(model, REFERENCE, data=[torch.randn(2, 3, 4, 4)])
     assert isinstance(gm.norm, nn.GroupNorm)
-    assert gm.norm.weight is model.norm.weight
+    assert gm.norm.weight is not model.norm.weight and torch.equal(gm.norm.weight, model.norm.weight)

@@ -23,6 +23,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     Raises:
         BackendError: unknown name (nearest names given), or it cannot run on this machine or device.
     """
+    backend: Backend
     if name == "auto":
         for candidate in _AUTO:
             try:
@@ -38,7 +39,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     if name not in _BACKENDS:
         raise BackendError(unknown("backend", name, NAMES))
     module, _, cls = _BACKENDS[name].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), cls)()
+    backend = getattr(importlib.import_module(module), cls)()
     if backend.devices and device not in backend.devices:
         raise BackendError(
             f"backend {name!r} runs on {', '.join(backend.devices)}, the model is on {device}; "
