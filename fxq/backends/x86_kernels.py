@@ -6,7 +6,7 @@ copied or pickled, so a kernel keeps the plain tensors and packs on first use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -47,14 +47,16 @@ class Plan(NamedTuple):
     Attributes:
         shape: the output's, (N, C, H, W).
         pad: for `F.pad`, or None.
-        geometry: stride, padding, dilation, groups for the kernel.
-        packed: the weight in oneDNN's layout, with what goes with it.
+        op: the kernel to call.
+        before: its arguments behind the input; a residual comes next.
+        after: its arguments behind the residual.
     """
 
     shape: torch.Size
     pad: list[int] | None
-    geometry: tuple[list[int], list[int], list[int], int]
-    packed: Packed
+    op: Callable[..., Tensor]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
 
 
 class Conv(WeightedKernel):
@@ -119,7 +121,7 @@ class Conv(WeightedKernel):
             residual=residual is not None, to_float=out is None,
         )  # fmt: skip
         refuse(self.name, reason or activation_refused("the residual", residual))
-        dims = len(kernel)
+        dims = self._dims = len(kernel)
         self.x, self.out, self.residual, self.post, self.inplace, self.groups = x, out, residual, post, inplace, groups
         self.stride, self.dilation = pair(stride, dims), pair(dilation, dims)
         if isinstance(padding, str):
@@ -178,8 +180,18 @@ class Conv(WeightedKernel):
             pad = [left, right, top, top]
         padded = [shape[0], shape[1], height + pad[2] + pad[3], width + pad[0] + pad[1]]
         geometry = stride, native, dilation, self.groups
-        result = torch.Size([shape[0], weight.shape[0], *sizes])
-        return Plan(result, pad if any(pad) else None, geometry, self._pack(weight, geometry, padded))
+        *packed, bias = self._pack(weight, geometry, padded)
+        overload = _onednn.qconv2d_pointwise
+        op, addition = overload.default, ()
+        if self.residual is not None:
+            op, addition = overload.binary, (*self._sum, "sum", 1.0)
+        return Plan(
+            torch.Size([shape[0], weight.shape[0], *sizes]),
+            pad if any(pad) else None,
+            op,
+            (self._input[0], 0, *packed),
+            (bias, *geometry, *self._output, *addition, *self._epilogue[:3]),
+        )
 
     def _pads_natively(self) -> bool:
         """Whether oneDNN's own padding is right.
@@ -202,38 +214,29 @@ class Conv(WeightedKernel):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L), any strides -> `out`'s grid or float32, channels-last."""
-        dims = self.weight.dim() - 2
+        dims = self._dims
         batched = x.dim() == dims + 2
         x = _image(x, dims, batched)
         key = x.shape, torch.get_num_threads()  # oneDNN packs for a number of threads, and repacks at every call else
         plan = self._packed.get(key) or self._remember(key, self._plan(x.shape))
         if plan.pad is not None:
             x = F.pad(x, plan.pad, value=self._input[1]).contiguous(memory_format=torch.channels_last)
-        if residual is not None:
-            residual = _image(residual, dims, batched, copy=not self.inplace)
-            if residual.shape != plan.shape:
-                given, result = tuple(residual.shape), tuple(plan.shape)
-                raise BackendError(f"{self.name}: the residual is {given}, the result {result}.")
-        y = self._epilogue.finish(self._run(x, plan, residual))
+        if self.residual is None:
+            y = plan.op(x, *plan.before, *plan.after)
+        else:
+            y = plan.op(x, *plan.before, self._scratch(residual, plan.shape, batched), *plan.after)
+        y = self._epilogue.finish(y)
         y = y if dims == 2 else y.squeeze(2)
         return y if batched else y.squeeze(0)
 
-    def _run(self, x: Tensor, plan: Plan, residual: Tensor | None) -> Tensor:
-        if self.residual is not None:
-            if residual is None:
-                raise BackendError(f"{self.name}: this kernel adds a residual; none was given.")
-            return self._add(x, plan, residual)
-        return _onednn.qconv2d_pointwise.default(
-            x, self._input[0], 0, *plan.packed, *plan.geometry, *self._output, *self._epilogue[:3]
-        )
-
-    def _add(self, x: Tensor, plan: Plan, residual: Tensor) -> Tensor:
-        """Overwrites `residual`, and returns the sum in a tensor of its own."""
-        *weight, bias = plan.packed
-        return _onednn.qconv2d_pointwise.binary(
-            x, self._input[0], 0, *weight, residual, bias, *plan.geometry, *self._output,
-            *self._sum, "sum", 1.0, *self._epilogue[:3],
-        )  # fmt: skip
+    def _scratch(self, residual: Tensor | None, shape: torch.Size, batched: bool) -> Tensor:
+        """The residual as the kernel takes it, which overwrites it and returns the sum in a tensor of its own."""
+        if residual is None:
+            raise BackendError(f"{self.name}: this kernel adds a residual; none was given.")
+        residual = _image(residual, self._dims, batched, copy=not self.inplace)
+        if residual.shape != shape:
+            raise BackendError(f"{self.name}: the residual is {tuple(residual.shape)}, the result {tuple(shape)}.")
+        return residual
 
 
 class Linear(WeightedKernel):
