@@ -133,6 +133,7 @@ def _convert_weights(rewriter: Rewriter) -> None:
                 known = made.get(key)
                 if known is None:
                     known = made[key] = _integer_weight(rewriter, read.node, config.weight, axis)
+                    rewriter.describe(known, path=info(node).path, source=info(node).source)
                 rewriter.update(node, args=_swap(node.args, read.node, known))
 
 
