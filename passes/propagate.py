@@ -94,7 +94,7 @@ def cancel_pair(op: Any, x: Any) -> Any:
 
 @cancel_pair.becomes
 def _cancelled(op: Any, m: Any) -> Any:
-    """X itself when both have one grid, else one requantize."""
+    """x itself when both have one grid, else one requantize."""
     grid, before = m.options("quantize"), m.options("dequantize")
     old: QParams | None = info(m.x.node).qparams
     new: QParams | None = info(m.root.node).qparams

@@ -75,7 +75,7 @@ def hardtanh(x: Tensor, *, min_val: float = -1.0, max_val: float = 1.0) -> Tenso
 
 @row(nn.Hardswish, spell(F.hardswish, _INPLACE), aten.hardswish.default, aten.hardswish_.default, quant=float_only("x"))
 def hardswish(x: Tensor) -> Tensor:
-    """X * relu6(x + 3) / 6."""
+    """x * relu6(x + 3) / 6."""
     return F.hardswish(x)
 
 
@@ -92,13 +92,13 @@ def hardsigmoid(x: Tensor) -> Tensor:
 
 @row(nn.SiLU, spell(F.silu, _INPLACE), aten.silu.default, aten.silu_.default, quant=float_only("x"))
 def silu(x: Tensor) -> Tensor:
-    """X * sigmoid(x)."""
+    """x * sigmoid(x)."""
     return F.silu(x)
 
 
 @row(nn.GELU, F.gelu, aten.gelu.default, quant=float_only("x"))
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """X * Phi(x), or its tanh approximation."""
+    """x * Phi(x), or its tanh approximation."""
     return F.gelu(x, approximate=approximate)
 
 

@@ -29,7 +29,7 @@ def _alpha_one(options: Mapping[str, Any]) -> str | None:
     commutes=True,
 )
 def add(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
-    """X + alpha * other, broadcast."""
+    """x + alpha * other, broadcast."""
     return torch.add(x, other, alpha=alpha) if alpha != 1 else x + other
 
 
@@ -45,7 +45,7 @@ def add(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     commutes=True,
 )
 def mul(x: Tensor, other: Tensor) -> Tensor:
-    """X * other, broadcast."""
+    """x * other, broadcast."""
     return x * other
 
 

@@ -14,19 +14,19 @@ from fxq.optable import float_only
 def quantize(
     x: Tensor, *, scale: float, zero_point: int, qmin: int = 0, qmax: int = 255, dtype: torch.dtype = torch.uint8
 ) -> Tensor:
-    """X float32 -> `dtype`, per tensor (see `fxq/qparams.py`)."""
+    """x float32 -> `dtype`, per tensor (see `fxq/qparams.py`)."""
     return torch.ops.fxq.quantize.default(x, scale, zero_point, qmin, qmax, dtype)
 
 
 @row(torch.ops.fxq.dequantize.default, quant=float_only("x"))
 def dequantize(x: Tensor, *, scale: float, zero_point: int) -> Tensor:
-    """X integer -> float32, per tensor."""
+    """x integer -> float32, per tensor."""
     return torch.ops.fxq.dequantize.default(x, scale, zero_point)
 
 
 @row(torch.ops.fxq.dequantize.channel, quant=float_only("x"))
 def dequantize_channel(x: Tensor, scale: Tensor, zero_point: Tensor, *, axis: int) -> Tensor:
-    """X integer -> float32, one scale per entry of `axis`."""
+    """x integer -> float32, one scale per entry of `axis`."""
     return torch.ops.fxq.dequantize.channel(x, scale, zero_point, axis)
 
 
@@ -42,7 +42,7 @@ def requantize(
     qmax: int = 255,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """X integer on one grid -> integer on another: quantize(dequantize(x))."""
+    """x integer on one grid -> integer on another: quantize(dequantize(x))."""
     return torch.ops.fxq.quantize.default(
         torch.ops.fxq.dequantize.default(x, from_scale, from_zero_point), scale, zero_point, qmin, qmax, dtype
     )

@@ -76,7 +76,7 @@ def conv1d(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor:
-    """X (N, C, L), weight (O, C/groups, K), bias (O,) -> (N, O, L')."""
+    """x (N, C, L), weight (O, C/groups, K), bias (O,) -> (N, O, L')."""
     return _convolve(
         F.conv1d,
         x,
@@ -104,7 +104,7 @@ def conv2d(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor:
-    """X (N, C, H, W), weight (O, C/groups, KH, KW), bias (O,) -> (N, O, H', W')."""
+    """x (N, C, H, W), weight (O, C/groups, KH, KW), bias (O,) -> (N, O, H', W')."""
     return _convolve(
         F.conv2d,
         x,
@@ -142,13 +142,13 @@ def conv_transpose2d(
     dilation: Any = (1, 1),
     groups: int = 1,
 ) -> Tensor:
-    """X (N, C, H, W), weight (C, O/groups, KH, KW), bias (O,) -> (N, O, H', W')."""
+    """x (N, C, H, W), weight (C, O/groups, KH, KW), bias (O,) -> (N, O, H', W')."""
     return F.conv_transpose2d(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
 @row(nn.Linear, F.linear, aten.linear.default, quant=computes("x", weight="weight", bias="bias", axis=0, heavy=True))
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """X (..., K), weight (O, K), bias (O,) -> (..., O)."""
+    """x (..., K), weight (O, K), bias (O,) -> (..., O)."""
     return F.linear(x, weight, bias)
 
 
@@ -174,11 +174,11 @@ def batch_norm(
     *,
     eps: float = 1e-5,
 ) -> Tensor:
-    """X (N, C, ...), statistics, weight and bias (C,): (x - mean) / sqrt(var + eps) * weight + bias."""
+    """x (N, C, ...), statistics, weight and bias (C,): (x - mean) / sqrt(var + eps) * weight + bias."""
     return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
 
 
 @row(nn.PReLU, F.prelu, aten.prelu.default, "prelu", quant=float_only("x"))
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
-    """X (N, C, ...), weight (1,) or (C,): max(0, x) + weight * min(0, x)."""
+    """x (N, C, ...), weight (1,) or (C,): max(0, x) + weight * min(0, x)."""
     return F.prelu(x, weight)

@@ -101,7 +101,7 @@ def contiguous(x: Tensor, *, memory_format: Any = torch.contiguous_format) -> Te
     quant=moves("x", layout=True),
 )
 def pixel_shuffle(x: Tensor, *, upscale_factor: int) -> Tensor:
-    """X (N, C*r*r, H, W) -> (N, C, H*r, W*r).  Source: Shi et al. 2016, section 3.2."""
+    """x (N, C*r*r, H, W) -> (N, C, H*r, W*r).  Source: Shi et al. 2016, section 3.2."""
     return F.pixel_shuffle(x, upscale_factor)
 
 
@@ -163,5 +163,5 @@ def dropout(x: Tensor, *, training: bool) -> Tensor:
 
 @row(nn.Identity, quant=moves("x", layout=True, view=True))
 def identity(x: Tensor) -> Tensor:
-    """X itself; canonicalize removes it."""
+    """x itself; canonicalize removes it."""
     return x

@@ -48,7 +48,7 @@ _AVG_POOL = "x kernel_size stride padding ceil_mode count_include_pad divisor_ov
 def max_pool1d(
     x: Tensor, *, kernel_size: Any, stride: Any, padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
 ) -> Tensor:
-    """X (N, C, L) -> (N, C, L')."""
+    """x (N, C, L) -> (N, C, L')."""
     return F.max_pool1d(x, kernel_size, stride, padding, dilation, ceil_mode)
 
 
@@ -62,7 +62,7 @@ def max_pool1d(
 def max_pool2d(
     x: Tensor, *, kernel_size: Any, stride: Any, padding: Any = (0, 0), dilation: Any = (1, 1), ceil_mode: bool = False
 ) -> Tensor:
-    """X (N, C, H, W) -> (N, C, H', W')."""
+    """x (N, C, H, W) -> (N, C, H', W')."""
     return F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
 
 
@@ -81,7 +81,7 @@ def avg_pool1d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Tensor:
-    """X (N, C, L) -> (N, C, L')."""
+    """x (N, C, L) -> (N, C, L')."""
     return F.avg_pool1d(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
 
 
@@ -101,7 +101,7 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    """X (N, C, H, W) -> (N, C, H', W')."""
+    """x (N, C, H, W) -> (N, C, H', W')."""
     return F.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
 
@@ -120,7 +120,7 @@ def _max_size2(bound: Arguments) -> Arguments | str:
     quant=computes("x"),
 )
 def adaptive_avg_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
-    """X (N, C, H, W) -> (N, C, *output_size)."""
+    """x (N, C, H, W) -> (N, C, *output_size)."""
     return F.adaptive_avg_pool2d(x, output_size)
 
 
@@ -130,7 +130,7 @@ def adaptive_avg_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
     quant=moves("x"),
 )
 def adaptive_max_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
-    """X (N, C, H, W) -> (N, C, *output_size)."""
+    """x (N, C, H, W) -> (N, C, *output_size)."""
     return F.adaptive_max_pool2d(x, output_size)
 
 
