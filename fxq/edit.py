@@ -40,13 +40,13 @@ class Editor:
     Attributes:
         gm: the module whose graph is edited.
         context: recipe, backend, example inputs: what passes may ask.
-        name: name of the pass, for attribution.
+        name: name of the pass, for attribution; edits outside any rule are its own.
         edits: the edits so far, in order.
         touched: nodes that were made or changed, so that their views are out of date.
         names: names of the nodes.
     """
 
-    def __init__(self, gm: fx.GraphModule, context: Context, name: str = "") -> None:
+    def __init__(self, gm: fx.GraphModule, context: Context, name: str = "", source: str = "") -> None:
         self.gm = gm
         self.context = context
         self.name = name
@@ -54,7 +54,7 @@ class Editor:
         self.touched: set[fx.Node] = set()
         self.matcher = Matcher(gm)
         self.names = {node.name for node in gm.graph.nodes}
-        self._rule: tuple[str, str] = ("", "")
+        self._rule = (name, source)  # of edits that no rule makes: the pass itself
         self._open: Edit | None = None
         self._constants = {str(n.target): n for n in gm.graph.nodes if n.op == "get_attr"}
 
@@ -270,7 +270,8 @@ class Editor:
 
     def _made(self, node: fx.Node) -> None:
         rule, source = self._rule
-        made = f"{self.name}: {rule} ({source})" if rule else self.name
+        name = self.name if rule == self.name else f"{self.name}: {rule}"
+        made = f"{name} ({source})" if source else name
         set_info(node, made_by=made)
         self.touched.add(node)
         self.matcher.note(node)

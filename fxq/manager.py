@@ -16,6 +16,7 @@ from fxq.history import History, Snapshot
 from fxq.numeric import loss, sqnr
 from fxq.observers import Observer
 from fxq.passbase import Pass, Stage
+from fxq.pattern import source_of
 from fxq.rewrite import Rewriter
 from fxq.stages import check
 from fxq.view import NodeView, view
@@ -58,7 +59,7 @@ class PassManager:
                 f"{step.name} needs the stage {step.needs}, but the graph is {self.stage}. "
                 "A pass that gives it was removed from the pipeline, or this one stands too early."
             )
-        rewriter = Rewriter(self.gm, self.context, step.name)
+        rewriter = Rewriter(self.gm, self.context, step.name, source_of(type(step).run))
         start = time.perf_counter()
         try:
             step.run(rewriter)

@@ -19,7 +19,7 @@ from fxq.errors import FxqError, InputError, RecipeError, TraceError, nearest, w
 from fxq.graph import info, reads_only_metadata, set_info, tensor_meta
 from fxq.ops import OPS
 from fxq.passbase import Pass, Stage
-from fxq.pattern import short_path
+from fxq.pattern import short_path, source_of
 from fxq.rewrite import Rewriter
 
 
@@ -47,7 +47,7 @@ class Trace(Pass):
         finally:  # torch.fx leaves tensors that a forward makes (torch.zeros(8)) on the model; the graph has its own
             for name in set(vars(context.model)) - known:
                 delattr(context.model, name)
-        traced = Rewriter(gm, context, self.name)
+        traced = Rewriter(gm, context, self.name, source_of(type(self).run))
         _check_arguments(gm, context.example)
         shapes = _Shapes(gm)
         context.outputs = shapes.run_batch(context.example)

@@ -65,7 +65,10 @@ def test_an_edit_outside_a_rule_counts_for_the_pass():
     gm = graph(module(lambda self, x: torch.relu(x) + 1), X)
     hand = rewriter(gm)
     hand.replace(node(gm, "relu"), node(gm, "x"))
-    assert [(e.rule, e.before, e.after) for e in hand.edits] == [("", ("relu",), ("x",)), ("", ("relu",), ())]
+    assert [(e.rule, e.before, e.after) for e in hand.edits] == [
+        ("the-test", ("relu",), ("x",)),
+        ("the-test", ("relu",), ()),
+    ]
 
 
 class Block(nn.Module):

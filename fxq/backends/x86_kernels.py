@@ -182,7 +182,8 @@ class Conv(WeightedKernel):
         geometry = stride, native, dilation, self.groups
         *packed, bias = self._pack(weight, geometry, padded)
         overload = _onednn.qconv2d_pointwise
-        op, addition = overload.default, ()
+        op = overload.default
+        addition: tuple[Any, ...] = ()
         if self.residual is not None:
             op, addition = overload.binary, (*self._sum, "sum", 1.0)
         return Plan(
