@@ -9,6 +9,7 @@ Source: Krishnamoorthi 2018, section 2.5 (min-max and moving average); Migacz 20
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import ClassVar, cast
 
 import torch
@@ -20,7 +21,7 @@ from fxq.qparams import QParams, choose_qparams
 from fxq.spec import TensorSpec
 
 
-class Observer(nn.Module):
+class Observer(nn.Module, ABC):
     """Base of the observers: checks what comes in and leaves to a subclass what to remember of it.
 
     A subclass says how to take in a batch (`_observe`), how to take in another observer (`_absorb`; `_unite`
@@ -147,11 +148,13 @@ class Observer(nn.Module):
     def _tensor(self) -> str:
         return self.name or "an unnamed tensor"
 
+    @abstractmethod
     def _observe(self, x: Tensor) -> None:
-        raise NotImplementedError
+        """Take in a batch."""
 
+    @abstractmethod
     def _absorb(self, other: Observer) -> None:
-        raise NotImplementedError
+        """Take in what another observer of the same tensor has seen."""
 
     def _unite(self, other: Observer) -> None:
         self._absorb(other)
