@@ -154,5 +154,6 @@ def test_nothing_selected_names_near_misses(selector, message):
 
 
 @pytest.mark.parametrize("selector", ["layer1", "layer1.*", "h*", fxq.op("relu"), nn.ReLU, nn.Sequential])
-def test_something_selected_is_no_error(selector):
-    fxq.prepare(Net().eval(), REFERENCE.override(selector, fxq.FLOAT), torch.rand(2, 4))
+def test_what_is_selected_runs_in_float(selector):
+    observed = fxq.prepare(Net().eval(), REFERENCE.override(selector, fxq.FLOAT), torch.rand(2, 4))
+    assert any("the recipe says float" in node.reason for node in observed.history[-1].graph)
