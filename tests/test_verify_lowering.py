@@ -11,8 +11,9 @@ import fxq
 from fxq.backends import x86
 from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.x86_base import Kernel
+from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_convert import Dequantize, PReLUQuantize, Quantize, Requantize
-from fxq.backends.x86_kernels import Conv, Linear
+from fxq.backends.x86_linear import Linear
 from fxq.backends.x86_pool import MaxPool2d
 from fxq.graph import info
 from fxq.ops import OPS

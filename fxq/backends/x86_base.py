@@ -228,6 +228,25 @@ class WeightedKernel(Kernel):
         return cls(rest.pop("weight"), qparams, rest.pop("bias", None), **options, **rest)
 
 
+class Packed(NamedTuple):
+    """A weight in oneDNN's layout, with what goes with it."""
+
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    bias: Tensor | None
+
+
+def numbers(qp: QParams | None) -> tuple[float, int]:
+    """Scale and zero point as numbers: reading them from tensors takes microseconds."""
+    return (1.0, 0) if qp is None else (qp.s, qp.z)
+
+
+def target(out: QParams | None) -> tuple[float, int, torch.dtype]:
+    """Scale, zero point and type of a result; None: float32."""
+    return (*numbers(out), torch.float32 if out is None else torch.uint8)
+
+
 def padding_refused(
     padding: int | Sequence[int] | str, mode: str, kernel_size: Sequence[int] | None, dilation: int | Sequence[int]
 ) -> str | None:

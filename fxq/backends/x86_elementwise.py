@@ -1,8 +1,8 @@
-"""The x86 backend's conversions, pooling, sums, clamps and padding on plain uint8 tensors."""
+"""The x86 backend's sums, clamps and padding on plain uint8 tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,104 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.x86_base import Kernel, Post, activation_refused, bounds, first_reason, refuse, saturation_refused
-from fxq.backends.x86_kernels import Conv
+from fxq.backends.x86_conv import Conv
+from fxq.backends.x86_convert import dense
 from fxq.errors import BackendError
 from fxq.qparams import QParams
-
-# Elements per step and thread. 512 KiB of float32 stay in a core's L2 cache between the operations on them: measured
-# with 16 Ki to 4 Mi elements, 64 Ki to 256 Ki are the best, 1.8 times as fast as whole tensors.
-_CHUNK = 131072
-# Floats in [2**23, 2**24) are the integers: adding 2**23 rounds (half to even), and the low byte is the result.
-_MAGIC = 2.0**23
-
-
-def dense(x: Tensor) -> Tensor:
-    """`x` without gaps in memory; with 4 dimensions channels-last."""
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
-
-
-def _flat(x: Tensor) -> tuple[Tensor, list[int]] | None:
-    """`x` as a 1-d view in memory order, and that order of its dimensions; None if it has gaps."""
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-    x = x.permute(order)
-    return (x.view(-1), order) if x.is_contiguous() else None
-
-
-def _steps(total: int, row: int = 1) -> Iterator[slice]:
-    """Slices of about one chunk each, every length a multiple of `row`."""
-    step = max(_CHUNK * torch.get_num_threads() // row, 1) * row
-    return (slice(start, min(start + step, total)) for start in range(0, total, step))
-
-
-def quantize(x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: int = 0) -> Tensor:
-    """float32 -> uint8 of the same shape; four dimensions come out channels-last.
-
-    As `fxq.qparams.quantize`, but multiplies with the reciprocal of the scale, so that a value within float32's
-    precision of a tie may land one step away. Infinities saturate.
-    """
-    x = x.detach().to(torch.float32)
-    zero, low, high = torch.tensor(_MAGIC + zero_point), _MAGIC + qmin, _MAGIC + qmax
-    if x.numel() <= _CHUNK:
-        y = torch.add(zero, x, alpha=1.0 / scale).clamp_(low, high).view(torch.int32).to(torch.uint8)
-        return dense(y)
-    flat = _flat(x)
-    if flat is None:
-        x = dense(x)
-        flat = _flat(x)
-        assert flat is not None  # a dense tensor has no gaps
-    source, order = flat
-    out = torch.empty_like(x, dtype=torch.uint8)
-    target = out.permute(order).view(-1)
-    buffer = torch.empty(min(len(source), _CHUNK * torch.get_num_threads()), dtype=torch.float32)
-    for step in _steps(len(source)):
-        y = buffer[: step.stop - step.start]
-        torch.add(zero, source[step], alpha=1.0 / scale, out=y).clamp_(low, high)
-        target[step].copy_(y.view(torch.int32))
-    return dense(out)
-
-
-def dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
-    """uint8 -> float32, same shape and layout. Exactly `(q - zero_point) * scale` in float32."""
-    flat = _flat(q) if q.numel() > _CHUNK else None
-    if flat is None:
-        return q.to(torch.float32).sub_(zero_point).mul_(scale)
-    source, order = flat
-    out = torch.empty_like(q, dtype=torch.float32)
-    target = out.permute(order).view(-1)
-    for step in _steps(len(source)):
-        target[step].copy_(source[step]).sub_(zero_point).mul_(scale)
-    return out
-
-
-def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: int = 0) -> Tensor:
-    """`quantize(F.prelu(x, weight), ...)` in one sweep through memory.
-
-    Args:
-        x: float32, (N, C, ...).
-        weight: float32, (C,) or (1,): the slopes.
-        scale: float units per step of the result.
-        zero_point: the integer for float zero.
-        qmax: largest integer of the result.
-        qmin: smallest integer of the result.
-    """
-    x, weight = x.detach().to(torch.float32), weight.detach()
-    if x.dim() < 2 or x.numel() == 0:
-        return quantize(F.prelu(x, weight), scale, zero_point, qmax, qmin)
-    rows = x.movedim(1, -1)
-    if not rows.is_contiguous():
-        rows = rows.contiguous()
-    out = torch.empty(rows.shape, dtype=torch.uint8)
-    channels = rows.shape[-1]
-    source, target = rows.view(-1, channels), out.view(-1, channels)
-    zero, low, high = torch.tensor(_MAGIC + zero_point), _MAGIC + qmin, _MAGIC + qmax
-    for step in _steps(rows.numel(), channels):
-        part = slice(step.start // channels, step.stop // channels)
-        y = F.prelu(source[part], weight).to(torch.float32)  # torch.autocast computes it in bfloat16
-        torch.add(zero, y, alpha=1.0 / scale, out=y).clamp_(low, high)
-        target[part].copy_(y.view(torch.int32))
-    out = out.movedim(-1, 1)
-    return out if x.dim() == 4 else out.contiguous()
 
 
 class Clamp(Kernel):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fxq.backends.x86_base import Kernel, activation_refused, first_reason, pair, refuse, saturation_refused
-from fxq.backends.x86_elementwise import quantize
-from fxq.backends.x86_kernels import Conv
+from fxq.backends.x86_conv import Conv
+from fxq.backends.x86_convert import quantize
 from fxq.qparams import QParams
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxq.backends.x86_base import Kernel, Post
+from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_elementwise import Add, Clamp, Pad
-from fxq.backends.x86_kernels import Conv, Linear
+from fxq.backends.x86_linear import Linear
 from fxq.backends.x86_pool import AvgPool2d, MaxPool2d, Mean2d
 from fxq.backends.x86_transpose import ConvTranspose2d
 from fxq.errors import BackendError

@@ -19,7 +19,7 @@ from fxq.backends.x86_base import (
     saturation_refused,
     weight_refused,
 )
-from fxq.backends.x86_kernels import Conv
+from fxq.backends.x86_conv import Conv
 from fxq.errors import BackendError
 from fxq.qparams import QParams
 

@@ -1,4 +1,4 @@
-"""Convolution and linear layer of the x86 backend: oneDNN's int8 kernels on plain tensors.
+"""Convolution of the x86 backend: oneDNN's int8 kernel on plain tensors.
 
 Activations are uint8 with one scale and zero point, weights int8 with zero point 0. oneDNN's packed weights cannot be
 copied or pickled, so a kernel keeps the plain tensors and packs on first use.
@@ -14,31 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.x86_base import (
+    Packed,
     Post,
     WeightedKernel,
     activation_refused,
     epilogue,
     first_reason,
+    numbers,
     padding_refused,
     pair,
     post_refused,
     refuse,
     saturation_refused,
+    target,
     weight_refused,
 )
 from fxq.errors import BackendError
 from fxq.qparams import QParams
 
 _onednn = torch.ops.onednn
-
-
-class Packed(NamedTuple):
-    """A weight in oneDNN's layout, with what goes with it."""
-
-    weight: Tensor
-    scale: Tensor
-    zero_point: Tensor
-    bias: Tensor | None
 
 
 class Plan(NamedTuple):
@@ -128,7 +122,7 @@ class Conv(WeightedKernel):
             padding = [d * (k - 1) // 2 if padding == "same" else 0 for k, d in zip(kernel, self.dilation, strict=True)]
         self.padding = pair(padding, dims)
         self._epilogue = epilogue(post, out, fused=residual is None)
-        self._input, self._output, self._sum = _numbers(x), _target(out), _numbers(residual)
+        self._input, self._output, self._sum = numbers(x), target(out), numbers(residual)
 
     @classmethod
     def refuses(
@@ -238,102 +232,6 @@ class Conv(WeightedKernel):
         if residual.shape != shape:
             raise BackendError(f"{self.name}: the residual is {tuple(residual.shape)}, the result {tuple(shape)}.")
         return residual
-
-
-class Linear(WeightedKernel):
-    """Linear layer over the last dimension: uint8 in, uint8 or float32 out, any leading dimensions.
-
-    Args:
-        weight: int8, (out_features, in_features).
-        weight_qparams: per tensor or per channel along axis 0, zero point 0.
-        bias: float32, (out_features,), or None.
-        x: grid of the input.
-        out: grid of the output; None for float32.
-        post: None or one of `posts`; after a residual only clamps.
-        residual: grid of a uint8 tensor of the output's shape that is added before `post`.
-        inplace: the kernel may overwrite the residual.
-
-    Raises:
-        BackendError: for what `refuses` names.
-    """
-
-    name: ClassVar[str] = "x86.linear"
-    options: ClassVar[tuple[str, ...]] = ("x", "out", "post", "residual", "inplace")
-    posts: ClassVar[tuple[str, ...]] = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh")
-
-    def __init__(
-        self,
-        weight: Tensor,
-        weight_qparams: QParams,
-        bias: Tensor | None,
-        x: QParams,
-        out: QParams | None,
-        *,
-        post: Post | None = None,
-        residual: QParams | None = None,
-        inplace: bool = False,
-    ) -> None:
-        super().__init__(weight, weight_qparams, bias)
-        known: dict[str, Any] = {"weight": weight_qparams, "x": x, "out": out, "post": post}
-        reason = self.refuses(**known, residual=residual is not None, to_float=out is None)
-        refuse(self.name, reason or activation_refused("the residual", residual))
-        self.x, self.out, self.residual, self.post, self.inplace = x, out, residual, post, inplace
-        self._epilogue = epilogue(post, out, fused=residual is None)
-        self._input, self._output, self._sum = _numbers(x), _target(out), _numbers(residual)
-
-    @classmethod
-    def refuses(
-        cls,
-        *,
-        weight: QParams | None = None,
-        x: QParams | None = None,
-        out: QParams | None = None,
-        post: Post | None = None,
-        residual: bool = False,
-        to_float: bool = False,
-    ) -> str | None:
-        """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
-        reasons = [
-            post_refused(post, cls.posts, residual),
-            "it adds a residual and emits float32; the sum is uint8" if residual and to_float else None,
-        ]
-        reasons += [
-            weight_refused(weight, 0),
-            activation_refused("the input", x),
-            activation_refused("the output", out),
-        ]
-        return first_reason([*reasons, saturation_refused(x)])
-
-    def _pack(self) -> Packed:
-        scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()
-        packed = _onednn.qlinear_prepack(self.weight, None)  # a shape makes no difference in time
-        return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32), self.bias)
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """uint8 (..., in_features) -> (..., out_features), on `out`'s grid or float32."""
-        packed = self._packed.get("") or self._remember("", self._pack())
-        *weight, bias = packed
-        if self.residual is None:
-            y = _onednn.qlinear_pointwise.default(x, *self._input, *packed, *self._output, *self._epilogue[:3])
-            return self._epilogue.finish(y)
-        shape = (*x.shape[:-1], self.weight.shape[0])
-        if residual is None or residual.shape != shape:
-            given = None if residual is None else tuple(residual.shape)
-            raise BackendError(f"{self.name}: the residual is {given}, the result {shape}.")
-        residual = residual.contiguous() if self.inplace else residual.clone(memory_format=torch.contiguous_format)
-        _onednn.qlinear_pointwise.binary(
-            x, *self._input, *weight, residual, bias, *self._output, *self._sum, "sum", 1.0, *self._epilogue[:3]
-        )
-        return self._epilogue.finish(residual)
-
-
-def _numbers(qp: QParams | None) -> tuple[float, int]:
-    """Scale and zero point as numbers: reading them from tensors takes microseconds."""
-    return (1.0, 0) if qp is None else (qp.s, qp.z)
-
-
-def _target(out: QParams | None) -> tuple[float, int, torch.dtype]:
-    return (*_numbers(out), torch.float32 if out is None else torch.uint8)
 
 
 def _image(x: Tensor, dims: int, batched: bool, copy: bool = False) -> Tensor:
