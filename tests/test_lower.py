@@ -7,7 +7,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.cpu import has_onednn_int8
-from fxq.backends.x86_base import Kernel
+from fxq.backends.kernel import Kernel
 from fxq.graph import submodule
 from fxq.numeric import sqnr
 from fxq.passes import Lower
@@ -30,15 +30,15 @@ def lowered(model, x, recipe=X86):
             "prelu_chain",
             """
             x = input
-            x_q = module x86.quantize(x)
+            x_q = module cpu.quantize(x)
             extract = x86.conv(x_q)
-            act1 = x86.prelu_quantize(extract)
+            act1 = cpu.prelu_quantize(extract)
             shrink = x86.conv(act1)
-            act2 = x86.prelu_quantize(shrink)
+            act2 = cpu.prelu_quantize(shrink)
             map_1 = x86.conv(act2)
-            act3 = x86.prelu_quantize(map_1)
+            act3 = cpu.prelu_quantize(map_1)
             expand = x86.conv(act3)
-            act4 = x86.prelu_quantize(expand)
+            act4 = cpu.prelu_quantize(expand)
             up = x86.conv_transpose2d(act4)
             return up
             """,
@@ -47,13 +47,13 @@ def lowered(model, x, recipe=X86):
             "residual",
             """
             x = input
-            x_q = module x86.quantize(x)
+            x_q = module cpu.quantize(x)
             stem_relu = x86.conv(x_q)
             conv1_relu = x86.conv(stem_relu)
             conv2_add_relu = x86.conv(conv1_relu, stem_relu)
             down = x86.conv(conv2_add_relu)
             conv3_add_relu = x86.conv(conv2_add_relu, down)
-            mean = x86.mean2d(conv3_add_relu)
+            mean = cpu.mean2d(conv3_add_relu)
             head = x86.linear(mean)
             return head
             """,
@@ -62,15 +62,15 @@ def lowered(model, x, recipe=X86):
             "squeeze_excite",
             """
             x = input
-            x_q = module x86.quantize(x)
+            x_q = module cpu.quantize(x)
             stem_hardswish = x86.conv(x_q)
-            stem_hardswish_dq = module x86.dequantize(stem_hardswish)
-            pool = x86.mean2d(stem_hardswish)
+            stem_hardswish_dq = module cpu.dequantize(stem_hardswish)
+            pool = cpu.mean2d(stem_hardswish)
             reduce_relu = x86.conv(pool)
             expand = x86.conv(reduce_relu)
             hardsigmoid = hardsigmoid(expand)
             mul = mul(stem_hardswish_dq, hardsigmoid)
-            mul_q = module x86.quantize(mul)
+            mul_q = module cpu.quantize(mul)
             out = x86.conv(mul_q)
             return out
             """,
@@ -79,7 +79,7 @@ def lowered(model, x, recipe=X86):
             "shapes",
             """
             x = input
-            x_q = module x86.quantize(x)
+            x_q = module cpu.quantize(x)
             a_relu = x86.conv(x_q)
             size = .size(a_relu, 0)
             getattr_1 = getattr(a_relu, 'shape')
@@ -139,9 +139,9 @@ def test_what_has_no_kernel_stays_in_qdq_form():
     model, x = settled(Model), torch.randn(2, 3, 8, 8)
     manager = lowered(model, x)
     assert text(manager.gm).splitlines()[3:6] == [
-        "a_dq = module x86.dequantize(a)",
+        "a_dq = module cpu.dequantize(a)",
         "pad = pad(a_dq, pad=(1, 1, 1, 1), value=0.1234)",
-        "pad_q = module x86.quantize(pad)",
+        "pad_q = module cpu.quantize(pad)",
     ]
     entry = next(e for e in fxq.quantize(model, X86, data=[x]).ledger if e.op == "pad")
     assert (entry.fate, "not on the grid" in entry.reason) == ("float", True)
@@ -158,7 +158,7 @@ def test_clamps_of_their_own():
 
     model, x = settled(Model), torch.randn(4, 3, 8, 8)
     quantized = fxq.quantize(model, X86, data=[x])
-    assert kinds(quantized) == ["x86.quantize", "x86.conv", "x86.max_pool2d", "x86.clamp", "x86.conv"]
+    assert kinds(quantized) == ["cpu.quantize", "x86.conv", "cpu.max_pool2d", "cpu.clamp", "x86.conv"]
     assert sqnr(call(model, x), call(quantized, x)) > 30
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import fx, nn
 
 import fxq
-from fxq.backends import x86
+from fxq.backends import lowering
+from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.cpu import has_onednn_int8
-from fxq.backends.x86_base import Kernel
+from fxq.backends.kernel import Kernel
+from fxq.backends.pool import MaxPool2d
 from fxq.backends.x86_conv import Conv
-from fxq.backends.x86_convert import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.x86_linear import Linear
-from fxq.backends.x86_pool import MaxPool2d
 from fxq.graph import info
 from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering, disagreement
@@ -109,13 +109,13 @@ def test_text_of_what_is_put_back(monkeypatch):
         manager = until(build("residual"), batch("residual"), "verify-lowering", X86)
     assert text(manager.gm) == expected("""
         x = input
-        x_q = module x86.quantize(x)
+        x_q = module cpu.quantize(x)
         stem_relu = x86.conv(x_q)
         conv1_relu = x86.conv(stem_relu)
         conv2_add_relu = x86.conv(conv1_relu, stem_relu)
         down = x86.conv(conv2_add_relu)
         conv3_add_relu = x86.conv(conv2_add_relu, down)
-        mean = x86.mean2d(conv3_add_relu)
+        mean = cpu.mean2d(conv3_add_relu)
         mean_dq_1 = dequantize(mean, A)
         head_weight_dq_1 = int8(head_weight, axis=0)
         head_1 = linear(mean_dq_1, head_weight_dq_1, @head.bias)
@@ -130,7 +130,7 @@ def test_other_wrong_kernels(monkeypatch, change):
     planted(monkeypatch, MaxPool2d if change is half_of_it else Linear, change)
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
         quantized = fxq.quantize(build("spellings"), X86, data=[batch("spellings")])
-    assert ("x86.max_pool2d" in kinds(quantized)) is (change is not_a_number)
+    assert ("cpu.max_pool2d" in kinds(quantized)) is (change is not_a_number)
 
 
 @needs_x86
@@ -233,7 +233,7 @@ def test_ties_are_no_error():
     with warnings.catch_warnings():
         warnings.simplefilter("error", fxq.FxqWarning)
         quantized = fxq.quantize(TieProne().eval(), X86, data=[torch.randn(4, 3, 16, 16)])
-    assert "x86.prelu_quantize" in kinds(quantized)
+    assert "cpu.prelu_quantize" in kinds(quantized)
 
 
 @needs_x86
@@ -259,7 +259,7 @@ def test_a_wrong_requantize_is_put_back(monkeypatch):
     recipe = X86.insert_pass(Coarser(), after="insert-qdq")
     wanted = call(fxq.quantize(model, recipe, data=[x]), x)
     planted(monkeypatch, Requantize, lambda y: y // 2)
-    with pytest.warns(fxq.FxqWarning, match=r"the x86\.requantize kernel is wrong") as caught:
+    with pytest.warns(fxq.FxqWarning, match=r"the cpu.requantize kernel is wrong") as caught:
         quantized = fxq.quantize(model, recipe, data=[x])
     assert len(caught) == 1
     assert fxq.numeric.sqnr(wanted, call(quantized, x)) > 40
@@ -300,7 +300,7 @@ class ReadLater(nn.Module):
 def test_a_residual_that_is_read_later_is_not_overwritten(monkeypatch):
     model, x = ReadLater().eval(), torch.randn(4, 3, 8, 8)
     right = fxq.quantize(model, X86, data=[x])
-    settle = x86._settle_inplace
+    settle = lowering._settle_inplace
 
     def always(rewriter):
         settle(rewriter)
@@ -308,7 +308,7 @@ def test_a_residual_that_is_read_later_is_not_overwritten(monkeypatch):
             if isinstance(kernel, Kernel) and kernel.inplace is not None:
                 kernel.inplace = True
 
-    monkeypatch.setattr(x86, "_settle_inplace", always)
+    monkeypatch.setattr(lowering, "_settle_inplace", always)
     unverified = fxq.quantize(model, X86.without_pass("verify-lowering"), data=[x])
     assert not equal(call(unverified, x), call(right, x))
     with pytest.warns(

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.x86_base import Kernel, Post
+from fxq.backends.convert import dequantize, prelu_quantize, quantize
+from fxq.backends.elementwise import Clamp, Pad
+from fxq.backends.kernel import Kernel, Post
+from fxq.backends.pool import MaxPool2d, Mean2d
 from fxq.backends.x86_conv import Conv
-from fxq.backends.x86_convert import dequantize, prelu_quantize, quantize
-from fxq.backends.x86_elementwise import Add, Clamp, Pad
+from fxq.backends.x86_elementwise import Add
 from fxq.backends.x86_linear import Linear
-from fxq.backends.x86_pool import AvgPool2d, MaxPool2d, Mean2d
+from fxq.backends.x86_pool import AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.qparams import QParams

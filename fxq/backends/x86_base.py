@@ -1,161 +1,16 @@
-"""What the x86 backend's kernels share: how they are described as data, what they refuse, how they finish."""
+"""What oneDNN's kernels share: packed weights, and how a kernel finishes."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxq.backends import cpu
-from fxq.errors import BackendError
+from fxq.backends.kernel import Post, bounds, numbers
 from fxq.qparams import QParams
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-@dataclass(frozen=True)
-class Post:
-    """An activation function that a kernel applies to its float result before it rounds.
-
-    Attributes:
-        name: "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu" or "tanh".
-        args: hardtanh: (low, high); leaky_relu: (slope,); otherwise empty.
-        algorithm: gelu: "none" (exact) or "tanh"; otherwise empty.
-    """
-
-    name: str
-    args: tuple[float, ...] = ()
-    algorithm: str = ""
-
-
-def pair(value: int | Sequence[int], dims: int = 2) -> tuple[int, ...]:
-    """`value` once per spatial dimension."""
-    return (value,) * dims if isinstance(value, int) else tuple(int(v) for v in value)
-
-
-def encode(value: object) -> Any:
-    """`value` as plain data: `QParams` and `Post` become dicts."""
-    if isinstance(value, QParams):
-        return {"scale": value.s, "zero_point": value.z, "qmin": value.qmin, "qmax": value.qmax}
-    if isinstance(value, Post):
-        return {"post": value.name, "args": list(value.args), "algorithm": value.algorithm}
-    return value
-
-
-def decode(value: Any) -> Any:
-    """Inverse of `encode`; lists become tuples."""
-    if isinstance(value, Mapping) and "scale" in value:
-        return QParams.per_tensor(value["scale"], value["zero_point"], value["qmin"], value["qmax"])
-    if isinstance(value, Mapping) and "post" in value:
-        return Post(value["post"], tuple(value["args"]), value["algorithm"])
-    return tuple(value) if isinstance(value, list) else value
-
-
-class Kernel(nn.Module):
-    """One integer kernel. `config()` and the buffers describe it completely.
-
-    `_packed` caches what cannot be copied; it never leaves the object.
-    """
-
-    name: ClassVar[str]
-    pure: ClassVar[bool] = True
-    """It only computes its value."""
-    returns_view: ClassVar[bool] = False
-    """Its value may share memory with its input."""
-    options: ClassVar[tuple[str, ...]] = ()
-    keep_packed: ClassVar[int] = 4
-    inplace: bool | None = None
-    """Whether it overwrites its second input, a residual; None: it has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._packed: OrderedDict[Any, Any] = OrderedDict()
-
-    def config(self) -> dict[str, Any]:
-        """The options as plain data: numbers, strings, tuples, dicts, None."""
-        return {name: encode(getattr(self, name)) for name in self.options}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """Inverse of `config()` and `dict(kernel.named_buffers())`."""
-        return cls(**{name: decode(value) for name, value in config.items()}, **tensors)
-
-    def _remember(self, key: Any, value: Any) -> Any:
-        """Cache `value`; beyond `keep_packed` entries the oldest goes."""
-        self._packed[key] = value
-        if len(self._packed) > self.keep_packed:
-            self._packed.popitem(last=False)
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packed": OrderedDict()}
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._packed.clear()
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def extra_repr(self) -> str:
-        """Shown by `print(kernel)`."""
-        shown = ((name, getattr(self, name)) for name in self.options)
-        return ", ".join(
-            f"{name}=({v})" if isinstance(v, QParams) else f"{name}={v}" for name, v in shown if v is not None
-        )
-
-
-def activation_refused(role: str, qp: QParams | None) -> str | None:
-    """Why a tensor with `qp` cannot enter or leave an x86 kernel; None if it can, or if `qp` is not known yet."""
-    if qp is None:
-        return None
-    if qp.axis is not None:
-        return f"{role} is quantized per channel"
-    if qp.dtype != torch.uint8:
-        return f"{role} is {str(qp.dtype).removeprefix('torch.')}, the kernels take uint8"
-    if not 0 <= qp.qmin < qp.qmax <= 255:
-        return f"{role} has the grid {qp.qmin}..{qp.qmax}, outside of uint8"
-    return None
-
-
-def weight_refused(qp: QParams | None, axis: int) -> str | None:
-    """Why a weight with `qp` cannot be used; `axis` is the axis of its output channels."""
-    if qp is None:
-        return None
-    if qp.dtype != torch.int8:
-        return f"the weight is {str(qp.dtype).removeprefix('torch.')}, the kernels take int8"
-    if bool((qp.zero_point != 0).any()):
-        return "the weight has a zero point other than 0, which the kernels ignore"
-    if qp.axis not in (None, axis):
-        return f"the weight is quantized along axis {qp.axis}, the kernels need axis {axis}"
-    return None
-
-
-def saturation_refused(x: QParams | None) -> str | None:
-    """Why activations `x` are too large for this CPU."""
-    if x is not None and cpu.saturates(x.qmax):
-        return f"the CPU has no VNNI: activations up to {x.qmax} may saturate in int16; use 7 bits"
-    return None
-
-
-def first_reason(reasons: Iterable[str | None]) -> str | None:
-    """The first reason that is not None."""
-    return next((reason for reason in reasons if reason), None)
-
-
 _KERNEL_NAME = {"relu6": "hardtanh", "silu": "swish"}
-_BOUNDS = {"relu": (0.0, float("inf")), "relu6": (0.0, 6.0)}
-
-
-def bounds(post: Post | None) -> tuple[float, float] | None:
-    """The interval that `post` clamps to; None if it is not a clamp. No post at all clamps to everything."""
-    if post is None:
-        return float("-inf"), float("inf")
-    if post.name == "hardtanh":
-        return post.args[0], post.args[1]
-    return _BOUNDS.get(post.name)
 
 
 class Epilogue(NamedTuple):
@@ -203,31 +58,6 @@ def epilogue(post: Post | None, out: QParams | None, fused: bool = True) -> Epil
     return Epilogue("none", [], "", (round(low / out.s) + out.z, round(high / out.s) + out.z))
 
 
-class WeightedKernel(Kernel):
-    """A kernel with the buffers `weight` (int8), `weight_scale` (float32, 0-d or (C,)) and `bias` (float32 or None)."""
-
-    channel_axis: ClassVar[int] = 0
-    weight: Tensor
-    weight_scale: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, qparams: QParams, bias: Tensor | None) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight.detach())
-        self.register_buffer("weight_scale", qparams.scale.detach().to(torch.float32))
-        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """Inverse of `config()` and `dict(kernel.named_buffers())`."""
-        rest = dict(tensors)
-        scale = rest.pop("weight_scale")
-        axis = cls.channel_axis if scale.dim() else None
-        qparams = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -128, 127, torch.int8, axis)
-        options = {name: decode(value) for name, value in config.items()}
-        return cls(rest.pop("weight"), qparams, rest.pop("bias", None), **options, **rest)
-
-
 class Packed(NamedTuple):
     """A weight in oneDNN's layout, with what goes with it."""
 
@@ -237,44 +67,6 @@ class Packed(NamedTuple):
     bias: Tensor | None
 
 
-def numbers(qp: QParams | None) -> tuple[float, int]:
-    """Scale and zero point as numbers: reading them from tensors takes microseconds."""
-    return (1.0, 0) if qp is None else (qp.s, qp.z)
-
-
 def target(out: QParams | None) -> tuple[float, int, torch.dtype]:
     """Scale, zero point and type of a result; None: float32."""
     return (*numbers(out), torch.float32 if out is None else torch.uint8)
-
-
-def padding_refused(
-    padding: int | Sequence[int] | str, mode: str, kernel_size: Sequence[int] | None, dilation: int | Sequence[int]
-) -> str | None:
-    """Why a convolution with this padding cannot be run; the kernels pad with zeros, as much before as after."""
-    if mode != "zeros":
-        return f"pads with mode {mode!r}"
-    if padding == "same" and kernel_size is not None:
-        spread = [d * (k - 1) for k, d in zip(kernel_size, pair(dilation, len(kernel_size)), strict=True)]
-        return "pads asymmetrically" if any(s % 2 for s in spread) else None
-    if isinstance(padding, str) or kernel_size is None or isinstance(padding, int):
-        return None
-    return "pads asymmetrically" if len(padding) != len(kernel_size) else None
-
-
-def post_refused(post: Post | None, known: tuple[str, ...], residual: bool) -> str | None:
-    """Why `post` cannot be applied by a kernel that knows the activation functions `known`."""
-    if post is None:
-        return None
-    if post.name not in known:
-        return f"the kernel has no {post.name}"
-    if residual and bounds(post) is None:
-        return f"{post.name} after a residual"
-    if post.name == "gelu" and post.algorithm not in ("none", "tanh"):
-        return f"gelu with approximate={post.algorithm!r}"
-    return None
-
-
-def refuse(name: str, reason: str | None) -> None:
-    """Raise `BackendError` if there is a reason."""
-    if reason:
-        raise BackendError(f"{name}: {reason}. Keep the layer in float or in q/dq form.")

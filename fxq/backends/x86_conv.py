@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.x86_base import (
-    Packed,
+from fxq.backends.kernel import (
     Post,
     WeightedKernel,
     activation_refused,
-    epilogue,
     first_reason,
     numbers,
     padding_refused,
@@ -26,9 +24,9 @@ from fxq.backends.x86_base import (
     post_refused,
     refuse,
     saturation_refused,
-    target,
     weight_refused,
 )
+from fxq.backends.x86_base import Packed, epilogue, target
 from fxq.errors import BackendError
 from fxq.qparams import QParams
 

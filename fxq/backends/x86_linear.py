@@ -7,20 +7,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.x86_base import (
-    Packed,
+from fxq.backends.kernel import (
     Post,
     WeightedKernel,
     activation_refused,
-    epilogue,
     first_reason,
     numbers,
     post_refused,
     refuse,
     saturation_refused,
-    target,
     weight_refused,
 )
+from fxq.backends.x86_base import Packed, epilogue, target
 from fxq.errors import BackendError
 from fxq.qparams import QParams
 

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fxq.backends.x86_base import (
+from fxq.backends.kernel import (
     Post,
     WeightedKernel,
     activation_refused,

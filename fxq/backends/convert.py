@@ -1,4 +1,4 @@
-"""Conversions of the x86 backend: between float32 and uint8, and from one grid to another."""
+"""Conversions between float32 and uint8, and from one grid to another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.x86_base import Kernel
+from fxq.backends.kernel import Kernel
 from fxq.qparams import QParams
 
 # Elements per step and thread. 512 KiB of float32 stay in a core's L2 cache between the operations on them: measured
@@ -111,7 +111,7 @@ def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qma
 class Quantize(Kernel):
     """float32 -> uint8 on the grid `out`; four dimensions come out channels-last."""
 
-    name: ClassVar[str] = "x86.quantize"
+    name: ClassVar[str] = "cpu.quantize"
     kind: ClassVar[str] = "convert"
     options: ClassVar[tuple[str, ...]] = ("out",)
 
@@ -128,7 +128,7 @@ class Quantize(Kernel):
 class Dequantize(Kernel):
     """uint8 on the grid `x` -> float32."""
 
-    name: ClassVar[str] = "x86.dequantize"
+    name: ClassVar[str] = "cpu.dequantize"
     kind: ClassVar[str] = "convert"
     options: ClassVar[tuple[str, ...]] = ("x",)
 
@@ -145,7 +145,7 @@ class Dequantize(Kernel):
 class Requantize(Kernel):
     """uint8 on the grid `x` -> uint8 on the grid `out`."""
 
-    name: ClassVar[str] = "x86.requantize"
+    name: ClassVar[str] = "cpu.requantize"
     kind: ClassVar[str] = "convert"
     options: ClassVar[tuple[str, ...]] = ("x", "out")
 
@@ -161,7 +161,7 @@ class Requantize(Kernel):
 class PReLUQuantize(Kernel):
     """PReLU in float, then quantize, in one walk over the tensor; the value is rounded once."""
 
-    name: ClassVar[str] = "x86.prelu_quantize"
+    name: ClassVar[str] = "cpu.prelu_quantize"
     kind: ClassVar[str] = "float"
     options: ClassVar[tuple[str, ...]] = ("out",)
 

@@ -1,0 +1,192 @@
+"""Units of the qdq graph become kernels, one at a time: what every backend with a table of rows does."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from fxq.backends.base import Backend, Support
+from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
+from fxq.backends.kernel import Kernel
+from fxq.backends.rows import Operands, Parts, Row, take_apart
+from fxq.errors import BackendError, PassError
+from fxq.graph import Plan, argument, constant, info, is_op, op_of, submodule
+from fxq.qparams import QParams
+from fxq.region import Region, integer_input, integer_weight, read_region
+from fxq.spec import QuantConfig
+from fxq.stages import where
+from fxq.unit import OpCall
+
+if TYPE_CHECKING:
+    from fxq.rewrite import Rewriter
+
+
+class RowBackend(Backend):
+    """A backend whose kernels stand in a table: by op, what starts a kernel. The kernels take plain uint8 tensors."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> Mapping[str, Row]:
+        """The table."""
+
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:
+        """What the table says of the leading ops."""
+        parts = take_apart(calls, self.rows)
+        if parts is None:
+            return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}")
+        if config.activation is not None and config.activation.signed:
+            return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
+        weight = config.weight
+        if calls[0].op.quant.weight and weight is not None and not (weight.signed and weight.symmetric):
+            return Support(0, f"{self.name} kernels take signed symmetric weights")
+        reason = self.rows[parts.first.op.name].refuses(parts, node)
+        if reason is not None:
+            return Support(0, reason)
+        rest = calls[parts.ops :]
+        return Support(parts.ops, f"{self.name} has no int8 kernel for {rest[0].op.name}" if rest else "")
+
+    def lower(self, rewriter: Rewriter) -> None:
+        """Units first, then the conversions that are left; last, which residuals may be overwritten."""
+        for node in rewriter.nodes():
+            plan = info(node).plan
+            if plan is not None and plan.fate in ("int8", "moves"):
+                _lower_unit(rewriter, node, self.rows)
+        for node in rewriter.nodes("quantize", "dequantize", "requantize"):
+            _lower_conversion(rewriter, node)
+        _settle_inplace(rewriter)
+
+
+def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> None:
+    region = read_region(rewriter.gm, node)
+    parts = take_apart(region.calls, rows) if region is not None else None
+    if region is None or parts is None or parts.ops != len(region.calls):
+        return
+    row = rows[parts.first.op.name]
+    if row.make is None:
+        return
+    operands = _operands(rewriter.gm, region, parts)
+    try:
+        kernel = row.make(parts, operands) if not isinstance(operands, str) else operands
+    except BackendError as error:
+        kernel = str(error)
+    if isinstance(kernel, Kernel) and not isinstance(operands, str):
+        _replace(rewriter, region, kernel, operands.inputs)
+    elif len(region.calls) > 1:
+        _open(rewriter, node, rows)
+    else:
+        rewriter.describe(node, plan=Plan("float", f"stays in qdq form: {kernel}"))
+
+
+def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> None:
+    """Run the first op of a unit on integers and the others in float, where no kernel takes the unit whole."""
+    plan = info(node).plan
+    if plan is None:
+        raise PassError(f"{where(rewriter.gm, node)}: the unit has no plan. Run annotate behind the pass that made it.")
+    first, *rest = rewriter.open_unit(node)
+    rewriter.describe(first, plan=plan)
+    for other in rest:
+        rewriter.describe(other, plan=Plan("float", "its result is wanted in float"))
+    _lower_unit(rewriter, first, rows)
+
+
+def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | str:
+    """The integers that go into the kernel, or the reason why they are not all integers."""
+    names = [v for k, v in parts.first.tensors.items() if k in parts.first.op.quant.inputs]
+    read = [integer_input(v) for v in [*names, *([parts.residual] if parts.residual is not None else [])]]
+    found = [r for r in read if r is not None]
+    if len(found) != len(read):
+        return "an input is not in integers"
+    inputs = tuple(node for node, _ in found)
+    if tuple(dict.fromkeys(inputs)) != region.inputs:
+        return "its inputs are not those of its float form"
+    quant = parts.first.op.quant
+    weight = integer_weight(gm, parts.first.tensors.get(quant.weight)) if quant.weight else None
+    bias = constant(gm, parts.first.tensors.get(quant.bias)) if quant.bias else None
+    return Operands(inputs, tuple(qp for _, qp in found), weight, bias, region.out_qparams)
+
+
+def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[fx.Node, ...]) -> None:
+    """Put a kernel in the place of a region, and remember the region for verification."""
+    old, about = region.last, info(region.node)
+    with rewriter.attributed(kernel.name, type(kernel)):
+        target = rewriter.module(kernel, region.node.name)
+        node = rewriter.node("call_module", target, inputs, like=region.node, before=old)
+        rewriter.describe(
+            node,
+            shape=info(old).shape,
+            dtype=info(old).dtype,
+            qparams=region.out_qparams,
+            parts=about.parts,
+            body=tuple(call.op.name for call in region.calls),
+            note=about.note,
+        )
+        rewriter.replace(old, node)
+        if old is not region.node:
+            rewriter.erase(region.node)
+        rewriter.rename(node, region.node.name)
+    rewriter.context.regions[node.name] = region
+
+
+def _lower_conversion(rewriter: Rewriter, node: fx.Node) -> None:
+    """Replace a conversion of activations by its quick form; a PReLU in front of a quantize goes along."""
+    qp, source = info(node).qparams, node.args[0]
+    if qp is None or qp.dtype != torch.uint8 or not isinstance(source, fx.Node) or source.op == "get_attr":
+        return
+    region = read_region(rewriter.gm, source) if is_op(source, "prelu") else None
+    slope = constant(rewriter.gm, argument(source, "weight")) if region is not None else None
+    if is_op(node, "dequantize"):
+        _convert(rewriter, node, Dequantize(qp), source)
+    elif is_op(node, "requantize"):
+        before = QParams.per_tensor(node.kwargs["from_scale"], node.kwargs["from_zero_point"])  # type: ignore[arg-type]
+        _convert(rewriter, node, Requantize(before, qp), source)
+    elif len(source.users) == 1 and slope is not None and region is not None:
+        _replace(rewriter, region, PReLUQuantize(slope, qp), region.inputs)
+    else:
+        _convert(rewriter, node, Quantize(qp), source)
+
+
+def _convert(rewriter: Rewriter, node: fx.Node, kernel: Kernel, source: fx.Node) -> None:
+    """Put a kernel in the place of a conversion, and remember that one for verification."""
+    region = read_region(rewriter.gm, node)
+    with rewriter.attributed(kernel.name, type(kernel)):
+        target = rewriter.module(kernel, node.name)
+        rewriter.update(node, target, (source,), {}, op="call_module")
+    if region is not None:
+        rewriter.context.regions[node.name] = region
+
+
+def _settle_inplace(rewriter: Rewriter) -> None:
+    """Let a kernel overwrite its residual where nobody reads that value afterwards.
+
+    The residual must be a kernel's own result: no input, no view of something else. It must not be read by the same
+    kernel in another place, nor by anybody later in the graph.
+    """
+    order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
+    for node in order:
+        kernel = submodule(rewriter.gm, node)
+        if not isinstance(kernel, Kernel) or kernel.inplace is None or len(node.args) < 2:
+            continue
+        residual = node.args[1]
+        if not isinstance(residual, fx.Node) or residual is node.args[0] or not _is_fresh(rewriter, residual):
+            continue
+        dies = all(order[user] <= order[node] and not _may_alias(rewriter, user) for user in residual.users)
+        kernel.inplace = dies
+
+
+def _is_fresh(rewriter: Rewriter, node: fx.Node) -> bool:
+    """Whether a node's value is a tensor of its own."""
+    module = submodule(rewriter.gm, node)
+    return isinstance(module, Kernel) and not module.returns_view
+
+
+def _may_alias(rewriter: Rewriter, user: fx.Node) -> bool:
+    """Whether the result of a reader may share memory with what it read."""
+    module = submodule(rewriter.gm, user)
+    if isinstance(module, Kernel):
+        return module.returns_view
+    op = op_of(user)
+    return op is None or op.quant.view or user.op == "output"

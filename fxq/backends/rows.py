@@ -1,0 +1,215 @@
+"""Which op starts a kernel, what the kernel takes along, and how it is made; with the rows of the plain kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxq.backends.elementwise import Clamp, Pad
+from fxq.backends.kernel import Kernel, Post
+from fxq.backends.pool import MaxPool2d, Mean2d
+from fxq.errors import BackendError
+from fxq.graph import info
+from fxq.qparams import QParams
+from fxq.region import Weight
+from fxq.unit import Inner, OpCall
+
+CLAMPS = ("relu", "relu6", "hardtanh")
+"""Activation functions that the integers of any kernel's result can be clamped to."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a kernel is made of: the leading ops of a unit, taken apart.
+
+    Attributes:
+        first: the op that starts the kernel.
+        residual: what the add takes besides the first op's result; None without an add.
+        post: the activation function at the end; None without one.
+        ops: how many ops of the unit this is.
+    """
+
+    first: OpCall
+    residual: Any
+    post: Post | None
+    ops: int
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The integers that go into a kernel.
+
+    Attributes:
+        inputs: the integer activations, in the order in which the kernel takes them.
+        grids: their parameters.
+        weight, bias: of the first op, where it has them.
+        out: parameters of the result; None: the kernel emits float.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    grids: tuple[QParams, ...]
+    weight: Weight | None
+    bias: Tensor | None
+    out: QParams | None
+
+
+def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, Row]) -> Parts | None:
+    """The leading ops of a unit that one kernel runs: the first op, an add to it, an activation function.
+
+    Of these, the ops behind the kernel may read the last value only: it is the one that the kernel hands out.
+    """
+    row = rows.get(calls[0].op.name)
+    if row is None:
+        return None
+    parts = [Parts(calls[0], None, None, 1)]
+    if len(calls) > 1 and row.adds and calls[1].op.name == "add":
+        residual = _other_operand(calls[1], Inner(0))
+        if residual is not None:
+            parts.append(Parts(calls[0], residual, None, 2))
+    last = parts[-1]
+    allowed = row.posts if last.residual is None else CLAMPS
+    after = calls[last.ops] if last.ops < len(calls) else None
+    if after is not None and after.op.name in allowed and after.tensors["x"] == Inner(last.ops - 1):
+        parts.append(replace(last, post=post_of(after), ops=last.ops + 1))
+    return next(p for p in reversed(parts) if p.ops == 1 or not _reads_inside(calls, p.ops))
+
+
+def _reads_inside(calls: tuple[OpCall, ...], ops: int) -> bool:
+    """Whether an op behind the first `ops` reads a value that they make, other than the last."""
+    read = {value for call in calls[ops:] for value in call.tensors.values() if isinstance(value, Inner)}
+    return any(value.index < ops - 1 for value in read)
+
+
+def _other_operand(add: OpCall, own: Inner) -> fx.Node | None:
+    """What an add takes besides `own`: a value from outside the unit, or None when it is a number or a constant."""
+    operands = [add.tensors["x"], add.tensors["other"]]
+    if own not in operands or add.options["alpha"] != 1:
+        return None
+    operands.remove(own)
+    other = operands[0]
+    return other if isinstance(other, fx.Node) and other.op != "get_attr" else None
+
+
+Make = Callable[[Parts, Operands], Kernel]
+Judge = Callable[[Parts, fx.Node], "str | None"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """How ops become kernels.
+
+    Attributes:
+        posts: the activation functions that the kernel applies itself.
+        adds: whether the kernel adds a residual itself.
+        make: builds the kernel, or None where the op runs on integers as it stands.
+        refuses: why a unit cannot have this kernel, before its parameters are known.
+    """
+
+    make: Make | None
+    refuses: Judge
+    posts: tuple[str, ...] = ()
+    adds: bool = False
+
+
+def post_of(call: OpCall) -> Post:
+    """An activation function as a kernel takes it."""
+    options = call.options
+    if call.op.name == "hardtanh":
+        return Post("hardtanh", (options["min_val"], options["max_val"]))
+    if call.op.name == "leaky_relu":
+        return Post("leaky_relu", (options["negative_slope"],))
+    return Post(call.op.name, algorithm=options.get("approximate", ""))
+
+
+def never(parts: Parts, node: fx.Node) -> str | None:
+    """No reason to refuse."""
+    return None
+
+
+def kernel_size_of(parts: Parts) -> tuple[int, ...]:
+    """The spatial sizes of the weight."""
+    weight = parts.first.tensors["weight"]
+    return tuple((info(weight).shape or ())[2:]) if isinstance(weight, fx.Node) else ()
+
+
+def weighted(operands: Operands) -> tuple[Tensor, QParams, Tensor | None, QParams, QParams | None]:
+    """Weight, its parameters, bias, grid of the input and of the output: what a kernel with a weight begins with."""
+    if operands.weight is None:
+        raise BackendError("its weight is not in integers")
+    return operands.weight.values, operands.weight.qparams, operands.bias, operands.grids[0], operands.out
+
+
+def second(operands: Operands) -> QParams | None:
+    """The grid of a residual; None without one."""
+    return operands.grids[1] if len(operands.grids) > 1 else None
+
+
+def _max_pool(parts: Parts, operands: Operands) -> Kernel:
+    options = parts.first.options
+    same_grid(operands)
+    return MaxPool2d(**options, dims=len(options["kernel_size"]))
+
+
+def same_grid(operands: Operands) -> QParams:
+    """The grid that input and output share. Raises `BackendError` when they do not."""
+    if operands.out is None or not operands.grids[0].same_as(operands.out):
+        raise BackendError("its input and output have different scales")
+    return operands.grids[0]
+
+
+def _is_global(parts: Parts) -> bool:
+    """Whether an adaptive pooling has one output, so that it is a mean whatever the size of its input."""
+    return parts.first.op.name == "adaptive_avg_pool2d" and tuple(parts.first.options["output_size"]) == (1, 1)
+
+
+def _adaptive_refuses(parts: Parts, node: fx.Node) -> str | None:
+    if len(info(node).shape or ()) != 4:
+        return f"{parts.first.op.name} of other than (N, C, H, W) has no kernel"
+    return None if _is_global(parts) else "its windows depend on the size of the input"
+
+
+def _mean_refuses(parts: Parts, node: fx.Node) -> str | None:
+    source = parts.first.tensors["x"]
+    rank = len(info(source).shape or ())
+    dim = parts.first.options["dim"]
+    dims = {d % rank for d in ((dim,) if isinstance(dim, int) else dim)} if rank else set()
+    return None if rank == 4 and dims == {2, 3} else "only the mean over height and width has a kernel"
+
+
+def _mean(parts: Parts, operands: Operands) -> Kernel:
+    keepdim = parts.first.op.name == "adaptive_avg_pool2d" or parts.first.options["keepdim"]
+    return Mean2d(operands.grids[0], operands.out, keepdim)
+
+
+def _clamp(parts: Parts, operands: Operands) -> Kernel:
+    return Clamp(same_grid(operands), post_of(parts.first))
+
+
+def _pad_refuses(parts: Parts, node: fx.Node) -> str | None:
+    return Pad.refuses(mode=parts.first.options["mode"], value=parts.first.options["value"] or 0.0)
+
+
+def _pad(parts: Parts, operands: Operands) -> Kernel:
+    options = parts.first.options
+    return Pad(same_grid(operands), options["pad"], options["mode"], options["value"] or 0.0)
+
+
+NATIVE = Row(None, never)
+"""An op that runs on integers as it stands."""
+PLAIN: dict[str, Row] = {
+    "max_pool1d": Row(_max_pool, never),
+    "max_pool2d": Row(_max_pool, never),
+    "adaptive_avg_pool2d": Row(_mean, _adaptive_refuses),
+    "mean": Row(_mean, _mean_refuses),
+    "relu": Row(_clamp, never),
+    "relu6": Row(_clamp, never),
+    "hardtanh": Row(_clamp, never),
+    "pad": Row(_pad, _pad_refuses),
+    **dict.fromkeys(
+        ("cat", "flatten", "reshape", "permute", "transpose", "contiguous", "pixel_shuffle", "interpolate"), NATIVE
+    ),
+}
+"""What runs on plain uint8 tensors without an engine, on any CPU."""
