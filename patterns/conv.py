@@ -5,7 +5,7 @@ from __future__ import annotations
 from fxq.graph import info
 from fxq.pattern import fusion
 
-ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu")
+ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "leaky_relu")
 CONVS = ("conv1d", "conv2d", "conv_transpose2d")
 
 

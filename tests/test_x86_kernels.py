@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import json
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fxq.backends import cpu
 from fxq.backends.convert import dequantize, prelu_quantize, quantize
@@ -26,27 +20,9 @@ from fxq.backends.x86_pool import AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.qparams import QParams
+from tests.kernels import CHANNELS_LAST, OUTS, POSTS, RESIDUAL, X, agree, bytes_, copies, real, weight
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
-CHANNELS_LAST = torch.channels_last
-POSTS = {
-    "relu": (Post("relu"), F.relu),
-    "relu6": (Post("relu6"), F.relu6),
-    "hardtanh": (Post("hardtanh", (-0.5, 2.0)), lambda y: y.clamp(-0.5, 2.0)),
-    "hardswish": (Post("hardswish"), F.hardswish),
-    "silu": (Post("silu"), F.silu),
-    "leaky_relu": (Post("leaky_relu", (0.1,)), lambda y: F.leaky_relu(y, 0.1)),
-    "tanh": (Post("tanh"), torch.tanh),
-    "gelu": (Post("gelu", algorithm="none"), F.gelu),
-}
-X = QParams.per_tensor(0.0217, 101)
-# No sum of multiples of these scales is a tie on the grids of OUTS.
-RESIDUAL = QParams.per_tensor(0.0313, 77)
-OUTS = [
-    QParams.per_tensor(0.0471, 119),
-    QParams.per_tensor(0.0931, 60, 0, 127),
-    QParams.per_tensor(0.0513, 99, 20, 180),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -56,47 +32,6 @@ def one_thread():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
-
-
-def real(q: Tensor, qp: QParams) -> Tensor:
-    return (q.double() - qp.z) * qp.s
-
-
-def bytes_(*shape: int) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8)
-
-
-def weight(*shape: int, axis: int | None = 0) -> tuple[Tensor, QParams, Tensor]:
-    """int8 weight, its parameters, and its value in float64."""
-    q = torch.randint(-127, 128, shape, dtype=torch.int8)
-    fan_in = max(q[0].numel(), 1)
-    scale = (torch.rand(()) if axis is None else torch.rand(shape[axis])) * 0.04 / fan_in**0.5 + 1e-4
-    qp = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -127, 127, torch.int8, axis)
-    along = scale if axis is None else scale.view([-1 if d == axis else 1 for d in range(q.dim())])
-    return q, qp, q.double() * along.double()
-
-
-def agree(got: Tensor, y: Tensor, out: QParams | None) -> None:
-    """`got` is `y` on the grid of `out`: at most one step away, on at most 0.1 % of the elements."""
-    assert got.shape == y.shape
-    if out is None:
-        torch.testing.assert_close(got.double(), y, rtol=1e-4, atol=1e-4)
-        return
-    assert got.dtype == torch.uint8
-    off = (got.double() - (torch.round(y / out.s) + out.z).clamp(out.qmin, out.qmax)).abs()
-    assert off.numel() == 0 or (off.max() <= 1 and off.sum() <= max(1, 0.001 * off.numel()))
-
-
-def copies(kernel: Kernel) -> list[Kernel]:
-    saved = io.BytesIO()
-    torch.save(kernel, saved)
-    config = json.loads(json.dumps(kernel.config()))
-    return [
-        copy.deepcopy(kernel),
-        pickle.loads(pickle.dumps(kernel)),
-        torch.load(io.BytesIO(saved.getvalue()), weights_only=False),
-        type(kernel).from_config(config, dict(kernel.named_buffers())),
-    ]
 
 
 @settings(max_examples=300, deadline=None)

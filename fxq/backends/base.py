@@ -23,10 +23,14 @@ class Support:
         ops: how many of its ops, from the first on, one kernel runs. 0: none. Fewer than the unit has: the kernel
             emits float, and the remaining ops run in float.
         reason: why not all of them.
+        longer: how many of its ops another kernel runs, which takes along more of them at a price, so that neither is
+            always the faster one. 0: there is no such kernel. A plan gets it where its `kernel_ops` says so, or (when
+            it is all of them) is None.
     """
 
     ops: int
     reason: str = ""
+    longer: int = 0
 
 
 class Backend(ABC):

@@ -32,7 +32,17 @@ def _flat(x: Tensor) -> tuple[Tensor, list[int]] | None:
     return (x.view(-1), order) if x.is_contiguous() else None
 
 
-def _steps(total: int, row: int = 1) -> Iterator[slice]:
+def line(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` without gaps in memory (copied only where it has some), and a 1-d view of it in memory order.
+
+    `y.as_strided(x.shape, x.stride())` gives a 1-d result the layout of that `x`.
+    """
+    if not (x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))):
+        x = dense(x)
+    return x, x.as_strided((x.numel(),), (1,))
+
+
+def chunks(total: int, row: int = 1) -> Iterator[slice]:
     """Slices of about one chunk each, every length a multiple of `row`."""
     step = max(_CHUNK * torch.get_num_threads() // row, 1) * row
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
@@ -58,7 +68,7 @@ def quantize(x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: in
     out = torch.empty_like(x, dtype=torch.uint8)
     target = out.permute(order).view(-1)
     buffer = torch.empty(min(len(source), _CHUNK * torch.get_num_threads()), dtype=torch.float32)
-    for step in _steps(len(source)):
+    for step in chunks(len(source)):
         y = buffer[: step.stop - step.start]
         torch.add(zero, source[step], alpha=1.0 / scale, out=y).clamp_(low, high)
         target[step].copy_(y.view(torch.int32))
@@ -73,7 +83,7 @@ def dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
     source, order = flat
     out = torch.empty_like(q, dtype=torch.float32)
     target = out.permute(order).view(-1)
-    for step in _steps(len(source)):
+    for step in chunks(len(source)):
         target[step].copy_(source[step]).sub_(zero_point).mul_(scale)
     return out
 
@@ -99,7 +109,7 @@ def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qma
     channels = rows.shape[-1]
     source, target = rows.view(-1, channels), out.view(-1, channels)
     zero, low, high = torch.tensor(_MAGIC + zero_point), _MAGIC + qmin, _MAGIC + qmax
-    for step in _steps(rows.numel(), channels):
+    for step in chunks(rows.numel(), channels):
         part = slice(step.start // channels, step.stop // channels)
         y = F.prelu(source[part], weight).to(torch.float32)  # torch.autocast computes it in bfloat16
         torch.add(zero, y, alpha=1.0 / scale, out=y).clamp_(low, high)

@@ -23,7 +23,7 @@ class Post:
     """An activation function that a kernel applies to its float result before it rounds.
 
     Attributes:
-        name: "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu" or "tanh".
+        name: "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "prelu" or "tanh".
         args: hardtanh: (low, high); leaky_relu: (slope,); otherwise empty.
         algorithm: gelu: "none" (exact) or "tanh"; otherwise empty.
     """
@@ -199,6 +199,17 @@ def padding_refused(
     if isinstance(padding, str) or kernel_size is None or isinstance(padding, int):
         return None
     return "pads asymmetrically" if len(padding) != len(kernel_size) else None
+
+
+def slope_refused(slope: Tensor | None) -> str | None:
+    """Why prelu with these slopes cannot be the larger, or the smaller, of y and slope * y in every channel."""
+    if slope is None:
+        return None
+    if not bool(slope.isfinite().all()):
+        return "prelu has slopes that are not finite"
+    if bool((slope <= 1).all()) or bool((slope >= 1).all()):
+        return None
+    return "prelu has slopes above 1 in some channels and below 1 in others"
 
 
 def post_refused(post: Post | None, known: tuple[str, ...], residual: bool) -> str | None:

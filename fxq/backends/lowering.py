@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.backends.base import Backend, Support
 from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
-from fxq.backends.kernel import Kernel
+from fxq.backends.kernel import Kernel, slope_refused
 from fxq.backends.rows import Operands, Parts, Row, take_apart
 from fxq.errors import BackendError, PassError
 from fxq.graph import Plan, argument, constant, info, is_op, op_of, submodule
@@ -43,9 +43,12 @@ class RowBackend(Backend):
         weight = config.weight
         if calls[0].op.quant.weight and weight is not None and not (weight.signed and weight.symmetric):
             return Support(0, f"{self.name} kernels take signed symmetric weights")
-        reason = self.rows[parts.first.op.name].refuses(parts, node)
+        row = self.rows[parts.first.op.name]
+        reason = row.refuses(parts, node)
         if reason is not None:
             return Support(0, reason)
+        if parts.post is not None and parts.post.name in row.twice:
+            return _supports_either(gm, parts)
         rest = calls[parts.ops :]
         return Support(parts.ops, f"{self.name} has no int8 kernel for {rest[0].op.name}" if rest else "")
 
@@ -58,6 +61,19 @@ class RowBackend(Backend):
         for node in rewriter.nodes("quantize", "dequantize", "requantize"):
             _lower_conversion(rewriter, node)
         _settle_inplace(rewriter)
+
+
+def _supports_either(gm: fx.GraphModule, parts: Parts) -> Support:
+    """What is supported of a unit whose last op costs as much again: all but that one, or all."""
+    assert parts.post is not None
+    slope = constant(gm, parts.slope)
+    computed = parts.slope is not None and slope is None
+    reason = "its slopes are computed at run time" if computed else slope_refused(slope)
+    if reason is not None:
+        return Support(parts.ops - 1, reason)
+    return Support(
+        parts.ops - 1, f"{parts.post.name} costs a second {parts.first.op.name} on integers", longer=parts.ops
+    )
 
 
 def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> None:
@@ -106,7 +122,8 @@ def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | st
     quant = parts.first.op.quant
     weight = integer_weight(gm, parts.first.tensors.get(quant.weight)) if quant.weight else None
     bias = constant(gm, parts.first.tensors.get(quant.bias)) if quant.bias else None
-    return Operands(inputs, tuple(qp for _, qp in found), weight, bias, region.out_qparams)
+    slope = constant(gm, parts.slope)
+    return Operands(inputs, tuple(qp for _, qp in found), weight, bias, region.out_qparams, slope)
 
 
 def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[fx.Node, ...]) -> None:

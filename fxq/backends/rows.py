@@ -30,12 +30,14 @@ class Parts:
         residual: what the add takes besides the first op's result; None without an add.
         post: the activation function at the end; None without one.
         ops: how many ops of the unit this is.
+        slope: the slopes of a prelu at the end; None without one.
     """
 
     first: OpCall
     residual: Any
     post: Post | None
     ops: int
+    slope: Any = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Operands:
         grids: their parameters.
         weight, bias: of the first op, where it has them.
         out: parameters of the result; None: the kernel emits float.
+        slope: of a prelu, where there is one.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -54,6 +57,7 @@ class Operands:
     weight: Weight | None
     bias: Tensor | None
     out: QParams | None
+    slope: Tensor | None = None
 
 
 def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, Row]) -> Parts | None:
@@ -73,7 +77,8 @@ def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, Row]) -> Parts | No
     allowed = row.posts if last.residual is None else CLAMPS
     after = calls[last.ops] if last.ops < len(calls) else None
     if after is not None and after.op.name in allowed and after.tensors["x"] == Inner(last.ops - 1):
-        parts.append(replace(last, post=post_of(after), ops=last.ops + 1))
+        slope = after.tensors["weight"] if after.op.name == "prelu" else None
+        parts.append(replace(last, post=post_of(after), ops=last.ops + 1, slope=slope))
     return next(p for p in reversed(parts) if p.ops == 1 or not _reads_inside(calls, p.ops))
 
 
@@ -103,6 +108,7 @@ class Row:
 
     Attributes:
         posts: the activation functions that the kernel applies itself.
+        twice: those of them that cost as much again as the kernel without them.
         adds: whether the kernel adds a residual itself.
         make: builds the kernel, or None where the op runs on integers as it stands.
         refuses: why a unit cannot have this kernel, before its parameters are known.
@@ -112,6 +118,7 @@ class Row:
     refuses: Judge
     posts: tuple[str, ...] = ()
     adds: bool = False
+    twice: tuple[str, ...] = ()
 
 
 def post_of(call: OpCall) -> Post:

@@ -14,9 +14,6 @@ from fxq.backends.x86_transpose import ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.graph import info
 
-_CONV_POSTS = (*CLAMPS, "hardswish", "silu")
-_LINEAR_POSTS = (*_CONV_POSTS, "gelu", "leaky_relu", "tanh")
-
 
 def _conv_refuses(parts: Parts, node: fx.Node) -> str | None:
     options = parts.first.options
@@ -28,7 +25,7 @@ def _conv_refuses(parts: Parts, node: fx.Node) -> str | None:
 
 def _conv(parts: Parts, operands: Operands) -> Kernel:
     options = {k: v for k, v in parts.first.options.items() if k != "padding_mode"}
-    return Conv(*weighted(operands), **options, post=parts.post, residual=second(operands))
+    return Conv(*weighted(operands), **options, post=parts.post, residual=second(operands), slope=operands.slope)
 
 
 def _linear_refuses(parts: Parts, node: fx.Node) -> str | None:
@@ -46,7 +43,7 @@ def _transpose_refuses(parts: Parts, node: fx.Node) -> str | None:
 
 def _transpose(parts: Parts, operands: Operands) -> Kernel:
     options = {k: v for k, v in parts.first.options.items() if k != "dilation"}
-    return ConvTranspose2d(*weighted(operands), **options, post=parts.post)
+    return ConvTranspose2d(*weighted(operands), **options, post=parts.post, slope=operands.slope)
 
 
 def _avg_pool_refuses(parts: Parts, node: fx.Node) -> str | None:
@@ -72,13 +69,13 @@ def _add(parts: Parts, operands: Operands) -> Kernel:
     return Add(operands.grids[0], operands.grids[-1], operands.out, post=parts.post)
 
 
-_CONV_ROW = Row(_conv, _conv_refuses, _CONV_POSTS, adds=True)
+_CONV_ROW = Row(_conv, _conv_refuses, Conv.posts, adds=True, twice=Conv.twice)
 ROWS: dict[str, Row] = {
     **PLAIN,
     "conv1d": _CONV_ROW,
     "conv2d": _CONV_ROW,
-    "linear": Row(_linear, _linear_refuses, _LINEAR_POSTS, adds=True),
-    "conv_transpose2d": Row(_transpose, _transpose_refuses, _CONV_POSTS),
+    "linear": Row(_linear, _linear_refuses, Linear.posts, adds=True),
+    "conv_transpose2d": Row(_transpose, _transpose_refuses, Conv.posts, twice=Conv.twice),
     "avg_pool1d": Row(_avg_pool, _avg_pool_refuses),
     "avg_pool2d": Row(_avg_pool, _avg_pool_refuses),
     "add": Row(_add, _add_refuses, CLAMPS),

@@ -17,6 +17,7 @@ from fxq.backends.kernel import (
     post_refused,
     refuse,
     saturation_refused,
+    slope_refused,
     weight_refused,
 )
 from fxq.backends.x86_conv import Conv
@@ -77,6 +78,7 @@ class ConvTranspose2d(WeightedKernel):
         output_padding: int or (height, width).
         groups: as in `torch.nn.ConvTranspose2d`.
         post: None or one of `Conv.posts`.
+        slope: float32, (C_out,) or (1,), for the post "prelu".
 
     Raises:
         BackendError: for what `refuses` names.
@@ -87,6 +89,7 @@ class ConvTranspose2d(WeightedKernel):
     name: ClassVar[str] = "x86.conv_transpose2d"
     options: ClassVar[tuple[str, ...]] = ("x", "out", "stride", "padding", "output_padding", "groups", "post")
     channel_axis: ClassVar[int] = 1
+    slope: Tensor | None
 
     def __init__(
         self,
@@ -101,10 +104,12 @@ class ConvTranspose2d(WeightedKernel):
         output_padding: int | Sequence[int] = 0,
         groups: int = 1,
         post: Post | None = None,
+        slope: Tensor | None = None,
     ) -> None:
         super().__init__(weight, weight_qparams, bias)
+        self.register_buffer("slope", None if slope is None else slope.detach().to(torch.float32, copy=True))
         reason = self.refuses(
-            kernel_size=weight.shape[2:], weight=weight_qparams, x=x, out=out, post=post
+            kernel_size=weight.shape[2:], weight=weight_qparams, x=x, out=out, post=post, slope=slope
         )  # fmt: skip
         refuse(self.name, reason)
         self.x, self.out, self.groups, self.post = x, out, groups, post
@@ -120,6 +125,7 @@ class ConvTranspose2d(WeightedKernel):
         out: QParams | None = None,
         dilation: int | Sequence[int] = 1,
         post: Post | None = None,
+        slope: Tensor | None = None,
     ) -> str | None:
         """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
         dims = len(kernel_size) if kernel_size is not None else 2
@@ -127,6 +133,7 @@ class ConvTranspose2d(WeightedKernel):
             f"{dims}-d transposed convolution has no kernel" if dims != 2 else None,
             "dilated transposed convolution has no kernel" if any(d != 1 for d in pair(dilation, dims)) else None,
             post_refused(post, Conv.posts, residual=False),
+            slope_refused(slope),
             weight_refused(weight, cls.channel_axis),
             activation_refused("the input", x),
             activation_refused("the output", out),
@@ -150,9 +157,10 @@ class ConvTranspose2d(WeightedKernel):
         zero = torch.zeros(len(weight), dtype=torch.int32)
         qparams = QParams(_per_phase(scale, *repeat), zero, -128, 127, torch.int8, 0)
         bias = None if self.bias is None else _per_phase(self.bias, *repeat)
+        slope = self.slope if self.slope is None or len(self.slope) == 1 else _per_phase(self.slope, *repeat)
         pad = [tap.pad for tap in plan]
         return Conv(
-            weight, qparams, bias, self.x, self.out, padding=pad, groups=self.groups, post=self.post
+            weight, qparams, bias, self.x, self.out, padding=pad, groups=self.groups, post=self.post, slope=slope
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:

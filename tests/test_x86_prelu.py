@@ -1,0 +1,138 @@
+"""Convolutions with prelu and leaky_relu on integers, as the larger or the smaller of two results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxq
+from fxq.backends import cpu
+from fxq.backends.kernel import Post, slope_refused
+from fxq.backends.x86 import X86
+from fxq.backends.x86_conv import Conv
+from fxq.backends.x86_transpose import ConvTranspose2d
+from fxq.errors import BackendError
+from fxq.graph import Plan, info
+from fxq.passbase import Pass, Stage
+from fxq.unit import calls_of
+from tests.helpers import graph
+from tests.kernels import CHANNELS_LAST, OUTS, RESIDUAL, X, agree, bytes_, copies, real, weight
+
+pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+PRELU = Post("prelu")
+
+
+def slopes(kind: str, channels: int) -> torch.Tensor:
+    """Slopes at most 1 (negative ones and 0 among them), or at least 1."""
+    drawn = torch.rand(1 if kind == "one" else channels)
+    if kind == "steep":
+        return drawn * 3 + 1
+    return (drawn * 3 - 2) if kind != "one" else drawn.mul_(0.3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_conv_prelu_of_any_shape(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    dims, groups = draw(st.sampled_from([1, 2, 2])), draw(st.sampled_from([1, 1, 2, 5]))
+    kernel, padding = [draw(st.integers(1, 3)) for _ in range(dims)], draw(st.integers(0, 1))
+    size = [draw(st.integers(3, 12)) for _ in range(dims)]
+    c_in, c_out, batch = draw(st.integers(1, 20)), draw(st.integers(1, 40)), draw(st.sampled_from([0, 1, 2]))
+    out, kind = draw(st.sampled_from([None, *OUTS])), draw(st.sampled_from(["one", "each", "steep"]))
+    q, qp, w = weight(c_out * groups, c_in, *kernel, axis=draw(st.sampled_from([0, None])))
+    bias, slope = draw(st.sampled_from([None, torch.randn(c_out * groups)])), slopes(kind, c_out * groups)
+    options = {"stride": draw(st.integers(1, 2)), "padding": padding, "groups": groups}
+    image = bytes_(batch, c_in * groups, *size)
+    if dims == 2 and draw(st.booleans()):
+        image = image.contiguous(memory_format=CHANNELS_LAST)
+    y = (F.conv2d if dims == 2 else F.conv1d)(real(image, X), w, None if bias is None else bias.double(), **options)
+    got = Conv(q, qp, bias, X, out, post=PRELU, slope=slope, **options)(image)
+    agree(got, F.prelu(y, slope.double()), out)
+    got = Conv(q, qp, bias, X, out, post=Post("leaky_relu", (float(slope[0]),)), **options)(image)
+    agree(got, torch.where(y < 0, y * float(slope[0]), y), out)
+
+
+@pytest.mark.parametrize("kind", ["one", "each", "steep"])
+def test_transposed(kind):
+    q, qp, w = weight(6, 5, 4, 3, axis=1)
+    slope, image = slopes(kind, 10), bytes_(2, 6, 7, 5)
+    conv = ConvTranspose2d(q, qp, None, X, OUTS[0], stride=2, padding=1, groups=2, post=PRELU, slope=slope)
+    y = F.conv_transpose2d(real(image, X), w, stride=2, padding=1, groups=2)
+    agree(conv(image), F.prelu(y, slope.double()), OUTS[0])
+    for other in copies(conv):
+        assert torch.equal(other(image), conv(image))
+
+
+def test_copies_keep_the_slopes():
+    q, qp, _ = weight(8, 4, 3, 3)
+    for groups in (1, 2):
+        conv = Conv(q, qp, None, X, OUTS[0], groups=groups, post=PRELU, slope=torch.rand(8))
+        image = bytes_(1, 4 * groups, 9, 9)
+        y = conv(image)
+        for other in copies(conv):
+            assert torch.equal(other(image), y)
+
+
+def test_refusals():
+    q, qp, _ = weight(4, 4, 3, 3)
+    mixed = "prelu has slopes above 1 in some channels and below 1 in others"
+    assert slope_refused(torch.tensor([0.5, 2.0])) == mixed == Conv.refuses(slope=torch.tensor([0.5, 2.0]))
+    assert slope_refused(torch.tensor([0.5, float("nan")])) == "prelu has slopes that are not finite"
+    assert slope_refused(torch.tensor([1.0, 2.0])) is None
+    assert Conv.refuses(post=PRELU, residual=True) == "prelu after a residual"
+    for post, slope in [(PRELU, None), (None, torch.ones(4)), (PRELU, torch.ones(3))]:
+        with pytest.raises(BackendError, match="slopes of shape"):
+            Conv(q, qp, None, X, OUTS[0], post=post, slope=slope)
+    with pytest.raises(BackendError, match="after a residual"):
+        Conv(q, qp, None, X, OUTS[0], post=PRELU, slope=torch.ones(4), residual=RESIDUAL)
+
+
+class TakeLonger(Pass):
+    """Ask for the kernel that takes along the most, wherever there is one."""
+
+    name = "take-longer"
+    needs = gives = Stage.FUSED
+
+    def run(self, rewriter):
+        for node in rewriter.nodes():
+            calls, plan = calls_of(rewriter.gm, node), info(node).plan
+            if plan is None or plan.kernel_ops is None:
+                continue
+            config, _ = rewriter.context.config_for(info(node).path, calls[0].op.name)
+            support = rewriter.context.backend.supports(rewriter.gm, node, calls, config)
+            if support.longer == len(calls):
+                rewriter.describe(node, plan=Plan("int8", reads=plan.reads))
+
+
+def network(activation: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), activation, nn.Conv2d(8, 4, 3)).eval()
+
+
+@pytest.mark.parametrize("activation", [nn.PReLU(), nn.PReLU(8), nn.LeakyReLU(0.2)], ids=str)
+def test_either_kernel_can_be_asked_for(activation):
+    x = torch.randn(2, 3, 12, 12)
+    model = network(activation)
+    short = fxq.quantize(model, fxq.Recipe.static(backend="x86"), data=[x])
+    whole = fxq.quantize(model, fxq.Recipe.static(backend="x86").insert_pass(TakeLonger(), after="annotate"), data=[x])
+    names = [type(m).__name__ for m in short.modules()], [type(m).__name__ for m in whole.modules()]
+    assert names[0].count("Quantize") + names[0].count("PReLUQuantize") == 2
+    assert names[1].count("Quantize") == 1 and names[1].count("Conv") == 2
+    assert torch.allclose(short(x), whole(x), atol=0.05 * float(short(x).abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("slope", "ops", "longer"), [(torch.tensor([0.1]), 1, 2), (torch.linspace(0.5, 1.5, 8), 1, 0)], ids=str
+)
+def test_what_is_supported(slope, ops, longer):
+    prelu = nn.PReLU(len(slope))
+    prelu.weight.data = slope
+    gm = graph(network(prelu), torch.randn(1, 3, 12, 12), until="fuse")
+    node = next(n for n in gm.graph.nodes if len(calls_of(gm, n)) == 2)
+    support = X86().supports(gm, node, calls_of(gm, node), fxq.QuantConfig())
+    assert (support.ops, support.longer) == (ops, longer)
+    assert support.reason
