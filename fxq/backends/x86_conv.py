@@ -247,9 +247,7 @@ class Conv(WeightedKernel):
         depthwise = self.weight.shape[1] == 1 and self.weight.shape[0] == self.groups
         return self.x.z == 0 and half and (self.groups == 1 or depthwise)
 
-    def _pack(
-        self, weight: Tensor, scale: Tensor, bias: Tensor, geometry: tuple[Any, ...], shape: list[int]
-    ) -> Packed:
+    def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, geometry: tuple[Any, ...], shape: list[int]) -> Packed:
         packed = _onednn.qconv_prepack(weight, scale, self.x.s, 0, *geometry, shape)
         return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32), bias)
 
