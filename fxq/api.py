@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from fxq.ledger import ledger_of
 from fxq.manager import PassManager
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.passbase import Pass, Stage
+from fxq.progress import progress_bar
 from fxq.recipe import Recipe, as_recipe
 
 
@@ -65,6 +64,7 @@ def quantize(
     first = next(stream)
     example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else first
     observed = prepare(model, chosen, example)
+    observed.manager.context.progress = progress
 
     def all_batches() -> Iterator[Batch]:
         yield first
@@ -167,7 +167,7 @@ def _manager(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
 
 
 def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | None, progress: bool | None) -> None:
-    with torch.no_grad(), _progress(total, progress) as advance:
+    with torch.no_grad(), progress_bar("calibrating", total, progress) as advance:
         for i, batch in enumerate(stream):
             try:
                 observed(*batch.args, **batch.kwargs)
@@ -178,20 +178,6 @@ def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | No
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise InputError(f"data, batch {i} {batch}: the model does not run on it: {words_of(error)}") from error
             advance()
-
-
-@contextmanager
-def _progress(total: int | None, show: bool | None) -> Iterator[Any]:
-    """A progress bar on stderr; yields the function that moves it on."""
-    if not (sys.stderr.isatty() if show is None else show):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("calibrating", total=total)
-        yield lambda: bar.advance(task)
 
 
 def _length(data: Any) -> int | None:

@@ -30,8 +30,10 @@ class Context:
         types: module type by module path of the model.
         samples: recorded calibration inputs.
         units: path of the unit module for each kind and body, so that equal bodies share one.
-        float_weights: path of the float weight that a dequantized one stands for, by its node's name.
+        float_weights: path of the float weight or bias that a dequantized or corrected one stands for, by its node's
+            name.
         regions: for each lowered node, by name, the qdq form it came from; for verify-lowering.
+        progress: whether to show progress bars; None: on a terminal.
         outputs: what the float model returns for `example`.
     """
 
@@ -44,6 +46,7 @@ class Context:
     units: dict[str, str] = field(default_factory=dict)
     float_weights: dict[str, str] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)
+    progress: bool | None = None
     outputs: Any = None
 
     def __post_init__(self) -> None:

@@ -22,6 +22,19 @@ Fate = Literal["int8", "moves", "float"]
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What an op or unit was measured to take, in microseconds, conversions around it left out.
+
+    Attributes:
+        float_us: in float.
+        int8_us: as the backend's integer kernel.
+    """
+
+    float_us: float
+    int8_us: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """What `annotate` decided for one node.
 
@@ -31,6 +44,7 @@ class Plan:
         reads: the spec that it wants of each value that it reads as integers, by the value's name.
         kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
         fix: what the user can change to get another decision (a recipe line), or empty.
+        cost: what it takes either way, where `fallback` measured it.
     """
 
     fate: Fate
@@ -38,6 +52,7 @@ class Plan:
     reads: Mapping[str, TensorSpec] | None = None
     kernel_ops: int | None = None
     fix: str = ""
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True)

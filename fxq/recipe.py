@@ -85,6 +85,8 @@ class Recipe:
         overrides: (selector, config) pairs; later ones win.
         leaf_modules: path globs of modules that are not traced into: they run in float, as they are.
         edits: passes inserted and removed.
+        optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
+            everything runs on integers that can.
         check: "none", or "numeric": after every pass, compare with the float model on the example input.
         max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/numeric.py`).
 
@@ -100,6 +102,7 @@ class Recipe:
     overrides: tuple[tuple[Selector, QuantConfig], ...] = ()
     leaf_modules: tuple[str, ...] = ()
     edits: tuple[PipelineEdit, ...] = ()
+    optimize: str = "speed"
     check: str = "none"
     max_loss: float = 30.0
 
@@ -108,6 +111,8 @@ class Recipe:
             raise RecipeError(unknown("preset", self.preset, _PIPELINES))
         if self.backend not in backends.NAMES:
             raise RecipeError(unknown("backend", self.backend, backends.NAMES))
+        if self.optimize not in ("speed", "coverage"):
+            raise RecipeError(unknown("value of optimize", self.optimize, ["speed", "coverage"]))
         if self.check not in ("none", "numeric"):
             raise RecipeError(unknown("check", self.check, ["none", "numeric"]))
         for config in (self.config, *(c for _, c in self.overrides)):
@@ -124,6 +129,7 @@ class Recipe:
         activation: TensorSpec = ACTIVATION,
         weight: TensorSpec = WEIGHT,
         correct_bias: bool = False,
+        optimize: str = "speed",
     ) -> Recipe:
         """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
@@ -132,8 +138,11 @@ class Recipe:
             activation: spec of all activations; the default is uint8 affine with the histogram observer.
             weight: spec of all weights; the default is int8 symmetric per channel.
             correct_bias: fit scale and bias of every layer to its float form (the preset "static_corrected").
+            optimize: "speed": what is faster in float on this machine stays in float (measured at the shapes of the
+                example inputs); "coverage": everything runs on integers that can.
         """
-        return cls("static_corrected" if correct_bias else "static", backend, QuantConfig(activation, weight))
+        preset = "static_corrected" if correct_bias else "static"
+        return cls(preset, backend, QuantConfig(activation, weight), optimize=optimize)
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
         """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.
@@ -164,6 +173,10 @@ class Recipe:
     def leaf(self, *paths: str) -> Recipe:
         """Do not trace into these modules (path globs): they run in float, as they are."""
         return replace(self, leaf_modules=(*self.leaf_modules, *paths))
+
+    def with_optimize(self, optimize: str) -> Recipe:
+        """Quantize for "speed", or for "coverage" (see `Recipe.static`)."""
+        return replace(self, optimize=optimize)
 
     def with_check(self, check: str = "numeric", max_loss: float = 30.0) -> Recipe:
         """Compare the graph with the float model after every pass; warn when one pass loses more than `max_loss` dB."""
@@ -202,7 +215,7 @@ class Recipe:
         """The recipe as plain data, for `from_dict`. Defaults are left out."""
         data: dict[str, Any] = {"preset": self.preset}
         defaults = {f.name: f.default for f in fields(Recipe)}
-        for key in ("backend", "check", "max_loss"):
+        for key in ("backend", "optimize", "check", "max_loss"):
             if getattr(self, key) != defaults[key]:
                 data[key] = getattr(self, key)
         if self.leaf_modules:
@@ -218,7 +231,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """Inverse of `to_dict`. Raises `RecipeError` naming unknown keys, presets, passes, observers."""
-        known = ["preset", "backend", "check", "max_loss", "leaf_modules", "config", "override", "pass"]
+        known = ["preset", "backend", "optimize", "check", "max_loss", "leaf_modules", "config", "override", "pass"]
         for key in data:
             if key not in known:
                 raise RecipeError(unknown("recipe key", key, known))
@@ -227,7 +240,7 @@ class Recipe:
         tables = [*data.get("override", ()), *data.get("pass", ())]
         if not all(isinstance(table, Mapping) for table in tables):
             raise RecipeError("override and pass are lists of tables: [[override]] and [[pass]] in a .toml file.")
-        plain = {k: data[k] for k in ("preset", "backend", "check", "max_loss") if k in data}
+        plain = {k: data[k] for k in ("preset", "backend", "optimize", "check", "max_loss") if k in data}
         return cls(
             **plain,
             config=QuantConfig.from_dict(data["config"]) if "config" in data else QuantConfig(),

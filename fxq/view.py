@@ -151,7 +151,7 @@ def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], 
     op = op_of(node)
     if op is not None:
         kind = "convert" if op.name in ("quantize", "dequantize", "dequantize_channel", "requantize") else kind
-        return op.name, (), _options(node.kwargs), kind
+        return op.name, (), options_text(node.kwargs), kind
     module = submodule(gm, node)
     if isinstance(module, Unit):
         return module.kind, tuple(_body(module)), "", kind
@@ -161,7 +161,7 @@ def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], 
         label = getattr(module, "name", None)
         kind = getattr(module, "kind", kind)
         return str(label) if isinstance(label, str) else type(module).__name__, info(node).body, "", kind
-    return getattr(node.target, "__name__", str(node.target)), (), _options(node.kwargs), kind
+    return getattr(node.target, "__name__", str(node.target)), (), options_text(node.kwargs), kind
 
 
 def _body(unit: Unit) -> Iterator[str]:
@@ -169,11 +169,12 @@ def _body(unit: Unit) -> Iterator[str]:
     for node in unit.graph.nodes:
         op = op_of(node)
         if op is not None:
-            options = _options(node.kwargs)
+            options = options_text(node.kwargs)
             yield f"{op.name}({options})" if options else op.name
 
 
-def _options(kwargs: Mapping[str, Any]) -> str:
+def options_text(kwargs: Mapping[str, Any]) -> str:
+    """Options as text: `stride=(2, 2), groups=4`."""
     return ", ".join(f"{key}={_value(value)}" for key, value in kwargs.items())
 
 
@@ -195,7 +196,7 @@ def _value(value: Any) -> str:
 def _text(node: fx.Node, label: str, body: tuple[str, ...], options: str) -> str:
     if node.op == "placeholder":
         return f"{node.name} = input"
-    arguments = ", ".join([*(_value(a) for a in node.args), *([_options(node.kwargs)] if node.kwargs else [])])
+    arguments = ", ".join([*(_value(a) for a in node.args), *([options_text(node.kwargs)] if node.kwargs else [])])
     if node.op == "output":
         return f"return {_value(node.args[0])}"
     receiver = {"call_method": ".", "call_module": "" if body else "module "}.get(node.op, "")

@@ -69,6 +69,7 @@ class CorrectBias(Pass):
         with rewriter.attributed("correct_bias", CorrectBias):
             name = info(node).path or node.name
             new = rewriter.constant((bias + shift).to(bias.dtype), f"{name}.bias_corrected", before=node, like=node)
+            rewriter.context.float_weights[new.name] = str(getattr(old, "target", ""))
             rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: new if n is old else n))
             changed = [new]
             if bool((factor != 1).any()):

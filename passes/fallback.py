@@ -1,4 +1,4 @@
-"""fallback: ops without a kernel run in float, with the least conversion."""
+"""fallback: ops without a kernel, and those that lose as integers, run in float with the least conversion."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxq.graph import Plan, info, is_op
+from fxq import costs
+from fxq.graph import Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute
+from fxq.islands import emits_float, priced_ops, priced_values, regions_of
 from fxq.passbase import Pass, Stage
+from fxq.pricing import cheapest
+from fxq.probe import Prober
+from fxq.progress import progress_bar
 from fxq.rewrite import Rewriter, make_unit
 
 
 @dataclass(frozen=True)
 class Fallback(Pass):
-    """Place float ops so that no value is converted twice.
+    """Place float ops so that no value is converted twice, and let islands of integers that lose run in float.
 
     Before: quantize(conv2d_prelu(dequantize(q), w, b, slope)), where the backend has no kernel for prelu
     After: quantize(prelu(conv2d(dequantize(q), w, b), slope)): the convolution emits float, prelu reads it as it is
-    Also: a float op that reads dequantize(quantize(v)) of a float value v reads v itself.
+    Also: with `optimize="speed"`, the ops that run on integers are those that make the graph fastest, by the seconds
+    that kernels, float ops and conversions were measured to take on this machine (see `fxq/pricing.py`). And a float
+    op that reads dequantize(quantize(v)) of a float value v reads v itself.
     Keeps: the output up to rounding; what changes is more exact, as a rounding is left out.
     """
 
@@ -27,12 +34,14 @@ class Fallback(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Open the units that no kernel runs whole, then let float ops read float values."""
+        """Open the units that no kernel runs whole, price what is left, then let float ops read float values."""
         for node in rewriter.nodes():
             plan = info(node).plan
             if plan is not None and plan.kernel_ops is not None:
                 _split(rewriter, node, plan)
-        for node in rewriter.nodes("dequantize"):
+        if rewriter.context.backend.has_kernels and rewriter.context.recipe.optimize == "speed":
+            _price(rewriter)
+        for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
         rewriter.erase_unused()
 
@@ -51,17 +60,90 @@ def _split(rewriter: Rewriter, node: fx.Node, plan: Plan) -> None:
         rewriter.describe(unit, plan=replace(plan, reason="", kernel_ops=None))
 
 
-def _read_float(rewriter: Rewriter, dequantize: fx.Node) -> None:
-    """Let float readers of dequantize(quantize(v)) read v, where v is made by an op that emits float anyway."""
-    q = dequantize.args[0]
-    if not is_op(q, "quantize") or not isinstance(q, fx.Node):
-        return
-    value: Any = q.args[0]
+def _price(rewriter: Rewriter) -> None:
+    """Put the integer ops that lose back into float."""
+    nodes = rewriter.nodes()
+    regions = regions_of(rewriter.gm, nodes)
+    measured = costs.machine_costs()
+    prober = Prober(rewriter.context.backend, rewriter.context.recipe, measured)
+    unknown = sum(not prober.knows(region) for region in regions.values())
+    with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
+        ops = priced_ops(rewriter.gm, regions, prober, advance)
+        values = priced_values(rewriter.gm, nodes, regions, prober)
+    measured.save()
+    integers = cheapest(ops, values)
+    for op in ops:
+        node: Any = op.key
+        plan = info(node).plan
+        assert plan is not None  # an op without one has no region
+        rewriter.describe(node, plan=replace(plan, cost=Cost(1e6 * op.real, 1e6 * op.int8)))
+        if node not in integers:
+            with rewriter.attributed("run_in_float", _run_in_float):
+                _run_in_float(rewriter, node)
+
+
+NOT_WORTH_IT = "float is faster on this machine, at this size and with these neighbours"
+
+
+def _run_in_float(rewriter: Rewriter, node: fx.Node) -> None:
+    """Give an integer op its float weights back; one that moves integers moves floats."""
+    about = info(node)
+    assert about.plan is not None
+    originals = rewriter.context.float_weights
+    for read in node.all_input_nodes:
+        if read.name in originals:
+            path = originals[read.name]
+            weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
+            rewriter.update(node, args=_swap(node.args, {read: weight}))
+    plan = Plan("float", NOT_WORTH_IT, fix='recipe.with_optimize("coverage")', cost=about.plan.cost)
+    if about.qparams is not None and about.dtype is not None and not about.dtype.is_floating_point:
+        _move_floats(rewriter, node)
+    rewriter.describe(node, plan=plan)
+
+
+def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:
+    """op(q) -> quantize(op(dequantize(q))): the inverse of what propagate does."""
+    about = info(node)
+    qp = about.qparams
+    assert qp is not None
+    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z}
+    op = op_of(node)
+    assert op is not None
+    read = list(flat_nodes(node.args[: len(op.quant.inputs)]))
+    real = {}
+    for value in dict.fromkeys(read):
+        real[value] = rewriter.call("dequantize", value, before=node, name=f"{value.name}_dq", **grid)
+        rewriter.describe(real[value], qparams=qp, path=about.path, source=about.source)
+    rewriter.update(node, args=_swap(node.args, real))
+    q = rewriter.call(
+        "quantize", node, after=node, name=f"{node.name}_q", typed=(about.shape, about.dtype),
+        **grid, qmin=qp.qmin, qmax=qp.qmax, dtype=qp.dtype,
+    )  # fmt: skip
+    rewriter.describe(q, qparams=qp, path=about.path, source=about.source)
+    rewriter.describe(node, dtype=info(next(iter(real.values()))).dtype, qparams=None)
+    rewriter.reroute(node, q, only=lambda user: user is not q)
+
+
+def _swap(args: Any, new: dict[fx.Node, fx.Node]) -> Any:
+    return fx.node.map_arg(args, lambda n: new.get(n, n))
+
+
+def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
+    """Let float readers of dequantize(quantize(v)) read v, where v is float anyway.
+
+    It is where it is made in float; and where a layer makes it that nobody reads as integers: its kernel emits floats.
+    """
+    value: Any = quantize.args[0]
+    copies = [user for user in quantize.users if is_op(user, "dequantize")]
+    readers = [user for copy in copies for user in copy.users]
     if not is_float(value):
-        return
-    if any(is_float(user) for user in dequantize.users):
-        with rewriter.attributed("read_float", _read_float):
-            rewriter.reroute(dequantize, value, only=is_float)
+        alone = len(value.users) == 1 and len(copies) == len(quantize.users) and all(map(is_float, readers))
+        if not alone or not emits_float(rewriter.gm, value):
+            return
+    for copy in copies:
+        if any(map(is_float, copy.users)):
+            with rewriter.attributed("read_float", _read_float):
+                rewriter.reroute(copy, value, only=is_float)
 
 
 def is_float(node: fx.Node) -> bool:

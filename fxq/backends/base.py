@@ -44,6 +44,8 @@ class Backend(ABC):
     name: ClassVar[str]
     devices: ClassVar[tuple[str, ...]] = ()
     """Types of the devices that it runs on; empty: any."""
+    has_kernels: ClassVar[bool] = True
+    """Whether it runs integers faster than float somewhere, so that prices mean something."""
 
     @abstractmethod
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 
 import torch
@@ -32,3 +33,14 @@ def has_onednn_int8() -> bool:
     """Whether this build of PyTorch has the oneDNN int8 kernels on plain tensors."""
     ops = ("qconv2d_pointwise", "qconv_prepack", "qlinear_pointwise", "qlinear_prepack")
     return bool(torch.backends.mkldnn.is_available()) and all(hasattr(torch.ops.onednn, op) for op in ops)
+
+
+@cache
+def cpu_name() -> str:
+    """The model of this CPU as the system names it, e.g. "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz"."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -18,6 +18,7 @@ class Reference(Backend):
     """Quantizes everything that has an integer form, and runs it as dequantize -> float op -> quantize."""
 
     name: ClassVar[str] = "reference"
+    has_kernels: ClassVar[bool] = False
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:
         """All of it: a float op between conversions is the meaning of the integer op."""

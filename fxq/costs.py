@@ -1,0 +1,115 @@
+"""Measured costs: how long kernels and float ops take on this machine, kept in the user's cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from platformdirs import user_cache_path
+
+from fxq.backends.cpu import cpu_name
+
+log = logging.getLogger("fxq")
+
+Call = Callable[[], Any]
+ENOUGH, LEAST_RUNS, MOST_RUNS = 0.004, 5, 40
+"""Seconds to time one thing for, and how many runs that is at least and at most."""
+
+
+def measure(call: Call) -> float:
+    """Seconds that a call takes on a quiet machine: the lower quartile of its runs, the first two left out."""
+    with torch.inference_mode():
+        call()
+        call()
+        times: list[float] = []
+        while len(times) < LEAST_RUNS or (sum(times) < ENOUGH and len(times) < MOST_RUNS):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    return statistics.quantiles(times, n=4)[0]
+
+
+class Costs:
+    """Seconds by what was measured. Something unknown is measured when it is asked for.
+
+    Attributes:
+        path: the file that holds them between sessions; None: they are not kept.
+        known: the seconds, by a text that says all that the time depends on.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.known: dict[str, float] = _read(path) if path is not None else {}
+        self._new: dict[str, float] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.known
+
+    def seconds(self, key: str, prepare: Callable[[], Call]) -> float:
+        """The seconds of what `key` names; `prepare` returns the call to time where they are not known yet."""
+        if key not in self.known:
+            self.known[key] = self._new[key] = measure(prepare())
+        return self.known[key]
+
+    def of_size(self, key: str, elements: int, prepare: Callable[[int], Call]) -> float:
+        """The seconds of an elementwise op: measured at powers of four, in between on the line through two of them."""
+        exponent = max(math.log(max(elements, 1), 4), 2.0)
+        below = math.floor(exponent)
+        low, high = (self.seconds(f"{key} {4**e}", lambda e=e: prepare(4**e)) for e in (below, below + 1))  # type: ignore[misc]
+        share = (max(elements, 16) - 4**below) / (4 ** (below + 1) - 4**below)
+        return low + share * (high - low)
+
+    def save(self) -> None:
+        """Write what was measured, beside what others have written meanwhile. Where that fails, nothing is kept."""
+        if self.path is None or not self._new:
+            return
+        data = {"machine": machine(), "seconds": {**_read(self.path), **self._new}}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path.parent, suffix=".json", delete=False, encoding="utf-8"
+            ) as file:
+                json.dump(data, file, indent=1)
+            os.replace(file.name, self.path)
+        except OSError as error:
+            log.info("measured costs are not kept: %s", error)
+        self._new.clear()
+
+
+def machine() -> dict[str, str]:
+    """What costs depend on: when any of it changes, everything is measured again."""
+    return {
+        "cpu": cpu_name(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "fxq": version("fxq"),
+    }
+
+
+def machine_costs() -> Costs:
+    """The costs of this machine, as far as they have been measured."""
+    about = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()
+    return Costs(user_cache_path("fxq") / f"costs-{about[:12]}.json")
+
+
+def _read(path: Path) -> dict[str, float]:
+    """The seconds in a file; none where it is not there or not readable."""
+    try:
+        seconds = json.loads(path.read_text(encoding="utf-8"))["seconds"]
+        return {str(k): float(v) for k, v in seconds.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("the measured costs in %s are not readable (%s); they are measured again.", path, error)
+        return {}

@@ -1,0 +1,96 @@
+"""The qdq graph as ops and values with prices: what `fxq/pricing.py` decides on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxq.graph import info, is_op, reads_only_metadata
+from fxq.pricing import Priced, Value
+from fxq.probe import Prober
+from fxq.region import Region, read_region
+from fxq.unit import calls_of
+
+log = logging.getLogger("fxq")
+
+_CONVERSIONS = ("quantize", "dequantize", "requantize")
+
+
+def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Region]:
+    """The regions of the ops and units that run on integers, as far as the shapes of all their values are known."""
+    found = {}
+    for node in nodes:
+        plan = info(node).plan
+        if plan is None or plan.fate == "float" or is_op(node, *_CONVERSIONS):
+            continue
+        region = read_region(gm, node)
+        if region is not None and all(info(n).is_tensor for n in (node, *node.all_input_nodes)):
+            found[node] = region
+    return found
+
+
+def priced_ops(
+    gm: fx.GraphModule, regions: dict[fx.Node, Region], prober: Prober, advance: Callable[[], None]
+) -> list[Priced]:
+    """Ops with their seconds on integers and in float, the conversions around them left out.
+
+    One that cannot be measured keeps its integers: what is wrong with its kernel is for verify-lowering to find.
+    `advance` is called after each that was measured.
+    """
+    ops = []
+    for node, region in regions.items():
+        known = prober.knows(region)
+        try:
+            ops.append(Priced(node, prober.kernel(gm, region), prober.real(gm, region)))
+        except Exception as error:  # whatever a kernel raises on random inputs
+            log.warning("%s cannot be timed (%s: %s); it runs on integers.", node.name, type(error).__name__, error)
+            ops.append(Priced(node, 0.0, math.inf))
+        if not known:
+            advance()
+    return ops
+
+
+def priced_values(
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], regions: dict[fx.Node, Region], prober: Prober
+) -> list[Value]:
+    """The values between ops, with what it costs to convert them."""
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if is_op(node, *_CONVERSIONS) or reads_only_metadata(node):
+            continue
+        for read in node.all_input_nodes:
+            maker = made_by(read)
+            if maker.op != "get_attr" and info(maker).is_tensor:
+                readers.setdefault(maker, []).append(node)
+    values = []
+    for maker, found in readers.items():
+        if maker not in regions and not any(reader in regions for reader in found):
+            continue
+        elements = math.prod(info(maker).shape or ())
+        values.append(
+            Value(
+                maker if maker in regions else None,
+                tuple(reader if reader in regions else None for reader in found),
+                prober.quantize(elements),
+                prober.dequantize(elements),
+                maker in regions and emits_float(gm, maker),
+            )
+        )
+    return values
+
+
+def made_by(value: Any) -> Any:
+    """The node that makes a value, seen through conversions."""
+    while is_op(value, *_CONVERSIONS, "dequantize_channel"):
+        value = value.args[0]
+    return value
+
+
+def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a unit is one layer with at most an activation behind it: its kernel can hand out floats."""
+    first, *rest = calls_of(gm, node)
+    return first.op.quant.heavy and not any(call.op.quant.kind == "computes" for call in rest)

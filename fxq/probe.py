@@ -1,0 +1,141 @@
+"""What is timed for pricing: a region of the qdq graph as the backend's kernel, and the same ops in float."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxq.backends.base import Backend
+from fxq.context import Context
+from fxq.costs import Call, Costs
+from fxq.data import Batch
+from fxq.evaluate import value_of
+from fxq.graph import info, is_op, submodule
+from fxq.qparams import QParams
+from fxq.recipe import Recipe
+from fxq.region import Region
+from fxq.rewrite import Rewriter
+from fxq.view import options_text
+
+
+class Prober:
+    """Measures with one backend, and remembers (see `Costs`)."""
+
+    def __init__(self, backend: Backend, recipe: Recipe, costs: Costs) -> None:
+        self.backend, self.recipe, self.costs = backend, recipe, costs
+
+    def kernel(self, gm: fx.GraphModule, region: Region) -> float:
+        """Seconds of a region of the qdq graph `gm` as the backend lowers it, on random integers."""
+        return self.costs.seconds(self._kernel_key(region), lambda: _call(self._lowered(gm, region.graph)))
+
+    def real(self, gm: fx.GraphModule, region: Region) -> float:
+        """Seconds of the ops of a region in float, with float weights, on random numbers."""
+        return self.costs.seconds(_float_key(region), lambda: _float_form(gm, region))
+
+    def knows(self, region: Region) -> bool:
+        """Whether a region has been measured before."""
+        return self._kernel_key(region) in self.costs and _float_key(region) in self.costs
+
+    def _kernel_key(self, region: Region) -> str:
+        """All that the time depends on: not the values of weights and scales, but whether a zero point is 0."""
+        parts = [f"{self.backend.name} {_threads()}: {_ops(region)}"]
+        for node in region.graph.nodes:
+            qp = info(node).qparams
+            if node.op in ("placeholder", "get_attr"):
+                parts.append(_shape(node))
+            elif is_op(node, "dequantize", "quantize") and qp is not None:
+                parts.append(f"{'at 0' if qp.z == 0 else 'shifted'} {qp.qmin}..{qp.qmax}")
+        return " ".join([*parts, "to", _shape(region.last)])
+
+    def quantize(self, elements: int) -> float:
+        """Seconds to quantize so many floats."""
+        return self._conversion("quantize", elements)
+
+    def dequantize(self, elements: int) -> float:
+        """Seconds to dequantize so many integers."""
+        return self._conversion("dequantize", elements)
+
+    def _conversion(self, op: str, elements: int) -> float:
+        def prepare(size: int) -> Call:
+            graph = fx.Graph()
+            rewriter = Rewriter(fx.GraphModule(nn.Module(), graph), self._context(), "probe")
+            x = graph.placeholder("x")
+            grid: dict[str, Any] = {"scale": 0.02, "zero_point": 3}
+            typed = ((size,), torch.float32), ((size,), torch.uint8)
+            real, integer = typed if op == "quantize" else reversed(typed)
+            rewriter.describe(x, shape=real[0], dtype=real[1])
+            node = rewriter.call(op, x, after=x, typed=integer, **grid)
+            rewriter.describe(node, qparams=QParams.per_tensor(0.02, 3, 0, 255))
+            graph.output(node)
+            return _call(self._lowered(rewriter.gm, graph))
+
+        return self.costs.of_size(f"{self.backend.name} {_threads()}: {op}", elements, prepare)
+
+    def _context(self) -> Context:
+        return Context(self.recipe, self.backend, nn.Module(), Batch(()))
+
+    def _lowered(self, gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+        """A graph that uses the weights of `gm`, in the backend's kernels."""
+        copied = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            copies[node] = copied.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+        rewriter = Rewriter(fx.GraphModule(gm, copied), self._context(), "probe")
+        self.backend.lower(rewriter)
+        rewriter.erase_unused()
+        rewriter.gm.recompile()
+        return rewriter.gm
+
+
+def _threads() -> str:
+    return f"{torch.get_num_threads()} threads"
+
+
+def _shape(node: fx.Node) -> str:
+    about = info(node)
+    return f"{str(about.dtype).removeprefix('torch.')}{list(about.shape or ())}"
+
+
+def _ops(region: Region) -> str:
+    return " ".join(f"{call.op.name}({options_text(call.options)})" for call in region.calls)
+
+
+def _float_key(region: Region) -> str:
+    return f"float {_threads()}: {_ops(region)} of {' '.join(map(_shape, region.node.all_input_nodes))}"
+
+
+def _float_form(gm: fx.GraphModule, region: Region) -> Call:
+    """The region's unit or op on random floats; its weights are the dequantized ones."""
+    node, given = region.node, dict[fx.Node, Any]()
+    for value in node.all_input_nodes:
+        if value.op == "get_attr":
+            given[value] = value_of(gm, value, {})
+        elif any(read.op == "get_attr" for read in value.all_input_nodes) and is_op(value, *_WEIGHTS):
+            given[value] = value_of(gm, value, {read: value_of(gm, read, {}) for read in value.all_input_nodes})
+        else:
+            given[value] = _random(info(value).shape, torch.float32)
+    args: Any = fx.node.map_arg(node.args, given.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
+    target: Any = submodule(gm, node) or node.target
+    return lambda: target(*args, **kwargs)
+
+
+_WEIGHTS = ("dequantize", "dequantize_channel")
+
+
+def _call(gm: fx.GraphModule) -> Call:
+    """A lowered graph on random inputs."""
+    inputs = [_random(info(n).shape, info(n).dtype) for n in gm.graph.nodes if n.op == "placeholder"]
+    return lambda: gm(*inputs)
+
+
+def _random(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Tensor:
+    """Random values, channels-last: as the values between kernels are."""
+    if dtype is None or dtype.is_floating_point:
+        made = torch.randn(shape or ())
+    else:
+        made = torch.randint(0, 100, shape or (), dtype=dtype)
+    return made.contiguous(memory_format=torch.channels_last) if made.dim() == 4 else made

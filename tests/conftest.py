@@ -1,0 +1,25 @@
+"""What holds for every test."""
+
+import pytest
+
+from fxq import costs
+
+
+class IntegersAreFree(costs.Costs):
+    """Prices at which everything that can runs on integers, so that no test depends on how fast the machine is.
+
+    Tests of prices plant their own.
+    """
+
+    def __contains__(self, key):
+        return True
+
+    def seconds(self, key, prepare):
+        return 1.0 if key.startswith("float") else 0.0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def integers_are_free():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "machine_costs", IntegersAreFree)
+        yield

@@ -1,0 +1,199 @@
+"""fallback, the part that prices: which integer ops go back to float, and what the graph looks like then."""
+
+import warnings
+import zlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq import costs
+from fxq.backends.cpu import has_onednn_int8
+from fxq.numeric import sqnr
+from fxq.passes import Fallback
+from fxq.passes.fallback import NOT_WORTH_IT
+from tests.graphs import REFERENCE, again, equal, expected, text, until
+from tests.models import NETWORKS, batch, build, call, settled
+
+pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+X86 = fxq.Recipe.static(backend="x86")
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Plants prices: `plant(price)` with a function from what is measured to microseconds."""
+
+    def plant(price):
+        class Planted(costs.Costs):
+            def __contains__(self, key):
+                return True
+
+            def seconds(self, key, prepare):
+                return 1e-6 * price(key)
+
+        monkeypatch.setattr(costs, "machine_costs", Planted)
+
+    return plant
+
+
+def int8(key):
+    """Whether a kernel is priced, neither a float op nor a conversion."""
+    return not key.startswith("float") and "quantize" not in key
+
+
+class Three(nn.Module):
+    """Three layers, the second of which is small; something that moves data; a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.small, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 3)
+        self.head = nn.Linear(8 * 16, 5)
+
+    def forward(self, x):
+        x = F.relu(self.small(F.relu(self.a(x))))
+        return self.head(F.relu(self.b(x)).flatten(1))
+
+
+def three(recipe=X86):
+    model, x = settled(Three), torch.rand(2, 3, 8, 8)
+    return model, x, until(model, x, "fallback", recipe)
+
+
+def fates(manager):
+    return {n.label: n.kind for n in manager.history["fallback"].graph if n.kind in ("int8", "moves", "float")}
+
+
+def test_what_always_loses_runs_in_float_as_the_model_does(plant):
+    plant(lambda key: 9.0 if int8(key) else 1.0)
+    model, x, manager = three()
+    assert text(manager.gm) == expected("""
+        x = input
+        a_relu = conv2d_relu(x, @a.weight, @a.bias)
+        small_relu = conv2d_relu(a_relu, @small.weight, @small.bias)
+        b_relu = conv2d_relu(small_relu, @b.weight, @b.bias)
+        flatten = flatten(b_relu, start_dim=1)
+        head = linear(flatten, @head.weight, @head.bias)
+        return head
+    """)
+    assert equal(call(manager.gm, x), call(model, x))
+    assert again(manager, Fallback()) == []
+    edits = {edit.rule for edit in manager.history["fallback"].edits}
+    assert {"run_in_float", "read_float"} <= edits
+
+
+def test_one_small_layer_in_float_costs_its_conversions(plant):
+    """It saves 3 in float: not worth a dequantize of 1 and a quantize of 3, but worth one of each at 1."""
+    for quantize, kept in ((3.0, True), (1.0, False)):
+        plant(lambda key, q=quantize: q if "quantize" in key else (5.0 if "[4, 8, 1, 1]" in key else 1.0)
+              if int8(key) else (2.0 if "[4, 8, 1, 1]" in key else 9.0))  # fmt: skip
+        manager = three()[2]
+        lines = text(manager.gm)
+        assert ("small_relu = conv2d_relu(a_relu_dq, small_weight_dq" in lines) is kept
+        assert ("small_relu = conv2d_relu(a_relu, @small.weight" in lines) is not kept  # a emits float
+        assert "a_relu_q" in lines if kept else "a_relu_q" not in lines
+        assert "b_relu = conv2d_relu(small_relu_dq, b_weight_dq" in lines
+        assert again(manager, Fallback()) == []
+
+
+def test_what_moves_integers_moves_floats_again(plant):
+    plant(
+        lambda key: (
+            1.0 if "quantize" in key else 9.0 if int8(key) == any(s in key for s in ("flatten", "linear")) else 1.0
+        )
+    )
+    model, x, manager = three()
+    assert "flatten = flatten(b_relu_q, start_dim=1)" in text(manager.history["propagate"].graph)
+    assert text(manager.gm).splitlines()[-4:] == [
+        "b_relu = conv2d_relu(small_relu_dq, b_weight_dq, @b.bias)",
+        "flatten = flatten(b_relu, start_dim=1)",
+        "head = linear(flatten, @head.weight, @head.bias)",
+        "return head",
+    ]
+    assert sqnr(call(model, x), call(manager.gm, x)) > 30
+    assert again(manager, Fallback()) == []
+
+
+class Reused(nn.Module):
+    """A reshaped value read by a layer that pays and by one that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.pays, self.loses = nn.Conv2d(3, 8, 3), nn.Conv2d(4, 8, 3), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        y = F.pixel_shuffle(self.a(x), 1).view(-1, 4, 6, 12)
+        return self.pays(y), self.loses(y)
+
+
+def test_mixed_readers_of_moved_data(plant):
+    """The reshape moves integers for one reader; the other reads their dequantized form."""
+    plant(lambda key: 0.5 if "quantize" in key else 9.0 if int8(key) == ("[2, 4, 1, 1]" in key) else 1.0)
+    model, x = settled(Reused), torch.rand(2, 3, 8, 8)
+    manager = until(model, x, "fallback", X86)
+    lines = text(manager.gm).splitlines()
+    assert (
+        "loses = conv2d(reshape_dq, @loses.weight, @loses.bias)" in lines
+        or "loses = conv2d(view_dq, @loses.weight, @loses.bias)" in lines
+    )
+    assert any(line.startswith("pays = conv2d(") and "pays_weight_dq" in line for line in lines)
+    assert sqnr(call(model, x), call(manager.gm, x)) > 30
+    assert again(manager, Fallback()) == []
+
+
+def test_costs_and_the_reason_are_on_record(plant):
+    plant(lambda key: 0.0 if "quantize" in key else 9.0 if int8(key) == ("linear" in key) else 1.5)
+    model, x, _ = three()
+    qmodel = fxq.quantize(model, X86, data=[x])
+    by_op = {entry.op: entry for entry in qmodel.ledger}
+    assert by_op["linear"].fate == "float" and by_op["linear"].reason == NOT_WORTH_IT
+    assert by_op["linear"].fix == 'recipe.with_optimize("coverage")'
+    assert by_op["conv2d"].fate == "int8"
+    plans = [n.meta["fxq"].plan for n in qmodel.graph.nodes if n.meta["fxq"].plan is not None]
+    assert {(p.cost.float_us, p.cost.int8_us) for p in plans if p.cost is not None} == {(9.0, 1.5), (1.5, 9.0)}
+
+
+@pytest.mark.parametrize("recipe", [X86.with_optimize("coverage"), REFERENCE])
+def test_coverage_and_the_reference_backend_ask_no_prices(recipe, monkeypatch):
+    monkeypatch.setattr(costs, "machine_costs", lambda: pytest.fail("prices were asked for"))
+    manager = three(recipe)[2]
+    assert set(fates(manager).values()) == {"int8", "moves"}
+
+
+def test_a_corrected_bias_goes_back_too(plant):
+    plant(lambda key: 9.0 if int8(key) else 1.0)
+    recipe = fxq.Recipe.static(backend="x86", correct_bias=True)
+    model, x = settled(Three), torch.rand(16, 3, 8, 8)
+    manager = until(model, x, "fallback", recipe)
+    assert "bias_corrected" in text(manager.history["correct-bias"].graph)
+    assert equal(call(manager.gm, x), call(model, x))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_mixture_is_right(name, seed, plant):
+    """Prices at random: whatever stays on integers, the graph runs and is near the model, before and after lowering."""
+    plant(lambda key: zlib.crc32(f"{seed} {key.partition(')')[0]}".encode()) % 7)  # the same whatever it emits
+    model, inputs = build(name), batch(name)
+    manager = until(model, inputs, "fallback", X86)
+    assert again(manager, Fallback()) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)  # some prices leave nothing on integers
+        qmodel = fxq.quantize(model, X86, data=[inputs])
+    wanted = call(model, inputs)
+    for got in (call(manager.gm, inputs), call(qmodel, inputs)):
+        assert sqnr(wanted, got) > 18
+
+
+def test_a_kernel_that_cannot_be_timed_stays(monkeypatch, caplog):
+    def fail(self, key, prepare):
+        raise RuntimeError("no such kernel")
+
+    class Failing(costs.Costs):
+        seconds = fail
+        of_size = lambda self, key, elements, prepare: 0.0  # noqa: E731
+
+    monkeypatch.setattr(costs, "machine_costs", Failing)
+    assert set(fates(three()[2]).values()) == {"int8", "moves"}
+    assert "cannot be timed (RuntimeError: no such kernel)" in caplog.text
