@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.errors import PassError
-from fxq.graph import info, is_op, is_pure, merge_origins, set_info, tensor_meta
+from fxq.graph import info, is_pure, merge_origins, op_of, set_info, tensor_meta
 from fxq.match import Matcher
 from fxq.ops import OPS
 from fxq.pattern import source_of
@@ -65,7 +65,10 @@ class Editor:
 
     def nodes(self, *ops: str) -> list[fx.Node]:
         """The nodes that call one of these ops, in execution order; all nodes when none is named."""
-        return [n for n in self.graph.nodes if not ops or is_op(n, *ops)]
+        if not ops:
+            return list(self.graph.nodes)
+        rows = {OPS[op] for op in ops}
+        return [n for n in self.graph.nodes if op_of(n) in rows]
 
     # ---- edits
 

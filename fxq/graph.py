@@ -6,8 +6,8 @@ Changing a graph is the rewriter's business (`fxq/rewrite.py`); nothing here edi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -72,9 +72,8 @@ class Edge:
     fixed: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True)
-class NodeInfo:
-    """What fxq knows about a node, kept in `node.meta["fxq"]`.
+class NodeInfo(NamedTuple):
+    """What fxq knows about a node, kept in `node.meta["fxq"]`. A named tuple: every edit makes a new one, quickly.
 
     Attributes:
         path: path of the innermost module whose forward made the node; empty for the model itself.
@@ -127,7 +126,7 @@ def info(node: fx.Node) -> NodeInfo:
 
 def set_info(node: fx.Node, **changes: Any) -> None:
     """Replace fields of the node's metadata."""
-    node.meta[META] = replace(info(node), **changes)
+    node.meta[META] = info(node)._replace(**changes)
 
 
 def op_of(node: fx.Node) -> Op | None:

@@ -64,17 +64,21 @@ def _parameters(rewriter: Rewriter) -> dict[int, QParams]:
 
 def _seen_together(rewriter: Rewriter) -> dict[int, Observer]:
     """What the observers of each group have seen together. They observe different tensors, and stay as they are."""
-    groups: dict[int, Observer] = {}
+    groups: dict[int, list[Observer]] = {}
     for node in rewriter.nodes():
         observer = submodule(rewriter.gm, node)
-        if not isinstance(observer, Observer):
-            continue
-        (edge,) = info(node).edges
-        if edge.group in groups:
-            groups[edge.group].join(observer)
-        else:
-            groups[edge.group] = copy.deepcopy(observer)
-    return groups
+        if isinstance(observer, Observer):
+            (edge,) = info(node).edges
+            groups.setdefault(edge.group, []).append(observer)
+    return {group: observers[0] if len(observers) == 1 else _joined(observers) for group, observers in groups.items()}
+
+
+def _joined(observers: list[Observer]) -> Observer:
+    """An observer that stands for the tensors of all of them."""
+    together = copy.deepcopy(observers[0])
+    for other in observers[1:]:
+        together.join(other)
+    return together
 
 
 def _grid(rewriter: Rewriter, value: fx.Node, edge: Edge, groups: dict[int, Observer]) -> QParams:

@@ -548,5 +548,5 @@ def test_metadata_is_typed_and_lives_under_one_key():
     relu = node(gm, "relu")
     set_info(relu, note="seen")
     assert relu.meta["fxq"].note == "seen" and info(relu).shape == (3, 4)
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="colour"):
         set_info(relu, colour="red")
