@@ -1,25 +1,33 @@
-"""Time per node of every pass, and of matching, as the graph grows: nothing may be quadratic in the number of nodes.
+"""Time per op of every pass, and of matching, as the graph grows: nothing may be quadratic in the number of ops.
 
-    python scripts/bench_passes.py                    all networks at 2,000, 5,000 and 20,000 ops
+    python scripts/bench_passes.py                    all networks at 2,000 and 20,000 ops
     python scripts/bench_passes.py --network chain    one of them
     python scripts/bench_passes.py --profile lower    where one pass spends its time, at the largest size
 
-The table has microseconds per traced op, medians over `--rounds` rounds that go through all sizes in turns. Python's
-cyclic garbage collector is off while a pass runs (`--gc` leaves it on): what it costs depends on all that lives in the
-process. The backend is x86; `matching` is a pass that matches every fusion pattern everywhere and takes none;
-`around the passes` is the checks and snapshots after each pass, and making the modules.
+The time is that of the thread on the CPU, the least of `--rounds` rounds. A round takes each size in turn, in a process
+of its own: a graph made where others were before finds memory that is there already, a larger one does not. The
+cyclic garbage collector is off, since what it costs depends on all that lives in the process.
+
+Calls are those of Python functions, counted at a quarter of the sizes. They are the same in every run and on every
+machine: what grows in time and not in calls is work inside an operator, or the caches of the CPU. `bare walk` is
+what those cost: a pass that looks at the metadata of every node of the qdq graph and does nothing. `matching` matches
+every fusion pattern everywhere and takes none; `around the passes` is checks and snapshots, and making the modules.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
+import json
 import pstats
-import statistics
+import subprocess
+import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from generated import NETWORKS, Generated
@@ -28,9 +36,17 @@ from timing import no_gc, threads
 
 import fxq
 
-SIZES = (2_000, 5_000, 20_000)
+SIZES = (2_000, 20_000)
 MOST_GROWTH = 1.3
-AROUND = "around the passes"
+LEAST_TIME = 2.0
+COUNTED_SHARE = 4
+AROUND, ALL = "around the passes", "all"
+RULE = (
+    f"PASS: the time per op grows less than {MOST_GROWTH}×. A pass that takes less than {LEAST_TIME:g} µs per op does "
+    "little more than\nlook at the nodes, and is judged by its calls, with the same bound."
+)
+Meter = Callable[[str, Callable[[], Any]], Any]
+"""Runs a pass, given by its name, and measures it."""
 
 
 @dataclass(frozen=True)
@@ -46,107 +62,156 @@ class MatchAll(fxq.Pass):
 
 
 @dataclass(frozen=True)
-class Profiled(fxq.Pass):
-    """Another pass under the profiler, which it prints."""
+class BareWalk(fxq.Pass):
+    """Look at every node, and do nothing. Keeps: the graph."""
 
-    inner: fxq.Pass
-    name: ClassVar[str] = "profiled"
-    needs: ClassVar[fxq.Stage] = fxq.Stage.NONE
-    gives: ClassVar[fxq.Stage] = fxq.Stage.NONE
+    name: ClassVar[str] = "bare walk"
+    needs: ClassVar[fxq.Stage] = fxq.Stage.QDQ
+    gives: ClassVar[fxq.Stage] = fxq.Stage.QDQ
 
     def run(self, rewriter: fxq.Rewriter) -> None:
-        profile = cProfile.Profile()
-        profile.runcall(self.inner.run, rewriter)
-        for order in ("cumulative", "tottime"):
-            pstats.Stats(profile).sort_stats(order).print_stats(25)
+        for node in rewriter.nodes():
+            _ = node.op, node.meta["fxq"].plan
 
 
-def recipe() -> fxq.Recipe:
-    return fxq.Recipe.static(backend="x86").insert_pass(MatchAll(), before="fuse")
+def metered(step: fxq.Pass, meter: Meter) -> fxq.Pass:
+    """The same pass, measured."""
+
+    def run(self: fxq.Pass, rewriter: fxq.Rewriter) -> None:
+        meter(step.name, lambda: step.run(rewriter))
+
+    about = {"name": step.name, "needs": step.needs, "gives": step.gives}
+    made: fxq.Pass = type(type(step).__name__, (fxq.Pass,), {**about, "run": run})()
+    return made
 
 
-def seconds_per_pass(model: Generated, chosen: fxq.Recipe, collect: bool = False) -> dict[str, float]:
-    """Seconds of every pass, by name, in order; one calibration batch, left out."""
-    with torch.no_grad(), nullcontext() if collect else no_gc():
-        start = time.perf_counter()
-        observed = fxq.prepare(model, chosen, model.example)
-        prepared = time.perf_counter() - start
+def recipe(meter: Meter) -> fxq.Recipe:
+    """The static recipe for x86, with matching and a bare walk, every pass measured."""
+    chosen = fxq.Recipe.static(backend="x86").insert_pass(MatchAll(), before="fuse")
+    chosen = chosen.insert_pass(BareWalk(), before="propagate")
+    steps = list(chosen.pipeline)
+    for step, behind in zip(reversed(steps), [None, *reversed(steps)], strict=False):
+        chosen = chosen.without_pass(step.name)
+        place = {"before": behind.name} if behind is not None else {"after": steps[-2].name}
+        chosen = chosen.insert_pass(metered(step, meter), **place)
+    return chosen
+
+
+def quantize(model: Generated, chosen: fxq.Recipe, meter: Meter) -> None:
+    """Quantize with one batch, whose forward is left out."""
+    with torch.no_grad():
+        observed = meter(ALL, lambda: fxq.prepare(model, chosen, model.example))
         observed(model.example)
-        start = time.perf_counter()
-        history = fxq.convert(observed).history
-        converted = time.perf_counter() - start
-    seconds = {snapshot.name: snapshot.seconds for snapshot in history}
-    return {**seconds, AROUND: prepared + converted - sum(seconds.values())}
+        meter(ALL, lambda: fxq.convert(observed))
 
 
-def measure(network: str, sizes: tuple[int, ...], rounds: int, collect: bool) -> dict[str, list[float]]:
-    """Median microseconds per op, for every pass one number a size. The smallest graphs run twice a round."""
-    models = [NETWORKS[network](ops) for ops in sizes]
-    seconds_per_pass(NETWORKS[network](100), recipe())  # imports and first calls
-    runs: list[list[dict[str, float]]] = [[] for _ in sizes]
-    for _ in range(rounds):
-        for model, ops, found in zip(models, sizes, runs, strict=True):
-            for _ in range(2 if ops < sizes[-1] // 5 else 1):
-                found.append(seconds_per_pass(model, recipe(), collect))
-    return {
-        name: [
-            1e6 * statistics.median(run[name] for run in found) / ops for ops, found in zip(sizes, runs, strict=True)
-        ]
-        for name in runs[0][0]
-    }
+def measured(network: str, ops: int, clock: Callable[[], float]) -> dict[str, float]:
+    """What every pass takes by this clock, per op, by name and in order."""
+    taken: dict[str, float] = {}
+
+    def meter(name: str, work: Callable[[], Any]) -> Any:
+        start = clock()
+        result = work()
+        taken[name] = taken.get(name, 0.0) + clock() - start
+        return result
+
+    quantize(NETWORKS[network](100), recipe(lambda name, work: work()), meter)  # imports and first calls
+    taken.clear()
+    with no_gc():
+        quantize(NETWORKS[network](ops), recipe(meter), meter)
+    total = taken.pop(ALL)
+    return {name: value / ops for name, value in {**taken, AROUND: total - sum(taken.values()), ALL: total}.items()}
 
 
-def table(network: str, sizes: tuple[int, ...], medians: dict[str, list[float]]) -> tuple[str, list[str]]:
+@contextmanager
+def counting_calls() -> Iterator[Callable[[], float]]:
+    """A clock that goes one step with every call of a function."""
+    counted = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        yield lambda: counted
+    finally:
+        sys.setprofile(None)
+
+
+def measure_here(network: str, ops: int, what: str) -> dict[str, float]:
+    """Microseconds or calls per op, by pass."""
+    gc.collect()
+    with threads(1):
+        torch.manual_seed(0)
+        if what == "calls":
+            with counting_calls() as clock:
+                return measured(network, ops, clock)
+        return {name: 1e6 * value for name, value in measured(network, ops, time.thread_time).items()}
+
+
+def measure(network: str, ops: int, what: str) -> dict[str, float]:
+    """The same, in a process of its own."""
+    command = [sys.executable, __file__, "--network", network, "--sizes", str(ops), "--measure", what]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def table(network: str, sizes: tuple[int, int], rounds: int) -> tuple[str, list[str]]:
     """The table of one network, and the names of the passes that grow more than they may."""
-    totals = [sum(column) for column in zip(*medians.values(), strict=True)]
-    growths = {name: values[-1] / values[0] for name, values in {**medians, "all": totals}.items()}
-    rows = [
-        [name, *values, f"{growths[name]:.2f}×", "pass" if growths[name] < MOST_GROWTH else "FAIL"]
-        for name, values in {**medians, "all": totals}.items()
-    ]
-    headers = [f"{network}, µs per op", *(f"{ops:,} ops" for ops in sizes), "growth", f"< {MOST_GROWTH}×"]
-    return tabulate(rows, headers=headers, floatfmt=".2f"), [n for n, g in growths.items() if g >= MOST_GROWTH]
+    runs = [[measure(network, ops, "time") for ops in sizes] for _ in range(rounds)]
+    times = [{name: min(run[i][name] for run in runs) for name in runs[0][0]} for i in range(2)]
+    calls = [measure(network, max(ops // COUNTED_SHARE, 1), "calls") for ops in sizes]
+    rows, failed = [], []
+    for name in times[0]:
+        (small, large), (few, many) = [t[name] for t in times], [c[name] for c in calls]
+        by_calls = small < LEAST_TIME
+        growth = many / few if by_calls else large / small
+        verdict = ("PASS" if growth < MOST_GROWTH else "FAIL") + (" by calls" if by_calls else "")
+        if name == BareWalk.name:
+            verdict = "floor"
+        elif growth >= MOST_GROWTH:
+            failed.append(name)
+        rows.append([name, small, large, f"{large / small:.2f}×", many, f"{many / few:.2f}×", verdict])
+    sized = [f"{ops:,} ops" for ops in sizes]
+    headers = [f"{network}, per op", *(f"µs at {s}" for s in sized), "growth", "calls", "growth", f"< {MOST_GROWTH}×"]
+    return tabulate(rows, headers=headers, floatfmt=".1f"), failed
 
 
-def profile(network: str, ops: int, name: str) -> None:
+def profile(network: str, ops: int, wanted: str) -> None:
     """Print where one pass spends its time."""
-    chosen = recipe()
-    inner = chosen.pipeline[name]
-    model = NETWORKS[network](ops)
-    Profiled.name = name
-    Profiled.needs, Profiled.gives = inner.needs, inner.gives
-    line = [step.name for step in chosen.pipeline]
-    chosen = chosen.without_pass(name)
-    at = line.index(name)
-    profiled = Profiled(inner)
-    chosen = (
-        chosen.insert_pass(profiled, after=line[at - 1]) if at else chosen.insert_pass(profiled, before=line[at + 1])
-    )
-    seconds_per_pass(model, chosen)
+    profiler = cProfile.Profile()
+
+    def meter(name: str, work: Callable[[], Any]) -> Any:
+        return profiler.runcall(work) if name == wanted else work()
+
+    quantize(NETWORKS[network](ops), recipe(meter), meter)
+    for order in ("cumulative", "tottime"):
+        pstats.Stats(profiler).sort_stats(order).print_stats(25)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=NETWORKS, action="append", help="default: all")
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of ops (default %(default)s)"
-    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="a small and a large number of ops")
     parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
-    parser.add_argument("--gc", action="store_true", help="leave the garbage collector on")
     parser.add_argument("--profile", metavar="PASS", help="profile this pass instead")
+    parser.add_argument("--measure", choices=("time", "calls"), help="print the numbers of one size as JSON")
     arguments = parser.parse_args()
-    sizes, slow = tuple(arguments.sizes), []
-    with threads(1):
-        for network in arguments.network or NETWORKS:
-            torch.manual_seed(0)
-            if arguments.profile:
+    sizes, slow = arguments.sizes, []
+    for network in arguments.network or NETWORKS:
+        if arguments.measure:
+            print(json.dumps(measure_here(network, sizes[-1], arguments.measure)))
+        elif arguments.profile:
+            with threads(1):
                 profile(network, sizes[-1], arguments.profile)
-                continue
-            text, failed = table(network, sizes, measure(network, sizes, arguments.rounds, arguments.gc))
+        else:
+            text, failed = table(network, (sizes[0], sizes[-1]), arguments.rounds)
             print(text + "\n", flush=True)
             slow += [f"{name} on {network}" for name in failed]
-    if not arguments.profile:
-        print(f"Growing {MOST_GROWTH}× or more from {sizes[0]:,} to {sizes[-1]:,} ops: {', '.join(slow) or 'nothing'}.")
+    if not arguments.measure and not arguments.profile:
+        print(f"{RULE}\nGrowing more from {sizes[0]:,} to {sizes[-1]:,} ops: {', '.join(slow) or 'nothing'}.")
 
 
 if __name__ == "__main__":
