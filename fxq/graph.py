@@ -43,6 +43,7 @@ class Plan:
         reason: why it is float, or why the ops behind the kernel are; empty otherwise.
         reads: the spec that it wants of each value that it reads as integers, by the value's name.
         kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
+        longer: for such a unit, how many ops another kernel runs, which is not always the faster one; 0: there is none.
         fix: what the user can change to get another decision (a recipe line), or empty.
         cost: what it takes either way, where `fallback` measured it.
     """
@@ -51,6 +52,7 @@ class Plan:
     reason: str = ""
     reads: Mapping[str, TensorSpec] | None = None
     kernel_ops: int | None = None
+    longer: int = 0
     fix: str = ""
     cost: Cost | None = None
 

@@ -16,7 +16,8 @@ from fxq.graph import info, is_op, submodule
 from fxq.qparams import QParams
 from fxq.recipe import Recipe
 from fxq.region import Region
-from fxq.rewrite import Rewriter
+from fxq.rewrite import Rewriter, split_unit
+from fxq.unit import unit_of
 from fxq.view import options_text
 
 
@@ -26,9 +27,16 @@ class Prober:
     def __init__(self, backend: Backend, recipe: Recipe, costs: Costs) -> None:
         self.backend, self.recipe, self.costs = backend, recipe, costs
 
-    def kernel(self, gm: fx.GraphModule, region: Region) -> float:
-        """Seconds of a region of the qdq graph `gm` as the backend lowers it, on random integers."""
-        return self.costs.seconds(self._kernel_key(region), lambda: _call(self._lowered(gm, region.graph)))
+    def kernel(self, gm: fx.GraphModule, region: Region, ops: int | None = None) -> float:
+        """Seconds of a region of the qdq graph `gm` as the backend lowers it, on random integers.
+
+        Args:
+            gm: the graph's module.
+            region: the region.
+            ops: how many of its ops a kernel runs, the others running in float; None: all of them.
+        """
+        key = self._kernel_key(region) + (f" after {ops} ops" if ops is not None else "")
+        return self.costs.seconds(key, lambda: _call(self._lowered(gm, region.graph, ops)))
 
     def real(self, gm: fx.GraphModule, region: Region) -> float:
         """Seconds of the ops of a region in float, with float weights, on random numbers."""
@@ -76,14 +84,16 @@ class Prober:
     def _context(self) -> Context:
         return Context(self.recipe, self.backend, nn.Module(), Batch(()))
 
-    def _lowered(self, gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-        """A graph that uses the weights of `gm`, in the backend's kernels."""
+    def _lowered(self, gm: fx.GraphModule, graph: fx.Graph, ops: int | None = None) -> fx.GraphModule:
+        """A graph that uses the weights of `gm`, in the backend's kernels; its unit split after so many ops."""
         copied = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             copies[node] = copied.node_copy(node, copies.__getitem__)
             copies[node].meta = dict(node.meta)
         rewriter = Rewriter(fx.GraphModule(gm, copied), self._context(), "probe")
+        for node in [n for n in rewriter.nodes() if unit_of(rewriter.gm, n) is not None]:
+            split_unit(rewriter, node, ops)
         self.backend.lower(rewriter)
         rewriter.erase_unused()
         rewriter.gm.recompile()

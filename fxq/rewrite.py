@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from fxq.edit import Editor
 from fxq.errors import PassError, PatternError
-from fxq.graph import info, op_of
+from fxq.graph import Plan, info, op_of
 from fxq.match import Captured, Match
 from fxq.ops import OPS
 from fxq.pattern import Family, Rule
@@ -239,6 +240,30 @@ def make_unit(rewriter: Rewriter, inside: Sequence[fx.Node], outputs: Sequence[f
     for old in reversed(inside):
         rewriter.erase(old)
     return node
+
+
+def split_unit(rewriter: Rewriter, node: fx.Node, ops: int | None) -> None:
+    """Leave the first ops of a unit as a unit (or a single op) with its plan, and plan the others in float.
+
+    Args:
+        rewriter: the rewriter.
+        node: the unit, with a plan.
+        ops: how many; None: all of them, so that only its plan changes.
+    """
+    plan = info(node).plan
+    if plan is None:
+        raise PassError(f"{rewriter.name}: the unit %{node.name} has no plan.")
+    unit = node
+    if ops is not None:
+        opened = rewriter.open_unit(node)
+        head = opened[:ops]
+        for rest in opened[ops:]:
+            rewriter.describe(rest, plan=Plan("float", plan.reason))
+        unit = head[0]
+        if len(head) > 1:
+            kind = "_".join(str(getattr(n.target, "__name__", "")) for n in head)
+            unit = make_unit(rewriter, head, head[-1:], kind)
+    rewriter.describe(unit, plan=replace(plan, reason="", kernel_ops=None, longer=0))
 
 
 def _body(inside: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:

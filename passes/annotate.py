@@ -101,7 +101,7 @@ class _Candidate:
             return Plan("float", reason)
         reads = {n.name: spec for n in self.inputs}
         if self.partial is not None:
-            return Plan("int8", self.partial.reason, reads, self.partial.ops)
+            return Plan("int8", self.partial.reason, reads, self.partial.ops, self.partial.longer)
         return Plan("moves" if self.moves else "int8", reads=reads)
 
 

@@ -14,7 +14,8 @@ from fxq.passbase import Pass, Stage
 from fxq.pricing import cheapest
 from fxq.probe import Prober
 from fxq.progress import progress_bar
-from fxq.rewrite import Rewriter, make_unit
+from fxq.region import read_region
+from fxq.rewrite import Rewriter, split_unit
 
 
 @dataclass(frozen=True)
@@ -35,42 +36,44 @@ class Fallback(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Open the units that no kernel runs whole, price what is left, then let float ops read float values."""
+        context = rewriter.context
+        prober = None
+        if context.backend.has_kernels and context.recipe.optimize == "speed":
+            prober = Prober(context.backend, context.recipe, costs.machine_costs())
         for node in rewriter.nodes():
             plan = info(node).plan
             if plan is not None and plan.kernel_ops is not None:
-                _split(rewriter, node, plan)
-        if rewriter.context.backend.has_kernels and rewriter.context.recipe.optimize == "speed":
-            _price(rewriter)
+                ops = _kernel_ops(rewriter, node, plan, prober)
+                with rewriter.attributed("split_unit", split_unit):
+                    split_unit(rewriter, node, ops)
+        if prober is not None:
+            _price(rewriter, prober)
+            prober.costs.save()
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
         rewriter.erase_unused()
 
 
-def _split(rewriter: Rewriter, node: fx.Node, plan: Plan) -> None:
-    """Leave the ops that the kernel runs as a unit (or a single op), and take the others out."""
-    with rewriter.attributed("open_unit", _split):
-        ops = rewriter.open_unit(node)
-        head = ops[: plan.kernel_ops]
-        for rest in ops[len(head) :]:
-            rewriter.describe(rest, plan=Plan("float", plan.reason))
-        unit = head[0]
-        if len(head) > 1:
-            kind = "_".join(str(getattr(n.target, "__name__", "")) for n in head)
-            unit = make_unit(rewriter, head, head[-1:], kind)
-        rewriter.describe(unit, plan=replace(plan, reason="", kernel_ops=None))
+def _kernel_ops(rewriter: Rewriter, node: fx.Node, plan: Plan, prober: Prober | None) -> int | None:
+    """How many ops of a unit a kernel is to run: the faster way where there are two and prices are asked for."""
+    if not plan.longer:
+        return plan.kernel_ops
+    region = read_region(rewriter.gm, node)
+    longer = plan.longer if region is None or plan.longer < len(region.calls) else None
+    if prober is None or region is None:
+        return longer
+    seconds = {ops: prober.kernel(rewriter.gm, region, ops) for ops in (plan.kernel_ops, longer)}
+    return min(seconds, key=seconds.__getitem__)
 
 
-def _price(rewriter: Rewriter) -> None:
+def _price(rewriter: Rewriter, prober: Prober) -> None:
     """Put the integer ops that lose back into float."""
     nodes = rewriter.nodes()
     regions = regions_of(rewriter.gm, nodes)
-    measured = costs.machine_costs()
-    prober = Prober(rewriter.context.backend, rewriter.context.recipe, measured)
     unknown = sum(not prober.knows(region) for region in regions.values())
     with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         values = priced_values(rewriter.gm, nodes, regions, prober)
-    measured.save()
     integers = cheapest(ops, values)
     for op in ops:
         node: Any = op.key

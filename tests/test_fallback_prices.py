@@ -197,3 +197,34 @@ def test_a_kernel_that_cannot_be_timed_stays(monkeypatch, caplog):
     monkeypatch.setattr(costs, "machine_costs", Failing)
     assert set(fates(three()[2]).values()) == {"int8", "moves"}
     assert "cannot be timed (RuntimeError: no such kernel)" in caplog.text
+
+
+class Slopes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.act, self.b = nn.Conv2d(3, 8, 3), nn.PReLU(8), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        return self.b(self.act(self.a(x)))
+
+
+@pytest.mark.parametrize("whole", [2.0, 4.0])
+def test_the_faster_of_two_kernels_is_taken(whole, plant):
+    """conv + prelu: on integers with a second convolution, or the convolution alone and prelu in float."""
+    plant(lambda key: 3.0 if "after 1 ops" in key else whole if "prelu" in key else 1.0 if int8(key) else 9.0)
+    model, x = settled(Slopes), torch.rand(2, 3, 8, 8)
+    lines = text(until(model, x, "fallback", X86).gm).splitlines()
+    inside = "a_prelu = conv2d_prelu(x_dq, a_weight_dq, @a.bias, @act.weight)"
+    assert (inside in lines) is (whole < 3)
+    assert ("act = prelu(a, @act.weight)" in lines) is (whole > 3)
+    wanted = call(model, x)
+    assert sqnr(wanted, call(fxq.quantize(model, X86, data=[x]), x)) > 30
+
+
+def test_coverage_takes_the_kernel_with_more_ops():
+    model, x = settled(Slopes), torch.rand(2, 3, 8, 8)
+    manager = until(model, x, "fallback", X86.with_optimize("coverage"))
+    assert "a_prelu = conv2d_prelu(x_dq" in text(manager.gm)
+    assert again(manager, Fallback()) == []
+    entry = next(e for e in fxq.quantize(model, X86.with_optimize("coverage"), data=[x]).ledger if e.op == "prelu")
+    assert (entry.fate, entry.reason) == ("int8", "")
