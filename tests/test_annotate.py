@@ -58,7 +58,7 @@ def test_plans_of_a_squeeze_and_excite_block():
         "reduce_relu": ("int8", ""),
         "expand": ("int8", ""),
         "hardsigmoid": ("float", "hardsigmoid has no integer form"),
-        "mul": ("float", "x86 has no int8 kernel for mul"),
+        "mul": ("int8", ""),
         "out": ("int8", ""),
     }
 
@@ -142,7 +142,6 @@ def test_half_precision_is_not_quantized():
 @pytest.mark.parametrize(
     ("middle", "node", "reason"),
     [
-        (lambda m, x: x * torch.relu(x), "mul", "x86 has no int8 kernel for mul"),
         (
             lambda m, x: F.adaptive_avg_pool2d(x, 3),
             "adaptive_avg_pool2d",
@@ -150,7 +149,6 @@ def test_half_precision_is_not_quantized():
         ),
         (lambda m, x: F.avg_pool2d(x, 2, ceil_mode=True), "avg_pool2d", "ceil_mode=True"),
         (lambda m, x: x.mean(1, keepdim=True).expand(-1, 4, -1, -1), "mean", "only the mean over height and width"),
-        (lambda m, x: torch.relu(x) + torch.relu(x.mean((2, 3), keepdim=True)), "add", "broadcasting has no kernel"),
     ],
 )
 def test_what_x86_has_no_kernel_for(middle, node, reason):

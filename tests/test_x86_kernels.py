@@ -14,7 +14,6 @@ from fxq.backends.elementwise import Clamp, Pad
 from fxq.backends.kernel import Kernel, Post
 from fxq.backends.pool import MaxPool2d, Mean2d
 from fxq.backends.x86_conv import Conv
-from fxq.backends.x86_elementwise import Add
 from fxq.backends.x86_linear import Linear
 from fxq.backends.x86_pool import AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose2d
@@ -165,23 +164,6 @@ def test_copies_compute_the_same_and_hold_nothing_packed():
         for other in copies(kernel):
             assert not other._packed
             assert torch.equal(other(x), y)
-    add = Add(X, RESIDUAL, OUTS[0], Post("relu"))
-    assert all(torch.equal(other(x, x), add(x, x)) for other in copies(add))
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 64, 9, 7), (2, 3, 5, 7), (0, 3, 4, 4), (7,), (2, 5, 64), (2, 128, 1, 1)], ids=str
-)
-@pytest.mark.parametrize("out", OUTS, ids=str)
-def test_add(shape, out):
-    a, b = bytes_(*shape), bytes_(*shape)
-    kept = b.clone()
-    for rule, function in [(None, lambda y: y), POSTS["relu"]]:
-        agree(Add(X, RESIDUAL, out, rule)(a, b), function(real(a, X) + real(b, RESIDUAL)), out)
-        agree(Add(X, X, out, rule)(a, a), function(real(a, X) * 2), out)
-    assert torch.equal(b, kept)
-    with pytest.raises(BackendError):
-        Add(X, RESIDUAL, out)(a, b[..., :0])
 
 
 def test_pooling():
@@ -251,7 +233,6 @@ def test_refusals(monkeypatch):
     assert MaxPool2d.refuses(return_indices=True) == "returns indices"
     assert Clamp.refuses(post=Post("relu"), x=X, out=OUTS[0]) and Clamp.refuses(post=Post("silu"))
     assert Pad.refuses(value=0.3 * X.s, x=X) and Pad.refuses(value=1e9, x=X)
-    assert Add.refuses(broadcasts=True) and not Add.refuses(a=X, b=X, out=X, post=Post("relu"))
     assert Conv.refuses(x=X) is None
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     assert "no VNNI" in str(Conv.refuses(x=X))

@@ -14,9 +14,9 @@ from fxq.qparams import QParams
 
 # Elements per step and thread. 512 KiB of float32 stay in a core's L2 cache between the operations on them: measured
 # with 16 Ki to 4 Mi elements, 64 Ki to 256 Ki are the best, 1.8 times as fast as whole tensors.
-_CHUNK = 131072
+CHUNK = 131072
 # Floats in [2**23, 2**24) are the integers: adding 2**23 rounds (half to even), and the low byte is the result.
-_MAGIC = 2.0**23
+MAGIC = 2.0**23
 
 
 def dense(x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def line(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def chunks(total: int, row: int = 1) -> Iterator[slice]:
     """Slices of about one chunk each, every length a multiple of `row`."""
-    step = max(_CHUNK * torch.get_num_threads() // row, 1) * row
+    step = max(CHUNK * torch.get_num_threads() // row, 1) * row
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
@@ -55,8 +55,8 @@ def quantize(x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: in
     precision of a tie may land one step away. Infinities saturate.
     """
     x = x.detach().to(torch.float32)
-    zero, low, high = torch.tensor(_MAGIC + zero_point), _MAGIC + qmin, _MAGIC + qmax
-    if x.numel() <= _CHUNK:
+    zero, low, high = torch.tensor(MAGIC + zero_point), MAGIC + qmin, MAGIC + qmax
+    if x.numel() <= CHUNK:
         y = torch.add(zero, x, alpha=1.0 / scale).clamp_(low, high).view(torch.int32).to(torch.uint8)
         return dense(y)
     flat = _flat(x)
@@ -67,7 +67,7 @@ def quantize(x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: in
     source, order = flat
     out = torch.empty_like(x, dtype=torch.uint8)
     target = out.permute(order).view(-1)
-    buffer = torch.empty(min(len(source), _CHUNK * torch.get_num_threads()), dtype=torch.float32)
+    buffer = torch.empty(min(len(source), CHUNK * torch.get_num_threads()), dtype=torch.float32)
     for step in chunks(len(source)):
         y = buffer[: step.stop - step.start]
         torch.add(zero, source[step], alpha=1.0 / scale, out=y).clamp_(low, high)
@@ -77,7 +77,7 @@ def quantize(x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: in
 
 def dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
     """uint8 -> float32, same shape and layout. Exactly `(q - zero_point) * scale` in float32."""
-    flat = _flat(q) if q.numel() > _CHUNK else None
+    flat = _flat(q) if q.numel() > CHUNK else None
     if flat is None:
         return q.to(torch.float32).sub_(zero_point).mul_(scale)
     source, order = flat
@@ -108,7 +108,7 @@ def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qma
     out = torch.empty(rows.shape, dtype=torch.uint8)
     channels = rows.shape[-1]
     source, target = rows.view(-1, channels), out.view(-1, channels)
-    zero, low, high = torch.tensor(_MAGIC + zero_point), _MAGIC + qmin, _MAGIC + qmax
+    zero, low, high = torch.tensor(MAGIC + zero_point), MAGIC + qmin, MAGIC + qmax
     for step in chunks(rows.numel(), channels):
         part = slice(step.start // channels, step.stop // channels)
         y = F.prelu(source[part], weight).to(torch.float32)  # torch.autocast computes it in bfloat16

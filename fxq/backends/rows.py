@@ -167,6 +167,13 @@ def same_grid(operands: Operands) -> QParams:
     return operands.grids[0]
 
 
+def wanted(operands: Operands) -> QParams:
+    """The grid of the result. Raises `BackendError` when it is wanted in float."""
+    if operands.out is None:
+        raise BackendError("its result is wanted in float")
+    return operands.out
+
+
 def _is_global(parts: Parts) -> bool:
     """Whether an adaptive pooling has one output, so that it is a mean whatever the size of its input."""
     return parts.first.op.name == "adaptive_avg_pool2d" and tuple(parts.first.options["output_size"]) == (1, 1)

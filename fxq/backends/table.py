@@ -40,7 +40,7 @@ class Table(Kernel):
         out: grid of the output; None for float32.
     """
 
-    name: ClassVar[str] = "x86.table"
+    name: ClassVar[str] = "cpu.table"
     options: ClassVar[tuple[str, ...]] = ("function", "x", "out")
     table: Tensor
 

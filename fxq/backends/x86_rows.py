@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import fx
 
 from fxq.backends.kernel import Kernel
-from fxq.backends.rows import CLAMPS, PLAIN, Operands, Parts, Row, kernel_size_of, second, weighted
+from fxq.backends.rows import CLAMPS, PLAIN, Operands, Parts, Row, kernel_size_of, second, wanted, weighted
 from fxq.backends.x86_conv import Conv
-from fxq.backends.x86_elementwise import Add
+from fxq.backends.x86_elementwise import Add, Mul
 from fxq.backends.x86_linear import Linear
 from fxq.backends.x86_pool import AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose2d
-from fxq.errors import BackendError
-from fxq.graph import info
 
 
 def _conv_refuses(parts: Parts, node: fx.Node) -> str | None:
@@ -58,15 +56,17 @@ def _avg_pool(parts: Parts, operands: Operands) -> Kernel:
     return AvgPool2d(operands.grids[0], operands.out, **sizes, dims=len(options["kernel_size"]))
 
 
-def _add_refuses(parts: Parts, node: fx.Node) -> str | None:
-    shapes = {info(v).shape for v in parts.first.tensors.values() if isinstance(v, fx.Node)}
-    return Add.refuses(post=parts.post, broadcasts=len(shapes) != 1)
+def _of_two_refuses(parts: Parts, node: fx.Node) -> str | None:
+    return Add.refuses(post=parts.post)
 
 
 def _add(parts: Parts, operands: Operands) -> Kernel:
-    if operands.out is None:
-        raise BackendError("its sum is wanted in float")
-    return Add(operands.grids[0], operands.grids[-1], operands.out, post=parts.post)
+    sign = -1 if parts.first.op.name == "sub" else 1
+    return Add(operands.grids[0], operands.grids[-1], wanted(operands), post=parts.post, sign=sign)
+
+
+def _mul(parts: Parts, operands: Operands) -> Kernel:
+    return Mul(operands.grids[0], operands.grids[-1], wanted(operands), post=parts.post)
 
 
 _CONV_ROW = Row(_conv, _conv_refuses, Conv.posts, adds=True, twice=Conv.twice)
@@ -78,5 +78,7 @@ ROWS: dict[str, Row] = {
     "conv_transpose2d": Row(_transpose, _transpose_refuses, Conv.posts, twice=Conv.twice),
     "avg_pool1d": Row(_avg_pool, _avg_pool_refuses),
     "avg_pool2d": Row(_avg_pool, _avg_pool_refuses),
-    "add": Row(_add, _add_refuses, CLAMPS),
+    "add": Row(_add, _of_two_refuses, CLAMPS),
+    "sub": Row(_add, _of_two_refuses, CLAMPS),
+    "mul": Row(_mul, _of_two_refuses, CLAMPS),
 }

@@ -1,0 +1,161 @@
+"""Sums and products of two uint8 tensors."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxq.backends.convert import CHUNK, MAGIC, chunks, dense, line
+from fxq.backends.elementwise import to_integer
+from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, first_reason, refuse
+from fxq.qparams import QParams
+
+
+class _OfTwo(Kernel):
+    """A kernel of two tensors with grids of their own, with a clamp behind it.
+
+    Args:
+        a: grid of the first tensor.
+        b: grid of the second.
+        out: grid of the result.
+        post: None or a clamp.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("a", "b", "out", "post")
+
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+        super().__init__()
+        refuse(self.name, self.refuses(a=a, b=b, out=out, post=post))
+        self.a, self.b, self.out, self.post = a, b, out, post
+        low, high = (to_integer(bound, out) for bound in bounds(post) or (0.0, 0.0))
+        self._numbers = a.s, a.z, b.s, b.z, out.s
+        self._low, self._high, self._zero = MAGIC + low, MAGIC + high, MAGIC + out.z
+
+    @classmethod
+    def refuses(
+        cls,
+        *,
+        a: QParams | None = None,
+        b: QParams | None = None,
+        out: QParams | None = None,
+        post: Post | None = None,
+    ) -> str | None:
+        """Why no such kernel can be built, or None."""
+        reasons = [
+            f"{post.name} is not a clamp" if post is not None and bounds(post) is None else None,
+            activation_refused("the first input", a),
+            activation_refused("the second input", b),
+            activation_refused("the output", out),
+        ]
+        return first_reason(reasons)
+
+
+class Add(_OfTwo):
+    """a + b or a - b, broadcast.
+
+    Args:
+        a: grid of the first tensor.
+        b: grid of the second.
+        out: grid of the result.
+        post: None or a clamp.
+        sign: 1, or -1 for the difference.
+    """
+
+    name: ClassVar[str] = "cpu.add"
+    options: ClassVar[tuple[str, ...]] = ("a", "b", "out", "post", "sign")
+
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None, sign: int = 1) -> None:
+        super().__init__(a, b, out, post)
+        self.sign = sign
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """uint8, uint8, any shapes that broadcast -> uint8, four dimensions channels-last."""
+        scale_a, zero_a, scale_b, zero_b, step = self._numbers
+        x = a.to(torch.float32).sub_(zero_a).mul_(scale_a / step)
+        y = torch.add(x, b.to(torch.float32).sub_(zero_b), alpha=self.sign * scale_b / step)
+        return dense(y.add_(self._zero).clamp_(self._low, self._high).view(torch.int32).to(torch.uint8))
+
+
+class Mul(_OfTwo):
+    """a * b, broadcast. Rounds once: the product of the integers is exact in float32.
+
+    Where one of them has a value per sample and channel, as behind squeeze-and-excitation, its rows are walked over
+    with that value. Measured against dequantize, multiply, quantize (AVX512-VNNI, one thread, us):
+
+    =======================  =====  =====
+    shape                    float  this
+    =======================  =====  =====
+    1,000 times 1,000        27     20
+    100,000 times 100,000    131    79
+    1e6 times 1e6            4897   748
+    1 x 72 x 28 x 28, gate   69     52
+    1 x 672 x 14 x 14, gate  193    114
+    1 x 32 x 112^2, gate     508    288
+    =======================  =====  =====
+    """
+
+    name: ClassVar[str] = "cpu.mul"
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """uint8, uint8, any shapes that broadcast -> uint8, four dimensions channels-last."""
+        scale_a, zero_a, scale_b, zero_b, step = self._numbers
+        if a.shape == b.shape:
+            return self._same(a, b)
+        if is_gate(b, a):
+            return self._gated(a, b, zero_a, zero_b)
+        if is_gate(a, b):
+            return self._gated(b, a, zero_b, zero_a)
+        x = a.to(torch.float32).sub_(zero_a)
+        y = b.to(torch.float32).sub_(zero_b)
+        y = torch.mul(x, y).mul_(scale_a * scale_b / step).add_(self._zero)
+        return dense(y.clamp_(self._low, self._high).view(torch.int32).to(torch.uint8))
+
+    def _round(self, x: Tensor, y: Tensor, zero: Tensor, out: Tensor) -> None:
+        """out = x * y in steps; x and y hold integers as float32, x is overwritten."""
+        scale_a, _, scale_b, _, step = self._numbers
+        torch.addcmul(zero, x, y, value=scale_a * scale_b / step, out=x).clamp_(self._low, self._high)
+        out.copy_(x.view(torch.int32))
+
+    def _same(self, a: Tensor, b: Tensor) -> Tensor:
+        _, zero_a, _, zero_b, _ = self._numbers
+        if a.stride() != b.stride():
+            a, b = dense(a), dense(b)
+        a, flat_a = line(a)
+        b, flat_b = line(b)
+        out, zero = torch.empty(a.numel(), dtype=torch.uint8), torch.tensor(self._zero)
+        for step in chunks(a.numel()):
+            x = flat_a[step].to(torch.float32).sub_(zero_a)
+            self._round(x, flat_b[step].to(torch.float32).sub_(zero_b), zero, out[step])
+        return dense(out.as_strided(a.shape, a.stride()))
+
+    def _gated(self, x: Tensor, gate: Tensor, zero_x: int, zero_gate: int) -> Tensor:
+        """x (N, C, ...) times gate (N or 1, C, 1...)."""
+        rows = x.movedim(1, -1).contiguous()
+        samples, channels = len(rows), rows.shape[-1]
+        source = rows.view(samples, -1, channels)
+        out, zero = torch.empty(source.shape, dtype=torch.uint8), torch.tensor(self._zero)
+        factor = gate.to(torch.float32).sub_(zero_gate).view(-1, 1, channels).expand(samples, 1, channels)
+        size = source[0].numel()
+        together = max(CHUNK // size, 1)  # samples at once
+        height = source.shape[1] if size <= CHUNK else max(CHUNK // channels, 1)
+        for n in range(0, samples, together):
+            for start in range(0, source.shape[1], height):
+                part = slice(n, n + together), slice(start, start + height)
+                self._round(
+                    source[part].to(torch.float32).sub_(zero_x), factor[n : n + together], zero, out[part]
+                )  # fmt: skip
+        return dense(out.view(rows.shape).movedim(-1, 1))
+
+
+def is_gate(gate: Tensor, x: Tensor) -> bool:
+    """Whether `gate` has one value per channel (axis 1) of `x`, for each sample or for all. Not where `x` is empty."""
+    return (
+        x.dim() > 2
+        and gate.dim() == x.dim()
+        and x.numel() > 0
+        and gate.shape[0] in (1, x.shape[0])
+        and gate.shape[1] == x.shape[1]
+        and gate.numel() == gate.shape[0] * gate.shape[1]
+    )
