@@ -133,7 +133,7 @@ def squared(m, x):
 def test_through_the_pipeline(forward, recwarn):
     layers = {"first": nn.Conv2d(3, 8, 3), "gate": nn.Conv2d(8, 8, 1), "last": nn.Conv2d(8, 4, 3)}
     model, x = module(forward, **layers), torch.randn(2, 3, 20, 20)
-    quantized = fxq.quantize(model, fxq.Recipe.static(backend="x86"), data=[x])
+    quantized = fxq.quantize(model, fxq.Recipe.static(backend="x86").with_optimize("coverage"), data=[x])
     assert not [w for w in recwarn if "fxq" in str(w.category) or "kernel" in str(w.message)]
     assert any(isinstance(m, x86_elementwise.Mul) for m in quantized.modules())
     assert sqnr(model(x), quantized(x)) > 25

@@ -23,6 +23,7 @@ from tests.helpers import graph
 from tests.kernels import CHANNELS_LAST, OUTS, RESIDUAL, X, agree, bytes_, copies, real, weight
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
 PRELU = Post("prelu")
 
 
@@ -117,8 +118,8 @@ def network(activation: nn.Module) -> nn.Module:
 def test_either_kernel_can_be_asked_for(activation):
     x = torch.randn(2, 3, 12, 12)
     model = network(activation)
-    short = fxq.quantize(model, fxq.Recipe.static(backend="x86"), data=[x])
-    whole = fxq.quantize(model, fxq.Recipe.static(backend="x86").insert_pass(TakeLonger(), after="annotate"), data=[x])
+    short = fxq.quantize(model, RECIPE, data=[x])
+    whole = fxq.quantize(model, RECIPE.insert_pass(TakeLonger(), after="annotate"), data=[x])
     names = [type(m).__name__ for m in short.modules()], [type(m).__name__ for m in whole.modules()]
     assert names[0].count("Quantize") + names[0].count("PReLUQuantize") == 2
     assert names[1].count("Quantize") == 1 and names[1].count("Conv") == 2
