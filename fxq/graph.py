@@ -42,6 +42,7 @@ class Plan:
         fate: `int8` (runs on integers), `moves` (moves integers), or `float`.
         reason: why it is float, or why the ops behind the kernel are; empty otherwise.
         reads: the spec that it wants of each value that it reads as integers, by the value's name.
+        emits: the spec of its result where its kernel emits nothing but integers, else None.
         kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
         longer: for such a unit, how many ops another kernel runs, which is not always the faster one; 0: there is none.
         fix: what the user can change to get another decision (a recipe line), or empty.
@@ -55,6 +56,7 @@ class Plan:
     longer: int = 0
     fix: str = ""
     cost: Cost | None = None
+    emits: TensorSpec | None = None
 
 
 @dataclass(frozen=True)

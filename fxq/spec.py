@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,12 @@ class QuantConfig:
     def is_float(self) -> bool:
         """Whether the layer stays in float."""
         return self.activation is None
+
+    def narrowed(self, bits: int) -> QuantConfig:
+        """The same, with activations of at most `bits` bits."""
+        if self.activation is None or self.activation.bits <= bits:
+            return self
+        return replace(self, activation=replace(self.activation, bits=bits))
 
     def to_dict(self) -> dict[str, Any] | str:
         """Plain data for a recipe file: `"float"`, or the two specs as dicts."""

@@ -59,7 +59,7 @@ class _Candidate:
         calls: the ops of the node.
         spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
         inputs: the nodes that its activations come from.
-        partial: what the backend says when its kernel runs only the first ops of the unit, else None.
+        support: what the backend says of it.
         wanted: the spec that a consumer wants of its value, or None.
         reason: why it was turned down; empty while it stands.
     """
@@ -67,7 +67,7 @@ class _Candidate:
     calls: tuple[OpCall, ...]
     spec: TensorSpec
     inputs: tuple[fx.Node, ...]
-    partial: Support | None = None
+    support: Support
     wanted: TensorSpec | None = None
     reason: str = ""
 
@@ -100,9 +100,12 @@ class _Candidate:
             reason = self.reason or "nothing reads integers from it"
             return Plan("float", reason)
         reads = {n.name: spec for n in self.inputs}
-        if self.partial is not None:
-            return Plan("int8", self.partial.reason, reads, self.partial.ops, self.partial.longer)
-        return Plan("moves" if self.moves else "int8", reads=reads)
+        if self.moves:
+            return Plan("moves", reads=reads)
+        emits = None if self.support.emits_float else self.spec
+        if self.support.ops == len(self.calls):
+            return Plan("int8", reads=reads, emits=emits)
+        return Plan("int8", self.support.reason, reads, self.support.ops, self.support.longer, emits=emits)
 
 
 def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...], changes: Changes) -> _Candidate | Plan:
@@ -120,14 +123,14 @@ def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...], cha
     reason = _unfit(rewriter.gm, calls, changes)
     if reason is not None:
         return Plan("float", reason)
+    config = context.backend.config(config, calls)
     support = context.backend.supports(rewriter.gm, node, calls, config)
     if support.ops == 0:
         return Plan("float", support.reason)
     assert config.activation is not None
-    partial = support if support.ops < len(calls) else None
     by_kernel = inputs_of(calls[: support.ops])  # what the ops behind the kernel read, they read in float
     activations = tuple(dict.fromkeys(i.node for i in by_kernel if i.role == "activation" and i.node.op != "get_attr"))
-    return _Candidate(calls, context.backend.activation(config.activation), activations, partial)
+    return _Candidate(calls, config.activation, activations, support)
 
 
 def _called(gm: fx.GraphModule, node: fx.Node) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import fx
+
 import fxq.patterns  # noqa: F401  (registers the patterns)
+from fxq.graph import op_of
 from fxq.passbase import Pass, Stage
 from fxq.pattern import FUSIONS
 from fxq.rewrite import Rewriter
@@ -16,7 +20,8 @@ class Fuse(Pass):
     """Turn what the registered fusion patterns match into units, largest pattern first.
 
     Before: relu(conv2d(x, w, b))    After: conv2d_relu(x, w, b), one node that runs both
-    Keeps: the output, exactly. A node belongs to one unit; ops that the recipe configures differently stay apart.
+    Keeps: the output, exactly. A node belongs to one unit. Ops that the recipe configures differently stay apart,
+    and so do those that the backend wants apart.
     """
 
     name: ClassVar[str] = "fuse"
@@ -25,4 +30,10 @@ class Fuse(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Match all rules, then make the units."""
-        rewriter.fuse(FUSIONS.largest_first(), refuse=rewriter.context.configures_apart)
+        context = rewriter.context
+
+        def refuse(nodes: Sequence[fx.Node]) -> bool:
+            ops = [op for op in map(op_of, nodes) if op is not None]
+            return context.configures_apart(nodes) or not context.backend.fuses(ops)
+
+        rewriter.fuse(FUSIONS.largest_first(), refuse)

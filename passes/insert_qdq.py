@@ -129,7 +129,8 @@ def _convert_weights(rewriter: Rewriter) -> None:
         if plan is None or plan.fate != "int8":
             continue
         calls = calls_of(rewriter.gm, node)
-        config, _ = rewriter.context.config_for(info(node).path, calls[0].op.name)
+        asked, _ = rewriter.context.config_for(info(node).path, calls[0].op.name)
+        config = rewriter.context.backend.config(asked, calls)
         for read in inputs_of(calls):
             if read.role == "weight" and config.weight is not None:
                 axis = read.axis if config.weight.per_channel else None

@@ -40,6 +40,10 @@ class ShareQParams(Pass):
         for node in nodes:
             for value, spec in reads_of(node):
                 wanted.setdefault(value, {})[spec] = None
+        for node in nodes:
+            plan = info(node).plan
+            if plan is not None and plan.emits is not None and node not in wanted:
+                wanted[node] = {plan.emits: None}
         ties: nx.Graph[Hashable] = nx.Graph()
         ties.add_nodes_from((value, spec) for value, specs in wanted.items() for spec in specs)
         moved: set[Key] = set()

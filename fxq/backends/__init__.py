@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import importlib
 
+from fxq.backends import cpu
 from fxq.backends.base import Backend, Support
 from fxq.errors import BackendError, unknown, warn
 
-_BACKENDS = {"reference": "fxq.backends.reference:Reference", "x86": "fxq.backends.x86:X86"}
-_AUTO = ("x86", "reference")
+_BACKENDS = {
+    "reference": "fxq.backends.reference:Reference",
+    "x86": "fxq.backends.x86:X86",
+    "fbgemm": "fxq.backends.fbgemm:Fbgemm",
+    "qnnpack": "fxq.backends.qnnpack:Qnnpack",
+}
 NAMES = ("auto", *_BACKENDS)
 """What a recipe may ask for."""
 
 
+def auto_order() -> tuple[str, ...]:
+    """The backends that "auto" tries, best first.
+
+    On x86-64, x86 is the fastest and emits float; fbgemm does where PyTorch is built without oneDNN. qnnpack is made
+    for ARM: it runs on x86, too, but slower than float.
+    """
+    return ("x86", "fbgemm", "reference") if cpu.is_x86() else ("qnnpack", "reference")
+
+
 def get_backend(name: str, device: str = "cpu") -> Backend:
-    """The backend of that name; "auto" is the first of x86 and reference that this machine runs.
+    """The backend of that name; "auto" is the first of `auto_order()` that this machine runs.
 
     Args:
         name: "auto", or a backend's name.
@@ -25,7 +39,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     """
     backend: Backend
     if name == "auto":
-        for candidate in _AUTO:
+        for candidate in auto_order():
             try:
                 backend = get_backend(candidate, device)
             except BackendError:
@@ -49,4 +63,4 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     return backend
 
 
-__all__ = ["NAMES", "Backend", "Support", "get_backend"]
+__all__ = ["NAMES", "Backend", "Support", "auto_order", "get_backend"]

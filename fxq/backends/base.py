@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import fx
 
-from fxq.spec import QuantConfig, TensorSpec
+from fxq.optable import Op
+from fxq.spec import QuantConfig
 from fxq.unit import OpCall
 
 if TYPE_CHECKING:
@@ -26,11 +28,14 @@ class Support:
         longer: how many of its ops another kernel runs, which takes along more of them at a price, so that neither is
             always the faster one. 0: there is no such kernel. A plan gets it where its `kernel_ops` says so, or (when
             it is all of them) is None.
+        emits_float: whether the kernel can emit float. If not, its result is rounded to a grid of its own where nobody
+            reads integers from it.
     """
 
     ops: int
     reason: str = ""
     longer: int = 0
+    emits_float: bool = True
 
 
 class Backend(ABC):
@@ -55,9 +60,16 @@ class Backend(ABC):
     def lower(self, rewriter: Rewriter) -> None:
         """Replace units of the qdq graph by kernels."""
 
-    def activation(self, spec: TensorSpec) -> TensorSpec:
-        """The spec that this backend uses where a recipe asks for `spec` (fewer bits on some CPUs)."""
-        return spec
+    def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
+        """The config that this backend uses for a unit of `calls` where a recipe asks for `config`.
+
+        Fewer bits on some CPUs; one scale for a whole weight where the kernel takes no more.
+        """
+        return config
+
+    def fuses(self, ops: Sequence[Op]) -> bool:
+        """Whether ops that a fusion pattern joins may become one unit."""
+        return True
 
     def check_machine(self) -> None:
         """Raise `BackendError` when this machine cannot run the backend; warn about its limits."""

@@ -14,6 +14,11 @@ def _flag(name: str) -> bool:
     return bool(ask()) if callable(ask) else False
 
 
+def is_x86() -> bool:
+    """Whether this is a 64-bit x86 CPU."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 @cache
 def has_vnni() -> bool:
     """Whether u8 x s8 products are summed in int32. Without it, pairs of products saturate in int16."""

@@ -50,7 +50,8 @@ class RowBackend(Backend):
         if parts.post is not None and parts.post.name in row.twice:
             return _supports_either(gm, parts)
         rest = calls[parts.ops :]
-        return Support(parts.ops, f"{self.name} has no int8 kernel for {rest[0].op.name}" if rest else "")
+        reason = f"{self.name} has no int8 kernel for {rest[0].op.name}" if rest else ""
+        return Support(parts.ops, reason, emits_float=row.emits_float)
 
     def lower(self, rewriter: Rewriter) -> None:
         """Units first, then the conversions that are left; last, which residuals may be overwritten."""

@@ -112,6 +112,7 @@ class Row:
         adds: whether the kernel adds a residual itself.
         make: builds the kernel, or None where the op runs on integers as it stands.
         refuses: why a unit cannot have this kernel, before its parameters are known.
+        emits_float: whether the kernel can also emit float32.
     """
 
     make: Make | None
@@ -119,6 +120,7 @@ class Row:
     posts: tuple[str, ...] = ()
     adds: bool = False
     twice: tuple[str, ...] = ()
+    emits_float: bool = True
 
 
 def post_of(call: OpCall) -> Post:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -17,7 +16,8 @@ from fxq.backends.lowering import RowBackend
 from fxq.backends.rows import Row
 from fxq.backends.x86_rows import ROWS
 from fxq.errors import BackendError, warn
-from fxq.spec import TensorSpec
+from fxq.spec import QuantConfig
+from fxq.unit import OpCall
 
 
 class X86(RowBackend):
@@ -28,7 +28,7 @@ class X86(RowBackend):
 
     def check_machine(self) -> None:
         """Refuse other CPUs; warn where 8-bit activations would overflow."""
-        if platform.machine().lower() not in ("x86_64", "amd64") or not cpu.has_onednn_int8():
+        if not cpu.is_x86() or not cpu.has_onednn_int8():
             raise BackendError(
                 f'backend="x86" needs an x86-64 CPU and PyTorch built with oneDNN; this is {platform.machine()} '
                 f'with torch {torch.__version__}. Use backend="reference".'
@@ -39,9 +39,9 @@ class X86(RowBackend):
                 "overflow. fxq uses 7-bit activations here; expect a little less accuracy."
             )
 
-    def activation(self, spec: TensorSpec) -> TensorSpec:
-        """At most 7 bits on a CPU without VNNI."""
-        return replace(spec, bits=7) if cpu.saturates(spec.qmax) else spec
+    def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
+        """Activations of at most 7 bits on a CPU without VNNI."""
+        return config.narrowed(7) if cpu.saturates(255) else config
 
     @property
     def rows(self) -> Mapping[str, Row]:

@@ -1,0 +1,118 @@
+"""The fbgemm backend: PyTorch's packed quantized kernels for x86 servers, as long as PyTorch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxq.backends import cpu, packed
+from fxq.backends.packed_rows import PackedBackend, table
+from fxq.backends.rows import Row
+from fxq.errors import warn
+from fxq.graph import info
+from fxq.qparams import QParams
+from fxq.spec import QuantConfig
+from fxq.unit import OpCall
+
+
+class _Fbgemm:
+    """What all its kernels with weights have in common."""
+
+    engine: ClassVar[str] = "fbgemm"
+
+    @classmethod
+    def overflows(cls, x: QParams | None, depthwise: bool = False) -> str | None:
+        """Without VNNI two products are added in 16 bits; with it, depthwise convolutions still do that."""
+        if x is None or x.qmax <= 128 or (cpu.has_vnni() and not depthwise):
+            return None
+        where = "in depthwise convolutions" if cpu.has_vnni() else "on this CPU"
+        return f"fbgemm adds products in 16 bits {where}: activations up to {x.qmax} may overflow; use 7 bits"
+
+
+class Conv(_Fbgemm, packed.Conv):
+    """conv1d, conv2d, conv3d."""
+
+    name: ClassVar[str] = "fbgemm.conv"
+
+
+class ConvTranspose(_Fbgemm, packed.ConvTranspose):
+    """conv_transpose1d, conv_transpose2d, conv_transpose3d.
+
+    In torch 2.13 the shortcut that two dimensions take is wrong, by up to 255 steps: kernels 2 high, stride 1 or 2,
+    channels in multiples of 8, no padding, such as a U-Net's `ConvTranspose2d(64, 32, 2, stride=2)`. Three dimensions
+    have no such shortcut.
+    """
+
+    name: ClassVar[str] = "fbgemm.conv_transpose"
+    deepens: ClassVar[bool] = True
+
+    @classmethod
+    def scales_refused(cls, groups: int) -> str | None:
+        """PyTorch does not pack such a weight."""
+        return "fbgemm's transposed convolution takes one scale for the whole weight"
+
+
+class Linear(_Fbgemm, packed.Linear):
+    """A linear layer, into uint8 or float32."""
+
+    name: ClassVar[str] = "fbgemm.linear"
+    emits_float: ClassVar[bool] = True
+
+
+class Add(packed.Binary):
+    """a + b."""
+
+    name: ClassVar[str] = "fbgemm.add"
+    op: ClassVar[str] = "add"
+
+
+class Mul(packed.Binary):
+    """a * b."""
+
+    name: ClassVar[str] = "fbgemm.mul"
+    op: ClassVar[str] = "mul"
+
+
+ROWS: dict[str, Row] = table(Conv, ConvTranspose, Linear, Add, Mul)
+
+
+class Fbgemm(PackedBackend):
+    """uint8 activations, int8 per-channel weights; per tensor in transposed convolutions.
+
+    Activations have 7 bits where fbgemm adds in 16 bits: in front of depthwise convolutions, and everywhere on a CPU
+    without VNNI. (64 channels, 3 x 3, on AVX512-VNNI: 8-bit activations are off by up to 96 steps, 7-bit ones by none.)
+    """
+
+    name: ClassVar[str] = "fbgemm"
+
+    @property
+    def rows(self) -> Mapping[str, Row]:
+        """See `packed_rows.py`."""
+        return ROWS
+
+    def check_machine(self) -> None:
+        """Refuse a build without the engine; warn where 8-bit activations would overflow."""
+        super().check_machine()
+        if not cpu.has_vnni():
+            warn(
+                "this CPU has no VNNI: fbgemm adds pairs of products in 16 bits, which 8-bit activations overflow. "
+                "fxq uses 7-bit activations here; expect a little less accuracy."
+            )
+
+    def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
+        """7-bit activations where 8 overflow, per-tensor weights for transposed convolutions."""
+        if not cpu.has_vnni() or _is_depthwise(calls[0]):
+            config = config.narrowed(7)
+        if calls[0].op.name.startswith("conv_transpose") and config.weight is not None:
+            config = replace(config, weight=replace(config.weight, per_channel=False))
+        return config
+
+
+def _is_depthwise(call: OpCall) -> bool:
+    weight: Any = call.tensors.get("weight")
+    shape = info(weight).shape if isinstance(weight, fx.Node) else None
+    groups = call.options.get("groups", 1)
+    return call.op.name.startswith("conv") and shape is not None and packed.is_depthwise(shape, groups)
