@@ -134,7 +134,7 @@ class Recipe:
         """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
         Args:
-            backend: "auto", "x86" or "reference".
+            backend: "auto", "x86", "fbgemm", "qnnpack" or "reference".
             activation: spec of all activations; the default is uint8 affine with the histogram observer.
             weight: spec of all weights; the default is int8 symmetric per channel.
             correct_bias: fit scale and bias of every layer to its float form (the preset "static_corrected").

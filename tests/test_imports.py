@@ -190,6 +190,30 @@ def test_only_backends_name_kernels(kernels):
     assert named == set()
 
 
+QUANTIZED = ("quint8", "qint8", "qint32", "quantize_per_", "per_tensor_quantized", "per_channel_quantized", "qengine")
+
+
+def test_one_module_touches_quantized_dtypes():
+    """PyTorch announces their removal: what goes with them is to be in one place."""
+    named = {
+        name
+        for name, tree in TREES.items()
+        if within(name, "fxq")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (any(part in node.attr for part in QUANTIZED) or ast.unparse(node).endswith("backends.quantized"))
+    }
+    assert named == {"fxq.backends.packed"}
+    kernels = {
+        (name, node.attr)
+        for name, tree in TREES.items()
+        if within(name, "fxq")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.ops.quantized.")
+    }
+    assert kernels == {("fxq.backends.pool", "max_pool2d")}  # on plain uint8
+
+
 def test_scripts_use_the_public_api():
     def allowed(name, i):
         return folder(name) != "scripts" or not ours(i) or i.module == "fxq"
@@ -205,7 +229,9 @@ def test_backends_stand_on_their_own():
             return True
         family = name.rpartition(".")[2].partition("_")[0]
         other = i.module.rpartition(".")[2].partition("_")[0]
-        shared = ("arithmetic", "base", "cpu", "convert", "elementwise", "kernel", "lowering", "pool", "rows", "table")
+        shared = (
+            "arithmetic", "base", "cpu", "convert", "elementwise", "kernel", "lowering", "packed", "pool", "rows", "table",
+        )  # fmt: skip
         return i.module == "fxq.backends" or other in (family, *shared)
 
     assert breaches(allowed) == []
