@@ -92,5 +92,8 @@ def made_by(value: Any) -> Any:
 
 def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a unit is one layer with at most an activation behind it: its kernel can hand out floats."""
+    plan = info(node).plan
+    if plan is not None and plan.emits is not None:
+        return False
     first, *rest = calls_of(gm, node)
     return first.op.quant.heavy and not any(call.op.quant.kind == "computes" for call in rest)

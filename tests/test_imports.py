@@ -230,7 +230,8 @@ def test_backends_stand_on_their_own():
         family = name.rpartition(".")[2].partition("_")[0]
         other = i.module.rpartition(".")[2].partition("_")[0]
         shared = (
-            "arithmetic", "base", "cpu", "convert", "elementwise", "kernel", "lowering", "packed", "pool", "rows", "table",
+            "arithmetic", "base", "cpu", "convert", "elementwise", "kernel",
+            "lowering", "packed", "pool", "rows", "table",
         )  # fmt: skip
         return i.module == "fxq.backends" or other in (family, *shared)
 
