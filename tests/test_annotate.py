@@ -142,13 +142,7 @@ def test_half_precision_is_not_quantized():
 @pytest.mark.parametrize(
     ("middle", "node", "reason"),
     [
-        (
-            lambda m, x: F.adaptive_avg_pool2d(x, 3),
-            "adaptive_avg_pool2d",
-            "its windows depend on the size of the input",
-        ),
         (lambda m, x: F.avg_pool2d(x, 2, ceil_mode=True), "avg_pool2d", "ceil_mode=True"),
-        (lambda m, x: x.mean(1, keepdim=True).expand(-1, 4, -1, -1), "mean", "only the mean over height and width"),
     ],
 )
 def test_what_x86_has_no_kernel_for(middle, node, reason):

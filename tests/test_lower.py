@@ -53,7 +53,7 @@ def lowered(model, x, recipe=X86):
             conv2_add_relu = x86.conv(conv1_relu, stem_relu)
             down = x86.conv(conv2_add_relu)
             conv3_add_relu = x86.conv(conv2_add_relu, down)
-            mean = cpu.mean2d(conv3_add_relu)
+            mean = cpu.mean(conv3_add_relu)
             head = x86.linear(mean)
             return head
             """,
@@ -65,7 +65,7 @@ def lowered(model, x, recipe=X86):
             x_q = module cpu.quantize(x)
             stem_hardswish = x86.conv(x_q)
             stem_hardswish_dq = module cpu.dequantize(stem_hardswish)
-            pool = cpu.mean2d(stem_hardswish)
+            pool = cpu.mean(stem_hardswish)
             reduce_relu = x86.conv(pool)
             expand = x86.conv(reduce_relu)
             hardsigmoid = hardsigmoid(expand)

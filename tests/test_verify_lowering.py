@@ -115,7 +115,7 @@ def test_text_of_what_is_put_back(monkeypatch):
         conv2_add_relu = x86.conv(conv1_relu, stem_relu)
         down = x86.conv(conv2_add_relu)
         conv3_add_relu = x86.conv(conv2_add_relu, down)
-        mean = cpu.mean2d(conv3_add_relu)
+        mean = cpu.mean(conv3_add_relu)
         mean_dq_1 = dequantize(mean, A)
         head_weight_dq_1 = int8(head_weight, axis=0)
         head_1 = linear(mean_dq_1, head_weight_dq_1, @head.bias)

@@ -12,10 +12,10 @@ from fxq.backends import cpu
 from fxq.backends.convert import dequantize, prelu_quantize, quantize
 from fxq.backends.elementwise import Clamp, Pad
 from fxq.backends.kernel import Kernel, Post
-from fxq.backends.pool import MaxPool2d, Mean2d
+from fxq.backends.pool import MaxPool2d, Mean
 from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_linear import Linear
-from fxq.backends.x86_pool import AvgPool2d
+from fxq.backends.x86_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.qparams import QParams
@@ -155,7 +155,9 @@ def test_copies_compute_the_same_and_hold_nothing_packed():
         ConvTranspose2d(*weight(8, 3, 4, 4, axis=1)[:2], None, X, OUTS[0], stride=2, padding=1, post=Post("relu")),
         MaxPool2d(3, 2, 1),
         AvgPool2d(X, OUTS[0], 3, 2, 1),
-        Mean2d(X, None, keepdim=True),
+        Mean(X, None, (2, 3), keepdim=True),
+        AdaptiveAvgPool2d(X, OUTS[0], (3, None)),
+        AdaptiveAvgPool2d(X, None, (2, 3)),
         Clamp(X, Post("relu6")),
         Pad(X, (1, 2, 0, 3)),
     ]
@@ -173,10 +175,30 @@ def test_pooling():
             y = F.max_pool2d(image.float(), 3, 2, 1, ceil_mode=ceil)
             assert torch.equal(MaxPool2d(3, 2, 1, ceil_mode=ceil)(image).float(), y)
         agree(AvgPool2d(X, OUTS[0], (3, 2), 2, (1, 0))(image), F.avg_pool2d(real(image, X), (3, 2), 2, (1, 0)), OUTS[0])
-        agree(Mean2d(X, OUTS[1])(image), real(image, X).mean((2, 3)), OUTS[1])
-        agree(Mean2d(X, None, keepdim=True)(image), real(image, X).mean((2, 3), keepdim=True), None)
+        for size in [(13, 3), (1, 9), (4, 2), (None, 1)]:
+            y = F.adaptive_avg_pool2d(real(image, X), size)
+            agree(AdaptiveAvgPool2d(X, OUTS[0], size)(image), y, OUTS[0])
+            agree(AdaptiveAvgPool2d(X, None, size)(image), y, None)
     assert torch.equal(MaxPool2d(3, 2, 1, dims=1)(x[0]).float(), F.max_pool1d(x[0].float(), 3, 2, 1))
     agree(AvgPool2d(X, None, 3, 2, 1, dims=1)(x[0]), F.avg_pool1d(real(x[0], X), 3, 2, 1), None)
+
+
+@pytest.mark.parametrize("dim", [(2, 3), (-1,), (1,), 1, (0, 1, 2, 3), (-3, -2, -1)], ids=str)
+def test_mean_and_sum(dim):
+    x = bytes_(3, 6, 13, 9)
+    for image in [x, x.contiguous(memory_format=CHANNELS_LAST), x[:, ::2], x.transpose(1, 3)]:
+        for keepdim in (False, True):
+            for out in (None, OUTS[1]):
+                agree(Mean(X, out, dim, keepdim)(image), real(image, X).mean(dim, keepdim=keepdim), out)
+            wide = QParams.per_tensor(1.93, 100)
+            agree(Mean(X, wide, dim, keepdim, total=True)(image), real(image, X).sum(dim, keepdim=keepdim), wide)
+    long = bytes_(2, 70001)  # beyond what float32 sums exactly
+    agree(Mean(X, OUTS[2], -1)(long), real(long, X).mean(-1), OUTS[2])
+    agree(Mean(X, OUTS[2], 0)(x[:1]), real(x[:1], X).mean(0), OUTS[2])
+    assert Mean(X, OUTS[0], (1, 2))(x[:0]).shape == (0, 9)
+    assert Mean(X, OUTS[0], 0, total=True)(x[:0]).eq(OUTS[0].z).all()
+    with pytest.raises(BackendError, match="mean of no elements"):
+        Mean(X, OUTS[0], 0)(x[:0])
 
 
 def test_clamp_and_pad():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fxq.backends.convert import quantize
-from fxq.backends.kernel import Kernel, activation_refused, first_reason, pair, refuse
+from fxq.backends.convert import MAGIC, dense
+from fxq.backends.kernel import Kernel, activation_refused, first_reason, numbers, pair, refuse
+from fxq.errors import BackendError
 from fxq.qparams import QParams
 
 
@@ -75,22 +77,35 @@ class MaxPool2d(Kernel):
         )
 
 
-class Mean2d(Kernel):
-    """Mean over height and width, summed in integers.
+_EXACT = 2**16
+"""Sums of up to this many bytes are exact in float32."""
+
+
+class Mean(Kernel):
+    """Mean or sum over any axes, summed exactly. Rounds once.
+
+    Against dequantize, mean, quantize (AVX512-VNNI, one thread, us): 72 x 28 x 28 33 / 43, 960 x 7 x 7 31 / 41,
+    32 x 112 x 112 115 / 232.
 
     Args:
         x: grid of the input.
         out: grid of the output; None for float32.
-        keepdim: whether height and width stay, with size 1.
+        dim: the axes, at least one.
+        keepdim: whether the axes stay, with size 1.
+        total: the sum instead of the mean.
     """
 
-    name: ClassVar[str] = "cpu.mean2d"
-    options: ClassVar[tuple[str, ...]] = ("x", "out", "keepdim")
+    name: ClassVar[str] = "cpu.mean"
+    options: ClassVar[tuple[str, ...]] = ("x", "out", "dim", "keepdim", "total")
 
-    def __init__(self, x: QParams, out: QParams | None, keepdim: bool = False) -> None:
+    def __init__(
+        self, x: QParams, out: QParams | None, dim: int | Sequence[int], keepdim: bool = False, total: bool = False
+    ) -> None:
         super().__init__()
         refuse(self.name, self.refuses(x=x, out=out))
-        self.x, self.out, self.keepdim = x, out, keepdim
+        self.x, self.out, self.keepdim, self.total = x, out, keepdim, total
+        self.dim = (dim,) if isinstance(dim, int) else tuple(dim)
+        self._input, self._output = numbers(x), numbers(out)
 
     @classmethod
     def refuses(cls, *, x: QParams | None = None, out: QParams | None = None) -> str | None:
@@ -98,10 +113,19 @@ class Mean2d(Kernel):
         return first_reason([activation_refused("the input", x), activation_refused("the output", out)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """uint8 (..., H, W) -> (...) or (..., 1, 1), on `out`'s grid or float32."""
-        count = x.shape[-1] * x.shape[-2]
-        total = x.sum((-2, -1), keepdim=self.keepdim, dtype=torch.int32).sub_(count * self.x.z)
+        """uint8, any shape -> `out`'s grid or float32."""
+        count = math.prod(x.shape[d] for d in self.dim)
+        scale, zero = self._input
+        if not self.total:
+            if count == 0:
+                raise BackendError(f"{self.name}: the mean of no elements: axes {self.dim} of {tuple(x.shape)}.")
+            scale /= count
+        if count <= _EXACT:
+            y = x.sum(self.dim, keepdim=self.keepdim, dtype=torch.float32).sub_(count * zero)
+        else:
+            y = x.sum(self.dim, keepdim=self.keepdim, dtype=torch.int64).sub_(count * zero).to(torch.float32)
         if self.out is None:
-            return total.to(torch.float32).mul_(self.x.s / count)
-        step = self.out.s * count / self.x.s
-        return quantize(total, step, self.out.z, self.out.qmax, self.out.qmin)
+            return y.mul_(scale)
+        step, zero = self._output
+        y = y.mul_(scale / step).add_(MAGIC + zero).clamp_(MAGIC + self.out.qmin, MAGIC + self.out.qmax)
+        return dense(y.view(torch.int32).to(torch.uint8))

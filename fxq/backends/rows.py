@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxq.backends.elementwise import Clamp, Pad
 from fxq.backends.kernel import Kernel, Post
-from fxq.backends.pool import MaxPool2d, Mean2d
+from fxq.backends.pool import MaxPool2d, Mean
 from fxq.errors import BackendError
 from fxq.graph import info
 from fxq.qparams import QParams
@@ -176,28 +176,19 @@ def wanted(operands: Operands) -> QParams:
     return operands.out
 
 
-def _is_global(parts: Parts) -> bool:
-    """Whether an adaptive pooling has one output, so that it is a mean whatever the size of its input."""
-    return parts.first.op.name == "adaptive_avg_pool2d" and tuple(parts.first.options["output_size"]) == (1, 1)
-
-
 def _adaptive_refuses(parts: Parts, node: fx.Node) -> str | None:
-    if len(info(node).shape or ()) != 4:
-        return f"{parts.first.op.name} of other than (N, C, H, W) has no kernel"
-    return None if _is_global(parts) else "its windows depend on the size of the input"
+    return None if all(n == 1 for n in parts.first.options["output_size"]) else "its windows depend on the input's size"
 
 
-def _mean_refuses(parts: Parts, node: fx.Node) -> str | None:
-    source = parts.first.tensors["x"]
-    rank = len(info(source).shape or ())
-    dim = parts.first.options["dim"]
-    dims = {d % rank for d in ((dim,) if isinstance(dim, int) else dim)} if rank else set()
-    return None if rank == 4 and dims == {2, 3} else "only the mean over height and width has a kernel"
+def global_mean(parts: Parts, operands: Operands) -> Kernel:
+    """An adaptive pooling to one value is a mean, whatever the size of its input."""
+    axes = len(parts.first.options["output_size"])
+    return Mean(operands.grids[0], operands.out, range(-axes, 0), keepdim=True)
 
 
 def _mean(parts: Parts, operands: Operands) -> Kernel:
-    keepdim = parts.first.op.name == "adaptive_avg_pool2d" or parts.first.options["keepdim"]
-    return Mean2d(operands.grids[0], operands.out, keepdim)
+    options = parts.first.options
+    return Mean(operands.grids[0], operands.out, options["dim"], options["keepdim"], parts.first.op.name == "sum")
 
 
 def _clamp(parts: Parts, operands: Operands) -> Kernel:
@@ -218,8 +209,11 @@ NATIVE = Row(None, never)
 PLAIN: dict[str, Row] = {
     "max_pool1d": Row(_max_pool, never),
     "max_pool2d": Row(_max_pool, never),
-    "adaptive_avg_pool2d": Row(_mean, _adaptive_refuses),
-    "mean": Row(_mean, _mean_refuses),
+    **dict.fromkeys(
+        ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), Row(global_mean, _adaptive_refuses)
+    ),
+    "mean": Row(_mean, never),
+    "sum": Row(_mean, never),
     "relu": Row(_clamp, never),
     "relu6": Row(_clamp, never),
     "hardtanh": Row(_clamp, never),

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fxq.backends.convert import dequantize, quantize
 from fxq.backends.kernel import Kernel, activation_refused, first_reason, pair, refuse, saturation_refused
 from fxq.backends.x86_conv import Conv
 from fxq.qparams import QParams
@@ -80,3 +82,33 @@ class AvgPool2d(Kernel):
         channels = x.shape[-1 - self.dims]
         conv = self._packed.get(channels) or self._remember(channels, self._conv(channels))
         return conv(x)
+
+
+class AdaptiveAvgPool2d(Kernel):
+    """Adaptive average pooling: a pooling with windows where they are all alike, otherwise in float.
+
+    Against the float way, to 7 x 7 (AVX512-VNNI, one thread, us): 72 x 28 x 28 40 / 50, 96 x 56 x 56 80 / 207.
+
+    Args:
+        x: grid of the input.
+        out: grid of the output; None for float32.
+        output_size: height and width; None: as the input's.
+    """
+
+    name: ClassVar[str] = "x86.adaptive_avg_pool2d"
+    options: ClassVar[tuple[str, ...]] = ("x", "out", "output_size")
+
+    def __init__(self, x: QParams, out: QParams | None, output_size: Sequence[int | None]) -> None:
+        super().__init__()
+        refuse(self.name, AvgPool2d.refuses(x=x, out=out))
+        self.x, self.out, self.output_size = x, out, tuple(output_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C, H, W) or (C, H, W) -> `out`'s grid or float32, channels-last."""
+        key = tuple(n if wanted is None else wanted for n, wanted in zip(x.shape[-2:], self.output_size, strict=True))
+        if 0 in key or any(n % wanted for n, wanted in zip(x.shape[-2:], key, strict=True)):
+            y = F.adaptive_avg_pool2d(dequantize(x, self.x.s, self.x.z), key)
+            return y if self.out is None else quantize(y, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
+        window = tuple(n // wanted for n, wanted in zip(x.shape[-2:], key, strict=True))
+        pool = self._packed.get(window) or self._remember(window, AvgPool2d(self.x, self.out, window))
+        return pool(x)

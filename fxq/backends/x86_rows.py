@@ -5,11 +5,23 @@ from __future__ import annotations
 from torch import fx
 
 from fxq.backends.kernel import Kernel
-from fxq.backends.rows import CLAMPS, PLAIN, Operands, Parts, Row, kernel_size_of, second, wanted, weighted
+from fxq.backends.rows import (
+    CLAMPS,
+    PLAIN,
+    Operands,
+    Parts,
+    Row,
+    global_mean,
+    kernel_size_of,
+    never,
+    second,
+    wanted,
+    weighted,
+)
 from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_elementwise import Add, Mul
 from fxq.backends.x86_linear import Linear
-from fxq.backends.x86_pool import AvgPool2d
+from fxq.backends.x86_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose2d
 
 
@@ -56,6 +68,13 @@ def _avg_pool(parts: Parts, operands: Operands) -> Kernel:
     return AvgPool2d(operands.grids[0], operands.out, **sizes, dims=len(options["kernel_size"]))
 
 
+def _adaptive(parts: Parts, operands: Operands) -> Kernel:
+    size = parts.first.options["output_size"]
+    if all(n == 1 for n in size):
+        return global_mean(parts, operands)
+    return AdaptiveAvgPool2d(operands.grids[0], operands.out, size)
+
+
 def _of_two_refuses(parts: Parts, node: fx.Node) -> str | None:
     return Add.refuses(post=parts.post)
 
@@ -78,6 +97,7 @@ ROWS: dict[str, Row] = {
     "conv_transpose2d": Row(_transpose, _transpose_refuses, Conv.posts, twice=Conv.twice),
     "avg_pool1d": Row(_avg_pool, _avg_pool_refuses),
     "avg_pool2d": Row(_avg_pool, _avg_pool_refuses),
+    "adaptive_avg_pool2d": Row(_adaptive, never),
     "add": Row(_add, _of_two_refuses, CLAMPS),
     "sub": Row(_add, _of_two_refuses, CLAMPS),
     "mul": Row(_mul, _of_two_refuses, CLAMPS),
