@@ -1,0 +1,184 @@
+"""Put what people use through the whole pipeline: 30 torchvision, 80 timm, 13 HuggingFace architectures.
+
+    python scripts/coverage.py                        everything that is installed, about an hour
+    python scripts/coverage.py --suite torchvision    one suite
+    python scripts/coverage.py --only 'timm/res*'     models by name or glob
+    python scripts/coverage.py --json coverage.json   the results as data too
+
+Random weights, so that nothing is downloaded; batch-norm statistics and layer scales as in a trained network. Each
+model runs in a process of its own: one that crashes or takes too long is a row like any other. It needs, beside fxq:
+
+    pip install --no-deps torchvision==0.28.0 timm     (--no-deps: they would bring another build of torch)
+    pip install transformers huggingface_hub safetensors pyyaml
+
+A row: leaves (modules that torch.fx cannot trace and that stay as they are), the share of multiply-accumulates that
+run on integers, SQNR of int8 against float, SQNR of the int8 kernels against their qdq reference, seconds to quantize.
+Where SQNR is below 20 dB, the same model is quantized by torch.ao (its reference graph, where it traces the model), and
+by rounding the input and weight of each layer alone: a network whose random weights amplify noise is lost to all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from coverage_measure import ENOUGH, Result, measure
+from coverage_models import SUBJECTS, SUITES, Subject, load
+from tabulate import tabulate
+
+
+def run(subject: Subject, timeout: float, context: Any) -> Result:
+    """Measure one model in a process of its own."""
+    receiver, sender = context.Pipe(duplex=False)
+    worker = context.Process(target=_work, args=(str(subject), sender), daemon=True)
+    worker.start()
+    sender.close()
+    result, end = Result(subject.name, subject.suite), time.monotonic() + timeout
+    try:
+        while receiver.poll(max(0.0, end - time.monotonic())):
+            result = receiver.recv()
+        worker.kill()
+        result.error = f"Timeout: after {timeout:.0f} s"
+    except EOFError:  # it has ended
+        worker.join()
+        if result.stage != "done" and not result.error:
+            result.error = f"Crash: the process ended with exit code {worker.exitcode}"
+    worker.join()
+    receiver.close()
+    return result
+
+
+def _work(name: str, sender: Connection) -> None:
+    subject = next(subject for subject in SUBJECTS if str(subject) == name)
+    measure(subject, sender.send)
+
+
+def installed(suites: Sequence[str], demanded: bool) -> list[str]:
+    """The suites whose package is there; it is imported. `demanded`: one that is missing ends the script."""
+    found = []
+    for suite in suites:
+        try:
+            load(suite)
+            found.append(suite)
+        except SystemExit as error:
+            if demanded:
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+    return found
+
+
+def row(result: Result) -> list[str]:
+    """One row of the table, as text."""
+    passed = result.stage == "done"
+    return [
+        f"{result.suite}/{result.model}",
+        result.verdict,
+        str(len(result.leaves)) if result.ops else "",
+        "" if result.macs is None else f"{100 * result.macs:.0f} %",
+        decibels(result.sqnr),
+        decibels(result.kernels),
+        "" if result.seconds is None else f"{result.seconds:.1f}",
+        others(result) if passed else result.error.partition("\n")[0][:100],
+    ]
+
+
+HEADERS = ["model", "verdict", "leaves", "int8 MACs", "SQNR dB", "to qdq dB", "s", "remark"]
+
+
+def decibels(value: float | None) -> str:
+    """A number of decibels as text; `exact` where nothing differs."""
+    if value is None:
+        return ""
+    return "exact" if value == math.inf else f"{value:.1f}"
+
+
+def others(result: Result) -> str:
+    """How other quantizers do, where they were asked."""
+    known = {"torch.ao": result.torch_ao, "rounding alone": result.rounding}
+    return ", ".join(f"{name} {decibels(value)}" for name, value in known.items() if value is not None)
+
+
+def summary(results: Sequence[Result]) -> str:
+    """One row per suite, for the README."""
+    rows = []
+    for suite in SUITES:
+        some = [r for r in results if r.suite == suite]
+        done = [r for r in some if r.stage == "done"]
+        if not some:
+            continue
+        macs = [100 * r.macs for r in done if r.macs is not None]
+        rows.append(
+            [
+                suite,
+                len(some),
+                len(done),
+                sum(not r.leaves for r in done),
+                f"{median(macs):.0f} %" if macs else "",
+                sum(len(r.put_back) for r in done),
+                sum(r.sqnr is not None and r.sqnr >= ENOUGH for r in done),
+                sum(r.verdict == "ill-conditioned" for r in done),
+                f"{median(r.seconds or 0.0 for r in done):.1f}" if done else "",
+            ]
+        )
+    headers = [
+        "suite",
+        "models",
+        "quantized",
+        "without leaves",
+        "int8 MACs, median",
+        "wrong kernels",
+        f"SQNR ≥ {ENOUGH:.0f} dB",
+        "ill-conditioned",
+        "seconds, median",
+    ]
+    return tabulate(rows, headers=headers, tablefmt="github")
+
+
+def selected(suites: Sequence[str], globs: Sequence[str]) -> list[Subject]:
+    """The subjects of these suites whose name, with or without the suite, fits one of the globs."""
+    return [
+        s
+        for s in SUBJECTS
+        if s.suite in suites and (not globs or any(fnmatchcase(name, g) for name in (s.name, str(s)) for g in globs))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES, action="append", help="only this suite (may be repeated)")
+    parser.add_argument("--only", action="append", metavar="GLOB", default=[], help="only models of this name")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each model (default %(default).0f)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to this file too")
+    arguments = parser.parse_args()
+    suites = installed(arguments.suite or SUITES, demanded=arguments.suite is not None)
+    subjects = selected(suites, arguments.only)
+    if not subjects:
+        parser.error(f"no model is called {' or '.join(arguments.only)}; they are {', '.join(map(str, SUBJECTS))}")
+    # A fork has the packages imported already; beside Linux it is not safe, or not there.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    results: list[Result] = []
+    for i, subject in enumerate(subjects, 1):
+        print(f"[{i}/{len(subjects)}] {subject} ...", end=" ", file=sys.stderr, flush=True)
+        result = run(subject, arguments.timeout, context)
+        results.append(result)
+        print("  ".join(part for part in row(result)[1:] if part), file=sys.stderr, flush=True)
+        if arguments.json is not None:
+            data = [{**asdict(r), "verdict": r.verdict} for r in results]
+            arguments.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(tabulate([row(r) for r in results], headers=HEADERS, disable_numparse=True))
+    print(f"\n{summary(results)}")
+
+
+if __name__ == "__main__":
+    main()

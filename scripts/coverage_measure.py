@@ -1,0 +1,265 @@
+"""What coverage.py measures of one model."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from coverage_models import Subject
+from torch import Tensor, fx, nn
+
+import fxq
+
+CALIBRATION = 2
+ENOUGH = 20.0
+"""dB. Below it, other quantizers are asked whether the network can be quantized any better."""
+MARGIN = 1.0
+"""dB that fxq may be below another quantizer and still be as good."""
+
+
+@dataclass
+class Result:
+    """What became of one model; every number is None where it was not measured.
+
+    Attributes:
+        model: its name.
+        suite: the package that it comes from.
+        stage: how far it came: `build`, `float`, `quantize`, `compare` or `done`.
+        error: what stopped it there; empty when it is done.
+        trace: where that was raised.
+        leaves: modules that run in float as they are because torch.fx cannot trace them, with the reason.
+        ops: number of ops by what became of them (see `fxq.Ledger`).
+        reasons: the most frequent reasons for float, with how many ops they hold back.
+        macs: share of multiply-accumulates that run on integers.
+        sqnr: dB of int8 against float, on a fresh batch.
+        kernels: dB of the lowered graph against the qdq graph that it was lowered from, same batch.
+        put_back: kernels that verify-lowering found wrong.
+        rounding: dB of the float model whose conv and linear layers round inputs and weights to 8 bits; where `sqnr`
+            is low.
+        torch_ao: dB of torch.ao's reference graph, where `sqnr` is low and torch.ao traces the model.
+        seconds: time to quantize, calibration included.
+        slowest: the three passes that took longest, with their seconds.
+    """
+
+    model: str
+    suite: str
+    stage: str = "build"
+    error: str = ""
+    trace: str = ""
+    leaves: dict[str, str] = field(default_factory=dict)
+    ops: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
+    macs: float | None = None
+    sqnr: float | None = None
+    kernels: float | None = None
+    put_back: list[str] = field(default_factory=list)
+    rounding: float | None = None
+    torch_ao: float | None = None
+    seconds: float | None = None
+    slowest: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """`ok`; `ill-conditioned`: no quantizer that was tried does better; else what is wrong."""
+        if self.stage != "done":
+            return f"fails to {self.stage}"
+        if self.put_back:
+            return f"{len(self.put_back)} wrong kernels"
+        if self.sqnr is None or self.kernels is None or math.isnan(self.sqnr) or math.isnan(self.kernels):
+            return "not finite"
+        if self.sqnr >= ENOUGH:
+            return "ok"
+        others = [value for value in (self.torch_ao, self.rounding) if value is not None]
+        return "ill-conditioned" if any(self.sqnr >= value - MARGIN for value in others) else "inaccurate"
+
+
+@dataclass(frozen=True)
+class KeepQdq(fxq.Pass):
+    """Before: any graph    After: the same, and `seen` holds a copy of it."""
+
+    seen: list[fx.GraphModule] = field(default_factory=list)
+
+    name = "keep-qdq"
+    needs = gives = fxq.Stage.QDQ
+
+    def run(self, rewriter: fxq.Rewriter) -> None:
+        """Copy the graph; the tensors are shared, as no pass changes one in place."""
+        self.seen.append(fx.GraphModule(rewriter.gm, copy.deepcopy(rewriter.gm.graph)))
+
+
+def measure(subject: Subject, report: Callable[[Result], None]) -> None:
+    """Put one model through the pipeline; `report` is called after every step, so that a crash leaves what was known.
+
+    A model that fails is a result like any other.
+    """
+    torch.set_num_threads(1)
+    result = Result(subject.name, subject.suite)
+    report(result)
+    try:
+        with torch.no_grad():
+            for step in _steps(subject, result):
+                result.stage = step
+                report(result)
+    except (Exception, SystemExit) as error:
+        result.error = f"{type(error).__name__}: {error}"
+        result.trace = "".join(traceback.format_exception(error)[-12:])
+    report(result)
+
+
+def _steps(subject: Subject, result: Result) -> Iterator[str]:
+    """Measure into `result`, step by step; yields the name of the step that comes next."""
+    model, batches = subject.build(CALIBRATION + 1)
+    *data, fresh = batches
+    yield "float"
+    expected = call(model, fresh)
+    yield "quantize"
+    keep = KeepQdq()
+    recipe = fxq.Recipe.static().insert_pass(keep, before="lower")
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qmodel = fxq.quantize(model, recipe, data=data, progress=False)
+    result.seconds = time.perf_counter() - start
+    passes = sorted(qmodel.history, key=lambda snapshot: -snapshot.seconds)
+    result.slowest = {snapshot.name: snapshot.seconds for snapshot in passes[:3]}
+    result.put_back = [str(w.message) for w in caught if "kernel is wrong" in str(w.message)]
+    _read_ledger(qmodel, result)
+    yield "compare"
+    got = call(qmodel, fresh)
+    result.sqnr = sqnr(expected, got)
+    result.kernels = sqnr(call(keep.seen[0], fresh), got)
+    del qmodel, keep
+    if not result.sqnr >= ENOUGH:
+        result.torch_ao = torch_ao(model, data, fresh, expected)
+        result.rounding = rounding(model, data, fresh, expected)
+    yield "done"
+
+
+def _read_ledger(qmodel: fxq.QuantizedModel, result: Result) -> None:
+    result.ops = dict(Counter(entry.fate for entry in qmodel.ledger))
+    result.reasons = dict(Counter(e.reason for e in qmodel.ledger if e.fate == "float").most_common(5))
+    traced = qmodel.history["trace"].graph
+    result.leaves = {node.path: node.note for node in traced if node.note}
+    coverage: Any = getattr(qmodel.ledger, "coverage", None)
+    result.macs = float(coverage) if isinstance(coverage, (int, float)) else None
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch as fxq takes it, the batch left as it is."""
+    if isinstance(batch, Mapping):
+        return model(**{name: value.clone() for name, value in batch.items()})
+    return model(batch.clone())
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every float tensor inside nested tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors(part)
+
+
+def sqnr(reference: Any, value: Any) -> float:
+    """dB: 10 log10(sum(reference^2) / sum((reference - value)^2)) of the output that has the least of it.
+
+    Infinity where they are equal, NaN where a value is not finite.
+    """
+    least = math.inf
+    for a, b in zip(tensors(reference), tensors(value), strict=True):
+        noise = float((a.double() - b.double()).square().sum())
+        signal = float(a.double().square().sum())
+        if not math.isfinite(noise) or not math.isfinite(signal):
+            return math.nan
+        if noise > 0.0:
+            least = min(least, 10 * math.log10(signal / noise) if signal > 0.0 else -math.inf)
+    return least
+
+
+# ---- how well others do on the same model
+
+
+def rounding(model: nn.Module, data: list[Any], fresh: Any, expected: Any) -> float:
+    """dB of the float model with conv and linear layers that round their input and weight to 8 bits: no graph at all.
+
+    Inputs per tensor on the range that `data` shows, weights per output channel. Adds, activation functions and what
+    is between the layers is exact, so that this is about the best that quantizing the layers can come to.
+    """
+    model = copy.deepcopy(model)
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))]
+    with _each(layers, _Range()) as ranges:
+        for batch in data:
+            call(model, batch)
+    for layer in layers:
+        axis = 1 if getattr(layer, "transposed", False) else 0
+        most = layer.weight.abs().amax([d for d in range(layer.weight.dim()) if d != axis], keepdim=True)
+        scale = most.clamp(min=1e-12) / 127
+        layer.weight.copy_((layer.weight / scale).round() * scale)
+    with _each(layers, _Rounder(ranges.seen)):
+        return sqnr(expected, call(model, fresh))
+
+
+class _Range:
+    """A forward hook that keeps the least and the greatest input of each module."""
+
+    def __init__(self) -> None:
+        self.seen: dict[nn.Module, tuple[float, float]] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        least, most = self.seen.get(module, (0.0, 0.0))
+        self.seen[module] = min(least, float(args[0].min())), max(most, float(args[0].max()))
+
+
+class _Rounder:
+    """A forward hook that rounds each module's input to uint8 on its range."""
+
+    def __init__(self, ranges: dict[nn.Module, tuple[float, float]]) -> None:
+        self.ranges = ranges
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if module not in self.ranges:
+            return args
+        least, most = self.ranges[module]
+        scale = max(most - least, 1e-12) / 255
+        return torch.fake_quantize_per_tensor_affine(args[0], scale, round(-least / scale), 0, 255), *args[1:]
+
+
+@contextmanager
+def _each(modules: list[nn.Module], hook: Any) -> Iterator[Any]:
+    """`hook` before the forward of each of the modules."""
+    handles = [module.register_forward_pre_hook(hook) for module in modules]
+    try:
+        yield hook
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def torch_ao(model: nn.Module, data: list[Any], fresh: Any, expected: Any) -> float | None:
+    """dB of torch.ao's FX reference graph with its settings for x86; None where it cannot quantize the model."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # all of it is deprecated
+            from torch.ao.quantization import get_default_qconfig_mapping
+            from torch.ao.quantization.quantize_fx import convert_to_reference_fx, prepare_fx
+
+            example = tuple(data[0].values()) if isinstance(data[0], Mapping) else (data[0],)
+            observed = prepare_fx(copy.deepcopy(model), get_default_qconfig_mapping("x86"), example)
+            for batch in data:
+                call(observed, batch)
+            return sqnr(expected, call(convert_to_reference_fx(observed), fresh))
+    except Exception:  # whatever it raises: it is a comparison, not a test
+        return None
