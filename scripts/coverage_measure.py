@@ -8,7 +8,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -238,7 +238,7 @@ class _Rounder:
 
 
 @contextmanager
-def _each(modules: list[nn.Module], hook: Any) -> Iterator[Any]:
+def _each(modules: Sequence[nn.Module], hook: Any) -> Iterator[Any]:
     """`hook` before the forward of each of the modules."""
     handles = [module.register_forward_pre_hook(hook) for module in modules]
     try:
