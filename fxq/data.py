@@ -83,21 +83,6 @@ def _required(model: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def check_fixed(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise `InputError` when an argument that a graph was made for has another value. Graphs call this.
-
-    A graph has no branches: what is no tensor is what the example gave, or forward's default.
-    """
-    for name, value in given.items():
-        wanted = expected[name]
-        if value is not wanted and (isinstance(value, Tensor) or type(value) is not type(wanted) or value != wanted):
-            raise InputError(
-                f"the graph was made for {name}={wanted!r}, as its example has it, and got {_describe(value)}"
-                f"{'' if isinstance(value, Tensor) else f' {value!r}'}. Quantize the model again with {name} in the "
-                "example (example_inputs), for each value that it is to be called with."
-            )
-
-
 def batches(data: Any, model: nn.Module) -> Iterator[Batch]:
     """The batches of `data`, checked one by one.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxq.checks import check_fixed
 from fxq.errors import PassError
 from fxq.graph import info, is_pure, merge_origins, op_of, set_info, tensor_meta
 from fxq.match import Matcher
@@ -186,8 +187,11 @@ class Editor:
         self.erase(old)
 
     def reroute(self, old: fx.Node, new: Any, only: Callable[[fx.Node], bool] | None = None) -> None:
-        """Let the users of `old` (those for which `only` is true) read `new` instead."""
-        users = [u for u in old.users if u is not new and (only is None or only(u))]
+        """Let the users of `old` (those for which `only` is true) read `new` instead.
+
+        The check of the inputs goes on reading them as they come.
+        """
+        users = [u for u in old.users if u is not new and u.target is not check_fixed and (only is None or only(u))]
         for user in users:
             user.args = fx.node.map_arg(user.args, lambda n: new if n is old else n)
             user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)
@@ -286,9 +290,9 @@ class Editor:
 
 
 def _behind(node: fx.Node) -> fx.Node:
-    """The node to insert before in order to stand behind `node`: all inputs come first in a graph."""
+    """The node to insert before in order to stand behind `node`: inputs and the check of them come first in a graph."""
     place = node.next
-    while node.op == "placeholder" and place.op == "placeholder":
+    while node.op == "placeholder" and (place.op == "placeholder" or place.target is check_fixed):
         place = place.next
     return place
 

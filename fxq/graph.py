@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from fxq.checks import check_same
 from fxq.ops import OPS
 from fxq.optable import Op
 from fxq.qparams import QParams
@@ -195,6 +196,7 @@ def submodule(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 _METADATA_METHODS = frozenset({"size", "dim", "numel", "stride", "ndimension", "nelement"})
+_METADATA_FUNCTIONS = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.numel})
 _METADATA_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
 
 
@@ -202,7 +204,11 @@ def reads_only_metadata(node: fx.Node) -> bool:
     """Whether the node looks at its input's shape and not at a value, so that integers serve it as well as floats."""
     if node.op == "call_method":
         return node.target in _METADATA_METHODS
-    return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA_ATTRIBUTES
+    if node.op != "call_function":
+        return False
+    if node.target is check_same:
+        return node.kwargs["how"] in ("len", "keys")
+    return node.target in _METADATA_FUNCTIONS or (node.target is getattr and node.args[1] in _METADATA_ATTRIBUTES)
 
 
 def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def loss(before: float, after: float) -> float:
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
-    """Every tensor inside nested tuples, lists, dicts and dataclass-like mappings, in order."""
+    """Every tensor inside nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
@@ -53,3 +54,6 @@ def tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, Mapping):
         for value in values.values():
             yield from tensors(value)
+    elif is_dataclass(values) and not isinstance(values, type):
+        for field in fields(values):
+            yield from tensors(getattr(values, field.name))

@@ -84,6 +84,8 @@ class Recipe:
         config: how a layer is quantized where no override speaks.
         overrides: (selector, config) pairs; later ones win.
         leaf_modules: path globs of modules that are not traced into: they run in float, as they are.
+        strict_trace: whether a module that cannot be traced is an error; else it becomes such a leaf, with a warning.
+        concrete_args: arguments of forward, by name, that are fixed to a plain value; the graph checks them.
         edits: passes inserted and removed.
         optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
             everything runs on integers that can.
@@ -101,6 +103,8 @@ class Recipe:
     config: QuantConfig = field(default_factory=QuantConfig)
     overrides: tuple[tuple[Selector, QuantConfig], ...] = ()
     leaf_modules: tuple[str, ...] = ()
+    strict_trace: bool = False
+    concrete_args: Mapping[str, Any] = field(default_factory=dict)
     edits: tuple[PipelineEdit, ...] = ()
     optimize: str = "speed"
     check: str = "none"
@@ -130,6 +134,7 @@ class Recipe:
         weight: TensorSpec = WEIGHT,
         correct_bias: bool = False,
         optimize: str = "speed",
+        strict_trace: bool = False,
     ) -> Recipe:
         """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
@@ -140,9 +145,10 @@ class Recipe:
             correct_bias: fit scale and bias of every layer to its float form (the preset "static_corrected").
             optimize: "speed": what is faster in float on this machine stays in float (measured at the shapes of the
                 example inputs); "coverage": everything runs on integers that can.
+            strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.
         """
         preset = "static_corrected" if correct_bias else "static"
-        return cls(preset, backend, QuantConfig(activation, weight), optimize=optimize)
+        return cls(preset, backend, QuantConfig(activation, weight), optimize=optimize, strict_trace=strict_trace)
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
         """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.
@@ -177,6 +183,13 @@ class Recipe:
     def with_optimize(self, optimize: str) -> Recipe:
         """Quantize for "speed", or for "coverage" (see `Recipe.static`)."""
         return replace(self, optimize=optimize)
+
+    def fix_args(self, **values: Any) -> Recipe:
+        """Fix arguments of forward to plain values, for a graph that is made for them: `recipe.fix_args(mode="eval")`.
+
+        The quantized model takes them as its defaults, and raises `InputError` when it is called with others.
+        """
+        return replace(self, concrete_args={**self.concrete_args, **values})
 
     def with_check(self, check: str = "numeric", max_loss: float = 30.0) -> Recipe:
         """Compare the graph with the float model after every pass; warn when one pass loses more than `max_loss` dB."""
@@ -215,9 +228,11 @@ class Recipe:
         """The recipe as plain data, for `from_dict`. Defaults are left out."""
         data: dict[str, Any] = {"preset": self.preset}
         defaults = {f.name: f.default for f in fields(Recipe)}
-        for key in ("backend", "optimize", "check", "max_loss"):
+        for key in ("backend", "optimize", "check", "max_loss", "strict_trace"):
             if getattr(self, key) != defaults[key]:
                 data[key] = getattr(self, key)
+        if self.concrete_args:
+            data["concrete_args"] = dict(self.concrete_args)
         if self.leaf_modules:
             data["leaf_modules"] = list(self.leaf_modules)
         if self.config != QuantConfig():
@@ -231,7 +246,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """Inverse of `to_dict`. Raises `RecipeError` naming unknown keys, presets, passes, observers."""
-        known = ["preset", "backend", "optimize", "check", "max_loss", "leaf_modules", "config", "override", "pass"]
+        known = [*_PLAIN, "leaf_modules", "config", "override", "pass"]
         for key in data:
             if key not in known:
                 raise RecipeError(unknown("recipe key", key, known))
@@ -240,7 +255,7 @@ class Recipe:
         tables = [*data.get("override", ()), *data.get("pass", ())]
         if not all(isinstance(table, Mapping) for table in tables):
             raise RecipeError("override and pass are lists of tables: [[override]] and [[pass]] in a .toml file.")
-        plain = {k: data[k] for k in ("preset", "backend", "optimize", "check", "max_loss") if k in data}
+        plain = {k: data[k] for k in _PLAIN if k in data}
         return cls(
             **plain,
             config=QuantConfig.from_dict(data["config"]) if "config" in data else QuantConfig(),
@@ -252,7 +267,10 @@ class Recipe:
         )
 
     def to_toml(self) -> str:
-        """The recipe as TOML text."""
+        """The recipe as TOML text. Raises `RecipeError` when it fixes an argument to something that no file holds."""
+        for name, value in self.concrete_args.items():
+            if not isinstance(value, (bool, int, float, str)):
+                raise RecipeError(f"concrete_args: a file cannot hold {name}={value!r}.")
         return tomli_w.dumps(self.to_dict())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -268,7 +286,10 @@ class Recipe:
             raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from None
 
 
+_PLAIN = ("preset", "backend", "optimize", "check", "max_loss", "strict_trace", "concrete_args")
 _SHAPES: dict[str, Any] = {
+    "strict_trace": bool,
+    "concrete_args": Mapping,
     "max_loss": (int, float),
     "config": (str, Mapping),
     "leaf_modules": (list, tuple),

@@ -252,9 +252,10 @@ def test_a_keyword_that_forward_does_not_have():
     refused(two_inputs(), fxq.InputError, "batch 1", "no argument 'z'", "it has x, y", data=[(X, X), {"x": X, "z": X}])
 
 
-def test_keywords_without_names():
+def test_a_keyword_that_the_example_does_not_have():
     model = module(lambda self, **inputs: self.conv(inputs["x"]), conv=nn.Conv2d(3, 3, 1))
-    refused(model, fxq.InputError, "forward takes **", "name the arguments", data=[{"x": X}])
+    refused(model, fxq.InputError, "batch 1", "unexpected keyword", "'y'", data=[{"x": X}, {"x": X, "y": X}])
+    refused(model, fxq.InputError, "data, batch 1", "made for x=a tensor", data=[{"x": X}, {}])
 
 
 @pytest.mark.parametrize("batch", [0, 2])
@@ -307,13 +308,39 @@ def branching():
     return nn.Sequential(nn.Conv2d(3, 4, 1), Branch(), nn.Conv2d(4, 2, 1)).eval()
 
 
-def test_control_flow():
+@pytest.fixture
+def branch_line():
     with open(__file__, encoding="utf-8") as file:
-        line = next(i for i, text in enumerate(file, 1) if "# BRANCH" in text)
+        return next(i for i, text in enumerate(file, 1) if "# BRANCH" in text)
+
+
+def test_control_flow_where_tracing_is_strict(branch_line):
     refused(
-        branching(), fxq.TraceError, f"test_bad_input.py:{line}", 'layer "1"', "%gt = gt(%mean)", "torch.where",
-        'recipe.leaf("1")',
+        branching(), fxq.TraceError, f"test_bad_input.py:{branch_line}", 'layer "1"', "%gt = gt(%mean)", "torch.where",
+        'recipe.leaf("1")', recipe=fxq.Recipe.static(strict_trace=True),
     )  # fmt: skip
+
+
+def test_control_flow_of_the_model_itself(branch_line):
+    refused(
+        Branch().eval(),
+        fxq.TraceError,
+        f"test_bad_input.py:{branch_line}",
+        "torch.where",
+        data=[X[:, :1].expand(-1, 4, -1, -1)],
+    )
+
+
+def test_control_flow_in_a_module(branch_line):
+    model = branching()
+    with (
+        untouched(model),
+        pytest.warns(fxq.FxqWarning, match=rf'layer "1" \(Branch\) .*test_bad_input.py:{branch_line}'),
+    ):
+        qmodel = fxq.quantize(model, REFERENCE, data=[X])
+    assert [e.fate for e in qmodel.ledger] == ["int8", "float", "int8"]
+    assert f"test_bad_input.py:{branch_line}: a branch on a value that depends on the data" in qmodel.ledger[1].reason
+    assert torch.allclose(qmodel(X), model(X), atol=0.05)
 
 
 def test_the_second_way_out_works():

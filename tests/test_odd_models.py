@@ -274,7 +274,10 @@ def test_arguments_left_out_are_what_they_are_by_default():
     x = images()
     with torch.no_grad():
         assert torch.equal(qmodel(x), qmodel(x=x, relu=True))
-        for given in ({"relu": False}, {"scale": torch.ones(1)}, {"gain": 3.0}, {"mode": "negative"}):
+        assert sqnr(model(x, gain=3.0), qmodel(x, gain=3.0)) > 25  # a number that takes the same branch
+        with pytest.raises(fxq.InputError, match=r"made for .* `.*if gain > 1 else y` is True, and here it is False"):
+            qmodel(x, gain=0.5)
+        for given in ({"relu": False}, {"scale": torch.ones(1)}, {"mode": "negative"}):
             (name,) = given
             with pytest.raises(fxq.InputError, match=f"made for {name}=.*Quantize the model again with {name}"):
                 qmodel(x, **given)

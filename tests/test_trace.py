@@ -84,9 +84,9 @@ class Outer(nn.Module):
 
 
 @pytest.mark.parametrize(("inner", "line", "value"), [(Branch, 2, "%gt = gt(%sum_1)"), (Loop, 1, "%before")])
-def test_control_flow_is_refused(inner, line, value):
+def test_strict_tracing_refuses_control_flow(inner, line, value):
     with pytest.raises(fxq.TraceError) as error:
-        after(Outer(inner()).eval(), torch.randn(3, 4), "trace")
+        after(Outer(inner()).eval(), torch.randn(3, 4), "trace", fxq.Recipe.static(strict_trace=True))
     message = str(error.value)
     number = inspect.getsourcelines(inner.forward)[1] + line
     assert f"tests/test_trace.py:{number}" in message

@@ -1,0 +1,136 @@
+"""The arguments of a forward, as its signature and one batch give them: which become inputs of the graph, and how."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxq.checks import is_plain
+from fxq.data import Batch
+from fxq.errors import InputError, RecipeError, unknown
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of forward.
+
+    Attributes:
+        name: its name in the graph; with a star for `*args`, the keyword itself for one that `**kwargs` takes.
+        value: what the example gives, or the default.
+        default: a tuple with the default, or empty.
+        by_keyword: whether forward is given it by name.
+        fixed: whether the recipe fixes its value.
+        late: whether it has no default of its own, but the graph must give one, as others before it have them.
+    """
+
+    name: str
+    value: Any
+    default: tuple[Any, ...] = ()
+    by_keyword: bool = False
+    fixed: bool = False
+    late: bool = False
+
+    @property
+    def checked(self) -> bool:
+        """Whether the graph checks it: its value, or how it is built, decides how the graph looks."""
+        nested = isinstance(self.value, (tuple, list, Mapping))
+        return self.fixed or self.late or is_plain(self.value) or nested or self.name.startswith("*")
+
+
+def arguments(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> list[Argument]:
+    """The arguments of a model's forward, in the order of the graph's inputs.
+
+    Args:
+        model: the model.
+        example: one batch.
+        fixed: values that the recipe fixes, by name.
+
+    Raises:
+        InputError: the batch does not give all that are needed.
+        RecipeError: a fixed value is of no argument, is no plain value, or is another one than the batch gives.
+    """
+    found: list[Argument] = []
+    parameters = inspect.signature(model.forward).parameters.values()
+    given, named = list(example.args), dict(example.kwargs)
+    _check_concrete(fixed, [p.name for p in parameters])
+    missing, late = [], False
+    for p in sorted(parameters, key=lambda p: p.kind is p.VAR_POSITIONAL):
+        if p.kind is p.VAR_POSITIONAL:
+            found.append(Argument(f"*{p.name}", tuple(given)))
+            continue
+        if p.kind is p.VAR_KEYWORD:
+            found.extend(Argument(name, value, (None,), True, late=True) for name, value in named.items())
+            continue
+        default = () if p.default is p.empty else (p.default,)
+        if p.name in fixed and (default or late):
+            default = (fixed[p.name],)
+        if given and p.kind is not p.KEYWORD_ONLY:
+            value = given.pop(0)
+        elif p.name in named:
+            value = named.pop(p.name)
+        elif p.name in fixed or default:
+            value = fixed.get(p.name, *default)
+        else:
+            missing.append(p.name)
+            continue
+        if p.name in fixed and value != fixed[p.name]:
+            raise RecipeError(f"concrete_args fixes {p.name}={fixed[p.name]!r}, and the data gives {value!r}.")
+        behind = late and not default
+        late = late or bool(default)
+        keyword = p.kind is p.KEYWORD_ONLY
+        found.append(Argument(p.name, value, (None,) if behind else default, keyword, p.name in fixed, behind))
+    if missing:
+        raise InputError(f"the data gives {example}, but the model also needs {', '.join(missing)}.")
+    return _in_order(found)
+
+
+def _in_order(found: list[Argument]) -> list[Argument]:
+    """`*args` last. Refuses keyword-only arguments besides it: positional ones would be taken for them."""
+    if any(a.name.startswith("*") for a in found) and any(a.by_keyword for a in found):
+        held = [a for a in found if a.by_keyword and not (a.default and a.value is a.default[0])]
+        if held:
+            raise InputError(
+                f"forward takes any number of inputs and {held[0].name} besides, which a graph cannot; "
+                "name the inputs in its signature, or give a module that calls this one."
+            )
+        found = [a for a in found if not a.by_keyword]
+    return sorted(found, key=lambda a: a.name.startswith("*"))
+
+
+def _check_concrete(fixed: Mapping[str, Any], names: list[str]) -> None:
+    for name, value in fixed.items():
+        if name not in names:
+            raise RecipeError(unknown("argument in concrete_args", name, names))
+        if not is_plain(value) and not isinstance(value, (int, float, complex)):
+            raise RecipeError(f"concrete_args: {name} is a {type(value).__name__}, not a plain value.")
+
+
+def can_be_default(value: Any) -> bool:
+    """Whether a graph can hold this as the default of an argument."""
+    if isinstance(value, (tuple, list)):
+        return all(can_be_default(v) for v in value)
+    return is_plain(value) or isinstance(value, (int, float, complex, torch.device, Enum))
+
+
+def expanded(value: Any, held: Any, part: Callable[[Any], Any]) -> Any:
+    """An argument as its forward gets it: containers as they are, plain values as they are, the rest traced.
+
+    Args:
+        value: the traced value.
+        held: what it is on the example.
+        part: makes the same of the part of the argument at a key or index.
+    """
+    if isinstance(held, tuple) and hasattr(held, "_fields"):
+        return type(held)(*(part(i) for i in range(len(held))))
+    if type(held) in (tuple, list):
+        return type(held)(part(i) for i in range(len(held)))
+    if type(held) in (dict, OrderedDict):
+        return type(held)((key, part(key)) for key in held)
+    return held if is_plain(held) and not isinstance(held, Tensor) else value

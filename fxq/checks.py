@@ -1,0 +1,146 @@
+"""What a traced graph calls besides the model's own ops: checks that it is run as it was traced, and output objects."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxq.errors import InputError
+
+HOW: Mapping[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "int": int,
+    "index": operator.index,
+    "float": float,
+    "complex": complex,
+    "len": len,
+    "keys": list,
+    "none": lambda value: value is None,
+}
+"""The ways in which a forward makes a plain value of a traced one."""
+
+
+def check_same(value: Any, expected: Any, how: str, place: str, text: str) -> None:
+    """Raise `InputError` when a value that decided how the graph looks is another one. Graphs call this.
+
+    Args:
+        value: a number, a size, or a tensor that sizes alone decide.
+        expected: the plain value that it had on the example.
+        how: how that was made of it, a key of `HOW`.
+        place: `file:line` that asked.
+        text: that line.
+    """
+    got = HOW[how](value)
+    if got != expected:
+        raise InputError(
+            f"{place}: the graph was made for an input for which {how} of a value in `{text}` is {expected!r}, and "
+            f"here it is {got!r}. A graph has no branches: quantize the model again with an example like this "
+            "(example_inputs), one for each."
+        )
+
+
+TENSOR, NUMBER = "<a tensor>", "<a number>"
+
+
+def structure(value: Any, dtypes: bool = False) -> Any:
+    """What a graph may depend on in an argument, as plain data: everything but the values of tensors and numbers.
+
+    Args:
+        value: an argument of forward.
+        dtypes: whether the dtypes of tensors count.
+
+    Example:
+        >>> structure({"x": torch.ones(2), "flag": True, "sizes": [1, 2]})
+        {'x': '<a tensor>', 'flag': True, 'sizes': ['list', '<a number>', '<a number>']}
+    """
+    if isinstance(value, Tensor):
+        return f"<a tensor of {value.dtype}>".replace("torch.", "") if dtypes else TENSOR
+    if isinstance(value, (tuple, list)):
+        return ["list" if isinstance(value, list) else "tuple", *(structure(v, dtypes) for v in value)]
+    if isinstance(value, Mapping):
+        return {key: structure(v, dtypes) for key, v in value.items()}
+    if isinstance(value, (int, float, complex)) and not isinstance(value, bool):
+        return NUMBER
+    return value if is_plain(value) else f"<a {type(value).__name__}>"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a graph can be made for this value of an argument: None, a flag, a string, a dtype."""
+    return value is None or isinstance(value, (bool, str, torch.dtype, torch.layout, torch.memory_format))
+
+
+def check_fixed(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise `InputError` when an argument that a graph was made for is another one. Graphs call this.
+
+    Args:
+        given: arguments by name.
+        expected: for each, its `structure`; a number where it is fixed; "any" for a tuple or a list alike.
+    """
+    for name, value in given.items():
+        wrong = _mismatch(name, value, expected[name])
+        if wrong is not None:
+            raise InputError(
+                f"the graph was made for {wrong}. Quantize the model again with {name} in the example "
+                "(example_inputs), for each form of it that the model is to be called with."
+            )
+
+
+def _mismatch(path: str, value: Any, expected: Any) -> str | None:
+    """`name=wanted, as its example has it, and got ...`; None when the value is as expected."""
+    if isinstance(expected, list) and isinstance(value, (tuple, list)):
+        kinds = (type(value).__name__, "any") if type(value) in (list, tuple) else ("tuple", "any")
+        if expected[0] in kinds and len(value) == len(expected) - 1:
+            parts = ((f"{path}[{i}]", v, e) for i, (v, e) in enumerate(zip(value, expected[1:], strict=True)))
+            return next((wrong for part in parts if (wrong := _mismatch(*part)) is not None), None)
+    elif isinstance(expected, Mapping) and isinstance(value, Mapping):
+        if set(value) == set(expected):
+            parts = ((f"{path}[{k!r}]", value[k], e) for k, e in expected.items())
+            return next((wrong for part in parts if (wrong := _mismatch(*part)) is not None), None)
+    elif isinstance(expected, str) and expected.startswith("<"):
+        if expected == structure(value, dtypes=" of " in expected):
+            return None
+    elif not isinstance(value, Tensor) and type(value) is type(expected) and value == expected:
+        return None
+    return f"{path}={_shown(expected)}, as its example has it, and got {_shown(structure(value, True), value)}"
+
+
+def _shown(expected: Any, value: Any = None) -> str:
+    """A `structure` as text."""
+    if isinstance(expected, str) and expected.startswith("<"):
+        number = isinstance(value, (int, float, complex))
+        return f"{type(value).__name__} {value!r}" if number else expected.strip("<>")
+    if isinstance(expected, list):
+        inner = ", ".join(_shown(e) for e in expected[1:])
+        return f"[{inner}]" if expected[0] == "list" else f"({inner})"
+    if isinstance(expected, Mapping):
+        return "{" + ", ".join(f"{k!r}: {_shown(e)}" for k, e in expected.items()) + "}"
+    return repr(expected) if value is None else f"{type(value).__name__} {value!r}"
+
+
+class Fields(dict[str, Any]):
+    """An output whose class cannot be imported where the graph runs: its fields as keys and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def make_output(kind: str, fields: Mapping[str, Any]) -> Any:
+    """An object of the class `module:name` with these fields; a `Fields` where it is not imported. Graphs call this.
+
+    For what a model returns besides tensors, tuples, lists and dicts: dataclasses and mappings of its own.
+    """
+    module, _, name = kind.partition(":")
+    cls: Any = reduce(lambda found, part: getattr(found, part, None), name.split("."), sys.modules.get(module))
+    if not (isinstance(cls, type) and (is_dataclass(cls) or issubclass(cls, Mapping))):
+        return Fields(fields)
+    return cls(**fields) if is_dataclass(cls) else cls(fields)  # type: ignore[call-arg]

@@ -1,0 +1,381 @@
+"""The tracer: `torch.fx` with the example's values beside the proxies, so that what sizes decide can be decided."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from fxq.alias import Watch
+from fxq.arguments import arguments, can_be_default, expanded
+from fxq.blame import Untraceable, blame, user_line, user_text
+from fxq.checks import HOW, check_fixed, check_same, make_output, structure
+from fxq.data import Batch
+from fxq.errors import FxqError, InputError, TraceError, words_of
+from fxq.graph import set_info, tensor_meta
+from fxq.numeric import tensors
+from fxq.ops import OPS
+from fxq.origin import origin_of
+from fxq.untouched import copied
+from fxq.values import Origin, Value, examples, found_in, is_value, replaced, visible
+
+
+class Tracer(fx.Tracer):
+    """Traces a model while running it on the example: module path, source line, shape and memory of every node.
+
+    A module that cannot be traced is kept as a leaf, and its path and the reason go into `broken`. The graph is right
+    only when nothing is in there: then it is to be traced again, with those modules among the leaves.
+
+    Attributes:
+        leaves: path globs of modules that are not traced into.
+        broken: the modules that cannot be traced, by path, each with the reason.
+        watch: which values share memory.
+        returned: the tensors that the model returns for the example, in order.
+        loops: whether a forward loops over the rows of a tensor.
+        unroll: whether such a loop is unrolled.
+        record: whether to keep what the traced modules return.
+        outputs: that, with the module's path, in the order in which they return.
+    """
+
+    def __init__(
+        self,
+        leaves: tuple[str, ...],
+        example: Batch,
+        fixed: Mapping[str, Any],
+        strict: bool = False,
+        unroll: bool = False,
+        record: bool = False,
+    ) -> None:
+        super().__init__()
+        self.leaves, self.example, self.fixed, self.strict = leaves, example, fixed, strict
+        self.unroll, self.loops = unroll, False
+        self.record, self.outputs = record, list[tuple[str, list[Tensor]]]()
+        self._refusals: list[Untraceable] = []
+        self._hopeless: Exception | None = None
+        self.broken: dict[str, str] = {}
+        self.watch = Watch()
+        self.returned: list[Tensor] = []
+        self._running = self._dtypes = False
+        self._guarded: set[tuple[fx.Node, str]] = set()
+        self._checked: dict[str, tuple[fx.Node, Any]] = {}
+        self._given: dict[str, tuple[fx.Node, Any]] = {}
+        self._copies: dict[Tensor, Tensor] = {}
+        self._read: dict[str, Value] = {}
+        self._folded: dict[nn.Module, Tensor] = {}
+        self._paths: dict[Tensor, str] = {}
+
+    def trace_model(self, model: nn.Module) -> fx.Graph:
+        """The graph.
+
+        Raises:
+            TraceError: the model itself, not a module in it, cannot be traced.
+            InputError: the model does not run on the example.
+        """
+        self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
+        try:
+            with torch.inference_mode(False), torch.no_grad(), visible(self._record):
+                graph = super().trace(model)  # inference tensors do not count their changes
+        except FxqError:
+            raise
+        except Exception as error:  # whatever the user's forward raises
+            raise TraceError(blame(model, error).error()) from error
+        self._add_checks()
+        self._erase_unused()
+        return graph
+
+    # ---- inputs and outputs
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """Forward's arguments: traced, or as what they are where the example fixes them."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for entry in arguments(self.root, self.example, self.fixed):
+            value = self._input(entry) if can_be_default(entry.default) else entry.value
+            if entry.name.startswith("*"):
+                args.extend(value)
+            elif entry.by_keyword:
+                kwargs[entry.name] = value
+            else:
+                args.append(value)
+
+        def forward(root: nn.Module) -> Any:
+            result = root.forward(*args, **kwargs)
+            self._check_swallowed(0)
+            self.returned = list(examples(result))
+            return result
+
+        return forward, [self.root]
+
+    def _input(self, entry: Any) -> Any:
+        node = self.create_node("placeholder", entry.name, entry.default, {})
+        held = copied(entry.value)
+        self._see(node, held)
+        name = entry.name.lstrip("*")
+        self._given[name] = node, entry.value
+        if entry.checked:
+            wanted = entry.value if entry.fixed else structure(entry.value)
+            self._checked[name] = node, ["any", *wanted[1:]] if entry.name != name else wanted
+        return held if entry.fixed else self._expand(Value(node, self, held, Origin.SIZES), held)
+
+    def _expand(self, value: Value, held: Any) -> Any:
+        """A container of inputs as the container that it is, with traced values in it; plain values as they are."""
+        if isinstance(held, Tensor):
+            value._origin = Origin.DATA
+        return expanded(value, held, lambda key: self._expand(value[key], held[key]))  # type: ignore[index]
+
+    def _add_checks(self) -> None:
+        """Have the graph check first that it is called as the example calls it, where that decided something."""
+        checked = dict(self._checked)
+        for name, (node, value) in self._given.items() if self._dtypes else ():
+            if next(tensors(value), None) is not None:
+                wanted = structure(value, dtypes=True)
+                checked[name] = node, ["any", *wanted[1:]] if str(node.target).startswith("*") else wanted
+        if checked:
+            first = next(n for n in self.graph.nodes if n.op != "placeholder")
+            nodes = {name: node for name, (node, _) in checked.items()}
+            expected = {name: wanted for name, (_, wanted) in checked.items()}
+            with self.graph.inserting_before(first):
+                self.create_node("call_function", check_fixed, (nodes, expected), {})
+
+    def _erase_unused(self) -> None:
+        """Erase reads of sizes and parts that only the trace needed."""
+        for node in reversed(self.graph.nodes):
+            if not node.users and node.meta.get(_IDLE):
+                self.graph.erase_node(node)
+            node.meta.pop(_IDLE, None)
+
+    # ---- nodes
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Any = None,
+    ) -> Any:
+        """Run a call on the example and record it; its value. What returns None is given as None."""
+        before = self._versions(args, kwargs)
+        result = self._run(kind, target, args, kwargs)
+        node: fx.Node = super().create_proxy(kind, target, args, kwargs, name, type_expr).node
+        changes = self.watch.changed(before)
+        self._see(node, result, changes)
+        for value in found_in((args, kwargs)) if changes else ():
+            self.watch.see(value.node, value._value)  # unsqueeze_ changes how its input is laid out
+        value = Value(node, self, result, origin_of(kind, target, args, kwargs))
+        if not changes and not isinstance(result, Tensor) and kind != "call_module":
+            node.meta[_IDLE] = value._origin < Origin.DATA or target is operator.getitem
+        if result is None and target in (operator.getitem, getattr):
+            self.fix(value, "none", anyway=True)
+        return None if result is None else value
+
+    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.create_proxy("call_function", function, args, kwargs)
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node with its module path and the line of user code that made it."""
+        node = super().create_node(kind, target, *args, **kwargs)
+        inside = list(node.meta.get("nn_module_stack", {}).values())
+        path = str(node.target) if node.op == "call_module" else str(inside[-1][0]) if inside else ""
+        set_info(node, path=path, source="" if kind in ("placeholder", "output") else user_line())
+        if kind == "output" and len(self.returned) == 1:
+            self._see(node, self.returned[0])
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        """A traced value, or anything that holds some, as an argument of a node."""
+        if is_value(a):
+            return a.node
+        if isinstance(a, Tensor):
+            return self._attribute(a)
+        own = isinstance(a, Mapping) and type(a).__module__ not in (
+            "builtins",
+            "collections",
+            "torch.fx.immutable_collections",
+        )
+        if own or (is_dataclass(a) and not isinstance(a, type)):
+            held = {f.name: getattr(a, f.name) for f in fields(a)} if not isinstance(a, Mapping) else dict(a)
+            return self.create_proxy(
+                "call_function", make_output, (f"{type(a).__module__}:{type(a).__qualname__}", held), {}
+            ).node
+        return super().create_arg(a)
+
+    def _attribute(self, tensor: Tensor) -> fx.Node:
+        """The node that reads a tensor of the model, or one that a forward has made of nothing traced."""
+        path = self._paths.get(tensor)
+        node: Any = super().create_arg(tensor) if path is None else self.create_node("get_attr", path, (), {})
+        self._paths[tensor] = str(node.target)
+        self._see(node, self._copy(tensor))
+        return cast(fx.Node, node)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the model, the same one for each reader."""
+        if tensor not in self._copies:
+            self._copies[tensor] = copied(tensor)
+        return self._copies[tensor]
+
+    def _see(self, node: fx.Node, value: Any, changes: tuple[int, ...] = ()) -> None:
+        """Note shape, dtype and memory of a node's value."""
+        self.watch.see(node, value)
+        shape, dtype = tensor_meta(value)
+        set_info(node, shape=shape, dtype=dtype, memory=self.watch.memory(value), changes=changes)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """A parameter of the model as a traced value; all else as it is."""
+        path = self._paths.get(attr_val) if isinstance(attr_val, nn.Parameter) and not self._running else None
+        if path is None:
+            return attr_val
+        if path not in self._read:
+            held = self._copy(attr_val)
+            node = self.create_node("get_attr", path, (), {})
+            self._see(node, held)
+            self._read[path] = Value(node, self, held, Origin.CONSTANT)
+        return self._read[path]
+
+    # ---- the run on the example
+
+    def _versions(self, args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
+        return self.watch.versions(replaced((args, kwargs), self._example))
+
+    def _example(self, value: Any) -> Any:
+        if is_value(value):
+            return value._value
+        return self._copy(value) if isinstance(value, Tensor) else value
+
+    def _run(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a call; errors name the layer and what it was given."""
+        values, named = replaced(args, self._example), replaced(kwargs, self._example)
+        outer, self._running = self._running, True
+        try:
+            if kind == "call_method":
+                return getattr(values[0], target)(*values[1:], **named)
+            called = self.root.get_submodule(target) if kind == "call_module" else target
+            return called(*values, **named)
+        except Exception as error:
+            given = ", ".join(
+                f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in values if isinstance(a, Tensor)
+            )
+            path = target if kind == "call_module" else next((p for p, _ in reversed(self.module_stack.values())), "")
+            layer = f'layer "{path}"' if path else getattr(target, "__name__", str(target))
+            raise InputError(
+                f"the model does not run on the example: {layer} ({user_line()}) got {given}: {words_of(error)}"
+            ) from error
+        finally:
+            self._running = outer
+
+    # ---- modules
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """The recipe's leaf modules, torch's own modules, and what the op table knows."""
+        if is_kept(module_qualified_name, self.leaves):
+            return True
+        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(m):
+            return False  # a forward set on the object is not that of its type, so what the table says does not hold
+        own = type(m).__mro__[1] if parametrize.is_parametrized(m) else type(m)
+        return own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or own in _SPELLED_MODULES
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Trace into a module, or keep it as a leaf: where it is one, and where tracing into it fails."""
+        if self._running:
+            return forward(*args, **kwargs)
+        if isinstance(m, parametrize.ParametrizationList):
+            return self._fold(m, forward, args, kwargs)
+        path = self.submodule_paths.get(m) if self.submodule_paths else None
+        if path is None:  # made by a forward, or in a plain list: it has no path to call it by
+            return forward(*args, **kwargs)
+        stack, refusals = dict(self.module_stack), len(self._refusals)
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+            self._check_swallowed(refusals)
+            if self.record and not self.is_leaf_module(m, path):
+                self.outputs.append((path, copied(list(examples(result)))))
+            return result
+        except Exception as error:
+            del self._refusals[refusals:]
+            self.module_stack.clear()
+            self.module_stack.update(stack)
+            if self.strict or self.is_leaf_module(m, path):
+                raise
+            return self._keep(m, path, args, kwargs, error)
+
+    def _check_swallowed(self, known: int) -> None:
+        """Raise a refusal that a forward has caught in a `try`: what it did then is not what it does on data."""
+        if len(self._refusals) > known:
+            raise self._refusals[known]
+
+    def _refuse(self, why: str, node: fx.Node) -> Untraceable:
+        self._refusals.append(Untraceable(why, node))
+        return self._refusals[-1]
+
+    def _keep(self, m: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """A module that cannot be traced, as a leaf. Raises the error again where it does not run as one either."""
+        try:
+            if error is self._hopeless:
+                raise error
+            kept = self.create_proxy("call_module", path, args, kwargs)
+        except InputError:
+            self._hopeless = error
+            raise error from None
+        self.broken[path] = blame(self.root, error).note()
+        return kept
+
+    def _fold(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A parametrized tensor of a module, computed once."""
+        if m not in self._folded:
+            self._running = True
+            try:
+                self._folded[m] = forward(*args, **kwargs).detach().clone()
+            finally:
+                self._running = False
+        return self._folded[m]
+
+    # ---- plain values
+
+    def fix(self, value: Value, how: str, anyway: bool = False) -> Any:
+        """What the example has in the place of a traced value, as a plain one. The graph checks that it stays so.
+
+        Raises:
+            Untraceable: it depends on the data in a tensor.
+        """
+        if value._origin is Origin.DATA and not anyway and how not in ("len", "keys"):
+            raise self._refuse(f"{_ASKED.get(how, f'{how}() of')} a value that depends on the data", value.node)
+        result = HOW[how](value._value)
+        if value._origin is not Origin.CONSTANT and (value.node, how) not in self._guarded:
+            self._guarded.add((value.node, how))
+            options = {"how": how, "place": user_line(), "text": user_text()}
+            self.create_node("call_function", check_same, (value.node, result), options)
+        return result
+
+    def rows(self, value: Value) -> Iterator[Any]:
+        """A loop over the rows of a tensor: unrolled where sizes decide what is in it, or nothing else is left."""
+        self.loops = True
+        if value._origin is Origin.DATA and not self.unroll:
+            raise self._refuse("a loop over the rows of a tensor", value.node)
+        return iter([value[i] for i in range(len(value))])  # type: ignore[index]
+
+    def reads_dtype(self, value: Value) -> None:
+        """Have the graph check the dtypes of its inputs, as what it does depends on them."""
+        self._dtypes = self._dtypes or value._origin is not Origin.CONSTANT
+
+
+_ASKED = {"bool": "a branch on", "len": "the length of"}
+_PLAIN_MAPPINGS = ("builtins", "collections", "torch.fx.immutable_collections")
+_IDLE = "fxq_idle"
+"""Marks a node that does nothing but give a value, so that it can go when nobody reads it."""
+
+_SPELLED_MODULES = frozenset(
+    s.target for row in OPS for s in row.spellings if isinstance(s.target, type) and issubclass(s.target, nn.Module)
+)
+
+
+def is_kept(path: str, leaves: tuple[str, ...]) -> bool:
+    """Whether the recipe says that a module is not to be traced into."""
+    return any(fnmatchcase(path, pattern) for pattern in leaves)

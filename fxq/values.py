@@ -1,0 +1,267 @@
+"""What a forward sees while it is traced: proxies that also hold what they stand for on the example."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+
+class Origin(IntEnum):
+    """What a value depends on: nothing that varies, sizes and plain arguments of the inputs, or the data in them."""
+
+    CONSTANT = 0
+    SIZES = 1
+    DATA = 2
+
+
+class Fixes(Protocol):
+    """What a value asks of its tracer."""
+
+    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def fix(self, value: Value, how: str) -> Any: ...
+
+    def rows(self, value: Value) -> Iterator[Any]: ...
+
+    def reads_dtype(self, value: Value) -> None: ...
+
+
+_DTYPE_READS = frozenset({"dtype", "layout", "itemsize", "is_sparse", "is_quantized", "is_mkldnn", "is_nested"})
+_DTYPE_CALLS = frozenset({"is_floating_point", "is_complex", "is_signed", "element_size"})
+_UNPACK = dis.opmap["UNPACK_SEQUENCE"]
+
+
+class Value(fx.Proxy):
+    """A proxy with the value that it has on the example.
+
+    Arithmetic, calls and attributes are recorded. Where a plain value is wanted (a branch, `int()`, `len()`, a loop),
+    the tracer gives that of the example and has the graph check it, or refuses, where it depends on data.
+    """
+
+    tracer: Any
+
+    def __init__(self, node: fx.Node, tracer: Fixes, value: Any, origin: Origin) -> None:
+        super().__init__(node, tracer)  # type: ignore[arg-type]
+        self._value, self._origin = value, origin
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = self._value
+        if isinstance(value, Tensor) and name in _DTYPE_READS:
+            self.tracer.reads_dtype(self)
+            return getattr(value, name)
+        if isinstance(value, Tensor) and name in _DTYPE_CALLS:
+            self.tracer.reads_dtype(self)
+            return getattr(value, name)
+        if isinstance(value, Mapping) and name in ("items", "values", "get"):
+            return getattr(self._as_dict(), name)
+        found = getattr(value, name)
+        return None if found is None else Member(self, name, found)
+
+    def _as_dict(self) -> dict[Any, Any]:
+        return {key: self[key] for key in self.tracer.fix(self, "keys")}  # type: ignore[index]
+
+    def keys(self) -> Any:
+        """The keys of a mapping, as they are on the example."""
+        return self._as_dict().keys()
+
+    def __bool__(self) -> bool:
+        return bool(self.tracer.fix(self, "bool"))
+
+    def __int__(self) -> int:
+        return int(self.tracer.fix(self, "int"))
+
+    def __index__(self) -> int:
+        return int(self.tracer.fix(self, "index"))
+
+    def __float__(self) -> float:
+        return float(self.tracer.fix(self, "float"))
+
+    def __complex__(self) -> complex:
+        return complex(self.tracer.fix(self, "complex"))
+
+    def __round__(self, *digits: Any) -> Any:
+        return self.tracer.create_proxy("call_function", round, (self, *digits), {})
+
+    def __len__(self) -> int:
+        if isinstance(self._value, Tensor):
+            return int(self.tracer.create_proxy("call_method", "size", (self, 0), {}))
+        return int(self.tracer.fix(self, "len"))
+
+    def __contains__(self, item: Any) -> bool:
+        if isinstance(self._value, Mapping):
+            return item in self.tracer.fix(self, "keys")
+        return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
+
+    def __iter__(self) -> Iterator[Any]:
+        count = _unpacked(sys._getframe(1))
+        if count is not None:  # as many as the program says
+            if len(self._value) != count:
+                raise ValueError(f"{len(self._value)} values to unpack, {count} are expected")
+            return iter([self[i] for i in range(count)])  # type: ignore[index]
+        if isinstance(self._value, Tensor):
+            return self.tracer.rows(self)
+        if isinstance(self._value, Mapping):
+            return iter(self._as_dict())
+        return iter([self[i] for i in range(len(self))])  # type: ignore[index]
+
+
+class Member(Value):
+    """An attribute or method of a value; a node of its own only where it is not called."""
+
+    def __init__(self, root: Value, name: str, value: Any) -> None:
+        self.tracer, self._root, self._name, self._value = root.tracer, root, name, value
+        self._read: Value | None = None
+
+    def _made(self) -> Value:
+        if self._read is None:
+            self._read = self.tracer.create_proxy("call_function", getattr, (self._root, self._name), {})
+        return self._read
+
+    @property
+    def node(self) -> fx.Node:  # type: ignore[override]
+        """The node that reads it."""
+        return self._made().node
+
+    @property
+    def _origin(self) -> Origin:  # type: ignore[override]
+        return self._made()._origin
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tracer.create_proxy("call_method", self._name, (self._root, *args), kwargs)
+
+
+def _unpacked(frame: Any) -> int | None:
+    """How many values the statement `a, b = ...` that a frame is at takes; None when it is at another one."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return code[at + 1] if 0 <= at < len(code) and code[at] == _UNPACK else None
+
+
+def is_value(value: Any) -> bool:
+    """Whether this is a traced value."""
+    return type(value) is Value or type(value) is Member
+
+
+def found_in(values: Any) -> Iterator[Value]:
+    """The traced values inside nested arguments."""
+    if is_value(values):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from found_in(value)
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from found_in(value)
+    elif isinstance(values, slice):
+        yield from found_in((values.start, values.stop, values.step))
+
+
+def replaced(values: Any, by: Callable[[Any], Any]) -> Any:
+    """Nested arguments with everything in them that is no container replaced."""
+    if is_value(values):
+        return by(values)
+    if isinstance(values, (tuple, list)):
+        parts = [replaced(v, by) for v in values]
+        if hasattr(values, "_fields"):
+            return type(values)(*parts)
+        return type(values)(parts) if type(values) in (tuple, list) else parts
+    if type(values) is slice:
+        return slice(*(replaced(v, by) for v in (values.start, values.stop, values.step)))
+    if isinstance(values, Mapping):
+        return {key: replaced(value, by) for key, value in values.items()}
+    return by(values)
+
+
+def examples(values: Any) -> Iterator[Tensor]:
+    """Every tensor that traced values and tensors inside a result have on the example, in order."""
+    if is_value(values):
+        yield from examples(values._value)
+    elif isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from examples(value)
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from examples(value)
+    elif is_dataclass(values) and not isinstance(values, type):
+        for field in fields(values):
+            yield from examples(getattr(values, field.name))
+
+
+# ---- while a forward is traced
+
+_FACTORIES = (
+    "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
+    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
+
+
+@contextmanager
+def visible(record: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Let the places where Python or torch would not see a traced value see it.
+
+    `isinstance(x, Tensor)` answers for the value that `x` stands for; torch's factories with a traced size, and a
+    tensor of the model with a traced index, are recorded. As `torch.fx` does for modules, this changes them for the
+    whole process until the trace is done; without a traced value each does what it always does.
+
+    Args:
+        record: makes a node of a function and its arguments.
+    """
+    with ExitStack() as stack:
+        for name in _FACTORIES:
+            stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record)))
+        stack.enter_context(_replaced_by(Tensor, "__getitem__", _indexed(Tensor.__getitem__, record)))
+        stack.enter_context(_replaced_by(builtins, "isinstance", _asked(builtins.isinstance)))
+        yield
+
+
+@contextmanager
+def _replaced_by(owner: Any, name: str, new: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, old)
+        else:
+            delattr(owner, name)
+
+
+def _recorded(function: Any, record: Any) -> Any:
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if next(found_in((args, kwargs)), None) is not None:
+            return record(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return factory
+
+
+def _indexed(getitem: Any, record: Any) -> Any:
+    def __getitem__(self: Tensor, index: Any) -> Any:
+        if next(found_in(index), None) is not None:
+            return record(operator.getitem, (self, index), {})
+        return getitem(self, index)
+
+    return __getitem__
+
+
+def _asked(isinstance: Any) -> Any:
+    def answer(value: Any, kind: Any) -> bool:
+        found = isinstance(value, kind)
+        return found or ((type(value) is Value or type(value) is Member) and isinstance(value._value, kind))
+
+    return answer
