@@ -171,8 +171,8 @@ def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | No
         for i, batch in enumerate(stream):
             try:
                 observed(*batch.args, **batch.kwargs)
-            except CalibrationError as error:
-                raise CalibrationError(f"data, batch {i}: {words_of(error)}") from error
+            except (CalibrationError, InputError) as error:
+                raise type(error)(f"data, batch {i}: {words_of(error)}") from error
             except FxqError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
