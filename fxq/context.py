@@ -60,11 +60,13 @@ class Context:
     def configures_apart(self, nodes: Sequence[fx.Node]) -> bool:
         """Whether the recipe asks different things of ops that would become one.
 
-        Float for some and integers for others; or different specs, of ops that have a say in them.
+        Float for some and integers for others; or different specs, of ops that have a say in them: a function of one
+        tensor takes what it gets.
         """
         ops = [(op, info(n).path) for n in nodes if (op := op_of(n)) is not None]
         configs = [(op, self.config_for(path, op.name)[0]) for op, path in ops]
-        specs = {config for op, config in configs if op.quant.kind == "computes"}
+        follows = {op.name for op, _ in configs if op.quant.pointwise and len(op.quant.inputs) == 1}
+        specs = {config for op, config in configs if op.quant.kind == "computes" and op.name not in follows}
         return len(specs) > 1 or len({config.is_float for _, config in configs}) > 1
 
     def check_selectors(self, ops: Collection[tuple[str, str]]) -> None:

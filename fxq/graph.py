@@ -14,11 +14,10 @@ from torch import Tensor, fx, nn
 
 from fxq.checks import check_same
 from fxq.ops import OPS
-from fxq.optable import Op
+from fxq.optable import META, Op
 from fxq.qparams import QParams
 from fxq.spec import TensorSpec
 
-META = "fxq"
 Fate = Literal["int8", "moves", "float"]
 
 
@@ -196,19 +195,28 @@ def submodule(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 _METADATA_METHODS = frozenset({"size", "dim", "numel", "stride", "ndimension", "nelement"})
-_METADATA_FUNCTIONS = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.numel})
 _METADATA_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
+_METADATA_FUNCTIONS = frozenset({torch.numel, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default})
+_FILL_METHODS = frozenset({"new_zeros", "new_ones", "new_full", "new_empty"})
+_FILL_FUNCTIONS = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like})
+
+
+def fills_like(node: fx.Node) -> bool:
+    """Whether the node makes a tensor of one value, of its input's type and device and perhaps shape."""
+    return node.target in (_FILL_METHODS if node.op == "call_method" else _FILL_FUNCTIONS)
 
 
 def reads_only_metadata(node: fx.Node) -> bool:
     """Whether the node looks at its input's shape and not at a value, so that integers serve it as well as floats."""
     if node.op == "call_method":
-        return node.target in _METADATA_METHODS
+        return node.target in _METADATA_METHODS or (fills_like(node) and "dtype" in node.kwargs)
     if node.op != "call_function":
         return False
     if node.target is check_same:
         return node.kwargs["how"] in ("len", "keys")
-    return node.target in _METADATA_FUNCTIONS or (node.target is getattr and node.args[1] in _METADATA_ATTRIBUTES)
+    if node.target is getattr:
+        return node.args[1] in _METADATA_ATTRIBUTES
+    return node.target in _METADATA_FUNCTIONS or (fills_like(node) and "dtype" in node.kwargs)
 
 
 def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fxq.graph import META
+from fxq.optable import META
 
 NodeData = tuple[str, Any, Any, Any, str, dict[str, Any]]
 

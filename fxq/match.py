@@ -124,17 +124,18 @@ class Matcher:
     Attributes:
         gm: the graph's module.
         taken: nodes that no further match may contain.
+        changes: who changes memory in place.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.taken: set[fx.Node] = set()
         self._users: dict[fx.Node, dict[str, deque[fx.Node]]] = {}
-        self._changes = Changes(gm.graph.nodes)
+        self.changes = Changes(gm.graph.nodes)
 
     def note(self, node: fx.Node) -> None:
         """Learn what a node that was made or changed reads and overwrites."""
-        self._changes.note(node)
+        self.changes.note(node)
         op = op_of(node)
         if op is not None:
             for read in node.all_input_nodes:
@@ -255,7 +256,7 @@ class Matcher:
                 return f"%{early.name} reads %{node.name} before %{last.name} is computed"
         for value in match.captures.values():
             for node in flat_nodes(value):
-                changer = self._changes.of(node)
+                changer = self.changes.of(node)
                 if changer is not None:
                     return f"%{node.name} is changed in place by %{changer.name}"
         return next((guard.__name__ for guard in match.rule.guards if guard(match)), None)

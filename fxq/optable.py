@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from fxq.errors import FxqError, unknown
 
 Kind = Literal["computes", "moves", "float"]
-Arguments = dict[str, Any]
-Adapter = Callable[[Arguments], "Arguments | str"]
+META = "fxq"
+"""The key in `node.meta` of what fxq knows about a node (see `fxq/graph.py`)."""
 
-_ALIASES = {"input": "x", "self": "x", "tensor": "x", "tensors": "xs"}
+Arguments = dict[str, Any]
+Adapter = Callable[[Arguments], "Arguments | Instead | str"]
+Pick = Callable[[Arguments, Any], "Arguments | Instead | str"]
+
+_ALIASES = {"input": "x", "self": "x", "tensor": "x", "query": "x", "tensors": "xs"}
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,16 @@ class Quant:
         bias: name of the argument that is a bias, if any.
         axis: the output-channel axis of the weight.
         heavy: worth an int8 kernel for its own sake; light ops only follow their neighbours.
-        layout: `moves` without looking at a value, hence right on integers of any grid as it stands.
+        pointwise: each output element depends on one input element alone (and, at most, on its channel), so that a
+            table with an entry for each integer is an exact kernel. With two inputs: where one of them is a constant.
+        layout: `moves` without looking at a value, or only to see which is larger, hence right on integers of any grid
+            as it stands.
         view: the output may alias an input.
         narrows: the range of the output is smaller than the input's (relu), so that quantizing after it is better.
         output_range: the fixed range of the output, where the function has one (sigmoid: 0 to 1).
         extends: given the keyword arguments, whether a `moves` op makes values outside the range of its inputs (zero
             always belongs to a range), as padding with another constant does.
-        unless: given the keyword arguments, the reason why this call does not fit `kind`, or None.
+        unless: given all arguments, the reason why this call does not fit `kind`, or None.
     """
 
     kind: Kind
@@ -45,6 +53,7 @@ class Quant:
     bias: str | None = None
     axis: int | None = None
     heavy: bool = False
+    pointwise: bool = False
     layout: bool = False
     view: bool = False
     narrows: bool = False
@@ -69,6 +78,19 @@ def float_only(*inputs: str, **options: Any) -> Quant:
 
 
 @dataclass(frozen=True)
+class Instead:
+    """What an adapter returns where a call, with these arguments, is another op than the one that claims the spelling.
+
+    Attributes:
+        op: name of the op.
+        arguments: its arguments by name.
+    """
+
+    op: str
+    arguments: Arguments
+
+
+@dataclass(frozen=True)
 class Spelling:
     """One way to write an op: a module type, a function, an aten overload, or a method name.
 
@@ -77,16 +99,33 @@ class Spelling:
         names: argument names in this spelling's positional order; None means the op's own order. The last one may
             start with `*`: it takes all remaining positional arguments.
         adapt: turns the arguments as written into the op's arguments, or returns the reason why it cannot.
+        pick: for a spelling that returns several values: the op's arguments for the value that is taken by an index (or
+            an attribute's name), or the reason why that one is not this op. None: the spelling returns one tensor.
     """
 
     target: Any
     names: tuple[str, ...] | None = None
     adapt: Adapter | None = None
+    pick: Pick | None = None
 
 
-def spell(target: Any, names: str | None = None, adapt: Adapter | None = None) -> Spelling:
+def spell(target: Any, names: str | None = None, adapt: Adapter | None = None, pick: Pick | None = None) -> Spelling:
     """A spelling whose arguments differ from the op's, e.g. `spell("permute", "x *dims")`."""
-    return Spelling(target, tuple(names.split()) if names is not None else None, adapt)
+    return Spelling(target, tuple(names.split()) if names is not None else None, adapt, pick)
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Shape of an argument: a tensor, or a graph node whose value is one; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return getattr(getattr(value, "meta", {}).get(META), "shape", None)
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    """Dtype of an argument: a tensor, or a graph node whose value is one; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    return getattr(getattr(value, "meta", {}).get(META), "dtype", None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +153,18 @@ class Op:
         object.__setattr__(self, "tensors", tuple(p.name for p in params if p.kind is not p.KEYWORD_ONLY))
         object.__setattr__(self, "options", {p.name: p.default for p in params if p.kind is p.KEYWORD_ONLY})
 
-    def bind(self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | str:
-        """The op's arguments by name, from a call as it was written; or the reason why this call is not this op."""
+    def bind(self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | Instead | str:
+        """The op's arguments by name, from a call as it was written; or the reason why this call is not this op.
+
+        `Instead`: with these arguments the call is another op.
+        """
+        raw = self.bind_raw(spelling, args, kwargs)
+        return self.fill(raw) if isinstance(raw, dict) else raw
+
+    def bind_raw(
+        self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Arguments | Instead | str:
+        """`bind` without the defaults: only what is given."""
         names = spelling.names or (*self.tensors, *self.options)
         bound: Arguments = {}
         for i, value in enumerate(args):
@@ -129,15 +178,10 @@ class Op:
         plain = {n.lstrip("*") for n in names}
         for key, value in kwargs.items():
             bound[key if key in plain else _ALIASES.get(key, key)] = value
-        return self.complete(spelling, bound)
+        return spelling.adapt(bound) if spelling.adapt is not None else bound
 
-    def complete(self, spelling: Spelling, bound: Arguments) -> Arguments | str:
-        """Apply the spelling's adapter, fill in defaults, and refuse arguments the op does not have."""
-        if spelling.adapt is not None:
-            adapted = spelling.adapt(bound)
-            if isinstance(adapted, str):
-                return adapted
-            bound = adapted
+    def fill(self, bound: Arguments) -> Arguments | str:
+        """Fill in defaults, and refuse arguments the op does not have."""
         bound.pop("inplace", None)
         extra = [key for key in bound if key not in self.tensors and key not in self.options]
         if extra:
@@ -157,7 +201,7 @@ class Op:
 
     def bind_module(
         self, spelling: Spelling, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Arguments | str:
+    ) -> Arguments | Instead | str:
         """Like `bind`, for a module: what the call does not give is read from the module's attributes of that name."""
         names = self.quant.inputs
         if len(args) + len(kwargs) > len(names):
@@ -167,7 +211,8 @@ class Op:
         for key in spelling.names or (*self.tensors, *self.options):
             if key not in bound and hasattr(module, key):
                 bound[key] = getattr(module, key)
-        return self.complete(spelling, bound)
+        adapted = spelling.adapt(bound) if spelling.adapt is not None else bound
+        return self.fill(adapted) if isinstance(adapted, dict) else adapted
 
 
 class OpTable:
@@ -177,6 +222,15 @@ class OpTable:
         self._rows: dict[str, Op] = {}
         self._spelled: dict[Any, tuple[Op, Spelling]] = {}
         self._canonical: dict[Any, Op] = {}
+        self._leaves: dict[type[nn.Module], str] = {}
+
+    def leaf(self, name: str, *modules: type[nn.Module]) -> None:
+        """Name modules that stay calls of a module in every graph, since they keep a state; they run in float."""
+        self._leaves.update(dict.fromkeys(modules, name))
+
+    def leaf_name(self, module: nn.Module) -> str | None:
+        """What `leaf` calls a module of this type, or None."""
+        return next((self._leaves[cls] for cls in type(module).__mro__ if cls in self._leaves), None)
 
     def add(self, op: Op) -> Op:
         """Add a row. Raises `FxqError` when its name or one of its spellings is taken."""
@@ -195,13 +249,13 @@ class OpTable:
         return op
 
     def row(
-        self, *spellings: Any, quant: Quant, commutes: bool = False
+        self, *spellings: Any, quant: Quant, commutes: bool = False, name: str = ""
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: make the function below the canonical form of an op that is named after it."""
+        """Decorator: make the function below the canonical form of an op, named after it where no `name` is given."""
 
         def register(target: Callable[..., Any]) -> Callable[..., Any]:
             made = tuple(s if isinstance(s, Spelling) else Spelling(s) for s in spellings)
-            self.add(Op(target.__name__, target, made, quant, commutes))
+            self.add(Op(name or target.__name__, target, made, quant, commutes))
             return target
 
         return register

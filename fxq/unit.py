@@ -70,6 +70,18 @@ class OpCall:
     tensors: dict[str, Any]
     name: str
 
+    @property
+    def activations(self) -> tuple[fx.Node | Inner, ...]:
+        """The values among its inputs that are neither numbers nor constants of the model, in order."""
+        values = [self.tensors.get(name) for name in self.op.quant.inputs]
+        flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
+        return tuple(v for v in flat if isinstance(v, Inner) or (isinstance(v, fx.Node) and v.op != "get_attr"))
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether each output element depends on one element of one activation (and, at most, on its channel)."""
+        return self.op.quant.pointwise and len(self.activations) == 1
+
 
 def calls_of(gm: fx.GraphModule, node: fx.Node) -> tuple[OpCall, ...]:
     """The ops that a node runs, in order: one for a canonical op, several for a unit, none for anything else."""

@@ -12,6 +12,7 @@ from torch import fx
 from fxq.alias import Changes
 from fxq.backends import Support
 from fxq.graph import Plan, constant, info, reads_only_metadata, submodule
+from fxq.ops import OPS
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 from fxq.spec import TensorSpec
@@ -112,8 +113,14 @@ def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...], cha
     """The node as a candidate, or the plan that leaves it in float."""
     about, context = info(node), rewriter.context
     config, selector = context.config_for(about.path, calls[0].op.name if calls else "")
-    if reads_only_metadata(node) or not about.is_tensor:
-        return Plan("float", "its value is not a tensor")
+    if reads_only_metadata(node):
+        return Plan("float", "reads a shape" if about.is_tensor else "its value is not a tensor")
+    module = submodule(rewriter.gm, node)
+    name = OPS.leaf_name(module) if module is not None else None
+    if name is not None:
+        return Plan("float", about.note or f"{name} has no integer form")
+    if not about.is_tensor:
+        return Plan("float", about.note or "its value is not a tensor")
     if not calls:
         return Plan("float", about.note or f"{_called(rewriter.gm, node)} is not in the op table")
     if config.is_float:
@@ -147,16 +154,16 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
     quant = first.op.quant
     if quant.kind == "float":
         return f"{first.op.name} has no integer form"
-    reason = quant.unless(first.options) if quant.unless is not None else None
+    reason = quant.unless({**first.options, **first.tensors}) if quant.unless is not None else None
     if reason is not None:
         return reason
-    if any(isinstance(value, (int, float)) for name, value in first.tensors.items() if name in quant.inputs):
-        return f"{first.op.name} with a number has no integer form"
-    reasons = (_unfit_input(gm, read, changes) for read in inputs_of(calls))
+    if not first.activations:
+        return "its inputs are constants"
+    reasons = (_unfit_input(gm, first, read, changes) for read in inputs_of(calls))
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _unfit_input(gm: fx.GraphModule, read: Input, changes: Changes) -> str | None:
+def _unfit_input(gm: fx.GraphModule, first: OpCall, read: Input, changes: Changes) -> str | None:
     about = info(read.node)
     if read.role == "weight" and constant(gm, read.node) is None:
         return "its weight is computed at run time"
@@ -167,7 +174,8 @@ def _unfit_input(gm: fx.GraphModule, read: Input, changes: Changes) -> str | Non
     if about.dtype is not torch.float32:
         return f"its input %{read.node.name} is {about.dtype or 'not a tensor'}, not float32".replace("torch.", "")
     if read.node.op == "get_attr":
-        return f"its input {read.node.target} is a constant" if read.call == 0 else None
+        by_channel = first.op.quant.pointwise and sum(size != 1 for size in about.shape or ()) < 2
+        return f"its input {read.node.target} is a constant" if read.call == 0 and not by_channel else None
     changer = changes.of(read.node)
     return f"its input %{read.node.name} is changed in place by %{changer.name}" if changer is not None else None
 

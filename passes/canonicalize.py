@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -11,11 +13,12 @@ from torch.nn.utils import parametrize
 
 from fxq.edit import DATA
 from fxq.errors import InputError
-from fxq.graph import argument, constant, info, op_of, options_of
+from fxq.graph import argument, constant, fills_like, flat_nodes, info, op_of, options_of, reads_only_metadata
 from fxq.ops import OPS, conv_padding
-from fxq.optable import Arguments, Op, Spelling
+from fxq.optable import Arguments, Instead, Op, Pick, Spelling
 from fxq.passbase import Pass, Stage
 from fxq.pattern import rewrite
+from fxq.patterns.written_out import WRITTEN_OUT
 from fxq.rewrite import Rewriter
 from fxq.stages import where
 
@@ -25,8 +28,9 @@ class Canonicalize(Pass):
     """Rewrite every spelling of an op into its canonical call, with weights as inputs.
 
     Before: conv1(x), x.relu(), F.relu(x, inplace=True)    After: conv2d(x, w, b, stride=(2, 2)), relu(x), relu(x)
-    Also: removes identities and dropout, and turns 'same' and non-zero padding of a convolution into a pad of its own.
-    Keeps: the output, exactly. What the op table does not know stays as it is, with a note.
+    Also: removes identities and dropout; turns 'same' and non-zero padding of a convolution into a pad of its own, each
+    value taken from a tuple (chunk, split) into an op of its own, and functions written out into the function.
+    Keeps: the output, to 1e-6. What the op table does not know stays as it is, with a note.
     Refuses: weights and statistics that are not finite, but in layers that the recipe leaves in float.
     """
 
@@ -39,11 +43,13 @@ class Canonicalize(Pass):
         for node in rewriter.nodes():
             if node.op == "call_module":
                 _module(rewriter, node)
-            elif node.op in ("call_function", "call_method"):
+            elif node.op in ("call_function", "call_method") and not _fix_dtype(rewriter, node):
                 _call(rewriter, node)
         called = [n for n in rewriter.nodes() if n.op not in ("placeholder", "output", "get_attr")]
         rewriter.context.check_selectors([(info(n).path, op.name if (op := op_of(n)) else "") for n in called])
-        rewriter.apply(drop_identity, drop_dropout, same_padding, padding_mode)
+        for node in rewriter.nodes():
+            _fold_constant(rewriter, node)
+        rewriter.apply(drop_identity, drop_dropout, same_padding, padding_mode, merge_slices, *WRITTEN_OUT)
         rewriter.erase_unused()
         for node in rewriter.nodes():
             _check_weights(rewriter, node)
@@ -75,10 +81,44 @@ _WEIGHTS = {"weight", "bias", "running_mean", "running_var"}
 
 def _call(rewriter: Rewriter, node: fx.Node) -> None:
     found = OPS.of_call(node.target)
-    if found is None or op_of(node) is not None or not info(node).is_tensor:
+    if found is None or op_of(node) is not None or info(node).note:
         return
     op, spelling = found
-    _rewrite(rewriter, node, op, op.bind(spelling, node.args, node.kwargs))
+    if info(node).is_tensor:
+        _rewrite(rewriter, node, op, op.bind(spelling, node.args, node.kwargs))
+    elif spelling.pick is not None and not reads_only_metadata(node):
+        _rewrite_picks(rewriter, node, op, spelling, spelling.pick)
+
+
+def _fix_dtype(rewriter: Rewriter, node: fx.Node) -> bool:
+    """Say the dtype that a node reads from a value: it is another one where the value becomes integers.
+
+    Whether the node is gone: x.dtype is what it is.
+    """
+    x = node.args[0] if node.args else None
+    if not isinstance(x, fx.Node) or not info(x).is_tensor:
+        return False
+    if fills_like(node) and node.kwargs.get("dtype") is None:
+        rewriter.update(node, kwargs={**node.kwargs, "dtype": info(x).dtype})
+    if node.target is not getattr or node.args[1] != "dtype":
+        return False
+    rewriter.replace(node, info(x).dtype)
+    return True
+
+
+def _fold_constant(rewriter: Rewriter, node: fx.Node) -> None:
+    """A view of a weight is a weight: F.linear(x, w.t())."""
+    op = op_of(node)
+    if op is None or not op.quant.view or any(True for v in node.kwargs.values() for _ in flat_nodes(v)):
+        return
+    read = [*flat_nodes(node.args)]
+    tensor = constant(rewriter.gm, read[0]) if len(read) == 1 else None
+    if tensor is None or rewriter.matcher.changes.of(read[0]) is not None:
+        return
+    with rewriter.attributed("fold_constant", _fold_constant):
+        value = op.target(tensor.detach(), **node.kwargs)
+        name = f"{str(read[0].target).removeprefix(f'{DATA}.')}_{op.name}"
+        rewriter.replace(node, rewriter.constant(value, name, before=node, like=node))
 
 
 def _module(rewriter: Rewriter, node: fx.Node) -> None:
@@ -92,10 +132,12 @@ def _module(rewriter: Rewriter, node: fx.Node) -> None:
     _rewrite(rewriter, node, op, bound)
 
 
-def _bind_module(rewriter: Rewriter, node: fx.Node, module: nn.Module, op: Op, spelling: Spelling) -> Arguments | str:
+def _bind_module(
+    rewriter: Rewriter, node: fx.Node, module: nn.Module, op: Op, spelling: Spelling
+) -> Arguments | Instead | str:
     """The op's arguments, with the module's tensors as `get_attr` nodes. Parametrized weights are evaluated."""
     bound = op.bind_module(spelling, module, node.args, node.kwargs)
-    if isinstance(bound, str):
+    if not isinstance(bound, dict):
         return bound
     for key, value in bound.items():
         if isinstance(value, Tensor):
@@ -107,21 +149,59 @@ def _bind_module(rewriter: Rewriter, node: fx.Node, module: nn.Module, op: Op, s
     return bound
 
 
-def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | str) -> None:
-    if not isinstance(bound, str):
-        tensors = [v for name in op.quant.inputs for v in _values(bound.get(name))]
-        if not any(isinstance(v, fx.Node) and info(v).is_tensor for v in tensors):
-            bound = "is called on no tensor"
-    if isinstance(bound, str):
-        rewriter.describe(node, note=f"stays as it is: {op.name} {bound}")
+def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Instead | str) -> None:
+    """Make a node the canonical call of its op, or note why it stays as it is."""
+    chosen, arguments = _settled(op, bound)
+    if isinstance(arguments, str):
+        rewriter.describe(node, note=f"stays as it is: {op.name} {arguments}")
         return
-    args, kwargs = op.canonical(bound)
-    with rewriter.attributed(op.name, op.target):
-        rewriter.update(node, op.target, args, kwargs, op="call_function")
+    args, kwargs = chosen.canonical(arguments)
+    with rewriter.attributed(chosen.name, chosen.target):
+        rewriter.update(node, chosen.target, args, kwargs, op="call_function")
 
 
-def _values(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
+def _settled(op: Op, bound: Arguments | Instead | str) -> tuple[Op, Arguments | str]:
+    """The op that a call is, with its arguments; or why it is none."""
+    if isinstance(bound, Instead):
+        op = OPS[bound.op]
+        bound = op.fill(dict(bound.arguments))
+    if isinstance(bound, str):
+        return op, bound
+    if not any(_is_tensor(v) for name in op.quant.inputs for v in flat_nodes(bound.get(name))):
+        return op, "is called on no tensor"
+    given = next((k for k in op.options for v in flat_nodes(bound[k]) if _is_tensor(v)), None)
+    return op, bound if given is None else f"is given a tensor for its option {given}"
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and info(value).is_tensor
+
+
+def _rewrite_picks(rewriter: Rewriter, node: fx.Node, op: Op, spelling: Spelling, pick: Pick) -> None:
+    """Make each value that is taken from a call with several results an op of its own, so that no tuple is left."""
+    taken = {user: _index(user, node) for user in node.users}
+    made: dict[fx.Node, tuple[Op, Arguments]] = {}
+    for user, index in taken.items():
+        raw = op.bind_raw(spelling, node.args, node.kwargs)
+        bound = "is used as a whole" if index is None else pick(raw, index) if isinstance(raw, dict) else raw
+        chosen, arguments = _settled(op, op.fill(bound) if isinstance(bound, dict) else bound)
+        if isinstance(arguments, str):
+            for left in (node, *(user for user, index in taken.items() if index is not None)):
+                rewriter.describe(left, note=f"stays as it is: {op.name} {arguments}")
+            return
+        made[user] = chosen, arguments
+    for user, (chosen, arguments) in made.items():
+        args, kwargs = chosen.canonical(arguments)
+        with rewriter.attributed(chosen.name, chosen.target):
+            rewriter.update(user, chosen.target, args, kwargs, op="call_function")
+        rewriter.describe(user, path=info(node).path, source=info(node).source)
+    rewriter.erase(node)
+
+
+def _index(user: fx.Node, node: fx.Node) -> Any:
+    """The index or name by which `user` takes one value of `node`; None when it uses all of them."""
+    takes = user.op == "call_function" and user.target in (operator.getitem, getattr) and user.args[0] is node
+    return user.args[1] if takes and not isinstance(user.args[1], (slice, fx.Node)) else None
 
 
 @rewrite
@@ -146,7 +226,32 @@ def _dropout(op: Any, m: Any) -> Any:
     return m.x
 
 
-@rewrite("same_padding_{conv}", conv=("conv1d", "conv2d"))
+@rewrite
+def merge_slices(op: Any, x: Any) -> Any:
+    """Slices one axis at a time, as torch.export writes x[:, 1:, 2:]."""
+    return op.getitem(op.getitem(x))
+
+
+@merge_slices.unless
+def they_share_an_axis_or_change_axes(m: Any) -> bool:
+    """Then the second index counts what the first one left."""
+    first, second = _slices(m)
+    plain = all(isinstance(part, slice) for part in (*first, *second))
+    return not plain or any(slice(None) not in pair for pair in zip(first, second, strict=False))
+
+
+@merge_slices.becomes
+def _merged(op: Any, m: Any) -> Any:
+    pairs = zip_longest(*_slices(m), fillvalue=slice(None))
+    return op.getitem(m.x, index=tuple(a if b == slice(None) else b for a, b in pairs))
+
+
+def _slices(m: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    second = m.root.node
+    return second.args[0].kwargs["index"], second.kwargs["index"]
+
+
+@rewrite("same_padding_{conv}", conv=("conv1d", "conv2d", "conv3d"))
 def same_padding(op: Any, x: Any, w: Any, b: Any, *, conv: str) -> Any:
     """padding='same' of a convolution."""
     return op[conv](x, w, b, padding="same", padding_mode="zeros")
@@ -164,7 +269,7 @@ def _same(op: Any, m: Any) -> Any:
     return op[conv](op.pad(m.x, pad=pad), m.w, m.b, **{**options, "padding": (0,) * len(left)})
 
 
-@rewrite("padding_mode_{conv}_{mode}", conv=("conv1d", "conv2d"), mode=("circular", "reflect", "replicate"))
+@rewrite("padding_mode_{conv}_{mode}", conv=("conv1d", "conv2d", "conv3d"), mode=("circular", "reflect", "replicate"))
 def padding_mode(op: Any, x: Any, w: Any, b: Any, *, conv: str, mode: str) -> Any:
     """A convolution that pads other than with zeros."""
     return op[conv](x, w, b, padding_mode=mode)

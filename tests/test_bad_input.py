@@ -385,7 +385,7 @@ def test_an_unknown_name_in_a_recipe():
     ("make", "words"),
     [
         (lambda: REFERENCE.without_pass("fus"), "unknown pass 'fus'; did you mean 'fuse'"),
-        (lambda: fxq.op("conv3"), "unknown op 'conv3'; did you mean 'conv2d'"),
+        (lambda: fxq.op("conv3"), "unknown op 'conv3'; did you mean 'conv3d' or 'conv2d'"),
         (lambda: fxq.Recipe.static(activation=fxq.TensorSpec(observer="histgram")), "did you mean 'histogram'"),
         (lambda: fxq.run_passes(net(), REFERENCE, X, until="lowr"), "unknown pass 'lowr'; did you mean 'lower'"),
     ],

@@ -190,7 +190,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_no_linear():
     assert text(gm) == expected("""
         x = input
         linear = linear(x, @fc.weight, @fc.bias)
-        truediv = truediv(linear, 2)
+        truediv = div(linear, 2)
         return truediv
     """)
     assert equal(call(gm, x), call(model, x))

@@ -218,8 +218,11 @@ PLAIN: dict[str, Row] = {
     "relu6": Row(_clamp, never),
     "hardtanh": Row(_clamp, never),
     "pad": Row(_pad, _pad_refuses),
-    **dict.fromkeys(
-        ("cat", "flatten", "reshape", "permute", "transpose", "contiguous", "pixel_shuffle", "interpolate"), NATIVE
-    ),
+    **dict.fromkeys(("flatten", "unflatten", "reshape", "permute", "transpose", "contiguous"), NATIVE),
+    **dict.fromkeys(("squeeze", "unsqueeze", "expand", "expand_as"), NATIVE),
+    **dict.fromkeys(("getitem", "chunk", "split", "tensor_split", "index_select", "cat", "stack"), NATIVE),
+    **dict.fromkeys(("flip", "roll", "repeat", "repeat_interleave", "interpolate"), NATIVE),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"), NATIVE),
+    **dict.fromkeys(("amax", "amin", "maximum", "minimum"), NATIVE),
 }
 """What runs on plain uint8 tensors without an engine, on any CPU."""

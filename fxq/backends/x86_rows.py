@@ -76,6 +76,8 @@ def _adaptive(parts: Parts, operands: Operands) -> Kernel:
 
 
 def _of_two_refuses(parts: Parts, node: fx.Node) -> str | None:
+    if len(parts.first.activations) != 2:
+        return f"{parts.first.op.name} with a constant has no kernel"
     return Add.refuses(post=parts.post)
 
 

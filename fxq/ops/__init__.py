@@ -7,8 +7,36 @@ aten overloads) and says how the op takes part in quantization. Passes, patterns
 To add an op: add a row to the file of its subject, and a line to `tests/test_ops.py`.
 """
 
-from fxq.ops import activations, arithmetic, conversions, layers, movement, pooling
-from fxq.ops.layers import conv_padding
+from fxq.ops import (
+    activations,
+    arithmetic,
+    conversions,
+    convolution,
+    functions,
+    layers,
+    pointwise,
+    pooling,
+    reduction,
+    resampling,
+    selection,
+    shapes,
+)
+from fxq.ops.convolution import conv_padding
 from fxq.ops.table import OPS
 
-__all__ = ["OPS", "activations", "arithmetic", "conv_padding", "conversions", "layers", "movement", "pooling"]
+__all__ = [
+    "OPS",
+    "activations",
+    "arithmetic",
+    "conv_padding",
+    "conversions",
+    "convolution",
+    "functions",
+    "layers",
+    "pointwise",
+    "pooling",
+    "reduction",
+    "resampling",
+    "selection",
+    "shapes",
+]

@@ -1,4 +1,4 @@
-"""Rows of the op table: activation functions."""
+"""Rows of the op table: functions that clip. They move data: what they let through keeps its scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.ops.table import aten, row
-from fxq.optable import Arguments, float_only, moves, spell
+from fxq.optable import Arguments, moves, spell
 
 
 def _numbers(bound: Arguments) -> Arguments | str:
@@ -60,76 +60,12 @@ def _leaves_out_zero(options: Mapping[str, Any]) -> bool:
     spell(F.hardtanh_, "x min_val max_val"),
     aten.hardtanh.default,
     aten.hardtanh_.default,
-    spell(torch.clamp, _CLAMP, _numbers),
-    spell(torch.clip, _CLAMP, _numbers),
-    spell("clamp", _CLAMP, _numbers),
-    spell("clamp_", _CLAMP, _numbers),
-    spell("clip", _CLAMP, _numbers),
-    spell(aten.clamp.default, _CLAMP, _numbers),
+    *(spell(t, _CLAMP, _numbers) for t in (torch.clamp, torch.clip, "clamp", "clamp_", "clip", "clip_")),
+    *(spell(t, _CLAMP, _numbers) for t in (aten.clamp.default, aten.clamp_.default)),
+    *(spell(t, "x min", _numbers) for t in (torch.clamp_min, "clamp_min", "clamp_min_", aten.clamp_min.default)),
+    *(spell(t, "x max", _numbers) for t in (torch.clamp_max, "clamp_max", "clamp_max_", aten.clamp_max.default)),
     quant=moves("x", narrows=True, extends=_leaves_out_zero),
 )
 def hardtanh(x: Tensor, *, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
     """min(max(x, min_val), max_val); either bound may be infinite."""
     return torch.clamp(x, min_val, max_val)
-
-
-@row(nn.Hardswish, spell(F.hardswish, _INPLACE), aten.hardswish.default, aten.hardswish_.default, quant=float_only("x"))
-def hardswish(x: Tensor) -> Tensor:
-    """x * relu6(x + 3) / 6."""
-    return F.hardswish(x)
-
-
-@row(
-    nn.Hardsigmoid,
-    spell(F.hardsigmoid, _INPLACE),
-    aten.hardsigmoid.default,
-    quant=float_only("x", output_range=(0.0, 1.0)),
-)
-def hardsigmoid(x: Tensor) -> Tensor:
-    """relu6(x + 3) / 6."""
-    return F.hardsigmoid(x)
-
-
-@row(nn.SiLU, spell(F.silu, _INPLACE), aten.silu.default, aten.silu_.default, quant=float_only("x"))
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x)."""
-    return F.silu(x)
-
-
-@row(nn.GELU, F.gelu, aten.gelu.default, quant=float_only("x"))
-def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """x * Phi(x), or its tanh approximation."""
-    return F.gelu(x, approximate=approximate)
-
-
-@row(
-    nn.LeakyReLU,
-    spell(F.leaky_relu, "x negative_slope inplace"),
-    spell(F.leaky_relu_, "x negative_slope"),
-    aten.leaky_relu.default,
-    aten.leaky_relu_.default,
-    quant=float_only("x"),
-)
-def leaky_relu(x: Tensor, *, negative_slope: float = 0.01) -> Tensor:
-    """max(0, x) + negative_slope * min(0, x)."""
-    return F.leaky_relu(x, negative_slope)
-
-
-@row(
-    nn.Sigmoid,
-    F.sigmoid,
-    torch.sigmoid,
-    "sigmoid",
-    "sigmoid_",
-    aten.sigmoid.default,
-    quant=float_only("x", output_range=(0.0, 1.0)),
-)
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x))."""
-    return torch.sigmoid(x)
-
-
-@row(nn.Tanh, F.tanh, torch.tanh, "tanh", "tanh_", aten.tanh.default, quant=float_only("x", output_range=(-1.0, 1.0)))
-def tanh(x: Tensor) -> Tensor:
-    """Hyperbolic tangent."""
-    return torch.tanh(x)

@@ -1,31 +1,44 @@
-"""Rows of the op table: arithmetic of several tensors."""
+"""Rows of the op table: arithmetic of two tensors, or of a tensor and a number."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxq.ops.table import aten, row
-from fxq.optable import computes, moves, spell
+from fxq.optable import Arguments, computes, float_only, moves, shape_of, spell
 
 
-def _alpha_one(options: Mapping[str, Any]) -> str | None:
-    return None if options["alpha"] == 1 else "add scales its second operand (alpha)"
+def _tensor_first(bound: Arguments) -> Arguments:
+    """2 * x is x * 2, and so is a weight times x."""
+    if _is_constant(bound.get("x")) and not _is_constant(bound.get("other")) and bound.get("alpha", 1) == 1:
+        return {**bound, "x": bound["other"], "other": bound["x"]}
+    return bound
+
+
+def _is_constant(value: Any) -> bool:
+    return value is not None and (shape_of(value) is None or getattr(value, "op", "") == "get_attr")
+
+
+def _alpha_one(arguments: Mapping[str, Any]) -> str | None:
+    return None if arguments["alpha"] == 1 else "its second operand is scaled (alpha)"
+
+
+def _commuting(*targets: Any) -> Any:
+    return (spell(target, None, _tensor_first) for target in targets)
+
+
+_BINARY = ("x", "other")
 
 
 @row(
-    torch.add,
-    operator.add,
-    operator.iadd,
-    "add",
-    "add_",
-    aten.add.Tensor,
-    aten.add_.Tensor,
-    quant=computes("x", "other", unless=_alpha_one),
+    *_commuting(torch.add, operator.add, operator.iadd, "add", "add_"),
+    *_commuting(aten.add.Tensor, aten.add.Scalar, aten.add_.Tensor),
+    quant=computes(*_BINARY, pointwise=True, unless=_alpha_one),
     commutes=True,
 )
 def add(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
@@ -33,15 +46,32 @@ def add(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     return torch.add(x, other, alpha=alpha) if alpha != 1 else x + other
 
 
+def _swapped(bound: Arguments) -> Arguments:
+    return {**bound, "x": bound["other"], "other": bound["x"]}
+
+
 @row(
-    torch.mul,
-    operator.mul,
-    operator.imul,
-    "mul",
-    "mul_",
-    aten.mul.Tensor,
-    aten.mul_.Tensor,
-    quant=computes("x", "other"),
+    torch.sub,
+    torch.subtract,
+    operator.sub,
+    operator.isub,
+    "sub",
+    "sub_",
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.sub_.Tensor,
+    *(spell(t, None, _swapped) for t in (torch.rsub, aten.rsub.Scalar, aten.rsub.Tensor)),
+    quant=computes(*_BINARY, pointwise=True, unless=_alpha_one),
+)
+def sub(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+    """x - alpha * other, broadcast."""
+    return torch.sub(x, other, alpha=alpha) if alpha != 1 else x - other
+
+
+@row(
+    *_commuting(torch.mul, torch.multiply, operator.mul, operator.imul, "mul", "multiply", "mul_"),
+    *_commuting(aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor),
+    quant=computes(*_BINARY, pointwise=True),
     commutes=True,
 )
 def mul(x: Tensor, other: Tensor) -> Tensor:
@@ -49,13 +79,66 @@ def mul(x: Tensor, other: Tensor) -> Tensor:
     return x * other
 
 
+def _by_a_constant(arguments: Mapping[str, Any]) -> str | None:
+    other = arguments["other"]
+    if arguments["rounding_mode"] is not None:
+        return f"its quotient is rounded ({arguments['rounding_mode']})"
+    if isinstance(other, fx.Node) and other.op != "get_attr":
+        return "it divides by a value that is computed at run time"
+    return None
+
+
 @row(
-    spell(torch.cat, "xs dim"),
-    spell(torch.concat, "xs dim"),
-    spell(torch.concatenate, "xs dim"),
-    spell(aten.cat.default, "xs dim"),
-    quant=moves("xs", layout=True),
+    torch.div,
+    torch.divide,
+    torch.true_divide,
+    operator.truediv,
+    operator.itruediv,
+    "div",
+    "div_",
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.div.Tensor_mode,
+    quant=computes(*_BINARY, pointwise=True, unless=_by_a_constant),
 )
-def cat(xs: Sequence[Tensor], *, dim: int = 0) -> Tensor:
-    """Concatenate along `dim`."""
-    return torch.cat(list(xs), dim)
+def div(x: Tensor, other: Tensor, *, rounding_mode: str | None = None) -> Tensor:
+    """x / other, broadcast."""
+    return torch.div(x, other, rounding_mode=rounding_mode) if rounding_mode is not None else x / other
+
+
+@row(torch.maximum, "maximum", aten.maximum.default, quant=moves(*_BINARY, layout=True), commutes=True)
+def maximum(x: Tensor, other: Tensor) -> Tensor:
+    """The larger of two elements, broadcast."""
+    return torch.maximum(x, other)
+
+
+@row(torch.minimum, "minimum", aten.minimum.default, quant=moves(*_BINARY, layout=True), commutes=True)
+def minimum(x: Tensor, other: Tensor) -> Tensor:
+    """The smaller of two elements, broadcast."""
+    return torch.minimum(x, other)
+
+
+@row(
+    torch.matmul,
+    torch.bmm,
+    torch.mm,
+    operator.matmul,
+    "matmul",
+    "bmm",
+    "mm",
+    *(spell(t) for t in (aten.matmul.default, aten.bmm.default, aten.mm.default)),
+    quant=computes(*_BINARY, heavy=True),
+)
+def matmul(x: Tensor, other: Tensor) -> Tensor:
+    """x (..., M, K), other (..., K, N) -> (..., M, N). With a constant `other`, canonicalize makes it a linear."""
+    return torch.matmul(x, other)
+
+
+@row(
+    spell(torch.addmm, "bias x other"),
+    spell(aten.addmm.default, "bias x other"),
+    quant=float_only(*_BINARY),
+)
+def addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """beta * bias + alpha * x @ other. With a constant `other`, canonicalize makes it a linear."""
+    return torch.addmm(bias, x, other, beta=beta, alpha=alpha)

@@ -1,16 +1,30 @@
-"""Rows of the op table: ops with weights."""
+"""Rows of the op table: linear layers, norms, embeddings, attention, and the modules that keep a state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.table import as_tuple, aten, row
+from fxq.ops.table import OPS, aten, pick_values, row
 from fxq.optable import Arguments, computes, float_only, spell
+
+OPS.leaf("lstm", nn.LSTM)
+OPS.leaf("gru", nn.GRU)
+OPS.leaf("rnn", nn.RNN)
+OPS.leaf("lstm_cell", nn.LSTMCell)
+OPS.leaf("gru_cell", nn.GRUCell)
+OPS.leaf("rnn_cell", nn.RNNCell)
+
+_FLOAT = float_only("x")
+
+
+@row(nn.Linear, F.linear, aten.linear.default, quant=computes("x", weight="weight", bias="bias", axis=0, heavy=True))
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., K), weight (O, K), bias (O,) -> (..., O)."""
+    return F.linear(x, weight, bias)
 
 
 def _eval_norm(bound: Arguments) -> Arguments | str:
@@ -21,139 +35,9 @@ def _eval_norm(bound: Arguments) -> Arguments | str:
     return bound
 
 
-def _conv(n: int) -> Any:
-    """Options of an n-dimensional convolution as n-tuples, so that every way to write them gives the same graph."""
-
-    def adapt(bound: Arguments) -> Arguments:
-        for key, default in (("stride", 1), ("padding", 0), ("dilation", 1)):
-            value = bound.get(key, default)
-            value = 0 if value == "valid" else value
-            bound[key] = value if isinstance(value, str) else as_tuple(value, n)
-        return bound
-
-    return adapt
-
-
-_CONV = "x weight bias stride padding dilation groups padding_mode"
-
-
-def _convolve(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    mode = options.pop("padding_mode")
-    if mode == "zeros":
-        return function(x, weight, bias, **options)
-    padded = F.pad(x, conv_padding(weight.shape, options["padding"], options["dilation"]), mode=mode)
-    return function(padded, weight, bias, **{**options, "padding": 0})
-
-
-def conv_padding(weight_shape: Sequence[int], padding: Any, dilation: Sequence[int]) -> tuple[int, ...]:
-    """The padding of a convolution in `F.pad`'s order (last axis first, left then right); 'same' pads right first."""
-    if padding == "same":
-        total = [d * (k - 1) for k, d in zip(weight_shape[2:], dilation, strict=True)]
-        sides = [(t // 2, t - t // 2) for t in total]
-    else:
-        sides = [(p, p) for p in padding]
-    return tuple(p for pair in reversed(sides) for p in pair)
-
-
-_CONV_QUANT = computes("x", weight="weight", bias="bias", axis=0, heavy=True)
-
-
-@row(
-    spell(nn.Conv1d, _CONV, _conv(1)),
-    spell(F.conv1d, _CONV, _conv(1)),
-    spell(aten.conv1d.default, _CONV, _conv(1)),
-    spell(aten.conv1d.padding, _CONV, _conv(1)),
-    quant=_CONV_QUANT,
-)
-def conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Any = (1,),
-    padding: Any = (0,),
-    dilation: Any = (1,),
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> Tensor:
-    """x (N, C, L), weight (O, C/groups, K), bias (O,) -> (N, O, L')."""
-    return _convolve(
-        F.conv1d,
-        x,
-        weight,
-        bias,
-        {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "padding_mode": padding_mode},
-    )
-
-
-@row(
-    spell(nn.Conv2d, _CONV, _conv(2)),
-    spell(F.conv2d, _CONV, _conv(2)),
-    spell(aten.conv2d.default, _CONV, _conv(2)),
-    spell(aten.conv2d.padding, _CONV, _conv(2)),
-    quant=_CONV_QUANT,
-)
-def conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Any = (1, 1),
-    padding: Any = (0, 0),
-    dilation: Any = (1, 1),
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> Tensor:
-    """x (N, C, H, W), weight (O, C/groups, KH, KW), bias (O,) -> (N, O, H', W')."""
-    return _convolve(
-        F.conv2d,
-        x,
-        weight,
-        bias,
-        {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "padding_mode": padding_mode},
-    )
-
-
-_CONVT = "x weight bias stride padding output_padding groups dilation"
-
-
-def _conv_transpose(bound: Arguments) -> Arguments | str:
-    if bound.pop("padding_mode", "zeros") != "zeros":
-        return "pads other than with zeros"
-    bound = _conv(2)(bound)
-    bound["output_padding"] = as_tuple(bound.get("output_padding", 0), 2)
-    return bound
-
-
-@row(
-    spell(nn.ConvTranspose2d, _CONVT + " padding_mode", _conv_transpose),
-    spell(F.conv_transpose2d, _CONVT, _conv_transpose),
-    spell(aten.conv_transpose2d.input, _CONVT, _conv_transpose),
-    quant=computes("x", weight="weight", bias="bias", axis=1, heavy=True),
-)
-def conv_transpose2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Any = (1, 1),
-    padding: Any = (0, 0),
-    output_padding: Any = (0, 0),
-    dilation: Any = (1, 1),
-    groups: int = 1,
-) -> Tensor:
-    """x (N, C, H, W), weight (C, O/groups, KH, KW), bias (O,) -> (N, O, H', W')."""
-    return F.conv_transpose2d(x, weight, bias, stride, padding, output_padding, groups, dilation)
-
-
-@row(nn.Linear, F.linear, aten.linear.default, quant=computes("x", weight="weight", bias="bias", axis=0, heavy=True))
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., K), weight (O, K), bias (O,) -> (..., O)."""
-    return F.linear(x, weight, bias)
-
-
 _NORM = "x running_mean running_var weight bias training momentum eps"
 _NORM_ATEN = "x weight bias running_mean running_var training momentum eps cudnn_enabled"
+_NORM_NATIVE = "x weight bias running_mean running_var momentum eps"
 
 
 @row(
@@ -163,7 +47,8 @@ _NORM_ATEN = "x weight bias running_mean running_var training momentum eps cudnn
     spell(F.batch_norm, _NORM, _eval_norm),
     spell(torch.batch_norm, _NORM_ATEN, _eval_norm),
     spell(aten.batch_norm.default, _NORM_ATEN, _eval_norm),
-    quant=float_only("x"),
+    spell(aten._native_batch_norm_legit_no_training.default, _NORM_NATIVE, _eval_norm, pick_values),
+    quant=computes("x", pointwise=True),
 )
 def batch_norm(
     x: Tensor,
@@ -178,7 +63,122 @@ def batch_norm(
     return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
 
 
-@row(nn.PReLU, F.prelu, aten.prelu.default, "prelu", quant=float_only("x"))
-def prelu(x: Tensor, weight: Tensor) -> Tensor:
-    """x (N, C, ...), weight (1,) or (C,): max(0, x) + weight * min(0, x)."""
-    return F.prelu(x, weight)
+def _normalized(bound: Arguments) -> Arguments:
+    bound.pop("cudnn_enable", None)
+    shape = bound["normalized_shape"]
+    return {**bound, "normalized_shape": (shape,) if isinstance(shape, int) else tuple(shape)}
+
+
+_LAYER_NORM = "x normalized_shape weight bias eps"
+
+
+@row(
+    *(spell(t, _LAYER_NORM, _normalized) for t in (nn.LayerNorm, F.layer_norm)),
+    *(spell(t, _LAYER_NORM + " cudnn_enable", _normalized) for t in (torch.layer_norm, aten.layer_norm.default)),
+    spell(aten.native_layer_norm.default, _LAYER_NORM, _normalized, pick_values),
+    quant=_FLOAT,
+)
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, normalized_shape: Any, eps: float = 1e-5
+) -> Tensor:
+    """Each entry over the last axes, `normalized_shape`, to mean 0 and variance 1.  Source: Ba et al. 2016."""
+    return F.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+@row(
+    *(spell(t, "x normalized_shape weight eps", _normalized) for t in (nn.RMSNorm, F.rms_norm)),
+    spell(aten.rms_norm.default, "x normalized_shape weight eps", _normalized),
+    quant=_FLOAT,
+)
+def rms_norm(x: Tensor, weight: Tensor | None = None, *, normalized_shape: Any, eps: float | None = None) -> Tensor:
+    """x divided by its root mean square over the last axes."""
+    return F.rms_norm(x, normalized_shape, weight, eps)
+
+
+def _no_flag(bound: Arguments) -> Arguments:
+    bound.pop("cudnn_enabled", None)
+    return bound
+
+
+@row(
+    spell(nn.GroupNorm, "x num_groups weight bias eps"),
+    spell(F.group_norm, "x num_groups weight bias eps"),
+    spell(aten.group_norm.default, "x num_groups weight bias eps cudnn_enabled", _no_flag),
+    quant=_FLOAT,
+)
+def group_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, num_groups: int, eps: float = 1e-5
+) -> Tensor:
+    """x (N, C, ...): each group of channels of a sample to mean 0 and variance 1.  Source: Wu and He 2018."""
+    return F.group_norm(x, num_groups, weight, bias, eps)
+
+
+def _instance(bound: Arguments) -> Arguments | str:
+    for key in ("momentum", "training", "cudnn_enabled"):
+        bound.pop(key, None)
+    known = bound.pop("running_mean", None), bound.pop("running_var", None)
+    if known != (None, None):
+        return "normalizes with running statistics"
+    bound.pop("use_input_stats", None)
+    return bound
+
+
+_INSTANCE = "x running_mean running_var weight bias use_input_stats momentum eps"
+_INSTANCE_ATEN = "x weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled"
+
+
+@row(
+    *(spell(t, _INSTANCE, _instance) for t in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)),
+    spell(F.instance_norm, _INSTANCE, _instance),
+    spell(aten.instance_norm.default, _INSTANCE_ATEN, _instance),
+    quant=_FLOAT,
+)
+def instance_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+    """x (N, C, ...): each channel of a sample to mean 0 and variance 1.  Source: Ulyanov et al. 2016."""
+    return F.instance_norm(x, weight=weight, bias=bias, eps=eps)
+
+
+@row(nn.LocalResponseNorm, F.local_response_norm, quant=_FLOAT)
+def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
+    """x divided by a sum over neighbouring channels.  Source: Krizhevsky et al. 2012, section 3.3."""
+    return F.local_response_norm(x, size, alpha, beta, k)
+
+
+_EMBED = "x weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+
+
+def _lookup(bound: Arguments) -> Arguments | str:
+    if bound.get("max_norm") is not None:
+        return "changes its weight (max_norm)"
+    return {key: bound[key] for key in ("x", "weight")}
+
+
+@row(
+    *(spell(t, _EMBED, _lookup) for t in (nn.Embedding, F.embedding)),
+    spell(aten.embedding.default, "weight x padding_idx scale_grad_by_freq sparse", _lookup),
+    quant=_FLOAT,
+)
+def embedding(x: Tensor, weight: Tensor) -> Tensor:
+    """The rows of `weight` (N, D) that the integers x name."""
+    return F.embedding(x, weight)
+
+
+OPS.leaf("embedding_bag", nn.EmbeddingBag)
+
+
+@row(F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default, quant=float_only("x", "key", "value"))
+def scaled_dot_product_attention(
+    x: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(x @ key.T * scale + mask) @ value; x is the query.  Source: Vaswani et al. 2017, section 3.2.1."""
+    return F.scaled_dot_product_attention(
+        x, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )

@@ -1,4 +1,4 @@
-"""Rows of the op table: pooling and reduction."""
+"""Rows of the op table: pooling."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.table import as_tuple, aten, row
+from fxq.ops.table import as_tuple, aten, pick_values, row
 from fxq.optable import Arguments, computes, moves, spell
-
-
-def _reduce(bound: Arguments) -> Arguments | str:
-    if bound.pop("dtype", None) is not None:
-        return "changes the dtype"
-    return bound if bound.get("dim") is not None else "reduces over all axes"
 
 
 def _pool(n: int) -> Any:
@@ -57,6 +51,7 @@ def max_pool1d(
     spell(F.max_pool2d, _MAX_POOL, _pool(2)),
     spell(torch.max_pool2d, _MAX_POOL, _pool(2)),
     spell(aten.max_pool2d.default, _MAX_POOL, _pool(2)),
+    spell(aten.max_pool2d_with_indices.default, _MAX_POOL, _pool(2), pick_values),
     quant=moves("x"),
 )
 def max_pool2d(
@@ -64,6 +59,27 @@ def max_pool2d(
 ) -> Tensor:
     """x (N, C, H, W) -> (N, C, H', W')."""
     return F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
+
+
+@row(
+    spell(nn.MaxPool3d, _MAX_POOL, _pool(3)),
+    spell(F.max_pool3d, _MAX_POOL, _pool(3)),
+    spell(torch.max_pool3d, _MAX_POOL, _pool(3)),
+    spell(aten.max_pool3d.default, _MAX_POOL, _pool(3)),
+    spell(aten.max_pool3d_with_indices.default, _MAX_POOL, _pool(3), pick_values),
+    quant=moves("x"),
+)
+def max_pool3d(
+    x: Tensor,
+    *,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any = (0, 0, 0),
+    dilation: Any = (1, 1, 1),
+    ceil_mode: bool = False,
+) -> Tensor:
+    """x (N, C, D, H, W) -> (N, C, D', H', W')."""
+    return F.max_pool3d(x, kernel_size, stride, padding, dilation, ceil_mode)
 
 
 @row(
@@ -105,18 +121,52 @@ def avg_pool2d(
     return F.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
 
-def _size2(bound: Arguments) -> Arguments:
-    return {**bound, "output_size": as_tuple(bound["output_size"], 2)}
+@row(
+    spell(nn.AvgPool3d, _AVG_POOL, _pool(3)),
+    spell(F.avg_pool3d, _AVG_POOL, _pool(3)),
+    spell(aten.avg_pool3d.default, _AVG_POOL, _pool(3)),
+    quant=computes("x"),
+)
+def avg_pool3d(
+    x: Tensor,
+    *,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any = (0, 0, 0),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """x (N, C, D, H, W) -> (N, C, D', H', W')."""
+    return F.avg_pool3d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
 
-def _max_size2(bound: Arguments) -> Arguments | str:
-    return "returns indices" if bound.pop("return_indices", False) else _size2(bound)
+def _adaptive(n: int) -> Any:
+    def adapt(bound: Arguments) -> Arguments | str:
+        if bound.pop("return_indices", False):
+            return "returns indices"
+        return {**bound, "output_size": as_tuple(bound["output_size"], n)}
+
+    return adapt
+
+
+_SIZE = "x output_size"
+_MAX_SIZE = "x output_size return_indices"
 
 
 @row(
-    spell(nn.AdaptiveAvgPool2d, "x output_size", _size2),
-    spell(F.adaptive_avg_pool2d, "x output_size", _size2),
-    spell(aten.adaptive_avg_pool2d.default, "x output_size", _size2),
+    *(spell(t, _SIZE, _adaptive(1)) for t in (nn.AdaptiveAvgPool1d, F.adaptive_avg_pool1d)),
+    spell(aten.adaptive_avg_pool1d.default, _SIZE, _adaptive(1)),
+    quant=computes("x"),
+)
+def adaptive_avg_pool1d(x: Tensor, *, output_size: Any) -> Tensor:
+    """x (N, C, L) -> (N, C, *output_size)."""
+    return F.adaptive_avg_pool1d(x, output_size)
+
+
+@row(
+    *(spell(t, _SIZE, _adaptive(2)) for t in (nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)),
+    *(spell(t, _SIZE, _adaptive(2)) for t in (aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)),
     quant=computes("x"),
 )
 def adaptive_avg_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
@@ -125,8 +175,28 @@ def adaptive_avg_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
 
 
 @row(
-    spell(nn.AdaptiveMaxPool2d, "x output_size return_indices", _max_size2),
-    spell(F.adaptive_max_pool2d, "x output_size return_indices", _max_size2),
+    *(spell(t, _SIZE, _adaptive(3)) for t in (nn.AdaptiveAvgPool3d, F.adaptive_avg_pool3d)),
+    *(spell(t, _SIZE, _adaptive(3)) for t in (aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d.default)),
+    quant=computes("x"),
+)
+def adaptive_avg_pool3d(x: Tensor, *, output_size: Any) -> Tensor:
+    """x (N, C, D, H, W) -> (N, C, *output_size)."""
+    return F.adaptive_avg_pool3d(x, output_size)
+
+
+@row(
+    *(spell(t, _MAX_SIZE, _adaptive(1)) for t in (nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)),
+    spell(aten.adaptive_max_pool1d.default, _SIZE, _adaptive(1), pick_values),
+    quant=moves("x"),
+)
+def adaptive_max_pool1d(x: Tensor, *, output_size: Any) -> Tensor:
+    """x (N, C, L) -> (N, C, *output_size)."""
+    return F.adaptive_max_pool1d(x, output_size)
+
+
+@row(
+    *(spell(t, _MAX_SIZE, _adaptive(2)) for t in (nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)),
+    spell(aten.adaptive_max_pool2d.default, _SIZE, _adaptive(2), pick_values),
     quant=moves("x"),
 )
 def adaptive_max_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
@@ -135,11 +205,10 @@ def adaptive_max_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
 
 
 @row(
-    spell(torch.mean, "x dim keepdim", _reduce),
-    spell("mean", "x dim keepdim", _reduce),
-    spell(aten.mean.dim, "x dim keepdim", _reduce),
-    quant=computes("x"),
+    *(spell(t, _MAX_SIZE, _adaptive(3)) for t in (nn.AdaptiveMaxPool3d, F.adaptive_max_pool3d)),
+    spell(aten.adaptive_max_pool3d.default, _SIZE, _adaptive(3), pick_values),
+    quant=moves("x"),
 )
-def mean(x: Tensor, *, dim: Any, keepdim: bool = False) -> Tensor:
-    """Mean over the axes `dim`."""
-    return torch.mean(x, dim, keepdim)
+def adaptive_max_pool3d(x: Tensor, *, output_size: Any) -> Tensor:
+    """x (N, C, D, H, W) -> (N, C, *output_size)."""
+    return F.adaptive_max_pool3d(x, output_size)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fxq.optable import OpTable
+from fxq.optable import Arguments, OpTable
 
 OPS = OpTable()
 row = OPS.row
@@ -17,3 +17,8 @@ def as_tuple(value: Any, n: int) -> tuple[Any, ...]:
     """An option of an n-dimensional op as an n-tuple."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     return values * n if len(values) == 1 else values
+
+
+def pick_values(bound: Arguments, index: Any) -> Arguments | str:
+    """Of a spelling that returns (values, ...): the op makes the values."""
+    return bound if index in (0, "values") else "returns indices or statistics that are read"

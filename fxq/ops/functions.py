@@ -1,0 +1,162 @@
+"""Rows of the op table: functions that only run in float. Their rows name them in reports."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxq.ops.table import aten, row
+from fxq.optable import Arguments, float_only, spell
+
+_FLOAT = float_only("x")
+
+
+def _axis(bound: Arguments) -> Arguments | str:
+    bound.pop("_stacklevel", None)
+    bound.pop("half_to_float", None)
+    if bound.pop("dtype", None) not in (None, torch.float32):
+        return "changes the dtype"
+    return bound if isinstance(bound.get("dim"), int) else "leaves its axis open (dim=None)"
+
+
+_SOFT = "x dim _stacklevel dtype"
+
+
+@row(
+    *(spell(t, _SOFT, _axis) for t in (nn.Softmax, F.softmax)),
+    *(spell(t, "x dim dtype", _axis) for t in (torch.softmax, "softmax", aten.softmax.int)),
+    spell(aten._softmax.default, "x dim half_to_float", _axis),
+    quant=float_only("x", output_range=(0.0, 1.0)),
+)
+def softmax(x: Tensor, *, dim: int) -> Tensor:
+    """exp(x) / sum(exp(x)) along an axis."""
+    return F.softmax(x, dim)
+
+
+@row(
+    *(spell(t, _SOFT, _axis) for t in (nn.LogSoftmax, F.log_softmax)),
+    *(spell(t, "x dim dtype", _axis) for t in (torch.log_softmax, "log_softmax", aten.log_softmax.int)),
+    spell(aten._log_softmax.default, "x dim half_to_float", _axis),
+    quant=_FLOAT,
+)
+def log_softmax(x: Tensor, *, dim: int) -> Tensor:
+    """log(softmax(x))."""
+    return F.log_softmax(x, dim)
+
+
+@row(*(spell(t, _SOFT, _axis) for t in (nn.Softmin, F.softmin)), quant=float_only("x", output_range=(0.0, 1.0)))
+def softmin(x: Tensor, *, dim: int) -> Tensor:
+    """softmax(-x)."""
+    return F.softmin(x, dim)
+
+
+def _exponent(bound: Arguments) -> Arguments:
+    return {**bound, "exponent": bound.get("exponent", 2)}
+
+
+@row(
+    *(spell(t, "x exponent") for t in (torch.pow, operator.pow, "pow", aten.pow.Tensor_Scalar)),
+    *(spell(t, "x", _exponent) for t in (torch.square, "square")),
+    quant=_FLOAT,
+    name="pow",
+)
+def power(x: Tensor, *, exponent: Any) -> Tensor:
+    """x ** exponent."""
+    return torch.pow(x, exponent)
+
+
+@row(torch.exp, "exp", aten.exp.default, quant=_FLOAT)
+def exp(x: Tensor) -> Tensor:
+    """e ** x."""
+    return torch.exp(x)
+
+
+@row(torch.log, "log", aten.log.default, quant=_FLOAT)
+def log(x: Tensor) -> Tensor:
+    """Natural logarithm."""
+    return torch.log(x)
+
+
+@row(torch.sqrt, "sqrt", aten.sqrt.default, quant=_FLOAT)
+def sqrt(x: Tensor) -> Tensor:
+    """Square root."""
+    return torch.sqrt(x)
+
+
+@row(torch.rsqrt, "rsqrt", aten.rsqrt.default, quant=_FLOAT)
+def rsqrt(x: Tensor) -> Tensor:
+    """1 / sqrt(x)."""
+    return torch.rsqrt(x)
+
+
+@row(torch.erf, torch.special.erf, "erf", aten.erf.default, quant=_FLOAT)
+def erf(x: Tensor) -> Tensor:
+    """Error function."""
+    return torch.erf(x)
+
+
+@row(torch.sin, "sin", aten.sin.default, quant=_FLOAT)
+def sin(x: Tensor) -> Tensor:
+    """Sine."""
+    return torch.sin(x)
+
+
+@row(torch.cos, "cos", aten.cos.default, quant=_FLOAT)
+def cos(x: Tensor) -> Tensor:
+    """Cosine."""
+    return torch.cos(x)
+
+
+@row(*(spell(t, "x dim") for t in (torch.cumsum, "cumsum", aten.cumsum.default)), quant=_FLOAT)
+def cumsum(x: Tensor, *, dim: int) -> Tensor:
+    """Sum of all entries up to each one along an axis."""
+    return torch.cumsum(x, dim)
+
+
+@row(spell(F.normalize, "x p dim eps"), quant=_FLOAT)
+def normalize(x: Tensor, *, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
+    """x divided by its p-norm along `dim`."""
+    return F.normalize(x, p, dim, eps)
+
+
+@row(
+    spell(nn.CosineSimilarity, "x other dim eps"),
+    spell(F.cosine_similarity, "x other dim eps"),
+    quant=float_only("x", "other"),
+)
+def cosine_similarity(x: Tensor, other: Tensor, *, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """Cosine of the angle between x and other along `dim`."""
+    return F.cosine_similarity(x, other, dim, eps)
+
+
+_WHERE = "condition x other"
+
+
+@row(
+    *(spell(t, _WHERE) for t in (torch.where, aten.where.self)),
+    spell("where", "x condition other"),
+    quant=float_only("x", "other"),
+)
+def where(condition: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    """x where the condition holds, else other."""
+    return torch.where(condition, x, other)
+
+
+@row(
+    *(spell(t, "x mask value") for t in (torch.masked_fill, "masked_fill", "masked_fill_")),
+    *(spell(t, "x mask value") for t in (aten.masked_fill.Scalar, aten.masked_fill.Tensor)),
+    quant=_FLOAT,
+)
+def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    """x, with `value` where the mask holds."""
+    return x.masked_fill(mask, value)
+
+
+@row(spell(torch.einsum, "equation *xs"), quant=float_only("xs"))
+def einsum(xs: Any, *, equation: str) -> Tensor:
+    """Sums of products, as the equation says."""
+    return torch.einsum(equation, *xs)

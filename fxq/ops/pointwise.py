@@ -1,0 +1,185 @@
+"""Rows of the op table: functions of one element. On integers, each is a table with an entry for each value."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxq.ops.table import aten, row
+from fxq.optable import Arguments, computes, spell
+
+_INPLACE = "x inplace"
+_POINTWISE = computes("x", pointwise=True)
+_TO_ONE = computes("x", pointwise=True, output_range=(0.0, 1.0))
+_AROUND_ZERO = computes("x", pointwise=True, output_range=(-1.0, 1.0))
+
+
+@row(nn.Hardswish, spell(F.hardswish, _INPLACE), aten.hardswish.default, aten.hardswish_.default, quant=_POINTWISE)
+def hardswish(x: Tensor) -> Tensor:
+    """x * relu6(x + 3) / 6."""
+    return F.hardswish(x)
+
+
+@row(
+    nn.Hardsigmoid,
+    spell(F.hardsigmoid, _INPLACE),
+    aten.hardsigmoid.default,
+    aten.hardsigmoid_.default,
+    quant=_TO_ONE,
+)
+def hardsigmoid(x: Tensor) -> Tensor:
+    """relu6(x + 3) / 6."""
+    return F.hardsigmoid(x)
+
+
+@row(nn.SiLU, spell(F.silu, _INPLACE), aten.silu.default, aten.silu_.default, quant=_POINTWISE)
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return F.silu(x)
+
+
+@row(nn.Mish, spell(F.mish, _INPLACE), aten.mish.default, aten.mish_.default, quant=_POINTWISE)
+def mish(x: Tensor) -> Tensor:
+    """x * tanh(softplus(x))."""
+    return F.mish(x)
+
+
+@row(nn.GELU, F.gelu, aten.gelu.default, quant=_POINTWISE)
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """x * Phi(x), or its tanh approximation."""
+    return F.gelu(x, approximate=approximate)
+
+
+@row(nn.Softplus, F.softplus, aten.softplus.default, quant=_POINTWISE)
+def softplus(x: Tensor, *, beta: float = 1, threshold: float = 20) -> Tensor:
+    """log(1 + exp(beta * x)) / beta; x itself above threshold / beta."""
+    return F.softplus(x, beta, threshold)
+
+
+@row(nn.ELU, spell(F.elu, "x alpha inplace"), F.elu_, spell(aten.elu.default, "x alpha"), quant=_POINTWISE)
+def elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """x above zero, alpha * (exp(x) - 1) below."""
+    return F.elu(x, alpha)
+
+
+@row(nn.CELU, spell(F.celu, "x alpha inplace"), torch.celu, F.celu_, aten.celu.default, quant=_POINTWISE)
+def celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """x above zero, alpha * (exp(x / alpha) - 1) below."""
+    return F.celu(x, alpha)
+
+
+@row(nn.SELU, spell(F.selu, _INPLACE), torch.selu, F.selu_, aten.selu.default, quant=_POINTWISE)
+def selu(x: Tensor) -> Tensor:
+    """scale * elu(x, alpha), with the constants of Klambauer et al. 2017, section 2."""
+    return F.selu(x)
+
+
+def _mean_slope(bound: Arguments) -> Arguments | str:
+    """Outside training, rrelu is leaky_relu with the mean of its slopes."""
+    if bound.pop("training", False):
+        return "draws its slope at random (training=True)"
+    slopes = bound.pop("lower", 1 / 8), bound.pop("upper", 1 / 3)
+    return {**bound, "negative_slope": sum(slopes) / 2}
+
+
+_RRELU = "x lower upper training inplace"
+
+
+@row(
+    nn.LeakyReLU,
+    spell(F.leaky_relu, "x negative_slope inplace"),
+    spell(F.leaky_relu_, "x negative_slope"),
+    aten.leaky_relu.default,
+    aten.leaky_relu_.default,
+    spell(nn.RReLU, _RRELU, _mean_slope),
+    spell(F.rrelu, _RRELU, _mean_slope),
+    quant=_POINTWISE,
+)
+def leaky_relu(x: Tensor, *, negative_slope: float = 0.01) -> Tensor:
+    """max(0, x) + negative_slope * min(0, x)."""
+    return F.leaky_relu(x, negative_slope)
+
+
+@row(nn.PReLU, F.prelu, aten.prelu.default, "prelu", quant=_POINTWISE)
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    """x (N, C, ...), weight (1,) or (C,): max(0, x) + weight * min(0, x)."""
+    return F.prelu(x, weight)
+
+
+@row(
+    nn.Sigmoid,
+    F.sigmoid,
+    torch.sigmoid,
+    torch.special.expit,
+    "sigmoid",
+    "sigmoid_",
+    aten.sigmoid.default,
+    aten.sigmoid_.default,
+    quant=_TO_ONE,
+)
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    return torch.sigmoid(x)
+
+
+@row(nn.Tanh, F.tanh, torch.tanh, "tanh", "tanh_", aten.tanh.default, aten.tanh_.default, quant=_AROUND_ZERO)
+def tanh(x: Tensor) -> Tensor:
+    """Hyperbolic tangent."""
+    return torch.tanh(x)
+
+
+@row(nn.LogSigmoid, F.logsigmoid, aten.log_sigmoid.default, quant=_POINTWISE)
+def log_sigmoid(x: Tensor) -> Tensor:
+    """log(sigmoid(x))."""
+    return F.logsigmoid(x)
+
+
+@row(nn.Softsign, F.softsign, quant=_AROUND_ZERO)
+def softsign(x: Tensor) -> Tensor:
+    """x / (1 + |x|)."""
+    return F.softsign(x)
+
+
+@row(nn.Tanhshrink, F.tanhshrink, quant=_POINTWISE)
+def tanhshrink(x: Tensor) -> Tensor:
+    """x - tanh(x)."""
+    return F.tanhshrink(x)
+
+
+@row(nn.Hardshrink, F.hardshrink, "hardshrink", aten.hardshrink.default, quant=_POINTWISE)
+def hardshrink(x: Tensor, *, lambd: float = 0.5) -> Tensor:
+    """x outside [-lambd, lambd], 0 inside."""
+    return F.hardshrink(x, lambd)
+
+
+@row(nn.Softshrink, F.softshrink, aten.softshrink.default, quant=_POINTWISE)
+def softshrink(x: Tensor, *, lambd: float = 0.5) -> Tensor:
+    """x moved towards zero by lambd; 0 within lambd of it."""
+    return F.softshrink(x, lambd)
+
+
+@row(
+    nn.Threshold,
+    spell(F.threshold, "x threshold value inplace"),
+    spell(torch.threshold_, "x threshold value"),
+    aten.threshold.default,
+    quant=_POINTWISE,
+)
+def threshold(x: Tensor, *, threshold: float, value: float) -> Tensor:
+    """x where it is above the threshold, else `value`."""
+    return F.threshold(x, threshold, value)
+
+
+@row(torch.neg, torch.negative, operator.neg, "neg", "neg_", aten.neg.default, quant=_POINTWISE)
+def neg(x: Tensor) -> Tensor:
+    """-x."""
+    return torch.neg(x)
+
+
+@row(torch.abs, torch.absolute, "abs", "abs_", aten.abs.default, quant=_POINTWISE, name="abs")
+def absolute(x: Tensor) -> Tensor:
+    """|x|."""
+    return torch.abs(x)

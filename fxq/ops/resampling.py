@@ -1,0 +1,163 @@
+"""Rows of the op table: values at other places of a grid: padding, interpolation, shuffles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxq.ops.table import as_tuple, aten, row
+from fxq.optable import Arguments, float_only, moves, spell
+
+
+def _pad_module(mode: str) -> Any:
+    def adapt(bound: Arguments) -> Arguments:
+        pad = bound.pop("padding")
+        return {**bound, "pad": tuple(pad), "mode": mode, "value": bound.get("value", 0.0)}
+
+    return adapt
+
+
+def _pad_function(bound: Arguments) -> Arguments:
+    value = bound.get("value")
+    return {**bound, "value": 0.0 if value is None else value}
+
+
+def _pads_a_value(options: Mapping[str, Any]) -> bool:
+    return options["mode"] == "constant" and options["value"] != 0
+
+
+def _pads(mode: str, *targets: Any) -> Any:
+    names = "x padding value" if mode == "constant" else "x padding"
+    return (spell(target, names, _pad_module(mode)) for target in targets)
+
+
+@row(
+    *(spell(t, "x pad mode value", _pad_function) for t in (F.pad, aten.pad.default)),
+    *_pads("constant", nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+    *_pads("constant", nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+    *_pads("reflect", nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
+    *_pads("reflect", aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default),
+    *_pads("replicate", nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
+    *_pads("replicate", aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
+    *_pads("circular", nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
+    spell(aten.constant_pad_nd.default, "x pad value"),
+    quant=moves("x", extends=_pads_a_value),
+)
+def pad(x: Tensor, *, pad: Any, mode: str = "constant", value: float = 0.0) -> Tensor:
+    """Pad the last axes: `pad` is (left, right) of the last axis, then of the one before."""
+    return F.pad(x, pad, mode, value if mode == "constant" else None)
+
+
+def _nearest(arguments: Mapping[str, Any]) -> str | None:
+    mode = arguments["mode"]
+    return None if mode in ("nearest", "nearest-exact") else f"interpolates ({mode})"
+
+
+def _resized(bound: Arguments) -> Arguments:
+    """One number for sizes and factors that are equal along all axes."""
+    for key in ("size", "scale_factor"):
+        value = bound.get(key)
+        if isinstance(value, (tuple, list)) and all(v is value[0] or v == value[0] for v in value):
+            bound[key] = value[0]
+    return bound
+
+
+def _upsampling(mode: str) -> Any:
+    """An aten overload or a module of one mode. What overloads say of factors besides a size, the size says too."""
+
+    def adapt(bound: Arguments) -> Arguments:
+        for key in ("scales", "scales_d", "scales_h", "scales_w"):
+            bound.pop(key, None)
+        return {**_resized(bound), "mode": mode}
+
+    return adapt
+
+
+_INTERPOLATE = "x size scale_factor mode align_corners recompute_scale_factor antialias"
+_UPSAMPLE = (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)
+
+
+@row(
+    spell(F.interpolate, _INTERPOLATE, _resized),
+    spell(nn.Upsample, _INTERPOLATE, _resized),
+    spell(nn.UpsamplingNearest2d, "x size scale_factor", _upsampling("nearest")),
+    spell(nn.UpsamplingBilinear2d, "x size scale_factor align_corners", _upsampling("bilinear")),
+    *(spell(t.vec, "x size scale_factor", _upsampling("nearest")) for t in _UPSAMPLE),
+    *(spell(t.default, "x size scales_d scales_h scales_w", _upsampling("nearest")) for t in _UPSAMPLE),
+    spell(aten.upsample_bilinear2d.vec, "x size align_corners scale_factor", _upsampling("bilinear")),
+    quant=moves("x", layout=True, unless=_nearest),
+)
+def interpolate(
+    x: Tensor,
+    *,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """Resize the spatial axes; only the nearest modes are pure data movement."""
+    return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+
+
+@row(spell(F.grid_sample, "x grid mode padding_mode align_corners"), quant=float_only("x"))
+def grid_sample(
+    x: Tensor,
+    grid: Tensor,
+    *,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Tensor:
+    """The values of x (N, C, H, W) at the places `grid` (N, H', W', 2)."""
+    return F.grid_sample(x, grid, mode, padding_mode, align_corners)
+
+
+@row(
+    nn.PixelShuffle,
+    *(spell(t, "x upscale_factor") for t in (F.pixel_shuffle, aten.pixel_shuffle.default)),
+    quant=moves("x", layout=True),
+)
+def pixel_shuffle(x: Tensor, *, upscale_factor: int) -> Tensor:
+    """x (N, C*r*r, H, W) -> (N, C, H*r, W*r).  Source: Shi et al. 2016, section 3.2."""
+    return F.pixel_shuffle(x, upscale_factor)
+
+
+@row(
+    nn.PixelUnshuffle,
+    *(spell(t, "x downscale_factor") for t in (F.pixel_unshuffle, aten.pixel_unshuffle.default)),
+    quant=moves("x", layout=True),
+)
+def pixel_unshuffle(x: Tensor, *, downscale_factor: int) -> Tensor:
+    """x (N, C, H*r, W*r) -> (N, C*r*r, H, W)."""
+    return F.pixel_unshuffle(x, downscale_factor)
+
+
+@row(
+    nn.ChannelShuffle,
+    *(spell(t, "x groups") for t in (F.channel_shuffle, aten.channel_shuffle.default)),
+    quant=moves("x", layout=True),
+)
+def channel_shuffle(x: Tensor, *, groups: int) -> Tensor:
+    """x (N, C, ...): the channels as (groups, C/groups), transposed.  Source: Zhang et al. 2018, section 3.1."""
+    return x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _window(bound: Arguments) -> Arguments:
+    keys = ("kernel_size", "dilation", "padding", "stride")
+    return {"x": bound["x"], **{key: as_tuple(bound[key], 2) for key in keys if key in bound}}
+
+
+_UNFOLD = "x kernel_size dilation padding stride"
+
+
+@row(*(spell(t, _UNFOLD, _window) for t in (nn.Unfold, F.unfold, aten.im2col.default)), quant=moves("x"))
+def unfold(
+    x: Tensor, *, kernel_size: Any, dilation: Any = (1, 1), padding: Any = (0, 0), stride: Any = (1, 1)
+) -> Tensor:
+    """x (N, C, H, W) -> (N, C*KH*KW, windows): the windows of a convolution side by side, zeros around x."""
+    return F.unfold(x, kernel_size, dilation, padding, stride)

@@ -1,0 +1,215 @@
+"""Rows of the op table: parts of tensors, and tensors put together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxq.ops.table import aten, row
+from fxq.optable import Arguments, Instead, moves, shape_of, spell
+
+_VIEW = moves("x", layout=True, view=True)
+_COPY = moves("x", layout=True)
+_ALL = slice(None)
+_END = 2**63 - 1
+
+
+def _plain(part: Any) -> Any:
+    """A slice without what is its default."""
+    if not isinstance(part, slice):
+        return part
+    start = None if isinstance(part.start, int) and part.start == 0 else part.start
+    stop = None if isinstance(part.stop, int) and part.stop == _END else part.stop
+    step = None if isinstance(part.step, int) and part.step == 1 else part.step
+    return slice(start, stop, step)
+
+
+def indexed(x: Any, index: Any) -> Arguments | Instead | str:
+    """x[index] in normal form: a tuple without `...` and without what selects everything at its end."""
+    parts = [_plain(part) for part in (index if isinstance(index, (tuple, list)) else (index,))]
+    for part in parts:
+        if not (part is None or part is Ellipsis or type(part) in (int, slice) or isinstance(part, fx.Node)):
+            return f"is indexed with a {type(part).__name__}"
+        if shape_of(part) is not None:
+            return "is indexed with a tensor"
+    rank = len(shape_of(x) or ())
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        taken = sum(part is not None for part in parts) - 1
+        parts[at : at + 1] = [_ALL] * (rank - taken)
+    while parts and parts[-1] == _ALL:
+        parts.pop()
+    if not parts:
+        return Instead("identity", {"x": x})
+    if parts[-1] is None and all(part == _ALL for part in parts[:-1]):
+        return Instead("unsqueeze", {"x": x, "dim": len(parts) - 1})
+    return {"x": x, "index": tuple(parts)}
+
+
+def _along(x: Any, dim: int, part: Any) -> Arguments | Instead | str:
+    rank = len(shape_of(x) or ())
+    return indexed(x, (*[_ALL] * (dim % rank if rank else 0), part))
+
+
+def _getitem(bound: Arguments) -> Arguments | Instead | str:
+    return indexed(bound["x"], bound["index"])
+
+
+def _select(bound: Arguments) -> Arguments | Instead | str:
+    return _along(bound["x"], bound["dim"], bound["index"])
+
+
+def _slice(bound: Arguments) -> Arguments | Instead | str:
+    part = slice(bound.get("start"), bound.get("end"), bound.get("step", 1))
+    return _along(bound["x"], bound.get("dim", 0), part)
+
+
+def _narrow(bound: Arguments) -> Arguments | Instead | str:
+    start, length = bound["start"], bound["length"]
+    if not isinstance(start, int) or not isinstance(length, int):
+        return "starts or ends where a value says"
+    start = start if start >= 0 else start + (shape_of(bound["x"]) or ())[bound["dim"]]
+    return _along(bound["x"], bound["dim"], slice(start, start + length))
+
+
+def _unbound(bound: Arguments, index: Any) -> Arguments | Instead | str:
+    return _along(bound["x"], bound.get("dim", 0), index) if isinstance(index, int) else f"is read by {index!r}"
+
+
+@row(
+    spell(operator.getitem, "x index", _getitem),
+    *(spell(t, "x dim index", _select) for t in (torch.select, "select", aten.select.int)),
+    *(spell(t, "x dim start length", _narrow) for t in (torch.narrow, "narrow", aten.narrow.default)),
+    spell(aten.slice.Tensor, "x dim start end step", _slice),
+    *(spell(t, "x dim", pick=_unbound) for t in (torch.unbind, "unbind", aten.unbind.int)),
+    quant=_VIEW,
+)
+def getitem(x: Tensor, *, index: Any) -> Tensor:
+    """x[index], with a tuple of numbers, slices and None."""
+    return x[index]
+
+
+def _nth(bound: Arguments, index: Any) -> Arguments | str:
+    return {**bound, "index": index} if isinstance(index, int) else f"is read by {index!r}"
+
+
+_CHUNK = "x chunks dim"
+
+
+@row(*(spell(t, _CHUNK, pick=_nth) for t in (torch.chunk, "chunk", aten.chunk.default)), quant=_VIEW)
+def chunk(x: Tensor, *, chunks: int, dim: int = 0, index: int = 0) -> Tensor:
+    """Part `index` of x cut along `dim` into so many parts."""
+    return torch.chunk(x, chunks, dim)[index]
+
+
+def _sizes(bound: Arguments) -> Arguments:
+    names = ("split_size_or_sections", "split_size", "split_sizes", "sizes")
+    return {**bound, "sizes": next(bound.pop(name) for name in names if name in bound)}
+
+
+@row(
+    *(spell(t, "x sizes dim", _sizes, _nth) for t in (torch.split, torch.split_with_sizes)),
+    *(spell(t, "x sizes dim", _sizes, _nth) for t in ("split", "split_with_sizes")),
+    *(spell(t, "x sizes dim", _sizes, _nth) for t in (aten.split.Tensor, aten.split_with_sizes.default)),
+    quant=_VIEW,
+)
+def split(x: Tensor, *, sizes: Any, dim: int = 0, index: int = 0) -> Tensor:
+    """Part `index` of x cut along `dim` into parts of this size, or of these sizes."""
+    return torch.split(x, list(sizes) if isinstance(sizes, tuple) else sizes, dim)[index]
+
+
+def _sections(bound: Arguments) -> Arguments:
+    names = ("indices_or_sections", "indices", "sections")
+    return {**bound, "sections": next(bound.pop(name) for name in names if name in bound)}
+
+
+@row(
+    *(spell(t, "x sections dim", _sections, _nth) for t in (torch.tensor_split, "tensor_split")),
+    quant=_VIEW,
+)
+def tensor_split(x: Tensor, *, sections: Any, dim: int = 0, index: int = 0) -> Tensor:
+    """Part `index` of x cut along `dim` into so many nearly equal parts, or at these indices."""
+    return torch.tensor_split(x, sections, dim)[index]
+
+
+@row(
+    *(spell(t, "x dim index") for t in (torch.index_select, "index_select", aten.index_select.default)),
+    quant=_COPY,
+)
+def index_select(x: Tensor, index: Tensor, *, dim: int) -> Tensor:
+    """The entries `index` (int64, one axis) along `dim`."""
+    return torch.index_select(x, dim, index)
+
+
+@row(
+    *(spell(t, "xs dim") for t in (torch.cat, torch.concat, torch.concatenate, aten.cat.default)),
+    quant=moves("xs", layout=True),
+)
+def cat(xs: Sequence[Tensor], *, dim: int = 0) -> Tensor:
+    """Concatenate along `dim`."""
+    return torch.cat(list(xs), dim)
+
+
+@row(*(spell(t, "xs dim") for t in (torch.stack, aten.stack.default)), quant=moves("xs", layout=True))
+def stack(xs: Sequence[Tensor], *, dim: int = 0) -> Tensor:
+    """Put tensors of one shape side by side along a new axis."""
+    return torch.stack(list(xs), dim)
+
+
+@row(
+    spell(torch.flip, "x dims"),
+    spell("flip", "x *dims"),
+    spell(aten.flip.default, "x dims"),
+    quant=_COPY,
+)
+def flip(x: Tensor, *, dims: Any) -> Tensor:
+    """Turn axes round."""
+    return torch.flip(x, tuple(dims))
+
+
+def _shifts(bound: Arguments) -> Arguments:
+    tuples = {key: (value,) if isinstance(value, int) else value for key, value in bound.items() if key != "x"}
+    return {"x": bound["x"], **tuples}
+
+
+@row(*(spell(t, "x shifts dims", _shifts) for t in (torch.roll, "roll", aten.roll.default)), quant=_COPY)
+def roll(x: Tensor, *, shifts: Any, dims: Any = ()) -> Tensor:
+    """Move the entries along axes, those at an end to the other one; without `dims`, of all elements in a row."""
+    return torch.roll(x, shifts, dims)
+
+
+def _tiled(bound: Arguments) -> Arguments | str:
+    repeats = bound.pop("dims", bound.get("repeats"))
+    if not isinstance(repeats, (tuple, list)):
+        return "is told by a value how often"
+    missing = len(shape_of(bound["x"]) or ()) - len(repeats)
+    return {**bound, "repeats": (*[1] * missing, *repeats)}
+
+
+@row(
+    *(spell(t, "x *repeats", _tiled) for t in ("repeat", "tile")),
+    *(spell(t, "x repeats", _tiled) for t in (torch.tile, aten.repeat.default, aten.tile.default)),
+    quant=_COPY,
+)
+def repeat(x: Tensor, *, repeats: Any) -> Tensor:
+    """The whole tensor so many times along each axis."""
+    return x.repeat(repeats)
+
+
+def _times(bound: Arguments) -> Arguments | str:
+    bound.pop("output_size", None)
+    return bound if isinstance(bound["repeats"], int) else "repeats each entry another number of times"
+
+
+@row(
+    *(spell(t, "x repeats dim", _times) for t in (torch.repeat_interleave, "repeat_interleave")),
+    spell(aten.repeat_interleave.self_int, "x repeats dim", _times),
+    quant=_COPY,
+)
+def repeat_interleave(x: Tensor, *, repeats: int, dim: int | None = None) -> Tensor:
+    """Each entry along `dim` so many times; without `dim`, each element of the tensor in a row."""
+    return torch.repeat_interleave(x, repeats, dim)

@@ -1,0 +1,225 @@
+"""Rows of the op table: the same values in another shape or order, and identities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxq.ops.table import as_tuple, aten, row
+from fxq.optable import Arguments, Instead, dtype_of, moves, shape_of, spell
+
+_VIEW = moves("x", layout=True, view=True)
+
+
+@row(nn.Flatten, torch.flatten, "flatten", aten.flatten.using_ints, quant=_VIEW)
+def flatten(x: Tensor, *, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    """Merge the axes start_dim..end_dim into one."""
+    return torch.flatten(x, start_dim, end_dim)
+
+
+def _unflattened(bound: Arguments) -> Arguments | str:
+    sizes = bound.pop("unflattened_size", bound.get("sizes"))
+    return {**bound, "sizes": tuple(sizes)} if isinstance(sizes, (tuple, list)) else "is given names of axes"
+
+
+@row(
+    spell(nn.Unflatten, "x dim unflattened_size", _unflattened),
+    spell(torch.unflatten, "x dim sizes", _unflattened),
+    spell("unflatten", "x dim sizes", _unflattened),
+    spell(aten.unflatten.int, "x dim sizes", _unflattened),
+    quant=_VIEW,
+)
+def unflatten(x: Tensor, *, dim: int, sizes: Any) -> Tensor:
+    """Split the axis `dim` into axes of these sizes; one of them may be -1."""
+    return torch.unflatten(x, dim, sizes)
+
+
+def _sizes(bound: Arguments) -> Arguments | str:
+    shape = bound.get("shape", ())
+    if isinstance(shape, torch.dtype) or (isinstance(shape, tuple) and any(isinstance(s, torch.dtype) for s in shape)):
+        return "changes the dtype"
+    return {**bound, "shape": tuple(shape)} if isinstance(shape, (tuple, list)) else bound
+
+
+@row(
+    spell(torch.reshape, "x shape", _sizes),
+    spell("reshape", "x *shape", _sizes),
+    spell("view", "x *shape", _sizes),
+    *(spell(t, "x shape", _sizes) for t in (aten.reshape.default, aten.view.default, aten._unsafe_view.default)),
+    quant=_VIEW,
+)
+def reshape(x: Tensor, *, shape: Any) -> Tensor:
+    """The same elements in another shape; `view` is one of its spellings."""
+    return torch.reshape(x, shape)
+
+
+def _moved_axes(bound: Arguments) -> Instead | str:
+    """movedim as a permutation."""
+    rank = len(shape_of(bound["x"]) or ())
+    source, to = (tuple(d % rank for d in as_tuple(bound[key], 1)) for key in ("source", "destination"))
+    rest = iter(d for d in range(rank) if d not in source)
+    dims = tuple(source[to.index(d)] if d in to else next(rest) for d in range(rank))
+    return Instead("permute", {"x": bound["x"], "dims": dims})
+
+
+@row(
+    spell(torch.permute, "x dims"),
+    spell("permute", "x *dims"),
+    spell(aten.permute.default, "x dims"),
+    *(spell(t, "x source destination", _moved_axes) for t in (torch.movedim, torch.moveaxis, "movedim", "moveaxis")),
+    spell(aten.movedim.int, "x source destination", _moved_axes),
+    quant=_VIEW,
+)
+def permute(x: Tensor, *, dims: Any) -> Tensor:
+    """Reorder the axes."""
+    return torch.permute(x, tuple(dims))
+
+
+def _turned(bound: Arguments) -> Arguments | Instead:
+    """x.t() of a matrix; of less than two axes it is x."""
+    if len(shape_of(bound["x"]) or ()) < 2:
+        return Instead("identity", bound)
+    return {**bound, "dim0": 0, "dim1": 1}
+
+
+def _attribute(bound: Arguments) -> Arguments | Instead | str:
+    """x.T, x.mT, x.data: as torch.fx traces the attributes of a tensor."""
+    name, x = bound.pop("name"), bound["x"]
+    if name == "data":
+        return Instead("identity", bound)
+    if name == "mT":
+        return {"x": x, "dim0": -2, "dim1": -1}
+    if name == "T":
+        rank = len(shape_of(x) or ())
+        return _turned(bound) if rank <= 2 else Instead("permute", {"x": x, "dims": tuple(range(rank))[::-1]})
+    return f"reads .{name}, which is no op"
+
+
+@row(
+    *(spell(t, "x dim0 dim1") for t in (torch.transpose, "transpose", aten.transpose.int)),
+    *(spell(t, "x dim0 dim1") for t in (torch.swapaxes, torch.swapdims, "swapaxes", "swapdims")),
+    *(spell(t, "x", _turned) for t in (torch.t, "t", aten.t.default)),
+    spell(getattr, "x name", _attribute),
+    quant=_VIEW,
+)
+def transpose(x: Tensor, *, dim0: int, dim1: int) -> Tensor:
+    """Swap two axes."""
+    return torch.transpose(x, dim0, dim1)
+
+
+def _one_dim(bound: Arguments) -> Arguments:
+    dim = bound.get("dim")
+    return {**bound, "dim": dim[0]} if isinstance(dim, (tuple, list)) and len(dim) == 1 else bound
+
+
+@row(
+    *(spell(t, "x dim", _one_dim) for t in (torch.squeeze, "squeeze", "squeeze_")),
+    *(spell(t, "x dim", _one_dim) for t in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)),
+    quant=_VIEW,
+)
+def squeeze(x: Tensor, *, dim: Any = None) -> Tensor:
+    """Drop axes of size 1: `dim`, or all of them."""
+    return torch.squeeze(x) if dim is None else torch.squeeze(x, dim)
+
+
+@row(torch.unsqueeze, "unsqueeze", "unsqueeze_", aten.unsqueeze.default, quant=_VIEW)
+def unsqueeze(x: Tensor, *, dim: int) -> Tensor:
+    """Insert an axis of size 1."""
+    return torch.unsqueeze(x, dim)
+
+
+def _expanded(bound: Arguments) -> Arguments:
+    bound.pop("implicit", None)
+    return {**bound, "sizes": tuple(bound["sizes"])} if isinstance(bound["sizes"], (tuple, list)) else bound
+
+
+@row(
+    spell("expand", "x *sizes", _expanded),
+    *(spell(t, "x sizes", _expanded) for t in (torch.broadcast_to, "broadcast_to", aten.expand.default)),
+    quant=_VIEW,
+)
+def expand(x: Tensor, *, sizes: Any) -> Tensor:
+    """Repeat axes of size 1 up to `sizes`, without copying; -1 leaves an axis as it is."""
+    return x.expand(sizes)
+
+
+@row("expand_as", quant=_VIEW)
+def expand_as(x: Tensor, other: Tensor) -> Tensor:
+    """`expand` to the shape of `other`."""
+    return x.expand_as(other)
+
+
+def _same_type(bound: Arguments) -> Arguments | Instead | str:
+    """`to` and the like: the identity where they ask for what is there, `contiguous` where they lay it out anew."""
+    layout = bound.pop("memory_format", None)
+    asked = [*bound.pop("args", ()), *(bound.pop(key, None) for key in ("dtype", "device", "other", "layout"))]
+    x = bound["x"]
+    for value in asked:
+        wanted = value if isinstance(value, torch.dtype) else dtype_of(value)
+        if value is not None and not isinstance(value, bool) and (wanted is None or wanted is not dtype_of(x)):
+            return "changes the dtype or the device"
+    if layout is None or layout is torch.preserve_format:
+        return Instead("identity", {"x": x})
+    return {"x": x, "memory_format": layout}
+
+
+def _to_float(bound: Arguments) -> Arguments | Instead | str:
+    return _same_type({**bound, "dtype": torch.float32})
+
+
+def _same_values(bound: Arguments) -> Arguments | Instead:
+    layout = bound.pop("memory_format", None)
+    if layout is None or layout is torch.preserve_format:
+        return Instead("identity", {"x": bound["x"]})
+    return {**bound, "memory_format": layout}
+
+
+@row(
+    "contiguous",
+    aten.contiguous.default,
+    spell("to", "x *args", _same_type),
+    spell("type", "x *args", _same_type),
+    spell("type_as", "x other", _same_type),
+    spell("float", "x", _to_float),
+    spell(aten._to_copy.default, "x", _same_type),
+    spell(aten.to.dtype, "x dtype non_blocking copy memory_format", _same_type),
+    *(spell(t, "x", _same_values) for t in (torch.clone, "clone", aten.clone.default)),
+    quant=_VIEW,
+)
+def contiguous(x: Tensor, *, memory_format: Any = torch.contiguous_format) -> Tensor:
+    """The same values, laid out in memory as asked."""
+    return x.contiguous(memory_format=memory_format)
+
+
+def _dropout(bound: Arguments) -> Arguments | str:
+    bound.pop("p", None)
+    return "drops values at random (training=True)" if bound.get("training", True) else bound
+
+
+_DROPOUT = "x p training inplace"
+_DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+
+@row(
+    *(spell(t, _DROPOUT, _dropout) for t in (*_DROPOUT_MODULES, *_DROPOUTS)),
+    *(spell(t, "x p training", _dropout) for t in (torch.dropout, aten.dropout.default)),
+    quant=_VIEW,
+)
+def dropout(x: Tensor, *, training: bool) -> Tensor:
+    """The identity: `training` is false, else the call stays as it is written. Canonicalize removes it."""
+    return F.dropout(x, training=training)
+
+
+@row(
+    nn.Identity,
+    *(spell(t, "x") for t in (torch.detach, "detach", "requires_grad_")),
+    *(spell(t, "x") for t in (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)),
+    quant=_VIEW,
+)
+def identity(x: Tensor) -> Tensor:
+    """x itself; canonicalize removes it."""
+    return x

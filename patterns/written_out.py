@@ -1,0 +1,206 @@
+"""Functions written out as arithmetic become the function: x * sigmoid(x) is silu. Rewrites, for canonicalize.
+
+Numbers are captured and compared with a tolerance, since 1 / sqrt(2) is written in many ways.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fxq.pattern import rewrite
+
+
+def _is(m: Any, name: str, wanted: float) -> bool:
+    """Whether a capture is this number, to a few roundings of float32."""
+    value = m.captures[name]
+    return isinstance(value, (int, float)) and math.isclose(value, wanted, rel_tol=1e-6)
+
+
+# ---- clips
+
+
+@rewrite
+def clip_relu6(op, x):
+    return op.hardtanh(x, min_val=0.0, max_val=6.0)
+
+
+@clip_relu6.becomes
+def _relu6(op, m):
+    return op.relu6(m.x)
+
+
+@rewrite
+def clip_relu(op, x):
+    return op.hardtanh(x, min_val=0.0, max_val=float("inf"))
+
+
+@clip_relu.becomes
+def _relu(op, m):
+    return op.relu(m.x)
+
+
+# ---- hard functions
+
+
+@rewrite
+def hardsigmoid_by_div(op, x):
+    return op.div(op.relu6(op.add(x, 3, alpha=1)), 6, rounding_mode=None)
+
+
+@rewrite
+def hardsigmoid_by_mul(op, x, sixth):
+    return op.mul(op.relu6(op.add(x, 3, alpha=1)), sixth)
+
+
+@hardsigmoid_by_mul.unless
+def it_is_not_a_sixth(m):
+    return not _is(m, "sixth", 1 / 6)
+
+
+@hardsigmoid_by_div.becomes
+@hardsigmoid_by_mul.becomes
+def _hardsigmoid(op, m):
+    return op.hardsigmoid(m.x)
+
+
+@rewrite
+def hardswish_by_hardsigmoid(op, x):
+    return op.mul(x, op.hardsigmoid(x))
+
+
+@rewrite
+def hardswish_by_div(op, x):
+    return op.div(op.mul(x, op.relu6(op.add(x, 3, alpha=1))), 6, rounding_mode=None)
+
+
+@rewrite
+def hardswish_by_mul(op, x, sixth):
+    return op.mul(op.mul(x, op.relu6(op.add(x, 3, alpha=1))), sixth)
+
+
+hardswish_by_mul.unless(it_is_not_a_sixth)
+
+
+@hardswish_by_hardsigmoid.becomes
+@hardswish_by_div.becomes
+@hardswish_by_mul.becomes
+def _hardswish(op, m):
+    return op.hardswish(m.x)
+
+
+# ---- smooth functions
+
+
+@rewrite
+def silu_by_sigmoid(op, x):
+    return op.mul(x, op.sigmoid(x))
+
+
+@silu_by_sigmoid.becomes
+def _silu(op, m):
+    return op.silu(m.x)
+
+
+@rewrite
+def mish_by_tanh(op, x):
+    return op.mul(x, op.tanh(op.softplus(x, beta=1, threshold=20)))
+
+
+@mish_by_tanh.becomes
+def _mish(op, m):
+    return op.mish(m.x)
+
+
+def _normal(op: Any, x: Any, root: Any, how: str) -> Any:
+    """1 + erf(x / sqrt(2)), by a division or a product."""
+    inside = op.div(x, root, rounding_mode=None) if how == "div" else op.mul(x, root)
+    return op.add(op.erf(inside), 1, alpha=1)
+
+
+_HOW = ("div", "mul")
+
+
+@rewrite("gelu_half_x_first_{how}", how=_HOW)
+def gelu_half_x_first(op, x, half, root, *, how: str):
+    return op.mul(op.mul(x, half), _normal(op, x, root, how))
+
+
+@rewrite("gelu_half_last_{how}", how=_HOW)
+def gelu_half_last(op, x, half, root, *, how: str):
+    return op.mul(op.mul(x, _normal(op, x, root, how)), half)
+
+
+@rewrite("gelu_half_normal_{how}", how=_HOW)
+def gelu_half_normal(op, x, half, root, *, how: str):
+    return op.mul(x, op.mul(_normal(op, x, root, how), half))
+
+
+@gelu_half_x_first.unless
+@gelu_half_last.unless
+@gelu_half_normal.unless
+def its_numbers_are_not_those_of_gelu(m):
+    root = math.sqrt(2) if m.rule.variant["how"] == "div" else math.sqrt(0.5)
+    return not (_is(m, "half", 0.5) and _is(m, "root", root))
+
+
+@gelu_half_x_first.becomes
+@gelu_half_last.becomes
+@gelu_half_normal.becomes
+def _gelu(op, m):
+    return op.gelu(m.x)
+
+
+@rewrite
+def gelu_by_tanh(op, x, half, root, cubic):
+    cube = op.add(x, op.mul(op.pow(x, exponent=3), cubic), alpha=1)
+    return op.mul(op.mul(x, half), op.add(op.tanh(op.mul(cube, root)), 1, alpha=1))
+
+
+@gelu_by_tanh.unless
+def its_numbers_are_not_those_of_the_tanh_gelu(m):
+    return not (_is(m, "half", 0.5) and _is(m, "root", math.sqrt(2 / math.pi)) and _is(m, "cubic", 0.044715))
+
+
+@gelu_by_tanh.becomes
+def _tanh_gelu(op, m):
+    return op.gelu(m.x, approximate="tanh")
+
+
+# ---- linear layers
+
+
+@rewrite
+def linear_by_matmul(op, x, w):
+    return op.matmul(x, w)
+
+
+@rewrite
+def linear_by_addmm(op, x, w, b):
+    return op.addmm(b, x, w, beta=1, alpha=1)
+
+
+@linear_by_matmul.unless
+@linear_by_addmm.unless
+def the_second_factor_is_no_weight(m):
+    return m.w.tensor is None or m.w.tensor.dim() != 2 or m.x.tensor is not None
+
+
+@linear_by_addmm.unless
+def the_sum_is_no_bias(m):
+    return m.b.tensor is None or m.b.tensor.dim() != 1
+
+
+@linear_by_matmul.becomes
+@linear_by_addmm.becomes
+def _linear(op, m):
+    name = str(m.w.node.target).removeprefix("fxq_data.")
+    weight = op.constant(m.w.tensor.t().contiguous(), f"{name}_t")
+    return op.linear(m.x, weight, m.b if "b" in m.captures else None)
+
+
+WRITTEN_OUT = (
+    clip_relu6, clip_relu, hardsigmoid_by_div, hardsigmoid_by_mul, hardswish_by_hardsigmoid, hardswish_by_div,
+    hardswish_by_mul, silu_by_sigmoid, mish_by_tanh, gelu_half_x_first, gelu_half_last, gelu_half_normal, gelu_by_tanh,
+    linear_by_matmul, linear_by_addmm,
+)  # fmt: skip
