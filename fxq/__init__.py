@@ -2,6 +2,7 @@
 
 from fxq.api import calibrate, convert, prepare, quantize, run_passes
 from fxq.diff import Diff, diff
+from fxq.doctor import Diagnosis, doctor
 from fxq.errors import (
     BackendError,
     CalibrationError,
@@ -34,6 +35,7 @@ __all__ = [
     "FUSIONS",
     "BackendError",
     "CalibrationError",
+    "Diagnosis",
     "Diff",
     "FxqError",
     "FxqWarning",
@@ -60,6 +62,7 @@ __all__ = [
     "calibrate",
     "convert",
     "diff",
+    "doctor",
     "explain",
     "fusion",
     "op",

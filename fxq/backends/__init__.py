@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from fxq.backends import cpu
-from fxq.backends.base import Backend, Support
+from fxq.backends.base import Backend, Support, Trap
 from fxq.errors import BackendError, unknown, warn
 
 _BACKENDS = {
@@ -63,4 +63,4 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     return backend
 
 
-__all__ = ["NAMES", "Backend", "Support", "auto_order", "get_backend"]
+__all__ = ["NAMES", "Backend", "Support", "Trap", "auto_order", "get_backend"]

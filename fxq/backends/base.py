@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -38,6 +38,21 @@ class Support:
     emits_float: bool = True
 
 
+@dataclass(frozen=True)
+class Trap:
+    """A kernel of PyTorch that the backend does not call, because it is wrong on some machines.
+
+    Attributes:
+        kernel: its name, and where it is wrong.
+        instead: what the backend does.
+        is_right: calls it, and compares. It must not be able to end the process.
+    """
+
+    kernel: str
+    instead: str
+    is_right: Callable[[], bool]
+
+
 class Backend(ABC):
     """An engine that runs integer kernels.
 
@@ -70,6 +85,10 @@ class Backend(ABC):
     def fuses(self, ops: Sequence[Op]) -> bool:
         """Whether ops that a fusion pattern joins may become one unit."""
         return True
+
+    def traps(self) -> tuple[Trap, ...]:
+        """Kernels that it leaves alone, for `fxq.doctor`."""
+        return ()
 
     def check_machine(self) -> None:
         """Raise `BackendError` when this machine cannot run the backend; warn about its limits."""

@@ -25,6 +25,12 @@ def has_vnni() -> bool:
     return _flag("_is_vnni_supported") or _flag("_is_avx512_vnni_supported")
 
 
+@cache
+def has_amx() -> bool:
+    """Whether the CPU multiplies tiles of integers."""
+    return _flag("_is_amx_tile_supported")
+
+
 def saturates(qmax: int) -> bool:
     """Whether int8 convolutions of activations up to `qmax` may saturate in int16 on this CPU.
 

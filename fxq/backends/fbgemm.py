@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxq.backends import cpu, packed
+from fxq.backends.base import Trap
 from fxq.backends.packed_rows import PackedBackend, table
 from fxq.backends.rows import Row
 from fxq.errors import warn
@@ -101,6 +102,11 @@ class Fbgemm(PackedBackend):
                 "this CPU has no VNNI: fbgemm adds pairs of products in 16 bits, which 8-bit activations overflow. "
                 "fxq uses 7-bit activations here; expect a little less accuracy."
             )
+
+    def traps(self) -> tuple[Trap, ...]:
+        """The shortcut of the transposed convolution."""
+        kernel = "quantized::conv_transpose2d, kernel 2 high"
+        return (Trap(kernel, "it runs in three dimensions", packed.transposed_2_high_is_right),)
 
     def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
         """7-bit activations where 8 overflow, per-tensor weights for transposed convolutions."""

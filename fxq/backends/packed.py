@@ -466,3 +466,24 @@ class Binary(Kernel):
 
 
 _EMITS = "its result is wanted in float32, the kernel emits uint8"
+
+
+def transposed_2_high_is_right() -> bool:
+    """fbgemm's transposed convolution of two dimensions, where it takes a shortcut."""
+    return _transposed_is_right("fbgemm", 2)
+
+
+def transposed_3d_is_right() -> bool:
+    """qnnpack's transposed convolution of three dimensions."""
+    return _transposed_is_right("qnnpack", 3)
+
+
+def _transposed_is_right(engine: str, dims: int) -> bool:
+    """All weights 1, stride as the kernel: every output is the sum of the 8 input channels."""
+    weight, x = torch.ones(8, 8, *[2] * dims, dtype=torch.int8), torch.full((2, 8, *[3] * dims), 5, dtype=torch.uint8)
+    options = [2] * dims, [0] * dims, [0] * dims, [1] * dims
+    with _engine(engine):
+        prepack = getattr(_quantized, f"conv_transpose{dims}d_prepack")
+        packed = prepack(_wrap_weight(weight, torch.tensor(1.0), 1), None, *options, 1)
+        y = getattr(_quantized, f"conv_transpose{dims}d")(_wrap(x, 1.0, 0), packed, 1.0, 0)
+    return bool((_unwrap(y) == 40).all())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from fxq.backends import packed
+from fxq.backends.base import Trap
 from fxq.backends.packed_rows import PackedBackend, table
 from fxq.backends.rows import Row
 from fxq.spec import QuantConfig
@@ -73,6 +74,10 @@ class Qnnpack(PackedBackend):
     def rows(self) -> Mapping[str, Row]:
         """See `packed_rows.py`."""
         return ROWS
+
+    def traps(self) -> tuple[Trap, ...]:
+        """Transposed convolution of three dimensions."""
+        return (Trap("quantized::conv_transpose3d", "it runs in float", packed.transposed_3d_is_right),)
 
     def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
         """Per-tensor weights for transposed convolutions with groups."""

@@ -1,0 +1,244 @@
+"""What this machine does with integers: for every backend, which layers run, whether they are right, and how fast."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from fxq import backends
+from fxq.api import quantize
+from fxq.backends import Trap, cpu
+from fxq.costs import measure
+from fxq.errors import BackendError, FxqError, words_of
+from fxq.progress import progress_bar
+from fxq.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A layer to try on every backend.
+
+    Attributes:
+        name: what it is.
+        make: makes the layer, with random weights.
+        shapes: of its inputs.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class _Binary(nn.Module):
+    """a + b or a * b behind layers, for a sum of inputs alone is not worth a conversion."""
+
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.head, self.op = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 16, H, W) -> the same."""
+        return self.head(self.op(self.a(x), self.b(x)))
+
+
+def _relu(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.ReLU())
+
+
+PROBES: tuple[Probe, ...] = (
+    Probe("conv2d 3x3, 64 channels", lambda: _relu(nn.Conv2d(64, 64, 3, padding=1)), ((1, 64, 28, 28),)),
+    Probe("conv2d 3x3, 4x4 pixels", lambda: _relu(nn.Conv2d(16, 16, 3, padding=1)), ((1, 16, 4, 4),)),
+    Probe("conv2d 1x1, 96 channels", lambda: nn.Conv2d(96, 96, 1), ((1, 96, 28, 28),)),
+    Probe("conv2d depthwise 3x3", lambda: _relu(nn.Conv2d(64, 64, 3, padding=1, groups=64)), ((1, 64, 28, 28),)),
+    Probe("conv2d, 3 groups of 35", lambda: nn.Conv2d(9, 105, 3, groups=3), ((2, 9, 9, 9),)),
+    Probe("conv2d into one column", lambda: nn.Conv2d(16, 16, 3, stride=2), ((2, 16, 9, 3),)),
+    Probe("conv2d padded past its kernel", lambda: nn.Conv2d(8, 16, 2, padding=3), ((2, 8, 6, 6),)),
+    Probe("conv1d", lambda: nn.Conv1d(16, 32, 5, padding=2), ((2, 16, 40),)),
+    Probe("conv_transpose2d 2x2 by 2", lambda: nn.ConvTranspose2d(32, 16, 2, stride=2), ((2, 32, 14, 14),)),
+    Probe(
+        "conv_transpose2d 3x3 by 2",
+        lambda: nn.ConvTranspose2d(32, 16, 3, stride=2, padding=1, output_padding=1),
+        ((2, 32, 14, 14),),
+    ),
+    Probe("linear, 768 to 768, 1 row", lambda: nn.Linear(768, 768), ((1, 768),)),
+    Probe("linear, 768 to 768, 64 rows", lambda: nn.Linear(768, 768), ((64, 768),)),
+    Probe("linear, 16 to 16", lambda: nn.Linear(16, 16), ((2, 16),)),
+    Probe("sum", lambda: _Binary(torch.add), ((2, 16, 14, 14),)),
+    Probe("product", lambda: _Binary(torch.mul), ((2, 16, 14, 14),)),
+    Probe("prelu", lambda: nn.Sequential(nn.Conv2d(16, 16, 3), nn.PReLU(16), nn.Conv2d(16, 16, 3)), ((2, 16, 14, 14),)),
+    Probe(
+        "max_pool2d",
+        lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.MaxPool2d(3, 2), nn.Conv2d(16, 16, 1)),
+        ((2, 16, 15, 15),),
+    ),
+)
+"""Common layers, and shapes that kernels of PyTorch were found wrong at. In all of them zero points are not zero, and
+values reach both ends of the grid."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one backend does with one probe.
+
+    Attributes:
+        backend: its name.
+        probe: what was tried.
+        verdict: "right"; "wrong": verify-lowering puts such a kernel back to float; "part": right, but some of it runs
+            in float; "float": no kernel; "avoided": a kernel of PyTorch that is wrong here, and that fxq leaves alone.
+        kernels: the kernels that ran.
+        int8_us, float_us: microseconds of the quantized layer and of the float layer, conversions of the input and
+            output included; None where nothing ran.
+        why: what is wrong, or why there is no kernel.
+    """
+
+    backend: str
+    probe: str
+    verdict: str
+    kernels: tuple[str, ...] = ()
+    int8_us: float | None = None
+    float_us: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The machine's profile. `print` shows it as tables.
+
+    Attributes:
+        machine: what it is: CPU, instruction sets, threads, versions.
+        rows: what every backend does with every probe.
+        auto: the backend that `backend="auto"` picks.
+        why: why it picks that one.
+    """
+
+    machine: dict[str, str]
+    rows: tuple[Row, ...]
+    auto: str
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        shown = [
+            [r.backend, r.probe, r.verdict, ", ".join(r.kernels), _us(r.int8_us), _us(r.float_us), r.why]
+            for r in self.rows
+        ]
+        headers = ["backend", "layer", "int8", "kernels", "int8 us", "float us", "why"]
+        right = ("left", "left", "left", "left", "right", "right", "left")
+        table = tabulate(
+            shown, headers, colalign=right, maxcolwidths=[None, None, None, 30, None, None, 50], disable_numparse=True
+        )
+        machine = tabulate(list(self.machine.items()), tablefmt="plain")
+        return f'{machine}\n\n{table}\n\nbackend="auto" is {self.auto}: {self.why}'
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def doctor(names: Sequence[str] | None = None, progress: bool | None = None) -> Diagnosis:
+    """Try every backend on layers of many kinds: which it runs on integers, whether they are right, and how fast.
+
+    Every layer goes through the whole pipeline, so what is said of it is what `fxq.quantize` does with it on this
+    machine. Kernels that may end the process are not called. It takes a few seconds.
+
+    Args:
+        names: the backends to try; default: all but "reference", which has no kernels.
+        progress: show a progress bar; default: when stderr is a terminal.
+
+    Raises:
+        BackendError: no backend of such a name.
+
+    Example:
+        >>> found = doctor(["reference"])
+        >>> found.rows[0].backend, found.rows[0].verdict, found.auto in ("x86", "fbgemm", "qnnpack", "reference")
+        ('reference', 'right', True)
+    """
+    chosen = tuple(names) if names is not None else tuple(n for n in backends.NAMES if n not in ("auto", "reference"))
+    with warnings.catch_warnings(), progress_bar("probing kernels", len(chosen) * len(PROBES), progress) as advance:
+        warnings.simplefilter("ignore")  # what is wrong stands in the rows
+        rows = [row for name in chosen for row in _probe_backend(name, advance)]
+        auto, why = _auto()
+    return Diagnosis(_machine(), tuple(rows), auto, why)
+
+
+def _machine() -> dict[str, str]:
+    isa = torch.backends.cpu.get_cpu_capability()
+    return {
+        "CPU": f"{cpu.cpu_name()} ({platform.machine()})",
+        "vectors": isa,
+        "VNNI": "yes" if cpu.has_vnni() else "no: activations have 7 bits where products are summed in 16",
+        "AMX": "yes" if cpu.has_amx() else "no",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }
+
+
+def _auto() -> tuple[str, str]:
+    """The backend that "auto" picks for a model on the CPU, and why."""
+    order, refused = backends.auto_order(), []
+    for name in order:
+        try:
+            backends.get_backend(name)
+        except BackendError as error:
+            refused.append(f"{name}: {words_of(error)}")
+            continue
+        return name, "; ".join([f"the first of {', '.join(order)} that runs here", *refused])
+    raise BackendError("no backend runs on this machine.")  # reference runs on any
+
+
+def _probe_backend(name: str, advance: Callable[[], None]) -> list[Row]:
+    try:
+        backend = backends.get_backend(name)
+    except BackendError as error:
+        if name not in backends.NAMES:
+            raise
+        return [Row(name, "(all)", "float", why=words_of(error))]
+    rows = []
+    for probe in PROBES:
+        rows.append(_probe(name, probe))
+        advance()
+    return rows + [_spring(name, trap) for trap in backend.traps()]
+
+
+def _probe(backend: str, probe: Probe) -> Row:
+    """One layer through the whole pipeline, calibrated on the numbers that it is tried on."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = probe.make().eval()
+        inputs = tuple(torch.randn(shape) + 0.1 for shape in probe.shapes)
+    recipe = Recipe.static(backend=backend, optimize="coverage")
+    try:
+        quantized = quantize(model, recipe, data=[inputs], progress=False)
+    except FxqError as error:
+        return Row(backend, probe.name, "wrong", why=words_of(error))
+    entries = [e for e in quantized.ledger if e.fate == "float"]
+    wrong = next((e.reason for e in entries if "verification" in e.reason), None)
+    int8, real = (1e6 * measure(lambda run=run: run(*inputs)) for run in (quantized, model))  # type: ignore[misc]
+    kernels = tuple(dict.fromkeys(n.label for n in quantized.history[-1].graph if n.kind == "int8"))
+    if wrong is not None:
+        return Row(backend, probe.name, "wrong", kernels, int8, real, wrong)
+    reason = "; ".join(dict.fromkeys(e.reason for e in entries))
+    verdict = "right" if not entries else "part" if quantized.ledger.count("int8") else "float"
+    return Row(backend, probe.name, verdict, kernels, int8, real, reason)
+
+
+def _spring(backend: str, trap: Trap) -> Row:
+    """A kernel of PyTorch that fxq does not call, because it is wrong on some machines: is it, here?"""
+    try:
+        right = trap.is_right()
+    except Exception as error:  # whatever a kernel raises
+        return Row(backend, trap.kernel, "avoided", why=f"it raises {type(error).__name__}; {trap.instead}")
+    if right:
+        return Row(backend, trap.kernel, "right", why=f"wrong on other machines; {trap.instead}")
+    return Row(backend, trap.kernel, "avoided", why=f"its numbers are wrong; {trap.instead}")

@@ -1,0 +1,108 @@
+"""fxq.doctor: the machine's profile, layer by layer."""
+
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq import backends
+from fxq.backends import cpu, packed
+from fxq.backends.fbgemm import Linear
+from fxq.backends.packed import has_engine
+from fxq.errors import BackendError
+
+doctor = sys.modules["fxq.doctor"]  # the function hides the module of that name
+FEW = (
+    doctor.Probe("conv2d", lambda: nn.Conv2d(4, 8, 3), ((1, 4, 6, 6),)),
+    doctor.Probe("linear", lambda: nn.Linear(8, 4), ((2, 8),)),
+    doctor.Probe("tanh", nn.Tanh, ((2, 8),)),
+)
+needs_fbgemm = pytest.mark.skipif(not has_engine("fbgemm"), reason="PyTorch is built without fbgemm")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(doctor, "PROBES", FEW)
+
+
+def test_every_backend_runs_what_it_says():
+    """The complete table: nothing is wrong, every backend is there, and what it runs was timed."""
+    found = fxq.doctor(progress=False)
+    assert {row.backend for row in found.rows} == set(backends.NAMES) - {"auto", "reference"}
+    assert [row for row in found.rows if row.verdict == "wrong"] == []
+    ran = [row for row in found.rows if row.kernels]
+    assert ran
+    assert all(row.int8_us > 0 and row.float_us > 0 for row in ran)
+    assert json.loads(json.dumps(found.to_dict()))["auto"] == found.auto
+    for said in (found.auto, "conv2d depthwise 3x3", torch.__version__, "VNNI"):
+        assert said in str(found)
+
+
+@needs_fbgemm
+def test_rows(few):
+    rows = fxq.doctor(["fbgemm"]).rows
+    assert [(r.probe, r.verdict, r.kernels) for r in rows[:3]] == [
+        ("conv2d", "right", ("fbgemm.conv",)),
+        ("linear", "right", ("fbgemm.linear",)),
+        ("tanh", "float", ()),
+    ]
+    assert rows[2].why
+    assert rows[3].probe.startswith("quantized::conv_transpose2d")
+    assert rows[3].verdict in ("avoided", "right")
+
+
+@needs_fbgemm
+def test_a_wrong_kernel_is_reported(few, monkeypatch):
+    forward = Linear.forward
+    monkeypatch.setattr(Linear, "forward", lambda self, x: forward(self, x) * 1.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        conv, linear, *_ = fxq.doctor(["fbgemm"]).rows
+    assert conv.verdict == "right"
+    assert linear.verdict == "wrong"
+    assert "off by" in linear.why
+
+
+@needs_fbgemm
+def test_a_trap_that_raises_or_is_right(few, monkeypatch):
+    def raises():
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(packed, "transposed_2_high_is_right", raises)
+    assert "raises RuntimeError" in fxq.doctor(["fbgemm"]).rows[-1].why
+    monkeypatch.setattr(packed, "transposed_2_high_is_right", lambda: True)
+    assert fxq.doctor(["fbgemm"]).rows[-1].verdict == "right"
+    monkeypatch.setattr(packed, "transposed_2_high_is_right", lambda: False)
+    assert fxq.doctor(["fbgemm"]).rows[-1].verdict == "avoided"
+
+
+def test_auto_and_why(few, monkeypatch):
+    monkeypatch.setattr(cpu, "is_x86", lambda: True)
+    monkeypatch.setattr(cpu, "has_onednn_int8", lambda: False)
+    monkeypatch.setattr(packed, "has_engine", lambda name: name == "fbgemm")
+    monkeypatch.setattr("fxq.backends.packed_rows.has_engine", lambda name: name == "fbgemm")
+    found = fxq.doctor(["x86", "qnnpack"])
+    assert found.auto == "fbgemm"
+    assert found.why.startswith("the first of x86, fbgemm, reference that runs here; x86: ")
+    assert [(r.probe, r.verdict) for r in found.rows] == [("(all)", "float")] * 2
+    assert "needs an x86-64 CPU" in found.rows[0].why
+    monkeypatch.setattr(cpu, "is_x86", lambda: False)
+    assert fxq.doctor([]).auto == "reference"
+    assert backends.auto_order() == ("qnnpack", "reference")
+
+
+def test_an_unknown_backend():
+    with pytest.raises(BackendError, match="fbgemm"):
+        fxq.doctor(["fbgem"])
+
+
+def test_random_numbers_of_the_user_stay(few):
+    torch.manual_seed(3)
+    wanted = torch.rand(3)
+    torch.manual_seed(3)
+    fxq.doctor(["reference"])
+    assert torch.equal(torch.rand(3), wanted)
