@@ -1,7 +1,8 @@
 """Measure fxq against its targets: latency, accuracy, size, time to quantize, cost of calibration.
 
-    python scripts/bench.py                      everything, a few minutes
+    python scripts/bench.py                      everything, a quarter of an hour
     python scripts/bench.py --only resnet18      one subject
+    python scripts/bench.py --only torch-ao      fxq against torch.ao's engines; --network for one network
     python scripts/bench.py --json numbers.json  the numbers as data too
 
 All times are medians of interleaved runs on one thread, so the ratios hold on a busy machine too. Float is eager mode
@@ -12,98 +13,60 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
-from demo_data import digits, held_out_pairs, psnr, training_pairs
+from bench_cases import CASES
+from bench_number import Number, Subject, sqnr, table
+from bench_torch_ao import against_torch_ao
+from demo_data import digits, held_out_pairs, psnr
 from generated import Chain
-from networks import load_demo_networks, mobilenet_v2, realistic, resnet18
-from tabulate import tabulate
+from networks import load_demo_networks
 from timing import float_against_int8, interleaved, size, threads
 from torch import Tensor, nn
 
 import fxq
 
-IMAGE = (1, 3, 224, 224)
 
-
-@dataclass(frozen=True)
-class Number:
-    """One measured number.
-
-    Attributes:
-        subject: what was measured: a network, or a part of the pipeline.
-        what: the quantity, with its unit.
-        value: the number.
-        least, most: the bounds that it must keep, where it has a target.
-        detail: what it was computed from.
-    """
-
-    subject: str
-    what: str
-    value: float
-    least: float | None = None
-    most: float | None = None
-    detail: str = ""
-
-    @property
-    def target(self) -> str:
-        """The bound as text; empty where there is none."""
-        if self.least is not None:
-            return f"≥ {self.least:g}"
-        return f"≤ {self.most:g}" if self.most is not None else ""
-
-    @property
-    def passed(self) -> bool | None:
-        """Whether it keeps its bound; None where there is none."""
-        if self.least is None and self.most is None:
-            return None
-        return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
-
-
-Subject = Callable[[float], Iterator[Number]]
-"""Measures one subject, each latency for so many seconds."""
-
-
-def imagenet(name: str, make: Callable[[], nn.Module], targets: dict[str, float]) -> Subject:
-    """A network of ImageNet size: latency at batch 1 and 8, SQNR, time to quantize, size."""
+def picture_network(name: str, targets: dict[str, float]) -> Subject:
+    """A network of pictures: latency at batch 1 and 8, SQNR, time to quantize, size."""
 
     def measure(seconds: float) -> Iterator[Number]:
-        torch.manual_seed(0)
-        model = realistic(make(), IMAGE)
-        batches = [torch.randn(8, *IMAGE[1:]) for _ in range(8)]
-        qmodel = fxq.quantize(model, "static", data=batches)
+        case = CASES[name]()
+        qmodel = fxq.quantize(case.model, "static", data=case.data)
         with threads(1):  # again: the first one also pays for imports
-            again = fxq.quantize(model, "static", data=batches[:1])
+            again = fxq.quantize(case.model, "static", data=case.data[:1])
         passes = sum(snapshot.seconds for snapshot in again.history)
         yield Number(name, "quantize without calibration, s", passes, most=targets.get("quantize"))
-        fresh = torch.randn(8, *IMAGE[1:])
         with torch.no_grad():
-            noise = sqnr(model(fresh), qmodel(fresh))
+            noise = sqnr(case.model(case.fresh), qmodel(case.fresh))
         yield Number(name, "SQNR of int8, dB", noise, least=targets.get("sqnr"), detail="8 new random pictures")
-        yield from compression(name, model, qmodel)
+        yield from compression(name, case.model, qmodel)
         for batch in (1, 8):
-            yield speed(name, model, qmodel, f"batch {batch}", fresh[:batch], targets.get(f"batch {batch}"), seconds)
+            least = targets.get(f"batch {batch}")
+            yield speed(name, case.model, qmodel, f"batch {batch}", case.fresh[:batch], least, seconds)
 
     return measure
 
 
 def fsrcnn(seconds: float) -> Iterator[Number]:
     """The demo's super-resolution network: PSNR on the held-out regions, latency, size."""
-    model, _ = load_demo_networks()
-    low = training_pairs().low
-    qmodel = fxq.quantize(model, "static_corrected", data=low[:: len(low) // 320].split(16))
+    case = CASES["fsrcnn"]()
+    model = case.model
+    qmodel = fxq.quantize(model, "static_corrected", data=case.data)
     pairs = held_out_pairs()
     with torch.no_grad():
         losses = {name: psnr(model(low), high) - psnr(qmodel(low), high) for name, (low, high) in pairs.items()}
     detail = ", ".join(f"{name} {loss:.2f}" for name, loss in losses.items())
     yield Number("fsrcnn", "PSNR loss, dB", sum(losses.values()) / len(losses), most=0.15, detail=detail)
     yield from compression("fsrcnn", model, qmodel)
-    yield speed("fsrcnn", model, qmodel, "held-out picture", pairs["petals"].low, 1.0, seconds)
+    yield speed("fsrcnn", model, qmodel, "held-out picture", case.timed, 1.0, seconds)
 
 
 def digits_net(seconds: float) -> Iterator[Number]:
@@ -122,9 +85,8 @@ def digits_net(seconds: float) -> Iterator[Number]:
 
 def calibration(seconds: float) -> Iterator[Number]:
     """What observers cost: a calibration forward of resnet18 against the float forward."""
-    torch.manual_seed(0)
-    model = realistic(resnet18(), IMAGE)
-    x = torch.randn(8, *IMAGE[1:])
+    case = CASES["resnet18"]()
+    model, x = case.model, case.fresh
     models: dict[str, nn.Module] = {"float": model}
     for observer in ("minmax", "histogram"):
         recipe = fxq.Recipe.static(activation=fxq.TensorSpec(observer=observer))
@@ -166,26 +128,25 @@ def compression(name: str, model: nn.Module, qmodel: nn.Module) -> Iterator[Numb
     yield Number(name, "times smaller", before / after, detail=f"{before / 1e6:.2f} MB → {after / 1e6:.2f} MB")
 
 
-def sqnr(reference: Tensor, other: Tensor) -> float:
-    """Signal to quantization noise in dB: 10 log10(sum(reference^2) / sum((reference - other)^2))."""
-    noise = (reference.double() - other.double()).square().sum()
-    return float(10 * torch.log10(reference.double().square().sum() / noise))
-
-
 SUBJECTS: dict[str, Subject] = {
-    "resnet18": imagenet("resnet18", resnet18, {"batch 1": 3.6, "batch 8": 3.8, "sqnr": 27.0, "quantize": 2.0}),
-    "mobilenet_v2": imagenet("mobilenet_v2", mobilenet_v2, {"batch 1": 2.2, "batch 8": 4.5}),
+    "resnet18": picture_network("resnet18", {"batch 1": 3.6, "batch 8": 3.8, "sqnr": 27.0, "quantize": 2.0}),
+    "resnet50": picture_network("resnet50", {"batch 1": 1.0}),
+    "mobilenet_v2": picture_network("mobilenet_v2", {"batch 1": 2.2, "batch 8": 4.5}),
+    "mobilenet_v3_large": picture_network("mobilenet_v3_large", {"batch 1": 1.0}),
+    "efficientnet_b0": picture_network("efficientnet_b0", {"batch 1": 1.0}),
+    "iresnet18": picture_network("iresnet18", {"batch 1": 1.0}),
     "fsrcnn": fsrcnn,
     "digits": digits_net,
     "calibration": calibration,
     "chain": chain,
+    "torch-ao": against_torch_ao,
 }
 
 
-def table(numbers: list[Number]) -> str:
-    marks = {True: "pass", False: "FAIL", None: ""}
-    rows = [[n.subject, n.what, n.value, n.target, marks[n.passed], n.detail] for n in numbers]
-    return tabulate(rows, headers=["subject", "quantity", "measured", "target", "", "from"], floatfmt=".2f")
+def as_data(number: Number) -> dict[str, object]:
+    """A number for JSON, which has no infinity: null for the time of what did not run."""
+    value = number.value if math.isfinite(number.value) else None
+    return {**asdict(number), "value": value, "passed": number.passed}
 
 
 def machine() -> dict[str, str]:
@@ -208,17 +169,21 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=5.0, help="how long to time each latency (default %(default)s)"
     )
+    parser.add_argument(
+        "--network", choices=CASES, action="append", metavar="NAME", help=f"torch-ao only: one of {', '.join(CASES)}"
+    )
     arguments = parser.parse_args()
+    subjects = SUBJECTS | {"torch-ao": partial(against_torch_ao, networks=arguments.network or ())}
     numbers = []
-    for name in arguments.only or SUBJECTS:
-        found = list(SUBJECTS[name](arguments.seconds))
+    for name in arguments.only or subjects:
+        found = list(subjects[name](arguments.seconds))
         print(table(found) + "\n", flush=True)
         numbers += found
     judged = [n for n in numbers if n.passed is not None]
     about = machine()
     print(f"{sum(n.passed is True for n in judged)} of {len(judged)} targets met. {', '.join(about.values())} thread.")
     if arguments.json is not None:
-        data = {"machine": about, "numbers": [{**asdict(n), "passed": n.passed} for n in numbers]}
+        data = {"machine": about, "numbers": [as_data(n) for n in numbers]}
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -1,12 +1,15 @@
 """The scripts that a person runs: the demo writes what it says, the benchmarks measure what they name."""
 
 import ast
+import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 PASSES = ("trace", "canonicalize", "fuse", "insert-observers", "insert-qdq", "lower", "cleanup")
@@ -83,6 +86,21 @@ def test_bench_writes_numbers_with_their_targets(tmp_path):
 
 
 @pytest.mark.slow
+def test_bench_compares_with_torch_ao_where_it_is_right(tmp_path):
+    names = ("--network", "resnet18", "--network", "fsrcnn")
+    run("bench.py", "--only", "torch-ao", *names, "--seconds", "0.1", "--json", tmp_path / "numbers.json")
+    numbers = json.loads((tmp_path / "numbers.json").read_text())["numbers"]
+    found = {(n["subject"], n["what"]): n for n in numbers}
+    against = "times faster than torch.ao"
+    assert found["resnet18", against]["detail"] in torch.backends.quantized.supported_engines
+    assert found["geometric mean", against]["detail"] == "resnet18"
+    assert ("fsrcnn", against) not in found  # PReLU comes out wrong on every engine
+    assert found["fsrcnn", "torch.ao onednn, ms"]["value"] is None
+    assert found["fsrcnn", "torch.ao onednn, ms"]["detail"].startswith("fails")
+    assert found["fsrcnn", "torch.ao x86, ms"]["detail"].endswith("wrong")
+
+
+@pytest.mark.slow
 def test_bench_passes_has_a_row_for_every_pass():
     text = run("bench_passes.py", "--network", "residual", "--sizes", "50", "100", "--rounds", "1")
     rows = [line.split()[0] for line in text.splitlines() if line]
@@ -101,3 +119,72 @@ def test_scripts_use_the_public_api_only(script):
             import fxq
 
             assert node.attr in {*fxq.__all__, "__version__"}
+
+
+def test_only_one_script_imports_torch_ao():
+    users = {
+        p.name for p in SCRIPTS.glob("*.py") if re.search(r"(from|import) torch\.(ao|quantization)", p.read_text())
+    }
+    assert users == {"bench_torch_ao.py"}
+
+
+# as published with torchvision's checkpoints; InsightFace's r18 has 24.03 M
+PARAMETERS = {
+    "resnet18": 11_689_512,
+    "resnet50": 25_557_032,
+    "mobilenet_v2": 3_504_872,
+    "mobilenet_v3_large": 5_483_032,
+    "efficientnet_b0": 5_288_548,
+    "iresnet18": 24_025_600,
+}
+# the names of a few entries of those checkpoints, with their shapes
+ENTRIES = {
+    "resnet18": {"layer2.0.downsample.1.running_var": (128,), "fc.weight": (1000, 512)},
+    "resnet50": {"layer4.2.conv3.weight": (2048, 512, 1, 1), "layer1.0.downsample.0.weight": (256, 64, 1, 1)},
+    "mobilenet_v2": {"features.1.conv.1.weight": (16, 32, 1, 1), "features.18.0.weight": (1280, 320, 1, 1)},
+    "mobilenet_v3_large": {
+        "features.4.block.2.fc1.weight": (24, 72, 1, 1),
+        "features.1.block.1.1.running_mean": (16,),
+        "features.16.0.weight": (960, 160, 1, 1),
+        "classifier.3.bias": (1000,),
+    },
+    "efficientnet_b0": {
+        "features.1.0.block.1.fc2.weight": (32, 8, 1, 1),
+        "features.6.3.block.3.0.weight": (192, 1152, 1, 1),
+        "classifier.1.weight": (1000, 1280),
+    },
+    "iresnet18": {"layer1.0.prelu.weight": (64,), "fc.weight": (512, 25088), "features.running_mean": (512,)},
+}
+
+
+@pytest.fixture
+def networks(monkeypatch):
+    """The functions of the scripts that make a network, by name."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    modules = [importlib.import_module(name) for name in ("networks_resnet", "networks_mobile")]
+    return {name: getattr(m, name) for m in modules for name in PARAMETERS if hasattr(m, name)}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_networks_fit_the_published_checkpoints(networks, name):
+    model = networks[name]().eval()
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert {key: shapes.get(key) for key in ENTRIES[name]} == ENTRIES[name]
+    side, outputs = (112, 512) if name == "iresnet18" else (224, 1000)
+    with torch.no_grad():
+        assert model(torch.rand(1, 3, side, side)).shape == (1, outputs)
+
+
+def test_realistic_settles_every_batch_norm(networks):
+    """Without it a random network's activations fade; with it the running statistics are those of the data."""
+    from realistic import realistic
+
+    torch.manual_seed(0)
+    model = realistic(networks["iresnet18"](), (1, 3, 112, 112), batches=2)
+    assert not model.training
+    torch.manual_seed(1)
+    with torch.no_grad():
+        y = model(torch.randn(8, 3, 112, 112))
+    assert y.mean(0).abs().mean() < 0.5
+    assert 0.5 < y.std() < 2
