@@ -38,10 +38,10 @@ from coverage_models import SUBJECTS, SUITES, Subject, load
 from tabulate import tabulate
 
 
-def run(subject: Subject, timeout: float, context: Any) -> Result:
+def run(subject: Subject, optimize: str, timeout: float, context: Any) -> Result:
     """Measure one model in a process of its own."""
     receiver, sender = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(str(subject), sender), daemon=True)
+    worker = context.Process(target=_work, args=(str(subject), optimize, sender), daemon=True)
     worker.start()
     sender.close()
     result, end = Result(subject.name, subject.suite), time.monotonic() + timeout
@@ -59,9 +59,9 @@ def run(subject: Subject, timeout: float, context: Any) -> Result:
     return result
 
 
-def _work(name: str, sender: Connection) -> None:
+def _work(name: str, optimize: str, sender: Connection) -> None:
     subject = next(subject for subject in SUBJECTS if str(subject) == name)
-    measure(subject, sender.send)
+    measure(subject, optimize, sender.send)
 
 
 def installed(suites: Sequence[str], demanded: bool) -> list[str]:
@@ -158,6 +158,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=SUITES, action="append", help="only this suite (may be repeated)")
     parser.add_argument("--only", action="append", metavar="GLOB", default=[], help="only models of this name")
+    parser.add_argument(
+        "--optimize",
+        choices=("coverage", "speed"),
+        default="coverage",
+        help="coverage (the default): all that can run on integers does; speed: not where float is faster here",
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each model (default %(default).0f)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to this file too")
     arguments = parser.parse_args()
@@ -170,7 +176,7 @@ def main() -> None:
     results: list[Result] = []
     for i, subject in enumerate(subjects, 1):
         print(f"[{i}/{len(subjects)}] {subject} ...", end=" ", file=sys.stderr, flush=True)
-        result = run(subject, arguments.timeout, context)
+        result = run(subject, arguments.optimize, arguments.timeout, context)
         results.append(result)
         print("  ".join(part for part in row(result)[1:] if part), file=sys.stderr, flush=True)
         if arguments.json is not None:

@@ -96,17 +96,17 @@ class KeepQdq(fxq.Pass):
         self.seen.append(fx.GraphModule(rewriter.gm, copy.deepcopy(rewriter.gm.graph)))
 
 
-def measure(subject: Subject, report: Callable[[Result], None]) -> None:
+def measure(subject: Subject, optimize: str, report: Callable[[Result], None]) -> None:
     """Put one model through the pipeline; `report` is called after every step, so that a crash leaves what was known.
 
-    A model that fails is a result like any other.
+    `optimize` is the recipe's. A model that fails is a result like any other.
     """
     torch.set_num_threads(1)
     result = Result(subject.name, subject.suite)
     report(result)
     try:
         with torch.no_grad():
-            for step in _steps(subject, result):
+            for step in _steps(subject, optimize, result):
                 result.stage = step
                 report(result)
     except (Exception, SystemExit) as error:
@@ -115,7 +115,7 @@ def measure(subject: Subject, report: Callable[[Result], None]) -> None:
     report(result)
 
 
-def _steps(subject: Subject, result: Result) -> Iterator[str]:
+def _steps(subject: Subject, optimize: str, result: Result) -> Iterator[str]:
     """Measure into `result`, step by step; yields the name of the step that comes next."""
     model, batches = subject.build(CALIBRATION + 1)
     *data, fresh = batches
@@ -123,7 +123,7 @@ def _steps(subject: Subject, result: Result) -> Iterator[str]:
     expected = call(model, fresh)
     yield "quantize"
     keep = KeepQdq()
-    recipe = fxq.Recipe.static().insert_pass(keep, before="lower")
+    recipe = fxq.Recipe.static(optimize=optimize).insert_pass(keep, before="lower")
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -60,7 +60,7 @@ def measured(scripts, monkeypatch):
         one = subject(scripts, "model", make)
         monkeypatch.setattr(coverage_models, "load", lambda suite: None)
         monkeypatch.setattr(scripts, "SUBJECTS", (one,))
-        return scripts.run(one, timeout, multiprocessing.get_context("fork"))
+        return scripts.run(one, "coverage", timeout, multiprocessing.get_context("fork"))
 
     return measure
 
