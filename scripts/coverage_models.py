@@ -63,17 +63,19 @@ class Subject:
 
 
 def enliven(model: nn.Module, generator: torch.Generator) -> None:
-    """Let every branch count: scales that begin at (nearly) nothing get the size that they have after training.
+    """Let every branch count: parameters that begin at (nearly) nothing get the size that they have after training.
 
     Layer scales begin at 1e-6 and the last norm of a residual branch at 0, so that an untrained block is an identity:
-    whatever it computed, the output would not show it. They become about 0.3.
+    whatever it computed, the output would not show it. They become about 0.3. Class tokens and positions begin at 0 or
+    1e-6 too, and drown in the stream that they are part of; their entries get a standard deviation of 0.3.
     """
     for name, parameter in model.named_parameters():
-        value = parameter.flatten()
-        is_scale = parameter.dim() <= 4 and not name.endswith(("bias", "embed", "token", "bias_table"))
-        if is_scale and value.numel() > 1 and bool((value == value[0]).all()) and abs(float(value[0])) <= 1e-2:
-            spread = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(0.3 * (1 + spread))
+        last = name.rpartition(".")[2]
+        if parameter.numel() < 2 or "bias" in last or float(parameter.abs().max()) > 1e-2:
+            continue
+        noise = torch.randn(parameter.shape, generator=generator)
+        is_position = "token" in name or "embed" in name
+        parameter.copy_(0.3 * noise if is_position else 0.3 * (1 + 0.2 * noise))
 
 
 def load(suite: str) -> None:

@@ -145,7 +145,7 @@ def test_a_wrong_kernel_is_never_ok(scripts):
     assert result.verdict == "1 wrong kernels"
 
 
-def test_scales_that_begin_at_nothing_are_given_a_size(scripts):
+def test_what_begins_at_nothing_is_given_a_size(scripts):
     from coverage_models import enliven
 
     torch.manual_seed(0)
@@ -153,11 +153,14 @@ def test_scales_that_begin_at_nothing_are_given_a_size(scripts):
     model.layer_scale = nn.Parameter(torch.full((8, 1, 1), 1e-6))
     model.norm, model.linear = nn.LayerNorm(8), nn.Linear(8, 8)
     nn.init.zeros_(model.norm.weight)
+    model.cls_token = nn.Parameter(torch.randn(1, 1, 64) * 1e-6)
     kept = model.linear.weight.clone()
     with torch.no_grad():
         enliven(model, torch.Generator().manual_seed(0))
     for scale in (model.layer_scale, model.norm.weight):
         assert 0.05 < float(scale.detach().min()) < float(scale.detach().max()) < 0.6
+    assert 0.2 < float(model.cls_token.detach().std()) < 0.4
+    assert abs(float(model.cls_token.detach().mean())) < 0.2
     assert float(model.norm.bias.detach().abs().max()) == 0.0  # a bias of 0 is what it looks like
     assert torch.equal(model.linear.weight, kept)
 
