@@ -1,9 +1,9 @@
 """fxq against torch.ao: the FX graph mode quantization that it replaces, on every engine of this machine.
 
-The only benchmark that imports torch.ao. Each engine quantizes the same model with the same calibration batches and its own
-default settings, and is timed in the memory format that suits it. An engine gets a network right when it runs and its
-SQNR against float is at least `RIGHT` dB. fxq, with its default recipe, is compared with the fastest engine that does;
-beside it stands, without a target, the comparison with the fastest engine whatever it computes.
+The only benchmark that imports torch.ao. Each engine quantizes the same model with the same calibration batches and its
+own default settings, and is timed in the memory format that suits it. An engine gets a network right when it runs and
+its SQNR against float is at least `RIGHT` dB. fxq, with its default recipe, is compared with the fastest engine that
+does; beside it stands, without a target, the comparison with the fastest engine whatever it computes.
 """
 
 from __future__ import annotations
