@@ -117,7 +117,8 @@ def _entry(op: NodeView, now: NodeView | None, fixes: dict[str, str]) -> Entry:
     about = {"name": op.name, "path": op.path, "op": op.label, "source": op.source}
     if now is None:
         return Entry(**about, fate="folded", reason="has no effect on the output")
-    if op.label == "batch_norm" and now.label != "batch_norm" and now.kind != "float":
+    runs = any(part.partition("(")[0] == op.label for part in (now.label, *now.body))
+    if op.label == "batch_norm" and not runs and now.kind != "float":
         return Entry(**about, fate="folded", into=now.name, reason=f"into {now.name}")
     if now.kind in ("int8", "moves"):
         return Entry(**about, fate=now.kind, into=now.name, fix=f"recipe.override({op.path or '*'!r}, fxq.FLOAT)")

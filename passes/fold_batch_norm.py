@@ -1,4 +1,4 @@
-"""fold-batch-norm: batch norms into the layers before them."""
+"""fold-batch-norm: batch norms into the layers before or behind them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fxq.passbase import Pass, Stage
-from fxq.patterns.norm import norm_after_layer
+from fxq.patterns.norm import norm_after_layer, norm_before_layer
 from fxq.rewrite import Rewriter
 
 
@@ -15,6 +15,7 @@ class FoldBatchNorm(Pass):
     """Fold an eval-mode batch norm into the weight and bias of the conv or linear before it.
 
     Before: batch_norm(conv2d(x, w, b), ...)    After: conv2d(x, w', b')
+    Also: one that no such layer is before goes into the layer that alone reads it, where nothing is padded with zeros.
     Keeps: the output, to 1e-5 relative in float32. The weights are new tensors; the model's own stay.
     Source: Jacob et al. 2018, section 3.2.
     """
@@ -26,4 +27,5 @@ class FoldBatchNorm(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Apply the rule everywhere but where the recipe tells layer and batch norm apart."""
         rewriter.apply(norm_after_layer, refuse=rewriter.context.configures_apart)
+        rewriter.apply(norm_before_layer, refuse=rewriter.context.configures_apart)
         rewriter.erase_unused()

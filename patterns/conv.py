@@ -1,4 +1,9 @@
-"""Fusions around convolutions."""
+"""Fusions around convolutions.
+
+A sigmoid or gelu behind a convolution is no part of its unit. No backend runs the two as one kernel; in a unit, the
+convolution would hand out float for the function to read, whereas apart both run on integers: the convolution, and the
+function as a table. Slopes (prelu, leaky_relu) are fused: they keep the signs apart, and one kernel computes both.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ from fxq.graph import info
 from fxq.pattern import fusion
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "leaky_relu")
-CONVS = ("conv1d", "conv2d", "conv_transpose2d")
+CONVS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+ADDING = ("conv1d", "conv2d", "conv3d")
 
 
 @fusion("{conv}_{act}", conv=CONVS, act=ACTIVATIONS)
@@ -19,12 +25,12 @@ def conv_prelu(op, x, w, b, slope, *, conv: str):
     return op.prelu(op[conv](x, w, b), slope)
 
 
-@fusion("{conv}_add", conv=("conv1d", "conv2d"))
+@fusion("{conv}_add", conv=ADDING)
 def conv_add(op, x, w, b, residual, *, conv: str):
     return op.add(op[conv](x, w, b), residual, alpha=1)
 
 
-@fusion("{conv}_add_relu", conv=("conv1d", "conv2d"))
+@fusion("{conv}_add_relu", conv=ADDING)
 def conv_add_relu(op, x, w, b, residual, *, conv: str):
     return op.relu(op.add(op[conv](x, w, b), residual, alpha=1))
 

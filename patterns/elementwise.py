@@ -10,7 +10,18 @@ def add_relu(op, x, other):
     return op.relu(op.add(x, other, alpha=1))
 
 
+@fusion
+def mul_relu(op, x, other):
+    return op.relu(op.mul(x, other))
+
+
 @add_relu.unless
+@mul_relu.unless
 def an_operand_is_a_number(m):
     """Adding a number is a shift, not the sum of two activations."""
     return m.x.shape is None or m.other.shape is None or () in (m.x.shape, m.other.shape)
+
+
+@fusion
+def batch_norm_relu(op, x, mean, var, gamma, beta):
+    return op.relu(op.batch_norm(x, mean, var, gamma, beta))

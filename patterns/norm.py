@@ -1,4 +1,4 @@
-"""Batch norm folded into the layer before it."""
+"""Batch norm folded into the layer before it, or else into the one after it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,36 @@ from torch import Tensor
 from fxq.ops import OPS
 from fxq.pattern import rewrite
 
+BEFORE = ("conv1d", "conv2d", "conv3d", "linear", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+BEHIND = ("conv1d", "conv2d", "conv3d", "linear")
 
-@rewrite("fold_batch_norm_{layer}", layer=("conv1d", "conv2d", "linear", "conv_transpose2d"))
+
+@rewrite("fold_batch_norm_{layer}", layer=BEFORE)
 def norm_after_layer(op, x, w, b, mean, var, gamma, beta, *, layer: str):
     return op.batch_norm(op[layer](x, w, b), mean, var, gamma, beta)
 
 
+@rewrite("fold_batch_norm_into_next_{layer}", layer=BEHIND)
+def norm_before_layer(op, x, w, b, mean, var, gamma, beta, *, layer: str):
+    return op[layer](op.batch_norm(x, mean, var, gamma, beta), w, b)
+
+
+@norm_before_layer.unless
 @norm_after_layer.unless
 def weight_is_computed_at_run_time(m):
     return any(not c.is_none and c.tensor is None for c in (m.w, m.b, m.mean, m.var, m.gamma, m.beta))
 
 
+@norm_before_layer.unless
+def padding_is_not_normalized(m):
+    """The convolution pads with zeros of the norm's output, which are no zeros of its input unless the shift is 0."""
+    options = m.options(m.rule.variant["layer"])
+    if not any(options.get("padding", ())):
+        return False
+    return bool(scale_and_shift(m, m.options("batch_norm")["eps"])[1].any())
+
+
+@norm_before_layer.unless
 @norm_after_layer.unless
 def channels_are_not_the_second_axis(m):
     """A linear over (N, L, K) has its channels last, batch norm takes them from axis 1."""
@@ -45,6 +64,26 @@ def folded(op, m):
     name = str(m.w.node.target).removesuffix(".weight").removeprefix("fxq_data.")
     return op[layer](
         m.x, op.constant(new, f"{name}.weight_folded"), op.constant(new_bias, f"{name}.bias_folded"), **options
+    )
+
+
+@norm_before_layer.becomes
+def folded_into_next(op, m):
+    """The layer with the scale in the columns of its weight, and what the shift adds to each output in its bias."""
+    layer = m.rule.variant["layer"]
+    options = m.options(layer)
+    scale, shift = scale_and_shift(m, m.options("batch_norm")["eps"])
+    weight, bias, groups = m.w.tensor, m.b.tensor, options.get("groups", 1)
+    outputs, inputs = weight.shape[0], weight.shape[1]
+    per_output = [v.reshape(groups, 1, inputs).expand(groups, outputs // groups, inputs) for v in (scale, shift)]
+    scale, shift = (v.reshape(outputs, inputs, *[1] * (weight.dim() - 2)) for v in per_output)
+    added = (weight.double() * shift).flatten(1).sum(1).to(weight.dtype)
+    name = str(m.w.node.target).removesuffix(".weight").removeprefix("fxq_data.")
+    return op[layer](
+        m.x,
+        op.constant(weight * scale, f"{name}.weight_folded"),
+        op.constant(added if bias is None else bias + added, f"{name}.bias_folded"),
+        **options,
     )
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import fxq
 from fxq.passes import FoldBatchNorm
+from fxq.patterns.norm import norm_before_layer
 from tests.graphs import REFERENCE, after, again, expected, text, until
 from tests.models import batch, build, call, settled
 
@@ -28,6 +30,9 @@ VARIANTS = {
     "depthwise": (lambda: Layer(nn.Conv2d(4, 4, 3, groups=4), nn.BatchNorm2d(4)), (2, 4, 9, 9)),
     "transposed": (lambda: Layer(nn.ConvTranspose2d(4, 6, 3, stride=2), nn.BatchNorm2d(6)), (2, 4, 5, 5)),
     "transposed grouped": (lambda: Layer(nn.ConvTranspose2d(4, 6, 2, groups=2), nn.BatchNorm2d(6)), (2, 4, 5, 5)),
+    "conv3d": (lambda: Layer(nn.Conv3d(4, 6, 3), nn.BatchNorm3d(6)), (2, 4, 5, 5, 5)),
+    "transposed 1d": (lambda: Layer(nn.ConvTranspose1d(4, 6, 3, stride=2), nn.BatchNorm1d(6)), (2, 4, 5)),
+    "transposed 3d": (lambda: Layer(nn.ConvTranspose3d(4, 6, 2, groups=2), nn.BatchNorm3d(6)), (2, 4, 3, 3, 3)),
     "linear": (lambda: Layer(nn.Linear(4, 6), nn.BatchNorm1d(6)), (8, 4)),
 }
 
@@ -148,3 +153,80 @@ def test_refuses(make, shape, reason):
     assert any(reason in line for line in told)
     quantized = fxq.quantize(model, REFERENCE, data=[x])  # and goes through the pipeline all the same
     assert call(quantized, x).shape == call(model, x).shape
+
+
+# ---- into the layer behind it
+
+
+class Ahead(nn.Module):
+    """A batch norm with nothing to fold into before it."""
+
+    def __init__(self, norm, layer):
+        super().__init__()
+        self.norm, self.layer = norm, layer
+
+    def forward(self, x):
+        return self.layer(self.norm(torch.relu(x)))
+
+
+def centred(norm):
+    """Without a shift, zeros of the output are zeros of the input."""
+    norm.register_parameter("bias", None)
+    norm.running_mean = torch.zeros_like(norm.running_mean)
+    return norm
+
+
+AHEAD = {
+    "conv1d": (lambda: Ahead(nn.BatchNorm1d(4), nn.Conv1d(4, 6, 3)), (2, 4, 9)),
+    "conv2d": (lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, stride=2)), (2, 4, 9, 9)),
+    "conv3d": (lambda: Ahead(nn.BatchNorm3d(4), nn.Conv3d(4, 6, 2)), (2, 4, 5, 5, 5)),
+    "no bias": (lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, bias=False)), (2, 4, 9, 9)),
+    "no affine": (lambda: Ahead(nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 6, 3)), (2, 4, 9, 9)),
+    "grouped": (lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2)), (2, 4, 9, 9)),
+    "depthwise": (lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 8, 3, groups=4)), (2, 4, 9, 9)),
+    "linear": (lambda: Ahead(nn.BatchNorm1d(4), nn.Linear(4, 6)), (8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_folds_into_the_layer_behind(name):
+    make, shape = AHEAD[name]
+    model, x = settled(make), torch.randn(shape)
+    manager = until(model, x, "fold-batch-norm")
+    lines = text(manager.gm).splitlines()
+    assert lines[1] == "relu = relu(x)"
+    assert "(relu, @fxq_data.layer_weight_folded, @fxq_data.layer_bias_folded" in lines[2]
+    assert lines[3:] == ["return layer"]
+    wanted = call(model, x)
+    torch.testing.assert_close(call(manager.gm, x), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    assert again(manager, FoldBatchNorm()) == []
+
+
+def test_padding_is_right_at_the_borders():
+    """Zeros around the norm's output are not what it makes of zeros, unless it has no shift."""
+    x = torch.randn(2, 4, 5, 5)
+    model = settled(lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1)))
+    gm = after(model, x, "fold-batch-norm")
+    assert "batch_norm" in text(gm)
+    torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
+    assert "padding_is_not_normalized" in fxq.explain(norm_before_layer[1], gm, "layer")
+    model.norm = centred(model.norm)
+    gm = after(model, x, "fold-batch-norm")
+    assert "batch_norm" not in text(gm)
+    torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_that_others_read_stays():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.a, self.b = nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1), nn.Conv2d(4, 6, 1)
+
+        def forward(self, x):
+            y = self.norm(torch.relu(x))
+            return self.a(y) + self.b(y)
+
+    model, x = settled(Model), torch.randn(2, 4, 5, 5)
+    gm = after(model, x, "fold-batch-norm")
+    assert "norm = batch_norm(relu" in text(gm)
+    torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)

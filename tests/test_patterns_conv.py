@@ -13,6 +13,9 @@ from tests.fusions import check_numbers, check_refused, fused, lines
 LAYERS = {
     "conv1d": (lambda: nn.Conv1d(6, 6, 3, padding=1), (8, 6, 12), "padding=(1,)"),
     "conv2d": (lambda: nn.Conv2d(6, 6, 3, padding=1), (4, 6, 6, 6), "padding=(1, 1)"),
+    "conv3d": (lambda: nn.Conv3d(6, 6, 3, padding=1), (2, 6, 4, 4, 4), "padding=(1, 1, 1)"),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(6, 6, 3, padding=1), (8, 6, 12), "padding=(1,)"),
+    "conv_transpose3d": (lambda: nn.ConvTranspose3d(6, 6, 3, padding=1), (2, 6, 4, 4, 4), "padding=(1, 1, 1)"),
     "conv_transpose2d": (lambda: nn.ConvTranspose2d(6, 6, 3, padding=1), (4, 6, 5, 5), "padding=(1, 1)"),
 }
 FUNCTIONS = {"hardtanh": lambda x: F.hardtanh(x, -0.3, 0.5)}
@@ -52,7 +55,7 @@ SUMS = {
 
 
 @pytest.mark.parametrize("spelled", SUMS)
-@pytest.mark.parametrize("conv", ["conv1d", "conv2d"])
+@pytest.mark.parametrize("conv", ["conv1d", "conv2d", "conv3d"])
 @pytest.mark.parametrize("relu", [False, True])
 def test_conv_add(conv, relu, spelled):
     """The residual is an activation: either operand."""

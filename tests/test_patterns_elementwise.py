@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.fusions import check_numbers, check_refused, fused, lines
+import fxq
+from tests.fusions import check_numbers, check_refused, data, fused, lines
+from tests.graphs import after
+from tests.models import settled
 
 SHAPE = (4, 6, 6, 6)
 
@@ -69,3 +72,30 @@ def returned_too(m, x):
 )
 def test_refuses(forward, reason):
     check_refused("add_relu", "relu", reason, *fused(layer, SHAPE, forward))
+
+
+@pytest.mark.parametrize("spelled", [torch.mul, lambda a, b: a * b, lambda a, b: b.mul(a)])
+def test_mul_relu(spelled):
+    model, x, before, behind = fused(layer, SHAPE, lambda m, x: m.other(F.relu(spelled(*pooled(m, x)))))
+    assert any(line.startswith("mul_relu = mul_relu(") for line in lines(behind))
+    check_numbers(model, x, before, behind)
+
+
+def test_batch_norm_relu():
+    """A norm that no layer takes: it reads a sum."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm, self.other = layer(), nn.BatchNorm2d(6), layer()
+
+        def forward(self, x):
+            y = self.layer(x)
+            return self.other(F.relu(self.norm(y + F.max_pool2d(y, 3, 1, 1))))
+
+    model, x = settled(Model), data(SHAPE)
+    before, behind = after(model, x, "fold-batch-norm"), after(model, x, "fuse")
+    assert any(line.startswith("norm_relu = batch_norm_relu(") for line in lines(behind))
+    check_numbers(model, x, before, behind)
+    quantized = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
+    assert [e.fate for e in quantized.ledger if e.op == "batch_norm"] == ["int8"]

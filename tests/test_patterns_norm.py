@@ -32,8 +32,11 @@ def test_one_rule_for_each_layer():
     assert [rule.name for rule in norm_after_layer] == [
         "fold_batch_norm_conv1d",
         "fold_batch_norm_conv2d",
+        "fold_batch_norm_conv3d",
         "fold_batch_norm_linear",
+        "fold_batch_norm_conv_transpose1d",
         "fold_batch_norm_conv_transpose2d",
+        "fold_batch_norm_conv_transpose3d",
     ]
     match, gm = matched(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), torch.randn(1, 3, 4, 4))
     assert match.rule.name == "fold_batch_norm_conv2d"
