@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from coverage_torchvision import import_torchvision
-from networks import realistic
+from realistic import realistic
 from torch import Tensor, nn
 
 BATCH, SEED = 2, 0
