@@ -313,3 +313,27 @@ def test_nothing_deprecated_is_heard_of(engine):
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd="/", capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class EveryDimension(nn.Module):
+    """Convolutions and transposed ones of three dimensions and of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv3d(2, 8, 3, padding=1), nn.ConvTranspose3d(8, 4, 2, stride=2)
+        self.c, self.d = nn.Conv1d(4, 8, 3), nn.ConvTranspose1d(8, 4, 3, stride=2)
+
+    def forward(self, x):
+        return self.d(F.relu(self.c(self.b(F.relu(self.a(x))).flatten(2))))
+
+
+def test_every_dimension(engine):
+    model, x = settled(EveryDimension), torch.randn(4, 2, 3, 4, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        quantized = fxq.quantize(model, static(engine), data=[x])
+    fates = {entry.path: (entry.fate, entry.reason) for entry in quantized.ledger if entry.path}
+    wrong = "qnnpack's transposed convolution of three dimensions is wrong"
+    assert [fates[name][0] for name in "acd"] == ["int8"] * 3
+    assert fates["b"] == (("int8", "") if engine == "fbgemm" else ("float", wrong))
+    assert fxq.numeric.sqnr(call(model, x), call(quantized, x)) > 30
