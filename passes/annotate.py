@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -48,8 +48,29 @@ class Annotate(Pass):
             else:
                 candidates[node] = found
         _settle(candidates)
-        for node, candidate in candidates.items():
-            rewriter.describe(node, plan=candidate.plan())
+        plans = {node: candidate.plan() for node, candidate in candidates.items()}
+        _agree(plans)
+        for node, plan in plans.items():
+            rewriter.describe(node, plan=plan)
+
+
+def _agree(plans: dict[fx.Node, Plan]) -> None:
+    """Let all readers of a kernel that emits integers only, hence one form, read the narrowest that one of them wants.
+
+    Not where one of them moves it on: what that hands out would have to change, too.
+    """
+    for node, plan in plans.items():
+        if plan.emits is None:
+            continue
+        wishes = {user: reads[node.name] for user in node.users if node.name in (reads := _reads(plans.get(user)))}
+        if len(set(wishes.values())) > 1 and not any(plans[user].fate == "moves" for user in wishes):
+            narrowest = min(wishes.values(), key=lambda spec: spec.bits)
+            for user in wishes:
+                plans[user] = replace(plans[user], reads={**_reads(plans[user]), node.name: narrowest})
+
+
+def _reads(plan: Plan | None) -> Mapping[str, TensorSpec]:
+    return (plan.reads or {}) if plan is not None else {}
 
 
 @dataclass(eq=False)

@@ -337,3 +337,29 @@ def test_every_dimension(engine):
     assert [fates[name][0] for name in "acd"] == ["int8"] * 3
     assert fates["b"] == (("int8", "") if engine == "fbgemm" else ("float", wrong))
     assert fxq.numeric.sqnr(call(model, x), call(quantized, x)) > 30
+
+
+class TwoReaders(nn.Module):
+    """A value that a depthwise convolution and a sum read, as in ConvNeXt."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.deep, self.head = (
+            nn.Conv2d(3, 8, 1),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8),
+            nn.Conv2d(8, 4, 1),
+        )
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.deep(x) + x)
+
+
+def test_readers_of_a_kernel_that_emits_one_form_agree(engine):
+    model, x = settled(TwoReaders), torch.randn(4, 3, 8, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        quantized = fxq.quantize(model, static(engine), data=[x])
+    conv, add = f"{engine}.conv", f"{engine}.add"
+    assert kinds(quantized) == ["cpu.quantize", conv, conv, add, conv, "cpu.dequantize"]
+    assert fxq.numeric.sqnr(call(model, x), call(quantized, x)) > 30
