@@ -13,10 +13,10 @@ import fxq.passes
 import fxq.patterns  # noqa: F401  (registers the fusion patterns)
 from fxq.backends import get_backend
 from fxq.context import Context
-from fxq.data import Batch, as_batch, batches, check_batch
+from fxq.data import Batch, as_batch, batches, check_batch, device_of
 from fxq.errors import CalibrationError, FxqError, InputError, RecipeError, warn, words_of
+from fxq.fates import ledger_of
 from fxq.layers import layers_of
-from fxq.ledger import ledger_of
 from fxq.manager import PassManager
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.passbase import Pass, Stage
@@ -121,7 +121,7 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     manager.run(to_qdq)
     layers = layers_of(manager.gm)
     manager.run(to_kernels)
-    ledger = ledger_of(manager.history, manager.gm)
+    ledger = ledger_of(manager.history, manager.gm, manager.context)
     if ledger and not ledger.count("int8"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
     return QuantizedModel.from_manager(manager, ledger, layers)
@@ -162,8 +162,7 @@ def _manager(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
         raise InputError("example_inputs is missing: one batch of inputs, to find shapes with.")
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
-    device = next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")
-    return PassManager(Context(chosen, get_backend(chosen.backend, device), model, example))
+    return PassManager(Context(chosen, get_backend(chosen.backend, device_of(model)), model, example))
 
 
 def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | None, progress: bool | None) -> None:

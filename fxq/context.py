@@ -12,6 +12,8 @@ from fxq.backends.base import Backend
 from fxq.data import Batch
 from fxq.errors import RecipeError
 from fxq.graph import info, op_of
+from fxq.ops import OPS
+from fxq.original import Original
 from fxq.recipe import Recipe
 from fxq.region import Region
 from fxq.selector import Selector
@@ -35,6 +37,7 @@ class Context:
         regions: for each lowered node, by name, the qdq form it came from; for verify-lowering.
         progress: whether to show progress bars; None: on a terminal.
         outputs: what the float model returns for `example`.
+        original: the ops of the float model and its canonical graph, for the ledger; None before canonicalize.
     """
 
     recipe: Recipe
@@ -48,6 +51,7 @@ class Context:
     regions: dict[str, Region] = field(default_factory=dict)
     progress: bool | None = None
     outputs: Any = None
+    original: Original | None = None
 
     def __post_init__(self) -> None:
         if not self.types:
@@ -56,6 +60,21 @@ class Context:
     def config_for(self, path: str, op: str) -> tuple[QuantConfig, Selector | None]:
         """The recipe's config for an op at a module path, and the override that decided it."""
         return self.recipe.config_for(path, (op,), self.types)
+
+    def override_line(self, path: str, op: str, config: str) -> str:
+        """The line of a recipe that gives one op another config.
+
+        A module that is the op goes by its path, a call in a module's own forward by op and path.
+        """
+        try:
+            spelled = OPS.of_module(self.model.get_submodule(path)) if path else None
+        except AttributeError:
+            spelled = None
+        if spelled is not None and spelled[0].name == op:
+            selector = repr(path)
+        else:
+            selector = f"fxq.op({op!r}, {path!r})" if path else f"fxq.op({op!r})"
+        return f"recipe.override({selector}, {config})"
 
     def configures_apart(self, nodes: Sequence[fx.Node]) -> bool:
         """Whether the recipe asks different things of ops that would become one.

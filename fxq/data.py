@@ -104,6 +104,11 @@ def batches(data: Any, model: nn.Module) -> Iterator[Batch]:
         raise InputError("data is empty: calibration needs at least one batch. (A generator that was used up?)")
 
 
+def device_of(model: nn.Module) -> str:
+    """Type of the device that a model is on."""
+    return next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")
+
+
 def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
     """Raise when a batch is on another device than the model (`InputError`) or is not finite (`CalibrationError`)."""
     home = next((t.device for t in (*model.parameters(), *model.buffers())), None)

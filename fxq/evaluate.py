@@ -25,9 +25,9 @@ def value_of(gm: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any]) -> A
     return target(*args, **kwargs)
 
 
-def inputs_for(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, Any]:
+def inputs_for(graph: fx.Graph, batch: Batch) -> dict[fx.Node, Any]:
     """The values of the placeholders for a batch: positional, by keyword, or the default; a list for `*args`."""
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
     values = dict(zip(nodes, batch.args, strict=False))
     for i, node in enumerate(nodes):
         if str(node.target).startswith("*"):
@@ -35,3 +35,34 @@ def inputs_for(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, Any]:
     for node in nodes[len(values) :]:
         values[node] = batch.kwargs.get(str(node.target), node.args[0] if node.args else None)
     return values
+
+
+class Stepper:
+    """Runs a graph node by node on one batch; a value goes when the last node that reads it has run.
+
+    Attributes:
+        graph: the graph.
+        values: the values that are still needed, by node.
+    """
+
+    def __init__(self, gm: fx.GraphModule, graph: fx.Graph, batch: Batch) -> None:
+        self.gm, self.graph = gm, graph
+        self.values = inputs_for(graph, batch)
+        self._last: dict[fx.Node, list[fx.Node]] = {}
+        seen: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            for read in node.all_input_nodes:
+                if read not in seen:
+                    seen.add(read)
+                    self._last.setdefault(node, []).append(read)
+
+    def step(self, node: fx.Node) -> Any:
+        """Run the next node; its value."""
+        if node.op == "placeholder":
+            return self.values[node]
+        value = value_of(self.gm, node, self.values)
+        if node.users:
+            self.values[node] = value
+        for dead in self._last.get(node, ()):
+            del self.values[dead]
+        return value

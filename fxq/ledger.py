@@ -1,19 +1,23 @@
-"""The ledger: what became of every op of the model, and why."""
+"""The ledger: what became of every op of the model, and why. `fxq/fates.py` makes it."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import math
+import os
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
-from torch import fx
 
-from fxq.graph import info
-from fxq.history import History
-from fxq.passbase import Stage
-from fxq.view import NodeView
+from fxq.errors import InputError, unknown
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,21 @@ class Entry:
     """One op of the model.
 
     Attributes:
-        name: its node in the traced graph.
-        path: its module path.
+        name: its node in the canonical graph; two calls of one module have two names.
+        path: its module path: of the module itself, or of the one whose forward calls the function.
         op: what it is.
-        fate: `int8`, `moves` (moves integers), `float`, or `folded` (into another op, or removed).
-        into: the node of the final graph that stands for it; empty when it is gone.
+        fate: `int8`, `moves` (moves integers), `float`, or `folded` (into another op's weights, or without an effect).
+        into: the node of the final graph that stands for it; the same one for the ops of a unit, and empty when it is
+            gone.
         reason: why it is float, or where it went.
-        fix: the line of the recipe that would decide otherwise; empty where none can. For int8 ops not printed.
+        fix: the line of a recipe that would decide otherwise, as Python; empty where none can.
         source: `file:line` of the model.
+        macs: multiply-accumulates for the batch that shapes were found with, see `fxq.macs.macs_of`.
+        sqnr: dB of its output against the float model's on a recorded calibration batch, all that happens before it
+            included; infinite when they are equal. None where the value does not exist: inside a unit (the row of the
+            op that ends it has it), or no float tensor.
+        float_us, int8_us: measured microseconds of the op in float and on integers; for a unit, in the row of its first
+            op. None where nothing was measured.
     """
 
     name: str
@@ -39,6 +50,14 @@ class Entry:
     reason: str = ""
     fix: str = ""
     source: str = ""
+    macs: int = 0
+    sqnr: float | None = None
+    float_us: float | None = None
+    int8_us: float | None = None
+
+
+FIELDS = tuple(f.name for f in fields(Entry))
+FATES = ("int8", "moves", "float", "folded")
 
 
 @dataclass(frozen=True)
@@ -46,8 +65,9 @@ class Ledger(Sequence[Entry]):
     """One entry per op of the model, in execution order. `print` shows a table.
 
     Example:
-        >>> Ledger((Entry("conv", "conv", "conv2d", "int8"),)).count("int8")
-        1
+        >>> ledger = Ledger((Entry("a", "a", "conv2d", "int8", macs=90), Entry("b", "b", "linear", "float", macs=10)))
+        >>> ledger.coverage, ledger.count("int8"), [e.name for e in ledger.where(fate="float")]
+        (0.9, 1, ['b'])
     """
 
     entries: tuple[Entry, ...]
@@ -61,9 +81,49 @@ class Ledger(Sequence[Entry]):
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
-    def where(self, condition: Callable[[Entry], bool]) -> Ledger:
-        """The entries for which `condition` is true."""
-        return Ledger(tuple(e for e in self.entries if condition(e)))
+    @property
+    def coverage(self) -> float:
+        """Share of the multiply-accumulates that run on integers, 0 to 1; 0 when there are none.
+
+        Counted are convolutions, linear layers, matrix products, attention, and modules that are kept as they are with
+        weights inside, see `fxq.macs.macs_of`.
+        """
+        total = sum(e.macs for e in self.entries)
+        return sum(e.macs for e in self.entries if e.fate == "int8") / total if total else 0.0
+
+    def where(self, condition: Callable[[Entry], bool] | None = None, **values: Any) -> Ledger:
+        """The entries for which `condition` is true and whose fields have these values.
+
+        Args:
+            condition: a function of an entry.
+            **values: for each field, a value (text may be a glob), or a list, tuple or set of values.
+
+        Raises:
+            InputError: unknown field; the nearest names are given.
+
+        Example:
+            >>> Ledger((Entry("a", "head.a", "conv2d", "int8"),)).where(fate="int8", path="head.*").count("int8")
+            1
+        """
+        _check(values)
+        return Ledger(
+            tuple(
+                e
+                for e in self.entries
+                if (condition is None or condition(e)) and all(_is(getattr(e, k), v) for k, v in values.items())
+            )
+        )
+
+    def sort(self, key: str = "sqnr", *, reverse: bool = False) -> Ledger:
+        """The entries by a field, smallest first (`reverse`: largest first); those without a value come last.
+
+        Raises:
+            InputError: unknown field; the nearest names are given.
+        """
+        _check([key])
+        known = [e for e in self.entries if not _missing(getattr(e, key))]
+        known.sort(key=lambda e: getattr(e, key), reverse=reverse)
+        return Ledger((*known, *(e for e in self.entries if _missing(getattr(e, key)))))
 
     def count(self, value: Any) -> int:
         """Number of entries of that fate."""
@@ -77,49 +137,123 @@ class Ledger(Sequence[Entry]):
         reason, count = reasons.most_common(1)[0]
         return f"{count} of {len(self)} ops stay in float because: {reason}"
 
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """One dict per entry, keys as the fields of `Entry`."""
+        return [asdict(e) for e in self.entries]
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The ledger as JSON: `coverage`, and `ops`, a list of objects; also written to `path` if one is given.
+
+        JSON has no infinity and no NaN: an SQNR that is none stands as the string "inf", "-inf" or "nan".
+        """
+        rows = [{k: _plain(v) for k, v in row.items()} for row in self.to_dicts()]
+        text = json.dumps({"coverage": self.coverage, "ops": rows}, indent=1, allow_nan=False) + "\n"
+        return _written(text, path)
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The ledger as CSV with a header; what is None is empty. Also written to `path` if one is given."""
+        stream = io.StringIO()
+        writer = csv.DictWriter(stream, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.to_dicts())
+        return _written(stream.getvalue(), path)
+
     def __str__(self) -> str:
-        rows = [
-            [e.path or e.name, e.op, e.fate, f"{e.reason} [{e.fix}]" if e.reason and e.fix else e.reason]
-            for e in self.entries
-        ]
-        totals = ", ".join(f"{self.count(f)} {f}" for f in ("int8", "moves", "float", "folded"))
-        return (
-            tabulate(
-                rows,
-                headers=["layer", "op", "runs as", "why"],
-                maxcolwidths=[None, None, None, 70],
-                disable_numparse=True,
-            )
-            + f"\n{totals}"
+        fixes = Counter(e.fix for e in self.entries if e.fate == "float" and e.fix)
+        notes = {fix: f"[{i}]" for i, fix in enumerate((fix for fix, count in fixes.items() if count > 1), 1)}
+        why = _Column("why", lambda e: _why(e, notes))
+        columns = [c for c in (*_COLUMNS, why) if c.always or any(c.text(e) for e in self.entries)]
+        table = tabulate(
+            [[c.text(e) for c in columns] for e in self.entries],
+            headers=[c.header for c in columns],
+            colalign=[c.align for c in columns] if self.entries else None,
+            disable_numparse=True,
         )
+        totals = ", ".join(f"{self.count(f)} {f}" for f in FATES)
+        weighed = f"; {self.coverage:.1%} of the multiply-accumulates in int8" if any(e.macs for e in self) else ""
+        return "\n".join([table, totals + weighed, *(f"{note} {fix}" for fix, note in notes.items())])
 
 
-def ledger_of(history: History, gm: fx.GraphModule) -> Ledger:
-    """The ledger of a finished pipeline.
+@dataclass(frozen=True)
+class _Column:
+    """A column of the printed table; left out when it is empty, but for those that are always there."""
 
-    Args:
-        history: its snapshots. The model's ops are those of the last one before a batch norm or another op was folded:
-            the one after canonicalize, or what comes closest.
-        gm: the graph that runs.
+    header: str
+    text: Callable[[Entry], str]
+    align: str = "left"
+    always: bool = False
+
+
+def _layer(entry: Entry) -> str:
+    """The module path, its beginning left out where it is long."""
+    path = entry.path or entry.name
+    return path if len(path) <= _LONGEST else f"…{path[1 - _LONGEST :]}"
+
+
+_LONGEST = 40
+
+
+def _why(entry: Entry, notes: Mapping[str, str]) -> str:
+    """Reason and way out of a float op: a note where several ops share it, else the line in one piece.
+
+    For int8 ops the line stands only in `fix`.
     """
-    early = [s for s in history if s.stage <= Stage.CANONICAL]
-    canonical = next((s for s in early if s.name == "canonicalize"), early[-1])
-    fixes = {n.name: plan.fix for n in gm.graph.nodes if (plan := info(n).plan) is not None and plan.fix}
-    covering: dict[str, NodeView] = {}
-    for node in history[-1].graph:
-        if node.kind not in ("convert", "constant", "io"):
-            covering.update(dict.fromkeys(node.origins, node))
-    ops = [op for op in canonical.graph if op.kind not in ("constant", "io") and op.shape is not None]
-    return Ledger(tuple(_entry(op, covering.get(next(iter(op.origins), op.name)), fixes) for op in ops))
+    fix = notes.get(entry.fix, f"[{entry.fix}]") if entry.fate == "float" and entry.fix else ""
+    apart = " " if len(entry.reason) + len(fix) < _WIDE else "\n"
+    return textwrap.fill(entry.reason, _WIDE) + (apart + fix if fix else "")
 
 
-def _entry(op: NodeView, now: NodeView | None, fixes: dict[str, str]) -> Entry:
-    about = {"name": op.name, "path": op.path, "op": op.label, "source": op.source}
-    if now is None:
-        return Entry(**about, fate="folded", reason="has no effect on the output")
-    runs = any(part.partition("(")[0] == op.label for part in (now.label, *now.body))
-    if op.label == "batch_norm" and not runs and now.kind != "float":
-        return Entry(**about, fate="folded", into=now.name, reason=f"into {now.name}")
-    if now.kind in ("int8", "moves"):
-        return Entry(**about, fate=now.kind, into=now.name, fix=f"recipe.override({op.path or '*'!r}, fxq.FLOAT)")
-    return Entry(**about, fate="float", into=now.name, reason=now.reason, fix=fixes.get(now.name, ""))
+_WIDE = 78
+
+
+def _decibels(entry: Entry) -> str:
+    return "" if entry.sqnr is None else "exact" if entry.sqnr == math.inf else f"{entry.sqnr:.1f}"
+
+
+def _count(value: int) -> str:
+    """A number with three digits and a letter: 118M."""
+    if value == 0:
+        return ""
+    power = min((len(str(value)) - 1) // 3, 4)
+    return f"{value / 1000**power:.3g}{'kMGT'[power - 1] if power else ''}"
+
+
+def _time(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+_COLUMNS = (
+    _Column("layer", _layer, always=True),
+    _Column("op", lambda e: e.op, always=True),
+    _Column("runs as", lambda e: e.fate, always=True),
+    _Column("SQNR dB", _decibels, "right"),
+    _Column("MACs", lambda e: _count(e.macs), "right"),
+    _Column("float µs", lambda e: _time(e.float_us), "right"),
+    _Column("int8 µs", lambda e: _time(e.int8_us), "right"),
+)
+
+
+def _check(names: Collection[str]) -> None:
+    for name in names:
+        if name not in FIELDS:
+            raise InputError(unknown("field of the ledger", name, FIELDS))
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, (list, tuple, set, frozenset)):
+        return any(_is(value, w) for w in wanted)
+    return value == wanted or (isinstance(value, str) and isinstance(wanted, str) and fnmatchcase(value, wanted))
+
+
+def _missing(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _written(text: str, path: str | os.PathLike[str] | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text

@@ -191,6 +191,10 @@ class Recipe:
         """
         return replace(self, concrete_args={**self.concrete_args, **values})
 
+    def with_backend(self, backend: str) -> Recipe:
+        """The recipe for another backend."""
+        return replace(self, backend=backend)
+
     def with_check(self, check: str = "numeric", max_loss: float = 30.0) -> Recipe:
         """Compare the graph with the float model after every pass; warn when one pass loses more than `max_loss` dB."""
         return replace(self, check=check, max_loss=max_loss)

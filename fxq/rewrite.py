@@ -258,12 +258,12 @@ def split_unit(rewriter: Rewriter, node: fx.Node, ops: int | None) -> None:
         opened = rewriter.open_unit(node)
         head = opened[:ops]
         for rest in opened[ops:]:
-            rewriter.describe(rest, plan=Plan("float", plan.reason))
+            rewriter.describe(rest, plan=Plan("float", plan.reason, fix=plan.fix))
         unit = head[0]
         if len(head) > 1:
             kind = "_".join(str(getattr(n.target, "__name__", "")) for n in head)
             unit = make_unit(rewriter, head, head[-1:], kind)
-    rewriter.describe(unit, plan=replace(plan, reason="", kernel_ops=None, longer=0))
+    rewriter.describe(unit, plan=replace(plan, reason="", kernel_ops=None, longer=0, fix=""))
 
 
 def _body(inside: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:

@@ -16,7 +16,7 @@ from fxq.ops import OPS
 
 @dataclass(frozen=True)
 class Selector:
-    """One way to select ops: by module path glob, by op name, or by module type. Exactly one field is set.
+    """One way to select ops: by module path glob, by op name (below a path, if one is given), or by module type.
 
     A path selects a module and everything inside it: `layer4` and `layer4.*` both cover `layer4.0.conv1`.
     """
@@ -33,7 +33,7 @@ class Selector:
             ops: names of the ops that it runs.
             types: module type by module path, for the whole model.
         """
-        if self.op is not None:
+        if self.op is not None and (self.op not in ops or self.path is None):
             return self.op in ops
         above = ancestors(path)
         if self.module is not None:
@@ -56,7 +56,7 @@ class Selector:
                     f"the module type {self.module.__qualname__} is local to a function: a file cannot name it."
                 )
             return {"module": f"{self.module.__module__}:{self.module.__qualname__}"}
-        return {"op": self.op} if self.op is not None else {"path": str(self.path)}
+        return {key: value for key, value in (("op", self.op), ("path", self.path)) if value is not None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Selector:
@@ -66,23 +66,25 @@ class Selector:
             if key not in known:
                 raise RecipeError(unknown("override key", key, known))
         given = {k: v for k, v in data.items() if k != "config"}
-        if len(given) != 1:
-            raise RecipeError(f"an override needs exactly one of path, op and module, not {sorted(given) or 'none'}.")
-        ((key, value),) = given.items()
-        if not isinstance(value, str):
-            raise RecipeError(f"an override's {key} is a string, not {value!r}.")
-        if key == "module":
-            return cls(module=import_name(value, nn.Module))
-        return op(value) if key == "op" else cls(path=value)
+        if len(given) != 1 and given.keys() != {"op", "path"}:
+            raise RecipeError(
+                f"an override needs one of path, op and module, or op and path together, not {sorted(given) or 'none'}."
+            )
+        for key, value in given.items():
+            if not isinstance(value, str):
+                raise RecipeError(f"an override's {key} is a string, not {value!r}.")
+        if "module" in given:
+            return cls(module=import_name(given["module"], nn.Module))
+        return op(given["op"], given.get("path")) if "op" in given else cls(path=given["path"])
 
     def __str__(self) -> str:
         if self.op is not None:
-            return f"fxq.op({self.op!r})"
+            return f"fxq.op({self.op!r}, {self.path!r})" if self.path is not None else f"fxq.op({self.op!r})"
         return self.module.__name__ if self.module is not None else repr(self.path)
 
 
-def op(name: str) -> Selector:
-    """Select every call of an op of the table.
+def op(name: str, path: str | None = None) -> Selector:
+    """Select every call of an op of the table; with a module path glob, those made there.
 
     Raises:
         RecipeError: unknown op; the nearest names are given.
@@ -93,7 +95,7 @@ def op(name: str) -> Selector:
     """
     if name not in OPS:
         raise RecipeError(unknown("op", name, [o.name for o in OPS]))
-    return Selector(op=name)
+    return Selector(path=path, op=name)
 
 
 def as_selector(value: Any) -> Selector:

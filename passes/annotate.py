@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -10,12 +11,15 @@ import torch
 from torch import fx
 
 from fxq.alias import Changes
-from fxq.backends import Support
+from fxq.backends import NAMES, Backend, Support, get_backend
+from fxq.context import Context
+from fxq.data import device_of
+from fxq.errors import BackendError
 from fxq.graph import Plan, constant, info, reads_only_metadata, submodule
 from fxq.ops import OPS
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
-from fxq.spec import TensorSpec
+from fxq.spec import QuantConfig, TensorSpec
 from fxq.unit import Input, OpCall, calls_of, inputs_of
 
 
@@ -38,20 +42,123 @@ class Annotate(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Find candidates, settle them against their neighbours, and write the plans."""
         nodes = [n for n in rewriter.nodes() if n.op not in ("placeholder", "output", "get_attr")]
-        ops = {n: calls_of(rewriter.gm, n) for n in nodes}
-        changes = Changes(nodes)
+        asked = _Asked(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, Changes(nodes))
+        plans = asked.plans(rewriter.context.backend)
+        for node, plan in _with_ways_out(rewriter.context, asked, plans).items():
+            rewriter.describe(node, plan=plan)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is decided about: every node with the ops that it runs.
+
+    Attributes:
+        rewriter: of the graph.
+        ops: the ops of each node.
+        changes: who changes what in place.
+    """
+
+    rewriter: Rewriter
+    ops: Mapping[fx.Node, tuple[OpCall, ...]]
+    changes: Changes
+
+    def plans(self, backend: Backend) -> dict[fx.Node, Plan]:
+        """The decision for every node, were the model to run on `backend`."""
+        plans: dict[fx.Node, Plan] = {}
         candidates: dict[fx.Node, _Candidate] = {}
-        for node in nodes:
-            found = _candidate(rewriter, node, ops[node], changes)
+        for node in self.ops:
+            found = self._candidate(node, backend)
             if isinstance(found, Plan):
-                rewriter.describe(node, plan=found)
+                plans[node] = found
             else:
                 candidates[node] = found
         _settle(candidates)
-        plans = {node: candidate.plan() for node, candidate in candidates.items()}
+        plans.update({node: candidate.plan() for node, candidate in candidates.items()})
         _agree(plans)
         for node, plan in plans.items():
-            rewriter.describe(node, plan=plan)
+            if plan.fix and not self._would_run(node, backend, candidates):
+                plans[node] = replace(plan, fix="")
+        return plans
+
+    def _candidate(self, node: fx.Node, backend: Backend) -> _Candidate | Plan:
+        """The node as a candidate, or the plan that leaves it in float."""
+        about, calls, context = info(node), self.ops[node], self.rewriter.context
+        if reads_only_metadata(node):
+            return Plan("float", "reads a shape" if about.is_tensor else "its value is not a tensor")
+        module = submodule(self.rewriter.gm, node)
+        name = OPS.leaf_name(module) if module is not None else None
+        if name is not None:
+            return Plan("float", about.note or f"{name} has no integer form")
+        if not about.is_tensor:
+            return Plan("float", about.note or "its value is not a tensor")
+        if not calls:
+            return Plan("float", about.note or f"{_called(self.rewriter.gm, node)} is not in the op table")
+        config, selector = context.config_for(about.path, calls[0].op.name)
+        if config.is_float:
+            fix = context.override_line(about.path, calls[0].op.name, "fxq.QuantConfig()")
+            return Plan("float", f"the recipe says float for {selector}", fix=fix)
+        return self._fit(node, backend, config)
+
+    def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> _Candidate | Plan:
+        """The same for a node that is to run with `config`."""
+        gm, calls = self.rewriter.gm, self.ops[node]
+        reason = _unfit(gm, calls, self.changes)
+        if reason is not None:
+            return Plan("float", reason)
+        config = backend.config(config, calls)
+        support = backend.supports(gm, node, calls, config)
+        if support.ops == 0:
+            return Plan("float", support.reason)
+        assert config.activation is not None
+        reads = inputs_of(calls[: support.ops])  # what the ops behind the kernel read, they read in float
+        activations = tuple(dict.fromkeys(i.node for i in reads if i.role == "activation" and i.node.op != "get_attr"))
+        return _Candidate(calls, config.activation, activations, support)
+
+    def _would_run(self, node: fx.Node, backend: Backend, candidates: Mapping[fx.Node, _Candidate]) -> bool:
+        """Whether a node that the recipe leaves in float would run on integers if it did not."""
+        found = self._fit(node, backend, QuantConfig())
+        if isinstance(found, Plan):
+            return False
+        before = candidates.get(found.inputs[0]) if len(found.inputs) == 1 else None
+        clips = all(call.op.quant.narrows for call in found.calls)
+        if clips and before is not None and before.heavy and before.runs and len(before.calls) == 1:
+            return len(found.inputs[0].users) == 1  # it would be in the unit of that layer
+        found.wanted = next(_wishes(node, candidates), None)
+        return found.runs and not _turn_down(node, found, candidates)
+
+
+def _with_ways_out(context: Context, asked: _Asked, plans: Mapping[fx.Node, Plan]) -> dict[fx.Node, Plan]:
+    """The plans; where one leaves an op in float, wholly or in part, with the line that would not, if there is any.
+
+    A longer kernel of the same backend comes first, then other backends; the reference backend, which is exact but
+    slower than float, comes last.
+    """
+    whole = {n for n, plan in plans.items() if plan.longer and plan.longer == len(asked.ops[n])}
+    ways = dict.fromkeys(whole, 'recipe.with_optimize("coverage")')
+    left = [n for n, plan in plans.items() if _stays(plan) and not plan.fix and n not in whole]
+    for name in NAMES if left else ():
+        other = _other_backend(name, context)
+        if other is not None:
+            there = asked.plans(other)
+            ways.update({n: f'recipe.with_backend("{name}")' for n in left if n not in ways and not _stays(there[n])})
+    return {node: replace(plan, fix=ways[node]) if node in ways else plan for node, plan in plans.items()}
+
+
+def _stays(plan: Plan) -> bool:
+    """Whether ops of a node stay in float."""
+    return plan.fate == "float" or plan.kernel_ops is not None
+
+
+def _other_backend(name: str, context: Context) -> Backend | None:
+    """Another backend that runs on this machine."""
+    if name in ("auto", context.backend.name):
+        return None
+    with warnings.catch_warnings():  # what it warns about matters to those who use it
+        warnings.simplefilter("ignore")
+        try:
+            return get_backend(name, device_of(context.model))
+        except BackendError:
+            return None
 
 
 def _agree(plans: dict[fx.Node, Plan]) -> None:
@@ -130,37 +237,6 @@ class _Candidate:
         return Plan("int8", self.support.reason, reads, self.support.ops, self.support.longer, emits=emits)
 
 
-def _candidate(rewriter: Rewriter, node: fx.Node, calls: tuple[OpCall, ...], changes: Changes) -> _Candidate | Plan:
-    """The node as a candidate, or the plan that leaves it in float."""
-    about, context = info(node), rewriter.context
-    config, selector = context.config_for(about.path, calls[0].op.name if calls else "")
-    if reads_only_metadata(node):
-        return Plan("float", "reads a shape" if about.is_tensor else "its value is not a tensor")
-    module = submodule(rewriter.gm, node)
-    name = OPS.leaf_name(module) if module is not None else None
-    if name is not None:
-        return Plan("float", about.note or f"{name} has no integer form")
-    if not about.is_tensor:
-        return Plan("float", about.note or "its value is not a tensor")
-    if not calls:
-        return Plan("float", about.note or f"{_called(rewriter.gm, node)} is not in the op table")
-    if config.is_float:
-        return Plan(
-            "float", f"the recipe says float for {selector}", fix=f"recipe.override({about.path!r}, fxq.QuantConfig())"
-        )
-    reason = _unfit(rewriter.gm, calls, changes)
-    if reason is not None:
-        return Plan("float", reason)
-    config = context.backend.config(config, calls)
-    support = context.backend.supports(rewriter.gm, node, calls, config)
-    if support.ops == 0:
-        return Plan("float", support.reason)
-    assert config.activation is not None
-    by_kernel = inputs_of(calls[: support.ops])  # what the ops behind the kernel read, they read in float
-    activations = tuple(dict.fromkeys(i.node for i in by_kernel if i.role == "activation" and i.node.op != "get_attr"))
-    return _Candidate(calls, config.activation, activations, support)
-
-
 def _called(gm: fx.GraphModule, node: fx.Node) -> str:
     module = submodule(gm, node)
     return type(module).__name__ if module is not None else str(getattr(node.target, "__name__", node.target))
@@ -218,7 +294,7 @@ def _wish(candidates: dict[fx.Node, _Candidate]) -> None:
         candidate.wanted = next(_wishes(node, candidates), None)
 
 
-def _wishes(node: fx.Node, candidates: dict[fx.Node, _Candidate]) -> Iterator[TensorSpec]:
+def _wishes(node: fx.Node, candidates: Mapping[fx.Node, _Candidate]) -> Iterator[TensorSpec]:
     """The specs that consumers want of a node's value."""
     for user in node.users:
         candidate = candidates.get(user)
@@ -226,7 +302,7 @@ def _wishes(node: fx.Node, candidates: dict[fx.Node, _Candidate]) -> Iterator[Te
             yield candidate.reads
 
 
-def _turn_down(node: fx.Node, candidate: _Candidate, candidates: dict[fx.Node, _Candidate]) -> bool:
+def _turn_down(node: fx.Node, candidate: _Candidate, candidates: Mapping[fx.Node, _Candidate]) -> bool:
     """Turn down an op that would need a conversion made for it alone; whether it was turned down just now."""
     if not candidate.runs or candidate.heavy:
         return False

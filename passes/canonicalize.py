@@ -16,6 +16,7 @@ from fxq.errors import InputError
 from fxq.graph import argument, constant, fills_like, flat_nodes, info, op_of, options_of, reads_only_metadata
 from fxq.ops import OPS, conv_padding
 from fxq.optable import Arguments, Instead, Op, Pick, Spelling
+from fxq.original import keep_original
 from fxq.passbase import Pass, Stage
 from fxq.pattern import rewrite
 from fxq.patterns.written_out import WRITTEN_OUT
@@ -39,20 +40,24 @@ class Canonicalize(Pass):
     gives: ClassVar[Stage] = Stage.CANONICAL
 
     def run(self, rewriter: Rewriter) -> None:
-        """Rewrite node by node, check the recipe's selectors against what is there, then apply the rules."""
+        """Rewrite node by node, apply the rules, and check the recipe's selectors against what was and is there."""
         for node in rewriter.nodes():
             if node.op == "call_module":
                 _module(rewriter, node)
             elif node.op in ("call_function", "call_method") and not _fix_dtype(rewriter, node):
                 _call(rewriter, node)
         called = [n for n in rewriter.nodes() if n.op not in ("placeholder", "output", "get_attr")]
-        rewriter.context.check_selectors([(info(n).path, op.name if (op := op_of(n)) else "") for n in called])
+        written = [(info(n).path, op.name if (op := op_of(n)) else "") for n in called]
         for node in rewriter.nodes():
             _fold_constant(rewriter, node)
+        constants = {n for n in called if n._erased}
         rewriter.apply(drop_identity, drop_dropout, same_padding, padding_mode, merge_slices, *WRITTEN_OUT)
+        made = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
+        rewriter.context.check_selectors(written + made)
         rewriter.erase_unused()
         for node in rewriter.nodes():
             _check_weights(rewriter, node)
+        keep_original(rewriter, called, constants)
 
 
 def _check_weights(rewriter: Rewriter, node: fx.Node) -> None:

@@ -113,7 +113,7 @@ class _SideBySide:
 
     def __init__(self, rewriter: Rewriter, batch: Batch) -> None:
         self.gm, self.weights = rewriter.gm, rewriter.context.float_weights
-        self.integer = inputs_for(self.gm, batch)
+        self.integer = inputs_for(self.gm.graph, batch)
         self.real = dict(self.integer)
 
     def step(self, node: fx.Node) -> None:

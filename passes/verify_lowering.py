@@ -120,7 +120,9 @@ class _Verifier(fx.Interpreter):
     def run_batch(self, batch: Batch) -> None:
         """Run on one recorded batch."""
         self.given = []
-        for node, value in inputs_for(self.gm, batch).items():  # the interpreter collects what goes into `*args` itself
+        for node, value in inputs_for(
+            self.gm.graph, batch
+        ).items():  # the interpreter collects what goes into `*args` itself
             self.given += value if str(node.target).startswith("*") else [value]
         self.run(*self.given)
 
@@ -221,6 +223,12 @@ def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> 
                 shape=about.shape,
                 dtype=about.dtype,
                 qparams=about.qparams,
+                origins=about.origins,
+                parts=about.parts,
+                values=about.values,
                 plan=Plan("float", reason) if about.plan is not None else None,
             )
     rewriter.replace(node, last)
+    for inner, copy in copies.items():  # back to the names of before: torch.fx gives none twice
+        if inner.op != "placeholder" and inner.name not in rewriter.names:
+            rewriter.rename(copy, inner.name)

@@ -102,8 +102,8 @@ def test_a_type_local_to_a_function_cannot_be_written():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "exactly one of path, op and module, not none"),
-        ({"path": "a", "op": "relu"}, r"exactly one of path, op and module, not \['op', 'path'\]"),
+        ({}, "one of path, op and module, or op and path together, not none"),
+        ({"path": "a", "module": "torch.nn:ReLU"}, r"or op and path together, not \['module', 'path'\]"),
         ({"path": "a", "pth": "b"}, "unknown override key 'pth'; did you mean 'path'"),
         ({"path": 3}, "an override's path is a string, not 3"),
         ({"op": "rellu"}, "unknown op 'rellu'; did you mean 'relu"),

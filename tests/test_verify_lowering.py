@@ -116,10 +116,10 @@ def test_text_of_what_is_put_back(monkeypatch):
         down = x86.conv(conv2_add_relu)
         conv3_add_relu = x86.conv(conv2_add_relu, down)
         mean = cpu.mean(conv3_add_relu)
-        mean_dq_1 = dequantize(mean, A)
-        head_weight_dq_1 = int8(head_weight, axis=0)
-        head_1 = linear(mean_dq_1, head_weight_dq_1, @head.bias)
-        return head_1
+        mean_dq = dequantize(mean, A)
+        head_weight_dq = int8(head_weight, axis=0)
+        head = linear(mean_dq, head_weight_dq, @head.bias)
+        return head
     """)
     assert [e.rule for e in manager.history["verify-lowering"].edits] == ["put_back"]
 

@@ -1,0 +1,426 @@
+"""The ledger: every op once, with a fate that is true and a recipe line that changes it."""
+
+import copy
+import csv
+import io
+import json
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq import costs
+from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.x86_conv import Conv
+from fxq.ledger import FIELDS, Entry, Ledger
+from tests.helpers import REFERENCE, module, steps
+from tests.models import NETWORKS, batch, build
+
+X86 = fxq.Recipe.static(backend="x86")
+needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]
+X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.drop = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return F.relu(self.drop(self.bn(self.conv(x))) + x)
+
+
+class Net(nn.Module):
+    """A stem, one block called twice, a head, and a float function."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.block, self.same = nn.Conv2d(3, 4, 1), Block(), nn.Identity()
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.block(self.block(self.same(self.stem(x))))
+        return torch.erf(self.head(x.mean((2, 3))))
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def ledger(request):
+    return fxq.quantize(net(), request.param, data=[X]).ledger
+
+
+# ---- what became of every op
+
+
+def test_one_entry_per_op(ledger):
+    assert [(e.path, e.op, e.fate) for e in ledger] == [
+        ("stem", "conv2d", "int8"),
+        ("same", "identity", "folded"),
+        ("block.conv", "conv2d", "int8"),
+        ("block.bn", "batch_norm", "folded"),
+        ("block.drop", "dropout", "folded"),
+        ("block", "add", "int8"),
+        ("block", "relu", "int8"),
+        ("block.conv", "conv2d", "int8"),
+        ("block.bn", "batch_norm", "folded"),
+        ("block.drop", "dropout", "folded"),
+        ("block", "add", "int8"),
+        ("block", "relu", "int8"),
+        ("", "mean", "int8"),
+        ("head", "linear", "int8"),
+        ("", "erf", "float"),
+    ]
+    assert len({e.name for e in ledger}) == len(ledger)
+
+
+def test_where_everything_went(ledger):
+    by_name = {e.name: e for e in ledger}
+    assert by_name["same"].reason == by_name["block_drop"].reason == "has no effect on the output"
+    assert by_name["block_bn"].reason == "into block_conv_add_relu"
+    assert {by_name[n].into for n in ("block_conv", "block_bn", "add", "relu")} == {"block_conv_add_relu"}
+    assert "has no integer form" in by_name["erf"].reason
+    assert by_name["erf"].source.startswith("tests/test_ledger.py:")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_entry_is_consistent(name, recipe):
+    qmodel = fxq.quantize(build(name), recipe, data=[batch(name)])
+    names = {n.name for n in qmodel.graph.nodes}
+    traced = {
+        n.name for n in qmodel.history["trace"].graph if n.origins and n.shape is not None and n.label != "getitem"
+    }
+    assert len(qmodel.ledger) >= len(traced)
+    for entry in qmodel.ledger:
+        assert entry.fate in ("int8", "moves", "float", "folded")
+        assert bool(entry.reason) == (entry.fate in ("float", "folded"))
+        assert entry.into in names or (entry.into == "" and entry.fate == "folded")
+        assert entry.fix == "" or entry.fate != "folded"
+    assert any(e.sqnr is not None for e in qmodel.ledger)
+
+
+@needs_x86
+def test_int8_means_a_kernel():
+    """On a backend with kernels, an op that computes between a dequantize and a quantize runs in float."""
+    for name in NETWORKS:
+        qmodel = fxq.quantize(build(name), X86, data=[batch(name)])
+        nodes = {n.name: n for n in qmodel.graph.nodes}
+        for entry in qmodel.ledger.where(fate=("int8", "moves")):
+            node = nodes[entry.into]
+            kernel = node.op == "call_module" and "fxq_kernels" in node.target
+            assert kernel or not node.meta["fxq"].dtype.is_floating_point, (name, entry)
+
+
+@needs_x86
+def test_what_failed_verification_is_float_and_keeps_its_name(monkeypatch):
+    forward = Conv.forward
+    monkeypatch.setattr(Conv, "forward", lambda self, *args: forward(self, *args) + 2)
+    with pytest.warns(fxq.FxqWarning, match="wrong on this machine"):
+        qmodel = fxq.quantize(net(), X86, data=[X])
+    wrong = qmodel.ledger.where(path="block*", fate="float")
+    assert [e.op for e in wrong] == ["conv2d", "add", "relu"] * 2
+    assert all("failed verification" in e.reason for e in wrong)
+    assert [e.into for e in wrong] == ["block_conv_add_relu"] * 3 + ["block_conv_1_add_relu"] * 3
+    assert {e.into for e in wrong} <= {n.name for n in qmodel.graph.nodes}
+    assert qmodel.ledger.where(op="batch_norm").count("folded") == 2
+
+
+def test_a_padding_of_its_own_has_an_entry_of_its_own():
+    model = module(lambda self, x: self.conv(x), conv=nn.Conv2d(3, 4, 2, padding="same"))
+    ledger = fxq.quantize(model, REFERENCE, data=[X]).ledger
+    assert [(e.path, e.op, e.fate) for e in ledger] == [("conv", "pad", "moves"), ("conv", "conv2d", "int8")]
+    assert ledger[0].fix == 'recipe.override(fxq.op("pad", "conv"), fxq.FLOAT)'.replace('"', "'")
+
+
+def test_a_module_with_several_outputs_is_one_op():
+    def forward(self, x):
+        y, _ = self.rnn(self.a(x))
+        return self.b(y)
+
+    model = module(
+        forward, a=nn.Linear(4, 6), rnn=nn.LSTM(6, 7, batch_first=True, bidirectional=True), b=nn.Linear(14, 2)
+    )
+    ledger = fxq.quantize(model, REFERENCE, data=[torch.randn(3, 5, 4)]).ledger
+    assert [(e.op, e.fate) for e in ledger] == [("linear", "int8"), ("lstm", "float"), ("linear", "int8")]
+    lstm = 3 * 5 * 2 * (28 * 6 + 28 * 7)
+    linear = 3 * 5 * (4 * 6 + 14 * 2)
+    assert [e.macs for e in ledger] == [3 * 5 * 24, lstm, 3 * 5 * 28]
+    assert ledger.coverage == pytest.approx(linear / (linear + lstm))
+
+
+# ---- the lines that change it
+
+
+def pasted(line, recipe):
+    return eval(line, {"recipe": recipe, "fxq": fxq})
+
+
+def changed(model, recipe, data, entry):
+    """The entry of the same op once the line is in the recipe."""
+    ledger = fxq.quantize(model, pasted(entry.fix, recipe), data=[data]).ledger
+    return next(e for e in ledger if e.name == entry.name)
+
+
+QUICK = ("called_twice", "shapes", "upscaler", "squeeze_excite")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_line_changes_its_op(name, recipe):
+    model, data = build(name), batch(name)
+    ledger = fxq.quantize(model, recipe, data=[data]).ledger
+    assert all(e.fix for e in ledger.where(fate=("int8", "moves")))
+    lines = {e.fix: e for e in ledger if e.fix}
+    for entry in lines.values():
+        now = changed(model, recipe, data, entry)
+        assert now.fate == "float" if entry.fate in ("int8", "moves") else now.fate in ("int8", "moves"), entry
+
+
+@pytest.mark.parametrize("selector", ["stem", "block", "block.*", "*", fxq.op("relu"), nn.Linear])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_lines_that_undo_an_override(recipe, selector):
+    recipe = recipe.override(selector, fxq.FLOAT)
+    excluded = [e for e in fxq.quantize(net(), recipe, data=[X]).ledger if "the recipe says" in e.reason]
+    assert any(e.fix for e in excluded)
+    for entry in excluded:
+        if entry.fix:
+            assert changed(net(), recipe, X, entry).fate in ("int8", "moves"), entry
+
+
+@needs_x86
+def test_the_line_for_what_only_another_backend_runs():
+    recipe = fxq.Recipe.static(backend="x86", activation=fxq.TensorSpec(signed=True, symmetric=True))
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        entry = fxq.quantize(net(), recipe, data=[X]).ledger[0]
+    assert entry.fate == "float" and "x86 kernels take unsigned" in entry.reason
+    assert entry.fix == 'recipe.with_backend("reference")'
+    assert changed(net(), recipe, X, entry).fate == "int8"
+
+
+def test_a_line_for_a_function_takes_nothing_else_along():
+    entry = fxq.quantize(net(), REFERENCE, data=[X]).ledger.where(op="add")[0]
+    assert entry.fix == "recipe.override(fxq.op('add', 'block'), fxq.FLOAT)"
+    ledger = fxq.quantize(net(), pasted(entry.fix, REFERENCE), data=[X]).ledger
+    assert {e.op for e in ledger.where(fate="float")} == {"add", "relu", "mean", "erf"}  # relu and mean read float now
+
+
+# ---- numbers
+
+
+def test_sqnr_is_that_of_the_value(ledger):
+    """The last op of a unit has the SQNR; recomputed here from the float model alone."""
+    recipe = REFERENCE
+    model, qmodel = net(), fxq.quantize(net(), recipe, data=[X])
+    want = model.stem(X)
+    qp = qmodel.qparams()["stem"]
+    grid = torch.clamp(torch.round(want / qp.output_scale) + qp.output_zero_point, 0, 255) - qp.output_zero_point
+    rounding = fxq.numeric.sqnr(want, grid * qp.output_scale)
+    by_name = {e.name: e for e in qmodel.ledger}
+    assert rounding - 6 < by_name["stem"].sqnr < rounding  # the rounding of input and weight comes on top
+    assert by_name["erf"].sqnr == pytest.approx(fxq.numeric.sqnr(model(X), qmodel(X)), abs=1e-6)
+    inner = [e for e in qmodel.ledger if e.op in ("add", "batch_norm", "dropout")] + [by_name["block_conv"]]
+    assert {e.sqnr for e in inner} == {None}
+    assert [e.name for e in ledger if e.sqnr is not None] == ["stem", "relu", "relu_1", "mean", "head", "erf"]
+
+
+@needs_x86
+def test_the_cost_of_a_unit_stands_in_the_row_of_its_first_op():
+    ledger = fxq.quantize(net(), X86, data=[X]).ledger
+    measured = [e for e in ledger if e.float_us is not None]
+    assert [e.op for e in measured] == ["conv2d", "conv2d", "conv2d", "mean", "linear"]
+    assert {(e.float_us, e.int8_us) for e in measured} == {(1e6, 0.0)}  # the prices of the tests, see conftest.py
+    assert all(e.int8_us is None for e in fxq.quantize(net(), REFERENCE, data=[X]).ledger)
+
+
+@needs_x86
+def test_what_is_not_worth_it_says_so(monkeypatch):
+    """Where kernels cost more than float, coverage takes them all the same."""
+
+    class Dear(costs.Costs):
+        def __contains__(self, key):
+            return True
+
+        def seconds(self, key, prepare):
+            return 0.0 if key.startswith("float") else 1.0
+
+    monkeypatch.setattr(costs, "machine_costs", Dear)
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        ledger = fxq.quantize(net(), X86, data=[X]).ledger
+    assert ledger.coverage == 0.0
+    layers = ledger.where(fix='recipe.with_optimize("coverage")')
+    assert {"conv2d", "linear"} <= {e.op for e in layers}
+    assert all(e.reason.startswith("float is faster") for e in layers)
+    for entry in layers:
+        assert changed(net(), X86, X, entry).fate == "int8"
+
+
+def test_sqnr_names_the_layer_that_is_at_fault():
+    """A layer whose weights need more than 8 bits per tensor: the drop stands in its row."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)).eval()
+    with torch.no_grad():
+        model[1].weight[0] *= 1000
+        model[2].weight[:, 0] /= 1000
+    weight = fxq.TensorSpec(signed=True, symmetric=True, per_channel=False, observer="minmax")
+    ledger = fxq.quantize(model, fxq.Recipe.static(backend="reference", weight=weight), data=[X]).ledger
+    first, _, third = (e.sqnr for e in ledger)
+    assert first > 35 and third < first - 15
+    assert ledger.sort("sqnr")[0].path == "2"
+
+
+def test_a_copy_keeps_the_numbers(ledger):
+    qmodel = fxq.quantize(net(), REFERENCE, data=[X])
+    for other in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        assert other.ledger == qmodel.ledger and other.ledger[0].sqnr is not None
+    assert pickle.loads(pickle.dumps(ledger)) == ledger
+
+
+def test_the_float_model_is_let_go():
+    import gc
+    import weakref
+
+    model = net()
+    gone = [weakref.ref(model.stem.weight), weakref.ref(model)]
+    qmodel = fxq.quantize(model, REFERENCE, data=[X])
+    del model
+    gc.collect()
+    assert qmodel.ledger[0].sqnr and [ref() for ref in gone] == [None, None]
+
+
+# ---- asking
+
+SOME = Ledger(
+    (
+        Entry(
+            "a", "layer1.conv", "conv2d", "int8", "a_relu", fix="recipe.override('layer1.conv', fxq.FLOAT)", macs=900
+        ),
+        Entry("r", "layer1.relu", "relu", "int8", "a_relu", sqnr=30.5, float_us=12.0, int8_us=4.25),
+        Entry("s", "layer2.silu", "silu", "float", "s", "silu has no integer form", sqnr=math.inf),
+        Entry("d", "drop", "dropout", "folded", reason="has no effect on the output"),
+        Entry(
+            "h", "head", "linear", "float", "h", "the recipe says float", "recipe.override('head', 8)", macs=100, sqnr=9
+        ),
+    )
+)
+
+
+def names(ledger):
+    return [e.name for e in ledger]
+
+
+def test_where():
+    assert names(SOME.where(fate="float")) == ["s", "h"]
+    assert names(SOME.where(fate="float", op="linear")) == ["h"]
+    assert names(SOME.where(path="layer1.*")) == ["a", "r"]
+    assert names(SOME.where(op=("relu", "silu"))) == ["r", "s"]
+    assert names(SOME.where(lambda e: e.macs > 0, fate="int8")) == ["a"]
+    assert names(SOME.where(sqnr=None)) == ["a", "d"]
+    assert SOME.where().entries == SOME.entries
+
+
+def test_sort_puts_the_worst_first_and_the_unknown_last():
+    assert names(SOME.sort("sqnr")) == ["h", "r", "s", "a", "d"]
+    assert names(SOME.sort("sqnr", reverse=True)) == ["s", "r", "h", "a", "d"]
+    assert names(SOME.sort("macs", reverse=True))[:2] == ["a", "h"]
+    assert names(SOME.sort("op")) == ["a", "d", "h", "r", "s"]
+
+
+@pytest.mark.parametrize("ask", [lambda: SOME.sort("sqrn"), lambda: SOME.where(sqrn=3)])
+def test_unknown_fields(ask):
+    with pytest.raises(fxq.FxqError, match="unknown field of the ledger 'sqrn'; did you mean 'sqnr'"):
+        ask()
+
+
+def test_coverage():
+    assert SOME.coverage == 0.9
+    assert SOME.where(fate="float").coverage == 0.0
+    assert Ledger(()).coverage == 0.0
+
+
+def test_json(tmp_path):
+    text = SOME.to_json(tmp_path / "ledger.json")
+    assert (tmp_path / "ledger.json").read_text(encoding="utf-8") == text
+    data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert data["coverage"] == 0.9
+    assert [row["name"] for row in data["ops"]] == ["a", "r", "s", "d", "h"]
+    assert list(data["ops"][0]) == list(FIELDS)
+    assert [row["sqnr"] for row in data["ops"]] == [None, 30.5, "inf", None, 9]
+
+
+def test_csv(tmp_path):
+    text = SOME.to_csv(tmp_path / "ledger.csv")
+    assert (tmp_path / "ledger.csv").read_text(encoding="utf-8") == text
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert list(rows[0]) == list(FIELDS)
+    assert [row["sqnr"] for row in rows] == ["", "30.5", "inf", "", "9"]
+    assert rows[0]["fix"] == "recipe.override('layer1.conv', fxq.FLOAT)"
+
+
+def test_dicts():
+    assert [Entry(**row) for row in SOME.to_dicts()] == list(SOME)
+
+
+def test_text():
+    assert str(SOME) == (
+        "layer        op       runs as      SQNR dB    MACs    float µs    int8 µs  why\n"
+        "-----------  -------  ---------  ---------  ------  ----------  ---------"
+        "  --------------------------------------------------\n"
+        "layer1.conv  conv2d   int8                     900\n"
+        "layer1.relu  relu     int8            30.5                12.0        4.2\n"
+        "layer2.silu  silu     float          exact                                 silu has no integer form\n"
+        "drop         dropout  folded                                               has no effect on the output\n"
+        "head         linear   float            9.0     100                         "
+        "the recipe says float [recipe.override('head', 8)]\n"
+        "2 int8, 0 moves, 2 float, 1 folded; 90.0% of the multiply-accumulates in int8"
+    )
+
+
+def test_a_way_out_that_ops_share_is_a_note():
+    fix = 'recipe.with_optimize("coverage")'
+    slow = [Entry(n, n, "conv2d", "float", n, "float is faster", fix) for n in "ab"]
+    lines = str(Ledger((*slow, Entry("c", "c", "linear", "float", "c", "the recipe says so", "recipe.x")))).splitlines()
+    assert [line.partition("float      ")[2] for line in lines[2:5]] == [
+        "float is faster [1]",
+        "float is faster [1]",
+        "the recipe says so [recipe.x]",
+    ]
+    assert lines[-1] == f"[1] {fix}"
+
+
+def test_text_of_little():
+    assert str(Ledger(())).endswith("0 int8, 0 moves, 0 float, 0 folded")
+    plain = Ledger((Entry("a", "a", "relu", "int8"),))
+    assert str(plain).splitlines()[0].split() == ["layer", "op", "runs", "as"]
+
+
+def test_text_stays_aligned_and_narrow():
+    deep = ".".join(f"module{i}" for i in range(20))
+    long = Ledger(tuple(Entry(f"n{i}", f"{deep}.{i}", "x" * 12, "float", reason="because " * 40) for i in range(50)))
+    lines = str(long).splitlines()
+    assert max(map(len, lines)) <= 150
+    assert f"{deep[-30:]}.7 " in str(long)
+    assert {line.index("because") for line in lines if "because" in line} == {lines[0].index("why")}
+
+
+@pytest.mark.slow
+def test_linear_in_the_number_of_ops():
+    def work(count):
+        model = nn.Sequential(*(m for _ in range(count) for m in (nn.Linear(2, 2), nn.ReLU()))).eval()
+        observed = fxq.prepare(model, REFERENCE, torch.randn(1, 2))
+        observed(torch.randn(1, 2))
+        manager = observed.manager
+        manager.run(manager.context.recipe.pipeline[7:])
+        from fxq.fates import ledger_of
+
+        return steps(lambda: str(ledger_of(manager.history, manager.gm, manager.context)))
+
+    assert work(400) < 2.3 * work(200)
