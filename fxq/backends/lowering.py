@@ -12,7 +12,7 @@ from torch import fx
 from fxq.backends.base import Backend, Support
 from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.kernel import Kernel, slope_refused
-from fxq.backends.rows import Operands, Parts, Row, take_apart
+from fxq.backends.rows import Operands, Parts, Row, live_inputs, row_of, take_apart
 from fxq.errors import BackendError, PassError
 from fxq.graph import Plan, argument, constant, info, is_op, op_of, submodule
 from fxq.qparams import QParams
@@ -43,7 +43,8 @@ class RowBackend(Backend):
         weight = config.weight
         if calls[0].op.quant.weight and weight is not None and not (weight.signed and weight.symmetric):
             return Support(0, f"{self.name} kernels take signed symmetric weights")
-        row = self.rows[parts.first.op.name]
+        row = row_of(parts.first, self.rows)
+        assert row is not None  # it took the unit apart
         reason = row.refuses(parts, node)
         if reason is not None:
             return Support(0, reason)
@@ -82,8 +83,8 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> N
     parts = take_apart(region.calls, rows) if region is not None else None
     if region is None or parts is None or parts.ops != len(region.calls):
         return
-    row = rows[parts.first.op.name]
-    if row.make is None:
+    row = row_of(parts.first, rows)
+    if row is None or row.make is None:
         return
     operands = _operands(rewriter.gm, region, parts)
     try:
@@ -112,8 +113,9 @@ def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> None:
 
 def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | str:
     """The integers that go into the kernel, or the reason why they are not all integers."""
-    names = [v for k, v in parts.first.tensors.items() if k in parts.first.op.quant.inputs]
-    read = [integer_input(v) for v in [*names, *([parts.residual] if parts.residual is not None else [])]]
+    tensors, live = parts.first.tensors, live_inputs(parts.first)
+    activations = [tensors[k] for k in live] + ([parts.residual] if parts.residual is not None else [])
+    read = [integer_input(v) for v in activations]
     found = [r for r in read if r is not None]
     if len(found) != len(read):
         return "an input is not in integers"
@@ -124,7 +126,12 @@ def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | st
     weight = integer_weight(gm, parts.first.tensors.get(quant.weight)) if quant.weight else None
     bias = constant(gm, parts.first.tensors.get(quant.bias)) if quant.bias else None
     slope = constant(gm, parts.slope)
-    return Operands(inputs, tuple(qp for _, qp in found), weight, bias, region.out_qparams, slope)
+    others = {k: v for k, v in tensors.items() if k not in (*live, quant.weight, quant.bias) and v is not None}
+    fixed = {k: v if isinstance(v, (int, float)) else constant(gm, v) for k, v in others.items()}
+    if any(v is None for v in fixed.values()):
+        return "an argument is neither a number nor a constant"
+    grids = tuple(qp for _, qp in found)
+    return Operands(inputs, grids, weight, bias, region.out_qparams, slope, fixed)
 
 
 def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[fx.Node, ...]) -> None:

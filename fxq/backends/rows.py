@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from fxq.backends.elementwise import Clamp, Pad
-from fxq.backends.kernel import Kernel, Post
+from fxq.backends.kernel import Kernel, Post, bounds
 from fxq.backends.pool import MaxPool2d, Mean
+from fxq.backends.table import Table
 from fxq.errors import BackendError
 from fxq.graph import info
 from fxq.qparams import QParams
@@ -50,6 +52,7 @@ class Operands:
         weight, bias: of the first op, where it has them.
         out: parameters of the result; None: the kernel emits float.
         slope: of a prelu, where there is one.
+        fixed: the first op's other arguments that are constants of the model or numbers, by name.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -58,6 +61,24 @@ class Operands:
     bias: Tensor | None
     out: QParams | None
     slope: Tensor | None = None
+    fixed: Mapping[str, Tensor | float] = field(default_factory=dict)
+
+
+def row_of(call: OpCall, rows: Mapping[str, Row]) -> Row | None:
+    """The row of an op. A function of one element is looked up, where the table has nothing better for it."""
+    found, quant = rows.get(call.op.name), call.op.quant
+    by_a_constant = len(quant.inputs) == 2 and len(live_inputs(call)) < 2
+    return LOOKED_UP if quant.pointwise and (found is None or by_a_constant) else found
+
+
+def live_inputs(call: OpCall) -> list[str]:
+    """Names of the arguments that are activations computed at run time: neither constants nor numbers."""
+    values = ((name, call.tensors.get(name)) for name in call.op.quant.inputs)
+    return [
+        name
+        for name, v in values
+        if isinstance(v, (list, tuple, Inner)) or (isinstance(v, fx.Node) and v.op != "get_attr")
+    ]
 
 
 def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, Row]) -> Parts | None:
@@ -65,7 +86,7 @@ def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, Row]) -> Parts | No
 
     Of these, the ops behind the kernel may read the last value only: it is the one that the kernel hands out.
     """
-    row = rows.get(calls[0].op.name)
+    row = row_of(calls[0], rows)
     if row is None:
         return None
     parts = [Parts(calls[0], None, None, 1)]
@@ -204,8 +225,49 @@ def _pad(parts: Parts, operands: Operands) -> Kernel:
     return Pad(same_grid(operands), options["pad"], options["mode"], options["value"] or 0.0)
 
 
+def _table_refuses(parts: Parts, node: fx.Node) -> str | None:
+    live = live_inputs(parts.first)
+    if len(live) != 1:
+        return f"{parts.first.op.name} of {len(live)} tensors has no kernel"
+    shape = info(parts.first.tensors[live[0]]).shape or ()
+    shapes = {
+        n: info(v).shape or () for n, v in parts.first.tensors.items() if n not in live and isinstance(v, fx.Node)
+    }
+    wide = [n for n, s in shapes.items() if math.prod(s) != 1 and not _per_channel(parts.first, n, s, shape)]
+    if wide or (info(node).shape or ()) != shape:
+        return f"{parts.first.op.name} with a constant that differs along other axes than the channels"
+    return None
+
+
+def _per_channel(call: OpCall, name: str, constant: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a constant has one value per channel (axis 1) of an activation of this shape."""
+    if len(shape) < 2:
+        return False
+    if name not in call.op.quant.inputs:  # slopes and statistics: one value per channel by what they are
+        return constant == (shape[1],)
+    return (1,) * (len(shape) - len(constant)) + constant == (1, shape[1], *[1] * (len(shape) - 2))
+
+
+def _table(parts: Parts, operands: Operands) -> Kernel:
+    """The table of the op with its constants, and of the clamp behind it."""
+    op, (name,) = parts.first.op, live_inputs(parts.first)
+    low, high = bounds(parts.post) or (-math.inf, math.inf)
+    # One value per integer and channel stands along the last axis.
+    fixed = {n: v.float().reshape(-1) if isinstance(v, Tensor) else v for n, v in operands.fixed.items()}
+    channels = max((v.numel() for v in fixed.values() if isinstance(v, Tensor)), default=0)
+
+    def function(x: Tensor) -> Tensor:
+        given = {name: x, **fixed}
+        y: Tensor = op.target(*(given.get(n) for n in op.tensors), **parts.first.options)
+        return y.clamp(low, high)
+
+    return Table.of(function, op.name, operands.grids[0], operands.out, channels)
+
+
 NATIVE = Row(None, never)
 """An op that runs on integers as it stands."""
+LOOKED_UP = Row(_table, _table_refuses, CLAMPS)
+"""A function of one tensor: see `Table`."""
 PLAIN: dict[str, Row] = {
     "max_pool1d": Row(_max_pool, never),
     "max_pool2d": Row(_max_pool, never),

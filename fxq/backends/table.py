@@ -81,7 +81,7 @@ class Table(Kernel):
         if out is not None and bool(y[x.qmin : x.qmax + 1].isnan().any()):
             raise BackendError(f"{cls.name}: {name} gives NaN for some of its inputs, which no integer stands for.")
         y = y if out is None else quantize(y.nan_to_num(), out)
-        return cls(y.t().contiguous() if channels else y.contiguous(), name, x, out)
+        return cls(y.t().contiguous() if channels > 1 else y.reshape(256), name, x, out)
 
     @classmethod
     def refuses(cls, *, x: QParams | None = None, out: QParams | None = None) -> str | None:

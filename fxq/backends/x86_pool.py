@@ -107,7 +107,7 @@ class AdaptiveAvgPool2d(Kernel):
         """uint8 (N, C, H, W) or (C, H, W) -> `out`'s grid or float32, channels-last."""
         key = tuple(n if wanted is None else wanted for n, wanted in zip(x.shape[-2:], self.output_size, strict=True))
         if 0 in key or any(n % wanted for n, wanted in zip(x.shape[-2:], key, strict=True)):
-            y = F.adaptive_avg_pool2d(dequantize(x, self.x.s, self.x.z), key)
+            y = F.adaptive_avg_pool2d(dequantize(x, self.x.s, self.x.z), (key[0], key[1]))
             return y if self.out is None else quantize(y, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
         window = tuple(n // wanted for n, wanted in zip(x.shape[-2:], key, strict=True))
         pool = self._packed.get(window) or self._remember(window, AvgPool2d(self.x, self.out, window))
