@@ -7,12 +7,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import fxq
+from fxq.backends import cpu
 from fxq.backends.table import Table
 from fxq.errors import BackendError
+from fxq.numeric import sqnr
 from fxq.qparams import QParams
+from tests.helpers import module
 from tests.kernels import OUTS, X, bytes_, copies
 
+needs_x86 = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
 FUNCTIONS = {
     "sigmoid": torch.sigmoid, "tanh": torch.tanh, "gelu": F.gelu, "silu": F.silu, "mish": F.mish, "elu": F.elu,
     "selu": F.selu, "softplus": F.softplus, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid,
@@ -24,6 +31,16 @@ def grid(draw: st.DrawFn) -> QParams:
     low = draw(st.integers(0, 200))
     high = draw(st.integers(low + 1, 255))
     return QParams.per_tensor(draw(st.floats(1e-4, 10)), draw(st.integers(low, high)), low, high)
+
+
+def layers() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {"first": nn.Conv2d(3, 8, 3), "other": nn.Conv2d(3, 8, 3), "last": nn.Conv2d(8, 4, 3)}
+
+
+def quiet(warned) -> bool:
+    """Whether no kernel was found wrong."""
+    return not [w for w in warned if "kernel" in str(w.message)]
 
 
 def by_definition(function, q, x: QParams, out: QParams | None):
@@ -85,3 +102,53 @@ def test_refusals():
     each = Table.of(lambda x: x, "identity", X, X, channels=3)
     with pytest.raises(BackendError, match="3 channels"):
         each(bytes_(1, 4, 2, 2))
+
+
+MIDDLES = {
+    **FUNCTIONS,
+    "prelu": lambda x: F.prelu(x, torch.tensor([0.2])),
+    "log_sigmoid": F.logsigmoid,
+    "softsign": F.softsign,
+    "plus": lambda x: x + 1.5,
+    "minus": lambda x: 2 - x,
+    "times": lambda x: x * -0.7,
+    "over": lambda x: x / 3,
+    "negative": lambda x: -x,
+}
+del MIDDLES["reciprocal"]
+
+
+@needs_x86
+@pytest.mark.parametrize("name", sorted(MIDDLES))
+def test_functions_between_layers(name, recwarn):
+    model = module(lambda m, x: m.last(MIDDLES[name](m.first(x) + m.other(x))), **layers())
+    x = torch.randn(2, 3, 10, 10)
+    quantized = fxq.quantize(model, RECIPE, data=[x])
+    assert quiet(recwarn)
+    assert [m.function for m in quantized.modules() if isinstance(m, Table)] != []
+    assert sqnr(model(x), quantized(x)) > 22
+
+
+@needs_x86
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1, 1)], ids=str)
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "prelu"])
+def test_constants_per_channel(op, shape, recwarn):
+    function = getattr(torch, op)
+    constant = torch.rand(8) + 0.2
+
+    def forward(m, x):
+        y = m.first(x) + m.other(x)
+        return m.last(function(y, m.constant if op == "prelu" else m.constant.view(shape)))
+
+    model, x = module(forward, constant=constant, **layers()), torch.randn(2, 3, 10, 10)
+    quantized = fxq.quantize(model, RECIPE, data=[x])
+    assert quiet(recwarn)
+    assert [tuple(m.table.shape) for m in quantized.modules() if isinstance(m, Table)] == [(8, 256)]
+    assert sqnr(model(x), quantized(x)) > 22
+
+
+@needs_x86
+def test_constants_along_other_axes_stay_in_float():
+    model = module(lambda m, x: m.last((m.first(x) + m.other(x)) * m.row), row=torch.rand(8) + 0.2, **layers())
+    quantized = fxq.quantize(model, RECIPE, data=[torch.randn(2, 3, 10, 10)])
+    assert not any(isinstance(m, Table) for m in quantized.modules())

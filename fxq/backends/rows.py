@@ -248,7 +248,7 @@ def _per_channel(call: OpCall, name: str, constant: tuple[int, ...], shape: tupl
     return (1,) * (len(shape) - len(constant)) + constant == (1, shape[1], *[1] * (len(shape) - 2))
 
 
-def _table(parts: Parts, operands: Operands) -> Kernel:
+def looked_up(parts: Parts, operands: Operands) -> Kernel:
     """The table of the op with its constants, and of the clamp behind it."""
     op, (name,) = parts.first.op, live_inputs(parts.first)
     low, high = bounds(parts.post) or (-math.inf, math.inf)
@@ -266,7 +266,7 @@ def _table(parts: Parts, operands: Operands) -> Kernel:
 
 NATIVE = Row(None, never)
 """An op that runs on integers as it stands."""
-LOOKED_UP = Row(_table, _table_refuses, CLAMPS)
+LOOKED_UP = Row(looked_up, _table_refuses, CLAMPS)
 """A function of one tensor: see `Table`."""
 PLAIN: dict[str, Row] = {
     "max_pool1d": Row(_max_pool, never),

@@ -166,7 +166,7 @@ class ConvTranspose2d(WeightedKernel):
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C_in, H, W) or (C_in, H, W), any strides -> `out`'s grid or float32, channels-last."""
         if x.dim() == 3:
-            return self.forward(x.unsqueeze(0)).squeeze(0)
+            return ConvTranspose2d.forward(self, x.unsqueeze(0)).squeeze(0)
         conv, plan = self._packed.get("conv") or self._remember("conv", (self._conv(), self._plan()))
         size = x.shape[2:]
         kept = [max(length + tap.extra, 0) for length, tap in zip(size, plan, strict=True)]
@@ -185,6 +185,16 @@ class ConvTranspose2d(WeightedKernel):
         for axis, (tap, keep) in enumerate(zip(plan, sizes, strict=True), start=1):
             y = y.narrow(axis, tap.crop, keep)
         return y.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+
+
+class ConvTranspose1d(ConvTranspose2d):
+    """Transposed convolution of signals, as of images of height 1. Its weight is (C_in, C_out / groups, 1, length)."""
+
+    name: ClassVar[str] = "x86.conv_transpose1d"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C_in, L) or (C_in, L) -> `out`'s grid or float32."""
+        return super().forward(x.unsqueeze(-2)).squeeze(-2)
 
 
 def _phases(weight: Tensor, axis: int, tap: Taps, stride: int, padding: int) -> Tensor:
