@@ -12,7 +12,7 @@ from torch import fx
 from fxq.backends.base import Backend, Support
 from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.kernel import Kernel, slope_refused
-from fxq.backends.rows import Operands, Parts, Row, live_inputs, row_of, take_apart
+from fxq.backends.rows import Operands, Parts, Row, row_of, take_apart
 from fxq.errors import BackendError, PassError
 from fxq.graph import Plan, argument, constant, info, is_op, op_of, submodule
 from fxq.qparams import QParams
@@ -113,8 +113,8 @@ def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> None:
 
 def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | str:
     """The integers that go into the kernel, or the reason why they are not all integers."""
-    tensors, live = parts.first.tensors, live_inputs(parts.first)
-    activations = [tensors[k] for k in live] + ([parts.residual] if parts.residual is not None else [])
+    tensors = parts.first.tensors
+    activations = [*parts.first.activations, *([parts.residual] if parts.residual is not None else [])]
     read = [integer_input(v) for v in activations]
     found = [r for r in read if r is not None]
     if len(found) != len(read):
@@ -126,12 +126,10 @@ def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | st
     weight = integer_weight(gm, parts.first.tensors.get(quant.weight)) if quant.weight else None
     bias = constant(gm, parts.first.tensors.get(quant.bias)) if quant.bias else None
     slope = constant(gm, parts.slope)
-    others = {k: v for k, v in tensors.items() if k not in (*live, quant.weight, quant.bias) and v is not None}
-    fixed = {k: v if isinstance(v, (int, float)) else constant(gm, v) for k, v in others.items()}
-    if any(v is None for v in fixed.values()):
-        return "an argument is neither a number nor a constant"
+    fixed = {k: v if isinstance(v, (int, float)) else constant(gm, v) for k, v in tensors.items()}
+    others = {k: v for k, v in fixed.items() if v is not None and k not in (quant.weight, quant.bias)}
     grids = tuple(qp for _, qp in found)
-    return Operands(inputs, grids, weight, bias, region.out_qparams, slope, fixed)
+    return Operands(inputs, grids, weight, bias, region.out_qparams, slope, others)
 
 
 def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[fx.Node, ...]) -> None:

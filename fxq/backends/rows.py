@@ -66,19 +66,9 @@ class Operands:
 
 def row_of(call: OpCall, rows: Mapping[str, Row]) -> Row | None:
     """The row of an op. A function of one element is looked up, where the table has nothing better for it."""
-    found, quant = rows.get(call.op.name), call.op.quant
-    by_a_constant = len(quant.inputs) == 2 and len(live_inputs(call)) < 2
-    return LOOKED_UP if quant.pointwise and (found is None or by_a_constant) else found
-
-
-def live_inputs(call: OpCall) -> list[str]:
-    """Names of the arguments that are activations computed at run time: neither constants nor numbers."""
-    values = ((name, call.tensors.get(name)) for name in call.op.quant.inputs)
-    return [
-        name
-        for name, v in values
-        if isinstance(v, (list, tuple, Inner)) or (isinstance(v, fx.Node) and v.op != "get_attr")
-    ]
+    found = rows.get(call.op.name)
+    by_a_constant = len(call.op.quant.inputs) == 2  # the row is for two tensors
+    return LOOKED_UP if call.pointwise and (found is None or by_a_constant) else found
 
 
 def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, Row]) -> Parts | None:
@@ -226,16 +216,13 @@ def _pad(parts: Parts, operands: Operands) -> Kernel:
 
 
 def _table_refuses(parts: Parts, node: fx.Node) -> str | None:
-    live = live_inputs(parts.first)
-    if len(live) != 1:
-        return f"{parts.first.op.name} of {len(live)} tensors has no kernel"
-    shape = info(parts.first.tensors[live[0]]).shape or ()
-    shapes = {
-        n: info(v).shape or () for n, v in parts.first.tensors.items() if n not in live and isinstance(v, fx.Node)
-    }
-    wide = [n for n, s in shapes.items() if math.prod(s) != 1 and not _per_channel(parts.first, n, s, shape)]
+    call = parts.first
+    (x,) = call.activations
+    shape = (info(x).shape or ()) if isinstance(x, fx.Node) else ()
+    constants = {n: info(v).shape or () for n, v in call.tensors.items() if v is not x and isinstance(v, fx.Node)}
+    wide = [n for n, s in constants.items() if math.prod(s) != 1 and not _per_channel(call, n, s, shape)]
     if wide or (info(node).shape or ()) != shape:
-        return f"{parts.first.op.name} with a constant that differs along other axes than the channels"
+        return f"{call.op.name} with a constant that differs along other axes than the channels"
     return None
 
 
@@ -250,7 +237,8 @@ def _per_channel(call: OpCall, name: str, constant: tuple[int, ...], shape: tupl
 
 def looked_up(parts: Parts, operands: Operands) -> Kernel:
     """The table of the op with its constants, and of the clamp behind it."""
-    op, (name,) = parts.first.op, live_inputs(parts.first)
+    op, tensors = parts.first.op, parts.first.tensors
+    (name,) = (n for n in op.quant.inputs if tensors.get(n) is parts.first.activations[0])
     low, high = bounds(parts.post) or (-math.inf, math.inf)
     # One value per integer and channel stands along the last axis.
     fixed = {n: v.float().reshape(-1) if isinstance(v, Tensor) else v for n, v in operands.fixed.items()}

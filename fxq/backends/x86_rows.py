@@ -71,12 +71,12 @@ def _transpose1d_refuses(parts: Parts, node: fx.Node) -> str | None:
 
 
 def _transpose1d(parts: Parts, operands: Operands) -> Kernel:
-    weight, *rest = weighted(operands)
+    weight, scale, bias, x, out = weighted(operands)
     options = parts.first.options
-    sizes = {"stride": (1, *options["stride"])} | {k: (0, *options[k]) for k in ("padding", "output_padding")}
     return ConvTranspose1d(
-        weight.unsqueeze(2), *rest, **sizes, groups=options["groups"], post=parts.post, slope=operands.slope
-    )
+        weight.unsqueeze(2), scale, bias, x, out, stride=(1, *options["stride"]), padding=(0, *options["padding"]),
+        output_padding=(0, *options["output_padding"]), groups=options["groups"], post=parts.post, slope=operands.slope,
+    )  # fmt: skip
 
 
 def _conv3d_refuses(parts: Parts, node: fx.Node) -> str | None:
@@ -136,8 +136,6 @@ def _adaptive(parts: Parts, operands: Operands) -> Kernel:
 
 
 def _of_two_refuses(parts: Parts, node: fx.Node) -> str | None:
-    if len(parts.first.activations) != 2:
-        return f"{parts.first.op.name} with a constant has no kernel"
     return Add.refuses(post=parts.post)
 
 
