@@ -57,8 +57,8 @@ def test_plans_of_a_squeeze_and_excite_block():
         "pool": ("int8", ""),
         "reduce_relu": ("int8", ""),
         "expand": ("int8", ""),
-        "hardsigmoid": ("float", "x86 has no int8 kernel for hardsigmoid"),
-        "mul": ("float", "its input %hardsigmoid is float, so float costs no conversion"),
+        "hardsigmoid": ("int8", ""),
+        "mul": ("int8", ""),
         "out": ("int8", ""),
     }
 

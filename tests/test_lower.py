@@ -64,14 +64,12 @@ def lowered(model, x, recipe=X86):
             x = input
             x_q = module cpu.quantize(x)
             stem_hardswish = x86.conv(x_q)
-            stem_hardswish_dq = module cpu.dequantize(stem_hardswish)
             pool = cpu.mean(stem_hardswish)
             reduce_relu = x86.conv(pool)
             expand = x86.conv(reduce_relu)
-            hardsigmoid = hardsigmoid(expand)
-            mul = mul(stem_hardswish_dq, hardsigmoid)
-            mul_q = module cpu.quantize(mul)
-            out = x86.conv(mul_q)
+            hardsigmoid = cpu.table(expand)
+            mul = x86.mul(stem_hardswish, hardsigmoid)
+            out = x86.conv(mul)
             return out
             """,
         ),
