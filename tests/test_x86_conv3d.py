@@ -36,7 +36,8 @@ def test_conv3d_of_any_shape(data):
     size = [draw(st.integers(max(1, d * (k - 1) + 1 - 2 * p), 7)) for k, d, p in axes]
     c_in, c_out, batch = draw(st.integers(1, 9)), draw(st.integers(1, 17)), draw(st.sampled_from([0, 1, 2]))
     out, bias = draw(st.sampled_from([None, *OUTS])), draw(st.sampled_from([None, torch.randn(c_out * groups)]))
-    q, qp, w = weight(c_out * groups, c_in, *kernel, axis=draw(st.sampled_from([0, None])))
+    axis = draw(st.sampled_from([0, None])) if bias is not None else 0  # one scale and no bias: one tie many times
+    q, qp, w = weight(c_out * groups, c_in, *kernel, axis=axis)
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     image = bytes_(batch, c_in * groups, *size)
     if draw(st.booleans()):

@@ -44,8 +44,9 @@ def test_conv_prelu_of_any_shape(data):
     size = [draw(st.integers(3, 12)) for _ in range(dims)]
     c_in, c_out, batch = draw(st.integers(1, 20)), draw(st.integers(1, 40)), draw(st.sampled_from([0, 1, 2]))
     out, kind = draw(st.sampled_from([None, *OUTS])), draw(st.sampled_from(["one", "each", "steep"]))
-    q, qp, w = weight(c_out * groups, c_in, *kernel, axis=draw(st.sampled_from([0, None])))
     bias, slope = draw(st.sampled_from([None, torch.randn(c_out * groups)])), slopes(kind, c_out * groups)
+    axis = draw(st.sampled_from([0, None])) if bias is not None else 0  # one scale and no bias: one tie many times
+    q, qp, w = weight(c_out * groups, c_in, *kernel, axis=axis)
     options = {"stride": draw(st.integers(1, 2)), "padding": padding, "groups": groups}
     image = bytes_(batch, c_in * groups, *size)
     if dims == 2 and draw(st.booleans()):
