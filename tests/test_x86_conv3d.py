@@ -111,7 +111,8 @@ def test_through_the_pipeline(dims, recwarn):
 @pytest.mark.parametrize("size", [5, 100])
 def test_batch_norm_of_its_own(size, recwarn):
     """Large tensors are scaled by a convolution, small ones looked up."""
-    layers = {"first": nn.Conv2d(3, 8, 3), "other": nn.Conv2d(3, 8, 3), "last": nn.Conv2d(8, 4, 3)}
+    layers = {"first": nn.Conv2d(3, 8, 3), "other": nn.Conv2d(3, 8, 3)}
+    layers["last"] = nn.Conv2d(8, 4, 3, padding=1)  # without padding, the norm would be folded into it
     norm = nn.BatchNorm2d(8)
     norm.running_mean, norm.running_var = torch.randn(8), torch.rand(8) + 0.1
     norm.weight.data, norm.bias.data = torch.randn(8), torch.randn(8)
