@@ -66,15 +66,15 @@ def enliven(model: nn.Module, generator: torch.Generator) -> None:
     """Let every branch count: parameters that begin at (nearly) nothing get the size that they have after training.
 
     Layer scales begin at 1e-6 and the last norm of a residual branch at 0, so that an untrained block is an identity:
-    whatever it computed, the output would not show it. They become about 0.3. Class tokens and positions begin at 0 or
-    1e-6 too, and drown in the stream that they are part of; their entries get a standard deviation of 0.3.
+    whatever it computed, the output would not show it. They become about 0.3. Class tokens and positions begin at 0,
+    1e-6 or 0.02, and drown in the stream that they are part of; their entries get a standard deviation of 0.3.
     """
     for name, parameter in model.named_parameters():
         last = name.rpartition(".")[2]
-        if parameter.numel() < 2 or "bias" in last or float(parameter.abs().max()) > 1e-2:
+        is_position = "token" in last or "embed" in last
+        if parameter.numel() < 2 or "bias" in last or float(parameter.abs().max()) > (0.2 if is_position else 1e-2):
             continue
         noise = torch.randn(parameter.shape, generator=generator)
-        is_position = "token" in name or "embed" in name
         parameter.copy_(0.3 * noise if is_position else 0.3 * (1 + 0.2 * noise))
 
 

@@ -153,7 +153,7 @@ def test_what_begins_at_nothing_is_given_a_size(scripts):
     model.layer_scale = nn.Parameter(torch.full((8, 1, 1), 1e-6))
     model.norm, model.linear = nn.LayerNorm(8), nn.Linear(8, 8)
     nn.init.zeros_(model.norm.weight)
-    model.cls_token = nn.Parameter(torch.randn(1, 1, 64) * 1e-6)
+    model.cls_token = nn.Parameter(torch.randn(1, 1, 64) * 0.02)
     kept = model.linear.weight.clone()
     with torch.no_grad():
         enliven(model, torch.Generator().manual_seed(0))
