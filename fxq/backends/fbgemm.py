@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxq.backends import cpu, packed
+from fxq.backends import cpu, packed, packed_conv, packed_linear
 from fxq.backends.base import Trap
 from fxq.backends.packed_rows import PackedBackend, table
 from fxq.backends.rows import Row
@@ -33,13 +33,13 @@ class _Fbgemm:
         return f"fbgemm adds products in 16 bits {where}: activations up to {x.qmax} may overflow; use 7 bits"
 
 
-class Conv(_Fbgemm, packed.Conv):
+class Conv(_Fbgemm, packed_conv.Conv):
     """conv1d, conv2d, conv3d."""
 
     name: ClassVar[str] = "fbgemm.conv"
 
 
-class ConvTranspose(_Fbgemm, packed.ConvTranspose):
+class ConvTranspose(_Fbgemm, packed_conv.ConvTranspose):
     """conv_transpose1d, conv_transpose2d, conv_transpose3d.
 
     In torch 2.13 the shortcut that two dimensions take is wrong, by up to 255 steps: kernels 2 high, stride 1 or 2,
@@ -56,21 +56,21 @@ class ConvTranspose(_Fbgemm, packed.ConvTranspose):
         return "fbgemm's transposed convolution takes one scale for the whole weight"
 
 
-class Linear(_Fbgemm, packed.Linear):
+class Linear(_Fbgemm, packed_linear.Linear):
     """A linear layer, into uint8 or float32."""
 
     name: ClassVar[str] = "fbgemm.linear"
     emits_float: ClassVar[bool] = True
 
 
-class Add(packed.Binary):
+class Add(packed_linear.Binary):
     """a + b."""
 
     name: ClassVar[str] = "fbgemm.add"
     op: ClassVar[str] = "add"
 
 
-class Mul(packed.Binary):
+class Mul(packed_linear.Binary):
     """a * b."""
 
     name: ClassVar[str] = "fbgemm.mul"
@@ -121,4 +121,4 @@ def _is_depthwise(call: OpCall) -> bool:
     weight: Any = call.tensors.get("weight")
     shape = info(weight).shape if isinstance(weight, fx.Node) else None
     groups = call.options.get("groups", 1)
-    return call.op.name.startswith("conv") and shape is not None and packed.is_depthwise(shape, groups)
+    return call.op.name.startswith("conv") and shape is not None and packed_conv.is_depthwise(shape, groups)

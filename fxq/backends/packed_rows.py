@@ -12,7 +12,9 @@ from torch import fx
 
 from fxq.backends.kernel import Kernel
 from fxq.backends.lowering import RowBackend
-from fxq.backends.packed import Binary, Conv, ConvTranspose, Linear, has_engine
+from fxq.backends.packed import has_engine
+from fxq.backends.packed_conv import Conv, ConvTranspose
+from fxq.backends.packed_linear import Binary, Linear
 from fxq.backends.rows import CLAMPS, PLAIN, Operands, Parts, Row, kernel_size_of, never, weighted
 from fxq.errors import BackendError
 from fxq.optable import Op

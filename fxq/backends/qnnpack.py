@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from fxq.backends import packed
+from fxq.backends import packed, packed_conv, packed_linear
 from fxq.backends.base import Trap
 from fxq.backends.packed_rows import PackedBackend, table
 from fxq.backends.rows import Row
@@ -20,13 +20,13 @@ class _Qnnpack:
     engine: ClassVar[str] = "qnnpack"
 
 
-class Conv(_Qnnpack, packed.Conv):
+class Conv(_Qnnpack, packed_conv.Conv):
     """conv1d, conv2d, conv3d."""
 
     name: ClassVar[str] = "qnnpack.conv"
 
 
-class ConvTranspose(_Qnnpack, packed.ConvTranspose):
+class ConvTranspose(_Qnnpack, packed_conv.ConvTranspose):
     """conv_transpose1d, conv_transpose2d."""
 
     name: ClassVar[str] = "qnnpack.conv_transpose"
@@ -42,20 +42,20 @@ class ConvTranspose(_Qnnpack, packed.ConvTranspose):
         return "qnnpack's grouped transposed convolution takes one scale for the whole weight" if groups > 1 else None
 
 
-class Linear(_Qnnpack, packed.Linear):
+class Linear(_Qnnpack, packed_linear.Linear):
     """A linear layer."""
 
     name: ClassVar[str] = "qnnpack.linear"
 
 
-class Add(packed.Binary):
+class Add(packed_linear.Binary):
     """a + b."""
 
     name: ClassVar[str] = "qnnpack.add"
     op: ClassVar[str] = "add"
 
 
-class Mul(packed.Binary):
+class Mul(packed_linear.Binary):
     """a * b."""
 
     name: ClassVar[str] = "qnnpack.mul"

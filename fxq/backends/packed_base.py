@@ -1,0 +1,101 @@
+"""What PyTorch's packed quantized kernels share. They take plain uint8 tensors.
+
+They emit uint8 only; fbgemm's linear layer has a form that emits float32. The engine that is selected when a weight is
+packed is the one that runs it, whatever is selected later.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fxq.backends.elementwise import to_integer
+from fxq.backends.kernel import (
+    Post,
+    WeightedKernel,
+    activation_refused,
+    bounds,
+    post_refused,
+    weight_refused,
+)
+from fxq.backends.packed import as_uint8, engine_selected
+from fxq.backends.rows import CLAMPS
+from fxq.qparams import QParams
+
+EMITS = "its result is wanted in float32, the kernel emits uint8"
+"""Why a kernel cannot hand out float32."""
+
+
+class Finish:
+    """A clamp, and the grid of the result, on what a kernel has rounded: rounding keeps the order, so it is exact.
+
+    Attributes:
+        relu: the kernel clamps by itself, for the lower bound is zero and there is no upper one.
+        clamp: the integer bounds, or None.
+    """
+
+    def __init__(self, out: QParams, post: Post | None, has_relu: bool = True) -> None:
+        low, high = (to_integer(bound, out) for bound in bounds(post) or (0.0, 0.0))
+        self.relu = has_relu and post is not None and (low, high) == (out.z, 255)
+        self.clamp = None if self.relu or (low, high) == (0, 255) else (low, high)
+
+    def __call__(self, q: Tensor) -> Tensor:
+        y = as_uint8(q)
+        return y if self.clamp is None else y.clamp_(*self.clamp)
+
+
+class PackedKernel(WeightedKernel):
+    """A kernel with a weight that one of PyTorch's quantized engines has packed.
+
+    Args:
+        weight: int8.
+        weight_qparams: per tensor, or per channel along `channel_axis`; zero point 0.
+        bias: float32, or None.
+        x: grid of the input.
+        out: grid of the output.
+        post: None or a clamp.
+    """
+
+    engine: ClassVar[str]
+    x: QParams
+    out: QParams | None
+    post: Post | None
+
+    has_relu: ClassVar[bool] = True
+    """Whether the engine has a form of the kernel that clamps to positive values."""
+
+    def _set(self, x: QParams, out: QParams | None, post: Post | None) -> None:
+        self.x, self.out, self.post = x, out, post
+        self._input = x.s, x.z
+        if out is not None:
+            self._output, self._finish = (out.s, out.z), Finish(out, post, self.has_relu)
+
+    @classmethod
+    def overflows(cls, x: QParams | None, depthwise: bool = False) -> str | None:
+        """Why the engine would add activations `x` wrongly, or None."""
+        return None
+
+    @classmethod
+    def _reasons(
+        cls, weight: QParams | None, x: QParams | None, out: QParams | None, post: Post | None
+    ) -> list[str | None]:
+        return [
+            post_refused(post, CLAMPS, residual=False),
+            weight_refused(weight, cls.channel_axis),
+            activation_refused("the input", x),
+            activation_refused("the output", out),
+            cls.overflows(x),
+        ]
+
+    def _pack(self) -> Any:
+        """The packed weight. Opaque: it cannot be copied or pickled."""
+        raise NotImplementedError
+
+    def _weight(self) -> Any:
+        """The packed weight, packed on first use."""
+        packed = self._packed.get("")
+        if packed is None:
+            with engine_selected(self.engine):
+                packed = self._remember("", self._pack())
+        return packed
