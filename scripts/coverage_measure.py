@@ -39,6 +39,7 @@ class Result:
         leaves: modules that run in float as they are because torch.fx cannot trace them, with the reason.
         ops: number of ops by what became of them (see `fxq.Ledger`).
         reasons: the most frequent reasons for float, with how many ops they hold back.
+        heavy: the reasons for float of ops that multiply and accumulate, with their share of all that is.
         macs: share of multiply-accumulates that run on integers.
         sqnr: dB of int8 against float, on a fresh batch.
         kernels: dB of the lowered graph against the qdq graph that it was lowered from, same batch.
@@ -58,6 +59,7 @@ class Result:
     leaves: dict[str, str] = field(default_factory=dict)
     ops: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
+    heavy: dict[str, float] = field(default_factory=dict)
     macs: float | None = None
     sqnr: float | None = None
     kernels: float | None = None
@@ -149,8 +151,11 @@ def _read_ledger(qmodel: fxq.QuantizedModel, result: Result) -> None:
     result.reasons = dict(Counter(e.reason for e in qmodel.ledger if e.fate == "float").most_common(5))
     traced = qmodel.history["trace"].graph
     result.leaves = {node.path: node.note for node in traced if node.note}
-    coverage: Any = getattr(qmodel.ledger, "coverage", None)
-    result.macs = float(coverage) if isinstance(coverage, (int, float)) else None
+    result.macs = qmodel.ledger.coverage
+    total = max(sum(entry.macs for entry in qmodel.ledger), 1)
+    for entry in qmodel.ledger.where(fate="float"):
+        if entry.macs:
+            result.heavy[entry.reason] = result.heavy.get(entry.reason, 0.0) + entry.macs / total
 
 
 def call(model: nn.Module, batch: Any) -> Any:
