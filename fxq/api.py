@@ -15,6 +15,7 @@ from fxq.backends import get_backend
 from fxq.context import Context
 from fxq.data import Batch, as_batch, batches, check_batch, device_of
 from fxq.errors import CalibrationError, FxqError, InputError, RecipeError, warn, words_of
+from fxq.exported import Exported
 from fxq.fates import ledger_of
 from fxq.layers import layers_of
 from fxq.manager import PassManager
@@ -22,6 +23,7 @@ from fxq.model import ObservedModel, QuantizedModel
 from fxq.passbase import Pass, Stage
 from fxq.progress import progress_bar
 from fxq.recipe import Recipe, as_recipe
+from fxq.wrappers import unwrapped
 
 
 def quantize(
@@ -35,7 +37,8 @@ def quantize(
     """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The model itself is not changed.
 
     Args:
-        model: a float `nn.Module` in eval mode.
+        model: a float `nn.Module` in eval mode, or an `ExportedProgram` of one (`torch.export.export`); data parallel
+            and `torch.compile` wrappers are taken off.
         recipe: a `Recipe`, a preset's name ("static"), a dict, or a path to a .toml file.
         data: calibration batches: an iterable of tensors, tuples or lists of positional inputs, or dicts of keyword
             inputs; `(input, target)` pairs are taken as the input alone when the model takes one.
@@ -54,7 +57,7 @@ def quantize(
         >>> qmodel(torch.rand(1, 3, 16, 16)).shape
         torch.Size([1, 4, 12, 12])
     """
-    chosen = as_recipe(recipe)
+    chosen, model = as_recipe(recipe), unwrapped(model)
     _check_model(model)
     if data is None:
         raise InputError(
@@ -156,13 +159,14 @@ def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = N
 
 
 def _manager(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
-    chosen = as_recipe(recipe)
+    chosen, model = as_recipe(recipe), unwrapped(model)
     _check_model(model)
     if example_inputs is None:
         raise InputError("example_inputs is missing: one batch of inputs, to find shapes with.")
     example = as_batch(example_inputs, model, "example_inputs")
     check_batch(example, model, "example_inputs")
-    return PassManager(Context(chosen, get_backend(chosen.backend, device_of(model)), model, example))
+    types: Any = model.types if isinstance(model, Exported) else {}
+    return PassManager(Context(chosen, get_backend(chosen.backend, device_of(model)), model, example, types))
 
 
 def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | None, progress: bool | None) -> None:
@@ -195,7 +199,6 @@ _QUANTIZED = (
     "torch.ao.quantization.observer",
     "fxq.backends",
 )
-_WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 
 
 def _check_model(model: Any) -> None:
@@ -203,9 +206,6 @@ def _check_model(model: Any) -> None:
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     if isinstance(model, (QuantizedModel, ObservedModel)):
         raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
-    if type(model).__name__ in _WRAPPERS:
-        inner = f"model.{_WRAPPERS[type(model).__name__]}"
-        raise InputError(f"the model is wrapped in a {type(model).__name__}; give the model inside it: {inner}.")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("the model is a TorchScript module, which has no Python code to trace; give the original.")
     for path, module in model.named_modules():

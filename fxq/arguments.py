@@ -69,7 +69,7 @@ def arguments(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> lis
             found.extend(Argument(name, value, (None,), True, late=True) for name, value in named.items())
             continue
         default = () if p.default is p.empty else (p.default,)
-        if p.name in fixed and (default or late):
+        if p.name in fixed:
             default = (fixed[p.name],)
         if given and p.kind is not p.KEYWORD_ONLY:
             value = given.pop(0)

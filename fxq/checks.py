@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import reduce
 from typing import Any
@@ -122,6 +122,26 @@ def _shown(expected: Any, value: Any = None) -> str:
     if isinstance(expected, Mapping):
         return "{" + ", ".join(f"{k!r}: {_shown(e)}" for k, e in expected.items()) + "}"
     return repr(expected) if value is None else f"{type(value).__name__} {value!r}"
+
+
+def check_sizes(value: Tensor, name: str, sizes: Sequence[Any]) -> None:
+    """Raise `InputError` when an input has other sizes than those that a program was exported for. Graphs call this.
+
+    Args:
+        value: the input.
+        name: its name.
+        sizes: for each axis a number, or the least and the most, which may be None.
+    """
+    fits = len(sizes) == value.dim() and all(
+        s == n if isinstance(s, int) else s[0] <= n and (s[1] is None or n <= s[1])
+        for s, n in zip(sizes, value.shape, strict=False)
+    )
+    if not fits:
+        wanted = ", ".join(str(s) if isinstance(s, int) else f"{s[0]}..{'' if s[1] is None else s[1]}" for s in sizes)
+        raise InputError(
+            f"{name} has the shape {list(value.shape)}, but the program was exported for [{wanted}]. Export it with "
+            "dynamic_shapes for the sizes that vary."
+        )
 
 
 class Fields(dict[str, Any]):

@@ -31,6 +31,7 @@ class Context:
         example: one batch of inputs: shapes are found and passes are checked with it.
         types: module type by module path of the model.
         samples: recorded calibration inputs.
+        divisible: whether the graph runs on some of the samples of a batch.
         units: path of the unit module for each kind and body, so that equal bodies share one.
         float_weights: path of the float weight or bias that a dequantized or corrected one stands for, by its node's
             name.
@@ -46,6 +47,7 @@ class Context:
     example: Batch
     types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
     samples: list[Batch] = field(default_factory=list)
+    divisible: bool = True
     units: dict[str, str] = field(default_factory=dict)
     float_weights: dict[str, str] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)

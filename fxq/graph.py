@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from fxq.checks import check_same
+from fxq.checks import check_fixed, check_same, check_sizes
 from fxq.ops import OPS
 from fxq.optable import META, Op
 from fxq.qparams import QParams
@@ -206,14 +206,19 @@ def fills_like(node: fx.Node) -> bool:
     return node.target in (_FILL_METHODS if node.op == "call_method" else _FILL_FUNCTIONS)
 
 
+def is_check(node: fx.Node) -> bool:
+    """Whether the node does nothing but check that the graph is run as it was traced (see `fxq/checks.py`)."""
+    return node.op == "call_function" and node.target in (check_fixed, check_same, check_sizes)
+
+
 def reads_only_metadata(node: fx.Node) -> bool:
     """Whether the node looks at its input's shape and not at a value, so that integers serve it as well as floats."""
     if node.op == "call_method":
         return node.target in _METADATA_METHODS or (fills_like(node) and "dtype" in node.kwargs)
     if node.op != "call_function":
         return False
-    if node.target is check_same:
-        return node.kwargs["how"] in ("len", "keys")
+    if is_check(node):
+        return node.target is check_sizes or node.kwargs.get("how") in ("len", "keys")
     if node.target is getattr:
         return node.args[1] in _METADATA_ATTRIBUTES
     return node.target in _METADATA_FUNCTIONS or (fills_like(node) and "dtype" in node.kwargs)
@@ -227,7 +232,7 @@ def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
     module = submodule(gm, node)
     if module is not None:
         return getattr(module, "pure", False) is True
-    return node.op == "get_attr" or op_of(node) is not None or reads_only_metadata(node)
+    return node.op == "get_attr" or op_of(node) is not None or (reads_only_metadata(node) and not is_check(node))
 
 
 def tensor_meta(value: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:

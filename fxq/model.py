@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,10 @@ from fxq.recipe import Recipe
 log = logging.getLogger("fxq")
 
 SAMPLES, BATCHES = 4, 8
-"""Most samples of a calibration batch, and of how many batches, that are kept to verify and to correct with."""
+"""Most samples of a calibration batch, and of how many batches, that are kept to verify and to correct with.
+
+A batch is kept whole where the graph is made for its size.
+"""
 
 
 class ObservedModel(fx.GraphModule):
@@ -66,7 +70,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     assert isinstance(model, ObservedModel)
     context = model.manager.context
     if model.batches_seen < BATCHES:
-        context.samples.append(first_of(Batch(args, kwargs), SAMPLES))
+        context.samples.append(first_of(Batch(args, kwargs), SAMPLES if context.divisible else sys.maxsize))
     model.batches_seen += 1
 
 

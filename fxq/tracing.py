@@ -18,6 +18,7 @@ from fxq.blame import Untraceable, blame, user_line, user_text
 from fxq.checks import HOW, check_fixed, check_same, make_output, structure
 from fxq.data import Batch
 from fxq.errors import FxqError, InputError, TraceError, words_of
+from fxq.exported import Exported
 from fxq.graph import set_info, tensor_meta
 from fxq.numeric import tensors
 from fxq.ops import OPS
@@ -95,8 +96,10 @@ class Tracer(fx.Tracer):
         """Forward's arguments: traced, or as what they are where the example fixes them."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for entry in arguments(self.root, self.example, self.fixed):
-            value = self._input(entry) if can_be_default(entry.default) else entry.value
+        given = arguments(self.root, self.example, self.fixed)
+        inputs = [self._input(entry) if can_be_default(entry.default) else entry.value for entry in given]
+        for entry, value in zip(given, inputs, strict=True):  # all inputs come first in a graph
+            value = self._expand(value, value._value) if is_value(value) else value
             if entry.name.startswith("*"):
                 args.extend(value)
             elif entry.by_keyword:
@@ -121,7 +124,7 @@ class Tracer(fx.Tracer):
         if entry.checked:
             wanted = entry.value if entry.fixed else structure(entry.value)
             self._checked[name] = node, ["any", *wanted[1:]] if entry.name != name else wanted
-        return held if entry.fixed else self._expand(Value(node, self, held, Origin.SIZES), held)
+        return held if entry.fixed else Value(node, self, held, Origin.SIZES)
 
     def _expand(self, value: Value, held: Any) -> Any:
         """A container of inputs as the container that it is, with traced values in it; plain values as they are."""
@@ -171,7 +174,7 @@ class Tracer(fx.Tracer):
         for value in found_in((args, kwargs)) if changes else ():
             self.watch.see(value.node, value._value)  # unsqueeze_ changes how its input is laid out
         value = Value(node, self, result, origin_of(kind, target, args, kwargs))
-        if not changes and not isinstance(result, Tensor) and kind != "call_module":
+        if not changes and result is not None and not isinstance(result, Tensor) and kind != "call_module":
             node.meta[_IDLE] = value._origin < Origin.DATA or target is operator.getitem
         if result is None and target in (operator.getitem, getattr):
             self.fix(value, "none", anyway=True)
@@ -185,7 +188,10 @@ class Tracer(fx.Tracer):
         node = super().create_node(kind, target, *args, **kwargs)
         inside = list(node.meta.get("nn_module_stack", {}).values())
         path = str(node.target) if node.op == "call_module" else str(inside[-1][0]) if inside else ""
-        set_info(node, path=path, source="" if kind in ("placeholder", "output") else user_line())
+        source = "" if kind in ("placeholder", "output") else user_line()
+        if isinstance(self.root, Exported):
+            path, source = self.root.place()
+        set_info(node, path=path, source=source)
         if kind == "output" and len(self.returned) == 1:
             self._see(node, self.returned[0])
         return node

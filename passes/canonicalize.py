@@ -20,6 +20,7 @@ from fxq.original import keep_original
 from fxq.passbase import Pass, Stage
 from fxq.pattern import rewrite
 from fxq.patterns.written_out import WRITTEN_OUT
+from fxq.reparametrize import reparametrized
 from fxq.rewrite import Rewriter
 from fxq.stages import where
 
@@ -132,7 +133,8 @@ def _module(rewriter: Rewriter, node: fx.Node) -> None:
     if found is None or info(node).note:  # a leaf because the recipe says so stays one
         return
     op, spelling = found
-    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > 0
+    norms = reparametrized(module)
+    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > len(norms)
     bound = "has forward hooks" if hooks else _bind_module(rewriter, node, module, op, spelling)
     _rewrite(rewriter, node, op, bound)
 
@@ -141,13 +143,16 @@ def _bind_module(
     rewriter: Rewriter, node: fx.Node, module: nn.Module, op: Op, spelling: Spelling
 ) -> Arguments | Instead | str:
     """The op's arguments, with the module's tensors as `get_attr` nodes. Parametrized weights are evaluated."""
+    norms = reparametrized(module)
     bound = op.bind_module(spelling, module, node.args, node.kwargs)
     if not isinstance(bound, dict):
         return bound
     for key, value in bound.items():
         if isinstance(value, Tensor):
             path = f"{node.target}.{key}"
-            if parametrize.is_parametrized(module, key):
+            if key in norms:
+                value = norms[key]
+            if key in norms or parametrize.is_parametrized(module, key):
                 bound[key] = rewriter.constant(value.detach().clone(), path, before=node, like=node)
             else:
                 bound[key] = rewriter.read(path, value, before=node, like=node)

@@ -8,20 +8,22 @@ from fnmatch import fnmatchcase
 from itertools import takewhile
 from typing import Any, ClassVar
 
+import torch
 from torch import fx, nn
 
 from fxq.alias import Watch
-from fxq.checks import check_fixed, check_same
+from fxq.checks import check_fixed
 from fxq.context import Context
+from fxq.data import first_of
 from fxq.errors import RecipeError, TraceError, nearest, warn
 from fxq.faithful import first_difference, run_model, same_values
-from fxq.graph import info, reads_only_metadata
+from fxq.graph import info, is_check, reads_only_metadata
 from fxq.passbase import Pass, Stage
 from fxq.pattern import source_of
 from fxq.rewrite import Rewriter
 from fxq.selector import ancestors
 from fxq.tracing import Tracer, is_kept
-from fxq.untouched import seeded, untouched
+from fxq.untouched import copied, seeded, untouched
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def _traced(context: Context, broken: dict[str, str], unroll: bool = False) -> R
         _check_buffers(context, changed, leaves)
         _functionalize(traced, tracer.watch)
         context.outputs = _compared(context, tracer)
+        context.divisible = _runs_on_one(context, gm)
     except Breaks as error:
         if recipe.strict_trace or not error.path:
             raise TraceError(str(error)) from None
@@ -116,6 +119,20 @@ def _compared(context: Context, tracer: Tracer) -> Any:
     return expected
 
 
+def _runs_on_one(context: Context, gm: fx.GraphModule) -> bool:
+    """Whether the checks of the graph, if there are any, pass for a single sample."""
+    if not any(is_check(node) and node.target is not check_fixed for node in gm.graph.nodes):
+        return True
+    one = copied(first_of(context.example, 1))
+    gm.recompile()
+    try:
+        with untouched(context.model), seeded(), torch.inference_mode(False), torch.no_grad():
+            gm(*one.args, **one.kwargs)
+    except Exception:  # whatever the model raises for a size that it cannot have
+        return False
+    return True
+
+
 _DIFFERS = (
     "the traced graph does not compute what the model computes on the example: its forward depends on something that a "
     "trace does not see, as the type of a value, random numbers, or state from call to call. Write it without, or keep "
@@ -125,7 +142,7 @@ _DIFFERS = (
 
 def _is_call(node: fx.Node) -> bool:
     """Whether a node stands for a call that the model makes."""
-    return node.op.startswith("call") and node.target not in (check_fixed, check_same)
+    return node.op.startswith("call") and not is_check(node)
 
 
 def _note(node: fx.Node, recipe: Any, broken: Mapping[str, str]) -> str:

@@ -1,0 +1,427 @@
+"""Tracing with the example's values: what sizes decide is decided and checked, what data decides becomes a leaf."""
+
+import math
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.numeric import sqnr
+from tests.graphs import after, expected, text
+from tests.helpers import REFERENCE, module
+
+X = torch.linspace(-1, 1, 768).reshape(4, 3, 8, 8)
+pytestmark = pytest.mark.filterwarnings("error::fxq.FxqWarning")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def conv(inputs=3, outputs=3):
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+def close(model, *inputs, **named):
+    """The quantized model; it is within 30 dB of the float model on these inputs."""
+    model = model.eval()
+    qmodel = fxq.quantize(model, REFERENCE, data=[fxq.data.Batch(inputs, named)])
+    with torch.no_grad():
+        assert sqnr(model(*inputs, **named), qmodel(*inputs, **named)) > 30
+    return qmodel
+
+
+# ---- what sizes decide
+
+
+def test_arithmetic_on_sizes_stays_in_the_graph():
+    model = module(lambda self, x: self.a(x).view(x.size(0), -1), a=conv())
+    assert text(after(model, X, "trace")) == expected("""
+        x = input
+        a = module Conv2d(x)
+        size = .size(x, 0)
+        view = .view(a, size, -1)
+        return view
+    """)
+    assert close(model, X)(X[:1]).shape == (1, 192)
+
+
+def by_channels(self, x):
+    if x.shape[1] == 3:
+        x = x * 2
+    return self.a(x)
+
+
+def test_a_branch_on_a_size_is_checked():
+    gm = after(module(by_channels, a=nn.Conv2d(3, 4, 1)), X, "trace")
+    assert "check_same(eq, True, how='bool'" in text(gm)
+    qmodel = (
+        close(module(by_channels, a=nn.Identity(), b=conv()), X) if False else close(module(by_channels, a=conv()), X)
+    )
+    with pytest.raises(
+        fxq.InputError, match=r"test_tracing\.py:\d+: .*`if x.shape\[1\] == 3:` is True, and here it is Fal"
+    ):
+        qmodel(torch.rand(2, 4, 8, 8))
+    assert qmodel(X[:2]).shape == (2, 3, 8, 8)
+
+
+def unpacked(self, x):
+    n, c, h, w = x.shape
+    return self.a(x).reshape(n, c * h, w)
+
+
+def looped(self, x):
+    for i in range(x.shape[2] // 4):
+        x = self.a(x) + i
+    return x
+
+
+def chunks(self, x):
+    total = 0
+    for part in x.chunk(3, 1):
+        total = total + part
+    for part in x.split(1, dim=1):
+        total = total + part
+    for part in torch.unbind(x, 1):
+        total = total + part.unsqueeze(1)
+    return self.a(total + x)
+
+
+def questions(self, x):
+    if x.dim() == 4 and x.dtype == torch.float32 and x.is_floating_point() and isinstance(x, torch.Tensor):
+        return self.a(x) * len(x)
+    return x
+
+
+def numbers(self, x):
+    size = int(x.shape[2] // 2), round(x.shape[3] / 3)
+    return F.interpolate(self.a(x), size=size) * math.sqrt(x.shape[1]) * max(x.shape[2], 4) * float(x.shape[2])
+
+
+def masks(self, x):
+    n, s = x.shape[0], x.shape[2]
+    mask = torch.ones(n, 1, s, s, device=x.device).tril().to(x.dtype)
+    if mask.dim() == 4:
+        mask = (1 - mask) * torch.finfo(x.dtype).min
+    position = torch.arange(s, device=x.device).expand(n, -1)
+    return torch.softmax(self.a(x) + mask, -1) + position[:, None, None, :] + self.table[:, :s]
+
+
+FORWARDS = [(unpacked, True), (looped, True), (chunks, True), (questions, False), (numbers, True), (masks, True)]
+
+
+@pytest.mark.parametrize(("forward", "any_batch"), FORWARDS)
+def test_what_sizes_decide_goes_through(forward, any_batch):
+    model = module(forward, a=conv())
+    model.register_buffer("table", torch.randn(8, 16))
+    qmodel = close(model, X)
+    if any_batch:
+        with torch.no_grad():
+            assert sqnr(model(X[:3]), qmodel(X[:3])) > 30
+    else:
+        with pytest.raises(fxq.InputError, match="is 4, and here it is 3"):
+            qmodel(X[:3])
+
+
+@pytest.mark.parametrize("forward", [looped, chunks, numbers])
+def test_another_size_is_an_error_or_right(forward):
+    model = module(forward, a=conv())
+    qmodel = close(model, X)
+    with pytest.raises(fxq.InputError, match="the graph was made for an input for which"):
+        qmodel(torch.rand(4, 4 if forward is chunks else 3, 12, 12))
+
+
+def test_checks_do_not_stop_quantization_around_them():
+    def forward(self, x):
+        x = self.a(x)
+        if x.shape[1] == 3:
+            x = self.b(x)
+        return self.c(x)
+
+    qmodel = close(module(forward, a=conv(), b=conv(), c=conv()), X)
+    assert [e.fate for e in qmodel.ledger] == ["int8"] * 3
+    quantized = [n for n in qmodel.history["insert-qdq"].graph if n.label == "quantize"]
+    assert len(quantized) == 3
+
+
+def test_dtypes_that_decide_are_checked():
+    qmodel = close(module(lambda self, x: self.a(x) if x.dtype == torch.float32 else x, a=conv()), X)
+    with pytest.raises(
+        fxq.InputError, match="made for x=a tensor of float32, as its example has it, and got a tensor of"
+    ):
+        qmodel(X.double())
+
+
+def test_kernels_are_verified_where_samples_cannot_be_cut():
+    """A few samples are recorded for that: another number of rows than the graph was made for."""
+    model = module(lambda self, x: self.a(x) * len(x), a=conv(3, 16))
+    x = torch.rand(9, 3, 8, 8)
+    qmodel = fxq.quantize(model, "static", data=[x])
+    with torch.no_grad():
+        assert sqnr(model(x), qmodel(x)) > 30
+    with pytest.raises(fxq.InputError, match="is 9, and here it is 2"):
+        qmodel(x[:2])
+
+
+# ---- what data decides
+
+
+class Data(nn.Module):
+    """Asks `ask` of a value that depends on the data."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.a, self.ask = conv(), ask
+
+    def forward(self, x):
+        return self.ask(self.a(x))
+
+
+def caught(y):
+    try:
+        return y + int(y.sum())
+    except TypeError:
+        return y
+    except Exception:
+        return y + 1
+
+
+def overwritten(y):
+    z = y * 2
+    view = z.view(-1)
+    z.relu_()
+    return z + view.view_as(z)
+
+
+def assigned(y):
+    z = y.clone()
+    z[:, 0] = 0
+    return z
+
+
+ASKS = {
+    "branch": (lambda y: y if y.mean() > 9 else -y, "a branch on a value that depends on the data"),
+    "rows": (lambda y: y + sum(row for row in y), "a loop over the rows of a tensor"),
+    "int": (lambda y: y + int(y.sum()), r"int\(\) of a value that depends on the data"),
+    "numpy": (lambda y: torch.from_numpy(y.detach().numpy() * 2), "np.ndarray"),
+    "caught": (caught, r"int\(\) of a value that depends"),
+    "in place": (overwritten, "reads the same memory"),
+    "assigned": (assigned, "does not support item assignment"),
+    "type": (lambda y: y if type(y) is torch.Tensor else y + 1, "does not compute what the model computes"),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_the_smallest_module_stays_in_float(name):
+    ask, why = ASKS[name]
+    model = nn.Sequential(conv(), nn.Sequential(nn.Sequential(Data(ask), nn.ReLU()), conv())).eval()
+    with pytest.warns(fxq.FxqWarning, match=rf'1 module .*layer "1.0.0" \(Data\) cannot be traced: .*{why}'):
+        qmodel = close(model, X)
+    assert [(e.path, e.fate) for e in qmodel.ledger] == [
+        ("0", "int8"), ("1.0.0", "float"), ("1.0.1", "float"), ("1.1", "int8")
+    ]  # fmt: skip
+    assert "cannot be traced" in qmodel.ledger[1].reason
+    assert "cannot be traced" in qmodel.history["trace"].graph["_1_0_0"].note
+    with torch.no_grad():
+        assert sqnr(model(X[:2]), qmodel(X[:2])) > 30
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_strict_tracing_refuses(name):
+    ask, why = ASKS[name]
+    with pytest.raises(fxq.TraceError, match=why):
+        fxq.prepare(nn.Sequential(conv(), Data(ask)).eval(), fxq.Recipe.static(strict_trace=True), X)
+
+
+def test_a_leaf_may_return_anything():
+    def ask(y):
+        return y, {"twice": y * 2 if y.sum() < 1e9 else y, "none": None, "three": 3}
+
+    def forward(self, x):
+        y, more = self.t(x)
+        return self.c(y) + more["twice"] * more["three"] + (0 if more["none"] is None else 1)
+
+    with pytest.warns(fxq.FxqWarning, match=r'layer "t" \(Data\)'):
+        close(module(forward, t=Data(ask), c=conv()), X)
+
+
+def test_one_warning_for_many_modules():
+    blocks = [Data(ASKS["branch"][0]) for _ in range(6)]
+    with pytest.warns(
+        fxq.FxqWarning, match=r"6 modules of the model cannot be traced.*and 3 more, see the ledger"
+    ) as seen:
+        close(nn.Sequential(*blocks, conv()), X)
+    assert len(seen) == 1
+
+
+def test_a_loop_of_the_model_itself_is_unrolled():
+    """There is no smaller module to keep in float."""
+    qmodel = close(module(lambda self, x: sum(self.a(row[None]) for row in x), a=conv()), X)
+    with pytest.raises(fxq.InputError, match="is 4, and here it is 3"):
+        qmodel(X[:3])
+
+
+def test_a_branch_of_the_model_itself_is_refused():
+    def helper(y):
+        return y if y.sum() > 0 else -y
+
+    with pytest.raises(fxq.TraceError, match=r"test_tracing\.py:\d+: a branch on .*%gt = gt\(%sum_1\).*Two ways out"):
+        close(module(lambda self, x: helper(self.a(x)), a=conv()), X)
+
+
+# ---- the user's model
+
+
+class Keeps(nn.Module):
+    """Leaves something behind on itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.last, self.all, self.calls = conv(), None, [], 0
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.last = self.a(x)
+        self.all.append(self.last)
+        self.calls += 1
+        return self.last
+
+
+class Counts(Keeps):
+    def forward(self, x):
+        self.count.add_(1)
+        return self.a(x)
+
+
+def test_what_a_forward_leaves_on_the_model_is_taken_off():
+    model = nn.Sequential(Keeps(), conv())
+    fxq.prepare(model.eval(), REFERENCE, X)
+    assert (model[0].last, model[0].all, model[0].calls) == (None, [], 0)
+
+
+def test_a_buffer_that_is_changed_without_a_trace():
+    model = nn.Sequential(Counts(), conv()).eval()
+    with pytest.warns(fxq.FxqWarning, match=r"layer \"0\".*changes the buffer '0.count' in place"):
+        fxq.prepare(model, REFERENCE, X)
+    assert float(model[0].count) == 0
+    with pytest.raises(fxq.TraceError, match="changes the buffer 'count' in place"):
+        fxq.prepare(Counts().eval(), REFERENCE, X)
+
+
+# ---- inputs and outputs
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass
+class Output:
+    a: torch.Tensor
+    b: torch.Tensor | None = None
+
+
+class Named(OrderedDict):
+    """A mapping with attributes, as of a well-known library."""
+
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda a, b: (a, b), lambda a, b: {"a": a, "b": [b]}, Pair, Output, lambda a, b: Named(a=a, b=b)]
+)
+def test_outputs_are_of_their_own_kind(kind):
+    model = module(lambda self, x: kind(self.a(x), x), a=conv())
+    got, wanted = close(model, X)(X), model(X)
+    assert type(got) is type(wanted)
+    if hasattr(wanted, "a"):
+        assert torch.equal(got.b, wanted.b)
+
+
+def test_outputs_of_a_class_that_is_not_there():
+    from fxq.checks import make_output
+
+    made = make_output("nowhere:Class", {"a": 1})
+    assert made.a == made["a"] == 1
+    with pytest.raises(AttributeError, match="b"):
+        made.b  # noqa: B018
+
+
+def nested(self, inputs, scale=None):
+    y = self.a(inputs["x"])
+    for extra in inputs["list"]:
+        y = y + extra
+    if inputs["flag"] and "no" not in inputs:
+        y = y * inputs["number"]
+    return y if scale is None else y * scale
+
+
+def nest(x, n=2, flag=True):
+    return {"x": x, "list": [x] * n, "flag": flag, "number": 3}
+
+
+def test_nested_inputs():
+    model = module(nested, a=conv())
+    qmodel = close(model, nest(X))
+    with torch.no_grad():
+        other = {**nest(X[:1]), "number": 5.0}
+        assert sqnr(model(other), qmodel(other)) > 30
+    for wrong, words in [
+        (nest(X, 3), r"inputs\['list'\]=\[a tensor, a tensor\]"),
+        (nest(X, flag=False), r"inputs\['flag'\]=True, as its example has it, and got"),
+        ({"x": X}, "made for inputs={'x': a tensor, 'list'"),
+    ]:
+        with pytest.raises(fxq.InputError, match=f"{words}.*Quantize the model again with inputs"):
+            qmodel(wrong)
+    assert close(model, nest(X), scale=torch.ones(1))(nest(X), torch.ones(1)).shape == X.shape
+
+
+def test_keywords_that_a_signature_does_not_name():
+    model = module(lambda self, x, **named: self.a(x) * named.get("gain", 1) + len(named), a=conv())
+    assert [n.name for n in close(model, X, gain=torch.ones(1)).graph.nodes if n.op == "placeholder"] == ["x", "gain"]
+    with pytest.raises(TypeError, match="gain"):
+        close(model, X)(X, gain=torch.ones(1))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_any_number_of_inputs_is_checked(count):
+    qmodel = close(module(lambda self, *xs: self.a(sum(xs)), a=conv()), *[X] * count)
+    with pytest.raises(fxq.InputError, match="made for xs="):
+        qmodel(*[X] * (count + 1))
+
+
+def with_mode(self, x, mode, gain=2, *, flag=True):
+    y = self.a(x) if mode == "plain" else -self.a(x)
+    return y * gain if flag else y
+
+
+def test_concrete_arguments():
+    model = module(with_mode, a=conv())
+    recipe = REFERENCE.fix_args(mode="negative", gain=3, flag=False)
+    assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
+    qmodel = fxq.quantize(model, recipe, data=[{"x": X}])
+    with torch.no_grad():
+        assert sqnr(model(X, "negative", 3, flag=False), qmodel(X)) > 30
+    for wrong in ({"mode": "plain"}, {"mode": "negative", "gain": 2}, {"mode": "negative", "flag": True}):
+        with pytest.raises(fxq.InputError, match="the graph was made for"):
+            qmodel(X, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ({"mod": "plain"}, "unknown argument in concrete_args 'mod'; did you mean 'mode'"),
+        ({"mode": "plain", "x": X}, "concrete_args: x is a Tensor, not a plain value"),
+        ({"mode": "plain", "gain": 3}, "concrete_args fixes gain=3, and the data gives 5"),
+    ],
+)
+def test_concrete_arguments_that_do_not_fit(fixed, words):
+    with pytest.raises(fxq.RecipeError, match=words):
+        fxq.quantize(module(with_mode, a=conv()), REFERENCE.fix_args(**fixed), data=[{"x": X, "gain": 5}])
