@@ -44,7 +44,7 @@ class Exported(nn.Module):
         for module in self.modules():
             module.training = False
         self.at = None
-        self.types = {"": nn.Module, **_types(inner.graph)}
+        self.types: dict[str, type[nn.Module]] = {"": nn.Module, **_types(inner.graph)}
         self.forward = _Forward(self, inner, _sizes(inner.graph, program.range_constraints))
 
     def place(self) -> tuple[str, str]:
@@ -62,7 +62,7 @@ class _Forward:
         positional, named = self.spec.in_spec.children()
         self.keywords: list[str] = list(named.context or ())
         names = list(self.spec.orig_args)
-        kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * positional.num_children
+        kinds: list[Any] = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * positional.num_children
         kinds += [inspect.Parameter.KEYWORD_ONLY] * len(self.keywords)
         self.__signature__ = inspect.Signature(
             [
