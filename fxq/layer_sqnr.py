@@ -16,7 +16,7 @@ from fxq.graph import info, is_op
 from fxq.numeric import sqnr, tensors
 from fxq.original import Original
 from fxq.qparams import QParams, dequantize
-from fxq.untouched import copied
+from fxq.untouched import copied, without_autocast
 
 log = logging.getLogger("fxq")
 
@@ -39,7 +39,7 @@ def layer_sqnr(
     """
     for batch in batches:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), without_autocast():
                 return _side_by_side(original, gm, ends, batch)
         except Exception as error:  # recorded are the first samples; where the first axis is none of samples, none fits
             log.info("no SQNR of layers on %s: %s", batch, error)

@@ -19,6 +19,7 @@ from fxq.passbase import Pass, Stage
 from fxq.pattern import source_of
 from fxq.rewrite import Rewriter
 from fxq.stages import check
+from fxq.untouched import without_autocast
 from fxq.view import NodeView, view
 
 log = logging.getLogger("fxq")
@@ -48,8 +49,9 @@ class PassManager:
         Raises:
             PassError: a pass needs a later stage than the graph has reached, or left the graph invalid.
         """
-        for step in passes:
-            self._run_one(step)
+        with without_autocast():
+            for step in passes:
+                self._run_one(step)
         self.gm.recompile()
         return self.gm
 

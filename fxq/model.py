@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
+from fxq.backends import devices_of
 from fxq.data import Batch, first_of
+from fxq.errors import InputError
 from fxq.graphdata import NodeData, from_data, to_data
 from fxq.history import History
 from fxq.layers import LayerQParams
 from fxq.ledger import Ledger
 from fxq.manager import PassManager
 from fxq.recipe import Recipe
+from fxq.untouched import autocast_on
 
 log = logging.getLogger("fxq")
 
@@ -68,6 +72,12 @@ class ObservedModel(fx.GraphModule):
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count the batch, and keep a few samples of the first ones."""
     assert isinstance(model, ObservedModel)
+    on = autocast_on()
+    if on:
+        raise InputError(
+            f"torch.autocast is on for {', '.join(on)}, so that the observers would see values of lower precision than "
+            "the quantized model computes. Call the observed model outside it, or use fxq.calibrate."
+        )
     context = model.manager.context
     if model.batches_seen < BATCHES:
         context.samples.append(first_of(Batch(args, kwargs), SAMPLES if context.divisible else sys.maxsize))
@@ -122,6 +132,29 @@ class QuantizedModel(fx.GraphModule):
 
     def _attach(self, history: History, ledger: Ledger, recipe: Recipe, backend: str, layers: Any) -> None:
         self.history, self.ledger, self.recipe, self.backend, self._layers = history, ledger, recipe, backend, layers
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModel:
+        """What `.to`, `.half`, `.cuda` and their like come down to: `fn` for every tensor, if the kernels allow it.
+
+        Raises:
+            InputError: it changes a dtype, or moves the model to a device that the backend has no kernels for.
+        """
+        for dtype, device in {(t.dtype, t.device): None for t in (*self.parameters(), *self.buffers())}:
+            made = fn(torch.empty(0, dtype=dtype, device=device))
+            if made.dtype != dtype:
+                raise InputError(
+                    f"a quantized model's tensors keep their types, and this makes {made.dtype} of {dtype}: its scales "
+                    "and kernels are made for them. Convert the float model before quantizing it, or convert inputs "
+                    "and outputs.".replace("torch.", "")
+                )
+            devices = devices_of(self.backend)
+            if made.device.type != device.type and devices and made.device.type not in devices:
+                raise InputError(
+                    f"the kernels of backend {self.backend!r} run on {', '.join(devices)} only, not on {made.device}. "
+                    'For another device, quantize with backend="reference", which is exact and runs anywhere.'
+                )
+        super()._apply(fn, recurse)
+        return self
 
     def qparams(self) -> dict[str, LayerQParams]:
         """The integers of every int8 layer with a weight, by module path (node name for functional calls)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +44,20 @@ def untouched(model: nn.Module) -> Iterator[list[str]]:
 
 def _items(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else None
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute in the types of the tensors: under `torch.autocast` a float32 layer hands on bfloat16."""
+    with ExitStack() as stack:
+        for device in autocast_on():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def autocast_on() -> list[str]:
+    """The types of devices on which `torch.autocast` is on."""
+    return [device for device in ("cpu", "cuda", "xpu", "mps") if torch.is_autocast_enabled(device)]
 
 
 @contextmanager

@@ -185,3 +185,60 @@ def test_no_gradient_comes_out():
     model, x = Model().eval(), torch.randn(2, 3, 4, 4)
     assert not fxq.quantize(model, "static", data=[x])(x).requires_grad
     assert all(p.requires_grad for p in model.parameters())
+
+
+# ---- moving and converting
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.bfloat16(),
+        lambda m: m.to(torch.float64),
+        lambda m: m.type(torch.float16),
+        lambda m: nn.Sequential(m).half(),
+    ],
+)
+def test_other_dtypes_are_refused(qmodel, change):
+    want = qmodel(X)
+    with pytest.raises(InputError, match="a quantized model's tensors keep their types, and this makes"):
+        change(qmodel)
+    assert torch.equal(qmodel(X), want)
+
+
+@pytest.mark.parametrize("change", [lambda m: m.float(), lambda m: m.cpu(), lambda m: m.to("cpu", torch.float32)])
+def test_what_changes_nothing_is_allowed(qmodel, change):
+    want = qmodel(X)
+    assert change(qmodel) is qmodel
+    assert torch.equal(qmodel(X), want)
+
+
+def test_devices(qmodel):
+    other = copy.deepcopy(qmodel)
+    if qmodel.backend == "reference":  # it runs anywhere
+        assert {t.device.type for t in (*other.to("meta").parameters(), *other.buffers())} == {"meta"}
+    else:
+        with pytest.raises(InputError, match=r"run on cpu only, not on meta\. .*backend=\"reference\""):
+            other.to("meta")
+        assert torch.equal(other(X), qmodel(X))
+
+
+def test_autocast_changes_nothing():
+    """Under autocast every layer hands on bfloat16, which no integer op reads."""
+    want = fxq.quantize(network(), REFERENCE, data=[X])
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fxq.quantize(network(), REFERENCE, data=[X])
+        observed = fxq.calibrate(fxq.prepare(network(), REFERENCE, X), [X])
+        stepped = fxq.convert(observed)
+    fates = [[(e.fate, e.reason, e.sqnr) for e in model.ledger] for model in (got, want, stepped)]
+    assert fates[0] == fates[1] == fates[2] and got.ledger.count("int8") > 3
+    assert torch.equal(got(X), want(X)) and torch.equal(stepped(X), want(X))
+
+
+def test_calibrating_by_hand_under_autocast_is_refused():
+    observed = fxq.prepare(network(), REFERENCE, X)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match=r"torch\.autocast is on for cpu"):
+        observed(X)
+    assert observed.batches_seen == 0

@@ -50,10 +50,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
                     'reference backend: exact, and slower than float. backend="reference" says so without a warning.'
                 )
             return backend
-    if name not in _BACKENDS:
-        raise BackendError(unknown("backend", name, NAMES))
-    module, _, cls = _BACKENDS[name].partition(":")
-    backend = getattr(importlib.import_module(module), cls)()
+    backend = _backend_type(name)()
     if backend.devices and device not in backend.devices:
         raise BackendError(
             f"backend {name!r} runs on {', '.join(backend.devices)}, the model is on {device}; "
@@ -63,4 +60,17 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     return backend
 
 
-__all__ = ["NAMES", "Backend", "Support", "Trap", "auto_order", "get_backend"]
+def devices_of(name: str) -> tuple[str, ...]:
+    """Types of the devices that a backend runs on; empty: any."""
+    return _backend_type(name).devices
+
+
+def _backend_type(name: str) -> type[Backend]:
+    if name not in _BACKENDS:
+        raise BackendError(unknown("backend", name, NAMES))
+    module, _, cls = _BACKENDS[name].partition(":")
+    found: type[Backend] = getattr(importlib.import_module(module), cls)
+    return found
+
+
+__all__ = ["NAMES", "Backend", "Support", "Trap", "auto_order", "devices_of", "get_backend"]
