@@ -38,6 +38,7 @@ class Context:
         regions: for each lowered node, by name, the qdq form it came from; for verify-lowering.
         progress: whether to show progress bars; None: on a terminal.
         outputs: what the float model returns for `example`.
+        written: module path and op of every call before canonicalize removed any; what selectors may select.
         original: the ops of the float model and its canonical graph, for the ledger; None before canonicalize.
     """
 
@@ -54,6 +55,7 @@ class Context:
     progress: bool | None = None
     outputs: Any = None
     original: Original | None = None
+    written: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.types:

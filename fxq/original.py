@@ -77,9 +77,6 @@ def keep_original(rewriter: Rewriter, called: Sequence[fx.Node], constants: Set[
     for node in nodes:
         if any(shared[origin] > 1 for origin in info(node).origins):
             rewriter.describe(node, origins=(node.name,))
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(rewriter.graph, copies)
     ops = []
     for node in filter(_is_op, _merged(nodes, called, gone)):
         why = (
@@ -90,6 +87,25 @@ def keep_original(rewriter: Rewriter, called: Sequence[fx.Node], constants: Set[
             else "has no effect on the output"
         )
         ops.append(_op(rewriter, node, why))
+    _keep(rewriter, ops)
+
+
+def expand_original(rewriter: Rewriter, expanded: Mapping[str, Sequence[fx.Node]]) -> None:
+    """Keep the graph anew, with other ops in the place of some: by name, what each became. They have origins alone."""
+    known = rewriter.context.original
+    if known is None:
+        return
+    ops: list[OriginalOp] = []
+    for op in known.ops:
+        ops += [_op(rewriter, node, "") for node in expanded[op.name]] if op.name in expanded else [op]
+    _keep(rewriter, ops)
+
+
+def _keep(rewriter: Rewriter, ops: Sequence[OriginalOp]) -> None:
+    nodes = rewriter.nodes()
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(rewriter.graph, copies)
     rewriter.context.original = Original(
         tuple(ops),
         rewriter.gm,

@@ -5,6 +5,7 @@ from fxq.passes.annotate import Annotate
 from fxq.passes.canonicalize import Canonicalize
 from fxq.passes.cleanup import Cleanup
 from fxq.passes.correct_bias import CorrectBias
+from fxq.passes.decompose import Decompose
 from fxq.passes.fallback import Fallback
 from fxq.passes.fold_batch_norm import FoldBatchNorm
 from fxq.passes.fuse import Fuse
@@ -20,6 +21,7 @@ from fxq.recipe import register_pipeline
 STATIC: tuple[Pass, ...] = (
     Trace(),
     Canonicalize(),
+    Decompose(),
     FoldBatchNorm(),
     Fuse(),
     Annotate(),
@@ -48,6 +50,7 @@ __all__ = [
     "Canonicalize",
     "Cleanup",
     "CorrectBias",
+    "Decompose",
     "Fallback",
     "FoldBatchNorm",
     "Fuse",

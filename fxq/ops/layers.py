@@ -182,3 +182,24 @@ def scaled_dot_product_attention(
     return F.scaled_dot_product_attention(
         x, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+@row(quant=float_only("padding", "attention"))
+def attention_mask(padding: Tensor | None, attention: Tensor | None, *, heads: int) -> Tensor:
+    """What is added to scores (N, H, L, S): the sum of masks in which True leaves out and numbers are added.
+
+    padding (N, S); attention (L, S) or (N*H, L, S); either may be None, not both.
+    """
+    parts = []
+    if padding is not None:
+        parts.append(_additive(padding)[:, None, None, :])
+    if attention is not None:
+        added = _additive(attention)
+        parts.append(added.unflatten(0, (-1, heads)) if added.dim() == 3 else added)
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _additive(mask: Tensor) -> Tensor:
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -float("inf"))

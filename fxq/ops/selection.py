@@ -33,7 +33,7 @@ def indexed(x: Any, index: Any) -> Arguments | Instead | str:
     parts = [_plain(part) for part in (index if isinstance(index, (tuple, list)) else (index,))]
     for part in parts:
         if not (part is None or part is Ellipsis or type(part) in (int, slice) or isinstance(part, fx.Node)):
-            return f"is indexed with a {type(part).__name__}"
+            return f"is indexed with a {'list' if isinstance(part, list) else type(part).__name__}"
         if shape_of(part) is not None:
             return "is indexed with a tensor"
     rank = len(shape_of(x) or ())
