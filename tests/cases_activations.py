@@ -65,7 +65,7 @@ ACTIVATIONS = [
     *unary("silu", module(nn.SiLU), functions=(F.silu, aten.silu.default, aten.silu_.default)),
     *[
         case
-        for layout, fate in (("rows", "int8"), ("image", "float"))
+        for layout in ("rows", "image")
         for case in cases(
             "gelu",
             module(nn.GELU),
@@ -73,7 +73,6 @@ ACTIVATIONS = [
             function(aten.gelu.default),
             layout=layout,
             group=f"gelu_{layout}",
-            fate=fate,
         )
     ],
     *cases(

@@ -41,7 +41,6 @@ ARITHMETIC = [
         *spelled(torch.add, operator.add, "add", aten.add.Tensor, aten.add.Scalar, args=(0.5,)),
         function(operator.add, lambda x, m: 0.5 + x),
         group="add_number",
-        fate="float",
     ),
     *cases(
         "sub",
@@ -50,13 +49,12 @@ ARITHMETIC = [
         function(aten.rsub.Tensor, lambda x, y, m: aten.rsub.Tensor(y, x)),
         layout="images",
     ),
-    *cases("sub", *spelled(torch.sub, "sub", aten.sub.Scalar, args=(0.5,)), group="sub_number", fate="float"),
+    *cases("sub", *spelled(torch.sub, "sub", aten.sub.Scalar, args=(0.5,)), group="sub_number"),
     *cases(
         "sub",
         *spelled(torch.rsub, aten.rsub.Scalar, args=(0.5,)),
         function(operator.sub, lambda x, m: 0.5 - x),
         group="sub_from_number",
-        fate="float",
     ),
     *cases(
         "div",
@@ -104,14 +102,12 @@ ARITHMETIC = [
         *spelled(torch.mul, operator.mul, "mul", aten.mul.Tensor, aten.mul.Scalar, args=(-0.5,)),
         function(operator.mul, lambda x, m: -0.5 * x),
         group="mul_number",
-        fate="float",
     ),
     *cases(
         "mul",
         function(operator.mul, lambda x, m: x * m.scale, scale=CHANNELS),
         function(operator.mul, lambda x, m: m.scale * x, scale=CHANNELS),
         group="mul_channels",
-        fate="float",
     ),
     *cases(
         "cat",

@@ -100,7 +100,6 @@ POOLING = [
         module(nn.AdaptiveAvgPool2d, (3, 2)),
         function(F.adaptive_avg_pool2d, lambda x, m: F.adaptive_avg_pool2d(x, (3, 2))),
         group="adaptive_avg_pool2d_windows",
-        fate="float",
     ),
     *cases(
         "adaptive_max_pool2d",

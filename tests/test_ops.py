@@ -40,9 +40,7 @@ UNTESTED = {
 
 FOLDED = {"batch_norm", "dropout", "identity"}
 NO_KERNEL = {
-    *("conv3d", "conv_transpose1d", "conv_transpose3d", "matmul", "div", "neg", "abs", "sum"),
-    *("hardsigmoid", "sigmoid", "tanh", "prelu", "mish", "softplus", "elu", "celu", "selu", "log_sigmoid", "softsign"),
-    *("tanhshrink", "hardshrink", "softshrink", "threshold", "unfold", "max_pool3d", "avg_pool3d"),
+    *("conv_transpose3d", "matmul", "prelu", "unfold", "max_pool3d", "avg_pool3d"),
     *("adaptive_avg_pool1d", "adaptive_avg_pool3d"),
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
 }
@@ -60,7 +58,7 @@ def fate_of(case: Case) -> str:
         return case.fate
     if case.op in FOLDED:
         return "folded"
-    if kind == "float" or case.op in NO_KERNEL or case.layout == "volume":
+    if kind == "float" or case.op in NO_KERNEL:
         return "float"
     return "moves" if kind == "moves" and case.op not in FUSED else "int8"
 
