@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxq.context import Context
-from fxq.data import Batch
+from fxq.data import Batch, first_of
 from fxq.errors import PassError
 from fxq.graph import info, submodule
 from fxq.history import History
@@ -42,9 +42,20 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> Ledger:
         absorbed.update(dict.fromkeys(worker.absorbs, worker))
     entries = {op.name: _entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops}
     with untouched(context.model), seeded():  # both graphs share modules with the user's model
-        _measure(entries, workers, original, gm, [*context.samples[:1], context.example])
+        _measure(entries, workers, original, gm, _batches(context, original))
     return Ledger(tuple(entries.values()))
 
+
+def _batches(context: Context, original: Original) -> list[Batch]:
+    """What to measure with, best first: the first recorded batch, of which one sample is enough for a large model."""
+    recorded = context.samples[:1]
+    if context.divisible and sum(op.macs for op in original.ops) > _LARGE:
+        recorded = [first_of(batch, 1) for batch in recorded]
+    return [*recorded, context.example]
+
+
+_LARGE = 100_000_000
+"""Multiply-accumulates. With more of them the values of one sample are many, and two forwards of four take a while."""
 
 _NO_OPS = ("convert", "constant", "io", "observer")
 
