@@ -25,7 +25,9 @@ class Argument:
         name: its name in the graph; with a star for `*args`, the keyword itself for one that `**kwargs` takes.
         value: what the example gives, or the default.
         default: a tuple with the default, or empty.
-        by_keyword: whether forward is given it by name.
+        positional: whether the example gives it by position.
+        left_out: whether the example does not give it.
+        keyword_only: whether it can only be given by name.
         fixed: whether the recipe fixes its value.
         late: whether it has no default of its own, but the graph must give one, as others before it have them.
     """
@@ -33,7 +35,9 @@ class Argument:
     name: str
     value: Any
     default: tuple[Any, ...] = ()
-    by_keyword: bool = False
+    positional: bool = False
+    left_out: bool = False
+    keyword_only: bool = False
     fixed: bool = False
     late: bool = False
 
@@ -66,26 +70,37 @@ def arguments(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> lis
             found.append(Argument(f"*{p.name}", tuple(given)))
             continue
         if p.kind is p.VAR_KEYWORD:
-            found.extend(Argument(name, value, (None,), True, late=True) for name, value in named.items())
+            found.extend(Argument(name, value, (None,), keyword_only=True, late=True) for name, value in named.items())
             continue
         default = () if p.default is p.empty else (p.default,)
         if p.name in fixed:
             default = (fixed[p.name],)
-        if given and p.kind is not p.KEYWORD_ONLY:
+        positional = bool(given) and p.kind is not p.KEYWORD_ONLY
+        left_out = not positional and p.name not in named
+        if positional:
             value = given.pop(0)
-        elif p.name in named:
+        elif not left_out:
             value = named.pop(p.name)
-        elif p.name in fixed or default:
-            value = fixed.get(p.name, *default)
+        elif default:
+            value = default[0]
         else:
             missing.append(p.name)
             continue
         if p.name in fixed and value != fixed[p.name]:
             raise RecipeError(f"concrete_args fixes {p.name}={fixed[p.name]!r}, and the data gives {value!r}.")
-        behind = late and not default
-        late = late or bool(default)
-        keyword = p.kind is p.KEYWORD_ONLY
-        found.append(Argument(p.name, value, (None,) if behind else default, keyword, p.name in fixed, behind))
+        behind, late = late and not default, late or bool(default)
+        found.append(
+            Argument(
+                p.name,
+                value,
+                (None,) if behind else default,
+                positional,
+                left_out and p.name not in fixed,
+                p.kind is p.KEYWORD_ONLY,
+                p.name in fixed,
+                behind,
+            )
+        )
     if missing:
         raise InputError(f"the data gives {example}, but the model also needs {', '.join(missing)}.")
     return _in_order(found)
@@ -93,14 +108,14 @@ def arguments(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> lis
 
 def _in_order(found: list[Argument]) -> list[Argument]:
     """`*args` last. Refuses keyword-only arguments besides it: positional ones would be taken for them."""
-    if any(a.name.startswith("*") for a in found) and any(a.by_keyword for a in found):
-        held = [a for a in found if a.by_keyword and not (a.default and a.value is a.default[0])]
+    if any(a.name.startswith("*") for a in found) and any(a.keyword_only for a in found):
+        held = [a for a in found if a.keyword_only and not a.left_out]
         if held:
             raise InputError(
                 f"forward takes any number of inputs and {held[0].name} besides, which a graph cannot; "
                 "name the inputs in its signature, or give a module that calls this one."
             )
-        found = [a for a in found if not a.by_keyword]
+        found = [a for a in found if not a.keyword_only]
     return sorted(found, key=lambda a: a.name.startswith("*"))
 
 

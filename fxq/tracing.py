@@ -80,7 +80,7 @@ class Tracer(fx.Tracer):
         """
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
-            with torch.inference_mode(False), torch.no_grad(), visible(self._record):
+            with torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy):
                 graph = super().trace(model)  # inference tensors do not count their changes
         except FxqError:
             raise
@@ -102,10 +102,10 @@ class Tracer(fx.Tracer):
             value = self._expand(value, value._value) if is_value(value) else value
             if entry.name.startswith("*"):
                 args.extend(value)
-            elif entry.by_keyword:
-                kwargs[entry.name] = value
-            else:
+            elif entry.positional:
                 args.append(value)
+            elif value is not entry.value or not entry.left_out:  # what is left out stays so: decorators may look
+                kwargs[entry.name] = value
 
         def forward(root: nn.Module) -> Any:
             result = root.forward(*args, **kwargs)
@@ -166,6 +166,8 @@ class Tracer(fx.Tracer):
         proxy_factory_fn: Any = None,
     ) -> Any:
         """Run a call on the example and record it; its value. What returns None is given as None."""
+        if kind == "call_method" and target in _TAKES_SIZES and len(args) == 2 and is_value(args[1]):
+            args = (args[0], *args[1]) if isinstance(args[1]._value, (tuple, list)) else args  # one spelling of a shape
         before = self._versions(args, kwargs)
         result = self._run(kind, target, args, kwargs)
         node: fx.Node = super().create_proxy(kind, target, args, kwargs, name, type_expr).node
@@ -179,9 +181,6 @@ class Tracer(fx.Tracer):
         if result is None and target in (operator.getitem, getattr):
             self.fix(value, "none", anyway=True)
         return None if result is None else value
-
-    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.create_proxy("call_function", function, args, kwargs)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node with its module path and the line of user code that made it."""
@@ -373,6 +372,7 @@ class Tracer(fx.Tracer):
 
 
 _ASKED = {"bool": "a branch on", "len": "the length of"}
+_TAKES_SIZES = frozenset({"view", "reshape", "expand", "repeat", "permute", "tile"})
 _PLAIN_MAPPINGS = ("builtins", "collections", "torch.fx.immutable_collections")
 _IDLE = "fxq_idle"
 """Marks a node that does nothing but give a value, so that it can go when nobody reads it."""

@@ -206,22 +206,25 @@ _FACTORIES = (
     "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
     "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
 )  # fmt: skip
+_METHODS = ("expand", "narrow", "new_full", "new_ones", "new_zeros", "repeat", "reshape", "select", "to", "view")
 
 
 @contextmanager
-def visible(record: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+def visible(record: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Let the places where Python or torch would not see a traced value see it.
 
     `isinstance(x, Tensor)` answers for the value that `x` stands for; torch's factories with a traced size, and a
-    tensor of the model with a traced index, are recorded. As `torch.fx` does for modules, this changes them for the
-    whole process until the trace is done; without a traced value each does what it always does.
+    tensor of the model with a traced index or size, are recorded. As `torch.fx` does for modules, this changes them for
+    the whole process until the trace is done; without a traced value each does what it always does.
 
     Args:
-        record: makes a node of a function and its arguments.
+        record: makes a node of its kind, what it calls, and the arguments.
     """
     with ExitStack() as stack:
         for name in _FACTORIES:
             stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record)))
+        for name in _METHODS:
+            stack.enter_context(_replaced_by(Tensor, name, _called(name, getattr(Tensor, name), record)))
         stack.enter_context(_replaced_by(Tensor, "__getitem__", _indexed(Tensor.__getitem__, record)))
         stack.enter_context(_replaced_by(builtins, "isinstance", _asked(builtins.isinstance)))
         yield
@@ -244,16 +247,25 @@ def _replaced_by(owner: Any, name: str, new: Any) -> Iterator[None]:
 def _recorded(function: Any, record: Any) -> Any:
     def factory(*args: Any, **kwargs: Any) -> Any:
         if next(found_in((args, kwargs)), None) is not None:
-            return record(function, args, kwargs)
+            return record("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 
     return factory
 
 
+def _called(name: str, method: Any, record: Any) -> Any:
+    def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if next(found_in((args, kwargs)), None) is not None:
+            return record("call_method", name, (self, *args), kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
 def _indexed(getitem: Any, record: Any) -> Any:
     def __getitem__(self: Tensor, index: Any) -> Any:
         if next(found_in(index), None) is not None:
-            return record(operator.getitem, (self, index), {})
+            return record("call_function", operator.getitem, (self, index), {})
         return getitem(self, index)
 
     return __getitem__

@@ -1,5 +1,6 @@
 """Tracing with the example's values: what sizes decide is decided and checked, what data decides becomes a leaf."""
 
+import functools
 import math
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -425,3 +426,60 @@ def test_concrete_arguments():
 def test_concrete_arguments_that_do_not_fit(fixed, words):
     with pytest.raises(fxq.RecipeError, match=words):
         fxq.quantize(module(with_mode, a=conv()), REFERENCE.fix_args(**fixed), data=[{"x": X, "gain": 5}])
+
+
+# ---- an encoder as a well-known library writes it
+
+
+def decorated(forward):
+    """A wrapper that sets keywords of its own, and so does not take them by position."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return forward(self, *args, **{**kwargs, "use_cache": False})
+
+    return wrapper
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.word, self.place, self.kind = nn.Embedding(30, 8), nn.Embedding(16, 8), nn.Embedding(2, 8)
+        self.query, self.output = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("positions", torch.arange(16).expand(1, -1))
+        self.register_buffer("kinds", torch.zeros(1, 16, dtype=torch.long))
+
+    @decorated
+    def forward(self, input_ids=None, attention_mask=None, embeds=None, use_cache=None, return_dict=True, **kwargs):
+        if (input_ids is None) == (embeds is None):
+            raise ValueError("give one of input_ids and embeds")
+        shape = input_ids.size()
+        n, length = shape
+        x = self.word(input_ids) + self.place(self.positions[:, :length])
+        x = x + self.kind(self.kinds[:, :length].expand(n, -1)) + self.kind(self.kinds.expand(n, -1)[:, :length])
+        mask = attention_mask if attention_mask is not None else torch.ones(shape, device=x.device)
+        if mask.dim() == 2:
+            mask = mask[:, None, None, :].to(dtype=x.dtype)
+        q = self.query(x).view(*shape, 2, -1).transpose(1, 2)
+        scores = q @ q.transpose(-1, -2) + (1.0 - mask) * torch.finfo(x.dtype).min
+        y = (scores.softmax(-1) @ q).transpose(1, 2).reshape(n, length, -1).contiguous().view(x.shape)
+        return Named(a=self.output(y), b=x) if return_dict else (y,)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_an_encoder(masked):
+    model = Encoder().eval()
+    with torch.no_grad():
+        qmodel = close(model, **words(4, 6, masked))
+        assert [e.path for e in qmodel.ledger if e.fate == "int8" and e.op == "linear"] == ["query", "output"]
+        other = words(2, 9, masked)
+        got, wanted = qmodel(**other), model(**other)
+    assert sqnr(wanted, got) > 30
+    assert isinstance(got, Named) and got.a.shape == got["b"].shape == (2, 9, 8)
+    with pytest.raises(fxq.InputError, match="made for return_dict=True"):
+        qmodel(**other, return_dict=False)
+
+
+def words(n, length, masked):
+    ids = torch.arange(n * length).reshape(n, length) % 30
+    return {"input_ids": ids, **({"attention_mask": (ids > 2).long()} if masked else {})}
