@@ -370,3 +370,15 @@ def test_what_is_no_recipe(value):
 def test_data_of_the_wrong_shape_is_an_error_of_fxq(data):
     with pytest.raises(RecipeError):
         Recipe.from_dict(data)
+
+
+def test_what_tracing_is_told_survives_a_file(tmp_path):
+    recipe = Recipe.static(strict_trace=True).fix_args(mode="plain", gain=2, flag=False)
+    recipe.save(tmp_path / "r.toml")
+    assert Recipe.load(tmp_path / "r.toml") == recipe
+    assert Recipe.from_dict(recipe.fix_args(mask=None).to_dict()).concrete_args["mask"] is None
+    with pytest.raises(RecipeError, match="a file cannot hold mask=None"):
+        recipe.fix_args(mask=None).to_toml()
+    for wrong in ({"strict_trace": "yes"}, {"concrete_args": ["mode"]}):
+        with pytest.raises(RecipeError, match="has a value of the wrong shape"):
+            Recipe.from_dict(wrong)
