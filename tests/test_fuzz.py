@@ -1,0 +1,164 @@
+"""Random networks through the whole pipeline: no crash, no warning, and the numbers that quantization promises.
+
+The normal run is small and the same every time; `-m slow` draws thousands of networks. A failure prints its `Plan`,
+which builds the network again.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fxq
+from fxq.backends.cpu import has_onednn_int8
+from fxq.numeric import sqnr, tensors
+from fxq.ops import OPS
+from tests.fuzz import FORMS, NOT_DRAWN, Network, Plan, Step, noisy
+
+MARGIN = 12.0
+"""dB by which an error may exceed the noise model: that has no clipping and no correlated errors, and the values are few.
+
+As much for int8 against qdq: one rounding tie is a whole step in one element, where the model has 0.3 in each.
+"""
+
+NUMBER = st.integers(0, 11)
+STEPS = st.builds(
+    Step,
+    op=st.sampled_from(sorted(FORMS)),
+    reads=st.tuples(NUMBER, NUMBER, NUMBER),
+    options=st.tuples(*[NUMBER] * 8),
+    spelling=NUMBER,
+    shares=st.sampled_from([0, 0, 0, 1, 2]),
+)
+
+
+def plans(most: int) -> st.SearchStrategy[Plan]:
+    return st.builds(
+        Plan,
+        inputs=st.sampled_from([("image",), ("sequence",), ("rows",), ("image", "image"), ("image", "rows")]),
+        steps=st.lists(STEPS, min_size=1, max_size=most).map(tuple),
+        seed=st.integers(0, 3),
+        named=st.booleans(),
+    )
+
+
+def recipe(backend: str = "x86") -> fxq.Recipe:
+    """Everything on integers, by ranges that clip nothing: the noise model does not clip either."""
+    chosen = fxq.Recipe.static(backend=backend, optimize="coverage", activation=fxq.TensorSpec(observer="minmax"))
+    return chosen
+
+
+def check(plan: Plan) -> None:
+    """All that holds for every network."""
+    network, batch = plan.build()
+    if not network.lines:
+        return
+    given_inputs, state = copy.deepcopy(batch), copy.deepcopy(network.state_dict())
+    with torch.no_grad():
+        real = network(*batch)
+        bounds = [sqnr(a, b) - MARGIN for a, b in zip(tensors(real), tensors(noisy(network, batch, 0)), strict=True)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", fxq.FxqWarning)
+            warnings.filterwarnings("ignore", message="nothing runs on integers")
+            quantized = fxq.quantize(network, recipe(), data=[batch])
+            qdq = fxq.quantize(
+                network, recipe().without_pass("lower").without_pass("verify-lowering"), data=[batch]
+            )
+        got, exact = quantized(*batch), qdq(*batch)
+        assert structure(got) == structure(real)
+        within(real, exact, bounds, "qdq against float")
+        within(exact, got, bounds, "int8 against qdq")
+        assert not quantized.history["verify-lowering"].edits
+        assert identical(quantized(*batch), got), "a second call gives something else"
+        assert identical(pickle.loads(pickle.dumps(quantized))(*batch), got), "the pickled model gives something else"
+        part = tuple(x[:1] for x in batch)
+        within([t[:1] for t in tensors(got)], quantized(*part), bounds, "one sample against all")
+        assert identical(batch, given_inputs), "the inputs were changed"
+        assert identical(network(*batch), real) and identical(state, network.state_dict()), "the model was changed"
+    assert not network.training
+    check_ledger(network, len(batch), quantized.ledger)
+
+
+def within(reference: Any, value: Any, bounds: list[float], what: str) -> None:
+    """Every output as near to the reference as the noise model says."""
+    for i, (a, b, bound) in enumerate(zip(tensors(reference), tensors(value), bounds, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert sqnr(a, b) >= bound, f"{what}, output {i}: {sqnr(a, b):.1f} dB, not {bound:.1f}"
+
+
+def identical(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+def structure(value: Any) -> Any:
+    """The containers and keys of a result."""
+    if isinstance(value, dict):
+        return {key: structure(v) for key, v in value.items()}
+    return tuple(map(structure, value)) if isinstance(value, (tuple, list)) else value.shape
+
+
+ADDED = {"pad"}
+"""Ops that canonicalize makes out of others."""
+REMOVED = {"identity", "dropout"}
+
+
+def check_ledger(network: Network, inputs: int, ledger: fxq.Ledger) -> None:
+    """One row for each op whose value is used, with a reason where it runs in float."""
+    used, todo = set(), list(network.outputs)
+    while todo:
+        number = todo.pop()
+        if number >= inputs and number not in used:
+            used.add(number)
+            todo += network.lines[number - inputs].reads
+    expected = Counter(network.lines[i - inputs].op for i in used)
+    rows = Counter(entry.op for entry in ledger)
+    for op in expected.keys() | rows.keys():
+        if op in REMOVED:
+            assert rows[op] == 0
+        else:
+            assert rows[op] == expected[op] or (op in ADDED and rows[op] > expected[op]), f"{op}: {rows} {expected}"
+    assert all(entry.reason for entry in ledger if entry.fate == "float")
+    assert len({entry.name for entry in ledger}) == len(ledger)
+
+
+def test_every_row_of_the_table_is_drawn_or_listed():
+    missing = [op.name for op in OPS if op.name not in FORMS and op.name not in NOT_DRAWN]
+    assert not missing, "say in tests/fuzz.py how these ops are called: an entry of FORMS, or a reason in NOT_DRAWN"
+    assert not FORMS.keys() & NOT_DRAWN.keys()
+    assert FORMS.keys() | NOT_DRAWN.keys() == {op.name for op in OPS}
+
+
+@pytest.mark.parametrize("op", sorted(FORMS))
+def test_every_spelling_is_drawn_somewhere(op):
+    """Behind a layer that reads one of the inputs: no form is left out for good."""
+    layers = {"image": "conv2d", "sequence": "conv1d", "rows": "linear"}
+    for spelling in range(len(FORMS[op].spellings)):
+        drawn = [Plan((name,), (Step(layer), Step(op, spelling=spelling))).build()[0] for name, layer in layers.items()]
+        assert any(len(network.lines) == 2 for network in drawn), f"spelling {spelling} fits none of the inputs"
+
+
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(plan=plans(12))
+def test_random_networks(plan):
+    check(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@pytest.mark.parametrize("round_", range(8))
+def test_many_random_networks(round_):
+    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
+    @given(plan=plans(40))
+    def many(plan):
+        check(plan)
+
+    many()
