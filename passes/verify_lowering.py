@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -111,22 +112,27 @@ class _Found:
 
 
 class _Verifier(fx.Interpreter):
-    """Runs the lowered graph; next to every kernel, its qdq form on the same inputs."""
+    """Runs the lowered graph; next to every kernel, its qdq form on the same inputs.
+
+    Attributes:
+        found: what is wrong so far.
+        held: whose memory lives longer than a run, by address: inputs and weights.
+    """
 
     def __init__(self, gm: fx.GraphModule, regions: dict[str, Region], rules: VerifyLowering) -> None:
         super().__init__(gm)
         self.extra_traceback = False  # fxq's own messages say where
         self.gm, self.regions, self.rules, self.found = gm, regions, rules, _Found()
-        self.given: list[Any] = []
+        self.held: dict[int, str] = {}
 
     def run_batch(self, batch: Batch) -> None:
         """Run on one recorded batch."""
-        self.given = []
-        for node, value in inputs_for(
-            self.gm.graph, batch
-        ).items():  # the interpreter collects what goes into `*args` itself
-            self.given += value if str(node.target).startswith("*") else [value]
-        self.run(*self.given)
+        given: list[Any] = []
+        for node, value in inputs_for(self.gm.graph, batch).items():
+            given += value if str(node.target).startswith("*") else [value]  # the interpreter collects `*args` itself
+        held = {"a weight": [*self.gm.parameters(), *self.gm.buffers()], "an input of the model": given}
+        self.held = {_memory(tensor): name for name, values in held.items() for tensor in tensors(values)}
+        self.run(*given)
 
     def run_node(self, n: fx.Node) -> Any:
         """The kernel's value when it is right, the reference's when it is not."""
@@ -142,7 +148,11 @@ class _Verifier(fx.Interpreter):
         except Exception as error:
             self.found.wrong.setdefault(n.name, f"it raised {type(error).__name__}: {words_of(error)}")
             return expected.value
-        why = disagreement(expected, got, self.rules.tolerance, self.rules.float_tolerance)
+
+        def size() -> float:
+            return max(largest(run_region(self.gm, region, ends).value) for ends in extremes(values))
+
+        why = disagreement(expected, got, self.rules.tolerance, self.rules.float_tolerance, size)
         if why is not None:
             self.found.wrong.setdefault(n.name, why)
             return expected.value
@@ -165,18 +175,33 @@ class _Verifier(fx.Interpreter):
         memory = _memory(residual)
         dead = self.user_to_last_uses.get(n, [])
         needed = {f"%{m.name}": v for m, v in self.env.items() if m not in dead or (m in n.args and m is not n.args[1])}
-        held = {"an input of the model": self.given, "a weight": [*self.gm.parameters(), *self.gm.buffers()]}
-        for name, value in {**needed, **held}.items():
-            if any(_memory(t) == memory for t in tensors(value)):
-                return name
-        return None
+        shared = (name for name, value in needed.items() if any(_memory(t) == memory for t in tensors(value)))
+        return next(shared, self.held.get(memory))
 
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def disagreement(expected: Result, got: Tensor, tolerance: float, float_tolerance: float) -> str | None:
+def largest(value: Tensor) -> float:
+    """The largest absolute value, 0 of an empty tensor."""
+    return float(value.abs().max()) if value.numel() else 0.0
+
+
+def extremes(values: Mapping[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+    """The inputs of a kernel with all integers at the lower and at the upper end of their type."""
+    for end in ("min", "max"):
+        yield {
+            node: value
+            if value.dtype.is_floating_point
+            else torch.full_like(value, getattr(torch.iinfo(value.dtype), end))
+            for node, value in values.items()
+        }
+
+
+def disagreement(
+    expected: Result, got: Tensor, tolerance: float, float_tolerance: float, size: Callable[[], float]
+) -> str | None:
     """How `got` differs from what is expected beyond rounding; None when it does not.
 
     Integers with a known real value must be the nearest ones: a tie may go either way. Other integers must be equal.
@@ -186,6 +211,7 @@ def disagreement(expected: Result, got: Tensor, tolerance: float, float_toleranc
         got: what the kernel computes.
         tolerance: for integers, how much further than half a step from the real value, in steps.
         float_tolerance: for floats, share of the largest absolute expected value.
+        size: what stands for that where all expected values are zero: kernels add up terms that cancel.
     """
     steps, limit = expected.steps, 0.5 + tolerance
     if steps is None or got.dtype != expected.dtype:
@@ -196,7 +222,7 @@ def disagreement(expected: Result, got: Tensor, tolerance: float, float_toleranc
         return None
     if got.dtype.is_floating_point:
         most = float((steps.double() - got.double()).abs().max())
-        limit = float_tolerance * max(float(steps.abs().max()), 1e-30)
+        limit = float_tolerance * (largest(steps) or (size() if most else 0.0))
         return f"off by {most:.3g}, more than {limit:.3g}" if not most <= limit else None
     distance = (steps.float() - got).abs_()
     most = float(distance.max())

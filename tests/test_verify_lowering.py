@@ -21,6 +21,7 @@ from fxq.passes.verify_lowering import VerifyLowering, disagreement
 from fxq.qparams import QParams
 from fxq.region import Result
 from tests.graphs import REFERENCE, again, equal, expected, kinds, text, until
+from tests.helpers import steps
 from tests.models import NETWORKS, batch, build, call
 
 X86 = fxq.Recipe.static(backend="x86")
@@ -171,6 +172,10 @@ def integers(*values):
     return torch.tensor(values, dtype=torch.uint8)
 
 
+def none():
+    return 0.0
+
+
 @pytest.mark.parametrize(
     ("expected", "got", "wrong"),
     [
@@ -187,7 +192,7 @@ def integers(*values):
     ],
 )
 def test_disagreement(expected, got, wrong):
-    assert (disagreement(Result(expected), got, tolerance=0.01, float_tolerance=1e-4) is not None) is wrong
+    assert (disagreement(Result(expected), got, tolerance=0.01, float_tolerance=1e-4, size=none) is not None) is wrong
 
 
 @pytest.mark.parametrize(
@@ -210,7 +215,32 @@ def test_disagreement_with_a_real_value(real, got, wrong):
     grid = {"scale": 0.5, "zero_point": 3, "qmin": 0, "qmax": 15}
     quantize = graph.call_function(OPS["quantize"].target, (graph.placeholder("x"),), grid)
     expected = Result(torch.tensor(real) / 2, quantize)
-    assert (disagreement(expected, integers(*got), tolerance=0.01, float_tolerance=1e-4) is not None) is wrong
+    assert (
+        disagreement(expected, integers(*got), tolerance=0.01, float_tolerance=1e-4, size=none) is not None
+    ) is wrong
+
+
+def test_zeros_are_compared_by_the_size_of_other_results():
+    """Terms that cancel leave a little, which is nothing beside what the kernel gives for other integers."""
+    expected, got = Result(torch.zeros(3)), torch.tensor([0.0, 1e-8, 0.0])
+    for size, wrong in [(1e-3, False), (1e-5, True)]:
+        assert (disagreement(expected, got, 0.01, 1e-4, lambda size=size: size) is not None) is wrong
+
+
+@needs_x86
+def test_a_kernel_may_leave_a_little_where_the_result_is_zero():
+    """The input is all zeros on a grid whose zero is 255: the products and their correction cancel in float32."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 1, 1), nn.AvgPool2d(2), nn.ReLU6(), nn.ConvTranspose2d(1, 6, 2, bias=False)
+    network = nn.Sequential(*layers).eval()
+    with torch.no_grad():
+        network[0].weight.fill_(1.0)
+        network[0].bias.fill_(-2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        quantized = fxq.quantize(network, X86, data=[torch.rand(2, 1, 4, 4)])
+    assert "x86.conv_transpose2d" in kinds(quantized)
+    assert not quantized.history["verify-lowering"].edits
 
 
 # ---- conversions, ties, residuals, single samples
@@ -327,3 +357,26 @@ def test_a_kernel_that_is_wrong_for_one_sample_only(monkeypatch):
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong"):
         quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
     assert "x86.conv" not in kinds(quantized)
+
+
+class Blocks(nn.Module):
+    """Residual blocks, so that kernels overwrite residuals."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(2, 2, 1) for _ in range(2 * blocks))
+
+    def forward(self, x):
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = torch.relu(second(first(x).relu()) + x)
+        return x
+
+
+@needs_x86
+def test_verification_takes_time_in_proportion_to_the_graph():
+    """What a residual may share memory with is not listed anew for each of them."""
+    calls = []
+    for blocks in (10, 20):
+        manager = until(Blocks(blocks).eval(), torch.rand(1, 2, 4, 4), "lower", X86)
+        calls.append(steps(lambda manager=manager: again(manager, VerifyLowering())))
+    assert calls[1] < 2.1 * calls[0]
