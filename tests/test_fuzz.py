@@ -136,12 +136,11 @@ def check_ledger(network: Network, inputs: int, ledger: fxq.Ledger) -> None:
 
 
 def test_every_row_of_the_table_is_drawn_or_listed():
-    missing = [op.name for op in OPS if op.name not in FORMS and op.name not in NOT_DRAWN]
-    assert not missing, (
-        "say in tests/fuzz_forms.py how these ops are called: an entry of FORMS, or a reason in NOT_DRAWN"
-    )
+    rows = {op.name for op in OPS if op.spellings}
+    missing = rows - FORMS.keys() - NOT_DRAWN.keys()
+    assert not missing, "say in tests/fuzz_forms.py how these are called: an entry of FORMS, or a reason in NOT_DRAWN"
     assert not FORMS.keys() & NOT_DRAWN.keys()
-    assert FORMS.keys() | NOT_DRAWN.keys() == {op.name for op in OPS}
+    assert FORMS.keys() | NOT_DRAWN.keys() <= rows
 
 
 @pytest.mark.parametrize("op", sorted(FORMS))
