@@ -21,7 +21,8 @@ def test_text_before_and_after():
         stem = conv2d(x_observer, @stem.weight, @stem.bias)
         stem_observer = module Histogram(stem)
         conv_relu = conv2d_relu(stem_observer, @conv.weight, @conv.bias) {conv2d(padding=(1, 1)); relu}
-        mul = mul(conv_relu, 3)
+        conv_relu_observer = module Histogram(conv_relu)
+        mul = mul(conv_relu_observer, 3)
         mul_observer = module Histogram(mul)
         conv_1 = conv2d(mul_observer, @conv.weight, @conv.bias, padding=(1, 1))
         return conv_1
@@ -36,9 +37,11 @@ def test_text_before_and_after():
         stem_dq = dequantize(stem_q, B)
         conv_weight_dq = int8(conv_weight, axis=0)
         conv_relu = conv2d_relu(stem_dq, conv_weight_dq, @conv.bias) {conv2d(padding=(1, 1)); relu}
-        mul = mul(conv_relu, 3)
-        mul_q = quantize(mul, C)
-        mul_dq = dequantize(mul_q, C)
+        conv_relu_q = quantize(conv_relu, C)
+        conv_relu_dq = dequantize(conv_relu_q, C)
+        mul = mul(conv_relu_dq, 3)
+        mul_q = quantize(mul, D)
+        mul_dq = dequantize(mul_q, D)
         conv_1 = conv2d(mul_dq, conv_weight_dq, @conv.bias, padding=(1, 1))
         return conv_1
     """)

@@ -88,6 +88,8 @@ def test_pieces_of_a_long_part_cost_little_more(window, monkeypatch):
     assert least <= seconds_of(cheapest(ops, values), ops, values) <= 1.01 * least
 
 
-def test_twice_the_ops_take_twice_the_steps():
-    small, large = (steps(lambda n=n: cheapest(*chain(n))) for n in (2_000, 4_000))
+def test_twice_the_ops_take_twice_the_steps(monkeypatch):
+    monkeypatch.setattr(pricing, "WINDOW", 80)
+    monkeypatch.setattr(pricing, "AHEAD", 20)
+    small, large = (steps(lambda n=n: cheapest(*chain(n))) for n in (300, 600))
     assert large < 2.6 * small
