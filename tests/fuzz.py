@@ -89,9 +89,9 @@ class Plan:
         """The network in eval mode, and a batch of its inputs."""
         generator = torch.Generator().manual_seed(self.seed)
         batch = tuple(torch.randn(INPUTS[name], generator=generator) for name in self.inputs)
-        network = settled(lambda: _assemble(self, batch), self.seed)
-        assert isinstance(network, Network)
-        return network, batch
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return _assemble(self, batch), batch
 
 
 def _assemble(plan: Plan, batch: tuple[Tensor, ...]) -> Network:
@@ -103,13 +103,13 @@ def _assemble(plan: Plan, batch: tuple[Tensor, ...]) -> Network:
         if line is None:
             continue
         with torch.no_grad():
-            value = line.call(parts[line.part].eval(), *[values[i] for i in line.reads])
+            value = line.call(parts[line.part], *[values[i] for i in line.reads])
         lines.append(line)
         values.append(value)
     read = {i for line in lines for i in line.reads}
     outputs = [i for i in range(len(values)) if i not in read and i >= len(batch)] or [len(values) - 1]
     kind = TwoInputs if len(batch) > 1 else Network
-    return kind(lines, parts, outputs, plan.named)
+    return kind(lines, parts, outputs, plan.named).eval()
 
 
 def _line(step: Step, values: list[Tensor], lines: list[Line], parts: list[nn.Module]) -> Line | None:
@@ -131,7 +131,8 @@ def _line(step: Step, values: list[Tensor], lines: list[Line], parts: list[nn.Mo
             part = known[step.shares % len(known)]
             if _fits(call, parts[part], read):
                 return Line(step.op, part, call, reads)
-        module = made.make(Picks(step.options), *read)
+        drawn = made.make(Picks(step.options), *read)
+        module = settled(lambda drawn=drawn: drawn, len(parts)) if drawn is not None else None
         if module is not None and _fits(call, module, read):
             if step.shares == 2 and known and _same_weight(module, parts[known[-1]]):
                 module.weight = parts[known[-1]].weight
@@ -154,7 +155,7 @@ def _fits(call: Call, module: nn.Module, read: Sequence[Tensor]) -> bool:
     """Whether the call runs and gives a value of a reasonable size."""
     try:
         with torch.no_grad():
-            value = call(module.eval(), *read)
+            value = call(module, *read)
     except (RuntimeError, ValueError, NotImplementedError, IndexError):
         return False
     sane = isinstance(value, Tensor) and value.dtype == torch.float32 and 0 < value.numel() <= MOST_ELEMENTS
