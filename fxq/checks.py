@@ -49,23 +49,25 @@ def check_same(value: Any, expected: Any, how: str, place: str, text: str) -> No
 TENSOR, NUMBER = "<a tensor>", "<a number>"
 
 
-def structure(value: Any, dtypes: bool = False) -> Any:
+def structure(value: Any, dtypes: bool = False, ranks: bool = False) -> Any:
     """What a graph may depend on in an argument, as plain data: everything but the values of tensors and numbers.
 
     Args:
         value: an argument of forward.
         dtypes: whether the dtypes of tensors count.
+        ranks: whether their numbers of axes do.
 
     Example:
         >>> structure({"x": torch.ones(2), "flag": True, "sizes": [1, 2]})
         {'x': '<a tensor>', 'flag': True, 'sizes': ['list', '<a number>', '<a number>']}
     """
     if isinstance(value, Tensor):
-        return f"<a tensor of {value.dtype}>".replace("torch.", "") if dtypes else TENSOR
+        dtype = f" of {value.dtype}".replace("torch.", "") if dtypes else ""
+        return TENSOR.replace(">", f"{dtype}{f' with {value.dim()} axes' if ranks else ''}>")
     if isinstance(value, (tuple, list)):
-        return ["list" if isinstance(value, list) else "tuple", *(structure(v, dtypes) for v in value)]
+        return ["list" if isinstance(value, list) else "tuple", *(structure(v, dtypes, ranks) for v in value)]
     if isinstance(value, Mapping):
-        return {key: structure(v, dtypes) for key, v in value.items()}
+        return {key: structure(v, dtypes, ranks) for key, v in value.items()}
     if isinstance(value, (int, float, complex)) and not isinstance(value, bool):
         return NUMBER
     return value if is_plain(value) else f"<a {type(value).__name__}>"
@@ -104,11 +106,12 @@ def _mismatch(path: str, value: Any, expected: Any) -> str | None:
             parts = ((f"{path}[{k!r}]", value[k], e) for k, e in expected.items())
             return next((wrong for part in parts if (wrong := _mismatch(*part)) is not None), None)
     elif isinstance(expected, str) and expected.startswith("<"):
-        if expected == structure(value, dtypes=" of " in expected):
+        if expected == structure(value, " of " in expected, " with " in expected):
             return None
     elif not isinstance(value, Tensor) and type(value) is type(expected) and value == expected:
         return None
-    return f"{path}={_shown(expected)}, as its example has it, and got {_shown(structure(value, True), value)}"
+    got = structure(value, True, " with " in str(expected))
+    return f"{path}={_shown(expected)}, as its example has it, and got {_shown(got, value)}"
 
 
 def _shown(expected: Any, value: Any = None) -> str:

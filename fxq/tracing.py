@@ -62,7 +62,7 @@ class Tracer(fx.Tracer):
         self.broken: dict[str, str] = {}
         self.watch = Watch()
         self.returned: list[Tensor] = []
-        self._running = self._dtypes = False
+        self._running = self._dtypes = self._ranks = self._squeezes = False
         self._guarded: set[tuple[fx.Node, str]] = set()
         self._checked: dict[str, tuple[fx.Node, Any]] = {}
         self._given: dict[str, tuple[fx.Node, Any]] = {}
@@ -135,9 +135,9 @@ class Tracer(fx.Tracer):
     def _add_checks(self) -> None:
         """Have the graph check first that it is called as the example calls it, where that decided something."""
         checked = dict(self._checked)
-        for name, (node, value) in self._given.items() if self._dtypes else ():
+        for name, (node, value) in self._given.items() if self._dtypes or self._ranks else ():
             if next(tensors(value), None) is not None:
-                wanted = structure(value, dtypes=True)
+                wanted = structure(value, self._dtypes, self._ranks)
                 checked[name] = node, ["any", *wanted[1:]] if str(node.target).startswith("*") else wanted
         if checked:
             first = next(n for n in self.graph.nodes if n.op != "placeholder")
@@ -168,6 +168,7 @@ class Tracer(fx.Tracer):
         """Run a call on the example and record it; its value. What returns None is given as None."""
         if kind == "call_method" and target in _TAKES_SIZES and len(args) == 2 and is_value(args[1]):
             args = (args[0], *args[1]) if isinstance(args[1]._value, (tuple, list)) else args  # one spelling of a shape
+        self._squeezes = self._squeezes or target in _SQUEEZES
         before = self._versions(args, kwargs)
         result = self._run(kind, target, args, kwargs)
         node: fx.Node = super().create_proxy(kind, target, args, kwargs, name, type_expr).node
@@ -370,8 +371,25 @@ class Tracer(fx.Tracer):
         """Have the graph check the dtypes of its inputs, as what it does depends on them."""
         self._dtypes = self._dtypes or value._origin is not Origin.CONSTANT
 
+    def rank(self, value: Value) -> Any:
+        """The number of axes of a tensor, or of sizes, as it is on the example: a plain number, no node that reads it.
+
+        It follows from those of the inputs, which the graph then checks; where a `squeeze` drops what has size 1, from
+        sizes too, and it stays a traced value.
+        """
+        held = value._value
+        if self._squeezes:
+            return (
+                self.fix(value, "len")
+                if isinstance(held, torch.Size)
+                else self.create_proxy("call_method", "dim", (value,), {})
+            )
+        self._ranks = self._ranks or value._origin is not Origin.CONSTANT
+        return held.dim() if isinstance(held, Tensor) else len(held)
+
 
 _ASKED = {"bool": "a branch on", "len": "the length of"}
+_SQUEEZES = ("squeeze", "squeeze_", torch.squeeze)
 _TAKES_SIZES = frozenset({"view", "reshape", "expand", "repeat", "permute", "tile"})
 _PLAIN_MAPPINGS = ("builtins", "collections", "torch.fx.immutable_collections")
 _IDLE = "fxq_idle"

@@ -35,9 +35,12 @@ class Fixes(Protocol):
 
     def reads_dtype(self, value: Value) -> None: ...
 
+    def rank(self, value: Value) -> Any: ...
+
 
 _DTYPE_READS = frozenset({"dtype", "layout", "itemsize", "is_sparse", "is_quantized", "is_mkldnn", "is_nested"})
 _DTYPE_CALLS = frozenset({"is_floating_point", "is_complex", "is_signed", "element_size"})
+_RANK_READS = frozenset({"ndim", "dim", "ndimension"})
 _UNPACK = dis.opmap["UNPACK_SEQUENCE"]
 
 
@@ -64,6 +67,9 @@ class Value(fx.Proxy):
         if isinstance(value, Tensor) and name in _DTYPE_CALLS:
             self.tracer.reads_dtype(self)
             return getattr(value, name)
+        if isinstance(value, Tensor) and name in _RANK_READS:
+            rank = self.tracer.rank(self)
+            return rank if name == "ndim" else lambda: rank
         if isinstance(value, Mapping) and name in ("items", "values", "get"):
             return getattr(self._as_dict(), name)
         found = getattr(value, name)
@@ -97,6 +103,8 @@ class Value(fx.Proxy):
     def __len__(self) -> int:
         if isinstance(self._value, Tensor):
             return int(self.tracer.create_proxy("call_method", "size", (self, 0), {}))
+        if isinstance(self._value, torch.Size):
+            return int(self.tracer.rank(self))
         return int(self.tracer.fix(self, "len"))
 
     def __contains__(self, item: Any) -> bool:

@@ -22,8 +22,8 @@ import fxq
 CALIBRATION = 2
 ENOUGH = 20.0
 """dB. Below it, other quantizers are asked whether the network can be quantized any better."""
-MARGIN = 3.0
-"""dB that fxq may be below another quantizer and still be as good: twice the noise, as sums round too."""
+MARGIN, BETWEEN = 1.0, 6.0
+"""dB that fxq may be below torch.ao and still be as good, and below a rounding that leaves out all between layers."""
 
 
 @dataclass
@@ -73,9 +73,8 @@ class Result:
     def verdict(self) -> str:
         """`ok`; `ill-conditioned`: rounding is more than this network takes, whoever does it; else what is wrong.
 
-        Nobody gets a network right that is below `ENOUGH` when its layers alone are rounded; fxq has then to be as good
-        as torch.ao, or where that does not run as the rounding alone. A network that is not has lost by what fxq does
-        between the layers: it is inaccurate.
+        Nobody gets a network right that is below `ENOUGH` when its layers alone are rounded. fxq then has to be as good
+        as torch.ao where that runs, and near the rounding alone; else the loss is in what it does between the layers.
         """
         if self.stage != "done":
             return f"fails to {self.stage}"
@@ -87,8 +86,10 @@ class Result:
             return "ok"
         if self.rounding is None or self.rounding >= ENOUGH + MARGIN:
             return "inaccurate"
-        other = self.rounding if self.torch_ao is None else min(self.rounding, self.torch_ao)
-        return "ill-conditioned" if self.sqnr >= other - MARGIN else "inaccurate"
+        least = self.rounding - BETWEEN
+        if self.torch_ao is not None:
+            least = max(least, min(self.torch_ao, self.rounding) - MARGIN)
+        return "ill-conditioned" if self.sqnr >= least else "inaccurate"
 
 
 @dataclass(frozen=True)

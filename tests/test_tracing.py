@@ -150,6 +150,44 @@ def test_checks_do_not_stop_quantization_around_them():
     assert len(quantized) == 3
 
 
+class AssertingNorm(nn.BatchNorm2d):
+    """As timm writes it."""
+
+    def forward(self, x):
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        assert len(x.shape) == x.dim()
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+def test_ranks_are_no_nodes_that_stand_between_ops():
+    model = module(lambda self, x: F.relu(self.norm(self.a(x))), a=conv(), norm=AssertingNorm(3))
+    assert text(after(model, X, "fold-batch-norm")) == expected("""
+        x = input
+        check_fixed = check_fixed({'x': x}, {'x': '<a tensor with 4 axes>'})
+        a = conv2d(x, @fxq_data.a_weight_folded, @fxq_data.a_bias_folded, padding=(1, 1))
+        relu = relu(a)
+        return relu
+    """)
+
+
+def test_another_rank_than_the_example_has_is_refused():
+    model = module(lambda self, x: self.a(x) if x.dim() == 2 else self.a(x).mean(1), a=nn.Linear(8, 3))
+    qmodel = close(model, X[0, 0])
+    with pytest.raises(fxq.InputError, match=r"x=a tensor with 2 axes, .* got a tensor of float32 with 3 axes"):
+        qmodel(X[0])
+
+
+@pytest.mark.parametrize("squeezed", [lambda x: x.squeeze(), lambda x: torch.squeeze(x, 0)])
+def test_ranks_behind_a_squeeze_depend_on_sizes_and_are_checked(squeezed):
+    def forward(self, x):
+        y = squeezed(self.a(x))
+        return y.flatten(1) if y.dim() == 4 else y.flatten()
+
+    qmodel = close(module(forward, a=conv()), X)
+    with pytest.raises(fxq.InputError, match=r"bool of a value in `.*y.dim\(\) == 4.*` is True"):
+        qmodel(X[:1])
+
+
 def test_dtypes_that_decide_are_checked():
     qmodel = close(module(lambda self, x: self.a(x) if x.dtype == torch.float32 else x, a=conv()), X)
     with pytest.raises(
