@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,21 +22,26 @@ from fxq.backends.cpu import cpu_name
 log = logging.getLogger("fxq")
 
 Call = Callable[[], Any]
-ENOUGH, LEAST_RUNS, MOST_RUNS = 0.004, 5, 40
-"""Seconds to time one thing for, and how many runs that is at least and at most."""
+AGREE, NEAR, LONGEST = 5, 1.25, 0.15
+"""Runs that must agree with the quickest one, how much slower they may be, and the seconds after which to give up."""
 
 
 def measure(call: Call) -> float:
-    """Seconds that a call takes on a quiet machine: the lower quartile of its runs, the first two left out."""
+    """Seconds that a call takes on a quiet machine: those of its quickest run, once others come near it.
+
+    On a busy machine most runs are interrupted; so it goes on until `AGREE` runs took at most `NEAR` times as long as
+    the quickest, or `LONGEST` seconds have passed. The first two runs are left out: kernels pack weights in them.
+    """
     with torch.inference_mode():
         call()
         call()
         times: list[float] = []
-        while len(times) < LEAST_RUNS or (sum(times) < ENOUGH and len(times) < MOST_RUNS):
+        began = time.perf_counter()
+        while sum(t <= NEAR * min(times) for t in times) < AGREE and time.perf_counter() - began < LONGEST:
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
-    return statistics.quantiles(times, n=4)[0]
+    return min(times)
 
 
 class Costs:

@@ -11,7 +11,7 @@ import io
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from networks import DigitsNet, load_demo_networks
 from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.table import Table
-from timing import float_against_int8, size
+from timing import float_against_int8, size, threads
 from torch import Tensor, nn
 
 import fxq
@@ -61,8 +61,9 @@ def run(out: Path, effort: Effort, console: Console) -> None:
     start = time.perf_counter()
     torch.manual_seed(0)
     fsrcnn, digits_net = load_demo_networks()
-    show_fsrcnn(fsrcnn, out / "fsrcnn", effort, console)
-    show_digits(digits_net, out / "digits", effort, console)
+    with threads(1):  # as the latencies are measured: what pays as int8 depends on the number of threads
+        show_fsrcnn(fsrcnn, out / "fsrcnn", effort, console)
+        show_digits(digits_net, out / "digits", effort, console)
     console.rule(style="dim")
     console.print(f"Done in {time.perf_counter() - start:.0f} s. The pictures are in [bold]{out}[/]:", soft_wrap=True)
     console.print("  <network>/NN-<pass>        the graph after each pass", markup=False)
@@ -84,8 +85,9 @@ def show_fsrcnn(model: nn.Module, out: Path, effort: Effort, console: Console) -
     console.rule("[bold]FSRCNN[/]: super-resolution ×2, a PReLU after every convolution")
     low = training_pairs().low
     recipe = fxq.Recipe.static(correct_bias=True)  # four 12-channel layers in a row: their small errors add up
-    qmodel = quantize(model, recipe, low[:: len(low) // (effort.batches * 16)], effort, console)
     held_out = held_out_pairs()
+    patches = low[:: len(low) // (effort.batches * 16)].split(16)
+    qmodel = quantize(model, recipe, patches, held_out[PICTURED].low, effort, console)
     console.print(quality_of_pictures(model, qmodel, held_out))
     inputs = {f"{PICTURED} {shape_of(held_out[PICTURED].low)}": held_out[PICTURED].low}
     console.print(latencies(model, qmodel, inputs, effort), sizes(model, qmodel))
@@ -98,7 +100,8 @@ def show_digits(model: DigitsNet, out: Path, effort: Effort, console: Console) -
     """Classification: accuracy on the test split, latency for a batch and for a single digit."""
     console.rule("[bold]DigitsNet[/]: residual classifier of 8×8 digits")
     data = digits()
-    qmodel = quantize(model, fxq.Recipe.static(), data.train_images[: effort.batches * 64], effort, console, batch=64)
+    batches = data.train_images.split(64)
+    qmodel = quantize(model, fxq.Recipe.static(), batches, batches[0], effort, console)
     table = Table("test digits", "float %", "int8 %", "loss, points", "same answer %", title="Accuracy")
     answers = {name: net(data.test_images).argmax(1) for name, net in (("float", model), ("int8", qmodel))}
     right = {name: percent(answer == data.test_labels) for name, answer in answers.items()}
@@ -117,12 +120,17 @@ def show_digits(model: DigitsNet, out: Path, effort: Effort, console: Console) -
 
 
 def quantize(
-    model: nn.Module, recipe: fxq.Recipe, inputs: Tensor, effort: Effort, console: Console, batch: int = 16
+    model: nn.Module,
+    recipe: fxq.Recipe,
+    data: Sequence[Tensor],
+    example: Tensor,
+    effort: Effort,
+    console: Console,
 ) -> fxq.QuantizedModel:
-    """Calibrate on `inputs`, and print what every pass did and what became of every op."""
-    batches = list(inputs.split(batch))[: effort.batches]
+    """Calibrate on `data`, be fast at the size of `example`; print what every pass did and what became of every op."""
+    batches = data[: effort.batches]
     start = time.perf_counter()
-    qmodel = fxq.quantize(model, recipe, data=batches, progress=sys.stderr.isatty())
+    qmodel = fxq.quantize(model, recipe, data=batches, example_inputs=example, progress=sys.stderr.isatty())
     seconds = time.perf_counter() - start
     console.print(
         f"Calibrated on {len(batches)} batches of {shape_of(batches[0])}, backend {qmodel.backend}: {seconds:.1f} s\n"
