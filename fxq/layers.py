@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,7 @@ def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
     A functional call outside any module goes by its node's name; a layer called again gets `@2`, `@3`, ... appended.
     """
     layers: dict[str, LayerQParams] = {}
+    calls: defaultdict[str, int] = defaultdict(lambda: 1)
     for node in gm.graph.nodes:
         plan = info(node).plan
         if plan is None or plan.fate != "int8":
@@ -52,10 +54,9 @@ def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
         if found is None:
             continue
         base = key = info(node).path or node.name
-        count = 1
         while key in layers:
-            count += 1
-            key = f"{base}@{count}"
+            calls[base] += 1
+            key = f"{base}@{calls[base]}"
         layers[key] = found
     return layers
 
