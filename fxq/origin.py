@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.values import Origin, found_in
+from fxq.values import RANDOM, Origin, found_in
 
 _SIZES = """size dim ndimension numel nelement stride storage_offset get_device is_contiguous is_floating_point
     is_complex sym_size sym_numel sym_stride type is_same_size element_size is_tensor"""
 _ATTRIBUTES = "shape ndim device is_cuda is_cpu is_meta requires_grad is_leaf names nbytes layout dtype"
 _FRESH = "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"
-_RANDOM = "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial"
 _ABOUT_SIZES, _READS = frozenset(f"{_SIZES} {_FRESH}".split()), frozenset(_ATTRIBUTES.split())
-_FROM_NOTHING = frozenset(_RANDOM.split())
 
 
 def origin_of(kind: str, target: Any, args: Any, kwargs: Any) -> Origin:
@@ -28,7 +26,7 @@ def origin_of(kind: str, target: Any, args: Any, kwargs: Any) -> Origin:
         kwargs: the same by name.
     """
     name = _name(target)
-    if kind == "call_module" or name in _FROM_NOTHING:
+    if kind == "call_module" or name in RANDOM:
         return Origin.DATA
     inputs = list(found_in((args, kwargs)))
     if name in _ABOUT_SIZES or (target is getattr and args[1] in _READS):

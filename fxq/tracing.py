@@ -80,7 +80,7 @@ class Tracer(fx.Tracer):
         """
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
-            with torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy):
+            with torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, lambda: not self._running):
                 graph = super().trace(model)  # inference tensors do not count their changes
         except FxqError:
             raise
@@ -202,11 +202,7 @@ class Tracer(fx.Tracer):
             return a.node
         if isinstance(a, Tensor):
             return self._attribute(a)
-        own = isinstance(a, Mapping) and type(a).__module__ not in (
-            "builtins",
-            "collections",
-            "torch.fx.immutable_collections",
-        )
+        own = isinstance(a, Mapping) and type(a).__module__ not in _PLAIN_MAPPINGS
         if own or (is_dataclass(a) and not isinstance(a, type)):
             held = {f.name: getattr(a, f.name) for f in fields(a)} if not isinstance(a, Mapping) else dict(a)
             return self.create_proxy(

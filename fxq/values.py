@@ -211,26 +211,37 @@ def examples(values: Any) -> Iterator[Tensor]:
 # ---- while a forward is traced
 
 _FACTORIES = (
-    "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
-    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+    "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "scalar_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros",
 )  # fmt: skip
+RANDOM = (
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "normal",
+    "multinomial",
+)  # fmt: skip
+"""Functions of torch whose value is another one at every call."""
 _METHODS = ("expand", "narrow", "new_full", "new_ones", "new_zeros", "repeat", "reshape", "select", "to", "view")
 
 
 @contextmanager
-def visible(record: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+def visible(
+    record: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any], traces: Callable[[], bool]
+) -> Iterator[None]:
     """Let the places where Python or torch would not see a traced value see it.
 
-    `isinstance(x, Tensor)` answers for the value that `x` stands for; torch's factories with a traced size, and a
-    tensor of the model with a traced index or size, are recorded. As `torch.fx` does for modules, this changes them for
-    the whole process until the trace is done; without a traced value each does what it always does.
+    `isinstance(x, Tensor)` answers for the value that `x` stands for; torch's factories with a traced size, a tensor of
+    the model with a traced index or size, and random numbers (which are no constants) are recorded. As `torch.fx` does
+    for modules, this changes them for the whole process until the trace is done; without a traced value each of the
+    others does what it always does.
 
     Args:
         record: makes a node of its kind, what it calls, and the arguments.
+        traces: whether a forward is being traced, rather than a layer run on the example.
     """
     with ExitStack() as stack:
         for name in _FACTORIES:
             stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record)))
+        for name in RANDOM:
+            stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record, traces)))
         for name in _METHODS:
             stack.enter_context(_replaced_by(Tensor, name, _called(name, getattr(Tensor, name), record)))
         stack.enter_context(_replaced_by(Tensor, "__getitem__", _indexed(Tensor.__getitem__, record)))
@@ -252,9 +263,9 @@ def _replaced_by(owner: Any, name: str, new: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _recorded(function: Any, record: Any) -> Any:
+def _recorded(function: Any, record: Any, anyway: Callable[[], bool] = lambda: False) -> Any:
     def factory(*args: Any, **kwargs: Any) -> Any:
-        if next(found_in((args, kwargs)), None) is not None:
+        if anyway() or next(found_in((args, kwargs)), None) is not None:
             return record("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 

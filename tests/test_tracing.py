@@ -466,6 +466,35 @@ def test_concrete_arguments_that_do_not_fit(fixed, words):
         fxq.quantize(module(with_mode, a=conv()), REFERENCE.fix_args(**fixed), data=[{"x": X, "gain": 5}])
 
 
+# ---- random numbers
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda x: torch.rand(1),
+        lambda x: torch.randn(3, 1, 1),
+        lambda x: torch.rand_like(torch.zeros(1)),
+        lambda x: torch.randperm(3).float()[:, None, None],
+        lambda x: torch.normal(0.0, 1.0, (1,)),
+    ],
+    ids=["rand", "randn", "rand_like", "randperm", "normal"],
+)
+def test_random_numbers_are_drawn_in_every_call(noise):
+    model = module(lambda self, x: self.a(x + noise(x)), a=conv()).eval()
+    traced = after(model, X, "trace")
+    with torch.no_grad():
+        wanted, got = drawn(model), drawn(traced)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(wanted, got, strict=True))
+    assert not torch.allclose(*got, atol=1e-2)
+
+
+def drawn(model):
+    """What two calls return that start at the same seed."""
+    torch.manual_seed(1)
+    return [model(X), model(X)]
+
+
 # ---- an encoder as a well-known library writes it
 
 
