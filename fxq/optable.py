@@ -169,7 +169,7 @@ class Op:
         bound: Arguments = {}
         for i, value in enumerate(args):
             if i >= len(names):
-                return f"{self.name} takes {len(names)} arguments, this call has {len(args)}"
+                return f"takes {len(names)} arguments, and this call has {len(args)}"
             if names[i].startswith("*"):
                 rest = args[i:]
                 bound[names[i][1:]] = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
@@ -183,12 +183,13 @@ class Op:
     def fill(self, bound: Arguments) -> Arguments | str:
         """Fill in defaults, and refuse arguments the op does not have."""
         bound.pop("inplace", None)
+        bound = {key: value for key, value in bound.items() if key != "out" or value is not None}
         extra = [key for key in bound if key not in self.tensors and key not in self.options]
         if extra:
-            return f"{self.name} has no argument {extra[0]!r}"
+            return f"has no argument {extra[0]!r}"
         missing = [key for key, value in self.options.items() if key not in bound and value is inspect.Parameter.empty]
         if missing:
-            return f"{self.name} is called without {missing[0]!r}"
+            return f"is called without {missing[0]!r}"
         plain = {k: tuple(v) if k in self.options and isinstance(v, list) else v for k, v in bound.items()}
         return {**{key: value for key, value in self.options.items() if key not in bound}, **plain}
 

@@ -103,7 +103,7 @@ def groups() -> dict[str, list[Case]]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name, same in groups().items() if len(same) > 1])
+@pytest.mark.parametrize("name", groups())
 def test_spellings_have_one_canonical_graph(name):
     texts = {}
     for case in groups()[name]:

@@ -136,9 +136,9 @@ def test_star_by_keyword():
 @pytest.mark.parametrize(
     ("args", "kwargs", "reason"),
     [
-        ((1, 2, 3, 4, 5, 6), {}, "resize takes 5 arguments, this call has 6"),
-        ((1,), {"factor": 1, "colour": "red"}, "resize has no argument 'colour'"),
-        ((1,), {}, "resize is called without 'factor'"),
+        ((1, 2, 3, 4, 5, 6), {}, "takes 5 arguments, and this call has 6"),
+        ((1,), {"factor": 1, "colour": "red"}, "has no argument 'colour'"),
+        ((1,), {}, "is called without 'factor'"),
     ],
 )
 def test_what_cannot_be_bound_says_why(args, kwargs, reason):
