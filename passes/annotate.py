@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -32,7 +33,8 @@ class Annotate(Pass):
 
     Ops with weights run on integers wherever recipe and backend allow it. Everything else follows its neighbours: an op
     that moves data or has a light kernel runs on integers when somebody reads integers from it, and when its own inputs
-    are integers without a conversion made for it alone. Every float decision carries its reason.
+    are integers without a conversion made for it alone. So does the sum behind a layer. Every float decision carries
+    its reason.
     """
 
     name: ClassVar[str] = "annotate"
@@ -110,9 +112,7 @@ class _Asked:
         if support.ops == 0:
             return Plan("float", support.reason)
         assert config.activation is not None
-        reads = inputs_of(calls[: support.ops])  # what the ops behind the kernel read, they read in float
-        activations = tuple(dict.fromkeys(i.node for i in reads if i.role == "activation" and i.node.op != "get_attr"))
-        return _Candidate(calls, config.activation, activations, support)
+        return _Candidate(calls, config.activation, support)
 
     def _would_run(self, node: fx.Node, backend: Backend, candidates: Mapping[fx.Node, _Candidate]) -> bool:
         """Whether a node that the recipe leaves in float would run on integers if it did not."""
@@ -187,7 +187,6 @@ class _Candidate:
     Attributes:
         calls: the ops of the node.
         spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
-        inputs: the nodes that its activations come from.
         support: what the backend says of it.
         wanted: the spec that a consumer wants of its value, or None.
         reason: why it was turned down; empty while it stands.
@@ -195,10 +194,38 @@ class _Candidate:
 
     calls: tuple[OpCall, ...]
     spec: TensorSpec
-    inputs: tuple[fx.Node, ...]
     support: Support
     wanted: TensorSpec | None = None
     reason: str = ""
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The nodes that its activations come from; what the ops behind the kernel read, they read in float."""
+        return self._inputs[self.ops]
+
+    @cached_property
+    def _inputs(self) -> Mapping[int, tuple[fx.Node, ...]]:
+        """The same for every number of ops that the kernel may run."""
+        made = {}
+        for ops in {self.support.ops, self._before_sum}:
+            reads = [i.node for i in inputs_of(self.calls[:ops]) if i.role == "activation"]
+            made[ops] = tuple(dict.fromkeys(node for node in reads if node.op != "get_attr"))
+        return made
+
+    @cached_property
+    def _before_sum(self) -> int:
+        """How many ops of a layer's unit come before the first that reads a second activation."""
+        later = (i.call for i in inputs_of(self.calls[: self.support.ops]) if i.role == "activation" and i.call > 0)
+        return min(later, default=self.support.ops)
+
+    @property
+    def ops(self) -> int:
+        """How many ops the kernel runs, as things stand.
+
+        A layer's sum that nobody reads as integers is left to float: integers would do no more to the residual stream
+        of a transformer, where layer norms read the sums, than to round it once for every layer.
+        """
+        return self.support.ops if self.wanted is not None or not self.heavy else self._before_sum
 
     @property
     def heavy(self) -> bool:
@@ -232,8 +259,10 @@ class _Candidate:
         if self.moves:
             return Plan("moves", reads=reads)
         emits = None if self.support.emits_float else self.spec
-        if self.support.ops == len(self.calls):
+        if self.ops == len(self.calls):
             return Plan("int8", reads=reads, emits=emits)
+        if self.ops < self.support.ops:
+            return Plan("int8", "nothing reads integers from the sum", reads, self.ops, emits=emits)
         return Plan("int8", self.support.reason, reads, self.support.ops, self.support.longer, emits=emits)
 
 

@@ -228,3 +228,36 @@ def test_specs_that_x86_does_not_take():
     affine = fxq.TensorSpec(observer="minmax")
     got = plans(until(build("dense"), batch("dense"), "annotate", fxq.Recipe.static(backend="x86", weight=affine)))
     assert got["a_relu"] == ("float", "x86 kernels take signed symmetric weights")
+
+
+class Stream(nn.Module):
+    """A residual stream that layer norms read, as in a transformer; with `last`, a layer reads the last sum itself."""
+
+    def __init__(self, last=False):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.last = nn.Linear(6, 3) if last else nn.Identity()
+
+    def forward(self, x):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return self.last(x)
+
+
+def sums(model):
+    gm = until(model, torch.rand(2, 5, 6), "annotate", REFERENCE).gm
+    return [(n.meta["fxq"].plan.kernel_ops, n.meta["fxq"].plan.reason) for n in gm.graph.nodes if "_add" in n.name]
+
+
+def test_a_sum_that_only_float_reads_is_left_to_float():
+    alone = (1, "nothing reads integers from the sum")
+    assert sums(settled(Stream)) == [alone, alone]
+    assert sums(settled(lambda: Stream(last=True))) == [(None, ""), (None, "")]
+
+
+def test_a_residual_stream_is_not_rounded():
+    model, x = settled(Stream), torch.rand(2, 5, 6)
+    lines = text(until(model, x, "fallback", REFERENCE).gm).splitlines()
+    assert "add = add(x, layers_0)" in lines or "add = add(layers_0, x)" in lines
+    assert not any(line.startswith("add_q") for line in lines)
