@@ -313,7 +313,8 @@ class Tracer(fx.Tracer):
         if len(self._refusals) > known:
             raise self._refusals[known]
 
-    def _refuse(self, why: str, node: fx.Node) -> Untraceable:
+    def refuse(self, why: str, node: fx.Node) -> Untraceable:
+        """The error for what no graph can hold, remembered: a forward may catch it."""
         self._refusals.append(Untraceable(why, node))
         return self._refusals[-1]
 
@@ -348,7 +349,7 @@ class Tracer(fx.Tracer):
             Untraceable: it depends on the data in a tensor.
         """
         if value._origin is Origin.DATA and not anyway and how not in ("len", "keys"):
-            raise self._refuse(f"{_ASKED.get(how, f'{how}() of')} a value that depends on the data", value.node)
+            raise self.refuse(f"{_ASKED.get(how, f'{how}() of')} a value that depends on the data", value.node)
         result = HOW[how](value._value)
         if value._origin is not Origin.CONSTANT and (value.node, how) not in self._guarded:
             self._guarded.add((value.node, how))
@@ -360,7 +361,7 @@ class Tracer(fx.Tracer):
         """A loop over the rows of a tensor: unrolled where sizes decide what is in it, or nothing else is left."""
         self.loops = True
         if value._origin is Origin.DATA and not self.unroll:
-            raise self._refuse("a loop over the rows of a tensor", value.node)
+            raise self.refuse("a loop over the rows of a tensor", value.node)
         return iter([value[i] for i in range(len(value))])  # type: ignore[index]
 
     def reads_dtype(self, value: Value) -> None:

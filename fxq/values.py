@@ -33,6 +33,8 @@ class Fixes(Protocol):
 
     def rows(self, value: Value) -> Iterator[Any]: ...
 
+    def refuse(self, why: str, node: fx.Node) -> Exception: ...
+
     def reads_dtype(self, value: Value) -> None: ...
 
     def rank(self, value: Value) -> Any: ...
@@ -106,6 +108,9 @@ class Value(fx.Proxy):
         if isinstance(self._value, torch.Size):
             return int(self.tracer.rank(self))
         return int(self.tracer.fix(self, "len"))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self.tracer.refuse("an assignment to a part of a tensor", self.node)
 
     def __contains__(self, item: Any) -> bool:
         if isinstance(self._value, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -73,33 +73,34 @@ def _traced(context: Context, broken: dict[str, str], unroll: bool = False) -> R
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), note=_note(node, recipe, broken))
-    try:
-        _check_buffers(context, changed, leaves)
-        _functionalize(traced, tracer.watch)
-        context.outputs = _compared(context, tracer)
-        context.divisible = _runs_on_one(context, gm)
-    except Breaks as error:
-        if recipe.strict_trace or not error.path:
-            raise TraceError(str(error)) from None
-        broken[error.path] = f"cannot be traced: {error}"
+    breaks = [*_check_buffers(changed, leaves), *_functionalize(traced, tracer.watch)]
+    if not breaks:
+        context.outputs, differs = _compared(context, tracer)
+        breaks += [differs] if differs is not None else []
+    kept = {found.path: f"cannot be traced: {found.why}" for found in reversed(breaks) if found.path}
+    if breaks and (recipe.strict_trace or not kept):
+        raise TraceError(breaks[0].why)
+    if breaks:
+        broken.update(kept)
         return None
+    context.divisible = _runs_on_one(context, gm)
     return traced
 
 
-class Breaks(Exception):
+class Break(Exception):
     """What a module does that its graph would not do. `path` is the smallest module that holds all of it."""
 
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(message)
-        self.path = path
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(why)
+        self.path, self.why = path, why
 
 
-def _check_buffers(context: Context, changed: list[str], leaves: tuple[str, ...]) -> None:
-    """Refuse a buffer that a forward changes on its own, which the graph has no trace of."""
+def _check_buffers(changed: list[str], leaves: tuple[str, ...]) -> Iterator[Break]:
+    """The buffers that a forward changes on its own, which the graph has no trace of."""
     for name in changed:
         path = name.rpartition(".")[0]
         if not any(is_kept(above, leaves) for above in ancestors(path)):
-            raise Breaks(path, f"forward changes the buffer {name!r} in place: {_STATELESS}")
+            yield Break(path, f"forward changes the buffer {name!r} in place: {_STATELESS}")
 
 
 _STATELESS = (
@@ -107,16 +108,16 @@ _STATELESS = (
 )
 
 
-def _compared(context: Context, tracer: Tracer) -> Any:
-    """What the float model itself returns for the example. Refuses a graph that returns something else."""
+def _compared(context: Context, tracer: Tracer) -> tuple[Any, Break | None]:
+    """What the float model itself returns for the example, and where the graph returns something else, if it does."""
     model, example, fixed = context.model, context.example, context.recipe.concrete_args
     expected = run_model(model, example, fixed)
-    if not same_values(tracer.returned, expected):
-        again = Tracer(tracer.leaves, example, fixed, unroll=tracer.unroll, record=True)
-        with untouched(model), seeded():
-            again.trace_model(model)
-        raise Breaks(first_difference(model, example, fixed, again.outputs), _DIFFERS)
-    return expected
+    if same_values(tracer.returned, expected):
+        return expected, None
+    again = Tracer(tracer.leaves, example, fixed, unroll=tracer.unroll, record=True)
+    with untouched(model), seeded():
+        again.trace_model(model)
+    return expected, Break(first_difference(model, example, fixed, again.outputs), _DIFFERS)
 
 
 def _runs_on_one(context: Context, gm: fx.GraphModule) -> bool:
@@ -189,18 +190,22 @@ def _check_hooks(model: nn.Module) -> None:
         )
 
 
-def _functionalize(rewriter: Rewriter, watch: Watch) -> None:
+def _functionalize(rewriter: Rewriter, watch: Watch) -> Iterator[Break]:
     """Let every later reader of a value that an op overwrites with its result read that result instead.
 
     With that, the in-place spelling of a table op can be replaced by the plain one. A later reader of the same memory
-    in another form (a view) cannot be helped that way: then the model has to be changed.
+    in another form (a view) cannot be helped that way: a break. All are found at once, as each costs another trace.
     """
     order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
     known: dict[int, list[fx.Node]] = {}  # the values in each block, as far as later nodes can read them
     for node in rewriter.nodes():
         about = info(node)
         for block in about.changes:
-            known[block] = [v for v in known.get(block, ()) if _still_read(rewriter, watch, order, node, v)]
+            try:
+                known[block] = [v for v in known.get(block, ()) if _still_read(rewriter, watch, order, node, v)]
+            except Break as found:
+                known[block] = []  # what becomes of these depends on what that module becomes
+                yield found
         for block in about.memory:
             known.setdefault(block, []).append(node)
 
@@ -222,7 +227,7 @@ def _still_read(rewriter: Rewriter, watch: Watch, order: dict[fx.Node, int], nod
     if value in changed and not set(info(node).memory) & set(info(node).changes):
         return True  # it returns something else: whoever reads the value behind it reads what it wrote
     first = next((n for n in changed if watch.same(n, node)), changed[0])
-    raise Breaks(
+    raise Break(
         _around(node, reader),
         f"%{node.name} ({info(node).source}) changes %{first.name} in place, and %{reader.name} "
         f"({info(reader).source}) reads the same memory through %{value.name} afterwards. Write the "
@@ -241,7 +246,7 @@ def _around(*nodes: fx.Node) -> str:
 def _check_state(node: fx.Node, value: fx.Node) -> None:
     """Refuse a change of the model's own tensors: the plain spelling of the op would not make it."""
     if not str(value.target).startswith("_tensor_constant"):  # those torch.fx makes of what a forward makes anew
-        raise Breaks(
+        raise Break(
             _around(node),
             f"%{node.name} ({info(node).source}) changes {value.target!r}, a tensor of the model, in place: "
             f"{_STATELESS}",

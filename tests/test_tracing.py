@@ -12,6 +12,7 @@ from torch import nn
 
 import fxq
 from fxq.numeric import sqnr
+from fxq.tracing import Tracer
 from tests.graphs import after, expected, text
 from tests.helpers import REFERENCE, module
 
@@ -250,7 +251,7 @@ ASKS = {
     "numpy": (lambda y: torch.from_numpy(y.detach().numpy() * 2), "np.ndarray"),
     "caught": (caught, r"int\(\) of a value that depends"),
     "in place": (overwritten, "reads the same memory"),
-    "assigned": (assigned, "does not support item assignment"),
+    "assigned": (assigned, "an assignment to a part of a tensor"),
     "type": (lambda y: y if type(y) is torch.Tensor else y + 1, "does not compute what the model computes"),
 }
 
@@ -296,6 +297,16 @@ def test_one_warning_for_many_modules():
     ) as seen:
         close(nn.Sequential(*blocks, conv()), X)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("make", [lambda: Data(overwritten), lambda: Counts()], ids=["in place", "buffer"])
+def test_many_modules_cost_one_more_trace(make, monkeypatch):
+    traces = []
+    trace_model = Tracer.trace_model
+    monkeypatch.setattr(Tracer, "trace_model", lambda self, model: traces.append(1) or trace_model(self, model))
+    with pytest.warns(fxq.FxqWarning, match="6 modules of the model cannot be traced"):
+        fxq.prepare(nn.Sequential(*[make() for _ in range(6)], conv()).eval(), REFERENCE, X)
+    assert len(traces) == 2
 
 
 def test_a_loop_of_the_model_itself_is_unrolled():
