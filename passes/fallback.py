@@ -85,7 +85,7 @@ def _price(rewriter: Rewriter, prober: Prober) -> None:
                 _run_in_float(rewriter, node)
 
 
-NOT_WORTH_IT = "float is faster on this machine, at this size and with these neighbours"
+NOT_WORTH_IT = "float is faster at this size on this machine"
 
 
 def _run_in_float(rewriter: Rewriter, node: fx.Node) -> None:
