@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from fxq.constants import fold_constant
 from fxq.edit import DATA
 from fxq.errors import InputError
 from fxq.graph import argument, constant, fills_like, flat_nodes, info, op_of, options_of, reads_only_metadata
@@ -31,7 +32,8 @@ class Canonicalize(Pass):
 
     Before: conv1(x), x.relu(), F.relu(x, inplace=True)    After: conv2d(x, w, b, stride=(2, 2)), relu(x), relu(x)
     Also: removes identities and dropout; turns 'same' and non-zero padding of a convolution into a pad of its own, each
-    value taken from a tuple (chunk, split) into an op of its own, and functions written out into the function.
+    value taken from a tuple (chunk, split) into an op of its own, functions written out into the function, and what
+    depends on nothing but weights into its value.
     Keeps: the output, to 1e-6. What the op table does not know stays as it is, with a note.
     Refuses: weights and statistics that are not finite, but in layers that the recipe leaves in float.
     """
@@ -50,7 +52,7 @@ class Canonicalize(Pass):
         called = [n for n in rewriter.nodes() if n.op not in ("placeholder", "output", "get_attr")]
         written = [(info(n).path, op.name if (op := op_of(n)) else "") for n in called]
         for node in rewriter.nodes():
-            _fold_constant(rewriter, node)
+            fold_constant(rewriter, node)
         constants = {n for n in called if n._erased}
         rewriter.apply(drop_identity, drop_dropout, same_padding, padding_mode, merge_slices, *WRITTEN_OUT)
         made = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
@@ -110,21 +112,6 @@ def _fix_dtype(rewriter: Rewriter, node: fx.Node) -> bool:
         return False
     rewriter.replace(node, info(x).dtype)
     return True
-
-
-def _fold_constant(rewriter: Rewriter, node: fx.Node) -> None:
-    """A view of a weight is a weight: F.linear(x, w.t())."""
-    op = op_of(node)
-    if op is None or not op.quant.view or any(True for v in node.kwargs.values() for _ in flat_nodes(v)):
-        return
-    read = [*flat_nodes(node.args)]
-    tensor = constant(rewriter.gm, read[0]) if len(read) == 1 else None
-    if tensor is None or rewriter.matcher.changes.of(read[0]) is not None:
-        return
-    with rewriter.attributed("fold_constant", _fold_constant):
-        value = op.target(tensor.detach(), **node.kwargs)
-        name = f"{str(read[0].target).removeprefix(f'{DATA}.')}_{op.name}"
-        rewriter.replace(node, rewriter.constant(value, name, before=node, like=node))
 
 
 def _module(rewriter: Rewriter, node: fx.Node) -> None:
