@@ -24,7 +24,7 @@ from fxq.numeric import tensors
 from fxq.ops import OPS
 from fxq.origin import origin_of
 from fxq.untouched import copied
-from fxq.values import Origin, Value, examples, found_in, is_value, replaced, visible
+from fxq.values import Origin, Value, examples, found_in, is_value, replaced, unwatched, visible
 
 
 class Tracer(fx.Tracer):
@@ -257,10 +257,11 @@ class Tracer(fx.Tracer):
         values, named = replaced(args, self._example), replaced(kwargs, self._example)
         outer, self._running = self._running, True
         try:
-            if kind == "call_method":
-                return getattr(values[0], target)(*values[1:], **named)
-            called = self.root.get_submodule(target) if kind == "call_module" else target
-            return called(*values, **named)
+            with unwatched():
+                if kind == "call_method":
+                    return getattr(values[0], target)(*values[1:], **named)
+                called = self.root.get_submodule(target) if kind == "call_module" else target
+                return called(*values, **named)
         except Exception as error:
             given = ", ".join(
                 f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in values if isinstance(a, Tensor)

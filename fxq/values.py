@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 
 class Origin(IntEnum):
@@ -249,7 +250,7 @@ def visible(
             stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record, traces)))
         for name in _METHODS:
             stack.enter_context(_replaced_by(Tensor, name, _called(name, getattr(Tensor, name), record)))
-        stack.enter_context(_replaced_by(Tensor, "__getitem__", _indexed(Tensor.__getitem__, record)))
+        stack.enter_context(_Indexing(record))
         stack.enter_context(_replaced_by(builtins, "isinstance", _asked(builtins.isinstance)))
         yield
 
@@ -286,13 +287,30 @@ def _called(name: str, method: Any, record: Any) -> Any:
     return call
 
 
-def _indexed(getitem: Any, record: Any) -> Any:
-    def __getitem__(self: Tensor, index: Any) -> Any:
-        if next(found_in(index), None) is not None:
-            return record("call_function", operator.getitem, (self, index), {})
-        return getitem(self, index)
+class _Indexing(TorchFunctionMode):
+    """Records a tensor of the model with a traced index.
 
-    return __getitem__
+    `Tensor.__getitem__` is not to be replaced, not even for a while: that fills a slot of the type which stays filled,
+    and from then on `torch.tensor([a, b])` takes tensors of no dimension for sequences, and fails.
+    """
+
+    def __init__(self, record: Any) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and next(found_in(args[1]), None) is not None:
+            return self._record("call_function", operator.getitem, args, {})
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Run what no traced value gets into as it runs without a trace: torch's modules take other paths in a mode."""
+    with ExitStack() as stack:
+        if isinstance(_get_current_function_mode(), _Indexing):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def _asked(isinstance: Any) -> Any:

@@ -363,6 +363,30 @@ def test_a_buffer_that_is_changed_without_a_trace():
         fxq.prepare(Counts().eval(), REFERENCE, X)
 
 
+def test_torch_is_what_it_was_afterwards():
+    """Replacing Tensor.__getitem__ for a while would make tensors sequences for the rest of the process."""
+    scale, shift = torch.tensor(2.0), torch.tensor(1.0)
+    close(module(lambda self, x: self.a(x) * torch.tensor([x.mean(), x.std()])[1], a=conv()), X)
+    assert torch.tensor([scale, shift]).tolist() == [2.0, 1.0]
+    assert "__getitem__" not in vars(torch.Tensor)
+
+
+def test_a_tensor_of_the_model_with_a_traced_index():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.rand(9, 5))
+            self.a = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.a(self.table[x] + self.table[None, : x.shape[1]])
+
+    model, x = Model(), torch.tensor([[1, 8, 0], [4, 3, 2]])
+    qmodel = close(model, x)
+    with torch.no_grad():
+        assert sqnr(model(x[:, :2]), qmodel(x[:, :2])) > 25
+
+
 # ---- inputs and outputs
 
 Pair = namedtuple("Pair", "a b")
