@@ -25,6 +25,7 @@ from fxq.ops import OPS
 from fxq.origin import origin_of
 from fxq.untouched import copied
 from fxq.values import Origin, Value, examples, found_in, is_value, replaced, unwatched, visible
+from fxq.wrappers import wrapped
 
 
 class Tracer(fx.Tracer):
@@ -287,11 +288,14 @@ class Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace into a module, or keep it as a leaf: where it is one, and where tracing into it fails."""
+        path = self.submodule_paths.get(m) if self.submodule_paths else None
+        inside = wrapped(m)
+        if inside is not None and (self._running or not is_kept(path or "", self.leaves)):
+            return inside(*args, **kwargs)
         if self._running:
             return forward(*args, **kwargs)
         if isinstance(m, parametrize.ParametrizationList):
             return self._fold(m, forward, args, kwargs)
-        path = self.submodule_paths.get(m) if self.submodule_paths else None
         if path is None:  # made by a forward, or in a plain list: it has no path to call it by
             return forward(*args, **kwargs)
         stack, refusals = dict(self.module_stack), len(self._refusals)

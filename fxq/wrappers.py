@@ -28,7 +28,13 @@ def unwrapped(model: Any) -> Any:
     """
     if isinstance(model, ExportedProgram):
         return Exported(model)
-    while isinstance(model, nn.Module) and (name := _WRAPPERS.get(type(model).__name__)) is not None:
-        log.info("the model is wrapped in a %s; quantizing the one inside, model.%s", type(model).__name__, name)
-        model = getattr(model, name)
+    while (inside := wrapped(model)) is not None:
+        log.info("the model is wrapped in a %s; quantizing the one inside", type(model).__name__)
+        model = inside
     return model
+
+
+def wrapped(module: Any) -> nn.Module | None:
+    """The module inside a wrapper; None when it is none."""
+    name = _WRAPPERS.get(type(module).__name__) if isinstance(module, nn.Module) else None
+    return getattr(module, name) if name is not None else None

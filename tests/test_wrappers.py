@@ -29,6 +29,19 @@ def test_wrappers_are_taken_off(wrap, caplog):
     assert "the model is wrapped in a" in caplog.text
 
 
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
+def test_a_wrapped_part_is_traced_through(wrap):
+    model = nn.Sequential(wrap(small()), nn.Linear(2, 3)).eval()
+    qmodel = fxq.quantize(model, REFERENCE, data=[X])
+    assert [(e.op, e.fate) for e in qmodel.ledger] == [
+        ("linear", "int8"), ("relu", "int8"), ("linear", "int8"), ("linear", "int8")
+    ]  # fmt: skip
+    with torch.no_grad():
+        assert sqnr(model(X), qmodel(X)) > 30
+    kept = fxq.quantize(model, REFERENCE.leaf("0"), data=[X])
+    assert [e.fate for e in kept.ledger] == ["float", "int8"]
+
+
 NORMS = [
     (nn.utils.weight_norm, lambda: nn.Linear(4, 4), X),
     (nn.utils.spectral_norm, lambda: nn.Conv2d(3, 4, 3), IMAGES),
