@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -64,6 +65,7 @@ class Tracer(fx.Tracer):
         self.watch = Watch()
         self.returned: list[Tensor] = []
         self._running = self._dtypes = self._ranks = self._squeezes = False
+        self._thread = threading.get_ident()
         self._guarded: set[tuple[fx.Node, str]] = set()
         self._checked: dict[str, tuple[fx.Node, Any]] = {}
         self._given: dict[str, tuple[fx.Node, Any]] = {}
@@ -81,7 +83,7 @@ class Tracer(fx.Tracer):
         """
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
-            with torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, lambda: not self._running):
+            with torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, self._traces):
                 graph = super().trace(model)  # inference tensors do not count their changes
         except FxqError:
             raise
@@ -90,6 +92,10 @@ class Tracer(fx.Tracer):
         self._add_checks()
         self._erase_unused()
         return graph
+
+    def _traces(self) -> bool:
+        """Whether a forward of the model is running, rather than a layer on the example or something else's thread."""
+        return not self._running and threading.get_ident() == self._thread
 
     # ---- inputs and outputs
 

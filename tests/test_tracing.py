@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -528,6 +529,19 @@ def drawn(model):
     """What two calls return that start at the same seed."""
     torch.manual_seed(1)
     return [model(X), model(X)]
+
+
+def test_another_thread_draws_numbers_of_its_own():
+    drawn_beside = []
+
+    def forward(self, x):
+        beside = threading.Thread(target=lambda: drawn_beside.append(torch.rand(1)))
+        beside.start()
+        beside.join()
+        return self.a(x)
+
+    after(module(forward, a=conv()).eval(), X, "trace")
+    assert {type(value) for value in drawn_beside} == {torch.Tensor}
 
 
 # ---- an encoder as a well-known library writes it
