@@ -15,6 +15,9 @@ from fxq.qparams import QParams
 # Elements per step and thread. 512 KiB of float32 stay in a core's L2 cache between the operations on them: measured
 # with 16 Ki to 4 Mi elements, 64 Ki to 256 Ki are the best, 1.8 times as fast as whole tensors.
 CHUNK = 131072
+# Up to here a tensor is converted whole: two steps of different lengths lose more than the cache wins (150,528 elements,
+# AVX512 with 2 MiB of L2: quantize 44 us instead of 80, dequantize 40 instead of 64; from 400,000 on steps win).
+WHOLE = 2 * CHUNK
 # Floats in [2**23, 2**24) are the integers: adding 2**23 rounds (half to even), and the low byte is the result.
 MAGIC = 2.0**23
 
@@ -56,7 +59,7 @@ def quantize(x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: in
     """
     x = x.detach().to(torch.float32)
     zero, low, high = torch.tensor(MAGIC + zero_point), MAGIC + qmin, MAGIC + qmax
-    if x.numel() <= CHUNK:
+    if x.numel() <= WHOLE:
         y = torch.add(zero, x, alpha=1.0 / scale).clamp_(low, high).view(torch.int32).to(torch.uint8)
         return dense(y)
     flat = _flat(x)
@@ -77,7 +80,7 @@ def quantize(x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: in
 
 def dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
     """uint8 -> float32, same shape and layout. Exactly `(q - zero_point) * scale` in float32."""
-    flat = _flat(q) if q.numel() > CHUNK else None
+    flat = _flat(q) if q.numel() > WHOLE else None
     if flat is None:
         return q.to(torch.float32).sub_(zero_point).mul_(scale)
     source, order = flat

@@ -106,6 +106,7 @@ class Mean(Kernel):
         self.x, self.out, self.keepdim, self.total = x, out, keepdim, total
         self.dim = (dim,) if isinstance(dim, int) else tuple(dim)
         self._input, self._output = numbers(x), numbers(out)
+        self._zero = torch.tensor(MAGIC + self._output[1])
 
     @classmethod
     def refuses(cls, *, x: QParams | None = None, out: QParams | None = None) -> str | None:
@@ -126,6 +127,6 @@ class Mean(Kernel):
             y = x.sum(self.dim, keepdim=self.keepdim, dtype=torch.int64).sub_(count * zero).to(torch.float32)
         if self.out is None:
             return y.mul_(scale)
-        step, zero = self._output
-        y = y.mul_(scale / step).add_(MAGIC + zero).clamp_(MAGIC + self.out.qmin, MAGIC + self.out.qmax)
+        step, _ = self._output
+        y = torch.add(self._zero, y, alpha=scale / step).clamp_(MAGIC + self.out.qmin, MAGIC + self.out.qmax)
         return dense(y.view(torch.int32).to(torch.uint8))

@@ -102,28 +102,34 @@ class Mul(arithmetic.Mul):
     def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
         super().__init__(a, b, out, post)
         self._epilogue = epilogue(post, out)
+        # Behind a gate's zero point: its scale, and what it adds to the bias for the zero point of the other.
+        grids = ((self.b, self.a), (self.a, self.b))
+        self._factors = [torch.tensor([[gate.s], [-gate.s * x.s * x.z]]) for gate, x in grids]
+        self._zeros = [torch.tensor(float(gate.z)) for gate, _ in grids]
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """uint8, uint8, any shapes that broadcast -> uint8, four dimensions channels-last."""
-        for x, gate, grids in ((a, b, (self.a, self.b)), (b, a, (self.b, self.a))):
-            if x.dim() == 4 and x.shape[1:].numel() >= _GATE and is_gate(gate, x):
-                return self._convolved(x, gate, *grids)
+        if a.dim() == 4:
+            if a.shape[1:].numel() >= _GATE and is_gate(b, a):
+                return self._convolved(a, b, 0)
+            if b.dim() == 4 and b.shape[1:].numel() >= _GATE and is_gate(a, b):
+                return self._convolved(b, a, 1)
         return super().forward(a, b)
 
-    def _convolved(self, x: Tensor, gate: Tensor, x_grid: QParams, gate_grid: QParams) -> Tensor:
-        """x (N, C, H, W) times gate (N or 1, C, 1, 1), one sample after the other."""
+    def _convolved(self, x: Tensor, gate: Tensor, which: int) -> Tensor:
+        """x (N, C, H, W) times gate (N or 1, C, 1, 1), one sample after the other; `which` of the two x is."""
         x = dense(x)
+        grid = (self.a, self.b)[which]
         channels = x.shape[1]
         key = x.shape[1:], torch.get_num_threads()
-        run = self._packed.get(key) or self._remember(key, self._pack(channels, list(x.shape[2:]), x_grid))
-        scale = gate.to(torch.float32).sub_(gate_grid.z).mul_(gate_grid.s).view(len(gate), channels)
-        bias = scale * (-x_grid.s * x_grid.z)
-        weight, zero, after = run
+        weight, zero, after = self._packed.get(key) or self._remember(
+            key, self._pack(channels, list(x.shape[2:]), grid)
+        )
+        centered = torch.sub(gate.reshape(len(gate), 1, channels), self._zeros[which])
+        factors = torch.mul(self._factors[which], centered)
         y = [
-            _onednn.qconv2d_pointwise.default(
-                x[i : i + 1], x_grid.s, 0, weight, scale[j].contiguous(), zero, bias[j].contiguous(), *after
-            )
-            for i, j in ((i, i % len(gate)) for i in range(len(x)))
+            _onednn.qconv2d_pointwise.default(x[i : i + 1], grid.s, 0, weight, scale, zero, bias, *after)
+            for i, (scale, bias) in ((i, factors[i % len(gate)]) for i in range(len(x)))
         ]
         return self._epilogue.finish(torch.cat(y) if len(y) > 1 else y[0])
 
