@@ -29,7 +29,8 @@ PRODUCTS = [QParams.per_tensor(0.0287, 101), QParams.per_tensor(0.0511, 33, 7, 1
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Tensors of a test are large ones."""
-    monkeypatch.setattr(arithmetic, "_WALK", 32)
+    for kernels in (arithmetic, x86_elementwise):
+        monkeypatch.setattr(kernels, "WHOLE", 32)
     for limit in ("_SUM", "_SUM_INPLACE", "_GATE"):
         monkeypatch.setattr(x86_elementwise, limit, 64)
 
