@@ -128,6 +128,7 @@ def summary(results: Sequence[Result]) -> str:
                 sum(len(r.put_back) for r in done),
                 sum(r.sqnr is not None and r.sqnr >= ENOUGH for r in done),
                 sum(r.verdict == "ill-conditioned" for r in done),
+                sum(r.verdict == "inaccurate" for r in done),
                 f"{median(r.seconds or 0.0 for r in done):.1f}" if done else "",
             ]
         )
@@ -140,6 +141,7 @@ def summary(results: Sequence[Result]) -> str:
         "wrong kernels",
         f"SQNR ≥ {ENOUGH:.0f} dB",
         "ill-conditioned",
+        "inaccurate",
         "seconds, median",
     ]
     return tabulate(rows, headers=headers, tablefmt="github")

@@ -195,4 +195,4 @@ def test_summary_counts(scripts):
 
     results = [done(), done(sqnr=9.0, rounding=9.0, leaves={"a": "b"}), scripts.Result("m", "timm", "quantize", "E: x")]
     cells = [cell.strip() for cell in scripts.summary(results).splitlines()[2].strip("|").split("|")]
-    assert cells == ["timm", "3", "2", "1", "", "0", "1", "1", "2"]
+    assert cells == ["timm", "3", "2", "1", "", "0", "1", "1", "0", "2"]
