@@ -23,7 +23,7 @@ from fxq.model import ObservedModel, QuantizedModel
 from fxq.passbase import Pass, Stage
 from fxq.progress import progress_bar
 from fxq.recipe import Recipe, as_recipe
-from fxq.untouched import without_autocast
+from fxq.untouched import untouched, without_autocast
 from fxq.wrappers import unwrapped
 
 
@@ -171,7 +171,9 @@ def _manager(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
 
 
 def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | None, progress: bool | None) -> None:
-    with torch.no_grad(), without_autocast(), progress_bar("calibrating", total, progress) as advance:
+    own = observed.manager.context.model
+    bar = progress_bar("calibrating", total, progress)
+    with untouched(own), torch.no_grad(), without_autocast(), bar as advance:
         for i, batch in enumerate(stream):
             try:
                 observed(*batch.args, **batch.kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,35 @@ from fxq.untouched import copied, seeded, untouched
 
 def run_model(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> Any:
     """What the float model returns for a copy of one batch, with the arguments that the recipe fixes."""
+    with untouched(model):
+        return _run(model, example, fixed)
+
+
+def _run(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> Any:
     batch = copied(example)
     late = {a.name: a.value for a in arguments(model, example, fixed)[len(batch.args) :] if a.fixed}
-    with untouched(model), seeded(), torch.inference_mode(False), torch.no_grad():
+    with seeded(), torch.inference_mode(False), torch.no_grad():
         return model(*batch.args, **{**late, **batch.kwargs})
+
+
+def first_with_memory(model: nn.Module, example: Batch, fixed: Mapping[str, Any], paths: Collection[str]) -> str | None:
+    """Path of the first of these modules to return something else when the model runs again; None for none."""
+    runs: list[list[tuple[str, list[Tensor]]]] = []
+    with untouched(model):
+        for _ in range(2):
+            runs.append([])
+            handles = [model.get_submodule(p).register_forward_hook(partial(_note, runs[-1], p)) for p in paths]
+            try:
+                _run(model, example, fixed)
+            finally:
+                for handle in handles:
+                    handle.remove()
+    first, second = runs
+    return next((p for (p, got), (_, again) in zip(first, second, strict=False) if not same_values(got, again)), None)
+
+
+def _note(kept: list[tuple[str, list[Tensor]]], path: str, module: nn.Module, args: Any, result: Any) -> None:
+    kept.append((path, copied(list(tensors(result)))))
 
 
 def first_difference(

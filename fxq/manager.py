@@ -19,7 +19,7 @@ from fxq.passbase import Pass, Stage
 from fxq.pattern import source_of
 from fxq.rewrite import Rewriter
 from fxq.stages import check
-from fxq.untouched import without_autocast
+from fxq.untouched import untouched, without_autocast
 from fxq.view import NodeView, view
 
 log = logging.getLogger("fxq")
@@ -49,7 +49,7 @@ class PassManager:
         Raises:
             PassError: a pass needs a later stage than the graph has reached, or left the graph invalid.
         """
-        with without_autocast():
+        with untouched(self.context.model), torch.no_grad(), without_autocast():  # leaves may keep state
             for step in passes:
                 self._run_one(step)
         self.gm.recompile()

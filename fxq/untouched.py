@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,20 +14,37 @@ from torch.utils._pytree import tree_map
 from fxq.data import Batch
 
 
+@dataclass
+class Touched:
+    """What `untouched` has undone; known when it ends.
+
+    Attributes:
+        buffers: names of buffers changed in place.
+        attributes: by module path, names of attributes and buffers that were set, or that are lists and dicts with
+            other items than before.
+    """
+
+    buffers: list[str] = field(default_factory=list)
+    attributes: dict[str, list[str]] = field(default_factory=dict)
+
+
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[list[str]]:
-    """Undo what happens to the attributes and buffers of a model's modules inside; yields names of changed buffers.
+def untouched(model: nn.Module) -> Iterator[Touched]:
+    """Undo what happens to the attributes and buffers of a model's modules inside; yields what that was.
 
     A forward may keep what it computes (`self.attention = a`), count its calls, or fill a cache. Lists and dicts that
     are attributes get their items back, other objects are not looked into.
     """
-    kept = [(m, dict(vars(m)), {k: _items(v) for k, v in vars(m).items()}) for m in model.modules()]
+    kept = [(n, m, dict(vars(m)), {k: _items(v) for k, v in vars(m).items()}) for n, m in model.named_modules()]
     buffers = [(n, b, b._version, b.detach().clone()) for n, b in model.named_buffers() if not b.is_inference()]
-    changed: list[str] = []  # filled at the end
+    touched = Touched()
     try:
-        yield changed
+        yield touched
     finally:
-        for module, attributes, items in kept:
+        for path, module, attributes, items in kept:
+            names = list(_set(vars(module), attributes, items))
+            if names:
+                touched.attributes[path] = names
             vars(module).clear()
             vars(module).update(attributes)
             for name, value in items.items():
@@ -38,12 +56,32 @@ def untouched(model: nn.Module) -> Iterator[list[str]]:
         with torch.no_grad():
             for name, buffer, version, value in buffers:
                 if buffer._version != version:
-                    changed.append(name)
+                    touched.buffers.append(name)
                     buffer.copy_(value)
 
 
 def _items(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else None
+
+
+def _set(now: dict[str, Any], before: dict[str, Any], items: dict[str, Any]) -> Iterator[str]:
+    """Names of a module's attributes, buffers included, that are no longer what they were."""
+    for name in dict.fromkeys((*now, *before)):
+        value: Any = now.get(name)
+        if name == "_buffers":
+            yield from (k for k in {**value, **items[name]} if value.get(k) is not items[name].get(k))
+        elif name.startswith("_tensor_constant"):  # of torch.fx
+            continue
+        elif value is not before.get(name) or not _same_items(_items(value), items.get(name)):
+            yield name
+
+
+def _same_items(now: Any, before: Any) -> bool:
+    if isinstance(now, dict) and isinstance(before, dict):
+        return list(now) == list(before) and _same_items(list(now.values()), list(before.values()))
+    if now is None or before is None:
+        return now is before
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from fxq.checks import check_fixed
 from fxq.context import Context
 from fxq.data import first_of
 from fxq.errors import RecipeError, TraceError, nearest, warn
-from fxq.faithful import first_difference, run_model, same_values
+from fxq.faithful import first_difference, first_with_memory, run_model, same_values
 from fxq.graph import info, is_check, reads_only_metadata
 from fxq.passbase import Pass, Stage
 from fxq.pattern import source_of
@@ -56,7 +56,7 @@ def _traced(context: Context, broken: dict[str, str], unroll: bool = False) -> R
     recipe, known = context.recipe, len(broken)
     leaves = (*recipe.leaf_modules, *map(_escaped, broken))
     tracer = Tracer(leaves, context.example, recipe.concrete_args, recipe.strict_trace, unroll)
-    with untouched(context.model) as changed, seeded():
+    with untouched(context.model) as touched, seeded():
         try:
             graph = tracer.trace_model(context.model)
         except TraceError:
@@ -73,11 +73,13 @@ def _traced(context: Context, broken: dict[str, str], unroll: bool = False) -> R
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), note=_note(node, recipe, broken))
-    breaks = [*_check_buffers(changed, leaves), *_functionalize(traced, tracer.watch)]
+    breaks = [*_check_buffers(touched.buffers, leaves), *_functionalize(traced, tracer.watch)]
     if not breaks:
         context.outputs, differs = _compared(context, tracer)
         breaks += [differs] if differs is not None else []
-    kept = {found.path: f"cannot be traced: {found.why}" for found in reversed(breaks) if found.path}
+    if not breaks:
+        breaks += _check_attributes(context, {p: n for p, n in touched.attributes.items() if not _is_inside(p, leaves)})
+    kept = {found.path: f"cannot be traced: {found.why}".rstrip(".") for found in reversed(breaks) if found.path}
     if breaks and (recipe.strict_trace or not kept):
         raise TraceError(breaks[0].why)
     if breaks:
@@ -95,12 +97,27 @@ class Break(Exception):
         self.path, self.why = path, why
 
 
+def _is_inside(path: str, leaves: tuple[str, ...]) -> bool:
+    return any(is_kept(above, leaves) for above in ancestors(path))
+
+
 def _check_buffers(changed: list[str], leaves: tuple[str, ...]) -> Iterator[Break]:
     """The buffers that a forward changes on its own, which the graph has no trace of."""
     for name in changed:
         path = name.rpartition(".")[0]
-        if not any(is_kept(above, leaves) for above in ancestors(path)):
+        if not _is_inside(path, leaves):
             yield Break(path, f"forward changes the buffer {name!r} in place: {_STATELESS}")
+
+
+def _check_attributes(context: Context, changed: dict[str, list[str]]) -> Iterator[Break]:
+    """The first module whose forward sets attributes that decide what it returns next time, as a cache does not.
+
+    `changed` has the names of the attributes that modules set, by path.
+    """
+    path = first_with_memory(context.model, context.example, context.recipe.concrete_args, changed) if changed else None
+    if path is not None:
+        names = ", ".join(map(repr, changed[path]))
+        yield Break(path, f"forward sets {names} and returns something else when it runs again: {_STATELESS}")
 
 
 _STATELESS = (

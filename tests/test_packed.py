@@ -14,7 +14,7 @@ from torch import nn
 import fxq
 from fxq.backends import cpu, fbgemm, packed, packed_conv, qnnpack
 from fxq.backends.kernel import Post
-from fxq.errors import BackendError
+from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
 from tests.graphs import equal, expected, kinds, text, until
 from tests.kernels import OUTS, POSTS, RESIDUAL, X, agree, bytes_, copies, real, weight
@@ -196,6 +196,20 @@ def test_refusals(engine):
     else:
         with pytest.raises(BackendError, match="adds products in 16 bits"):
             kernels.Conv(*weight(8, 1, 3, 3)[:2], None, X, OUTS[0], groups=8)
+
+
+def test_an_input_with_other_channels(engine):
+    """qnnpack does not look: it reads on behind the input."""
+    kernels = ENGINES[engine]
+    layers = [
+        (kernels.Linear(*weight(4, 8)[:2], None, SEVEN, OUTS[0]), (2, 4)),
+        (kernels.Conv(*weight(8, 2, 3, 3)[:2], None, SEVEN, OUTS[0], groups=2), (1, 2, 5, 5)),
+        (kernels.Conv(*weight(8, 4, 3)[:2], None, SEVEN, OUTS[0]), (3, 5)),
+        (kernels.ConvTranspose(*weight(4, 8, 2, 2, axis=None)[:2], None, SEVEN, OUTS[0]), (1, 8, 5, 5)),
+    ]
+    for layer, shape in layers:
+        with pytest.raises(InputError, match=r"an input with \d channels; the layer takes"):
+            layer(integers(SEVEN, *shape))
 
 
 def test_the_selected_engine_stays(engine):

@@ -364,12 +364,70 @@ def test_a_buffer_that_is_changed_without_a_trace():
         fxq.prepare(Counts().eval(), REFERENCE, X)
 
 
+class Remembers(Keeps):
+    """Sets a buffer, a number and a list, and reads them again."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        if self.what == "count":
+            self.count = self.count + 1
+            return x * self.count
+        if self.what == "calls":
+            self.calls += 1
+            return x * self.calls
+        self.all.append(x.amax())
+        return x + torch.stack(self.all).sum()
+
+
+@pytest.mark.parametrize("what", ["count", "calls", "all"])
+def test_a_module_that_remembers_is_no_graph(what):
+    """Traced, it would be as it is in the first call for ever."""
+    model = nn.Sequential(conv(), Remembers(what), conv()).eval()
+    words = f"sets '{what}' and returns something else when it runs again"
+    with pytest.warns(fxq.FxqWarning, match=rf'layer "1".*{words}'):
+        qmodel = fxq.quantize(model, REFERENCE, data=[X, X])
+    assert (float(model[1].count), model[1].calls, model[1].all) == (0, 0, [])
+    for _ in range(2):
+        assert sqnr(model(X), qmodel(X)) > 30
+    with pytest.raises(fxq.TraceError, match=words):
+        fxq.prepare(Remembers(what).eval(), REFERENCE, X)
+
+
+def test_a_leaf_that_counts_is_left_as_it_was():
+    model = nn.Sequential(Counts(), conv()).eval()
+    with pytest.warns(fxq.FxqWarning, match="changes the buffer"):
+        qmodel = fxq.quantize(model, REFERENCE, data=[X, X])
+    assert float(model[0].count) == 0 and float(qmodel.get_submodule("0").count) == 0
+
+
+def test_a_cache_is_no_memory():
+    class Caches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.grid, self.by_size = conv(), None, {}
+
+        def forward(self, x):
+            if self.grid is None:
+                self.grid = torch.linspace(0, 1, 8)
+            self.by_size.setdefault(x.shape[1], x)
+            return self.a(x + self.grid)
+
+    close(Caches(), X)
+
+
 def test_torch_is_what_it_was_afterwards():
     """Replacing Tensor.__getitem__ for a while would make tensors sequences for the rest of the process."""
     scale, shift = torch.tensor(2.0), torch.tensor(1.0)
     close(module(lambda self, x: self.a(x) * torch.tensor([x.mean(), x.std()])[1], a=conv()), X)
     assert torch.tensor([scale, shift]).tolist() == [2.0, 1.0]
     assert "__getitem__" not in vars(torch.Tensor)
+
+
+def test_a_shape_that_sizes_make():
+    close(module(lambda self, x: (lambda y: F.layer_norm(y, y.shape[1:]))(self.a(x)), a=conv()), X)
 
 
 def test_a_tensor_of_the_model_with_a_traced_index():
@@ -386,6 +444,12 @@ def test_a_tensor_of_the_model_with_a_traced_index():
     qmodel = close(model, x)
     with torch.no_grad():
         assert sqnr(model(x[:, :2]), qmodel(x[:, :2])) > 25
+
+
+def test_a_model_made_in_inference_mode():
+    with torch.inference_mode():
+        model = nn.Sequential(conv(), nn.BatchNorm2d(3), nn.ReLU())
+    close(model, X)
 
 
 # ---- inputs and outputs

@@ -21,6 +21,7 @@ from fxq.backends.kernel import (
 )
 from fxq.backends.packed import as_uint8, engine_selected
 from fxq.backends.rows import CLAMPS
+from fxq.errors import InputError
 from fxq.qparams import QParams
 
 EMITS = "its result is wanted in float32, the kernel emits uint8"
@@ -87,6 +88,11 @@ class PackedKernel(WeightedKernel):
             activation_refused("the output", out),
             cls.overflows(x),
         ]
+
+    def _check(self, given: int, wanted: int) -> None:
+        """Refuse an input with other channels than the weight has: qnnpack would read whatever lies behind it."""
+        if given != wanted:
+            raise InputError(f"{self.name}: an input with {given} channels; the layer takes {wanted}.")
 
     def _pack(self) -> Any:
         """The packed weight. Opaque: it cannot be copied or pickled."""

@@ -95,6 +95,7 @@ class Conv(PackedKernel):
         dims = self.weight.dim() - 2
         if x.dim() == dims + 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
+        self._check(x.shape[1], self.weight.shape[1] * self.groups)
         op = getattr(quantized, f"conv{dims}d{'_relu' if self._finish.relu else ''}")
         return self._finish(op(as_quint8(x, *self._input), self._weight(), *self._output))
 
@@ -192,6 +193,7 @@ class ConvTranspose(PackedKernel):
         dims = self.weight.dim() - 2
         if x.dim() == dims + 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
+        self._check(x.shape[1], self.weight.shape[0])
         if self._deep:
             q = as_quint8(dense(x).unsqueeze(2), *self._input)
             return self._finish(quantized.conv_transpose3d(q, self._weight(), *self._output)).squeeze(2)

@@ -74,6 +74,7 @@ class Linear(PackedKernel):
         """uint8 (..., in_features) -> (..., out_features), on `out`'s grid or float32."""
         if x.dim() == 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
+        self._check(x.shape[-1], self.weight.shape[1])
         if self.out is None:
             return self._float(x)
         op = quantized.linear_relu if self._finish.relu else quantized.linear

@@ -66,7 +66,9 @@ def batch_norm(
 def _normalized(bound: Arguments) -> Arguments:
     bound.pop("cudnn_enable", None)
     shape = bound["normalized_shape"]
-    return {**bound, "normalized_shape": (shape,) if isinstance(shape, int) else tuple(shape)}
+    if isinstance(shape, (int, tuple, list)):  # x.shape[1:] is neither: a node
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    return {**bound, "normalized_shape": shape}
 
 
 _LAYER_NORM = "x normalized_shape weight bias eps"
