@@ -24,7 +24,8 @@ MAGIC = 2.0**23
 
 def dense(x: Tensor) -> Tensor:
     """`x` without gaps in memory; with 4 dimensions channels-last."""
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
+    layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
+    return x if x.is_contiguous(memory_format=layout) else x.contiguous(memory_format=layout)
 
 
 def _flat(x: Tensor) -> tuple[Tensor, list[int]] | None:
@@ -51,14 +52,19 @@ def chunks(total: int, row: int = 1) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
-def quantize(x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: int = 0) -> Tensor:
+def quantize(
+    x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: int = 0, zero: Tensor | None = None
+) -> Tensor:
     """float32 -> uint8 of the same shape; four dimensions come out channels-last.
 
     As `fxq.qparams.quantize`, but multiplies with the reciprocal of the scale, so that a value within float32's
-    precision of a tie may land one step away. Infinities saturate.
+    precision of a tie may land one step away. Infinities saturate. `zero` is `torch.tensor(MAGIC + zero_point)`, for
+    who has it: making it and what needs not be called takes longer than to quantize a small tensor.
     """
-    x = x.detach().to(torch.float32)
-    zero, low, high = torch.tensor(MAGIC + zero_point), MAGIC + qmin, MAGIC + qmax
+    x = x.detach() if x.requires_grad else x
+    x = x if x.dtype == torch.float32 else x.to(torch.float32)
+    low, high = MAGIC + qmin, MAGIC + qmax
+    zero = torch.tensor(MAGIC + zero_point) if zero is None else zero
     if x.numel() <= WHOLE:
         y = torch.add(zero, x, alpha=1.0 / scale).clamp_(low, high).view(torch.int32).to(torch.uint8)
         return dense(y)
@@ -131,7 +137,7 @@ class Quantize(Kernel):
     def __init__(self, out: QParams) -> None:
         super().__init__()
         self.out = out
-        self._grid = (out.s, out.z, out.qmax, out.qmin)
+        self._grid = (out.s, out.z, out.qmax, out.qmin, torch.tensor(MAGIC + out.z))
 
     def forward(self, x: Tensor) -> Tensor:
         """float32, any shape -> uint8, the same shape."""
