@@ -5,6 +5,7 @@ Changing a graph is the rewriter's business (`fxq/rewrite.py`); nothing here edi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -209,6 +210,12 @@ def fills_like(node: fx.Node) -> bool:
 def is_check(node: fx.Node) -> bool:
     """Whether the node does nothing but check that the graph is run as it was traced (see `fxq/checks.py`)."""
     return node.op == "call_function" and node.target in (check_fixed, check_same, check_sizes)
+
+
+def taken_part(user: fx.Node, node: fx.Node) -> Any:
+    """The index or name by which `user` takes one value of a tuple or mapping; None when it uses all of it."""
+    takes = user.op == "call_function" and user.target in (operator.getitem, getattr) and user.args[0] is node
+    return user.args[1] if takes and not isinstance(user.args[1], (slice, fx.Node)) else None
 
 
 def reads_only_metadata(node: fx.Node) -> bool:

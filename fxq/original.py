@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from fxq.checks import check_fixed, check_same
-from fxq.graph import info, op_of, submodule
+from fxq.graph import info, is_check, op_of, submodule
 from fxq.macs import macs_of
 from fxq.ops import OPS
 
@@ -132,7 +131,7 @@ def _merged(nodes: Sequence[fx.Node], called: Sequence[fx.Node], gone: Set[fx.No
 
 def _is_op(node: fx.Node) -> bool:
     """Whether a node is an op of the model: a call that gives tensors, and not only takes one out of a tuple."""
-    if not node.op.startswith("call") or node.target in (check_fixed, check_same):
+    if not node.op.startswith("call") or is_check(node):
         return False
     unpacks = label(node) == "getitem" and isinstance(node.args[0], fx.Node) and info(node.args[0]).shape is None
     return not unpacks and bool(info(node).is_tensor or info(node).memory or node.op == "call_module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -14,7 +13,17 @@ from torch.nn.utils import parametrize
 from fxq.constants import fold_constant
 from fxq.edit import DATA
 from fxq.errors import InputError
-from fxq.graph import argument, constant, fills_like, flat_nodes, info, op_of, options_of, reads_only_metadata
+from fxq.graph import (
+    argument,
+    constant,
+    fills_like,
+    flat_nodes,
+    info,
+    op_of,
+    options_of,
+    reads_only_metadata,
+    taken_part,
+)
 from fxq.ops import OPS, conv_padding
 from fxq.optable import Arguments, Instead, Op, Pick, Spelling
 from fxq.original import keep_original
@@ -176,7 +185,7 @@ def _is_tensor(value: Any) -> bool:
 
 def _rewrite_picks(rewriter: Rewriter, node: fx.Node, op: Op, spelling: Spelling, pick: Pick) -> None:
     """Make each value that is taken from a call with several results an op of its own, so that no tuple is left."""
-    taken = {user: _index(user, node) for user in node.users if not reads_only_metadata(user)}
+    taken = {user: taken_part(user, node) for user in node.users if not reads_only_metadata(user)}
     made: dict[fx.Node, tuple[Op, Arguments]] = {}
     for user, index in taken.items():
         raw = op.bind_raw(spelling, node.args, node.kwargs)
@@ -194,12 +203,6 @@ def _rewrite_picks(rewriter: Rewriter, node: fx.Node, op: Op, spelling: Spelling
         rewriter.describe(user, path=info(node).path, source=info(node).source)
     if not node.users:  # else its length is checked
         rewriter.erase(node)
-
-
-def _index(user: fx.Node, node: fx.Node) -> Any:
-    """The index or name by which `user` takes one value of `node`; None when it uses all of them."""
-    takes = user.op == "call_function" and user.target in (operator.getitem, getattr) and user.args[0] is node
-    return user.args[1] if takes and not isinstance(user.args[1], (slice, fx.Node)) else None
 
 
 @rewrite

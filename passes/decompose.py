@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx, nn
 
-from fxq.graph import info, op_of, reads_only_metadata, submodule
+from fxq.graph import info, op_of, reads_only_metadata, submodule, taken_part
 from fxq.original import expand_original
 from fxq.passbase import Pass, Stage
 from fxq.patterns.attention import EXPANSIONS, CannotExpand, Expansion
@@ -52,16 +51,16 @@ def _expand(rewriter: Rewriter, node: fx.Node, module: nn.Module) -> list[fx.Nod
     expand = EXPANSIONS[type(module)]
     several = info(node).shape is None
     checks = [user for user in node.users if reads_only_metadata(user)]  # that there are two outputs, as there are
-    taken = {user: _index(user, node) for user in node.users if user not in checks} if several else {}
-    before = set(rewriter.graph.nodes)
+    taken = {user: taken_part(user, node) for user in node.users if user not in checks} if several else {}
+    made = Expansion(rewriter, node)
     try:
-        if any(index is None for index in taken.values()):
+        if any(index not in (0, 1) for index in taken.values()):
             raise CannotExpand("its outputs are used as a whole")
         if any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()):
             raise CannotExpand("it has forward hooks")
         with rewriter.attributed(type(module).__name__, expand):
             weights = any(index == 1 and user.users for user, index in taken.items())
-            values = expand(Expansion(rewriter, node), module, node, weights)
+            values = expand(made, module, node, weights)
             for user, index in taken.items():
                 rewriter.replace(user, values[index or 0])
             if several:
@@ -70,16 +69,10 @@ def _expand(rewriter: Rewriter, node: fx.Node, module: nn.Module) -> list[fx.Nod
             else:
                 rewriter.reroute(node, values[0])
             rewriter.erase(node)
-        return [n for n in rewriter.graph.nodes if n not in before and op_of(n) is not None]
+        return made.ops
     except CannotExpand as reason:
-        for made in reversed([n for n in rewriter.graph.nodes if n not in before]):
-            rewriter.erase(made)
+        for op in reversed(made.ops):
+            rewriter.erase(op)
         for left in (node, *taken):
             rewriter.describe(left, note=f"{type(module).__name__} stays as it is: {reason}")
         return []
-
-
-def _index(user: fx.Node, node: fx.Node) -> Any:
-    """Which value of a tuple a node takes; None when it takes it whole."""
-    takes = user.op == "call_function" and user.target is operator.getitem and user.args[0] is node
-    return user.args[1] if takes and user.args[1] in (0, 1) else None

@@ -21,11 +21,16 @@ class CannotExpand(Exception):
 
 
 class Expansion:
-    """Ops in the place of the call of one module: made before it, under the paths of the modules inside it."""
+    """Ops in the place of the call of one module: made before it, under the paths of the modules inside it.
+
+    Attributes:
+        ops: those made so far.
+    """
 
     def __init__(self, rewriter: Rewriter, node: fx.Node) -> None:
         self.rewriter = rewriter
         self.node = node
+        self.ops: list[fx.Node] = []
 
     def call(self, op: str, *args: Any, at: str = "", **options: Any) -> fx.Node:
         """A call of an op; `at` is the path, inside the module, of what makes it."""
@@ -33,6 +38,7 @@ class Expansion:
         name = path.replace(".", "_") if at.rpartition(".")[2] not in ("", "self_attn") else op
         made = self.rewriter.call(op, *args, like=self.node, before=self.node, name=name, **options)
         self.rewriter.describe(made, path=path, origins=(made.name,))
+        self.ops.append(made)
         return made
 
     def read(self, path: str, tensor: Tensor | None) -> fx.Node | None:
