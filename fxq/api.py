@@ -217,6 +217,8 @@ def _check_model(model: Any) -> None:
                 f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}. "
                 "Give the float model."
             )
+    if type(model).__mro__[1].__name__ in ("_StatefulGraphModule", "_UnliftedModule"):
+        raise InputError("the model is the module of an exported program; give the program that it came from.")
     training = next((path for path, module in model.named_modules() if module.training), None)
     if training is not None:
         where = f"its module {training!r} is" if training else "it is"

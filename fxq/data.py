@@ -117,6 +117,8 @@ def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
             raise InputError(
                 f"{where}: input {i} is on {tensor.device}, the model on {home}; move one of them with .to(...)."
             )
+        if tensor.is_nested:
+            raise InputError(f"{where}: input {i} is a nested tensor; give a dense one, .to_padded_tensor(0.0).")
         if tensor.layout is not torch.strided:
             raise InputError(f"{where}: input {i} is a {tensor.layout} tensor; give a dense one, .to_dense().")
         if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(tensor).all()):

@@ -99,13 +99,14 @@ class Ledger(Sequence[Entry]):
             **values: for each field, a value (text may be a glob), or a list, tuple or set of values.
 
         Raises:
-            InputError: unknown field; the nearest names are given.
+            InputError: unknown field or fate; the nearest names are given.
 
         Example:
             >>> Ledger((Entry("a", "head.a", "conv2d", "int8"),)).where(fate="int8", path="head.*").count("int8")
             1
         """
         _check(values)
+        _check_fates(values.get("fate", ()))
         return Ledger(
             tuple(
                 e
@@ -126,7 +127,8 @@ class Ledger(Sequence[Entry]):
         return Ledger((*known, *(e for e in self.entries if _missing(getattr(e, key)))))
 
     def count(self, value: Any) -> int:
-        """Number of entries of that fate."""
+        """Number of entries of that fate. Raises `InputError` where there is no such fate."""
+        _check_fates(value)
         return sum(e.fate == value for e in self.entries)
 
     def main_reason(self) -> str:
@@ -237,6 +239,13 @@ def _check(names: Collection[str]) -> None:
     for name in names:
         if name not in FIELDS:
             raise InputError(unknown("field of the ledger", name, FIELDS))
+
+
+def _check_fates(wanted: Any) -> None:
+    """Raise on a fate that no entry can have: `assert not ledger.where(fate="flaot")` would always hold."""
+    for fate in wanted if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,):
+        if not any(_is(known, fate) for known in FATES):
+            raise InputError(unknown("fate", fate, FATES))
 
 
 def _is(value: Any, wanted: Any) -> bool:

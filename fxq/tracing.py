@@ -298,6 +298,8 @@ class Tracer(fx.Tracer):
         inside = wrapped(m)
         if inside is not None and (self._running or not is_kept(path or "", self.leaves)):
             return inside(*args, **kwargs)
+        if m._compiled_call_impl is not None:  # by module.compile(): what it calls instead cannot be traced
+            forward = m._call_impl
         if self._running:
             return forward(*args, **kwargs)
         if isinstance(m, parametrize.ParametrizationList):

@@ -112,3 +112,10 @@ def test_an_op_that_the_table_does_not_have_stays_in_float():
     qmodel = fxq.quantize(torch.export.export(Model().eval(), (x,)), REFERENCE, data=[x])
     assert [e.fate for e in qmodel.ledger] == ["int8", "float"]
     assert "not in the op table" in qmodel.ledger[1].reason
+
+
+def test_the_module_of_a_program_is_refused():
+    """It is in train mode for ever: eval() raises."""
+    program = torch.export.export(nn.Sequential(nn.Linear(4, 4)).eval(), (torch.rand(2, 4),))
+    with pytest.raises(fxq.InputError, match="the module of an exported program; give the program"):
+        fxq.prepare(program.module(), "static", torch.rand(2, 4))

@@ -340,6 +340,14 @@ def test_unknown_fields(ask):
         ask()
 
 
+@pytest.mark.parametrize(
+    "ask", [lambda x: x.where(fate="flaot"), lambda x: x.where(fate=["int8", "flaot"]), lambda x: x.count("flaot")]
+)
+def test_unknown_fates(ask):
+    with pytest.raises(fxq.InputError, match="unknown fate 'flaot'; did you mean 'float'"):
+        ask(SOME)
+
+
 def test_coverage():
     assert SOME.coverage == 0.9
     assert SOME.where(fate="float").coverage == 0.0

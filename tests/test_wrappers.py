@@ -42,6 +42,15 @@ def test_a_wrapped_part_is_traced_through(wrap):
     assert [e.fate for e in kept.ledger] == ["float", "int8"]
 
 
+@pytest.mark.parametrize("part", ["", "0"])
+def test_a_part_compiled_in_place_is_traced_through(part):
+    """`module.compile()` leaves the module what it is, and puts something else in place of its call."""
+    model = nn.Sequential(small(), nn.Linear(2, 3)).eval()
+    expected = fxq.quantize(model, REFERENCE, data=[X])(X)
+    model.get_submodule(part).compile(backend="eager")
+    assert torch.equal(fxq.quantize(model, REFERENCE, data=[X])(X), expected)
+
+
 NORMS = [
     (nn.utils.weight_norm, lambda: nn.Linear(4, 4), X),
     (nn.utils.spectral_norm, lambda: nn.Conv2d(3, 4, 3), IMAGES),
