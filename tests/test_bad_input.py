@@ -280,6 +280,12 @@ def test_sparse_data():
     refused(net(), fxq.InputError, "batch 0", "sparse", ".to_dense()", data=[X.to_sparse()])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_data():
+    nested = torch.nested.nested_tensor([X[0], X[1]])
+    refused(net(), fxq.InputError, "batch 0", "nested", ".to_padded_tensor", data=[nested])
+
+
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_an_input_that_is_always_zero(backend, caplog):
     """No error: scale 1, noted."""

@@ -336,3 +336,17 @@ def test_a_parametrized_weight_that_is_not_finite():
         layer.parametrizations.weight.original0[0] = float("nan")
     with pytest.raises(fxq.InputError, match=r"0\.weight holds NaN or Inf"):
         fxq.quantize(nn.Sequential(layer).eval(), data=[images()])
+
+
+@pytest.mark.filterwarnings("error::fxq.FxqWarning")
+@pytest.mark.parametrize("shape", [(8, 8), (8, 4)])
+def test_a_transposed_weight_has_a_kernel(shape):
+    """Tied to that of an encoder, or loaded from a file of another framework. oneDNN packs it wrongly."""
+    torch.manual_seed(0)
+    layer = nn.Linear(*shape)
+    layer.weight = nn.Parameter(torch.randn(shape).t())
+    model, x = nn.Sequential(layer).eval(), torch.randn(64, 8)
+    qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[x])
+    assert qmodel.ledger.count("int8") == 1
+    with torch.no_grad():
+        assert sqnr(model(x), qmodel(x)) > 35

@@ -167,7 +167,7 @@ class WeightedKernel(Kernel):
 
     def __init__(self, weight: Tensor, qparams: QParams, bias: Tensor | None) -> None:
         super().__init__()
-        self.register_buffer("weight", weight.detach())
+        self.register_buffer("weight", weight.detach().contiguous())  # oneDNN packs a transposed linear weight wrongly
         self.register_buffer("weight_scale", qparams.scale.detach().to(torch.float32))
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
 
