@@ -88,12 +88,39 @@ def cheapest(ops: Sequence[Priced], values: Sequence[Value]) -> set[Key]:
     return {key for key, runs in problem.decided.items() if runs}
 
 
+class _Readers:
+    """How many ops read a value, and how many of them are decided: it may have very many."""
+
+    def __init__(self, value: Value) -> None:
+        self.count = len(set(value.readers))
+        self.int8, self.real = 0, int(None in value.readers)
+
+    @property
+    def all_int8(self) -> bool:
+        """Whether all of them run on integers."""
+        return self.int8 == self.count
+
+    @property
+    def all_real(self) -> bool:
+        """Whether all of them run in float."""
+        return self.real == self.count
+
+    def decide(self, runs: bool) -> bool:
+        """Count one that is decided; whether that makes a difference to the others."""
+        if runs:
+            self.int8 += 1
+            return self.int8 == 1
+        self.real += 1
+        return self.real in (1, self.count - 1)
+
+
 class _Problem:
     """The ops with what has been decided so far."""
 
     def __init__(self, ops: Sequence[Priced], values: Sequence[Value]) -> None:
         self.ops = {op.key: op for op in ops}
         self.decided: dict[Key, bool] = {}
+        self.readers = {id(v): _Readers(v) for v in values}
         self.made: dict[Key, list[Value]] = {key: [] for key in self.ops}
         self.read: dict[Key, list[Value]] = {key: [] for key in self.ops}
         for value in values:
@@ -122,33 +149,36 @@ class _Problem:
                 continue
             gain = self.ops[key].real - self.ops[key].int8
             if gain >= self._most_for_int8(key):
-                self.decided[key] = True
+                found = self._decide(key, True)
             elif -gain >= self._most_for_real(key):
-                self.decided[key] = False
+                found = self._decide(key, False)
             else:
                 continue
-            for near in self._neighbours(key):
+            for near in found:
                 if near not in self.decided and near not in waiting:
                     waiting.add(near)
                     todo.append(near)
 
-    def _neighbours(self, key: Key) -> Iterable[Key]:
-        for value in (*self.made[key], *self.read[key]):
-            for near in (value.producer, *value.readers):
-                if near is not None:
-                    yield near
+    def _decide(self, key: Key, runs: bool) -> list[Key]:
+        """Note the decision; the ops to which it makes a difference."""
+        self.decided[key] = runs
+        near = [reader for value in self.made[key] for reader in value.readers]
+        for value in self.read[key]:
+            near.append(value.producer)
+            near += value.readers if self.readers[id(value)].decide(runs) else ()
+        return [other for other in near if other is not None]
 
     def _most_for_int8(self, key: Key) -> float:
         """The most that conversions can cost more when this op goes from float to integers."""
         most = 0.0
         for value in self.read[key]:
-            others = [r for r in value.readers if r != key]
-            if not any(map(self.is_int8, others)):
+            readers = self.readers[id(value)]
+            if not readers.int8:
                 most += 0.0 if self.is_int8(value.producer) else value.quantize
-                if value.emits and others:
+                if value.emits and readers.count > 1:
                     most += value.dequantize
         for value in self.made[key]:
-            if not value.emits and not all(map(self.is_int8, value.readers)):
+            if not value.emits and not self.readers[id(value)].all_int8:
                 most += value.dequantize
         return most
 
@@ -156,12 +186,12 @@ class _Problem:
         """The most that conversions can cost more when this op goes from integers to float."""
         most = 0.0
         for value in self.read[key]:
-            others = [r for r in value.readers if r != key]
-            known = all(map(self.is_real, others)) if value.emits else self.is_real(value.producer)
-            if not known and not any(map(self.is_real, others)):
+            readers = self.readers[id(value)]
+            known = readers.real == readers.count - 1 if value.emits else self.is_real(value.producer)
+            if not known and not readers.real:
                 most += value.dequantize
         for value in self.made[key]:
-            if not all(map(self.is_real, value.readers)):
+            if not self.readers[id(value)].all_real:
                 most += value.quantize
         return most
 

@@ -93,3 +93,14 @@ def test_twice_the_ops_take_twice_the_steps(monkeypatch):
     monkeypatch.setattr(pricing, "AHEAD", 20)
     small, large = (steps(lambda n=n: cheapest(*chain(n))) for n in (300, 600))
     assert large < 2.6 * small
+
+
+def fan(n):
+    """Ops in a row that all read one value besides."""
+    ops = [Priced(i, 1.0, 4.0) for i in range(n)]
+    return ops, [Value(None, tuple(range(n)), 1.0, 1.0), *(Value(i, (i + 1,), 0.1, 0.1) for i in range(n - 1))]
+
+
+def test_a_value_with_very_many_readers():
+    small, large = (steps(lambda n=n: cheapest(*fan(n))) for n in (300, 600))
+    assert large < 2.6 * small

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -189,6 +190,7 @@ def _settle_inplace(rewriter: Rewriter) -> None:
     kernel in another place, nor by anybody later in the graph.
     """
     order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
+    ends: dict[fx.Node, float] = {}  # a value may have very many readers: they are asked once
     for node in order:
         kernel = submodule(rewriter.gm, node)
         if not isinstance(kernel, Kernel) or kernel.inplace is None or len(node.args) < 2:
@@ -196,8 +198,10 @@ def _settle_inplace(rewriter: Rewriter) -> None:
         residual = node.args[1]
         if not isinstance(residual, fx.Node) or residual is node.args[0] or not _is_fresh(rewriter, residual):
             continue
-        dies = all(order[user] <= order[node] and not _may_alias(rewriter, user) for user in residual.users)
-        kernel.inplace = dies
+        if residual not in ends:
+            alive = any(_may_alias(rewriter, user) for user in residual.users)
+            ends[residual] = math.inf if alive else max(order[user] for user in residual.users)
+        kernel.inplace = ends[residual] <= order[node]
 
 
 def _is_fresh(rewriter: Rewriter, node: fx.Node) -> bool:
