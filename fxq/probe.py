@@ -143,9 +143,10 @@ def _call(gm: fx.GraphModule) -> Call:
 
 
 def _random(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Tensor:
-    """Random values, channels-last: as the values between kernels are."""
+    """Random values, channels-last: as the values between kernels are. The user's generator stays where it was."""
+    generator = torch.Generator().manual_seed(0)
     if dtype is None or dtype.is_floating_point:
-        made = torch.randn(shape or ())
+        made = torch.randn(shape or (), generator=generator)
     else:
-        made = torch.randint(0, 100, shape or (), dtype=dtype)
+        made = torch.randint(0, 100, shape or (), dtype=dtype, generator=generator)
     return made.contiguous(memory_format=torch.channels_last) if made.dim() == 4 else made

@@ -1,8 +1,13 @@
 """What holds for every test."""
 
 import pytest
+import torch
 
 from fxq import costs
+
+# Order of summation, and so the tests' numbers, must not depend on the machine. And small tensors are slower on several
+# threads, much slower where other programs run.
+torch.set_num_threads(1)
 
 
 class IntegersAreFree(costs.Costs):

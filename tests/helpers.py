@@ -13,8 +13,6 @@ from fxq.data import Batch
 from fxq.rewrite import Rewriter
 from fxq.view import view
 
-torch.set_num_threads(1)
-
 REFERENCE = fxq.Recipe.static(backend="reference")
 
 

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-torch.set_num_threads(1)  # the kernels' order of summation, and so the tests' numbers, must not depend on the machine
-
 
 class Residual(nn.Module):
     """Two residual blocks: the sum read twice, the second time behind a strided convolution."""

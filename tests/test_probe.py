@@ -46,6 +46,16 @@ def test_conversions_are_timed_with_the_backends_kernels(elements):
     assert all(key.startswith("x86 ") for key in known.costs.known)
 
 
+def test_measuring_leaves_the_users_random_numbers_alone():
+    gm, found = regions(build("residual"), batch("residual"))
+    before, known = torch.get_rng_state(), prober()
+    for region in found:
+        known.kernel(gm, region)
+        known.real(gm, region)
+    known.quantize(1000)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Pair(nn.Module):
     def __init__(self, *channels, bias=True):
         super().__init__()
