@@ -99,12 +99,17 @@ class Ledger(Sequence[Entry]):
             **values: for each field, a value (text may be a glob), or a list, tuple or set of values.
 
         Raises:
-            InputError: unknown field or fate; the nearest names are given.
+            InputError: unknown field or fate, and the nearest names are given; `condition` is no function.
 
         Example:
             >>> Ledger((Entry("a", "head.a", "conv2d", "int8"),)).where(fate="int8", path="head.*").count("int8")
             1
         """
+        if condition is not None and not callable(condition):
+            raise InputError(
+                f"ledger.where takes a function of an entry, or fields by name, not {condition!r}: "
+                'ledger.where(fate="float"), ledger.where(lambda entry: entry.macs > 1000).'
+            )
         _check(values)
         _check_fates(values.get("fate", ()))
         return Ledger(

@@ -68,6 +68,12 @@ class ObservedModel(fx.GraphModule):
         copied.batches_seen = self.batches_seen
         return copied
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise InputError(
+            "an observed model cannot be pickled: it holds the float model and a pipeline that has not run to its end. "
+            "copy.deepcopy it, or pickle the quantized model."
+        )
+
 
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count the batch, and keep a few samples of the first ones."""

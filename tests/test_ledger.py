@@ -320,6 +320,8 @@ def names(ledger):
 def test_where():
     assert names(SOME.where(fate="float")) == ["s", "h"]
     assert names(SOME.where(fate="float", op="linear")) == ["h"]
+    with pytest.raises(fxq.InputError, match=r"function of an entry, .* not 'float': ledger.where\(fate=\"float\"\)"):
+        SOME.where("float")
     assert names(SOME.where(path="layer1.*")) == ["a", "r"]
     assert names(SOME.where(op=("relu", "silu"))) == ["r", "s"]
     assert names(SOME.where(lambda e: e.macs > 0, fate="int8")) == ["a"]

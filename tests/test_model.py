@@ -170,6 +170,13 @@ def test_a_copied_observed_model_calibrates_on_its_own():
     assert torch.equal(fxq.convert(other)(X), fxq.quantize(network(), REFERENCE, data=[X])(X))
 
 
+def test_an_observed_model_is_not_pickled():
+    observed = fxq.prepare(network(), REFERENCE, X)
+    for write in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(InputError, match=r"cannot be pickled: .* copy.deepcopy it, or pickle the quantized model"):
+            write(observed)
+
+
 def test_no_gradient_comes_out():
     """Float parts keep their weights, but what is behind integers cannot be trained."""
 
