@@ -68,7 +68,8 @@ def against_torch_ao(seconds: float, networks: Sequence[str] = ()) -> Iterator[N
 
 def _compare(name: str, case: Case, seconds: float) -> list[Number]:
     """One network: float, fxq and every engine in turns, one thread."""
-    qmodel = fxq.quantize(case.model, "static", data=case.data)
+    with threads(1):
+        qmodel = fxq.quantize(case.model, "static", data=case.data, example_inputs=case.timed)
     with torch.no_grad():
         reference = case.model(case.fresh)
         noise = sqnr(reference, qmodel(case.fresh))
