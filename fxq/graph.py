@@ -28,11 +28,11 @@ class Cost:
 
     Attributes:
         float_us: in float.
-        int8_us: as the backend's integer kernel.
+        int8_us: as the backend's integer kernel; None where there is none.
     """
 
     float_us: float
-    int8_us: float
+    int8_us: float | None = None
 
 
 @dataclass(frozen=True)

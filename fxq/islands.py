@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -52,6 +52,20 @@ def priced_ops(
         if not known:
             advance()
     return ops
+
+
+def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, float]]:
+    """The ops that run in float, with their seconds, as far as they can be measured on random inputs."""
+    for node in nodes:
+        plan = info(node).plan
+        if plan is None or plan.fate != "float" or is_op(node, *_CONVERSIONS):
+            continue
+        region = read_region(gm, node)
+        if region is not None and all(info(n).is_tensor for n in (node, *node.all_input_nodes)):
+            try:
+                yield node, prober.real(gm, region)
+            except Exception as error:  # an op may ask more of its inputs than that they have a shape and a dtype
+                log.debug("%s cannot be timed: %s: %s", node.name, type(error).__name__, error)
 
 
 def priced_values(

@@ -126,7 +126,9 @@ def _float_form(gm: fx.GraphModule, region: Region) -> Call:
         elif any(read.op == "get_attr" for read in value.all_input_nodes) and is_op(value, *_WEIGHTS):
             given[value] = value_of(gm, value, {read: value_of(gm, read, {}) for read in value.all_input_nodes})
         else:
-            given[value] = _random(info(value).shape, torch.float32)
+            about = info(value)
+            moved = about.qparams is not None or about.dtype is None
+            given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
     args: Any = fx.node.map_arg(node.args, given.__getitem__)
     kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
     target: Any = submodule(gm, node) or node.target
@@ -146,7 +148,9 @@ def _random(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Tensor:
     """Random values, channels-last: as the values between kernels are. The user's generator stays where it was."""
     generator = torch.Generator().manual_seed(0)
     if dtype is None or dtype.is_floating_point:
-        made = torch.randn(shape or (), generator=generator)
-    else:
+        made = torch.randn(shape or (), dtype=dtype, generator=generator)
+    elif dtype is torch.uint8:
         made = torch.randint(0, 100, shape or (), dtype=dtype, generator=generator)
+    else:  # a mask, an index
+        made = torch.zeros(shape or (), dtype=dtype)
     return made.contiguous(memory_format=torch.channels_last) if made.dim() == 4 else made

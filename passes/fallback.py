@@ -9,7 +9,7 @@ from torch import fx
 
 from fxq import costs
 from fxq.graph import Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute
-from fxq.islands import emits_float, priced_ops, priced_values, regions_of
+from fxq.islands import emits_float, float_ops, priced_ops, priced_values, regions_of
 from fxq.passbase import Pass, Stage
 from fxq.pricing import cheapest
 from fxq.probe import Prober
@@ -37,17 +37,18 @@ class Fallback(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Open the units that no kernel runs whole, price what is left, then let float ops read float values."""
         context = rewriter.context
+        choose = context.recipe.optimize == "speed"
         prober = None
-        if context.backend.has_kernels and context.recipe.optimize == "speed":
+        if context.backend.has_kernels:
             prober = Prober(context.backend, context.recipe, costs.machine_costs())
         for node in rewriter.nodes():
             plan = info(node).plan
             if plan is not None and plan.kernel_ops is not None:
-                ops = _kernel_ops(rewriter, node, plan, prober)
+                ops = _kernel_ops(rewriter, node, plan, prober if choose else None)
                 with rewriter.attributed("split_unit", split_unit):
                     split_unit(rewriter, node, ops)
         if prober is not None:
-            _price(rewriter, prober)
+            _price(rewriter, prober, choose)
             prober.costs.save()
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
@@ -66,23 +67,28 @@ def _kernel_ops(rewriter: Rewriter, node: fx.Node, plan: Plan, prober: Prober | 
     return min(seconds, key=seconds.__getitem__)
 
 
-def _price(rewriter: Rewriter, prober: Prober) -> None:
-    """Put the integer ops that lose back into float."""
+def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
+    """Put on record what every op costs; if they are to `choose` by it, put the integer ops that lose into float."""
     nodes = rewriter.nodes()
     regions = regions_of(rewriter.gm, nodes)
     unknown = sum(not prober.knows(region) for region in regions.values())
     with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
-        values = priced_values(rewriter.gm, nodes, regions, prober)
-    integers = cheapest(ops, values)
+        for left, seconds in float_ops(rewriter.gm, nodes, prober):
+            _record(rewriter, left, Cost(1e6 * seconds))
+        integers = cheapest(ops, priced_values(rewriter.gm, nodes, regions, prober)) if choose else set(regions)
     for op in ops:
         node: Any = op.key
-        plan = info(node).plan
-        assert plan is not None  # an op without one has no region
-        rewriter.describe(node, plan=replace(plan, cost=Cost(1e6 * op.real, 1e6 * op.int8)))
+        _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8))
         if node not in integers:
             with rewriter.attributed("run_in_float", _run_in_float):
                 _run_in_float(rewriter, node)
+
+
+def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
+    plan = info(node).plan
+    assert plan is not None  # an op without one is not measured
+    rewriter.describe(node, plan=replace(plan, cost=cost))
 
 
 NOT_WORTH_IT = "float is faster at this size on this machine"

@@ -11,6 +11,7 @@ from torch import nn
 import fxq
 from fxq import costs
 from fxq.backends.cpu import has_onednn_int8
+from fxq.graph import Cost
 from fxq.numeric import sqnr
 from fxq.passes import Fallback
 from fxq.passes.fallback import NOT_WORTH_IT
@@ -154,11 +155,26 @@ def test_costs_and_the_reason_are_on_record(plant):
     assert {(p.cost.float_us, p.cost.int8_us) for p in plans if p.cost is not None} == {(9.0, 1.5), (1.5, 9.0)}
 
 
-@pytest.mark.parametrize("recipe", [X86.with_optimize("coverage"), REFERENCE])
-def test_coverage_and_the_reference_backend_ask_no_prices(recipe, monkeypatch):
-    monkeypatch.setattr(costs, "machine_costs", lambda: pytest.fail("prices were asked for"))
-    manager = three(recipe)[2]
+def test_coverage_puts_prices_on_record_and_does_not_choose(plant):
+    plant(lambda key: 9.0 if int8(key) else 1.0)
+    manager = three(X86.with_optimize("coverage"))[2]
     assert set(fates(manager).values()) == {"int8", "moves"}
+    plans = [n.meta["fxq"].plan for n in manager.gm.graph.nodes if n.meta["fxq"].plan is not None]
+    assert {plan.cost for plan in plans if plan.fate != "float"} == {Cost(1.0, 9.0)}
+
+
+def test_the_reference_backend_asks_no_prices(monkeypatch):
+    monkeypatch.setattr(costs, "machine_costs", lambda: pytest.fail("prices were asked for"))
+    assert set(fates(three(REFERENCE)[2]).values()) == {"int8", "moves"}
+
+
+def test_ops_without_a_kernel_have_a_price_in_float(plant):
+    plant(lambda key: 0.0 if int8(key) else 2.0 if "softmax" in key else 1.0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1), nn.Linear(6, 3)).eval()
+    qmodel = fxq.quantize(model, X86, data=[torch.rand(4, 6)])
+    rows = {entry.op: (entry.fate, entry.float_us, entry.int8_us) for entry in qmodel.ledger}
+    assert rows == {"linear": ("int8", 1.0, 0.0), "softmax": ("float", 2.0, None)}
+    assert [e.op for e in qmodel.ledger.where(fate="float").sort("float_us", reverse=True)] == ["softmax"]
 
 
 def test_a_corrected_bias_goes_back_too(plant):
