@@ -22,7 +22,7 @@ from fxq.backends.cpu import cpu_name
 log = logging.getLogger("fxq")
 
 Call = Callable[[], Any]
-AGREE, NEAR, LONGEST = 5, 1.25, 0.15
+AGREE, NEAR, LONGEST = 3, 1.25, 0.15
 """Runs that must agree with the quickest one, how much slower they may be, and the seconds after which to give up."""
 
 
