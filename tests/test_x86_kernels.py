@@ -14,10 +14,11 @@ from fxq.backends.elementwise import Clamp, Pad
 from fxq.backends.kernel import Kernel, Post
 from fxq.backends.pool import MaxPool2d, Mean
 from fxq.backends.x86_conv import Conv
+from fxq.backends.x86_conv3d import Conv3d
 from fxq.backends.x86_linear import Linear
 from fxq.backends.x86_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose2d
-from fxq.errors import BackendError
+from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
 from tests.kernels import CHANNELS_LAST, OUTS, POSTS, RESIDUAL, X, agree, bytes_, copies, real, weight
 
@@ -126,6 +127,38 @@ def test_linear(post, out):
     assert torch.equal(linear(x), linear(x.contiguous()))
     for other in copies(linear):
         assert torch.equal(other(x), linear(x))
+
+
+@pytest.mark.parametrize("residual", [None, RESIDUAL], ids=["alone", "residual"])
+@pytest.mark.parametrize("shape", [(0, 3, 33), (2, 0, 33), (0, 33)], ids=str)
+def test_linear_of_nothing(shape, residual):
+    for out in OUTS if residual else [None, *OUTS]:
+        linear = Linear(*weight(40, 33)[:2], None, X, out, residual=residual)
+        others = [bytes_(*shape[:-1], 40)] if residual else []
+        agree(linear(bytes_(*shape), *others), torch.zeros(*shape[:-1], 40, dtype=torch.float64), out)
+
+
+LAYERS = {
+    "linear": (Linear, (4, 8), {}, [(2, 16), (2, 4), (64,), (0, 3, 9), (2, 0), ()], r"takes 8 features"),
+    "residual": (Linear, (4, 8), {"residual": RESIDUAL}, [(2, 16), (0, 9)], r"takes 8 features"),
+    "conv1d": (Conv, (6, 4, 3), {}, [(1, 3, 9), (5, 9), (9,), (1, 1, 4, 9)], r"takes (4\.|3 dimensions, or 2)"),
+    "conv2d": (Conv, (6, 4, 3, 3), {}, [(1, 3, 9, 9), (0, 5, 9, 9), (3, 9, 9)], r"input with [0-9] channels; .* 4\."),
+    "dimensions": (Conv, (6, 4, 3, 3), {}, [(9, 9), (1, 1, 4, 9, 9)], r"takes 4 dimensions, or 3 without a batch"),
+    "groups": (Conv, (6, 4, 3, 3), {"groups": 2}, [(1, 4, 9, 9), (1, 12, 9, 9)], r"the layer takes 8\."),
+    "conv3d": (Conv3d, (6, 4, 3, 3, 3), {}, [(1, 3, 5, 5, 5), (5, 5, 5), (3, 5, 5, 5)], r"takes (4|5 dimensions)"),
+    "transposed": (ConvTranspose2d, (4, 6, 3, 3), {}, [(1, 3, 5, 5), (5, 5)], r"(takes 4\.|takes 4 dimensions)"),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_an_input_of_another_shape(layer):
+    """oneDNN speaks of primitive descriptors."""
+    kind, size, options, shapes, words = LAYERS[layer]
+    kernel = kind(*weight(*size, axis=kind.channel_axis)[:2], None, X, OUTS[0], **options)
+    for shape in shapes:
+        given = [bytes_(*shape), *([bytes_(*shape[:-1], 4)] if "residual" in options else [])]
+        with pytest.raises(InputError, match=words):
+            kernel(*given)
 
 
 def test_one_kernel_serves_every_input():

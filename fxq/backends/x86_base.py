@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends.kernel import Post, bounds, numbers
+from fxq.errors import InputError
 from fxq.qparams import QParams
 
 _KERNEL_NAME = {"relu6": "hardtanh", "silu": "swish"}
@@ -65,6 +66,17 @@ class Packed(NamedTuple):
     scale: Tensor
     zero_point: Tensor
     bias: Tensor | None
+
+
+def check_image(name: str, shape: torch.Size, dims: int, channels: int) -> None:
+    """Refuse an input of a convolution that is not (N, channels, *size) or (channels, *size), `dims` sizes."""
+    if len(shape) not in (dims + 1, dims + 2):
+        raise InputError(
+            f"{name}: an input of shape {tuple(shape)}; the layer takes {dims + 2} dimensions, or {dims + 1} without a "
+            "batch."
+        )
+    if shape[-1 - dims] != channels:
+        raise InputError(f"{name}: an input with {shape[-1 - dims]} channels; the layer takes {channels}.")
 
 
 def target(out: QParams | None) -> tuple[float, int, torch.dtype]:

@@ -28,7 +28,7 @@ from fxq.backends.kernel import (
     slope_refused,
     weight_refused,
 )
-from fxq.backends.x86_base import Packed, epilogue, target
+from fxq.backends.x86_base import Packed, check_image, epilogue, target
 from fxq.errors import BackendError
 from fxq.qparams import QParams
 
@@ -190,6 +190,7 @@ class Conv(WeightedKernel):
 
     def _plan(self, shape: torch.Size) -> Plan:
         """The plan for inputs of `shape` (N, C, H, W)."""
+        check_image(self.name, shape, 2, self.weight.shape[1] * self.groups)
         weight = self.weight if self.weight.dim() == 4 else self.weight.unsqueeze(2)
         fill = 4 - self.weight.dim()
         stride, dilation = [1] * fill + list(self.stride), [1] * fill + list(self.dilation)
@@ -264,6 +265,8 @@ class Conv(WeightedKernel):
         """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L), any strides -> `out`'s grid or float32, channels-last."""
         dims = self._dims
         batched = x.dim() == dims + 2
+        if not batched and x.dim() != dims + 1:
+            check_image(self.name, x.shape, dims, self.weight.shape[1] * self.groups)
         x = _image(x, dims, batched)
         key = x.shape, torch.get_num_threads()  # oneDNN packs for a number of threads, and repacks at every call else
         plan = self._packed.get(key) or self._remember(key, self._plan(x.shape))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Post, WeightedKernel, padding_refused, pair, refuse
+from fxq.backends.x86_base import check_image
 from fxq.backends.x86_conv import Conv
 from fxq.errors import BackendError
 from fxq.qparams import QParams
@@ -94,6 +95,7 @@ class Conv3d(WeightedKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C, D, H, W) or (C, D, H, W), any strides -> `out`'s grid or float32, channels last in memory."""
+        check_image(self.name, x.shape, 3, self.weight.shape[1] * self.groups)
         if x.dim() == 4:
             return self.forward(x.unsqueeze(0)).squeeze(0)
         conv = self._packed.get("conv") or self._remember("conv", self._conv())

@@ -19,7 +19,7 @@ from fxq.backends.kernel import (
     weight_refused,
 )
 from fxq.backends.x86_base import Packed, epilogue, target
-from fxq.errors import BackendError
+from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
 
 _onednn = torch.ops.onednn
@@ -96,6 +96,22 @@ class Linear(WeightedKernel):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """uint8 (..., in_features) -> (..., out_features), on `out`'s grid or float32."""
+        if x.numel() == 0:  # oneDNN loses dimensions, or divides by zero
+            self._check(x)
+            return x.new_empty((*x.shape[:-1], self.weight.shape[0]), dtype=self._output[2])
+        try:
+            return self._run(x, residual)
+        except (RuntimeError, IndexError):  # oneDNN has refused it, and says nothing of use
+            self._check(x)
+            raise
+
+    def _check(self, x: Tensor) -> None:
+        """Refuse an input with other features than the weight has."""
+        wanted = self.weight.shape[1]
+        if x.shape[-1:] != (wanted,):
+            raise InputError(f"{self.name}: an input of shape {tuple(x.shape)}; the layer takes {wanted} features.")
+
+    def _run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         packed = self._packed.get("") or self._remember("", self._pack())
         *weight, bias = packed
         if self.residual is None:

@@ -20,6 +20,7 @@ from fxq.backends.kernel import (
     slope_refused,
     weight_refused,
 )
+from fxq.backends.x86_base import check_image
 from fxq.backends.x86_conv import Conv
 from fxq.errors import BackendError
 from fxq.qparams import QParams
@@ -167,6 +168,8 @@ class ConvTranspose2d(WeightedKernel):
         """uint8 (N, C_in, H, W) or (C_in, H, W), any strides -> `out`'s grid or float32, channels-last."""
         if x.dim() == 3:
             return ConvTranspose2d.forward(self, x.unsqueeze(0)).squeeze(0)
+        if x.dim() != 4:
+            check_image(self.name, x.shape, 2, self.weight.shape[0])
         conv, plan = self._packed.get("conv") or self._remember("conv", (self._conv(), self._plan()))
         size = x.shape[2:]
         kept = [max(length + tap.extra, 0) for length, tap in zip(size, plan, strict=True)]
