@@ -103,10 +103,9 @@ class QParams:
     def per_tensor(
         cls, scale: float, zero_point: int, qmin: int = 0, qmax: int = 255, dtype: torch.dtype = torch.uint8
     ) -> QParams:
-        """Parameters from plain numbers. `scale` is rounded to float32, the precision that kernels use."""
-        return cls(
-            torch.tensor(scale, dtype=torch.float32), torch.tensor(zero_point, dtype=torch.int32), qmin, qmax, dtype
-        )
+        """Parameters from plain numbers, on the CPU. `scale` is rounded to float32, the precision that kernels use."""
+        steps = torch.tensor(scale, dtype=torch.float32, device="cpu")
+        return cls(steps, torch.tensor(zero_point, dtype=torch.int32, device="cpu"), qmin, qmax, dtype)
 
     @property
     def s(self) -> float:

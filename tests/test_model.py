@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.backends.kernel import Kernel
 from fxq.errors import InputError
 from fxq.model import BATCHES, SAMPLES, ObservedModel, QuantizedModel
 from tests.helpers import REFERENCE, text
@@ -230,6 +231,44 @@ def test_devices(qmodel):
         with pytest.raises(InputError, match=r"run on cpu only, not on meta\. .*backend=\"reference\""):
             other.to("meta")
         assert torch.equal(other(X), qmodel(X))
+
+
+class Every(nn.Module):
+    """Kernels of every kind, large enough to be walked through in steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.act, self.pool = nn.Conv2d(3, 8, 3), nn.PReLU(8), nn.AvgPool2d(2)
+        self.up, self.head = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.Linear(8, 5)
+        self.slopes = nn.Parameter(torch.linspace(-1, 2, 8))
+
+    def forward(self, x):
+        y = self.act(self.stem(x))
+        z = self.up(torch.tanh(self.pool(y)))
+        z = nn.functional.prelu(y + z, self.slopes) * torch.sigmoid(z)
+        return self.head((z * z.mean((2, 3), keepdim=True)).mean((2, 3)))
+
+
+@pytest.fixture
+def bfloat16():
+    before = torch.get_default_dtype()
+    yield lambda: torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fbgemm", "reference"])
+def test_the_default_device_and_dtype_do_not_matter(backend, bfloat16):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 130, 130)
+    qmodel = fxq.quantize(Every().eval(), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
+    expected = qmodel(x)
+    bfloat16()
+    with torch.device("meta"):
+        assert torch.equal(copy.deepcopy(qmodel)(x), expected)
+        for name, kernel in list(qmodel.named_modules()):
+            if isinstance(kernel, Kernel):
+                qmodel.set_submodule(name, type(kernel).from_config(kernel.config(), dict(kernel.named_buffers())))
+        assert torch.equal(qmodel(x), expected)
 
 
 def test_autocast_changes_nothing():

@@ -31,7 +31,8 @@ class _OfTwo(Kernel):
         self.a, self.b, self.out, self.post = a, b, out, post
         low, high = (to_integer(bound, out) for bound in bounds(post) or (0.0, 0.0))
         self._numbers = a.s, a.z, b.s, b.z, out.s
-        self._low, self._high, self._zero = MAGIC + low, MAGIC + high, torch.tensor(MAGIC + out.z)
+        self._low, self._high = MAGIC + low, MAGIC + high
+        self._zero = torch.tensor(MAGIC + out.z, dtype=torch.float32, device="cpu")
 
     @classmethod
     def refuses(
@@ -126,7 +127,7 @@ class Mul(_OfTwo):
             a, b = dense(a), dense(b)
         a, flat_a = line(a)
         b, flat_b = line(b)
-        out = torch.empty(a.numel(), dtype=torch.uint8)
+        out = a.new_empty(a.numel())
         for step in chunks(a.numel()):
             x = flat_a[step].to(torch.float32).sub_(zero_a)
             out[step].copy_(self._round(x, flat_b[step].to(torch.float32).sub_(zero_b)))
@@ -137,7 +138,7 @@ class Mul(_OfTwo):
         rows = x.movedim(1, -1).contiguous()
         samples, channels = len(rows), rows.shape[-1]
         source = rows.view(samples, -1, channels)
-        out = torch.empty(source.shape, dtype=torch.uint8)
+        out = source.new_empty(source.shape)
         factor = gate.to(torch.float32).sub_(zero_gate).view(-1, 1, channels).expand(samples, 1, channels)
         size = source[0].numel()
         together = max(CHUNK // size, 1)  # samples at once

@@ -58,13 +58,13 @@ def quantize(
     """float32 -> uint8 of the same shape; four dimensions come out channels-last.
 
     As `fxq.qparams.quantize`, but multiplies with the reciprocal of the scale, so that a value within float32's
-    precision of a tie may land one step away. Infinities saturate. `zero` is `torch.tensor(MAGIC + zero_point)`, for
+    precision of a tie may land one step away. Infinities saturate. `zero` is `MAGIC + zero_point` as a tensor, for
     who has it: making it and what needs not be called takes longer than to quantize a small tensor.
     """
     x = x.detach() if x.requires_grad else x
     x = x if x.dtype == torch.float32 else x.to(torch.float32)
     low, high = MAGIC + qmin, MAGIC + qmax
-    zero = torch.tensor(MAGIC + zero_point) if zero is None else zero
+    zero = x.new_tensor(MAGIC + zero_point) if zero is None else zero
     if x.numel() <= WHOLE:
         y = torch.add(zero, x, alpha=1.0 / scale).clamp_(low, high).view(torch.int32).to(torch.uint8)
         return dense(y)
@@ -76,7 +76,7 @@ def quantize(
     source, order = flat
     out = torch.empty_like(x, dtype=torch.uint8)
     target = out.permute(order).view(-1)
-    buffer = torch.empty(min(len(source), CHUNK * torch.get_num_threads()), dtype=torch.float32)
+    buffer = x.new_empty(min(len(source), CHUNK * torch.get_num_threads()))
     for step in chunks(len(source)):
         y = buffer[: step.stop - step.start]
         torch.add(zero, source[step], alpha=1.0 / scale, out=y).clamp_(low, high)
@@ -114,10 +114,10 @@ def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qma
     rows = x.movedim(1, -1)
     if not rows.is_contiguous():
         rows = rows.contiguous()
-    out = torch.empty(rows.shape, dtype=torch.uint8)
+    out = rows.new_empty(rows.shape, dtype=torch.uint8)
     channels = rows.shape[-1]
     source, target = rows.view(-1, channels), out.view(-1, channels)
-    zero, low, high = torch.tensor(MAGIC + zero_point), MAGIC + qmin, MAGIC + qmax
+    zero, low, high = x.new_tensor(MAGIC + zero_point), MAGIC + qmin, MAGIC + qmax
     for step in chunks(rows.numel(), channels):
         part = slice(step.start // channels, step.stop // channels)
         y = F.prelu(source[part], weight).to(torch.float32)  # torch.autocast computes it in bfloat16
@@ -137,7 +137,7 @@ class Quantize(Kernel):
     def __init__(self, out: QParams) -> None:
         super().__init__()
         self.out = out
-        self._grid = (out.s, out.z, out.qmax, out.qmin, torch.tensor(MAGIC + out.z))
+        self._grid = (out.s, out.z, out.qmax, out.qmin, torch.tensor(MAGIC + out.z, dtype=torch.float32, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         """float32, any shape -> uint8, the same shape."""

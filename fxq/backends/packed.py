@@ -58,7 +58,7 @@ def as_quint8(x: Tensor, scale: float, zero_point: int) -> Tensor:
 
 def as_uint8(q: Tensor) -> Tensor:
     """The memory of a quint8 tensor as a uint8 tensor: nothing is copied."""
-    x = torch.empty(0, dtype=torch.uint8)
+    x = torch.empty(0, dtype=torch.uint8, device="cpu")
     return x.set_(q.untyped_storage(), q.storage_offset(), q.shape, q.stride())
 
 
@@ -67,7 +67,7 @@ def as_qint8(weight: Tensor, scale: Tensor, axis: int) -> Tensor:
     _say_nothing()
     if scale.dim() == 0:
         return torch._make_per_tensor_quantized_tensor(weight, float(scale), 0)
-    zero = torch.zeros(len(scale), dtype=torch.int64)
+    zero = torch.zeros(len(scale), dtype=torch.int64, device="cpu")
     return torch._make_per_channel_quantized_tensor(weight, scale.double(), zero, axis)
 
 

@@ -106,7 +106,7 @@ class Mean(Kernel):
         self.x, self.out, self.keepdim, self.total = x, out, keepdim, total
         self.dim = (dim,) if isinstance(dim, int) else tuple(dim)
         self._input, self._output = numbers(x), numbers(out)
-        self._zero = torch.tensor(MAGIC + self._output[1])
+        self._zero = torch.tensor(MAGIC + self._output[1], dtype=torch.float32, device="cpu")
 
     @classmethod
     def refuses(cls, *, x: QParams | None = None, out: QParams | None = None) -> str | None:

@@ -76,7 +76,7 @@ class Table(Kernel):
             BackendError: it gives NaN for an integer of the grid.
         """
         refuse(cls.name, cls.refuses(x=x, out=out))
-        integers = torch.arange(256, dtype=torch.uint8)
+        integers = torch.arange(256, dtype=torch.uint8, device="cpu")
         real = dequantize(integers.unsqueeze(1).expand(256, channels) if channels else integers, x)
         with torch.no_grad():
             y = function(real).to(torch.float32)
@@ -102,7 +102,7 @@ class Table(Kernel):
         size = x.numel()
         if size < _PAIRS:
             return self.table.index_select(0, flat.to(torch.int32)).as_strided(x.shape, x.stride())
-        y = torch.empty(size, dtype=self.table.dtype)
+        y = self.table.new_empty(size)
         pairs = size // 2 * 2
         if self.out is None or x.storage_offset() % 2:  # a view of pairs must start at an even byte
             _look_up(self.table, flat, y)
@@ -125,10 +125,10 @@ class Table(Kernel):
         if x.dim() < 2 or x.shape[1] != channels:
             raise BackendError(f"{self.name}: the input is {tuple(x.shape)}, the table has {channels} channels.")
         rows = x.movedim(1, -1).contiguous()
-        source, y = rows.view(-1, channels), torch.empty(rows.numel(), dtype=self.table.dtype)
+        source, y = rows.view(-1, channels), self.table.new_empty(rows.numel())
         start = self._packed.get("start")
         if start is None:
-            start = self._remember("start", torch.arange(channels, dtype=torch.int32).mul_(256))
+            start = self._remember("start", torch.arange(channels, dtype=torch.int32, device="cpu").mul_(256))
         table = self.table.view(-1)
         for step in chunks(rows.numel(), channels):
             part = source[step.start // channels : step.stop // channels]

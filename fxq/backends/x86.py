@@ -56,6 +56,6 @@ class X86(RowBackend):
 
 def _qadd_is_right() -> bool:
     """With AVX512, torch 2.13 reads uint8 above 127 as int8 there."""
-    x = torch.full((64,), 200, dtype=torch.uint8)
+    x = torch.full((64,), 200, dtype=torch.uint8, device="cpu")
     y = torch.ops.onednn.qadd.tensor(x, 1.0, 0, torch.zeros_like(x), 1.0, 0, 1.0, 0, torch.uint8)
     return bool((y == 200).all())

@@ -232,7 +232,7 @@ class Conv(WeightedKernel):
         """The slopes of prelu or leaky_relu, (1,) or (C_out,); None for another post."""
         if self.post is None or self.post.name not in self.twice:
             return None
-        return torch.tensor(self.post.args) if self.slope is None else self.slope
+        return torch.tensor(self.post.args, dtype=torch.float32, device="cpu") if self.slope is None else self.slope
 
     def _forms(self, weight: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """What to convolve with: weight, scale and bias, with the input's zero point folded into the bias."""
@@ -259,7 +259,7 @@ class Conv(WeightedKernel):
 
     def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, geometry: tuple[Any, ...], shape: list[int]) -> Packed:
         packed = _onednn.qconv_prepack(weight, scale, self.x.s, 0, *geometry, shape)
-        return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32), bias)
+        return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L), any strides -> `out`'s grid or float32, channels-last."""
@@ -293,7 +293,7 @@ class Conv(WeightedKernel):
             return plan.pick(y, plan.op(x, *before, *after), out=y)
         n, channels, height, width = plan.shape
         first, second = y.permute(0, 2, 3, 1).reshape(-1, 2, channels).unbind(1)
-        picked = plan.pick(first, second, out=torch.empty(first.shape, dtype=torch.uint8))
+        picked = plan.pick(first, second, out=y.new_empty(first.shape))
         return picked.view(n, height, width, channels).permute(0, 3, 1, 2)
 
     def _scratch(self, residual: Tensor | None, shape: torch.Size, batched: bool) -> Tensor:

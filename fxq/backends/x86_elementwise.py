@@ -76,7 +76,7 @@ class Add(arithmetic.Add):
 
     def _conv(self, channels: int, inplace: bool) -> Conv:
         """The convolution of the operand with the sign, with the other as its residual."""
-        one = torch.full((channels, 1, 1, 1), self.sign, dtype=torch.int8)
+        one = torch.full((channels, 1, 1, 1), self.sign, dtype=torch.int8, device="cpu")
         unit = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
         x, residual = (self.a, self.b) if self.sign == 1 else (self.b, self.a)
         options: dict[str, Any] = {"groups": channels, "post": self.post, "residual": residual, "inplace": inplace}
@@ -104,8 +104,9 @@ class Mul(arithmetic.Mul):
         self._epilogue = epilogue(post, out)
         # Behind a gate's zero point: its scale, and what it adds to the bias for the zero point of the other.
         grids = ((self.b, self.a), (self.a, self.b))
-        self._factors = [torch.tensor([[gate.s], [-gate.s * x.s * x.z]]) for gate, x in grids]
-        self._zeros = [torch.tensor(float(gate.z)) for gate, _ in grids]
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        self._factors = [torch.tensor([[gate.s], [-gate.s * x.s * x.z]], **kind) for gate, x in grids]
+        self._zeros = [torch.tensor(float(gate.z), **kind) for gate, _ in grids]
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """uint8, uint8, any shapes that broadcast -> uint8, four dimensions channels-last."""
@@ -135,8 +136,9 @@ class Mul(arithmetic.Mul):
 
     def _pack(self, channels: int, size: list[int], x: QParams) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
         """The ones, their zero points, and the arguments of the kernel behind the bias."""
-        ones = torch.ones(channels, 1, 1, 1, dtype=torch.int8)
+        ones = torch.ones(channels, 1, 1, 1, dtype=torch.int8, device="cpu")
+        scale = torch.ones(channels, dtype=torch.float32, device="cpu")
         geometry = [1, 1], [0, 0], [1, 1], channels
-        packed = _onednn.qconv_prepack(ones, torch.ones(channels), x.s, 0, *geometry, [1, channels, *size])
+        packed = _onednn.qconv_prepack(ones, scale, x.s, 0, *geometry, [1, channels, *size])
         after = *geometry, *target(self.out), *self._epilogue[:3]
-        return packed, torch.zeros(channels, dtype=torch.int32), after
+        return packed, torch.zeros(channels, dtype=torch.int32, device="cpu"), after

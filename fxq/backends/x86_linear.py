@@ -92,7 +92,7 @@ class Linear(WeightedKernel):
     def _pack(self) -> Packed:
         scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()
         packed = _onednn.qlinear_prepack(self.weight, None)  # a shape makes no difference in time
-        return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32), self.bias)
+        return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), self.bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """uint8 (..., in_features) -> (..., out_features), on `out`'s grid or float32."""

@@ -71,7 +71,7 @@ class AvgPool2d(Kernel):
         return first_reason(reasons)
 
     def _conv(self, channels: int) -> Conv:
-        ones = torch.ones(channels, 1, *self.kernel_size, dtype=torch.int8)
+        ones = torch.ones(channels, 1, *self.kernel_size, dtype=torch.int8, device="cpu")
         scale = 1.0 / ones[0, 0].numel()
         options: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "groups": channels}
         qparams = QParams.per_tensor(scale, 0, -128, 127, torch.int8)

@@ -99,14 +99,14 @@ def _batch_norm(parts: Parts, operands: Operands) -> Kernel:
     shape = info(parts.first.tensors["x"]).shape or ()
     if len(shape) not in (3, 4) or math.prod(shape) < AFFINE:
         return looked_up(parts, operands)
-    fixed, ones = operands.fixed, torch.ones(shape[1])
+    fixed, ones = operands.fixed, torch.ones(shape[1], device="cpu")
     mean, var = (torch.as_tensor(fixed[name]).double() for name in ("running_mean", "running_var"))
     gamma, beta = (
         torch.as_tensor(fixed.get(name, default)) for name, default in (("weight", ones), ("bias", 0 * ones))
     )
     scale = gamma.double() * torch.rsqrt(var + parts.first.options["eps"])
-    weight = torch.ones(shape[1], *[1] * (len(shape) - 1), dtype=torch.int8)
-    qparams = QParams(scale.float(), torch.zeros(shape[1], dtype=torch.int32), -128, 127, torch.int8, 0)
+    weight = torch.ones(shape[1], *[1] * (len(shape) - 1), dtype=torch.int8, device="cpu")
+    qparams = QParams(scale.float(), torch.zeros(shape[1], dtype=torch.int32, device="cpu"), -128, 127, torch.int8, 0)
     shift = (beta.double() - mean * scale).float()
     return Conv(weight, qparams, shift, operands.grids[0], operands.out, groups=shape[1], post=parts.post)
 

@@ -155,7 +155,7 @@ class ConvTranspose2d(WeightedKernel):
         weight = weight.permute(0, 4, 6, 2, 1, 3, 5).reshape(-1, inputs // self.groups, height, width).contiguous()
         repeat = self.groups, phases_h * phases_w
         scale = self.weight_scale.expand(channels).repeat(self.groups)
-        zero = torch.zeros(len(weight), dtype=torch.int32)
+        zero = torch.zeros(len(weight), dtype=torch.int32, device="cpu")
         qparams = QParams(_per_phase(scale, *repeat), zero, -128, 127, torch.int8, 0)
         bias = None if self.bias is None else _per_phase(self.bias, *repeat)
         slope = self.slope if self.slope is None or len(self.slope) == 1 else _per_phase(self.slope, *repeat)
@@ -205,8 +205,8 @@ def _phases(weight: Tensor, axis: int, tap: Taps, stride: int, padding: int) -> 
     axis = 2 * axis - 2  # the axis before has become two
     kernel = weight.shape[axis]
     # Tap t of a phase reads x[q - last + t], so m = last - t, and its weight is w[stride * m + phase + padding - crop].
-    m = torch.arange(tap.last, tap.first - 1, -1)
-    index = stride * m[:, None] + torch.arange(stride) + padding - tap.crop
+    m = torch.arange(tap.last, tap.first - 1, -1, device="cpu")
+    index = stride * m[:, None] + torch.arange(stride, device="cpu") + padding - tap.crop
     inside = (index >= 0) & (index < kernel)
     picked = weight.index_select(axis, index.clamp(0, kernel - 1).reshape(-1)).unflatten(axis, tuple(index.shape))
     return picked * inside.view(*index.shape, *([1] * (picked.dim() - axis - 2)))
