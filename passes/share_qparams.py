@@ -68,7 +68,10 @@ class ShareQParams(Pass):
             rewriter.describe(value, edges=tuple(edges))
 
 
-_MAXIMA = ("max_pool1d", "max_pool2d", "adaptive_max_pool2d")
+_MAXIMA = (
+    *("max_pool1d", "max_pool2d", "max_pool3d"),
+    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+)
 
 
 def _extends(rewriter: Rewriter, node: fx.Node) -> bool:

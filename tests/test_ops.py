@@ -40,9 +40,8 @@ UNTESTED = {
 
 FOLDED = {"batch_norm", "dropout", "identity"}
 NO_KERNEL = {
-    *("conv_transpose3d", "matmul", "prelu", "unfold", "max_pool3d", "avg_pool3d"),
+    *("conv_transpose3d", "matmul", "prelu", "unfold", "avg_pool3d"),
     *("adaptive_avg_pool1d", "adaptive_avg_pool3d"),
-    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
 }
 """Ops that x86 has no kernel for."""
 

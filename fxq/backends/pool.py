@@ -77,6 +77,109 @@ class MaxPool2d(Kernel):
         )
 
 
+class MaxPool3d(Kernel):
+    """max_pool3d: a 2-d pooling of every plane, then the largest of each window's planes; same grid in and out.
+
+    Args:
+        kernel_size: int or one per spatial dimension.
+        stride: int or one per spatial dimension; None: as `kernel_size`.
+        padding: int or one per spatial dimension.
+        dilation: int or one per spatial dimension.
+        ceil_mode: as in `torch.nn.MaxPool3d`.
+    """
+
+    name: ClassVar[str] = "cpu.max_pool3d"
+    options: ClassVar[tuple[str, ...]] = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kernel_size, self.padding = pair(kernel_size, 3), pair(padding, 3)
+        self.stride = self.kernel_size if stride is None else pair(stride, 3)
+        self.dilation, self.ceil_mode = pair(dilation, 3), ceil_mode
+        self._plane = MaxPool2d(
+            self.kernel_size[1:], self.stride[1:], self.padding[1:], self.dilation[1:], ceil_mode=ceil_mode
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C, D, H, W) or (C, D, H, W) -> uint8, channels-last."""
+        batched = x.dim() == 5
+        x = (x if batched else x.unsqueeze(0)).transpose(1, 2)
+        y = self._plane(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        y = maxima(y.movedim(2, -1), 1, self._windows(x.shape[1])).movedim(-1, 1)
+        return y if batched else y.squeeze(0)
+
+    def _windows(self, depth: int) -> list[slice]:
+        """The planes under each window: padding is never the largest, so it is left out."""
+        stride, pad, step = self.stride[0], self.padding[0], self.dilation[0]
+        reach = step * (self.kernel_size[0] - 1) + 1
+        last = depth + 2 * pad - reach
+        starts = range(-pad, last - pad + 1, stride)
+        if (
+            self.ceil_mode and last % stride and starts[-1] + stride < depth
+        ):  # one that begins in the right padding goes
+            starts = range(-pad, starts[-1] + stride + 1, stride)
+        return [slice(start if start >= 0 else start % step, max(start + reach, 0), step) for start in starts]
+
+
+class AdaptiveMaxPool(Kernel):
+    """adaptive_max_pool1d, 2d and 3d; same grid in and out.
+
+    A maximum over an axis where one value is left, a pooling with windows where they are all alike, else a maximum per
+    window.
+
+    Args:
+        output_size: the size of each spatial dimension, which decides how many there are; None: as the input's.
+    """
+
+    name: ClassVar[str] = "cpu.adaptive_max_pool"
+    options: ClassVar[tuple[str, ...]] = ("output_size",)
+
+    def __init__(self, output_size: Sequence[int | None]) -> None:
+        super().__init__()
+        self.output_size = tuple(output_size)
+        refuse(self.name, self.refuses(output_size=self.output_size))
+
+    @classmethod
+    def refuses(cls, *, output_size: Sequence[int | None] = ()) -> str | None:
+        """Why no such kernel can be built, or None."""
+        return "adaptive pooling to no value" if 0 in output_size else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C, *spatial) or (C, *spatial) -> uint8."""
+        dims = len(self.output_size)
+        sizes = x.shape[-dims:]
+        wanted = tuple(n if w is None else w for n, w in zip(sizes, self.output_size, strict=True))
+        if all(w == 1 for w in wanted):
+            return x.amax(tuple(range(-dims, 0)), keepdim=True)
+        if not any(n % w for n, w in zip(sizes, wanted, strict=True)):
+            window = tuple(n // w for n, w in zip(sizes, wanted, strict=True))
+            pool = self._packed.get(window) or self._remember(window, _pool_of(window))
+            y: Tensor = pool(x)
+            return y
+        for axis, n, w in zip(range(-dims, 0), sizes, wanted, strict=True):
+            if n != w:
+                x = maxima(x, axis, [slice(i * n // w, -(-(i + 1) * n // w)) for i in range(w)])
+        return x
+
+
+def _pool_of(window: tuple[int, ...]) -> Kernel:
+    """The max pooling with windows of this size, side by side."""
+    return MaxPool3d(window) if len(window) == 3 else MaxPool2d(window, dims=len(window))
+
+
+def maxima(x: Tensor, axis: int, windows: Sequence[slice]) -> Tensor:
+    """The largest value under each window of an axis, which has as many values then as there are windows."""
+    parts = x.movedim(axis, 0)
+    return torch.stack([parts[window].amax(0) for window in windows], axis)
+
+
 _EXACT = 2**16
 """Sums of up to this many bytes are exact in float32."""
 

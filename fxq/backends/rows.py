@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxq.backends.elementwise import Clamp, Pad
 from fxq.backends.kernel import Kernel, Post, bounds
-from fxq.backends.pool import MaxPool2d, Mean
+from fxq.backends.pool import AdaptiveMaxPool, MaxPool2d, MaxPool3d, Mean
 from fxq.backends.table import Table
 from fxq.errors import BackendError
 from fxq.graph import info
@@ -170,7 +170,17 @@ def second(operands: Operands) -> QParams | None:
 def _max_pool(parts: Parts, operands: Operands) -> Kernel:
     options = parts.first.options
     same_grid(operands)
-    return MaxPool2d(**options, dims=len(options["kernel_size"]))
+    dims = len(options["kernel_size"])
+    return MaxPool3d(**options) if dims == 3 else MaxPool2d(**options, dims=dims)
+
+
+def _adaptive_max(parts: Parts, operands: Operands) -> Kernel:
+    same_grid(operands)
+    return AdaptiveMaxPool(**parts.first.options)
+
+
+def _adaptive_max_refuses(parts: Parts, node: fx.Node) -> str | None:
+    return AdaptiveMaxPool.refuses(**parts.first.options)
 
 
 def same_grid(operands: Operands) -> QParams:
@@ -257,8 +267,10 @@ NATIVE = Row(None, never)
 LOOKED_UP = Row(looked_up, _table_refuses, CLAMPS)
 """A function of one tensor: see `Table`."""
 PLAIN: dict[str, Row] = {
-    "max_pool1d": Row(_max_pool, never),
-    "max_pool2d": Row(_max_pool, never),
+    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), Row(_max_pool, never)),
+    **dict.fromkeys(
+        ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), Row(_adaptive_max, _adaptive_max_refuses)
+    ),
     **dict.fromkeys(
         ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), Row(global_mean, _adaptive_refuses)
     ),
