@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxq.errors import InputError
 from fxq.spec import TensorSpec
+from fxq.untouched import autocast_on
 
 _LIB = torch.library.Library("fxq", "DEF")
 _LIB.define("quantize(Tensor x, float scale, int zero_point, int qmin, int qmax, ScalarType dtype) -> Tensor")
@@ -21,6 +22,28 @@ _LIB.define("dequantize(Tensor q, float scale, int zero_point) -> Tensor")
 _CHANNEL = "Tensor scale, Tensor zero_point, int axis"
 _LIB.define(f"quantize.channel(Tensor x, {_CHANNEL}, int qmin, int qmax, ScalarType dtype) -> Tensor")
 _LIB.define(f"dequantize.channel(Tensor q, {_CHANNEL}) -> Tensor")
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """`x`, which is to be float32; what `torch.autocast` has made of float32 is converted back.
+
+    Raises:
+        InputError: it is of another type, for which the scale was not made.
+    """
+    if x.dtype == torch.float32:
+        return x
+    if x.dtype in (torch.float16, torch.bfloat16) and autocast_on():
+        return x.to(torch.float32)
+    given = str(x.dtype).removeprefix("torch.")
+    raise InputError(
+        f"an input of a quantized layer is {given}, of shape {tuple(x.shape)}; its scale is made for the float32 "
+        "values of the calibration data. Give the quantized model what the float model takes: x.float(), and images "
+        "of bytes scaled as for calibration, x.float() / 255."
+    )
+
+
+def _quantize(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int, dtype: torch.dtype) -> Tensor:
+    return _to_grid(as_float32(x), scale, zero_point, qmin, qmax, dtype)
 
 
 def _to_grid(
@@ -53,7 +76,7 @@ def _dequantize_channel(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int)
     return (q.to(torch.float32) - _along(zero_point, axis, q.dim())).mul_(_along(scale, axis, q.dim()))
 
 
-_LIB.impl("quantize", _to_grid, "CompositeExplicitAutograd")
+_LIB.impl("quantize", _quantize, "CompositeExplicitAutograd")
 _LIB.impl("quantize.channel", _quantize_channel, "CompositeExplicitAutograd")
 _LIB.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 _LIB.impl("dequantize.channel", _dequantize_channel, "CompositeExplicitAutograd")

@@ -454,6 +454,36 @@ def test_a_pass_that_leaves_an_invalid_graph(broken, words):
     refused(net(), fxq.PassError, f"after {broken.name}", *words, recipe=recipe)
 
 
+# ---- the quantized model
+
+TYPES = (torch.uint8, torch.int64, torch.float64, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fbgemm", "reference"])
+def test_an_input_of_another_type(backend):
+    """Bytes of 0 to 255 would saturate without a word."""
+    model = net()
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
+    for dtype in TYPES:
+        x = X.abs().to(dtype)
+        with pytest.raises(RuntimeError):
+            model(x)
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(fxq.InputError, match=rf"is {name}, of shape \(2, 3, 8, 8\); .*: x\.float\(\), and"):
+            qmodel(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(qmodel(X.bfloat16()).float(), qmodel(X.bfloat16().float()).float())
+
+
+def test_an_input_of_another_type_where_a_prelu_comes_first():
+    model = nn.Sequential(nn.PReLU(), nn.Conv2d(3, 4, 1)).eval()
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="auto", optimize="coverage"), data=[X])
+    for dtype in TYPES:
+        for refusing in (model, qmodel):
+            with pytest.raises((fxq.InputError, RuntimeError)):
+                refusing(X.abs().to(dtype))
+
+
 # ---- the steps
 
 

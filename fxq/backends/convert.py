@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel
-from fxq.qparams import QParams
+from fxq.qparams import QParams, as_float32
 
 # Elements per step and thread. 512 KiB of float32 stay in a core's L2 cache between the operations on them: measured
 # with 16 Ki to 4 Mi elements, 64 Ki to 256 Ki are the best, 1.8 times as fast as whole tensors.
@@ -60,9 +60,12 @@ def quantize(
     As `fxq.qparams.quantize`, but multiplies with the reciprocal of the scale, so that a value within float32's
     precision of a tie may land one step away. Infinities saturate. `zero` is `MAGIC + zero_point` as a tensor, for
     who has it: making it and what needs not be called takes longer than to quantize a small tensor.
+
+    Raises:
+        InputError: `x` is not float32, nor what `torch.autocast` makes of it.
     """
     x = x.detach() if x.requires_grad else x
-    x = x if x.dtype == torch.float32 else x.to(torch.float32)
+    x = x if x.dtype == torch.float32 else as_float32(x)
     low, high = MAGIC + qmin, MAGIC + qmax
     zero = x.new_tensor(MAGIC + zero_point) if zero is None else zero
     if x.numel() <= WHOLE:
@@ -108,7 +111,7 @@ def prelu_quantize(x: Tensor, weight: Tensor, scale: float, zero_point: int, qma
         qmax: largest integer of the result.
         qmin: smallest integer of the result.
     """
-    x, weight = x.detach().to(torch.float32), weight.detach()
+    x, weight = as_float32(x).detach(), weight.detach()
     if x.dim() < 2 or x.numel() == 0:
         return quantize(F.prelu(x, weight), scale, zero_point, qmax, qmin)
     rows = x.movedim(1, -1)
