@@ -112,7 +112,8 @@ class MaxPool3d(Kernel):
         batched = x.dim() == 5
         x = (x if batched else x.unsqueeze(0)).transpose(1, 2)
         y = self._plane(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        y = maxima(y.movedim(2, -1), 1, self._windows(x.shape[1])).movedim(-1, 1)
+        planes = y.movedim(2, -1)
+        y = torch.stack([planes[:, under].amax(1) for under in self._windows(x.shape[1])], 1).movedim(-1, 1)
         return y if batched else y.squeeze(0)
 
     def _windows(self, depth: int) -> list[slice]:
@@ -129,10 +130,9 @@ class MaxPool3d(Kernel):
 
 
 class AdaptiveMaxPool(Kernel):
-    """adaptive_max_pool1d, 2d and 3d; same grid in and out.
+    """adaptive_max_pool1d, 2d and 3d, as a pooling with windows side by side; same grid in and out.
 
-    A maximum over an axis where one value is left, a pooling with windows where they are all alike, else a maximum per
-    window.
+    Where windows overlap or differ in size, each gets its own copy of its values, the last one again up to one size.
 
     Args:
         output_size: the size of each spatial dimension, which decides how many there are; None: as the input's.
@@ -155,29 +155,36 @@ class AdaptiveMaxPool(Kernel):
         """uint8 (N, C, *spatial) or (C, *spatial) -> uint8."""
         dims = len(self.output_size)
         sizes = x.shape[-dims:]
-        wanted = tuple(n if w is None else w for n, w in zip(sizes, self.output_size, strict=True))
-        if all(w == 1 for w in wanted):
-            return x.amax(tuple(range(-dims, 0)), keepdim=True)
-        if not any(n % w for n, w in zip(sizes, wanted, strict=True)):
-            window = tuple(n // w for n, w in zip(sizes, wanted, strict=True))
-            pool = self._packed.get(window) or self._remember(window, _pool_of(window))
-            y: Tensor = pool(x)
-            return y
-        for axis, n, w in zip(range(-dims, 0), sizes, wanted, strict=True):
-            if n != w:
-                x = maxima(x, axis, [slice(i * n // w, -(-(i + 1) * n // w)) for i in range(w)])
-        return x
+        indices, pool = self._packed.get(sizes) or self._remember(sizes, self._for(sizes))
+        y = x.movedim(-dims - 1, -1)
+        for axis, index in enumerate(indices, -dims - 1):
+            y = y if index is None else y.index_select(axis, index)
+        pooled: Tensor = pool(y.movedim(-1, -dims - 1))
+        return pooled
+
+    def _for(self, sizes: Sequence[int]) -> tuple[list[Tensor | None], Kernel]:
+        """What is copied along each axis, None where nothing is, and the pooling of that."""
+        windows = [
+            _windows(n, n if wanted is None else wanted) for n, wanted in zip(sizes, self.output_size, strict=True)
+        ]
+        copied = [w.flatten() if w.numel() != n else None for w, n in zip(windows, sizes, strict=True)]
+        return copied, _pool_of(tuple(w.shape[1] for w in windows))
+
+
+def _windows(n: int, count: int) -> Tensor:
+    """int64 (count, longest): the positions under each of `count` adaptive windows over n values.
+
+    A shorter window has its last one again. As many positions as values are all of them, in order.
+    """
+    starts = torch.arange(count) * n // count
+    ends = -(-(torch.arange(count) + 1) * n // count)
+    steps = torch.arange(int((ends - starts).max()))
+    return torch.minimum(starts[:, None] + steps, ends[:, None] - 1)
 
 
 def _pool_of(window: tuple[int, ...]) -> Kernel:
     """The max pooling with windows of this size, side by side."""
     return MaxPool3d(window) if len(window) == 3 else MaxPool2d(window, dims=len(window))
-
-
-def maxima(x: Tensor, axis: int, windows: Sequence[slice]) -> Tensor:
-    """The largest value under each window of an axis, which has as many values then as there are windows."""
-    parts = x.movedim(axis, 0)
-    return torch.stack([parts[window].amax(0) for window in windows], axis)
 
 
 _EXACT = 2**16
