@@ -291,8 +291,12 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
 
 def _unfit_input(gm: fx.GraphModule, first: OpCall, read: Input, changes: Changes) -> str | None:
     about = info(read.node)
-    if read.role == "weight" and constant(gm, read.node) is None:
-        return "its weight is computed at run time"
+    if read.role == "weight":
+        weight = constant(gm, read.node)
+        if weight is None:
+            return "its weight is computed at run time"
+        if weight.numel() == 0:
+            return f"its weight is empty: {tuple(weight.shape)}"
     if read.role == "bias" and constant(gm, read.node) is None:
         return "its bias is computed at run time"
     if read.role != "activation":

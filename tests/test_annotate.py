@@ -10,6 +10,7 @@ from fxq.backends.cpu import has_onednn_int8
 from fxq.graph import info
 from fxq.passes import Annotate
 from tests.graphs import REFERENCE, again, text, until
+from tests.helpers import module
 from tests.models import batch, build, settled
 
 X86 = fxq.Recipe.static(backend="x86")
@@ -115,6 +116,21 @@ def test_reasons(middle, node, fate, reason):
     assert got[0] == fate
     assert reason in got[1]
     assert bool(got[1]) == (fate == "float")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(("inside", "outside"), [(4, 0), (0, 4)])
+def test_a_layer_without_a_weight_to_speak_of(inside, outside, backend):
+    model = module(
+        lambda self, x: (self.first(x), self.empty(self.first(x)[:, :inside])),
+        first=nn.Linear(8, 4), empty=nn.Linear(inside, outside),
+    )  # fmt: skip
+    x = torch.randn(3, 8)
+    qmodel = fxq.quantize(model.eval(), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
+    (entry,) = qmodel.ledger.where(path="empty")
+    assert (entry.fate, entry.reason) == ("float", f"its weight is empty: ({outside}, {inside})")
+    assert torch.equal(qmodel(x)[1], model(x)[1])
 
 
 def test_nobody_reads_integers():
