@@ -51,7 +51,7 @@ class Observer(nn.Module, ABC):
 
     def __init__(self, spec: TensorSpec, axis: int | None = None, name: str = "") -> None:
         super().__init__()
-        self.spec, self.axis, self.name, self.paused = spec, axis, name, False
+        self.spec, self.axis, self.name, self.paused, self._met_empty = spec, axis, name, False, False
         if axis is not None and not self.per_channel:
             raise RecipeError(
                 f"{self._tensor}: the {spec.observer!r} observer has one range per tensor, but the recipe asks for one "
@@ -77,6 +77,7 @@ class Observer(nn.Module, ABC):
         if x.numel() and not x.is_meta and not self.paused:
             with torch.no_grad():
                 self._observe(x.detach())
+        self._met_empty = self._met_empty or x.numel() == 0
         return x
 
     def merge(self, other: Observer) -> None:
@@ -126,8 +127,10 @@ class Observer(nn.Module, ABC):
             CalibrationError: no data was seen.
         """
         if not self.seen:
+            why = ": what reached it was empty, as are batches of size 0" if self._met_empty else ""
             raise CalibrationError(
-                f"{self._tensor} has seen no data. Calibrate with inputs that reach this layer, or set it to float."
+                f"{self._tensor} has seen no data{why}. Calibrate with inputs that reach this layer, or set it to "
+                "float."
             )
         return self.minimum.float().cpu(), self.maximum.float().cpu()
 

@@ -454,6 +454,10 @@ def test_a_pass_that_leaves_an_invalid_graph(broken, words):
     refused(net(), fxq.PassError, f"after {broken.name}", *words, recipe=recipe)
 
 
+def test_batches_of_size_0():
+    refused(net(), fxq.CalibrationError, "(the input) has seen no data: what reached it was empty", data=[X[:0]] * 2)
+
+
 # ---- the quantized model
 
 TYPES = (torch.uint8, torch.int64, torch.float64, torch.float16, torch.bfloat16)
