@@ -220,6 +220,8 @@ def taken_part(user: fx.Node, node: fx.Node) -> Any:
 
 def reads_only_metadata(node: fx.Node) -> bool:
     """Whether the node looks at its input's shape and not at a value, so that integers serve it as well as floats."""
+    if _is_only_counted(node):
+        return True
     if node.op == "call_method":
         return node.target in _METADATA_METHODS or (fills_like(node) and "dtype" in node.kwargs)
     if node.op != "call_function":
@@ -229,6 +231,14 @@ def reads_only_metadata(node: fx.Node) -> bool:
     if node.target is getattr:
         return node.args[1] in _METADATA_ATTRIBUTES
     return node.target in _METADATA_FUNCTIONS or (fills_like(node) and "dtype" in node.kwargs)
+
+
+def _is_only_counted(node: fx.Node) -> bool:
+    """Whether the node cuts a tensor into parts of which nobody reads more than how many they are."""
+    if not node.users or not all(is_check(user) and user.kwargs.get("how") == "len" for user in node.users):
+        return False
+    found = OPS.of_call(node.target)
+    return found is not None and found[1].pick is not None and found[0].quant.layout
 
 
 def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from fxq.graph import set_info, tensor_meta
 from fxq.numeric import tensors
 from fxq.ops import OPS
 from fxq.origin import origin_of
+from fxq.parts import apart, sliced
 from fxq.untouched import copied
 from fxq.values import Origin, Value, examples, found_in, is_value, replaced, unwatched, visible
 from fxq.wrappers import wrapped
@@ -173,6 +174,11 @@ class Tracer(fx.Tracer):
         proxy_factory_fn: Any = None,
     ) -> Any:
         """Run a call on the example and record it; its value. What returns None is given as None."""
+        if kind == "call_function":
+            some = sliced(target, args)
+            if some is not None:
+                return some
+            args, kwargs = apart(target, args, kwargs)
         if kind == "call_method" and target in _TAKES_SIZES and len(args) == 2 and is_value(args[1]):
             args = (args[0], *args[1]) if isinstance(args[1]._value, (tuple, list)) else args  # one spelling of a shape
         self._squeezes = self._squeezes or target in _SQUEEZES
