@@ -135,6 +135,8 @@ class Recipe:
         correct_bias: bool = False,
         optimize: str = "speed",
         strict_trace: bool = False,
+        leaf_modules: Iterable[str] = (),
+        concrete_args: Mapping[str, Any] | None = None,
     ) -> Recipe:
         """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
@@ -146,9 +148,18 @@ class Recipe:
             optimize: "speed": what is faster in float on this machine stays in float (measured at the shapes of the
                 example inputs); "coverage": everything runs on integers that can.
             strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.
+            leaf_modules: path globs of modules that are not traced into, as `leaf` adds them.
+            concrete_args: arguments of forward that are fixed to plain values, by name, as `fix_args` fixes them.
+
+        Example:
+            >>> Recipe.static(leaf_modules=["head.*"]) == Recipe.static().leaf("head.*")
+            True
         """
+        if isinstance(leaf_modules, str):
+            raise RecipeError(f"leaf_modules is a list of path globs, not {leaf_modules!r}: write [{leaf_modules!r}].")
         preset = "static_corrected" if correct_bias else "static"
-        return cls(preset, backend, QuantConfig(activation, weight), optimize=optimize, strict_trace=strict_trace)
+        recipe = cls(preset, backend, QuantConfig(activation, weight), optimize=optimize, strict_trace=strict_trace)
+        return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
         """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.

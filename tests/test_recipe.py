@@ -382,3 +382,11 @@ def test_what_tracing_is_told_survives_a_file(tmp_path):
     for wrong in ({"strict_trace": "yes"}, {"concrete_args": ["mode"]}):
         with pytest.raises(RecipeError, match="has a value of the wrong shape"):
             Recipe.from_dict(wrong)
+
+
+def test_static_takes_leaves_and_fixed_arguments():
+    recipe = Recipe.static(leaf_modules=["head.*", "neck"], concrete_args={"mode": "eval"}, strict_trace=True)
+    assert recipe == Recipe.static(strict_trace=True).leaf("head.*", "neck").fix_args(mode="eval")
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    with pytest.raises(RecipeError, match=r"list of path globs, not 'head': write \['head'\]"):
+        Recipe.static(leaf_modules="head")
