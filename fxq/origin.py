@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.values import RANDOM, Origin, found_in
+from fxq.values import FILLS, RANDOM, Origin, found_in
 
 _SIZES = """size dim ndimension numel nelement stride storage_offset get_device is_contiguous is_floating_point
     is_complex sym_size sym_numel sym_stride type is_same_size element_size is_tensor"""
@@ -26,7 +26,7 @@ def origin_of(kind: str, target: Any, args: Any, kwargs: Any) -> Origin:
         kwargs: the same by name.
     """
     name = _name(target)
-    if kind == "call_module" or name in RANDOM:
+    if kind == "call_module" or name in RANDOM or name in FILLS:
         return Origin.DATA
     inputs = list(found_in((args, kwargs)))
     if name in _ABOUT_SIZES or (target is getattr and args[1] in _READS):

@@ -225,6 +225,10 @@ RANDOM = (
     "multinomial",
 )  # fmt: skip
 """Functions of torch whose value is another one at every call."""
+FILLS = (
+    "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_",
+)  # fmt: skip
+"""Methods that fill a tensor with random numbers."""
 _METHODS = ("expand", "narrow", "new_full", "new_ones", "new_zeros", "repeat", "reshape", "select", "to", "view")
 
 
@@ -250,6 +254,8 @@ def visible(
             stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record, traces)))
         for name in _METHODS:
             stack.enter_context(_replaced_by(Tensor, name, _called(name, getattr(Tensor, name), record)))
+        for name in FILLS:
+            stack.enter_context(_replaced_by(Tensor, name, _called(name, getattr(Tensor, name), record, traces)))
         stack.enter_context(_Indexing(record))
         stack.enter_context(_replaced_by(builtins, "isinstance", _asked(builtins.isinstance)))
         yield
@@ -278,9 +284,9 @@ def _recorded(function: Any, record: Any, anyway: Callable[[], bool] = lambda: F
     return factory
 
 
-def _called(name: str, method: Any, record: Any) -> Any:
+def _called(name: str, method: Any, record: Any, anyway: Callable[[], bool] = lambda: False) -> Any:
     def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if next(found_in((args, kwargs)), None) is not None:
+        if anyway() or next(found_in((args, kwargs)), None) is not None:
             return record("call_method", name, (self, *args), kwargs)
         return method(self, *args, **kwargs)
 

@@ -290,24 +290,26 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
 
 
 def _unfit_input(gm: fx.GraphModule, first: OpCall, read: Input, changes: Changes) -> str | None:
-    about = info(read.node)
-    if read.role == "weight":
-        weight = constant(gm, read.node)
-        if weight is None:
-            return "its weight is computed at run time"
-        if weight.numel() == 0:
-            return f"its weight is empty: {tuple(weight.shape)}"
-    if read.role == "bias" and constant(gm, read.node) is None:
-        return "its bias is computed at run time"
+    about, changer = info(read.node), changes.of(read.node)
+    if read.role in ("weight", "bias"):
+        tensor = constant(gm, read.node)
+        if tensor is None:
+            return f"its {read.role} is computed at run time"
+        if read.role == "weight" and tensor.numel() == 0:
+            return f"its weight is empty: {tuple(tensor.shape)}"
+        return f"its {read.role} is changed in place by %{changer.name}" if changer is not None else None
     if read.role != "activation":
         return None
+    if not about.is_tensor:
+        return f"its input %{read.node.name} is no tensor but a plain value that can differ from call to call"
     if about.dtype is not torch.float32:
-        return f"its input %{read.node.name} is {about.dtype or 'not a tensor'}, not float32".replace("torch.", "")
+        return f"its input %{read.node.name} is {about.dtype}, not float32".replace("torch.", "")
+    if changer is not None:
+        return f"its input %{read.node.name} is changed in place by %{changer.name}"
     if read.node.op == "get_attr":
         by_channel = first.op.quant.pointwise and sum(size != 1 for size in about.shape or ()) < 2
         return f"its input {read.node.target} is a constant" if read.call == 0 and not by_channel else None
-    changer = changes.of(read.node)
-    return f"its input %{read.node.name} is changed in place by %{changer.name}" if changer is not None else None
+    return None
 
 
 def _settle(candidates: dict[fx.Node, _Candidate]) -> None:

@@ -78,6 +78,12 @@ def test_plans_of_dense_connections():
 # ---- the reasons
 
 
+def refilled(tensor):
+    """The tensor itself, not what the method returns."""
+    tensor.normal_()
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("middle", "node", "fate", "reason"),
     [
@@ -97,6 +103,14 @@ def test_plans_of_dense_connections():
             "interpolates (bilinear)",
         ),
         (lambda m, x: F.conv2d(x, m.weight * x.mean()), "conv2d", "float", "its weight is computed at run time"),
+        (lambda m, x: F.conv2d(x, torch.empty(4, 4, 1, 1).normal_()), "conv2d", "float", "computed at run time"),
+        (
+            lambda m, x: F.conv2d(x, refilled(torch.empty(4, 4, 1, 1))),
+            "conv2d",
+            "float",
+            "changed in place by %normal_",
+        ),
+        (lambda m, x: x * refilled(torch.empty(1)), "mul", "float", "is changed in place by %normal_"),
         (lambda m, x: F.conv2d(x, m.weight, m.slope * x.mean()), "conv2d", "float", "its bias is computed at run time"),
         (
             lambda m, x: torch.exp(x) + x,
@@ -105,6 +119,7 @@ def test_plans_of_dense_connections():
             "its input %exp is float, so float costs no conversion",
         ),
         (lambda m, x: torch.exp(x) + torch.erf(x), "add", "float", "is float, so float costs no conversion"),
+        (lambda m, x: x * (x.size(0) / 2), "mul", "float", "its input %truediv is no tensor but a plain value"),
         (lambda m, x: x.reshape(x.size(0), 4, 4, -1), "size", "float", "its value is not a tensor"),
         (lambda m, x: x.reshape(x.size(0), 4, 4, -1), "reshape", "moves", ""),
         (lambda m, x: F.max_pool2d(torch.erf(x), 2), "max_pool2d", "moves", ""),

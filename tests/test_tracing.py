@@ -577,8 +577,12 @@ def test_concrete_arguments_that_do_not_fit(fixed, words):
         lambda x: torch.rand_like(torch.zeros(1)),
         lambda x: torch.randperm(3).float()[:, None, None],
         lambda x: torch.normal(0.0, 1.0, (1,)),
+        lambda x: torch.empty(1).uniform_(-1, 1),
+        lambda x: torch.zeros(3, 1, 1).normal_().mul(2),
+        lambda x: filled(torch.empty(1)),
+        lambda x: nn.init.normal_(torch.empty(1)),
     ],
-    ids=["rand", "randn", "rand_like", "randperm", "normal"],
+    ids=["rand", "randn", "rand_like", "randperm", "normal", "uniform_", "normal_", "filled before", "init"],
 )
 def test_random_numbers_are_drawn_in_every_call(noise):
     model = module(lambda self, x: self.a(x + noise(x)), a=conv()).eval()
@@ -589,10 +593,26 @@ def test_random_numbers_are_drawn_in_every_call(noise):
     assert not torch.allclose(*got, atol=1e-2)
 
 
+def filled(tensor):
+    """The tensor itself, not what the method returns."""
+    tensor.exponential_()
+    return tensor
+
+
 def drawn(model):
     """What two calls return that start at the same seed."""
     torch.manual_seed(1)
     return [model(X), model(X)]
+
+
+@pytest.mark.parametrize("noise", [lambda: torch.empty(1).uniform_(1, 9), lambda: filled(torch.empty(1))])
+def test_random_numbers_are_drawn_in_every_call_of_the_quantized_model(noise):
+    """Nothing takes the numbers of the example for a constant that a kernel could hold."""
+    model = module(lambda self, x: self.b(self.a(x) * noise()), a=conv(), b=nn.Conv2d(3, 4, 1)).eval()
+    qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[X])
+    with torch.no_grad():
+        torch.manual_seed(1)
+        assert not torch.allclose(qmodel(X), qmodel(X), atol=1e-2)
 
 
 def test_another_thread_draws_numbers_of_its_own():
