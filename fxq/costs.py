@@ -26,18 +26,28 @@ AGREE, NEAR, LONGEST = 3, 1.25, 0.15
 """Runs that must agree with the quickest one, how much slower they may be, and the seconds after which to give up."""
 
 
-def measure(call: Call) -> float:
+EVICTED = 1 << 24
+"""Bytes that are written to empty the caches of a core: more than they hold."""
+
+
+def measure(call: Call, cold: bool = False) -> float:
     """Seconds that a call takes on a quiet machine: those of its quickest run, once others come near it.
 
     On a busy machine most runs are interrupted; so it goes on until `AGREE` runs took at most `NEAR` times as long as
     the quickest, or `LONGEST` seconds have passed. The first two runs are left out: kernels pack weights in them.
+
+    Args:
+        call: what to time.
+        cold: empty the caches before every run.
     """
+    other = torch.zeros(EVICTED if cold else 0, dtype=torch.uint8)
     with torch.inference_mode():
         call()
         call()
         times: list[float] = []
         began = time.perf_counter()
         while sum(t <= NEAR * min(times) for t in times) < AGREE and time.perf_counter() - began < LONGEST:
+            other.bitwise_not_()
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
@@ -60,19 +70,23 @@ class Costs:
     def __contains__(self, key: str) -> bool:
         return key in self.known
 
-    def seconds(self, key: str, prepare: Callable[[], Call]) -> float:
+    def seconds(self, key: str, prepare: Callable[[], Call], cold: bool = False) -> float:
         """The seconds of what `key` names; `prepare` returns the call to time where they are not known yet."""
         if key not in self.known:
-            self.known[key] = self._new[key] = measure(prepare())
+            self.known[key] = self._new[key] = measure(prepare(), cold)
         return self.known[key]
 
     def of_size(self, key: str, elements: int, prepare: Callable[[int], Call]) -> float:
-        """The seconds of an elementwise op: measured at powers of four, in between on the line through two of them."""
+        """The seconds of a conversion: measured at powers of four, in between on the line through two of them.
+
+        Measured with cold caches. The two forms of an op find the caches alike; a conversion is a call more, and inside
+        a network pays for its own code and buffers: 35 to 57 µs for a small tensor instead of 8 (AVX512-VNNI server).
+        """
         exponent = max(math.log(max(elements, 1), 4), 2.0)
         below = math.floor(exponent)
-        low, high = (self.seconds(f"{key} {4**e}", lambda e=e: prepare(4**e)) for e in (below, below + 1))  # type: ignore[misc]
-        share = (max(elements, 16) - 4**below) / (4 ** (below + 1) - 4**below)
-        return low + share * (high - low)
+        sizes = 4**below, 4 ** (below + 1)
+        low, high = (self.seconds(f"{key} {n}", lambda n=n: prepare(n), cold=True) for n in sizes)  # type: ignore[misc]
+        return low + (max(elements, 16) - sizes[0]) / (sizes[1] - sizes[0]) * (high - low)
 
     def save(self) -> None:
         """Write what was measured, beside what others have written meanwhile. Where that fails, nothing is kept."""

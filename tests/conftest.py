@@ -19,7 +19,7 @@ class IntegersAreFree(costs.Costs):
     def __contains__(self, key):
         return True
 
-    def seconds(self, key, prepare):
+    def seconds(self, key, prepare, cold=False):
         return 1.0 if key.startswith("float") else 0.0
 
 

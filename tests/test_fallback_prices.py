@@ -31,7 +31,7 @@ def plant(monkeypatch):
             def __contains__(self, key):
                 return True
 
-            def seconds(self, key, prepare):
+            def seconds(self, key, prepare, cold=False):
                 return 1e-6 * price(key)
 
         monkeypatch.setattr(costs, "machine_costs", Planted)
@@ -203,7 +203,7 @@ def test_any_mixture_is_right(name, seed, plant):
 
 
 def test_a_kernel_that_cannot_be_timed_stays(monkeypatch, caplog):
-    def fail(self, key, prepare):
+    def fail(self, key, prepare, cold=False):
         raise RuntimeError("no such kernel")
 
     class Failing(costs.Costs):

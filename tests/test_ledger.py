@@ -250,7 +250,7 @@ def test_what_is_not_worth_it_says_so(monkeypatch):
         def __contains__(self, key):
             return True
 
-        def seconds(self, key, prepare):
+        def seconds(self, key, prepare, cold=False):
             return 0.0 if key.startswith("float") else 1.0
 
     monkeypatch.setattr(costs, "machine_costs", Dear)
