@@ -54,6 +54,8 @@ class Canonicalize(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Rewrite node by node, then apply the rules."""
         for node in rewriter.nodes():
+            if node._erased:  # a part of a tuple that nobody reads
+                continue
             if node.op == "call_module":
                 _module(rewriter, node)
             elif node.op in ("call_function", "call_method") and not _fix_dtype(rewriter, node):
@@ -185,6 +187,8 @@ def _is_tensor(value: Any) -> bool:
 
 def _rewrite_picks(rewriter: Rewriter, node: fx.Node, op: Op, spelling: Spelling, pick: Pick) -> None:
     """Make each value that is taken from a call with several results an op of its own, so that no tuple is left."""
+    for user in [u for u in node.users if taken_part(u, node) is not None and not u.users]:
+        rewriter.erase(user)  # an exported program takes every part, also what nobody reads
     taken = {user: taken_part(user, node) for user in node.users if not reads_only_metadata(user)}
     made: dict[fx.Node, tuple[Op, Arguments]] = {}
     for user, index in taken.items():

@@ -39,6 +39,13 @@ def exported():
     return model, program, example
 
 
+def test_indices_that_nobody_reads_do_not_keep_a_pooling_in_float():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(2), nn.Conv2d(4, 2, 1)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    qmodel = fxq.quantize(torch.export.export(model, (x,)), fxq.Recipe.static(backend="reference"), data=[x])
+    assert {entry.op: entry.fate for entry in qmodel.ledger} == {"conv2d": "int8", "adaptive_max_pool2d": "moves"}
+
+
 def test_the_program_keeps_paths_signature_and_sizes(exported):
     model, program, example = exported
     recipe = REFERENCE.override("head", fxq.FLOAT).override(nn.Conv2d, fxq.QuantConfig())
