@@ -26,6 +26,7 @@ from fxq.qparams import QParams
 from fxq.recipe import Recipe
 from fxq.rewrite import Rewriter
 from fxq.selector import op
+from fxq.size import nbytes
 from fxq.spec import FLOAT, QuantConfig, TensorSpec
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ __all__ = [
     "doctor",
     "explain",
     "fusion",
+    "nbytes",
     "op",
     "prepare",
     "quantize",

@@ -29,7 +29,7 @@ from bench_torch_ao import against_torch_ao
 from demo_data import digits, held_out_pairs, psnr
 from generated import Chain
 from networks import load_demo_networks
-from timing import float_against_int8, interleaved, size, threads
+from timing import float_against_int8, interleaved, threads
 from torch import Tensor, nn
 
 import fxq
@@ -137,7 +137,7 @@ def speed(
 
 def compression(name: str, model: nn.Module, qmodel: nn.Module) -> Iterator[Number]:
     """How many times smaller int8 is than float."""
-    before, after = size(model), size(qmodel)
+    before, after = fxq.nbytes(model), fxq.nbytes(qmodel)
     yield Number(name, "times smaller", before / after, detail=f"{before / 1e6:.2f} MB → {after / 1e6:.2f} MB")
 
 

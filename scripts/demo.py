@@ -22,7 +22,7 @@ from networks import DigitsNet, load_demo_networks
 from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.table import Table
-from timing import float_against_int8, size, threads
+from timing import float_against_int8, threads
 from torch import Tensor, nn
 
 import fxq
@@ -173,7 +173,7 @@ def sizes(model: nn.Module, qmodel: nn.Module) -> Table:
     """Bytes in memory, and of the state dict in a file."""
     table = Table("size", "float kB", "int8 kB", "int8 is", title="Size")
     rows = {
-        "parameters and buffers": (size(model), size(qmodel)),
+        "parameters and buffers": (fxq.nbytes(model), fxq.nbytes(qmodel)),
         "state dict in a file": (saved(model), saved(qmodel)),
     }
     for name, (before, after) in rows.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -77,9 +77,3 @@ def float_against_int8(
     with threads(1):
         medians = interleaved({"float": lambda: model(inputs), "int8": lambda: quantized(inputs)}, seconds)
     return medians["float"], medians["int8"]
-
-
-def size(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers; memory that two of them share counts once."""
-    tensors: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
