@@ -1,0 +1,96 @@
+/* What every other script of the page uses: the data, the tabs, the state in the URL, small helpers.
+
+   The data (see `fxq/report.py`, which writes it) is one object in <script id="fxq-data">: title, looks, changes, nodes,
+   passes, ledger, values, weights, time, size; of kind "model" or "compare".
+
+   Stable names for tests and links:
+     #tabs button[data-tab=ID]        the tabs; #view-ID is what a tab shows
+     #theme                           light, dark
+     body[data-ready]                 set when the first view is drawn
+     window.fxq                       hooks: fxq.state, fxq.go({...})
+   State in the hash: #tab=graph&pass=fuse&mode=diff&node=conv1 */
+
+/** @type {any} */
+const data = JSON.parse(document.getElementById("fxq-data").textContent);
+
+/** Tabs in the order of the bar: a script pushes `{id, title, kinds, render(host, data)}`; `render` is called once, when
+ * the tab is first opened. `kinds`: the kinds of data that it can show, "model" when left out.
+ * @type {{id: string, title: string, kinds?: string[], render: (host: HTMLElement, data: any) => void}[]} */
+const tabs = [];
+
+/** Hooks for tests and for who plays with the page in the console. */
+const hooks = (window.fxq = {});
+
+/** A new element. Children that are strings become text, never markup.
+ * @param {string} tag  name, with classes: "div.row.wide"
+ * @param {Record<string, any>} [attributes]  "on…" are listeners, what is null or false is left out
+ * @param {...(Node|string|null)} children
+ * @returns {any} */
+function el(tag, attributes = {}, ...children) {
+  const [name, ...classes] = tag.split(".");
+  const made = document.createElement(name);
+  if (classes.length) made.className = classes.join(" ");
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value === true ? "" : String(value));
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+// ---- state: in the hash, so that a link or a screenshot can be made again
+
+/** @type {Record<string, string>} */
+const state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+
+/** @type {Record<string, ((state: Record<string, string>, changed: Record<string, boolean>) => void)[]>} */
+const listeners = {};
+
+/** Call `listener(detail)` whenever `emit(name, detail)` is. Events: "state" (detail: what changed), "theme". */
+function on(name, listener) {
+  (listeners[name] ??= []).push(listener);
+}
+
+function emit(name, detail) {
+  for (const listener of listeners[name] ?? []) listener(detail);
+}
+
+/** Change the state: `go({pass: "fuse", node: ""})`; an empty value leaves the hash. Everything that shows it follows. */
+function go(changes) {
+  const changed = {};
+  for (const [key, value] of Object.entries(changes)) {
+    const text = value === null || value === undefined ? "" : String(value);
+    if (text === (state[key] ?? "")) continue;
+    changed[key] = true;
+    if (text) state[key] = text;
+    else delete state[key];
+  }
+  if (!Object.keys(changed).length) return;
+  history.replaceState(null, "", "#" + new URLSearchParams(state));
+  emit("state", changed);
+}
+
+window.addEventListener("hashchange", () => {
+  const next = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  go({ ...Object.fromEntries(Object.keys(state).map((key) => [key, ""])), ...next });
+});
+
+// ---- theme
+
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+
+/** Whether the page is dark: as chosen, else as the system is. */
+const isDark = () => (state.theme ? state.theme === "dark" : prefersDark.matches);
+
+function applyTheme() {
+  document.documentElement.dataset.theme = isDark() ? "dark" : "light";
+  emit("theme", isDark());
+}
+
+const prefersStill = matchMedia("(prefers-reduced-motion: reduce)");
+
+/** Milliseconds that a movement may take. @param {number} ms */
+const motion = (ms) => (prefersStill.matches ? 0 : ms);
+
+/** A number with three digits: 0.00385, 12.3, 1230. @param {number} value */
+const short = (value) => (value === 0 ? "0" : Math.abs(value) >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));

@@ -1,0 +1,42 @@
+/* Start: the bar, the tabs, the first view. The last script. */
+
+function start() {
+  document.getElementById("title").textContent = data.title;
+  const usable = tabs.filter((tab) => (tab.kinds ?? ["model"]).includes(data.kind ?? "model"));
+  const bar = document.getElementById("tabs");
+  const views = document.getElementById("views");
+  const made = new Set();
+  const hosts = {};
+  for (const tab of usable) {
+    const host = (hosts[tab.id] = el("section.view", { id: `view-${tab.id}`, role: "tabpanel", "aria-label": tab.title, hidden: true }));
+    views.append(host);
+    bar.append(
+      el("button", { type: "button", role: "tab", "data-tab": tab.id, "aria-controls": host.id, onclick: () => go({ tab: tab.id }) }, tab.title),
+    );
+  }
+  const open = () => {
+    const chosen = usable.find((tab) => tab.id === state.tab) ?? usable[0];
+    if (!chosen) return;
+    for (const tab of usable) hosts[tab.id].hidden = tab !== chosen;
+    for (const button of bar.children) button.setAttribute("aria-selected", String(button.dataset.tab === chosen.id));
+    if (!made.has(chosen.id)) {
+      made.add(chosen.id);
+      chosen.render(hosts[chosen.id], data); // it must have a size when it is drawn, so only now
+    }
+    emit("tab", chosen.id);
+  };
+  document.getElementById("tools").append(
+    el("button", { type: "button", id: "theme", title: "light or dark", "aria-label": "light or dark", onclick: () => go({ theme: isDark() ? "light" : "dark" }) }, "◐"),
+  );
+  prefersDark.addEventListener("change", applyTheme);
+  on("state", (changed) => {
+    if (changed.theme) applyTheme();
+    if (changed.tab) open();
+  });
+  Object.assign(hooks, { state, go, data });
+  applyTheme();
+  open();
+  document.body.dataset.ready = "";
+}
+
+start();
