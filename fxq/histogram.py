@@ -46,8 +46,8 @@ def exponent_for(bound: float) -> int:
 
 
 def empty_counts() -> Tensor:
-    """A histogram of nothing: int64 zeros (SLOTS,)."""
-    return torch.zeros(SLOTS, dtype=torch.int64)
+    """A histogram of nothing: int64 zeros (SLOTS,), not to be written to: all of them are one number in memory."""
+    return torch.zeros((), dtype=torch.int64).expand(SLOTS)
 
 
 def count(x: Tensor, exponent: int) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -288,6 +288,10 @@ class Histogram(Observer):
         self._coarsen_to(int(other.exponent))
         counts = histogram.coarsen(other.counts, int(self.exponent) - int(other.exponent))
         self.counts = self.counts + counts.to(self.counts.device)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.counts = self.counts.clone()  # what is loaded is written into it
+        super()._load_from_state_dict(*args, **kwargs)
 
     def _coarsen_to(self, exponent: int) -> None:
         if exponent > int(self.exponent):
