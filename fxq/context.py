@@ -80,17 +80,19 @@ class Context:
             selector = f"fxq.op({op!r}, {path!r})" if path else f"fxq.op({op!r})"
         return f"recipe.override({selector}, {config})"
 
-    def configures_apart(self, nodes: Sequence[fx.Node]) -> bool:
-        """Whether the recipe asks different things of ops that would become one.
+    def apart(self, nodes: Sequence[fx.Node]) -> str | None:
+        """Why ops may not become one, for the recipe; None when they may. A `refuse` for the rewriter.
 
-        Float for some and integers for others; or different specs, of ops that have a say in them: a function of one
-        tensor takes what it gets.
+        It asks for float for some and integers for others; or for different specs, of ops that have a say in them: a
+        function of one tensor takes what it gets.
         """
         ops = [(op, info(n).path) for n in nodes if (op := op_of(n)) is not None]
         configs = [(op, self.config_for(path, op.name)[0]) for op, path in ops]
         follows = {op.name for op, _ in configs if op.quant.pointwise and len(op.quant.inputs) == 1}
         specs = {config for op, config in configs if op.quant.kind == "computes" and op.name not in follows}
-        return len(specs) > 1 or len({config.is_float for _, config in configs}) > 1
+        if len(specs) > 1 or len({config.is_float for _, config in configs}) > 1:
+            return "the recipe configures these ops differently"
+        return None
 
     def check_selectors(self, ops: Collection[tuple[str, str]]) -> None:
         """Raise `RecipeError` for an override whose selector selects nothing, with what looks most like it.

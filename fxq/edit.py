@@ -14,6 +14,7 @@ from fxq.checks import check_fixed
 from fxq.errors import PassError
 from fxq.graph import info, is_pure, merge_origins, op_of, set_info, tensor_meta
 from fxq.match import Matcher
+from fxq.near import NearMisses
 from fxq.ops import OPS
 from fxq.pattern import source_of
 
@@ -43,6 +44,7 @@ class Editor:
         context: recipe, backend, example inputs: what passes may ask.
         name: name of the pass, for attribution; edits outside any rule are its own.
         edits: the edits so far, in order.
+        near: the rules that almost matched so far.
         touched: nodes that were made or changed, so that their views are out of date.
         names: names of the nodes.
     """
@@ -52,6 +54,7 @@ class Editor:
         self.context = context
         self.name = name
         self.edits: list[Edit] = []
+        self.near = NearMisses()
         self.touched: set[fx.Node] = set()
         self.matcher = Matcher(gm)
         self.names = {node.name for node in gm.graph.nodes}

@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from fxq.edit import Edit
 from fxq.errors import InputError, unknown
+from fxq.near import NearMiss
 from fxq.passbase import Stage
 from fxq.view import GraphView
 
@@ -26,6 +27,7 @@ class Snapshot:
         graph: the graph after it, as data.
         stage: the stage that the graph had reached.
         sqnr: dB against the float model on the example input, where `check="numeric"` ran; else None.
+        near: the rules of this pass that almost matched, and why they did not.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Snapshot:
     graph: GraphView
     stage: Stage
     sqnr: float | None = None
+    near: tuple[NearMiss, ...] = ()
 
     def render(self, path: str | Path) -> Path:
         """Draw the graph to a .svg, .png, .pdf or .dot file; the path. Raises `RenderError` (see `fxq/render.py`)."""

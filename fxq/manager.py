@@ -80,7 +80,8 @@ class PassManager:
             self._views.pop(node, None)
         graph = view(self.gm, step.name, self._views)
         value = self._measure(step) if self.context.recipe.check == "numeric" else None
-        self.history.snapshots.append(Snapshot(step.name, seconds, tuple(rewriter.edits), graph, self.stage, value))
+        edits, near = tuple(rewriter.edits), rewriter.near.all()
+        self.history.snapshots.append(Snapshot(step.name, seconds, edits, graph, self.stage, value, near))
         log.info("%s: %d edits, %d nodes, %.1f ms", step.name, len(rewriter.edits), len(graph), 1e3 * seconds)
 
     def _measure(self, step: Pass) -> float:

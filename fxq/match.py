@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from fxq.alias import Changes
 from fxq.errors import PatternError, unknown
 from fxq.graph import constant, flat_nodes, info, is_op, op_of, options_of
+from fxq.near import Refusal
 from fxq.pattern import FUSIONS, Family, PatternNode, Rule
 
 _MOST_CANDIDATES = 16
@@ -105,19 +106,6 @@ class Match:
         raise PatternError(f"rule {self.rule.name!r} has no op {op!r}.")
 
 
-@dataclass
-class Refusal:
-    """The furthest point that matching reached, and why it stopped there."""
-
-    reason: str = "not tried"
-    matched: int = -1
-
-    def record(self, matched: int, reason: str) -> None:
-        """Keep the reason if it lies further than what is known."""
-        if matched > self.matched:
-            self.matched, self.reason = matched, reason
-
-
 class Matcher:
     """Matches rules in one graph. `note(node)` after an edit that made or changed a node.
 
@@ -145,55 +133,52 @@ class Matcher:
     def match(self, rule: Rule, node: fx.Node, refusal: Refusal | None = None) -> Match | None:
         """The match of `rule` with its root at `node`, or None. `refusal`, when given, learns the furthest failure."""
         failed = refusal if refusal is not None else Refusal()
-        for bound in self._solve(rule, [(rule.root, node)], {}, failed):
+        for bound in self._solve(rule, [(rule.root, node)], {}, 0, failed):
             for complete in self._other_outputs(rule, bound, failed):
                 match = Match(rule, self.gm, complete)
                 reason = self._refused(match)
                 if reason is None:
                     return match
-                failed.record(rule.size + 1, reason)
+                failed.record(rule.size + 1, str, reason)
         return None
 
     def _solve(
-        self, rule: Rule, todo: list[tuple[Any, Any]], bound: dict[PatternNode, Any], failed: Refusal
+        self, rule: Rule, todo: list[tuple[Any, Any]], bound: dict[PatternNode, Any], matched: int, failed: Refusal
     ) -> Iterator[dict[PatternNode, Any]]:
+        """The ways to bind what is to do, on top of what is bound, `matched` ops so far."""
         if not todo:
             yield bound
             return
         (pattern, value), rest = todo[0], todo[1:]
-        matched = sum(p.op is not None for p in bound)
         if not isinstance(pattern, PatternNode):
-            yield from self._solve_plain(rule, pattern, value, rest, bound, failed)
+            yield from self._solve_plain(rule, pattern, value, rest, bound, matched, failed)
         elif pattern in bound:
             if bound[pattern] is value or (not isinstance(value, fx.Node) and bound[pattern] == value):
-                yield from self._solve(rule, rest, bound, failed)
+                yield from self._solve(rule, rest, bound, matched, failed)
             else:
-                failed.record(
-                    matched,
-                    f"{pattern.name} is used twice in the pattern, but {_show(bound[pattern])} is not {_show(value)}",
-                )
+                failed.record(matched, _unequal, pattern, bound[pattern], value)
         elif pattern.op is None:
-            yield from self._solve(rule, rest, {**bound, pattern: value}, failed)
+            yield from self._solve(rule, rest, {**bound, pattern: value}, matched, failed)
+        elif not _fits(pattern, value):
+            failed.record(matched, _mismatch, pattern, value)
+        elif value in self.taken:
+            failed.record(matched, "%{0.name} belongs to another match".format, value)
+        elif value in bound.values():
+            failed.record(matched, "%{0.name} would be matched twice".format, value)
         else:
-            reason = _mismatch(pattern, value)
-            if reason is None and value in self.taken:
-                reason = f"%{value.name} belongs to another match"
-            if reason is not None or value in bound.values():
-                failed.record(matched, reason or f"%{value.name} would be matched twice")
-                return
             for inputs in _orders(pattern, value):
-                yield from self._solve(rule, [*inputs, *rest], {**bound, pattern: value}, failed)
+                yield from self._solve(rule, [*inputs, *rest], {**bound, pattern: value}, matched + 1, failed)
 
-    def _solve_plain(self, rule: Rule, pattern: Any, value: Any, rest: list[Any], bound: Any, failed: Refusal) -> Any:
+    def _solve_plain(
+        self, rule: Rule, pattern: Any, value: Any, rest: list[Any], bound: Any, matched: int, failed: Refusal
+    ) -> Iterator[dict[PatternNode, Any]]:
         """A list of pattern nodes against a list argument, or a constant against an equal one."""
         if isinstance(pattern, (tuple, list)) and isinstance(value, (tuple, list)) and len(pattern) == len(value):
-            yield from self._solve(rule, [*zip(pattern, value, strict=True), *rest], bound, failed)
+            yield from self._solve(rule, [*zip(pattern, value, strict=True), *rest], bound, matched, failed)
         elif not isinstance(value, fx.Node) and pattern == value:
-            yield from self._solve(rule, rest, bound, failed)
+            yield from self._solve(rule, rest, bound, matched, failed)
         else:
-            failed.record(
-                sum(p.op is not None for p in bound), f"the pattern wants {pattern!r}, the graph has {_show(value)}"
-            )
+            failed.record(matched, _unlike, pattern, value)
 
     def _other_outputs(
         self, rule: Rule, bound: dict[PatternNode, Any], failed: Refusal
@@ -202,12 +187,11 @@ class Matcher:
         if missing is None:
             yield bound
             return
+        matched = sum(p.op is not None for p in bound)
         for node in islice(self._candidates(missing, bound), _MOST_CANDIDATES):
-            for more in self._solve(rule, [(missing, node)], bound, failed):
+            for more in self._solve(rule, [(missing, node)], bound, matched, failed):
                 yield from self._other_outputs(rule, more, failed)
-        failed.record(
-            sum(p.op is not None for p in bound), f"no {missing.name} that shares a value with the first output"
-        )
+        failed.record(matched, "no {0.name} that shares a value with the first output".format, missing)
 
     def _candidates(self, wanted: PatternNode, bound: dict[PatternNode, Any]) -> Iterator[fx.Node]:
         """Graph nodes that may be the output `wanted`: users, by op, of a value at its leaves that is bound."""
@@ -262,8 +246,18 @@ class Matcher:
         return next((guard.__name__ for guard in match.rule.guards if guard(match)), None)
 
 
-def _mismatch(pattern: PatternNode, value: Any) -> str | None:
-    """Why a graph value is not a call of the pattern's op with its options; None when it is."""
+def _fits(pattern: PatternNode, value: Any) -> bool:
+    """Whether a graph value is a call of the pattern's op with its options."""
+    if not isinstance(value, fx.Node) or op_of(value) is not pattern.op:
+        return False
+    if not pattern.options:
+        return True
+    options = options_of(value)
+    return all(options[key] == wanted for key, wanted in pattern.options.items())
+
+
+def _mismatch(pattern: PatternNode, value: Any) -> str:
+    """Why a graph value does not fit."""
     if not isinstance(value, fx.Node):
         return f"the pattern wants {pattern.name}, the graph has {_show(value)}"
     op = op_of(value)
@@ -272,10 +266,16 @@ def _mismatch(pattern: PatternNode, value: Any) -> str | None:
             f"the pattern wants {pattern.name}, %{value.name} is {op.name if op is not None else _show_target(value)}"
         )
     options = options_of(value)
-    for key, wanted in pattern.options.items():
-        if options[key] != wanted:
-            return f"the pattern wants {pattern.name} with {key}={wanted!r}, %{value.name} has {options[key]!r}"
-    return None
+    key, wanted = next((key, wanted) for key, wanted in pattern.options.items() if options[key] != wanted)
+    return f"the pattern wants {pattern.name} with {key}={wanted!r}, %{value.name} has {options[key]!r}"
+
+
+def _unequal(pattern: PatternNode, first: Any, second: Any) -> str:
+    return f"{pattern.name} is used twice in the pattern, but {_show(first)} is not {_show(second)}"
+
+
+def _unlike(pattern: Any, value: Any) -> str:
+    return f"the pattern wants {pattern!r}, the graph has {_show(value)}"
 
 
 def _orders(pattern: PatternNode, node: fx.Node) -> Iterator[list[tuple[Any, Any]]]:

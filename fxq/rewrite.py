@@ -10,15 +10,18 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxq.dispatch import Dispatch
 from fxq.edit import Editor
 from fxq.errors import PassError, PatternError
 from fxq.graph import Plan, info, op_of
 from fxq.match import Captured, Match
+from fxq.near import Refusal
 from fxq.ops import OPS
 from fxq.pattern import Family, Rule
 from fxq.unit import UNITS, Unit, unit_of
 
-Refuse = Callable[[Sequence[fx.Node]], bool]
+Refuse = Callable[[Sequence[fx.Node]], "str | None"]
+"""Why a pass wants these nodes left as they are, in the words that users read; None where it does not mind."""
 
 
 class Rewriter(Editor):
@@ -27,14 +30,15 @@ class Rewriter(Editor):
     def apply(self, *rules: Rule | Family, refuse: Refuse | None = None) -> int:
         """Apply rewrite rules everywhere until none matches; the number of rewrites.
 
-        Rules are bucketed by their root op, larger patterns first. A worklist holds the nodes to look at: all of them
-        at first, then the neighbours of what was rewritten. `refuse(nodes)` may turn down a match.
+        At a node, larger patterns come first. A worklist holds the nodes to look at: all of them at first, then the
+        neighbours of what was rewritten. `refuse(nodes)` may turn down a match, with a reason.
 
         Raises:
             PassError: the rules do not come to an end; names those that keep undoing each other.
             PatternError: a replacement returned another number of values than its pattern has outputs.
         """
-        buckets = _buckets(rules)
+        flat = [r for rule in rules for r in (rule if isinstance(rule, Family) else (rule,))]
+        table = Dispatch(sorted(flat, key=lambda r: -r.size))
         todo = deque(self.graph.nodes)
         waiting = set(todo)
         budget = 100 + 10 * len(todo)
@@ -42,46 +46,91 @@ class Rewriter(Editor):
         while todo:
             node = todo.popleft()
             waiting.discard(node)
-            op = None if node._erased else op_of(node)
-            for rule in buckets.get(op.name, ()) if op is not None else ():
-                match = self.matcher.match(rule, node)
-                if match is None or (refuse is not None and refuse(match.nodes)):
-                    continue
-                done.append(rule)
-                if len(done) > budget:
-                    raise PassError(_endless(self.name, done))
-                with self.attributed(rule.name, rule.source):
-                    new = replace_match(self, match)
-                for near in _neighbours(new):
-                    if near not in waiting:
-                        waiting.add(near)
-                        todo.append(near)
-                break
+            match = self._first_match(table, node, refuse) if not node._erased else None
+            if match is None:
+                continue
+            done.append(match.rule)
+            if len(done) > budget:
+                raise PassError(_endless(self.name, done))
+            self.near.took(match.rule, match.nodes)
+            with self.attributed(match.rule.name, match.rule.source):
+                new = replace_match(self, match)
+            for near in _neighbours(new):
+                if near not in waiting:
+                    waiting.add(near)
+                    todo.append(near)
         return len(done)
 
+    def _first_match(self, table: Dispatch, node: fx.Node, refuse: Refuse | None) -> Match | None:
+        for rule in table.at(node):
+            match = self._match(rule, node)
+            if match is not None and not self._turned_down(match, match.nodes, refuse):
+                return match
+        return None
+
+    def _match(self, rule: Rule, node: fx.Node) -> Match | None:
+        """A match; where there is none, how near it came is noted."""
+        refusal = Refusal()
+        match = self.matcher.match(rule, node, refusal)
+        if match is None:
+            self.near.note(rule, node, refusal)
+        return match
+
+    def _turned_down(self, match: Match, nodes: Sequence[fx.Node], refuse: Refuse | None) -> bool:
+        reason = refuse(nodes) if refuse is not None else None
+        if reason is not None:
+            refusal = Refusal()
+            refusal.record(match.rule.size + 1, str, reason)
+            self.near.note(match.rule, match.root.node, refusal)
+        return reason is not None
+
     def fuse(self, rules: Sequence[Rule], refuse: Refuse | None = None) -> int:
-        """Turn what the fusion rules match into units, largest rule first; a node belongs to one unit.
+        """Turn what the fusion rules match into units, in the order of the rules; a node belongs to one unit.
 
         All matches are found before the first edit, so a rule cannot match what another one made.
-        `refuse(nodes)` may turn down a match. The number of units.
+        `refuse(nodes)` may turn down a match, with a reason. The number of units.
         """
-        by_op: dict[str, list[fx.Node]] = {}
-        for node in self.graph.nodes:
-            op = op_of(node)
-            if op is not None:
-                by_op.setdefault(op.name, []).append(node)
-        chosen: list[Match] = []
-        for rule in rules:
-            for node in by_op.get(rule.root_op, ()):
-                match = self.matcher.match(rule, node)
-                if match is not None and (refuse is None or not refuse(match.nodes)):
-                    self.matcher.taken.update(match.nodes)
-                    chosen.append(match)
-        self.matcher.taken.clear()
-        for match in sorted(chosen, key=lambda m: m.root.node):
+        chosen = self._choose(rules, refuse)
+        for match, nodes in sorted(chosen, key=lambda found: found[0].root.node):
             with self.attributed(match.rule.name, match.rule.source):
-                make_unit(self, match.nodes, match.outputs, match.rule.name)
+                make_unit(self, nodes, match.outputs, match.rule.name)
         return len(chosen)
+
+    def _choose(self, rules: Sequence[Rule], refuse: Refuse | None) -> list[tuple[Match, list[fx.Node]]]:
+        """The matches that become units, with their nodes: rule by rule, each in the order of the graph.
+
+        A rule is matched again, in another way, where one before it has taken some of the nodes; and always where it
+        has several outputs: they are looked for among the readers of a value that nobody has taken.
+        """
+        chosen: list[tuple[Match, list[fx.Node]]] = []
+        taken = self.matcher.taken
+        for rule, places in self._match_everywhere(rules).items():
+            for node, match in places:
+                nodes = match.nodes if match is not None else []
+                if len(rule.outputs) > 1 or not taken.isdisjoint(nodes):
+                    match = self.matcher.match(rule, node)
+                    nodes = match.nodes if match is not None else []
+                if match is not None and not self._turned_down(match, nodes, refuse):
+                    taken.update(nodes)
+                    chosen.append((match, nodes))
+        taken.clear()
+        for match, nodes in chosen:
+            self.near.took(match.rule, nodes)
+        return chosen
+
+    def _match_everywhere(self, rules: Sequence[Rule]) -> dict[Rule, list[tuple[fx.Node, Match | None]]]:
+        """For each rule, the nodes to try it at, and how it matches there. All are tried at a node while it is at hand.
+
+        Nodes without a match are left out, but for rules of several outputs.
+        """
+        table = Dispatch(rules)
+        found: dict[Rule, list[tuple[fx.Node, Match | None]]] = {rule: [] for rule in rules}
+        for node in self.graph.nodes:
+            for rule in table.at(node):
+                match = self._match(rule, node)
+                if match is not None or len(rule.outputs) > 1:
+                    found[rule].append((node, match))
+        return found
 
     def open_unit(self, node: fx.Node) -> list[fx.Node]:
         """Replace a unit by the ops inside it; their nodes, in execution order. The inverse of fusing."""
@@ -107,14 +156,6 @@ class Rewriter(Editor):
             if name not in self.names:
                 self.rename(op, name)
         return made
-
-
-def _buckets(rules: Sequence[Rule | Family]) -> dict[str, list[Rule]]:
-    buckets: dict[str, list[Rule]] = {}
-    flat = [r for rule in rules for r in (rule if isinstance(rule, Family) else (rule,))]
-    for rule in sorted(flat, key=lambda r: -r.size):
-        buckets.setdefault(rule.root_op, []).append(rule)
-    return buckets
 
 
 def _neighbours(nodes: Sequence[fx.Node]) -> list[fx.Node]:

@@ -26,6 +26,6 @@ class FoldBatchNorm(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Apply the rule everywhere but where the recipe tells layer and batch norm apart."""
-        rewriter.apply(norm_after_layer, refuse=rewriter.context.configures_apart)
-        rewriter.apply(norm_before_layer, refuse=rewriter.context.configures_apart)
+        rewriter.apply(norm_after_layer, refuse=rewriter.context.apart)
+        rewriter.apply(norm_before_layer, refuse=rewriter.context.apart)
         rewriter.erase_unused()

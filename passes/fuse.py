@@ -32,8 +32,10 @@ class Fuse(Pass):
         """Match all rules, then make the units."""
         context = rewriter.context
 
-        def refuse(nodes: Sequence[fx.Node]) -> bool:
+        def refuse(nodes: Sequence[fx.Node]) -> str | None:
             ops = [op for op in map(op_of, nodes) if op is not None]
-            return context.configures_apart(nodes) or not context.backend.fuses(ops)
+            if not context.backend.fuses(ops):
+                return f"the backend {context.backend.name} wants these ops apart"
+            return context.apart(nodes)
 
         rewriter.fuse(FUSIONS.largest_first(), refuse)

@@ -61,7 +61,7 @@ class MatchAll(fxq.Pass):
     gives: ClassVar[fxq.Stage] = fxq.Stage.CANONICAL
 
     def run(self, rewriter: fxq.Rewriter) -> None:
-        rewriter.fuse(fxq.FUSIONS.largest_first(), refuse=lambda match: True)
+        rewriter.fuse(fxq.FUSIONS.largest_first(), refuse=lambda match: "to match all of them")
 
 
 @dataclass(frozen=True)

@@ -371,7 +371,7 @@ def test_the_largest_fusion_wins_and_a_node_belongs_to_one_unit():
 
 def test_a_refused_match_leaves_its_nodes_to_smaller_ones():
     gm = graph(module(residual, conv=nn.Conv2d(2, 2, 3, padding=1)), IMAGE)
-    rewriter(gm).fuse(FUSIONS.largest_first(), refuse=lambda nodes: len(nodes) == 3)
+    rewriter(gm).fuse(FUSIONS.largest_first(), refuse=lambda nodes: "too large" if len(nodes) == 3 else None)
     assert [unit_of(gm, n).kind for n in gm.graph.nodes if n.op == "call_module"] == ["add_relu"]
 
 
