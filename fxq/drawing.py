@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fxq.dot import HEADER, add_arrow, add_group, digraph, run, source
 from fxq.errors import RenderError
+from fxq.files import as_path, write_file
 from fxq.layout import Picture
 from fxq.sheet import lay_out, spline
 
@@ -20,20 +21,15 @@ def write(picture: Picture, path: str | Path) -> Path:
 
     Raises:
         RenderError: the ending is none of these, `dot` is missing or fails, or the file cannot be written.
+        InputError: `path` is no path.
     """
-    path = Path(path)
+    path = as_path(path)
     ending = path.suffix.lower()
     if ending not in FORMATS:
         raise RenderError(
             f"cannot draw to {path.name!r}: its ending says the format, and must be one of {', '.join(FORMATS)}."
         )
-    data = source(picture).encode() if ending == ".dot" else drawn(picture, ending[1:])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    except OSError as error:
-        raise RenderError(f"cannot write {path}: {error.strerror}.") from error
-    return path
+    return write_file(path, source(picture).encode() if ending == ".dot" else drawn(picture, ending[1:]))
 
 
 def drawn(picture: Picture, form: str) -> bytes:

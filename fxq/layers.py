@@ -25,6 +25,7 @@ class LayerQParams:
         bias_scale: float32, (C,) or (): input_scale * weight_scale.
         input_scale, input_zero_point: of the activation that it reads.
         output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float.
+        node: the node of the graph that runs it, as the ledger's `into` names it.
     """
 
     weight: Tensor
@@ -37,6 +38,7 @@ class LayerQParams:
     input_zero_point: int
     output_scale: float | None
     output_zero_point: int | None
+    node: str
 
 
 def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
@@ -89,6 +91,7 @@ def _layer(gm: fx.GraphModule, node: fx.Node) -> LayerQParams | None:
         input_zero_point=x.z,
         output_scale=out.s if out is not None else None,
         output_zero_point=out.z if out is not None else None,
+        node=node.name,
     )
 
 

@@ -1,0 +1,25 @@
+"""Writing a file that a person asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fxq.errors import InputError, RenderError
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """The path. Raises `InputError` where it is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InputError(f"the file to write is named by a str or a path, not by {path!r}.")
+    return Path(path)
+
+
+def write_file(path: Path, data: bytes) -> Path:
+    """Write a file and make the folders above it that are missing; the path. Raises `RenderError` where it cannot."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise RenderError(f"cannot write {path}: {error.strerror}.") from error
+    return path

@@ -1,0 +1,163 @@
+"""How long a quantized model takes beside the float one, and which of its nodes the time goes to."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxq.data import Batch, device_of
+from fxq.errors import InputError, words_of
+from fxq.evaluate import Stepper
+from fxq.graph import info
+from fxq.numeric import tensors
+from fxq.untouched import copied, seeded, untouched, without_autocast
+
+SECONDS, MOST = 0.7, 30
+"""How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Medians of repeated calls on one batch.
+
+    Attributes:
+        float_us, int8_us: microseconds of a call of either model, in turns; None where it was not timed.
+        why: why not; empty where nothing is missing.
+        batch: what was timed, and with how many threads.
+        nodes: microseconds by name of a node of the quantized model, run one by one: their sum leaves out what the
+            model's forward costs around them.
+    """
+
+    float_us: float | None = None
+    int8_us: float | None = None
+    why: str = ""
+    batch: str = ""
+    nodes: Mapping[str, float] = field(default_factory=dict)
+
+
+def recorded_inputs(model: fx.GraphModule) -> Batch:
+    """Inputs of the shapes and dtypes that a graph was made with: normal noise, and zeros for integers and flags.
+
+    Arguments that are no tensors and have a default are left out.
+
+    Raises:
+        InputError: an argument is no tensor and has no default, or its shape is not on record.
+    """
+    made: dict[str, Tensor] = {}
+    for node in model.graph.find_nodes(op="placeholder"):
+        about, name = info(node), str(node.target)
+        if about.shape is not None and about.dtype is not None:
+            make = torch.randn if about.dtype.is_floating_point else torch.zeros
+            made[name] = make(about.shape, dtype=about.dtype, device=device_of(model))
+        elif name.startswith("*") or not node.args:
+            raise InputError(f"the input {name!r} is no plain tensor; give example_inputs= to time the model with.")
+    return Batch((), made)
+
+
+def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> Latency:
+    """Time the quantized model, the float one where there is one, and every node of the first.
+
+    Args:
+        model: the quantized model.
+        real: the float model that it came from; None: it is gone.
+        batch: what to run them on.
+
+    Raises:
+        InputError: the quantized model does not run on the batch.
+    """
+    why = _not_timed(real, batch)
+    with torch.no_grad(), without_autocast(), seeded(), ExitStack() as kept:
+        for module in (model, *([real] if real is not None else [])):
+            kept.enter_context(untouched(module))
+        calls = {"int8": _call(model, batch)}
+        try:
+            calls["int8"]()
+        except Exception as error:  # whatever a module that was kept as it is raises
+            raise InputError(f"the model does not run on {batch}: {type(error).__name__}: {words_of(error)}") from error
+        if real is not None and not why:
+            try:
+                (call := _call(real, batch))()
+                calls["float"] = call
+            except Exception as error:
+                why = f"the float model does not run on {batch}: {type(error).__name__}: {words_of(error)}"
+        wait = _wait_for(device_of(model))
+        medians = interleaved(calls, wait)
+        nodes = _nodes(model, batch, wait)
+    count = torch.get_num_threads()
+    text = f"{str(batch)[1:-1]}, {count} {'thread' if count == 1 else 'threads'}"
+    return Latency(medians.get("float"), medians["int8"], why, text, nodes)
+
+
+def _wait_for(device: str) -> Callable[[], None]:
+    """Waits until a device has done what it was given; a CPU has by then."""
+    return (lambda: None) if device == "cpu" else torch.accelerator.synchronize
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], wait: Callable[[], None]) -> dict[str, float]:
+    """Median microseconds of each call. They take turns, so that a busy machine slows all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in _rounds():
+        for name, call in calls.items():
+            with _timed(times[name], wait):
+                call()
+    return {name: _median(found) for name, found in times.items()}
+
+
+def _nodes(model: fx.GraphModule, batch: Batch, wait: Callable[[], None]) -> dict[str, float]:
+    """Median microseconds of each node that computes something."""
+    times: dict[str, list[float]] = {n.name: [] for n in model.graph.nodes if n.op.startswith("call")}
+    for _ in _rounds():
+        stepper = Stepper(model, model.graph, copied(batch))
+        for node in model.graph.nodes:
+            if node.name in times:
+                with _timed(times[node.name], wait):
+                    stepper.step(node)
+            else:
+                stepper.step(node)
+    return {name: _median(found) for name, found in times.items()}
+
+
+def _rounds() -> Iterator[int]:
+    """Goes on for `SECONDS` or `MOST` rounds; one at least."""
+    end = time.perf_counter() + SECONDS
+    for i in range(MOST):
+        yield i
+        if time.perf_counter() >= end:
+            return
+
+
+@contextmanager
+def _timed(times: list[float], wait: Callable[[], None]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    wait()
+    times.append(time.perf_counter() - start)
+
+
+def _median(times: Sequence[float]) -> float:
+    """In microseconds; the first call, which packs weights, counts only where it is the only one."""
+    return 1e6 * statistics.median(times[1:] or times)
+
+
+def _call(model: nn.Module, batch: Batch) -> Callable[[], Any]:
+    given = copied(batch)  # a model may change its inputs in place
+    return lambda: model(*given.args, **given.kwargs)
+
+
+def _not_timed(real: nn.Module | None, batch: Batch) -> str:
+    """Why the float model cannot be timed on a batch; empty when it can."""
+    if real is None:
+        return "the float model is gone: the quantized model holds no more than a weak reference to it"
+    if any(module.training for module in real.modules()):
+        return "the float model is in train mode"
+    where = {t.device.type for t in tensors((batch.args, batch.kwargs))}
+    if where and device_of(real) not in where:
+        return f"the float model is on {device_of(real)} and the inputs are on {', '.join(sorted(where))}"
+    return ""

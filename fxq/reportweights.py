@@ -1,0 +1,53 @@
+"""The weights of the int8 layers for the report page: the range of each channel, and a histogram of all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxq.layers import LayerQParams
+from fxq.ledger import Entry
+from fxq.model import QuantizedModel
+from fxq.ops import OPS
+from fxq.reportgraph import numbers
+
+BINS = 64
+
+
+def weights(model: QuantizedModel) -> dict[str, Any]:
+    """The weights as the integers say them, by the name of the layer's row in the ledger.
+
+    For each: `axis`; `low`, `high` and `scale` of each channel along it (of the whole tensor where it is None); the
+    `range` of all of them, and `counts` of the values in equal bins over it.
+    """
+    rows = {row.into: row.name for row in model.ledger if _has_weight(row)}
+    return {rows[layer.node]: _weight(layer) for layer in model.qparams().values() if layer.node in rows}
+
+
+def _has_weight(row: Entry) -> bool:
+    return row.op in OPS and OPS[row.op].quant.weight is not None
+
+
+def _weight(layer: LayerQParams) -> dict[str, Any]:
+    channels = layer.weight.flatten()[None] if layer.axis is None else layer.weight.movedim(layer.axis, 0).flatten(1)
+    scale, zero_point = (t.reshape(-1, 1) for t in (layer.weight_scale, layer.weight_zero_point))
+    values = (channels - zero_point) * scale
+    low, high = values.aminmax(dim=1) if values.shape[1] else (scale[:, 0] * 0, scale[:, 0] * 0)
+    ends = float(low.min()), float(high.max())
+    return {
+        "axis": layer.axis,
+        "low": numbers(low.tolist(), 3),
+        "high": numbers(high.tolist(), 3),
+        "scale": numbers(scale[:, 0].tolist(), 3),
+        "range": numbers(ends),
+        "counts": _counts(values, *ends),
+    }
+
+
+def _counts(values: Tensor, low: float, high: float) -> list[int]:
+    """How many values lie in each of `BINS` equal bins; one bin where all of them are the same."""
+    if low == high:
+        return [values.numel()]
+    return [int(count) for count in torch.histc(values, BINS, low, high).tolist()]
