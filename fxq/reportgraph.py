@@ -44,7 +44,7 @@ def _record(node: NodeView) -> Record:
 
 
 def passes(history: History, nodes: Nodes) -> list[Record]:
-    """One record a pass: its time, the nodes after it in execution order as places among `nodes`, and its rewrites."""
+    """One record a pass: its time, the nodes after it in execution order as places among `nodes`, its rewrites and near misses."""
     return [_pass(snapshot, nodes) for snapshot in history]
 
 
@@ -55,6 +55,7 @@ def _pass(snapshot: Snapshot, nodes: Nodes) -> Record:
         "stage": str(snapshot.stage),
         "nodes": [nodes.index(node) for node in snapshot.graph],
         "rewrites": [asdict(edit) for edit in snapshot.edits],
+        "near": [asdict(miss) for miss in snapshot.near],
     }
     return about if snapshot.sqnr is None else {**about, "sqnr": number(snapshot.sqnr)}
 

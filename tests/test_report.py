@@ -72,6 +72,14 @@ def test_rewrites_are_the_edits(qmodel, data):
     assert fuse["rewrites"] == [vars(edit) for edit in edits]
 
 
+def test_rules_that_almost_matched_are_there_with_the_reason():
+    apart = REFERENCE.override(fxq.op("relu"), fxq.FLOAT)  # no unit of a convolution and a ReLU
+    found = fxq.quantize(build("residual"), apart, data=[batch("residual")])
+    misses = {s.name: [vars(miss) for miss in s.near] for s in found.history}
+    assert any(misses.values())
+    assert {p["name"]: p["near"] for p in report_data(found)["passes"]} == misses
+
+
 def test_losses_are_there_where_they_were_measured(data):
     assert not any("sqnr" in p for p in data["passes"])
     checked = fxq.quantize(build("residual"), REFERENCE.with_check("numeric"), data=[batch("residual")])
