@@ -44,7 +44,7 @@ def _record(node: NodeView) -> Record:
 
 
 def passes(history: History, nodes: Nodes) -> list[Record]:
-    """One record a pass: its time, the nodes after it in execution order as places among `nodes`, its rewrites and near misses."""
+    """One record a pass: time, nodes after it in order (their places among `nodes`), rewrites and near misses."""
     return [_pass(snapshot, nodes) for snapshot in history]
 
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from fxq.page import HERE, SCRIPTS, page
+from fxq.page import HERE, SCRIPTS, STYLES, page
 
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)//$title"
 
@@ -38,8 +38,9 @@ def test_an_infinite_number_is_refused():
         page({"title": "t", "sqnr": float("inf")})
 
 
-def test_every_script_is_listed():
+def test_every_script_and_style_is_listed():
     assert sorted(SCRIPTS) == sorted(path.name for path in HERE.glob("*.js"))
+    assert sorted(STYLES) == sorted(path.name for path in HERE.glob("*.css"))
 
 
 def test_libraries_are_what_versions_json_says():

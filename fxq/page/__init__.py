@@ -15,8 +15,16 @@ from typing import Any
 
 HERE = Path(__file__).parent
 LIBRARIES = {"d3": "d3.min.js", "dagre": "dagre.min.js", "plot": "plot.umd.min.js"}
-SCRIPTS = ("core.js", "main.js")
+SCRIPTS = (
+    "core.js",
+    "charts.js",
+    "quality.js",
+    "ledger.js",
+    "time.js",
+    "main.js",
+)
 """The page's own scripts; one may use what those before it define, and `main.js` starts it all."""
+STYLES = ("style.css", "tabs.css")
 
 
 def page(data: dict[str, Any]) -> str:
@@ -40,7 +48,7 @@ def _static() -> str:
     own = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'<script>\n"use strict";\n(() => {{\n{own}\n}})();\n</script>'
     parts = {
-        "style": (HERE / "style.css").read_text(encoding="utf-8"),
+        "style": "\n".join((HERE / name).read_text(encoding="utf-8") for name in STYLES),
         "libraries": libraries,
         "script": script,
     }

@@ -1,0 +1,133 @@
+/* The Ledger tab: every op of the model, in a table that can be sorted and filtered. */
+
+/** A table that sorts by a click on (or Enter at) a header. Values that are missing come last either way.
+ * `down`: whether the largest comes first at the first click.
+ * @typedef {{key: string, title: string, value: (row: any) => any, cell?: (row: any) => Node|string, help?: string, down?: boolean}} Column
+ * @param {Column[]} columns
+ * @param {any[]} rows
+ * @param {{onclick?: (row: any) => void, label: string}} options
+ * @returns {{table: HTMLElement, show: (wanted: (row: any) => boolean) => number}} */
+function sortable(columns, rows, options) {
+  const body = el("tbody");
+  const numbers = new Set(columns.filter((column) => rows.some((row) => typeof column.value(row) === "number")));
+  const lines = rows.map((row) => ({ row, line: tableRow(columns, row, numbers, options.onclick) }));
+  const headers = columns.map((column, k) =>
+    el(numbers.has(column) ? "th.number" : "th", { scope: "col", "data-key": column.key, "aria-sort": "none", title: column.help ?? null },
+      el("button", { type: "button", onclick: () => sortBy(k) }, column.title)),
+  );
+  let sorted = { k: -1, down: false };
+  const sortBy = (k) => {
+    const down = sorted.k === k ? !sorted.down : columns[k].down === true;
+    sorted = { k, down };
+    headers.forEach((header, i) => header.setAttribute("aria-sort", i !== k ? "none" : down ? "descending" : "ascending"));
+    const keyed = lines.map((line) => ({ line, value: columns[k].value(line.row) }));
+    keyed.sort((a, b) => compareValues(a.value, b.value, down));
+    body.append(...keyed.map(({ line }) => line.line));
+  };
+  body.append(...lines.map(({ line }) => line));
+  const show = (wanted) => {
+    let count = 0;
+    for (const { row, line } of lines) {
+      const kept = wanted(row);
+      line.hidden = !kept;
+      if (kept) count++;
+    }
+    return count;
+  };
+  return { table: el("table.sortable", { "aria-label": options.label }, el("thead", {}, el("tr", {}, ...headers)), body), show };
+}
+
+function tableRow(columns, row, numbers, onclick) {
+  const shown = (column) => (column.cell ? column.cell(row) : String(column.value(row) ?? ""));
+  const line = el("tr", {}, ...columns.map((column) => el(numbers.has(column) ? "td.number" : "td", {}, shown(column))));
+  if (onclick) {
+    line.classList.add("clickable");
+    line.tabIndex = 0;
+    const chosen = (event) => event.target.closest("button") === null && onclick(row);
+    line.addEventListener("click", (event) => !String(getSelection()) && chosen(event));
+    line.addEventListener("keydown", (event) => event.key === "Enter" && chosen(event));
+  }
+  return line;
+}
+
+const missing = (value) => value === null || value === undefined || value === "" || Number.isNaN(value);
+
+function compareValues(a, b, down) {
+  if (missing(a) || missing(b)) return Number(missing(a)) - Number(missing(b));
+  const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, { numeric: true });
+  return down ? -order : order;
+}
+
+/** A fate in its colour, and in words. @param {string} fate */
+const fateTag = (fate) => el(`span.fate.fate-${fate}`, {}, fate);
+
+const microseconds = (value) => (missing(value) ? "" : value < 100 ? value.toFixed(1) : value.toFixed(0));
+
+/** A line that can be copied. @param {string} text */
+function copyable(text) {
+  const button = el("button.copy", { type: "button", title: "copy this line", "aria-label": `copy: ${text}` }, "copy");
+  button.addEventListener("click", async () => {
+    button.textContent = (await copied(text)) ? "copied" : "select it";
+    setTimeout(() => (button.textContent = "copy"), 1500);
+  });
+  return el("span.fix", {}, el("code", {}, text), button);
+}
+
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return false; // no permission, as some browsers have it for files
+  }
+}
+
+const LEDGER_COLUMNS = [
+  { key: "order", title: "#", value: (row) => row.order, help: "execution order" },
+  { key: "layer", title: "layer", value: (row) => row.path || row.name, help: "module path" },
+  { key: "op", title: "op", value: (row) => row.op },
+  { key: "fate", title: "runs as", value: (row) => row.fate, cell: (row) => fateTag(row.fate) },
+  { key: "sqnr", title: "SQNR dB", value: (row) => numeric(row.sqnr), cell: (row) => decibels(row.sqnr).replace(" dB", "").replace("–", ""), help: "of its output against the float model" },
+  { key: "own_sqnr", title: "alone dB", value: (row) => numeric(row.own_sqnr), cell: (row) => decibels(row.own_sqnr).replace(" dB", "").replace("–", ""), help: "the same, had it got the float model's values" },
+  { key: "macs", title: "MACs", down: true, value: (row) => row.macs || null, cell: (row) => (row.macs ? counted(row.macs) : ""), help: "multiply-accumulates" },
+  { key: "float_us", title: "float µs", down: true, value: (row) => row.float_us, cell: (row) => microseconds(row.float_us), help: "measured, of the op or unit in float" },
+  { key: "int8_us", title: "int8 µs", down: true, value: (row) => row.int8_us, cell: (row) => microseconds(row.int8_us), help: "measured, of the op or unit on integers" },
+  { key: "why", title: "why, and what would change it", value: (row) => row.reason, cell: whyCell },
+];
+
+function whyCell(row) {
+  return el("div.why", {}, row.reason ? el("span", {}, row.reason) : null, row.fix ? copyable(row.fix) : null);
+}
+
+function renderLedger(host, all) {
+  const rows = all.ledger.rows.map((row, order) => ({ ...row, order: order + 1 }));
+  const columns = LEDGER_COLUMNS.filter((c) => ["order", "layer", "op", "fate", "why"].includes(c.key) || rows.some((row) => !missing(c.value(row))));
+  const { table, show } = sortable(columns, rows, { onclick: showNode, label: "ledger" });
+  const total = counts(rows.map((row) => row.fate));
+  const fates = new Set();
+  const search = el("input", { type: "search", placeholder: "filter: layer, op, reason", "aria-label": "filter the ledger", id: "ledger-filter" });
+  const shown = el("output", { "aria-live": "polite" });
+  const chips = [...total].map(([fate, count]) =>
+    el("button.chip", { type: "button", "aria-pressed": "false", "data-fate": fate, onclick: (event) => toggle(fate, event.currentTarget) }, fateTag(fate), String(count)),
+  );
+  const filter = () => {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const count = show((row) => (!fates.size || fates.has(row.fate)) && words.every((word) => textOf(row).includes(word)));
+    shown.textContent = count === rows.length ? `${count} ops` : `${count} of ${rows.length} ops`;
+  };
+  const toggle = (fate, chip) => {
+    if (!fates.delete(fate)) fates.add(fate);
+    chip.setAttribute("aria-pressed", String(fates.has(fate)));
+    filter();
+  };
+  search.addEventListener("input", filter);
+  host.append(
+    el("div.controls", {}, search, ...chips, shown, el("span.caption", {}, `${percent(all.ledger.coverage)} of the multiply-accumulates in int8; click a row to see it in the graph`)),
+    el("div.tablebox", {}, table),
+  );
+  filter();
+}
+
+const textOf = (row) => (row.text ??= [row.name, row.path, row.op, row.reason, row.fix, row.source].join(" ").toLowerCase());
+
+tabs.push({ id: "ledger", title: "Ledger", render: renderLedger });

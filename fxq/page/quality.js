@@ -1,0 +1,208 @@
+/* The Quality tab: how far every layer is from the float model, and how much of that it adds itself. */
+
+/** Show the node that a row of the ledger became, in the graph after the last pass. @param {any} row */
+const showNode = (row) => go({ tab: "graph", pass: "", node: row.into || row.name });
+
+/** The rows that have an SQNR, with their noise taken apart. A layer goes by the op of its unit that has the most to do:
+ * the row with the SQNR is that of the last one, often an activation. @param {any[]} rows */
+function layersOf(rows) {
+  const main = new Map();
+  for (const row of rows) if (row.into && row.fate !== "folded" && row.macs > (main.get(row.into)?.macs ?? 0)) main.set(row.into, row);
+  const named = (row) => main.get(row.into) ?? row;
+  return rows
+    .filter((row) => row.sqnr !== null && row.sqnr !== undefined)
+    .map((row, i) => {
+      const total = noise(row.sqnr);
+      const alone = noise(row.own_sqnr);
+      const own = alone === null || total === null ? null : Math.min(alone, total);
+      return { row, i, total, alone, own, inherited: own === null ? total : total - own, dB: numeric(row.sqnr), name: named(row).path || named(row).name, op: named(row).op };
+    });
+}
+
+/** A number that stands out, with what it is. */
+const tile = (value, what, help = null) => el("div.tile", help ? { title: help } : {}, el("strong", {}, value), el("span", {}, what));
+
+function qualityTiles(layers, ledger) {
+  const last = layers.at(-1);
+  const int8 = layers.filter((layer) => layer.row.fate !== "float");
+  const fates = counts(ledger.rows.map((row) => row.fate));
+  return el(
+    "div.tiles",
+    {},
+    tile(last ? decibels(last.row.sqnr) : "–", "SQNR of the output (last layer)", "against the float model: 10 log10(signal / noise) of the last layer, on a recorded calibration batch"),
+    tile(percent(ledger.coverage), "of the multiply-accumulates in int8"),
+    tile(`${(fates.get("int8") ?? 0) + (fates.get("moves") ?? 0)} : ${fates.get("float") ?? 0}`, "ops on integers : in float"),
+    int8.length ? tile(decibels(least(int8, (layer) => layer.dB).row.sqnr), `worst: ${least(int8, (layer) => layer.dB).name}`) : null,
+  );
+}
+
+const least = (items, value) => items.reduce((best, item) => (value(item) < value(best) ? item : best));
+
+function counts(values) {
+  const found = new Map();
+  for (const value of values) found.set(value, (found.get(value) ?? 0) + 1);
+  return found;
+}
+
+/** How wide a layer is in the charts: all fit where they can, else the charts scroll. */
+function stepFor(host, count) {
+  const fit = (host.clientWidth - 90) / Math.max(count, 1);
+  return Math.max(fit, count > 400 ? 3 : 11);
+}
+
+/** The x axis: the name of every layer where there is room, else where a part of the model begins. */
+function layerAxis(layers, step) {
+  const first = (layer) => layer.name.split(".")[0];
+  const named = step >= 11 ? layers : layers.filter((layer, i) => i === 0 || first(layer) !== first(layers[i - 1]));
+  const kept = named.filter((layer, k) => k === 0 || (layer.i - named[k - 1].i) * step >= 11);
+  return Plot.axisX(kept.map((layer) => layer.i), {
+    tickFormat: (i) => ellipsis(step >= 11 ? layers[i].name : first(layers[i]), 22),
+    tickRotate: -60,
+    tickSize: 3,
+    label: null,
+    fontSize: 10,
+  });
+}
+
+const ellipsis = (text, most) => (text.length <= most ? text : `…${text.slice(1 - most)}`);
+
+function layerTip(layer) {
+  const { row } = layer;
+  const lines = [`${layer.name}  (${layer.op}, ${row.fate})`, `SQNR ${decibels(row.sqnr)}: ${percent(layer.total)} noise`];
+  if (layer.own !== null) lines.push(`its own ${percent(layer.own)}, inherited ${percent(layer.inherited)}`);
+  if (row.reason) lines.push(row.reason);
+  return lines.join("\n");
+}
+
+/** A chart over the layers; a click shows the layer under the pointer in the graph. */
+function layerChart(host, layers, step, options) {
+  const chart = plot(host, {
+    width: 90 + layers.length * step,
+    marginLeft: 56,
+    marginRight: 20,
+    ...options,
+    x: { domain: [-0.5, layers.length - 0.5], label: null },
+    marks: [
+      Plot.ruleX(layers, Plot.pointerX({ x: "i", stroke: "var(--quiet)", strokeWidth: Math.max(step - 2, 1), strokeOpacity: 0.18 })),
+      ...options.marks,
+      layerAxis(layers, step),
+      Plot.tip(layers, Plot.pointerX({ x: "i", y: options.tipAt, title: layerTip, ...tipLook })),
+    ],
+  });
+  chart.classList.add("clickable");
+  chart.addEventListener("click", () => chart.value && showNode(chart.value.row));
+  return chart;
+}
+
+function sqnrChart(host, layers, step) {
+  const shown = layers.filter((layer) => Number.isFinite(layer.dB));
+  return layerChart(host, layers, step, {
+    height: 250,
+    marginBottom: 84,
+    tipAt: (layer) => (Number.isFinite(layer.dB) ? layer.dB : 0),
+    y: { label: "SQNR, dB", grid: true, nice: true, zero: true },
+    symbol: { domain: ["int8", "moves", "float", "folded"], range: ["circle", "square", "diamond", "cross"] },
+    marks: [
+      Plot.line(shown, { x: "i", y: "dB", stroke: "var(--quiet)", strokeWidth: 1 }),
+      Plot.dot(shown, { x: "i", y: "dB", symbol: (d) => d.row.fate, fill: (d) => `var(--kind-${d.row.fate})`, r: Math.min(step / 3, 5) }),
+    ],
+    ariaLabel: "SQNR of each layer in execution order",
+  });
+}
+
+function noiseChart(host, layers, step) {
+  const half = Math.min(0.38, 18 / step);
+  const parts = layers.flatMap((layer) => [
+    { layer, part: "inherited", y1: 0, y2: layer.inherited },
+    { layer, part: "own", y1: layer.inherited, y2: layer.total },
+  ]);
+  return layerChart(host, layers, step, {
+    height: 260,
+    marginBottom: 84,
+    tipAt: "total",
+    y: { label: "noise / signal", grid: true, tickFormat: (v) => percent(v), zero: true },
+    marks: [
+      Plot.rect(
+        parts.filter((p) => p.y2 > p.y1),
+        { x1: (p) => p.layer.i - half, x2: (p) => p.layer.i + half, y1: "y1", y2: "y2", fill: (p) => `var(--noise-${p.part})` },
+      ),
+      Plot.ruleY([0], { stroke: "var(--quiet)" }),
+    ],
+    ariaLabel: "noise of each layer: inherited, and added by itself",
+  });
+}
+
+/** A swatch and its meaning. */
+const legendOf = (...entries) =>
+  el("div.legend", {}, ...entries.map(([variable, text, mark = ""]) => el("span", {}, swatchOf(variable, mark), text)));
+
+function swatchOf(variable, mark) {
+  const made = el(`i.swatch${mark ? `.${mark}` : ""}`);
+  made.style.background = `var(--${variable})`;
+  return made;
+}
+
+const HELP_NOISE =
+  "The noise of a layer is 10^(−SQNR/10), its share of the signal. Its own part is the noise that it makes when it gets the float model's " +
+  "values; the rest, total − own and never below zero, came in with its inputs.";
+
+const FATE_LEGEND = [
+  ["kind-int8", "int8", "round", "int8"],
+  ["kind-moves", "moves integers", "", "moves"],
+  ["kind-float", "float", "diamond", "float"],
+];
+
+function renderQuality(host, all) {
+  const layers = layersOf(all.ledger.rows);
+  host.append(qualityTiles(layers, all.ledger));
+  if (!layers.length) {
+    host.append(el("p.empty", {}, "No SQNR is on record: the float and the int8 model did not both run on a recorded calibration batch."));
+    return;
+  }
+  const split = layers.some((layer) => layer.own !== null);
+  const charted = el("div.scroll");
+  host.append(
+    el("h2", {}, "SQNR of each layer, in execution order"),
+    legendOf(...FATE_LEGEND.filter(([, , , fate]) => layers.some((layer) => layer.row.fate === fate))),
+    charted,
+  );
+  const step = stepFor(host, layers.length);
+  charted.append(sqnrChart(host, layers, step));
+  host.append(
+    el("h2", {}, "Where the noise comes from"),
+    split ? legendOf(["noise-own", "added by the layer itself"], ["noise-inherited", "inherited from its inputs"]) : "",
+    el("p.caption", {}, `${split ? HELP_NOISE : "The noise of a layer is 10^(−SQNR/10), its share of the signal."} Click a layer to see it in the graph.`),
+  );
+  const below = el("div.scroll");
+  host.append(below);
+  below.append(noiseChart(host, layers, step));
+  host.append(worst(layers, split));
+}
+
+/** The layers that cost most, as bars. */
+function worst(layers, split) {
+  const by = (value, title) =>
+    el(
+      "section",
+      {},
+      el("h2", {}, title),
+      bars(
+        layers
+          .filter((layer) => value(layer) > 0)
+          .sort((a, b) => value(b) - value(a))
+          .slice(0, 8)
+          .map((layer) => ({
+            name: layer.name,
+            tag: layer.op,
+            value: value(layer),
+            text: percent(value(layer)),
+            colour: `var(--kind-${layer.row.fate})`,
+            onclick: () => showNode(layer.row),
+          })),
+        title,
+      ),
+    );
+  return el("div.columns", {}, by((layer) => layer.total, "Most noise in their output"), split ? by((layer) => layer.own, "Adding most noise themselves") : null);
+}
+
+tabs.push({ id: "quality", title: "Quality", render: renderQuality });

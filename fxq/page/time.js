@@ -1,0 +1,96 @@
+/* The Time tab: float against int8, and where the time goes. */
+
+/** Microseconds with a unit that suits them. @param {number} us */
+const duration = (us) => (us >= 1e5 ? `${(us / 1e6).toFixed(2)} s` : us >= 1000 ? `${(us / 1000).toFixed(us >= 1e4 ? 1 : 2)} ms` : `${us.toFixed(us < 10 ? 1 : 0)} µs`);
+
+/** @param {number} bytes */
+const space = (bytes) => (bytes >= 1e6 ? `${(bytes / 1e6).toFixed(1)} MB` : bytes >= 1e3 ? `${(bytes / 1e3).toFixed(1)} kB` : `${bytes} B`);
+
+/** Float and int8 as two bars, and how many times one is the other. */
+function against(title, real, int8, text, better, worse, why) {
+  const rows = [];
+  if (real !== null) rows.push({ name: "float", value: real, text: text(real), colour: "var(--quiet)" });
+  if (int8 !== null) rows.push({ name: "int8", value: int8, text: text(int8), colour: "var(--kind-int8)" });
+  const times = real !== null && int8 !== null ? real / int8 : null;
+  const words = times === null ? null : times >= 1 ? `${times.toFixed(2)}× ${better}` : `${(1 / times).toFixed(2)}× ${worse}`;
+  return el(
+    "section.card",
+    {},
+    el("h2", {}, title),
+    words ? el("p.headline", {}, words) : null,
+    rows.length ? bars(rows, title) : null,
+    why ? el("p.caption", {}, `Not timed: ${why}.`.replace("..", ".")) : null,
+  );
+}
+
+const KINDS = ["int8", "moves", "convert", "float"];
+
+/** Time by op: the sum over its nodes, kinds apart. A kernel goes by the ops that it runs. */
+function byOp(ops) {
+  const last = new Map((data.passes.at(-1)?.nodes ?? []).map((id) => [data.nodes[id].name, data.nodes[id]]));
+  const found = new Map();
+  for (const op of ops) {
+    const name = (last.get(op.name)?.body ?? []).map(plainOp).join(" + ") || op.label;
+    const key = `${op.kind} ${op.label} ${name}`;
+    const entry = found.get(key) ?? { label: op.label, name, kind: op.kind, us: 0, count: 0 };
+    entry.us += op.us;
+    entry.count++;
+    found.set(key, entry);
+  }
+  return [...found.values()].sort((a, b) => b.us - a.us);
+}
+
+/** An op without its options. @param {string} text */
+const plainOp = (text) => text.replace(/\(.*$/s, "");
+
+const kindColour = (kind) => `var(--kind-${kind})`;
+const tagOf = (kind) => data.looks[kind]?.tag ?? kind;
+
+/** One bar for all the time, in parts by kind. */
+function shareBar(ops, total) {
+  const sums = KINDS.map((kind) => [kind, ops.filter((op) => op.kind === kind).reduce((sum, op) => sum + op.us, 0)]);
+  const rest = total - sums.reduce((sum, [, us]) => sum + us, 0);
+  const parts = [...sums, ["op", rest]].filter(([, us]) => us > 0.0005 * total);
+  const bar = el("div.share", { role: "img", "aria-label": parts.map(([kind, us]) => `${tagOf(kind)} ${percent(us / total)}`).join(", ") });
+  for (const [kind, us] of parts) {
+    const part = el("span", { title: `${tagOf(kind)}: ${duration(us)}` });
+    part.style.flexGrow = String(us);
+    part.style.background = kindColour(kind);
+    bar.append(part);
+  }
+  const legend = el("div.legend", {}, ...parts.map(([kind, us]) => el("span", {}, swatchOf(`kind-${kind}`, ""), `${tagOf(kind)} ${percent(us / total)} (${duration(us)})`)));
+  return el("div", {}, bar, legend);
+}
+
+function renderTime(host, all) {
+  const { time, size } = all;
+  const ops = time.ops;
+  host.append(
+    el(
+      "div.columns",
+      {},
+      against("Latency", time.float_us, time.int8_us, duration, "faster than float", "slower than float", time.why),
+      against("Size", size.float_bytes, size.int8_bytes, space, "smaller than float", "larger than float", ""),
+    ),
+  );
+  if (time.batch) host.append(el("p.caption", {}, `Medians of a few calls on ${time.batch}, measured when this report was written; float and int8 in turns.`));
+  if (!ops.length) return;
+  const total = ops.reduce((sum, op) => sum + op.us, 0);
+  host.append(el("h2", {}, `Where the time goes: ${duration(total)} in ${ops.length} nodes`), shareBar(ops, total));
+  host.append(el("p.caption", {}, "Each node of the int8 model on its own; the sum leaves out what the model's forward costs around them."));
+  const sums = byOp(ops);
+  const barOf = (us) => ({ value: us, text: `${duration(us)}  ${percent(us / total)}` });
+  host.append(
+    el(
+      "div.columns",
+      {},
+      el("section", {}, el("h2", {}, "By op"),
+        bars(sums.slice(0, 16).map((op) => ({ name: op.name, title: op.label, tag: `${tagOf(op.kind)} ×${op.count}`, colour: kindColour(op.kind), ...barOf(op.us) })), "time by op")),
+      el("section", {}, el("h2", {}, "Most costly nodes"),
+        bars([...ops].sort((a, b) => b.us - a.us).slice(0, 16).map((op) => ({
+          name: op.name, tag: `${op.label} · ${tagOf(op.kind)}`, colour: kindColour(op.kind), onclick: () => go({ tab: "graph", pass: "", node: op.name }), ...barOf(op.us) })), "most costly nodes")),
+    ),
+  );
+}
+
+tabs.push({ id: "time", title: "Time", render: renderTime });
