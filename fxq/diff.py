@@ -8,10 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
 from torch import fx
 
+from fxq.diffstory import MARKS, story
 from fxq.errors import InputError
+from fxq.notebook import folded, html, picture_html
+from fxq.printed import Printed
+from fxq.table import Cell, Column, Part, Table, cells, plain
 from fxq.view import GraphView, NodeView, view
 
 FIELDS = ("kind", "label", "body", "options", "shape", "dtype", "scale", "zero_point")
@@ -38,9 +41,12 @@ class Change:
         return {field: f"{_SPOKEN.get(field, field)} {old} → {new}" for field, old, new in pairs}
 
 
-@dataclass(frozen=True)
-class Diff:
+@dataclass(frozen=True, repr=False)
+class Diff(Printed):
     """What differs between two graphs. Nodes are the same when their names are; falsy when nothing differs.
+
+    In a terminal and a notebook, a long one is told as a story: what happened to many nodes alike stands in one line.
+    `to_text()` has every node, and is what `print` gives into a pipe.
 
     Attributes:
         before, after: the graphs.
@@ -69,11 +75,17 @@ class Diff:
 
     @cached_property
     def became(self) -> dict[str, tuple[str, ...]]:
-        """For each removed node, the added or changed nodes that stand for the same traced ops, if there are any."""
+        """For each removed node, the nodes that stand for the same traced ops now, if there are any.
+
+        They are added or changed, or rewired ones that took its place besides their own, as a conv does of its norm.
+        """
         heirs: dict[str, list[str]] = {}
-        for name in (*self.added, *(change.name for change in self.changed)):
+        changed = dict.fromkeys(change.name for change in self.changed)
+        for name in (*self.added, *changed, *(name for name in self.rewired if name not in changed)):
+            own = () if name in changed or name not in self.before.by_name else _origins(self.before[name])
             for origin in _origins(self.after[name]):
-                heirs.setdefault(origin, []).append(name)
+                if origin not in own:
+                    heirs.setdefault(origin, []).append(name)
         found = {
             name: tuple(dict.fromkeys(heir for origin in _origins(self.before[name]) for heir in heirs.get(origin, ())))
             for name in self.removed
@@ -83,11 +95,43 @@ class Diff:
     def __bool__(self) -> bool:
         return not self.is_empty
 
-    def __str__(self) -> str:
-        counts = ", ".join(f"{number} {kind}" for kind, number in self.counts.items() if number)
-        title = f"{_title(self.before, 'before')} → {_title(self.after, 'after')}: {counts or 'no difference'}"
-        lines = tabulate(list(self._rows()), tablefmt="plain", disable_numparse=True)
-        return f"{title}\n{lines}" if lines else title
+    def _short(self) -> str:
+        return plain([self._title()])
+
+    def to_text(self, full: bool = True) -> str:
+        """The text without colours, the same everywhere: every node, or (not `full`) what happened, alike together."""
+        return plain(self._parts() if full else self._brief())
+
+    def _title(self) -> tuple[Cell, ...]:
+        counts = [Cell(f"{number} {kind}", kind) for kind, number in self.counts.items() if number]
+        spaced = [cell for count in counts for cell in (Cell(", "), count)][1:]
+        return cells(f"{self._names}: ", *(spaced or cells("no difference")))
+
+    @property
+    def _names(self) -> str:
+        return f"{self.before.name or 'before'} → {self.after.name or 'after'}"
+
+    def _parts(self) -> list[Part]:
+        return self._told(list(self._rows()))
+
+    def _brief(self) -> list[Part]:
+        rows = list(self._rows())
+        if len(rows) <= _SCREEN:
+            return self._told(rows)
+        constants = list(self._constants())
+        how = cells(Cell('every node: print(diff.to_text()); a picture: diff.render("diff.svg")', "quiet"))
+        return [self._title(), story(self), *([Table(_COLUMNS, tuple(constants))] if constants else []), how]
+
+    def _told(self, rows: list[tuple[Cell, ...]]) -> list[Part]:
+        return [self._title(), *([Table(_COLUMNS, tuple(rows))] if rows else [])]
+
+    def _repr_html_(self) -> str:
+        """The counts, the changes as a table, and drawn."""
+        from fxq.diffpicture import picture  # it needs `Diff`
+
+        title, *rest = self._brief()
+        image = picture_html(picture(self, 1, self._names), self.to_text(full=False), 'diff.render("diff.svg")')
+        return html([title]) + (folded("changes", html(rest), opened=True) if rest else "") + image
 
     def render(self, path: str | Path, *, radius: int = 1, title: str = "") -> Path:
         """Draw the changes and what is around them into a file: `.svg`, `.png`, `.pdf` or `.dot` by its ending.
@@ -109,34 +153,45 @@ class Diff:
 
         if radius < 0:
             raise InputError(f"radius must be 0 or more, got {radius}.")
-        return write(
-            picture(self, radius, title or f"{_title(self.before, 'before')} → {_title(self.after, 'after')}"), path
-        )
+        return write(picture(self, radius, title or self._names), path)
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        """The lines of the summary: mark, name, op, what happened. Constants come last, a line for all of them."""
+    def _rows(self) -> Iterator[tuple[Cell, ...]]:
+        """The lines of the text: mark, name, op, what happened. Constants come last, a line for all of them."""
         heirs = self.became
         for name in self.removed:
             node = self.before[name]
             if node.kind != "constant":
-                yield "-", name, node.label, f"became {', '.join(heirs[name])}" if name in heirs else ""
+                yield _row("removed", name, node.label, f"became {', '.join(heirs[name])}" if name in heirs else "")
         for name in self.added:
             node = self.after[name]
             if node.kind != "constant":
-                yield "+", name, node.label, f"reads {', '.join(node.inputs)}" if node.inputs else ""
+                yield _row("added", name, node.label, f"reads {', '.join(node.inputs)}" if node.inputs else "")
         for change in self.changed:
             if change.after.kind != "constant":
-                yield "~", change.name, change.after.label, "; ".join(change.by_field.values())
+                yield _row("changed", change.name, change.after.label, "; ".join(change.by_field.values()))
         for name in self.rewired:
             old, new = ", ".join(self.before[name].inputs), ", ".join(self.after[name].inputs)
-            yield ">", name, self.after[name].label, f"reads {old or 'nothing'} → {new or 'nothing'}"
+            yield _row("rewired", name, self.after[name].label, f"reads {old or 'nothing'} → {new or 'nothing'}")
+        yield from self._constants()
+
+    def _constants(self) -> Iterator[tuple[Cell, ...]]:
         for mark, names in (
-            ("-", [n for n in self.removed if self.before[n].kind == "constant"]),
-            ("+", [n for n in self.added if self.after[n].kind == "constant"]),
-            ("~", [c.name for c in self.changed if c.after.kind == "constant"]),
+            ("removed", [n for n in self.removed if self.before[n].kind == "constant"]),
+            ("added", [n for n in self.added if self.after[n].kind == "constant"]),
+            ("changed", [c.name for c in self.changed if c.after.kind == "constant"]),
         ):
             if names:
-                yield mark, f"{len(names)} constants" if len(names) > 1 else names[0], "constant", _some(names)
+                yield _row(mark, f"{len(names)} constants" if len(names) > 1 else names[0], "constant", _some(names))
+
+
+_SCREEN = 24
+"""Lines that a screen shows: longer differences are told as a story."""
+
+_COLUMNS = (Column(), Column(give="end", least=16), Column(give="end", least=12), Column(give="end", least=20))
+
+
+def _row(mark: str, name: str, op: str, what: str) -> tuple[Cell, ...]:
+    return cells(Cell(MARKS[mark], mark), name, op, what)
 
 
 def diff(before: Any, after: Any) -> Diff:
@@ -193,10 +248,6 @@ def _view_of(graph: Any, which: str) -> GraphView:
 
 def _origins(node: NodeView) -> tuple[str, ...]:
     return node.origins or (node.name,)
-
-
-def _title(graph: GraphView, otherwise: str) -> str:
-    return graph.name or otherwise
 
 
 def _some(names: list[str], most: int = 3) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from fxq import backends
@@ -17,8 +17,10 @@ from fxq.api import quantize
 from fxq.backends import Trap, cpu
 from fxq.costs import measure
 from fxq.errors import BackendError, FxqError, words_of
+from fxq.printed import Printed
 from fxq.progress import progress_bar
 from fxq.recipe import Recipe
+from fxq.table import Cell, Column, Part, Table, cells
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ class Row:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Printed):
     """The machine's profile. `print` shows it as tables.
 
     Attributes:
@@ -127,18 +129,34 @@ class Diagnosis:
         """Plain data, for JSON."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        shown = [
-            [r.backend, r.probe, r.verdict, ", ".join(r.kernels), _us(r.int8_us), _us(r.float_us), r.why]
-            for r in self.rows
-        ]
-        headers = ["backend", "layer", "int8", "kernels", "int8 us", "float us", "why"]
-        right = ("left", "left", "left", "left", "right", "right", "left")
-        table = tabulate(
-            shown, headers, colalign=right, maxcolwidths=[None, None, None, 30, None, None, 50], disable_numparse=True
+    def _short(self) -> str:
+        return f"{len(self.rows)} layers tried, auto is {self.auto}"
+
+    def _parts(self) -> list[Part]:
+        machine = Table(
+            (Column(), Column(give="fold")), tuple(cells(Cell(k, "quiet"), v) for k, v in self.machine.items())
         )
-        machine = tabulate(list(self.machine.items()), tablefmt="plain")
-        return f'{machine}\n\n{table}\n\nbackend="auto" is {self.auto}: {self.why}'
+        rows = Table(_COLUMNS, tuple(map(_cells, self.rows)))
+        auto = cells('backend="auto" is ', Cell(self.auto, "strong"), f": {self.why}")
+        return [machine, cells(), rows, cells(), auto]
+
+
+_COLUMNS = (
+    Column("backend"),
+    Column("layer", give="end", least=16),
+    Column("int8"),
+    Column("kernels", give="fold", drop=1),
+    Column("int8 us", "right"),
+    Column("float us", "right"),
+    Column("why", give="fold", least=24),
+)
+_LOOKS = {"right": "added", "wrong": "removed", "part": "changed", "avoided": "rewired"}
+
+
+def _cells(row: Row) -> tuple[Cell, ...]:
+    verdict = Cell(row.verdict, _LOOKS.get(row.verdict, "float"))
+    kernels, why = (textwrap.fill(text, width) for text, width in ((", ".join(row.kernels), 30), (row.why, 50)))
+    return cells(row.backend, row.probe, verdict, kernels, _us(row.int8_us), _us(row.float_us), why)
 
 
 def _us(value: float | None) -> str:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from fxq.edit import Edit
 from fxq.errors import InputError, unknown
 from fxq.near import NearMiss
+from fxq.notebook import html, picture_html
+from fxq.palette import LOOKS
 from fxq.passbase import Stage
-from fxq.view import GraphView
+from fxq.printed import Printed
+from fxq.table import Cell, Column, Part, Table, cells
+from fxq.view import GraphView, NodeView
 
 
-@dataclass(frozen=True)
-class Snapshot:
+@dataclass(frozen=True, repr=False)
+class Snapshot(Printed):
     """The graph after one pass.
 
     Attributes:
@@ -48,12 +51,24 @@ class Snapshot:
         """Number of nodes of these kinds (see `NodeView.kind`); weights are not counted when no kind is given."""
         return sum(n.kind in kinds if kinds else n.kind != "constant" for n in self.graph)
 
-    def __str__(self) -> str:
-        return f"{self.name}: {len(self.edits)} edits in {1e3 * self.seconds:.1f} ms\n{self.graph}"
+    def _parts(self) -> list[Part]:
+        title = cells(Cell(self.name, "strong"), f": {len(self.edits)} edits in {1e3 * self.seconds:.1f} ms")
+        return [title, _listing(self.graph)]
+
+    def _repr_html_(self) -> str:
+        """The title and the graph drawn, or its text."""
+        from fxq.render import picture
+
+        title, *_ = self._parts()
+        how = f"history[{self.name!r}].render({self.name + '.svg'!r})"
+        return html([title]) + picture_html(picture(self.graph, f"after {self.name}"), str(self.graph), how)
+
+    def _short(self) -> str:
+        return f"{self.name}, {len(self.edits)} edits, {self.count()} nodes"
 
 
-@dataclass
-class History(Sequence[Snapshot]):
+@dataclass(repr=False)
+class History(Printed, Sequence[Snapshot]):
     """The snapshots in order; `history["fuse"]` is the one after that pass. `print` shows a table.
 
     Attributes:
@@ -84,22 +99,98 @@ class History(Sequence[Snapshot]):
         """Names of the passes that ran, in order."""
         return [s.name for s in self.snapshots]
 
-    def __str__(self) -> str:
-        checked = any(s.sqnr is not None for s in self.snapshots)
-        rows = [
-            [
-                s.name,
-                1e3 * s.seconds,
-                len(s.edits),
-                s.count(),
-                s.count("int8", "moves"),
-                s.count("convert"),
-                s.count("float"),
-            ]
-            + ([s.sqnr] if checked else [])
-            for s in self.snapshots
-        ]
-        headers = ["pass", "ms", "edits", "nodes", "int8 ops", "conversions", "float ops"] + (
-            ["SQNR dB"] if checked else []
+    def _short(self) -> str:
+        return f"{len(self)} passes" + (f", the last is {self.names[-1]}" if self else "")
+
+    def _parts(self) -> list[Part]:
+        parts: list[Part] = [_table(self)]
+        if self.first_loss is not None:
+            lost = cells(Cell(self.first_loss, "strong"), " is the first pass that lost more than the recipe allows")
+            parts.append(lost)
+        return parts
+
+
+# ---- tables
+
+
+def _table(history: History) -> Table:
+    """A row per pass, and where there is a terminal, how its time and what the graph holds compare, as bars."""
+    slowest = max((s.seconds for s in history), default=0.0) or 1.0
+    largest = max((s.count() for s in history), default=0) or 1
+    checked = any(s.sqnr is not None for s in history)
+    columns = (*_COLUMNS[:-1], *([_SQNR] if checked else []), _COLUMNS[-1])
+    rows = []
+    for step in history:
+        lost = step.name == history.first_loss
+        numbers = [_number(step.count(*kinds)) for kinds in ((), ("int8", "moves"), ("convert",), ("float",))]
+        loss = [] if not checked else [Cell("" if step.sqnr is None else f"{step.sqnr:.1f}", "removed" if lost else "")]
+        rows.append(
+            (
+                Cell(step.name, "strong" if lost else ""),
+                Cell(f"{1e3 * step.seconds:.1f}"),
+                Cell(bar=((step.seconds / slowest, "op"),)),
+                _number(len(step.edits)),
+                *numbers,
+                Cell(bar=_holds(step, largest)),
+                *loss,
+                Cell(_rules(step)),
+            )
         )
-        return tabulate(rows, headers=headers, floatfmt=".1f")
+    return Table(columns, tuple(rows))
+
+
+_COLUMNS = (
+    Column("pass", give="end", least=16),
+    Column("ms", "right"),
+    Column("time", drop=2, extra=True, bars=8),
+    Column("edits", "right"),
+    Column("nodes", "right"),
+    Column("int8 ops", "right", look="int8"),
+    Column("conversions", "right", look="convert"),
+    Column("float ops", "right", look="float"),
+    Column("graph", drop=3, extra=True, bars=16),
+    Column("edits by rule", give="end", least=16, drop=4),
+)
+_SQNR = Column("SQNR dB", "right")
+_MOST_RULES = 3
+
+
+def _number(value: int) -> Cell:
+    return Cell(str(value), "" if value else "quiet")
+
+
+def _holds(step: Snapshot, largest: int) -> tuple[tuple[float, str], ...]:
+    """What the graph holds, kind by kind, beside the pass that left most nodes."""
+    counts = Counter(_kind(node) for node in step.graph if node.kind != "constant")
+    return tuple((counts[kind] / largest, kind) for kind in LOOKS if counts[kind])
+
+
+def _rules(step: Snapshot) -> str:
+    """The rules that made most of the edits; those outside any rule have the name of their pass."""
+    counts = Counter(edit.rule for edit in step.edits if edit.rule != step.name)
+    named = [f"{count} {rule}" for rule, count in counts.most_common(_MOST_RULES)]
+    return ", ".join([*named, f"{len(counts) - len(named)} more"] if len(counts) > len(named) else named)
+
+
+def _listing(graph: GraphView) -> Table:
+    """A line per node: its call, and in a terminal what it is, its value, and why it is float."""
+    nodes = [node for node in graph if node.kind != "constant"]
+    return Table(_LISTING, tuple(map(_node, nodes)))
+
+
+_LISTING = (
+    Column(extra=True),
+    Column(give="fold", least=40),
+    Column(extra=True, drop=1),
+    Column(extra=True, drop=2, give="end"),
+)
+
+
+def _kind(node: NodeView) -> str:
+    return node.kind if node.kind in LOOKS else "op"
+
+
+def _node(node: NodeView) -> tuple[Cell, ...]:
+    shape = "" if node.shape is None else "×".join(map(str, node.shape)) or "scalar"
+    value = Cell(f"{shape} {node.dtype}".strip(), "quiet")
+    return cells(Cell(LOOKS[_kind(node)].tag, _kind(node)), node.text, value, node.reason)

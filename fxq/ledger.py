@@ -15,9 +15,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from fxq.errors import InputError, unknown
+from fxq.printed import Printed
+from fxq.table import Cell, Column, Part, Table, cells
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ FIELDS = tuple(f.name for f in fields(Entry))
 FATES = ("int8", "moves", "float", "folded")
 
 
-@dataclass(frozen=True)
-class Ledger(Sequence[Entry]):
+@dataclass(frozen=True, repr=False)
+class Ledger(Printed, Sequence[Entry]):
     """One entry per op of the model, in execution order. `print` shows a table.
 
     Example:
@@ -165,30 +165,23 @@ class Ledger(Sequence[Entry]):
         writer.writerows(self.to_dicts())
         return _written(stream.getvalue(), path)
 
-    def __str__(self) -> str:
+    def _short(self) -> str:
+        weighed = f"; {self.coverage:.1%} of the multiply-accumulates in int8" if any(e.macs for e in self) else ""
+        return ", ".join(f"{self.count(f)} {f}" for f in FATES) + weighed
+
+    def _parts(self) -> list[Part]:
         fixes = Counter(e.fix for e in self.entries if e.fate == "float" and e.fix)
         notes = {fix: f"[{i}]" for i, fix in enumerate((fix for fix, count in fixes.items() if count > 1), 1)}
-        why = _Column("why", lambda e: _why(e, notes))
-        columns = [c for c in (*_COLUMNS, why) if c.always or any(c.text(e) for e in self.entries)]
-        table = tabulate(
-            [[c.text(e) for c in columns] for e in self.entries],
-            headers=[c.header for c in columns],
-            colalign=[c.align for c in columns] if self.entries else None,
-            disable_numparse=True,
-        )
-        totals = ", ".join(f"{self.count(f)} {f}" for f in FATES)
-        weighed = f"; {self.coverage:.1%} of the multiply-accumulates in int8" if any(e.macs for e in self) else ""
-        return "\n".join([table, totals + weighed, *(f"{note} {fix}" for fix, note in notes.items())])
+        texts = {**_COLUMNS, _WHY: lambda e: _why(e, notes)}
+        columns = [c for c, text in texts.items() if c in _ALWAYS or any(text(e) for e in self.entries)]
+        rows = tuple(tuple(Cell(texts[c](e), _look(c, e)) for c in columns) for e in self.entries)
+        ways = [cells(Cell(note, "strong"), f" {fix}") for fix, note in notes.items()]
+        return [Table(tuple(columns), rows), cells(self._short()), *ways]
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A column of the printed table; left out when it is empty, but for those that are always there."""
-
-    header: str
-    text: Callable[[Entry], str]
-    align: str = "left"
-    always: bool = False
+def _look(column: Column, entry: Entry) -> str:
+    """The fate is a badge; what is gone from the graph stands back."""
+    return "quiet" if entry.fate == "folded" else entry.fate if column is _FATE else ""
 
 
 def _layer(entry: Entry) -> str:
@@ -229,15 +222,19 @@ def _time(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-_COLUMNS = (
-    _Column("layer", _layer, always=True),
-    _Column("op", lambda e: e.op, always=True),
-    _Column("runs as", lambda e: e.fate, always=True),
-    _Column("SQNR dB", _decibels, "right"),
-    _Column("MACs", lambda e: _count(e.macs), "right"),
-    _Column("float µs", lambda e: _time(e.float_us), "right"),
-    _Column("int8 µs", lambda e: _time(e.int8_us), "right"),
-)
+_FATE = Column("runs as")
+_WHY = Column("why", give="fold", least=30)
+_COLUMNS: dict[Column, Callable[[Entry], str]] = {
+    Column("layer", give="start", least=20): _layer,
+    Column("op", give="end", least=16): lambda e: e.op,
+    _FATE: lambda e: e.fate,
+    Column("SQNR dB", "right"): _decibels,
+    Column("MACs", "right", drop=3): lambda e: _count(e.macs),
+    Column("float µs", "right", drop=2): lambda e: _time(e.float_us),
+    Column("int8 µs", "right", drop=1): lambda e: _time(e.int8_us),
+}
+_ALWAYS = tuple(_COLUMNS)[:3]
+"""The columns that are there even when they are empty."""
 
 
 def _check(names: Collection[str]) -> None:

@@ -22,7 +22,10 @@ from fxq.history import History
 from fxq.layers import LayerQParams
 from fxq.ledger import Ledger
 from fxq.manager import PassManager
+from fxq.notebook import folded, html
 from fxq.recipe import Recipe
+from fxq.size import nbytes
+from fxq.table import Cell, cells
 from fxq.untouched import autocast_on
 
 log = logging.getLogger("fxq")
@@ -59,6 +62,13 @@ class ObservedModel(fx.GraphModule):
     def history(self) -> History:
         """One snapshot per pass so far."""
         return self.manager.history
+
+    def _repr_html_(self) -> str:
+        """In a notebook: how far it is, and the passes so far."""
+        title = cells(
+            Cell("ObservedModel", "strong"), f": {self.batches_seen} batch{'' if self.batches_seen == 1 else 'es'} seen"
+        )
+        return html([title]) + self.history._repr_html_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ObservedModel:
         manager = copy.copy(self.manager)
@@ -187,6 +197,21 @@ class QuantizedModel(fx.GraphModule):
         from fxq.report import write_report
 
         return write_report(self, path, example_inputs)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what it is, what stays in float and why, the passes, and every op at a click."""
+        floats, size = self.ledger.where(fate="float"), nbytes(self)
+        facts = (
+            f"backend {self.backend}",
+            f"{self.ledger.coverage:.1%} of the multiply-accumulates in int8",
+            f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB",
+        )
+        shown = html([cells(Cell("QuantizedModel", "strong"), f": {', '.join(facts)}")])
+        if floats:
+            table, _, *ways_out = floats._parts()  # without totals: those of a part would mislead
+            shown += folded(f"{len(floats)} ops in float, and why", html([table, *ways_out]), opened=True)
+        shown += folded("history: what every pass did", self.history._repr_html_(), opened=True)
+        return shown + folded(f"ledger: all {len(self.ledger)} ops", self.ledger._repr_html_())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         copied = super().__deepcopy__(memo)

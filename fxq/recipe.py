@@ -15,8 +15,10 @@ from fxq import backends
 from fxq.errors import RecipeError, unknown
 from fxq.observers import OBSERVERS
 from fxq.passbase import Pass
+from fxq.printed import Printed
 from fxq.selector import Selector, as_selector, import_name
 from fxq.spec import ACTIVATION, FLOAT, WEIGHT, QuantConfig, TensorSpec
+from fxq.table import Cell, Column, Part, Table, cells
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,8 +33,8 @@ def register_pipeline(name: str, passes: Sequence[Pass]) -> None:
     _PIPELINES[name] = tuple(passes)
 
 
-@dataclass(frozen=True)
-class Pipeline(Sequence[Pass]):
+@dataclass(frozen=True, repr=False)
+class Pipeline(Printed, Sequence[Pass]):
     """The passes of a recipe, in order. `print` shows them with the stages they move the graph through."""
 
     passes: tuple[Pass, ...]
@@ -55,17 +57,24 @@ class Pipeline(Sequence[Pass]):
             raise RecipeError(unknown("pass", name, names))
         return names.index(name)
 
-    def __str__(self) -> str:
-        width = max((len(str(p)) for p in self.passes), default=0)
-        rows = []
-        for i, p in enumerate(self.passes, 1):
-            step = str(p.gives) if p.needs == p.gives else f"{p.needs} -> {p.gives}"
-            summary = (type(p).__doc__ or "").strip().partition("\n")[0]
-            rows.append(f"{i:2}. {p!s:{width}}  {step:22}  {summary}")
-        return "\n".join(rows)
+    def _short(self) -> str:
+        return " → ".join(map(str, self.passes))
+
+    def _parts(self) -> list[Part]:
+        return [Table(_PASSES, tuple(_row(i, step) for i, step in enumerate(self.passes, 1)))]
 
 
-@dataclass(frozen=True)
+_PASSES = (Column(align="right"), Column(give="end"), Column(give="end", drop=1), Column(give="fold", least=30))
+
+
+def _row(number: int, step: Pass) -> tuple[Cell, ...]:
+    """Number, pass, the stages it leads from and to, and the first line of its docstring."""
+    stages = str(step.gives) if step.needs == step.gives else f"{step.needs} -> {step.gives}"
+    summary = (type(step).__doc__ or "").strip().partition("\n")[0]
+    return cells(Cell(f"{number}.", "quiet"), Cell(str(step), "strong"), stages, summary)
+
+
+@dataclass(frozen=True, repr=False)
 class PipelineEdit:
     """A pass inserted next to another one, or (when `inserted` is None) the pass `anchor` removed."""
 

@@ -135,8 +135,7 @@ def quantize(
     console.print(
         f"Calibrated on {len(batches)} batches of {shape_of(batches[0])}, backend {qmodel.backend}: {seconds:.1f} s\n"
     )
-    console.print(str(qmodel.history), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"\n{qmodel.ledger}\n", markup=False, highlight=False, soft_wrap=True)
+    print(qmodel.history, qmodel.ledger, sep="\n\n", end="\n\n")
     return qmodel
 
 

@@ -1,5 +1,7 @@
 """What holds for every test."""
 
+import os
+
 import pytest
 import torch
 
@@ -8,6 +10,10 @@ from fxq import costs
 # Order of summation, and so the tests' numbers, must not depend on the machine. And small tensors are slower on several
 # threads, much slower where other programs run.
 torch.set_num_threads(1)
+
+os.environ["TERM"] = (
+    "dumb"  # what is printed is plain, also under `pytest -s` in a terminal; tests of colours set theirs
+)
 
 
 class IntegersAreFree(costs.Costs):

@@ -152,12 +152,14 @@ class Terminal(io.StringIO):
     [(Terminal, None, True), (Terminal, True, True), (Terminal, False, False), (io.StringIO, None, False)],
 )
 def test_the_progress_bar(stream, progress, shown, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream())
     fxq.quantize(net(), REFERENCE, data=pairs(), progress=progress)
     assert ("calibrating" in sys.stderr.getvalue()) == shown
 
 
 def test_the_progress_bar_without_a_length(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
     observed = fxq.prepare(net(), REFERENCE, X)
     assert fxq.calibrate(observed, (x for x in [X, X]), progress=True) is observed
