@@ -60,23 +60,54 @@ install_packages() {
     echo "$sum" >"$venv/.fxq-$extra"
 }
 
+# apt_install PACKAGE WHY: install a package where apt-get is there and may be used; otherwise nothing happens.
+apt_install() {
+    local -a admin=()
+    command -v apt-get >/dev/null || return 0
+    if [[ $(id -u) != 0 ]]; then
+        sudo -n true </dev/null 2>/dev/null || return 0
+        admin=(sudo -n)
+    fi
+    say "installing $1 ($2) with apt-get"
+    # An update that fails for one of several sources need not matter.
+    "${admin[@]+"${admin[@]}"}" apt-get update -qq </dev/null >&2 || true
+    "${admin[@]+"${admin[@]}"}" env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -qq -y --no-install-recommends "$1" </dev/null >/dev/null || true
+    hash -r
+}
+
 # Graphviz's `dot` draws the graphs. Everything else works without it, so its absence is no error.
 ensure_dot() {
     if command -v dot >/dev/null; then return; fi
-    local -a admin=()
-    if command -v apt-get >/dev/null && { [[ $(id -u) == 0 ]] || sudo -n true </dev/null 2>/dev/null; }; then
-        [[ $(id -u) == 0 ]] || admin=(sudo -n)
-        say "installing graphviz (for dot, which draws the graphs) with apt-get"
-        # An update that fails for one of several sources need not matter.
-        "${admin[@]+"${admin[@]}"}" apt-get update -qq </dev/null >&2 || true
-        "${admin[@]+"${admin[@]}"}" env DEBIAN_FRONTEND=noninteractive \
-            apt-get install -qq -y --no-install-recommends graphviz </dev/null >/dev/null || true
-        hash -r
-        if command -v dot >/dev/null; then return; fi
-    fi
+    apt_install graphviz "for dot, which draws the graphs"
+    if command -v dot >/dev/null; then return; fi
     say "warning: Graphviz's \"dot\" is missing and could not be installed here: graphs are written as .dot text, not" \
         "as pictures. To install it: sudo apt-get install graphviz (Debian, Ubuntu), sudo dnf install graphviz" \
         "(Fedora), brew install graphviz (macOS)"
+}
+
+# Whether there is a Chromium that runs: Ubuntu's package of that name is a stub where there is no snap.
+has_chromium() {
+    local name
+    for name in chromium chromium-browser google-chrome google-chrome-stable; do
+        if "$name" --version </dev/null >/dev/null 2>&1; then return; fi
+    done
+    "$py" -c 'import sys
+from pathlib import Path
+from playwright.sync_api import sync_playwright
+with sync_playwright() as p: sys.exit(not Path(p.chromium.executable_path).exists())' </dev/null >/dev/null 2>&1
+}
+
+# Chromium runs the tests of the report page; without it they are skipped.
+ensure_chromium() {
+    if has_chromium; then return; fi
+    apt_install chromium "which runs the tests of the report page"
+    if has_chromium; then return; fi
+    "$py" -m playwright install chromium </dev/null >&2 || true
+    if has_chromium; then return; fi
+    say "warning: there is no Chromium and none could be installed here: the tests of the report page are skipped." \
+        "To install it: sudo apt-get install chromium (Debian), sudo dnf install chromium (Fedora)," \
+        "or $py -m playwright install --with-deps chromium"
 }
 
 # setup_env EXTRA: all that is needed to run with the optional packages EXTRA (demo or dev).

@@ -1,0 +1,230 @@
+"""The report in a browser: what the tabs show, and that the names of a model are text whatever they hold."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq import latency
+from fxq.report import report_data, write_page
+from tests.browser import chromium, opened
+from tests.helpers import REFERENCE
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def networks():
+    """The modules `networks` and `networks_resnet` of scripts/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module("networks"), importlib.import_module("networks_resnet")
+        for name in ("networks", "networks_resnet"):
+            sys.modules.pop(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_rounds():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "MOST", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def digits(networks, tmp_path_factory):
+    """The demo's classifier, one of its layers in float: the quantized model and its report."""
+    _, model = networks[0].load_demo_networks()
+    recipe = REFERENCE.override("block2.conv2", fxq.FLOAT)
+    qmodel = fxq.quantize(model, recipe, data=[torch.rand(8, 1, 8, 8)])
+    return qmodel, qmodel.report(tmp_path_factory.mktemp("digits") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def resnet50(networks, tmp_path_factory):
+    """A large network: the quantized model and its report."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = networks[1].resnet50().eval()
+        qmodel = fxq.quantize(model, REFERENCE, data=[torch.randn(2, 3, 32, 32)])
+    return qmodel, qmodel.report(tmp_path_factory.mktemp("resnet50") / "report.html")
+
+
+def chart(page, label):
+    """The chart with this label."""
+    return page.locator(f'#view-quality svg[aria-label^="{label}"], #view-quality [aria-label^="{label}"]').first
+
+
+def column(page, key):
+    """The texts of a column of the ledger, of the rows that are shown."""
+    index = page.locator("#view-ledger th").evaluate_all(f"cells => cells.findIndex(c => c.dataset.key === '{key}')")
+    rows = page.locator("#view-ledger tbody tr:not([hidden])")
+    return rows.evaluate_all(f"rows => rows.map(r => r.cells[{index}].innerText.trim())")
+
+
+# ---- quality
+
+
+@pytest.mark.parametrize("network", ["digits", "resnet50"])
+def test_quality_shows_a_mark_for_every_layer_with_an_sqnr(browser, network, request):
+    qmodel, path = request.getfixturevalue(network)
+    layers = [entry for entry in qmodel.ledger if entry.sqnr is not None]
+    with opened(browser, path, "tab=quality") as page:
+        marks = chart(page, "SQNR of each layer").locator("g[aria-label=dot] > path")
+        assert marks.count() == len(layers)
+        tiles = page.locator("#view-quality .tile").all_inner_texts()
+        assert f"{layers[-1].sqnr:.1f} dB" in tiles[0]
+
+
+def test_a_click_on_a_layer_shows_its_node_in_the_graph(browser, digits):
+    qmodel, path = digits
+    layers = [entry for entry in qmodel.ledger if entry.sqnr is not None]
+    with opened(browser, path, "tab=quality") as page:
+        marks = chart(page, "SQNR of each layer").locator("g[aria-label=dot] > path")
+        marks.nth(3).hover()
+        marks.nth(3).click()
+        assert page.evaluate("fxq.state.node") == layers[3].into
+        assert page.evaluate("fxq.state.tab") == "graph"
+
+
+# ---- ledger
+
+
+def test_the_ledger_has_every_row_and_sorts_by_a_click_and_by_a_key(browser, digits):
+    qmodel, path = digits
+    with opened(browser, path, "tab=ledger") as page:
+        assert column(page, "layer") == [entry.path or entry.name for entry in qmodel.ledger]
+        header = page.locator('#view-ledger th[data-key="macs"]')
+        assert header.get_attribute("aria-sort") == "none"
+        header.locator("button").click()
+        assert header.get_attribute("aria-sort") == "descending"
+        most = sorted(qmodel.ledger, key=lambda entry: -entry.macs)
+        assert column(page, "op")[:3] == [entry.op for entry in most[:3]]
+        header.locator("button").press("Enter")
+        assert header.get_attribute("aria-sort") == "ascending"
+        assert column(page, "macs")[-1] == ""  # those without a value come last either way
+        page.locator('#view-ledger th[data-key="sqnr"] button').click()
+        assert header.get_attribute("aria-sort") == "none"
+        worst = min((entry for entry in qmodel.ledger if entry.sqnr is not None), key=lambda entry: entry.sqnr)
+        assert column(page, "sqnr")[0] == f"{worst.sqnr:.1f}"
+
+
+def test_the_ledger_is_filtered_by_fate_and_text(browser, digits):
+    qmodel, path = digits
+    with opened(browser, path, "tab=ledger") as page:
+        page.locator('#view-ledger button[data-fate="float"]').click()
+        assert column(page, "fate") == ["float"] * qmodel.ledger.count("float")
+        assert page.locator("#view-ledger output").inner_text().startswith(f"{qmodel.ledger.count('float')} of ")
+        page.locator('#view-ledger button[data-fate="float"]').click()
+        page.locator("#ledger-filter").fill("BLOCK2 conv2d")
+        wanted = [entry.path for entry in qmodel.ledger.where(op="conv2d", path="block2.*")]
+        assert column(page, "layer") == wanted != []
+
+
+def test_a_float_op_says_why_and_what_would_change_it(browser, digits):
+    qmodel, path = digits
+    (entry,) = qmodel.ledger.where(path="block2.conv2")
+    with opened(browser, path, "tab=ledger") as page:
+        row = page.locator("#view-ledger tr", has=page.get_by_text("block2.conv2", exact=True))
+        assert entry.reason and entry.reason in row.inner_text()
+
+
+def test_a_fix_can_be_copied(browser, digits):
+    qmodel, path = digits
+    entry = next(entry for entry in qmodel.ledger if entry.fix)
+    with opened(browser, path, "tab=ledger", permissions=["clipboard-read", "clipboard-write"]) as page:
+        row = page.locator("#view-ledger tbody tr", has=page.locator(".copy")).first
+        row.hover()
+        row.locator(".copy").click()
+        row.locator(".copy", has_text="copied").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == entry.fix
+        assert page.evaluate("fxq.state.tab") == "ledger"  # the button does not open the row
+
+
+def test_a_row_shows_its_node_by_click_and_by_key(browser, digits):
+    qmodel, path = digits
+    with opened(browser, path, "tab=ledger") as page:
+        page.locator("#view-ledger tbody tr").nth(0).press("Enter")
+        assert page.evaluate("[fxq.state.tab, fxq.state.node]") == ["graph", qmodel.ledger[0].into]
+    with opened(browser, path, "tab=ledger") as page:
+        page.locator("#view-ledger tbody tr").nth(5).locator("td").nth(2).click()
+        assert page.evaluate("[fxq.state.tab, fxq.state.node]") == ["graph", qmodel.ledger[5].into]
+
+
+# ---- time
+
+
+def test_time_shows_latency_size_and_where_it_goes(browser, digits):
+    qmodel, path = digits
+    with opened(browser, path, "tab=time") as page:
+        text = page.locator("#view-time").inner_text()
+        assert f"{fxq.nbytes(qmodel) / 1e3:.1f} kB" in text
+        assert "float32[8, 1, 8, 8], 1 thread" in text
+        shares = page.locator("#view-time .share").get_attribute("aria-label")
+        assert shares.startswith("int8 ") and "q/dq" in shares and "float" in shares
+        nodes = page.locator("#view-time [aria-label='most costly nodes'] button").all_inner_texts()
+        assert nodes and set(nodes) <= {node.name for node in qmodel.graph.nodes}
+        page.get_by_role("button", name=nodes[0], exact=True).click()
+        assert page.evaluate("[fxq.state.tab, fxq.state.node]") == ["graph", nodes[0]]
+
+
+def test_what_could_not_be_timed_says_why(browser, tmp_path):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, inputs):
+            return self.layer(inputs["x"])
+
+    qmodel = fxq.quantize(Nested().eval(), REFERENCE, data=[({"x": torch.rand(2, 4)},)])
+    with opened(browser, qmodel.report(tmp_path / "r.html"), "tab=time") as page:
+        assert "Not timed: the input 'inputs' is no plain tensor" in page.locator("#view-time").inner_text()
+
+
+# ---- all of it
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_theme_follows_the_system_until_one_is_chosen(browser, digits, scheme):
+    with opened(browser, digits[1], "tab=quality", color_scheme=scheme) as page:
+        paper = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] > 127"
+        assert page.evaluate(paper) == (scheme == "light")
+        page.locator("#theme").click()
+        assert page.evaluate(paper) == (scheme == "dark")
+
+
+EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+
+
+def test_names_of_a_model_are_text_on_every_tab(browser, tmp_path):
+    model = nn.Sequential()
+    model.add_module(EVIL, nn.Linear(4, 4))
+    model.add_module("</td><b>&amp;", nn.Linear(4, 4))
+    path = fxq.quantize(model.eval(), REFERENCE, data=[torch.rand(2, 4)]).report(tmp_path / "r.html")
+    for tab in ("graph", "quality", "ledger", "time"):
+        with opened(browser, path, f"tab={tab}") as page:
+            page.wait_for_timeout(50)
+            assert page.locator("img, td b").count() == 0
+            if tab == "ledger":
+                assert column(page, "layer") == [EVIL, "</td><b>&amp;"]
+
+
+def test_thousands_of_ops_make_a_ledger_that_sorts_and_filters(browser, digits, tmp_path):
+    data = report_data(digits[0])
+    rows = [{**data["ledger"]["rows"][0], "op": ("linear", "relu")[i % 2]} for i in range(2000)]
+    data["ledger"] = {"coverage": 1.0, "rows": rows}
+    with opened(browser, write_page(data, tmp_path / "r.html"), "tab=ledger") as page:
+        page.locator('#view-ledger th[data-key="op"] button').click()
+        assert column(page, "op") == ["linear"] * 1000 + ["relu"] * 1000
+        page.locator("#ledger-filter").fill("relu")
+        assert page.locator("#view-ledger output").inner_text() == "1000 of 2000 ops"
