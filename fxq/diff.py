@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -75,17 +75,26 @@ class Diff(Printed):
 
     @cached_property
     def became(self) -> dict[str, tuple[str, ...]]:
-        """For each removed node, the nodes that stand for the same traced ops now, if there are any.
+        """For each removed node, the added or changed nodes that stand for the same traced ops, if there are any."""
+        names = (*self.added, *(change.name for change in self.changed))
+        return self._heirs((name, _origins(self.after[name])) for name in names)
 
-        They are added or changed, or rewired ones that took its place besides their own, as a conv does of its norm.
+    @cached_property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        """For each other removed node, the rewired nodes that stand for it now besides their own ops, if there are any.
+
+        A convolution stands for the batch norm that is folded into its weight.
         """
+        both = ((name, self.before[name], self.after[name]) for name in self.rewired)
+        gained = ((name, (o for o in _origins(new) if o not in _origins(old))) for name, old, new in both)
+        return {name: heirs for name, heirs in self._heirs(gained).items() if name not in self.became}
+
+    def _heirs(self, stand_for: Iterable[tuple[str, Iterable[str]]]) -> dict[str, tuple[str, ...]]:
+        """For each removed node, which of the nodes stand for one of its origins; those without any are left out."""
         heirs: dict[str, list[str]] = {}
-        changed = dict.fromkeys(change.name for change in self.changed)
-        for name in (*self.added, *changed, *(name for name in self.rewired if name not in changed)):
-            own = () if name in changed or name not in self.before.by_name else _origins(self.before[name])
-            for origin in _origins(self.after[name]):
-                if origin not in own:
-                    heirs.setdefault(origin, []).append(name)
+        for name, origins in stand_for:
+            for origin in origins:
+                heirs.setdefault(origin, []).append(name)
         found = {
             name: tuple(dict.fromkeys(heir for origin in _origins(self.before[name]) for heir in heirs.get(origin, ())))
             for name in self.removed
@@ -157,11 +166,12 @@ class Diff(Printed):
 
     def _rows(self) -> Iterator[tuple[Cell, ...]]:
         """The lines of the text: mark, name, op, what happened. Constants come last, a line for all of them."""
-        heirs = self.became
+        fates = {name: f"became {', '.join(heirs)}" for name, heirs in self.became.items()}
+        fates |= {name: f"went into {', '.join(heirs)}" for name, heirs in self.joined.items()}
         for name in self.removed:
             node = self.before[name]
             if node.kind != "constant":
-                yield _row("removed", name, node.label, f"became {', '.join(heirs[name])}" if name in heirs else "")
+                yield _row("removed", name, node.label, fates.get(name, ""))
         for name in self.added:
             node = self.after[name]
             if node.kind != "constant":

@@ -79,7 +79,8 @@ def _events(diff: Diff) -> Iterator[tuple[Alike, str]]:
 
 def _replaced(diff: Diff) -> Iterator[tuple[list[str], list[str]]]:
     """What was removed and what stands for it now, in the order of their graphs; all that hangs together at once."""
-    graph: nx.Graph[str] = nx.Graph((name, heir) for name, heirs in diff.became.items() for heir in heirs)
+    heirs_of = {**diff.became, **diff.joined}
+    graph: nx.Graph[str] = nx.Graph((name, heir) for name, heirs in heirs_of.items() for heir in heirs)
     part_of = {name: i for i, part in enumerate(nx.connected_components(graph)) for name in part}
     parts: dict[int, tuple[list[str], list[str]]] = {}
     for side, view in enumerate((diff.before, diff.after)):

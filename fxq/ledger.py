@@ -229,8 +229,8 @@ _COLUMNS: dict[Column, Callable[[Entry], str]] = {
     Column("op", give="end", least=16): lambda e: e.op,
     _FATE: lambda e: e.fate,
     Column("SQNR dB", "right"): _decibels,
-    Column("MACs", "right", drop=3): lambda e: _count(e.macs),
-    Column("float µs", "right", drop=2): lambda e: _time(e.float_us),
+    Column("MACs", "right", drop=2): lambda e: _count(e.macs),
+    Column("float µs", "right", drop=1): lambda e: _time(e.float_us),
     Column("int8 µs", "right", drop=1): lambda e: _time(e.int8_us),
 }
 _ALWAYS = tuple(_COLUMNS)[:3]

@@ -52,7 +52,8 @@ class Column:
         give: how it gives way in a narrow terminal: not at all, cropped at its "start" or "end", or "fold"ed. A folded
             cell's own line breaks are those of plain text.
         least: characters that it keeps when it gives way.
-        drop: a terminal that is too narrow leaves out the columns with the highest number first; 0: never.
+        drop: a terminal that is too narrow leaves out the columns with the highest number first, those of one number
+            together; 0: never.
         extra: whether it helps the eye only, or repeats, and is not part of plain text.
         bars: characters of its bars.
     """

@@ -144,10 +144,10 @@ def fitted(table: Table, width: int | None) -> dict[int, int]:
     if width is None:
         return {i: natural[i] for i in kept}
     least = [min(n, c.least) if c.give else n for n, c in zip(natural, table.columns, strict=True)]
-    for i in sorted((i for i in kept if table.columns[i].drop), key=lambda i: -table.columns[i].drop):
+    for number in sorted({c.drop for c in table.columns if c.drop}, reverse=True):
         if _together(least[i] for i in kept) <= width:
             break
-        kept.remove(i)
+        kept = [i for i in kept if table.columns[i].drop != number]
     sizes = {i: least[i] for i in kept}
     spare = width - _together(sizes.values())
     for i in kept if spare > 0 else ():

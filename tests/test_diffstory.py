@@ -98,7 +98,8 @@ def test_a_node_that_takes_in_another():
         )
     )
     assert told(before, after) == ["> 2 × conv2d, relu → conv2d conv0, conv1"]
-    assert diff(before, after).became == {"relu0": ("conv0",), "relu1": ("conv1",)}
+    assert diff(before, after).joined == {"relu0": ("conv0",), "relu1": ("conv1",)}
+    assert not diff(before, after).became and "went into conv0" in diff(before, after).to_text()
 
 
 def test_what_reads_something_else():
@@ -136,7 +137,7 @@ def test_a_real_network_fits_a_screen():
     assert "20 ×  conv2d, batch_norm, relu → conv2d_relu" in text and len(text.splitlines()) < 8
     folded = fxq.diff(qmodel.history["decompose"], qmodel.history["fold-batch-norm"])
     assert "20 ×  conv2d, batch_norm → conv2d" in folded.to_text(full=False)
-    assert "became" in folded.to_text()
+    assert "went into" in folded.to_text()
 
 
 def test_linear_in_the_nodes():

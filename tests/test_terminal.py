@@ -197,8 +197,9 @@ WIDE = Table(
         Column("fixed"),
         Column("bars", extra=True, bars=10, drop=2),
         Column("why", give="fold", least=8, drop=1),
+        Column(),
     ),
-    (cells("n" * 20, "fixed", Cell(bar=((1.0, "op"),)), "w" * 30),),
+    (cells("n" * 20, "fixed", Cell(bar=((1.0, "op"),)), "w" * 30, ""),),
 )
 
 
