@@ -21,12 +21,15 @@ function plot(host, options) {
 const numeric = (value) =>
   value === null || value === undefined ? null : typeof value === "number" ? value : Number(value.replace("inf", "Infinity"));
 
-/** Decibels as text. @param {number|string|null|undefined} value */
-function decibels(value) {
+/** Decibels as a bare number; nothing where there is none. @param {number|string|null|undefined} value */
+function inDecibels(value) {
   const number = numeric(value);
-  if (number === null) return "–";
-  return number === Infinity ? "exact" : Number.isFinite(number) ? `${number.toFixed(1)} dB` : String(value);
+  if (number === null) return "";
+  return number === Infinity ? "exact" : Number.isFinite(number) ? number.toFixed(1) : String(value);
 }
+
+/** The same with the unit. */
+const withUnit = (value) => inDecibels(value).replace(/\d$/, "$& dB") || "–";
 
 /** A share as a percentage with two or three digits: 12 %, 0.032 %. @param {number} share */
 function percent(share) {
@@ -80,7 +83,7 @@ charts.histogram = (host, values) => {
   );
   const range = `${short(low)} to ${short(high)}`;
   const clipped = clip ? `; clipped to ${short(clip[0])} … ${short(clip[1])}, ${values.outside ? percent(values.outside) : "nothing"} outside` : "";
-  host.append(el("p.caption", {}, `values ${range}${clipped} (heights by square root)`));
+  host.append(el("p.note", {}, `values ${range}${clipped} (heights by square root)`));
 };
 
 /** The weights of a layer: smallest and largest of each channel, and a histogram of all of them.
@@ -109,7 +112,7 @@ charts.channels = (host, weights) => {
   const widths = weights.high.map((high, i) => Math.max(Math.abs(high), Math.abs(weights.low[i]))).filter((width) => width > 0);
   const spread = widths.length > 1 ? `; the widest channel is ${short(Math.max(...widths) / Math.min(...widths))}× the narrowest` : "";
   charts.histogram(host, { low: weights.range[0], high: weights.range[1], counts: weights.counts, clip: null, outside: 0 });
-  host.append(el("p.caption", {}, `${count} ${count === 1 ? "scale, for the whole tensor" : "channels, a scale each"}${spread}`));
+  host.append(el("p.note", {}, `${count} ${count === 1 ? "scale, for the whole tensor" : "channels, a scale each"}${spread}`));
 };
 
 /** How the box that follows the pointer looks. */

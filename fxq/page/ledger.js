@@ -61,10 +61,10 @@ function compareValues(a, b, down) {
 /** A fate in its colour, and in words. @param {string} fate */
 const fateTag = (fate) => el(`span.fate.fate-${fate}`, {}, fate);
 
-const microseconds = (value) => (missing(value) ? "" : value < 100 ? value.toFixed(1) : value.toFixed(0));
+const inMicroseconds = (value) => (missing(value) ? "" : value < 100 ? value.toFixed(1) : value.toFixed(0));
 
 /** A line that can be copied. @param {string} text */
-function copyable(text) {
+function copyLine(text) {
   const button = el("button.copy", { type: "button", title: "copy this line", "aria-label": `copy: ${text}` }, "copy");
   button.addEventListener("click", async () => {
     button.textContent = (await copied(text)) ? "copied" : "select it";
@@ -87,19 +87,20 @@ const LEDGER_COLUMNS = [
   { key: "layer", title: "layer", value: (row) => row.path || row.name, help: "module path" },
   { key: "op", title: "op", value: (row) => row.op },
   { key: "fate", title: "runs as", value: (row) => row.fate, cell: (row) => fateTag(row.fate) },
-  { key: "sqnr", title: "SQNR dB", value: (row) => numeric(row.sqnr), cell: (row) => decibels(row.sqnr).replace(" dB", "").replace("–", ""), help: "of its output against the float model" },
-  { key: "own_sqnr", title: "alone dB", value: (row) => numeric(row.own_sqnr), cell: (row) => decibels(row.own_sqnr).replace(" dB", "").replace("–", ""), help: "the same, had it got the float model's values" },
+  { key: "sqnr", title: "SQNR dB", value: (row) => numeric(row.sqnr), cell: (row) => inDecibels(row.sqnr), help: "of its output against the float model" },
+  { key: "own_sqnr", title: "own dB", value: (row) => numeric(row.own_sqnr), cell: (row) => inDecibels(row.own_sqnr), help: "the same, had it got the float model's values" },
   { key: "macs", title: "MACs", down: true, value: (row) => row.macs || null, cell: (row) => (row.macs ? counted(row.macs) : ""), help: "multiply-accumulates" },
-  { key: "float_us", title: "float µs", down: true, value: (row) => row.float_us, cell: (row) => microseconds(row.float_us), help: "measured, of the op or unit in float" },
-  { key: "int8_us", title: "int8 µs", down: true, value: (row) => row.int8_us, cell: (row) => microseconds(row.int8_us), help: "measured, of the op or unit on integers" },
+  { key: "float_us", title: "float µs", down: true, value: (row) => row.float_us, cell: (row) => inMicroseconds(row.float_us), help: "measured, of the op or unit in float" },
+  { key: "int8_us", title: "int8 µs", down: true, value: (row) => row.int8_us, cell: (row) => inMicroseconds(row.int8_us), help: "measured, of the op or unit on integers" },
   { key: "why", title: "why, and what would change it", value: (row) => row.reason, cell: whyCell },
 ];
 
 function whyCell(row) {
-  return el("div.why", {}, row.reason ? el("span", {}, row.reason) : null, row.fix ? copyable(row.fix) : null);
+  return el("div.why", {}, row.reason ? el("span", {}, row.reason) : null, row.fix ? copyLine(row.fix) : null);
 }
 
 function renderLedger(host, all) {
+  host.classList.add("sheet");
   const rows = all.ledger.rows.map((row, order) => ({ ...row, order: order + 1 }));
   const columns = LEDGER_COLUMNS.filter((c) => ["order", "layer", "op", "fate", "why"].includes(c.key) || rows.some((row) => !missing(c.value(row))));
   const { table, show } = sortable(columns, rows, { onclick: showNode, label: "ledger" });
@@ -108,7 +109,7 @@ function renderLedger(host, all) {
   const search = el("input", { type: "search", placeholder: "filter: layer, op, reason", "aria-label": "filter the ledger", id: "ledger-filter" });
   const shown = el("output", { "aria-live": "polite" });
   const chips = [...total].map(([fate, count]) =>
-    el("button.chip", { type: "button", "aria-pressed": "false", "data-fate": fate, onclick: (event) => toggle(fate, event.currentTarget) }, fateTag(fate), String(count)),
+    el("button.pick", { type: "button", "aria-pressed": "false", "data-fate": fate, onclick: (event) => toggle(fate, event.currentTarget) }, fateTag(fate), String(count)),
   );
   const filter = () => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -122,7 +123,7 @@ function renderLedger(host, all) {
   };
   search.addEventListener("input", filter);
   host.append(
-    el("div.controls", {}, search, ...chips, shown, el("span.caption", {}, `${percent(all.ledger.coverage)} of the multiply-accumulates in int8; click a row to see it in the graph`)),
+    el("div.controls", {}, search, ...chips, shown, el("span.note", {}, `${percent(all.ledger.coverage)} of the multiply-accumulates in int8; click a row to see it in the graph`)),
     el("div.tablebox", {}, table),
   );
   filter();

@@ -29,10 +29,10 @@ function qualityTiles(layers, ledger) {
   return el(
     "div.tiles",
     {},
-    tile(last ? decibels(last.row.sqnr) : "–", "SQNR of the output (last layer)", "against the float model: 10 log10(signal / noise) of the last layer, on a recorded calibration batch"),
+    tile(withUnit(last?.row.sqnr), "SQNR of the output (last layer)", "against the float model: 10 log10(signal / noise) of the last layer, on a recorded calibration batch"),
     tile(percent(ledger.coverage), "of the multiply-accumulates in int8"),
     tile(`${(fates.get("int8") ?? 0) + (fates.get("moves") ?? 0)} : ${fates.get("float") ?? 0}`, "ops on integers : in float"),
-    int8.length ? tile(decibels(least(int8, (layer) => layer.dB).row.sqnr), `worst: ${least(int8, (layer) => layer.dB).name}`) : null,
+    int8.length ? tile(withUnit(least(int8, (layer) => layer.dB).row.sqnr), `worst: ${least(int8, (layer) => layer.dB).name}`) : null,
   );
 }
 
@@ -68,7 +68,7 @@ const ellipsis = (text, most) => (text.length <= most ? text : `…${text.slice(
 
 function layerTip(layer) {
   const { row } = layer;
-  const lines = [`${layer.name}  (${layer.op}, ${row.fate})`, `SQNR ${decibels(row.sqnr)}: ${percent(layer.total)} noise`];
+  const lines = [`${layer.name}  (${layer.op}, ${row.fate})`, `SQNR ${withUnit(row.sqnr)}: ${percent(layer.total)} noise`];
   if (layer.own !== null) lines.push(`its own ${percent(layer.own)}, inherited ${percent(layer.inherited)}`);
   if (row.reason) lines.push(row.reason);
   return lines.join("\n");
@@ -134,7 +134,7 @@ function noiseChart(host, layers, step) {
 
 /** A swatch and its meaning. */
 const legendOf = (...entries) =>
-  el("div.legend", {}, ...entries.map(([variable, text, mark = ""]) => el("span", {}, swatchOf(variable, mark), text)));
+  el("div.keys", {}, ...entries.map(([variable, text, mark = ""]) => el("span", {}, swatchOf(variable, mark), text)));
 
 function swatchOf(variable, mark) {
   const made = el(`i.swatch${mark ? `.${mark}` : ""}`);
@@ -153,6 +153,7 @@ const FATE_LEGEND = [
 ];
 
 function renderQuality(host, all) {
+  host.classList.add("sheet");
   const layers = layersOf(all.ledger.rows);
   host.append(qualityTiles(layers, all.ledger));
   if (!layers.length) {
@@ -171,7 +172,7 @@ function renderQuality(host, all) {
   host.append(
     el("h2", {}, "Where the noise comes from"),
     split ? legendOf(["noise-own", "added by the layer itself"], ["noise-inherited", "inherited from its inputs"]) : "",
-    el("p.caption", {}, `${split ? HELP_NOISE : "The noise of a layer is 10^(−SQNR/10), its share of the signal."} Click a layer to see it in the graph.`),
+    el("p.note", {}, `${split ? HELP_NOISE : "The noise of a layer is 10^(−SQNR/10), its share of the signal."} Click a layer to see it in the graph.`),
   );
   const below = el("div.scroll");
   host.append(below);

@@ -19,7 +19,7 @@ function against(title, real, int8, text, better, worse, why) {
     el("h2", {}, title),
     words ? el("p.headline", {}, words) : null,
     rows.length ? bars(rows, title) : null,
-    why ? el("p.caption", {}, `Not timed: ${why}.`.replace("..", ".")) : null,
+    why ? el("p.note", {}, `Not timed: ${why}.`.replace("..", ".")) : null,
   );
 }
 
@@ -58,11 +58,12 @@ function shareBar(ops, total) {
     part.style.background = kindColour(kind);
     bar.append(part);
   }
-  const legend = el("div.legend", {}, ...parts.map(([kind, us]) => el("span", {}, swatchOf(`kind-${kind}`, ""), `${tagOf(kind)} ${percent(us / total)} (${duration(us)})`)));
+  const legend = el("div.keys", {}, ...parts.map(([kind, us]) => el("span", {}, swatchOf(`kind-${kind}`, ""), `${tagOf(kind)} ${percent(us / total)} (${duration(us)})`)));
   return el("div", {}, bar, legend);
 }
 
 function renderTime(host, all) {
+  host.classList.add("sheet");
   const { time, size } = all;
   const ops = time.ops;
   host.append(
@@ -73,11 +74,11 @@ function renderTime(host, all) {
       against("Size", size.float_bytes, size.int8_bytes, space, "smaller than float", "larger than float", ""),
     ),
   );
-  if (time.batch) host.append(el("p.caption", {}, `Medians of a few calls on ${time.batch}, measured when this report was written; float and int8 in turns.`));
+  if (time.batch) host.append(el("p.note", {}, `Medians of a few calls on ${time.batch}, measured when this report was written; float and int8 in turns.`));
   if (!ops.length) return;
   const total = ops.reduce((sum, op) => sum + op.us, 0);
   host.append(el("h2", {}, `Where the time goes: ${duration(total)} in ${ops.length} nodes`), shareBar(ops, total));
-  host.append(el("p.caption", {}, "Each node of the int8 model on its own; the sum leaves out what the model's forward costs around them."));
+  host.append(el("p.note", {}, "Each node of the int8 model on its own; the sum leaves out what the model's forward costs around them."));
   const sums = byOp(ops);
   const barOf = (us) => ({ value: us, text: `${duration(us)}  ${percent(us / total)}` });
   host.append(
