@@ -1,4 +1,4 @@
-"""Quantize two trained networks and show what happened: tables here, pictures of the graphs in build/demo/.
+"""Quantize two trained networks and show what happened: tables here, reports and pictures in build/demo/.
 
 FSRCNN doubles the resolution of a photograph and has a PReLU after every convolution; DigitsNet is a small residual
 classifier. Both are calibrated on training data and judged on data that neither training nor calibration has seen.
@@ -50,14 +50,14 @@ FULL, QUICK = Effort(batches=20, seconds=3.0), Effort(batches=4, seconds=0.3)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for the pictures (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for reports and pictures (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="less calibration and shorter timing: for a first look")
     arguments = parser.parse_args()
     run(arguments.out, QUICK if arguments.quick else FULL, Console())
 
 
 def run(out: Path, effort: Effort, console: Console) -> None:
-    """The whole demo; pictures go to `out`."""
+    """The whole demo; reports and pictures go to `out`."""
     start = time.perf_counter()
     torch.manual_seed(0)
     fsrcnn, digits_net = load_demo_networks()
@@ -65,7 +65,12 @@ def run(out: Path, effort: Effort, console: Console) -> None:
         show_fsrcnn(fsrcnn, out / "fsrcnn", effort, console)
         show_digits(digits_net, out / "digits", effort, console)
     console.rule(style="dim")
-    console.print(f"Done in {time.perf_counter() - start:.0f} s. The pictures are in [bold]{out}[/]:", soft_wrap=True)
+    console.print(
+        f"Done in {time.perf_counter() - start:.0f} s. Reports and pictures are in [bold]{out}[/]:", soft_wrap=True
+    )
+    console.print(
+        "  <network>/report.html      every pass step by step, quality, time: open it in a browser", markup=False
+    )
     console.print("  <network>/NN-<pass>        the graph after each pass", markup=False)
     console.print("  <network>/NN-<pass>.diff   what the pass changed", markup=False)
     console.print("  fsrcnn/super-resolution.png   low resolution, bicubic, float, int8")
@@ -92,6 +97,7 @@ def show_fsrcnn(model: nn.Module, out: Path, effort: Effort, console: Console) -
     inputs = {f"{PICTURED} {shape_of(held_out[PICTURED].low)}": held_out[PICTURED].low}
     console.print(latencies(model, qmodel, inputs, effort), sizes(model, qmodel))
     draw_history(qmodel.history, out)
+    qmodel.report(out / "report.html", example_inputs=held_out[PICTURED].low)
     super_resolution(model, qmodel, held_out[PICTURED]).save(out / "super-resolution.png")
 
 
@@ -117,6 +123,7 @@ def show_digits(model: DigitsNet, out: Path, effort: Effort, console: Console) -
     console.print("(An 8×8 digit alone is little arithmetic: there the overhead of each call decides.)\n", style="dim")
     console.print(sizes(model, qmodel))
     draw_history(qmodel.history, out)
+    qmodel.report(out / "report.html", example_inputs=images[:64])
 
 
 def quantize(
