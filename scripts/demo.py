@@ -68,9 +68,7 @@ def run(out: Path, effort: Effort, console: Console) -> None:
     console.print(
         f"Done in {time.perf_counter() - start:.0f} s. Reports and pictures are in [bold]{out}[/]:", soft_wrap=True
     )
-    console.print(
-        "  <network>/report.html      every pass step by step, quality, time: open it in a browser", markup=False
-    )
+    console.print("  <network>/report.html      every pass, quality and time: for a browser", markup=False)
     console.print("  <network>/NN-<pass>        the graph after each pass", markup=False)
     console.print("  <network>/NN-<pass>.diff   what the pass changed", markup=False)
     console.print("  fsrcnn/super-resolution.png   low resolution, bicubic, float, int8")

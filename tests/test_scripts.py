@@ -65,6 +65,14 @@ def test_demo_compares_pictures_and_says_where(demo):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("network", ["fsrcnn", "digits"])
+def test_demo_writes_a_report_and_says_so(demo, network):
+    text, out = demo
+    assert "<network>/report.html" in text
+    assert '"kind":"model"' in (out / network / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
 def test_demo_without_dot_writes_text(tmp_path):
     start = "import shutil, demo; shutil.which = lambda name: None; demo.main()"
     command = [sys.executable, "-c", start, "--quick", "--out", str(tmp_path)]
