@@ -18,6 +18,23 @@ LIBRARIES = {"d3": "d3.min.js", "dagre": "dagre.min.js", "plot": "plot.umd.min.j
 SCRIPTS = (
     "core.js",
     "charts.js",
+    "model.js",
+    "groups.js",
+    "boxes.js",
+    "scene.js",
+    "layout.js",
+    "columns.js",
+    "arrange.js",
+    "paintbox.js",
+    "paint.js",
+    "minimap.js",
+    "pane.js",
+    "timeline.js",
+    "rewrites.js",
+    "panel.js",
+    "search.js",
+    "help.js",
+    "graph.js",
     "quality.js",
     "ledger.js",
     "time.js",
@@ -37,7 +54,7 @@ def page(data: dict[str, Any]) -> str:
         ValueError: a number is infinite or not a number, which JSON cannot say.
     """
     # "<" is written as an escape: "</script>" in the name of a module must not end the data.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Template(_static()).substitute(title=html.escape(str(data["title"])), data=text)
 
 

@@ -94,3 +94,28 @@ const motion = (ms) => (prefersStill.matches ? 0 : ms);
 
 /** A number with three digits: 0.00385, 12.3, 1230. @param {number} value */
 const short = (value) => (value === 0 ? "0" : Math.abs(value) >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
+
+/** A line of code with a button that copies it. @param {string} text */
+function copyable(text) {
+  const button = el("button.copy", { type: "button", title: "copy this line", "aria-label": `copy: ${text}` }, "copy");
+  button.addEventListener("click", async () => {
+    await copy(text);
+    button.textContent = "copied";
+    setTimeout(() => (button.textContent = "copy"), 1500);
+  });
+  return el("span.fix", {}, el("code", {}, text), button);
+}
+
+/** To the clipboard; a page opened from disk may not use it in every browser, but it may press "copy". */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = el("textarea", { "aria-hidden": "true" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}

@@ -63,25 +63,6 @@ const fateTag = (fate) => el(`span.fate.fate-${fate}`, {}, fate);
 
 const inMicroseconds = (value) => (missing(value) ? "" : value < 100 ? value.toFixed(1) : value.toFixed(0));
 
-/** A line that can be copied. @param {string} text */
-function copyLine(text) {
-  const button = el("button.copy", { type: "button", title: "copy this line", "aria-label": `copy: ${text}` }, "copy");
-  button.addEventListener("click", async () => {
-    button.textContent = (await copied(text)) ? "copied" : "select it";
-    setTimeout(() => (button.textContent = "copy"), 1500);
-  });
-  return el("span.fix", {}, el("code", {}, text), button);
-}
-
-async function copied(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    return false; // no permission, as some browsers have it for files
-  }
-}
-
 const LEDGER_COLUMNS = [
   { key: "order", title: "#", value: (row) => row.order, help: "execution order" },
   { key: "layer", title: "layer", value: (row) => row.path || row.name, help: "module path" },
@@ -96,7 +77,7 @@ const LEDGER_COLUMNS = [
 ];
 
 function whyCell(row) {
-  return el("div.why", {}, row.reason ? el("span", {}, row.reason) : null, row.fix ? copyLine(row.fix) : null);
+  return el("div.why", {}, row.reason ? el("span", {}, row.reason) : null, row.fix ? copyable(row.fix) : null);
 }
 
 function renderLedger(host, all) {

@@ -25,7 +25,15 @@ function start() {
     }
     emit("tab", chosen.id);
   };
-  document.getElementById("tools").append(
+  const tools = document.getElementById("tools");
+  const help = makeHelp();
+  if (passes.length) {
+    const search = makeSearch(tools);
+    onKeys({ "/": search.focus }, () => true);
+  }
+  onKeys({ "?": help.toggle, t: () => go({ theme: isDark() ? "light" : "dark" }) }, () => true);
+  tools.append(
+    el("button", { type: "button", id: "help-button", title: "keys (?)", "aria-label": "keys", onclick: help.toggle }, "?"),
     el("button", { type: "button", id: "theme", title: "light or dark", "aria-label": "light or dark", onclick: () => go({ theme: isDark() ? "light" : "dark" }) }, "◐"),
   );
   prefersDark.addEventListener("change", applyTheme);

@@ -1,0 +1,287 @@
+/* The Graph tab: timeline and rewrites, the graph or two, the node's panel; and how they follow the state. */
+
+const MODES = { graph: "Graph", diff: "Diff", side: "Side by side" };
+
+/** What is shown: graph, diff or side; the first pass has nothing to differ from. */
+const chosenMode = () => (state.mode in MODES ? state.mode : "graph");
+
+function renderGraph(host) {
+  const left = el("aside.left");
+  const toolbar = el("div.toolbar");
+  const sides = { before: el("div.pane", { "data-side": "before", hidden: true }), after: el("div.pane", { "data-side": "after" }) };
+  const legend = el("div.kindlegend", { "aria-label": "Legend" });
+  const side = el("aside.panel", { id: "panel", "aria-label": "Node" });
+  host.classList.add("graphtab");
+  host.append(left, el("div.center", {}, toolbar, el("div.panes", {}, sides.before, sides.after), legend), side);
+
+  const timeline = makeTimeline(left.appendChild(el("section.passlist")));
+  const rewrites = makeRewrites(left.appendChild(el("section.rewritelist")));
+  const panel = makePanel(side);
+  const does = {
+    choose: (name) => go({ node: name, rw: "" }),
+    toggle: (group) => toggleGroup(group),
+    moved: (pane) => { if (chosenMode() === "side") (pane === panes.after ? panes.before : panes.after).follow(pane); },
+  };
+  const panes = { before: makePane(sides.before, "Graph before", does), after: makePane(sides.after, "Graph", does) };
+  for (const [name, pane] of Object.entries(panes)) pane.caption = sides[name].appendChild(el("div.panecaption"));
+  const isSplit = () => chosenMode() === "side" && chosenPass() > 0;
+  const visible = () => (isSplit() ? [panes.before, panes.after] : [panes.after]);
+  const controls = makeToolbar(toolbar, { fit: () => visible().forEach((pane) => pane.fit()), zoom: (times) => visible().forEach((pane) => pane.zoomBy(times)), depth: setDepth });
+
+  // ---- showing the state
+
+  function scenes() {
+    const i = chosenPass();
+    if (isSplit()) return { before: beforeScene(i), after: afterScene(i) };
+    return { after: chosenMode() === "diff" ? diffScene(i) : graphScene(i) };
+  }
+
+  /** Show the scenes of the state. @param {Item|Group|null} [anchor] what stays where it is */
+  function showScenes(anchor = null) {
+    const shown = scenes();
+    sides.before.hidden = !shown.before;
+    for (const name of ["before", "after"]) {
+      if (!shown[name]) continue;
+      panes[name].resize();
+      panes[name].show(shown[name], anchor);
+    }
+    captions();
+    showLegend(legend, shown.after);
+    controls.show(shown.after);
+  }
+
+  function captions() {
+    const i = chosenPass();
+    panes.before.caption.textContent = i > 0 ? `before: after ${passes[i - 1].name}` : "";
+    const from = chosenMode() === "diff" && i > 0 ? `${passes[i - 1].name} → ${passes[i].name}` : `after ${passes[i].name}`;
+    panes.after.caption.textContent = from;
+  }
+
+  function emphasize() {
+    const i = chosenPass();
+    const rewrite = state.rw === undefined ? null : passes[i].rewrites[Number(state.rw)];
+    const names = rewrite ? namesOf(i, rewrite) : { before: [], after: [] };
+    const near = new Set([...names.before, ...names.after]);
+    for (const pane of visible()) {
+      const scene = pane.picture().scene;
+      Object.assign(pane.emphasis, { selected: state.node ?? "", near, kin: new Set(state.node && !scene.items.has(state.node) ? kinOf(scene, state.node) : EMPTY) });
+      pane.draw();
+    }
+    return [...near];
+  }
+
+  /** Make some nodes seen: open the groups around them, and move there. */
+  function lookAt(names) {
+    let closed = false;
+    for (const pane of visible()) for (const name of names) {
+      const item = pane.picture().scene.items.get(name);
+      if (item && reveal(item)) closed = true;
+    }
+    if (closed) showScenes();
+    for (const pane of visible()) {
+      const known = names.filter((name) => pane.picture().scene.items.has(name));
+      const wanted = known.length ? known : names.flatMap((name) => kinOf(pane.picture().scene, name));
+      if (!wanted.every((name) => pane.canRead(name))) pane.focus(wanted);
+    }
+  }
+
+  /** Move to what a pass changed, unless some of it can be read already. */
+  function lookAtChanges() {
+    for (const pane of visible()) {
+      const changed = changedIn(pane.picture().scene);
+      flash(pane, changed);
+      if (changed.length && !changed.some((name) => pane.canRead(name))) pane.focus(together(pane, changed));
+    }
+  }
+
+  function follow(changed) {
+    if (changed.pass || changed.mode) showScenes();
+    const near = emphasize();
+    if (changed.rw && near.length) lookAt(near);
+    else if (changed.node && state.node && !state.node.startsWith("/")) lookAt([state.node]);
+    else if (changed.pass || changed.mode) lookAtChanges();
+    if (changed.pass) timeline.show();
+    if (changed.pass || changed.rw) rewrites.show();
+    if (changed.pass || changed.node || changed.mode) panel.show();
+    warmUp();
+  }
+
+  function toggleGroup(group) {
+    opened.said.set(group.key, !isOpen(group));
+    showScenes(group);
+    emphasize();
+  }
+
+  function setDepth(depth) {
+    opened.said.clear();
+    opened.depth = depth;
+    go({ depth: Number.isFinite(depth) ? depth : "all" });
+    showScenes();
+    emphasize();
+  }
+
+  on("state", (changed) => {
+    if (changed.mode || changed.rw) splitFor(changed);
+    if (changed.pass || changed.mode || changed.node || changed.rw) follow(changed);
+  });
+  on("theme", () => Object.values(panes).forEach((pane) => { pane.minimap.forget(); pane.draw(); }));
+  graphKeys({ visible, setDepth, isHere: () => !host.hidden });
+  graphHooks({ panes, visible, setDepth, toggleGroup });
+
+  opened.depth = state.depth === "all" ? Infinity : state.depth !== undefined ? Number(state.depth) : startDepth();
+  timeline.show();
+  rewrites.show();
+  panel.show();
+  showScenes();
+  visible().forEach((pane) => pane.home());
+  follow({ node: Boolean(state.node), rw: state.rw !== undefined });
+  if (!state.node && state.rw === undefined && chosenMode() !== "graph") lookAtChanges();
+}
+
+tabs.push({ id: "graph", title: "Graph", render: renderGraph });
+
+/** A rewrite is shown where its nodes before can be seen: not in the graph alone. */
+function splitFor(changed) {
+  if (changed.rw && state.rw !== undefined && chosenMode() === "graph" && chosenPass() > 0) go({ mode: "diff" });
+}
+
+/** How deep groups are open at first: what fits, in the last graph and, more generously, in the largest. */
+function startDepth() {
+  const largest = d3.maxIndex(passes, (_, i) => graphOf(i).drawn.length);
+  return Math.min(fittingDepth(graphScene(passes.length - 1)), fittingDepth(graphScene(largest), 2.5 * MOST_BOXES));
+}
+
+/** The nodes that differ from the pass before, as far as a scene has them. @param {Scene} scene */
+function changedIn(scene) {
+  const diff = scene.diff ?? diffOf(scene.graph.index);
+  return diff ? diff.order.filter((node) => diff.mark.has(node.name) && scene.items.has(node.name)).map((node) => node.name) : [];
+}
+
+/** As many of the names, from the first on, as can be read together. */
+function together(pane, names) {
+  const { places, scene } = pane.picture();
+  const { width, height } = pane.host.getBoundingClientRect();
+  const [wide, high] = [width / 0.6, height / 0.6];
+  const taken = [];
+  const box = { left: Infinity, right: -Infinity, top: Infinity, bottom: -Infinity };
+  for (const name of names) {
+    const p = places.get(shown(scene.items.get(name)));
+    const grown = { left: Math.min(box.left, p.x), right: Math.max(box.right, p.x + p.width), top: Math.min(box.top, p.y), bottom: Math.max(box.bottom, p.y + p.height) };
+    if (taken.length && (grown.right - grown.left > wide || grown.bottom - grown.top > high)) break;
+    Object.assign(box, grown);
+    taken.push(name);
+  }
+  return taken;
+}
+
+/** Ring what changed for a moment. */
+function flash(pane, names) {
+  const { emphasis } = pane;
+  emphasis.flash = new Set(names.slice(0, 400));
+  emphasis.glow = names.length ? 1 : 0;
+  const begin = performance.now();
+  const fade = (now) => {
+    emphasis.glow = prefersStill.matches ? (now - begin < 1500 ? 1 : 0) : Math.max(0, 1 - (now - begin) / 1300);
+    pane.draw();
+    if (emphasis.glow > 0 && emphasis.begin === begin) requestAnimationFrame(fade);
+  };
+  emphasis.begin = begin;
+  if (names.length) requestAnimationFrame(fade);
+}
+
+// ---- around it
+
+function graphKeys({ visible, setDepth, isHere }) {
+  const step = (way) => () => {
+    const i = Math.max(0, Math.min(passes.length - 1, chosenPass() + way));
+    go({ pass: passId(i), rw: "" });
+  };
+  const walk = (way) => () => {
+    const names = graphOf(chosenPass()).drawn.map((node) => node.name);
+    const at = names.indexOf(state.node);
+    go({ node: names[at < 0 ? 0 : Math.max(0, Math.min(names.length - 1, at + way))], rw: "" });
+  };
+  const mode = (name) => () => go({ mode: name });
+  const actions = {
+    ArrowDown: step(1), ArrowRight: step(1), ArrowUp: step(-1), ArrowLeft: step(-1),
+    g: mode("graph"), d: mode("diff"), s: mode("side"),
+    n: () => stepRewrite(1), p: () => stepRewrite(-1), j: walk(1), k: walk(-1),
+    f: () => visible().forEach((pane) => pane.fit()),
+    "+": () => visible().forEach((pane) => pane.zoomBy(1.3)), "=": () => visible().forEach((pane) => pane.zoomBy(1.3)), "-": () => visible().forEach((pane) => pane.zoomBy(1 / 1.3)),
+    e: () => setDepth(Infinity), c: () => setDepth(0),
+    Escape: () => go({ node: "", rw: "" }),
+  };
+  for (let depth = 1; depth <= 9; depth++) actions[depth] = () => setDepth(depth);
+  onKeys(actions, isHere);
+}
+
+/** Buttons above the graph. */
+function makeToolbar(host, does) {
+  const modes = Object.entries(MODES).map(([mode, title]) => el("button", { type: "button", "data-mode": mode, title: `${title} (${mode[0]})`, onclick: () => go({ mode }) }, title));
+  const button = (title, text, id, action) => el("button", { type: "button", id, title, "aria-label": title, onclick: action }, text);
+  const depth = el("select", { id: "depth", "aria-label": "Expand to depth", onchange: () => does.depth(depth.value === "all" ? Infinity : Number(depth.value)) });
+  const changes = el("span.changes", { id: "changes" });
+  host.append(
+    el("div.buttons", { role: "group", "aria-label": "What is shown" }, ...modes), changes, el("span.space"),
+    el("div.buttons", { role: "group", "aria-label": "Groups" }, button("Collapse all groups (c)", "⊟", "collapse-all", () => does.depth(0)), button("Expand all groups (e)", "⊞", "expand-all", () => does.depth(Infinity)), depth),
+    el("div.buttons", { role: "group", "aria-label": "Zoom" }, button("Zoom out (−)", "−", "zoom-out", () => does.zoom(1 / 1.3)), button("Fit the whole graph (f)", "Fit", "fit", does.fit), button("Zoom in (+)", "+", "zoom-in", () => does.zoom(1.3))),
+  );
+  return {
+    /** @param {Scene} scene */
+    show(scene) {
+      for (const choice of modes) choice.setAttribute("aria-pressed", String(choice.dataset.mode === chosenMode()));
+      const diff = scene.diff;
+      changes.replaceChildren(...(diff ? Object.entries(diff.counts).filter(([, n]) => n).map(([mark, n]) => chip(data.changes[mark], `${data.changes[mark].tag} ${n}`)) : []));
+      if (diff && !changes.childElementCount) changes.textContent = "no difference";
+      depth.replaceChildren(...d3.range(scene.depth + 1).map((n) => el("option", { value: n }, `depth ${n}`)), el("option", { value: "all" }, "all"));
+      depth.value = opened.depth >= scene.depth ? "all" : String(opened.depth);
+      depth.parentElement.hidden = scene.depth === 0;
+    },
+  };
+}
+
+/** What the colours mean, of those that are there. @param {Scene} scene */
+function showLegend(host, scene) {
+  const kinds = Object.entries(data.looks).filter(([kind]) => scene.root.kinds.get(kind));
+  host.replaceChildren(...kinds.map(([, look]) => el("span.entry", {}, chip(look), look.meaning)));
+}
+
+/** In idle moments, lay out what is likely to be asked for next. */
+let warming = 0;
+function warmUp() {
+  const idle = window.requestIdleCallback ?? ((work) => setTimeout(work, 50));
+  const mine = ++warming;
+  const i = chosenPass();
+  const make = { graph: [graphScene], diff: [diffScene], side: [beforeScene, afterScene] }[chosenMode()];
+  const next = [i + 1, i - 1].filter((k) => k >= 0 && k < passes.length).flatMap((k) => make.map((scene) => () => arrange(scene(k))));
+  if (chosenMode() === "graph") next.push(() => arrange(diffScene(i)));
+  const work = () => {
+    if (mine !== warming || !next.length) return;
+    next.shift()();
+    idle(work);
+  };
+  setTimeout(() => idle(work), 250);
+}
+
+/** `fxq.step(3)`, `fxq.where("conv1")`, …: for tests. */
+function graphHooks({ panes, visible, setDepth, toggleGroup }) {
+  Object.assign(hooks, {
+    /** Show pass `i`, by number or name. */
+    step: (i) => go({ pass: typeof i === "number" ? passId(i) : i, rw: "" }),
+    /** Where a node, or a group by its key, is on the screen: {x, y} of its middle; null where it is not. */
+    where: (name, side = "after") => panes[side].where(name),
+    /** Resolves when what was asked for is painted. */
+    painted: () => new Promise((done) => requestAnimationFrame(() => setTimeout(done))),
+    expandAll: () => setDepth(Infinity),
+    collapseAll: () => setDepth(0),
+    depth: setDepth,
+    toggle: (key) => toggleGroup(panes.after.picture().scene.groups.get(key)),
+    fit: () => visible().forEach((pane) => pane.fit(0)),
+    groups: () => [...panes.after.picture().scene.groups.keys()].filter(Boolean),
+    /** What is shown, and the milliseconds that the last layout and drawing took. */
+    stats() {
+      const picture = panes.after.picture();
+      return { pass: passes[chosenPass()].name, mode: chosenMode(), nodes: picture.scene.items.size, boxes: picture.boxes, layout: panes.after.spent.layout, draw: panes.after.spent.draw, zoom: panes.after.view().k, width: picture.width, height: picture.height };
+    },
+  });
+}

@@ -1,0 +1,38 @@
+/* The keys, and the list of them (?). */
+
+const KEYS = [
+  ["↓ → / ↑ ←", "next / previous pass"],
+  ["g  d  s", "graph, diff with the pass before, both side by side"],
+  ["n / p", "next / previous rewrite of the pass"],
+  ["j / k", "next / previous node"],
+  ["f", "fit the whole graph"],
+  ["+ / −", "zoom; or the wheel; drag to move"],
+  ["e / c", "expand / collapse all groups; double click opens one"],
+  ["1 … 9", "expand to that depth"],
+  ["/", "search"],
+  ["t", "light or dark"],
+  ["Esc", "close, choose nothing"],
+  ["?", "this list"],
+];
+
+/** @returns {{toggle(): void}} */
+function makeHelp() {
+  const dialog = el("dialog", { id: "help", "aria-label": "Keys" }, el("h2", {}, "Keys"),
+    el("table", {}, ...KEYS.map(([keys, what]) => el("tr", {}, el("td", {}, el("kbd", {}, keys)), el("td", {}, what)))),
+    el("form", { method: "dialog" }, el("button", {}, "Close")));
+  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+  document.body.append(dialog);
+  return { toggle: () => (dialog.open ? dialog.close() : dialog.showModal()) };
+}
+
+/** Call `actions[key]` for a key that is pressed outside of text fields, while `when()`. */
+function onKeys(actions, when) {
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || !when()) return;
+    if (event.target.closest?.("input, textarea, select, dialog[open]")) return;
+    const action = actions[event.key];
+    if (!action) return;
+    event.preventDefault();
+    action(event);
+  });
+}

@@ -1,0 +1,180 @@
+/* All about the chosen node, on the right; about the pass when none is chosen. */
+
+/** @param {HTMLElement} host */
+function makePanel(host) {
+  const show = () => {
+    const i = chosenPass();
+    const name = state.node ?? "";
+    const group = name.startsWith("/") ? graphScene(i).groups.get(name.slice(1)) ?? diffScene(i).groups.get(name.slice(1)) : null;
+    const node = graphOf(i).byName.get(name) ?? (i > 0 ? graphOf(i - 1).byName.get(name) : undefined);
+    host.replaceChildren(...(group ? aboutGroup(group) : node ? aboutNode(i, node) : aboutPass(i)));
+    host.dataset.node = node ? node.name : "";
+    host.scrollTop = 0;
+  };
+  return { show };
+}
+
+/** A heading with what is below it; nothing where that is empty. */
+function section(title, ...parts) {
+  const kept = parts.flat().filter(Boolean);
+  return kept.length ? [el("section", {}, el("h3", {}, title), ...kept)] : [];
+}
+
+/** Facts by name; those without a value are left out. @param {Record<string, any>} facts */
+function factList(facts) {
+  const rows = Object.entries(facts).filter(([, value]) => value !== "" && value !== null && value !== undefined && value !== false);
+  if (!rows.length) return null;
+  return el("dl", {}, ...rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", { "data-fact": name }, value)]));
+}
+
+const chip = (look, text = look.tag) => {
+  const made = el("span.chip", {}, text);
+  made.style.background = look.colour;
+  made.style.color = look.ink;
+  return made;
+};
+
+/** A button that chooses a node of the pass that is shown. */
+const nodeLink = (name, text = name) => el("button.link", { type: "button", "data-goto": name, onclick: () => go({ node: name, rw: "" }) }, text);
+
+const listed = (names) => (names.length ? el("ul.names", {}, ...names.map((name) => el("li", {}, nodeLink(name)))) : null);
+
+// ---- a node
+
+function aboutNode(i, node) {
+  const graph = graphOf(i);
+  const isGone = graph.byName.get(node.name) !== node;
+  const here = isGone ? graphOf(i - 1) : graph;
+  const look = data.looks[node.kind];
+  const rows = rowsOf(node);
+  const row = rowOf(node);
+  const constants = here.constants.get(node.name) ?? EMPTY;
+  const head = el("header", {}, el("h2", {}, node.label), chip(look), isGone ? chip(data.changes.removed) : null, el("p.nodename", {}, node.name),
+    el("button.close", { type: "button", "aria-label": "Close", title: "Close (Esc)", onclick: () => go({ node: "", rw: "" }) }, "×"));
+  return [
+    head,
+    ...section("", factList({ module: node.path, source: node.source, shape: node.shape && (node.shape.join(" × ") || "scalar"), dtype: node.dtype, scale: node.scale, "zero point": node.scale ? node.zero_point || "0" : "", options: node.options, inside: node.body.join(" → ") })),
+    ...whyFloat(node, rows),
+    ...quality(node, row, rows),
+    ...charted("Values", "values", "histogram", row, rows),
+    ...charted("Weights", "weights", "channels", row, rows),
+    ...section("Story", story(i, node, isGone)),
+    ...section("Reads", listed([...new Set(node.inputs)].filter((name) => here.byName.get(name)?.kind !== "constant")), constantTable(constants)),
+    ...section("Read by", listed([...new Set(here.readers.get(node.name) ?? EMPTY)])),
+    ...section("Stands for", node.origins.length ? el("p.quiet", {}, node.origins.join(", ")) : null),
+    ...section("Call", node.text ? el("code", {}, node.text) : null),
+  ];
+}
+
+function whyFloat(node, rows) {
+  const told = rows.filter((row) => row.fate === "float");
+  const reason = node.reason || told.find((row) => row.reason)?.reason;
+  const fix = told.find((row) => row.fix)?.fix ?? rows.find((row) => row.fix)?.fix ?? "";
+  const parts = [];
+  if (reason && (node.kind === "float" || node.reason)) parts.push(el("p.warn", { "data-fact": "reason" }, reason));
+  if (parts.length && fix) parts.push(el("div.fixline", { "data-fact": "fix" }, copyable(fix)));
+  if (node.note) parts.push(el("p", { "data-fact": "note" }, node.note));
+  return section(node.kind === "float" ? "Why float" : "Note", parts);
+}
+
+const decibelsOf = (value) => (value === null || value === undefined ? null : withUnit(value));
+const micros = (value) => (typeof value === "number" ? `${short(value)} µs` : null);
+
+function quality(node, row, rows) {
+  const macs = d3.sum(rows, (r) => r.macs);
+  const timed = (data.time?.ops ?? []).find((op) => op.name === node.name);
+  const price = (field) => rows.map((r) => r[field]).find((value) => typeof value === "number");
+  return section("Quality and cost", factList({
+    SQNR: row && decibelsOf(row.sqnr),
+    "own SQNR": row && decibelsOf(row.own_sqnr),
+    measured: timed && micros(timed.us),
+    "float µs": micros(price("float_us")),
+    "int8 µs": micros(price("int8_us")),
+    MACs: macs ? d3.format(".3s")(macs) : null,
+  }));
+}
+
+/** A chart of `charts.js`, where there is data for it. */
+function charted(title, source, chart, row, rows) {
+  const found = [row, ...rows].find((r) => r && data[source]?.[r.name]);
+  if (!found) return [];
+  const host = el("div.chart", { "data-chart": source });
+  requestAnimationFrame(() => host.isConnected && charts[chart](host, data[source][found.name])); // it must have a width
+  return section(title, host);
+}
+
+const constantTable = (constants) =>
+  constants.length
+    ? el("ul.constants", {}, ...constants.map((c) => el("li", {}, el("b", {}, lastPart(c.label)), ` ${valueOf(c)}`, c.scale ? el("span.quiet", {}, ` scale ${c.scale}`) : null)))
+    : null;
+
+/** For each pass, the rewrites by the names of what they made. */
+const rewritesMaking = memo((i) => {
+  const made = new Map();
+  for (const [number, rewrite] of passes[i].rewrites.entries())
+    for (const name of namesOf(i, rewrite).after) made.set(name, number); // the last one: the others were on the way
+  return made;
+});
+
+/** What every pass did to a node, the latest first: the rule, from which nodes; click to see it. */
+function story(i, node, isGone) {
+  const steps = [];
+  for (let k = isGone ? i - 1 : i; k >= 0; k--) {
+    const now = graphOf(k).byName.get(node.name);
+    const old = k > 0 ? graphOf(k - 1).byName.get(node.name) : undefined;
+    if (!now || now === old) continue;
+    const number = rewritesMaking(k).get(node.name);
+    const rewrite = number === undefined ? null : passes[k].rewrites[number];
+    steps.push(el("li", {}, el("button.link", { type: "button", onclick: () => go({ pass: passId(k), mode: "diff", node: node.name, rw: "" }) }, passes[k].name),
+      rewrite ? el("span", {}, ` ${rewrite.rule}`) : null, rewrite ? el("span.source", {}, ` ${rewrite.source}`) : null,
+      el("span.what", {}, old ? whatChanged(old, now) : k ? madeFrom(k, node, rewrite) : "traced")));
+  }
+  return steps.length ? el("ol.story", {}, ...steps) : null;
+}
+
+function whatChanged(old, now) {
+  const told = new Map();
+  compareNodes(old, now, new Map(), told, new Map());
+  return (told.get(now.name) ?? ["described anew"]).join("; ");
+}
+
+/** From which nodes of the graph before it was made. */
+function madeFrom(k, node, rewrite) {
+  const before = graphOf(k - 1);
+  const named = rewrite ? rewrite.before.filter((name) => before.byName.has(name)) : [];
+  const byOrigin = before.drawn.filter((old) => !graphOf(k).byName.has(old.name) && old.origins.some((o) => node.origins.includes(o))).map((old) => old.name);
+  const from = named.length > 1 || !byOrigin.length ? named : byOrigin;
+  return from.length ? `made from ${from.join(", ")}` : "added";
+}
+
+// ---- a group, a pass
+
+function aboutGroup(group) {
+  const names = [];
+  const collect = (g) => { for (const child of g.children) isGroupOf(child) ? collect(child) : names.push(child.node); };
+  collect(group);
+  const slow = names.filter((node) => node.kind === "float");
+  return [
+    el("header", {}, el("h2", {}, group.title), el("p.nodename", {}, group.path), el("button.close", { type: "button", "aria-label": "Close", onclick: () => go({ node: "" }) }, "×")),
+    ...section("", factList({ nodes: String(group.count), changed: marksOf(group.marks) }), kindTable(group.kinds)),
+    ...section("In float", slow.length ? el("ul.names", {}, ...slow.slice(0, 40).map((node) => el("li", {}, nodeLink(node.name), " ", el("span.quiet", {}, node.reason)))) : null),
+    ...section("Nodes", listed(names.slice(0, 200).map((node) => node.name)), names.length > 200 ? el("p.quiet", {}, `and ${names.length - 200} more`) : null),
+  ];
+}
+
+const kindTable = (kinds) =>
+  el("table.kindtable", {}, ...Object.entries(data.looks).filter(([kind]) => kinds.get(kind)).map(([kind, look]) => el("tr", {}, el("td", {}, chip(look)), el("td", {}, look.meaning), el("td.number", {}, String(kinds.get(kind))))));
+
+function aboutPass(i) {
+  const pass = passes[i];
+  const diff = diffOf(i);
+  const nodes = graphOf(i).drawn;
+  const marks = diff && Object.entries(diff.counts).filter(([, n]) => n);
+  return [
+    el("header", {}, el("h2", {}, pass.name), el("p.nodename", {}, pass.stage ? `stage: ${pass.stage}` : "")),
+    ...section("", factList({ nodes: String(nodes.length), edits: String(pass.rewrites.length), took: milliseconds(pass.ms), SQNR: decibelsOf(pass.sqnr) })),
+    ...section("Nodes", kindTable(d3.rollup(nodes, (all) => all.length, (node) => node.kind))),
+    ...section("Against the pass before", marks?.length ? el("table.kindtable", {}, ...marks.map(([mark, n]) => el("tr", {}, el("td", {}, chip(data.changes[mark])), el("td", {}, data.changes[mark].meaning), el("td.number", {}, String(n))))) : i ? el("p.quiet", {}, "No difference.") : null),
+    el("p.quiet.hint", {}, "Click a node to see all about it. Press ? for the keys."),
+  ];
+}

@@ -1,0 +1,179 @@
+/* What a pane shows: the boxes of one graph, or of a graph and the one before it, with the groups that they are in and
+   the edges between them. A scene does not know which groups are open, nor where anything is. */
+
+/** @typedef {{name: string, node: NodeRecord, mark: string, box: Box, parent: Group, at: number}} Item
+ * `kinds`, `marks`: how many nodes inside are of each kind, and changed in each way.
+ * @typedef {{key: string, title: string, path: string, parent: Group|null, depth: number, children: (Item|Group)[],
+ *   count: number, kinds: Map<string, number>, marks: Record<string, number>, box?: Box, at: number}} Group
+ * @typedef {{from: Item, to: Item, pen: "kept"|"added"|"removed"|"became"}} Edge
+ * @typedef {{id: string, graph: Graph, diff: Diff|null, items: Map<string, Item>, root: Group, edges: Edge[],
+ *   groups: Map<string, Group>, depth: number}} Scene */
+
+const newGroup = (key, title, path, parent) => ({
+  key, title, path, parent, depth: 0, children: [], count: 0, kinds: new Map(), marks: { added: 0, removed: 0, changed: 0, rewired: 0 }, at: 0,
+});
+
+/** Whether a child is a group. @param {Item|Group} child @returns {child is Group} */
+const isGroupOf = (child) => "children" in child;
+
+/** The graph after pass `i`. @type {(i: number) => Scene} */
+const graphScene = memo((i) => plainScene(`graph ${i}`, graphOf(i), null));
+
+/** The graph before pass `i`, what it took away or changed marked. @type {(i: number) => Scene} */
+const beforeScene = memo((i) => (i < 1 ? graphScene(0) : plainScene(`before ${i}`, graphOf(i - 1), diffOf(i))));
+
+/** The graph after pass `i`, what it added or changed marked. @type {(i: number) => Scene} */
+const afterScene = memo((i) => (i < 1 ? graphScene(0) : plainScene(`after ${i}`, graphOf(i), diffOf(i))));
+
+function plainScene(id, graph, diff) {
+  const scene = emptyScene(id, graph, diff);
+  const at = placesIn(graph.index);
+  const isAfter = diff?.after === graph;
+  for (const node of graph.drawn) {
+    const mark = diff?.mark.get(node.name) ?? "";
+    const told = mark && isAfter ? diff.told.get(node.name) : EMPTY;
+    addItem(scene, node, at.get(node.name), mark, boxOf(node, graph.constants.get(node.name) ?? EMPTY, mark, told));
+  }
+  for (const item of scene.items.values()) addEdges(scene, item, item.node.inputs, "kept");
+  return finished(scene);
+}
+
+/** Both graphs of pass `i`, what changed marked; the graph alone for the first pass. @type {(i: number) => Scene} */
+const diffScene = memo((i) => {
+  const diff = diffOf(i);
+  if (!diff) return graphScene(i);
+  const { before, after, mark, told } = diff;
+  const scene = emptyScene(`diff ${i}`, after, diff);
+  for (const node of diff.order) {
+    const change = mark.get(node.name) ?? "";
+    const graph = change === "removed" ? before : after;
+    const place = placesIn(graph.index).get(node.name);
+    addItem(scene, node, place, change, boxOf(node, graph.constants.get(node.name) ?? EMPTY, change, told.get(node.name)));
+  }
+  for (const item of scene.items.values()) {
+    const old = before.byName.get(item.name)?.inputs ?? EMPTY;
+    const now = after.byName.get(item.name)?.inputs ?? EMPTY;
+    addEdges(scene, item, now.filter((name) => old.includes(name)), "kept");
+    addEdges(scene, item, now.filter((name) => !old.includes(name)), "added");
+    addEdges(scene, item, old.filter((name) => !now.includes(name)), "removed");
+  }
+  addBecame(scene, diff.became);
+  return finished(scene);
+});
+
+function addBecame(scene, became) {
+  const gone = new Map(); // an old edge between the two says nothing more
+  for (const [name, heirs] of became) {
+    const from = scene.items.get(name);
+    for (const heir of heirs) {
+      const to = scene.items.get(heir);
+      if (!from || !to) continue;
+      gone.set(from, new Set([...(gone.get(from) ?? []), to]));
+      scene.edges.push({ from, to, pen: "became" });
+    }
+  }
+  scene.edges = scene.edges.filter((edge) => edge.pen !== "removed" || !gone.get(edge.from)?.has(edge.to));
+}
+
+function emptyScene(id, graph, diff) {
+  const root = newGroup("", "", "", null);
+  return { id, graph, diff, items: new Map(), root, edges: [], groups: new Map([["", root]]), depth: 0 };
+}
+
+function addItem(scene, node, place, mark, box) {
+  let parent = scene.root;
+  for (const { key, title, path } of groupsOf(node, place)) {
+    let group = scene.groups.get(key);
+    if (!group) {
+      group = newGroup(key, title, path, parent);
+      scene.groups.set(key, group);
+      parent.children.push(group);
+    }
+    parent = group;
+  }
+  const item = { name: node.name, node, mark, box, parent, at: 0 };
+  parent.children.push(item);
+  scene.items.set(node.name, item);
+}
+
+function addEdges(scene, to, inputs, pen) {
+  for (const name of inputs.length > 1 ? new Set(inputs) : inputs) {
+    const from = scene.items.get(name);
+    if (from && from !== to) scene.edges.push({ from, to, pen });
+  }
+}
+
+/** Groups of one child are left out, the others counted; titles are made relative to the group around. */
+function finished(scene) {
+  const dissolve = (group) => {
+    group.children = group.children.map((child) => (isGroupOf(child) ? dissolve(child) : child));
+    if (group.parent && group.children.length === 1) {
+      scene.groups.delete(group.key);
+      return group.children[0];
+    }
+    return group;
+  };
+  const settle = (group, depth) => {
+    group.depth = depth;
+    scene.depth = Math.max(scene.depth, depth);
+    for (const [at, child] of group.children.entries()) {
+      child.parent = group;
+      child.at = at;
+      if (isGroupOf(child)) {
+        settle(child, depth + 1);
+        for (const [kind, n] of child.kinds) group.kinds.set(kind, (group.kinds.get(kind) ?? 0) + n);
+        for (const change in group.marks) group.marks[change] += child.marks[change];
+        group.count += child.count;
+      } else {
+        group.count++;
+        group.kinds.set(child.node.kind, (group.kinds.get(child.node.kind) ?? 0) + 1);
+        if (child.mark) group.marks[child.mark]++;
+      }
+    }
+    let around = group.parent;
+    while (around && !around.path) around = around.parent;
+    if (around && group.path && group.title.startsWith(around.path + ".")) group.title = group.title.slice(around.path.length + 1);
+    group.box = groupBox(group.title, group.count, group.marks);
+  };
+  dissolve(scene.root);
+  settle(scene.root, 0);
+  return scene;
+}
+
+// ---- which groups are open
+
+const MOST_BOXES = 150; // at first
+
+/** Whether a group is open: as the user said, else by its depth. */
+const opened = { depth: 0, said: new Map() };
+
+const isOpen = (group) => group.parent === null || (opened.said.get(group.key) ?? group.depth <= opened.depth);
+
+/** The depth to which a scene can be opened without showing more than `most` boxes. @param {Scene} scene */
+function fittingDepth(scene, most = MOST_BOXES) {
+  for (let depth = 0; depth <= scene.depth; depth++) {
+    let boxes = 0;
+    for (const group of scene.groups.values())
+      if (group.depth <= depth) boxes += group.children.filter((child) => !isGroupOf(child) || child.depth > depth).length;
+    if (boxes > most) return Math.max(0, depth - 1);
+  }
+  return scene.depth;
+}
+
+/** Open every group around an item; whether one was closed. */
+function reveal(item) {
+  let closed = false;
+  for (let group = item.parent; group.parent; group = group.parent) {
+    if (isOpen(group)) continue;
+    closed = true;
+    opened.said.set(group.key, true);
+  }
+  return closed;
+}
+
+/** What stands for an item on the screen: itself, or the outermost closed group around it. */
+function shown(item) {
+  let found = item;
+  for (let group = item.parent; group.parent; group = group.parent) if (!isOpen(group)) found = group;
+  return found;
+}

@@ -1,0 +1,50 @@
+/* The passes in order, on the left: time, edits, nodes, and of which kinds; SQNR where it was measured. */
+
+/** The list of passes. @param {HTMLElement} host */
+function makeTimeline(host) {
+  const list = el("ol.passes", { id: "timeline", "aria-label": "Passes" });
+  const most = Math.max(...passes.map((_, i) => graphOf(i).drawn.length));
+  let stage = "";
+  const buttons = passes.map((pass, i) => {
+    const heading = pass.stage && pass.stage !== stage ? el("li.stage", { "aria-hidden": "true" }, pass.stage) : null;
+    stage = pass.stage ?? stage;
+    const button = el("button.pass", { type: "button", "data-pass": passId(i), onclick: () => go({ pass: passId(i), rw: "" }) }, ...passLines(pass, i, most));
+    if (heading) list.append(heading);
+    list.append(el("li", {}, button));
+    return button;
+  });
+  host.append(el("h2", {}, "Passes"), list);
+  const show = () => {
+    const chosen = chosenPass();
+    for (const [i, button] of buttons.entries()) {
+      if (i === chosen) button.setAttribute("aria-current", "step");
+      else button.removeAttribute("aria-current");
+    }
+    buttons[chosen]?.scrollIntoView({ block: "nearest" });
+  };
+  return { show };
+}
+
+function passLines(pass, i, most) {
+  const nodes = graphOf(i).drawn;
+  const sqnr = typeof pass.sqnr === "number" ? el("span.sqnr", { title: "SQNR against the float model on the example input" }, `${pass.sqnr.toFixed(1)} dB`) : null;
+  const edits = pass.rewrites.length;
+  const facts = [`${nodes.length} nodes`, `${edits} edit${edits === 1 ? "" : "s"}`, milliseconds(pass.ms)];
+  return [el("span.name", {}, el("b", {}, pass.name), sqnr), el("span.facts", {}, facts.join(" · ")), kindsBar(d3.rollup(nodes, (all) => all.length, (node) => node.kind), nodes.length / most)];
+}
+
+const milliseconds = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(1)} s` : ms >= 10 ? `${ms.toFixed(0)} ms` : `${ms.toFixed(1)} ms`);
+
+/** A bar with a part for each kind of node; `share`: its length. @param {Map<string, number>} kinds */
+function kindsBar(kinds, share) {
+  const bar = el("span.kinds", { title: countsOf(kinds) });
+  bar.style.width = `${Math.max(4, 100 * share)}%`;
+  for (const kind in data.looks) {
+    if (!kinds.get(kind)) continue;
+    const part = el("span");
+    part.style.flexGrow = kinds.get(kind);
+    part.style.background = data.looks[kind].colour;
+    bar.append(part);
+  }
+  return bar;
+}
