@@ -54,8 +54,8 @@ def _pass(snapshot: Snapshot, nodes: Nodes) -> Record:
         "ms": round(1e3 * snapshot.seconds, 3),
         "stage": str(snapshot.stage),
         "nodes": [nodes.index(node) for node in snapshot.graph],
-        "rewrites": [asdict(edit) for edit in snapshot.edits],
-        "near": [asdict(miss) for miss in snapshot.near],
+        "rewrites": [vars(edit) for edit in snapshot.edits],
+        "near": [vars(miss) for miss in snapshot.near],
     }
     return about if snapshot.sqnr is None else {**about, "sqnr": number(snapshot.sqnr)}
 

@@ -54,7 +54,8 @@ function stepFor(host, count) {
 function layerAxis(layers, step) {
   const first = (layer) => layer.name.split(".")[0];
   const named = step >= 11 ? layers : layers.filter((layer, i) => i === 0 || first(layer) !== first(layers[i - 1]));
-  const kept = named.filter((layer, k) => k === 0 || (layer.i - named[k - 1].i) * step >= 11);
+  const kept = [];
+  for (const layer of named) if (!kept.length || (layer.i - kept.at(-1).i) * step >= 11) kept.push(layer);
   return Plot.axisX(kept.map((layer) => layer.i), {
     tickFormat: (i) => ellipsis(step >= 11 ? layers[i].name : first(layers[i]), 22),
     tickRotate: -60,
@@ -95,16 +96,19 @@ function layerChart(host, layers, step, options) {
 }
 
 function sqnrChart(host, layers, step) {
-  const shown = layers.filter((layer) => Number.isFinite(layer.dB));
+  const known = layers.map((layer) => layer.dB).filter(Number.isFinite);
+  const top = 5 + Math.max(...known, 45); // where exact layers are drawn
+  const height = (layer) => (layer.dB === Infinity ? top : Number.isFinite(layer.dB) ? layer.dB : Math.min(...known, 0));
+  const colour = (layer) => `var(--kind-${layer.row.fate})`;
   return layerChart(host, layers, step, {
     height: 250,
     marginBottom: 84,
-    tipAt: (layer) => (Number.isFinite(layer.dB) ? layer.dB : 0),
+    tipAt: height,
     y: { label: "SQNR, dB", grid: true, nice: true, zero: true },
     symbol: { domain: ["int8", "moves", "float", "folded"], range: ["circle", "square", "diamond", "cross"] },
     marks: [
-      Plot.line(shown, { x: "i", y: "dB", stroke: "var(--quiet)", strokeWidth: 1 }),
-      Plot.dot(shown, { x: "i", y: "dB", symbol: (d) => d.row.fate, fill: (d) => `var(--kind-${d.row.fate})`, r: Math.min(step / 3, 5) }),
+      Plot.line(layers, { x: "i", y: height, stroke: "var(--quiet)", strokeWidth: 1 }),
+      Plot.dot(layers, { x: "i", y: height, symbol: (d) => d.row.fate, stroke: colour, fill: (d) => (d.dB === Infinity ? "var(--paper)" : colour(d)), r: Math.min(step / 3, 5) }),
     ],
     ariaLabel: "SQNR of each layer in execution order",
   });
@@ -152,6 +156,8 @@ const FATE_LEGEND = [
   ["kind-float", "float", "diamond", "float"],
 ];
 
+const HOLLOW = "Hollow at the top: exact, no difference at all.";
+
 function renderQuality(host, all) {
   host.classList.add("sheet");
   const layers = layersOf(all.ledger.rows);
@@ -165,10 +171,12 @@ function renderQuality(host, all) {
   host.append(
     el("h2", {}, "SQNR of each layer, in execution order"),
     legendOf(...FATE_LEGEND.filter(([, , , fate]) => layers.some((layer) => layer.row.fate === fate))),
+    layers.some((layer) => layer.dB === Infinity) ? el("p.note", {}, HOLLOW) : "",
     charted,
   );
   const step = stepFor(host, layers.length);
   charted.append(sqnrChart(host, layers, step));
+  if (!layers.some((layer) => layer.total > 0)) return;
   host.append(
     el("h2", {}, "Where the noise comes from"),
     split ? legendOf(["noise-own", "added by the layer itself"], ["noise-inherited", "inherited from its inputs"]) : "",
