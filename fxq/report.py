@@ -30,7 +30,7 @@ def write_report(model: QuantizedModel, path: str | os.PathLike[str], example_in
 
 def write_page(data: Record, path: Path) -> Path:
     """Write the page that shows `data` to a file. Raises `RenderError` where it cannot."""
-    return write_file(path, page(data).encode("utf-8", "replace"))  # half a surrogate pair in a name has no UTF-8
+    return write_file(path, page(data).encode())
 
 
 def report_data(model: QuantizedModel, example_inputs: Any = None) -> Record:

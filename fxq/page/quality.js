@@ -174,7 +174,7 @@ function renderQuality(host, all) {
     layers.some((layer) => layer.dB === Infinity) ? el("p.note", {}, HOLLOW) : "",
     charted,
   );
-  const step = stepFor(host, layers.length);
+  const step = stepFor(charted, layers.length);
   charted.append(sqnrChart(host, layers, step));
   if (!layers.some((layer) => layer.total > 0)) return;
   host.append(
