@@ -125,10 +125,10 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     manager.run(to_qdq)
     layers = layers_of(manager.gm)
     manager.run(to_kernels)
-    ledger = ledger_of(manager.history, manager.gm, manager.context)
+    ledger, record = ledger_of(manager.history, manager.gm, manager.context)
     if ledger and not ledger.count("int8"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
-    return QuantizedModel.from_manager(manager, ledger, layers)
+    return QuantizedModel.from_manager(manager, ledger, layers, record)
 
 
 def _phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pass]]:

@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxq.context import Context
-from fxq.data import Batch, first_of
 from fxq.errors import PassError
-from fxq.graph import info, submodule
+from fxq.graph import Cost, info, submodule
 from fxq.history import History
-from fxq.layer_sqnr import layer_sqnr
-from fxq.ledger import Entry, Ledger
+from fxq.ledger import Entry, Ledger, speaking
+from fxq.measure import Measured, measure, measured_with
 from fxq.original import Original, OriginalOp
+from fxq.record import Record, record_of
 from fxq.unit import calls_of, unit_of
 from fxq.untouched import seeded, untouched
 from fxq.view import NodeView
 
 
-def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> Ledger:
-    """The ledger of a finished pipeline. Runs the float and the integer model once, on a recorded batch.
+def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[Ledger, Record]:
+    """The ledger of a finished pipeline, and the record. Runs both models once, on a recorded batch.
 
     Args:
         history: its snapshots.
@@ -40,22 +40,20 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> Ledger:
         for name in worker.runs:
             runs.setdefault(name, []).append(worker)
         absorbed.update(dict.fromkeys(worker.absorbs, worker))
-    entries = {op.name: _entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops}
+    entries = [_entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops]
     with untouched(context.model), seeded():  # both graphs share modules with the user's model
-        _measure(entries, workers, original, gm, _batches(context, original))
-    return Ledger(tuple(entries.values()))
+        found = measure(original, gm, speaking(entries), measured_with(context, original))
+    costs = {w.runs[0]: plan.cost for w in workers if w.runs and (plan := info(w.node).plan) and plan.cost}
+    ledger = Ledger(tuple(_with_numbers(entry, found, costs.get(entry.name)) for entry in entries))
+    return ledger, record_of(context.model, context.example, found.values)
 
 
-def _batches(context: Context, original: Original) -> list[Batch]:
-    """What to measure with, best first: the first recorded batch, of which one sample is enough for a large model."""
-    recorded = context.samples[:1]
-    if context.divisible and sum(op.macs for op in original.ops) > _LARGE:
-        recorded = [first_of(batch, 1) for batch in recorded]
-    return [*recorded, context.example]
+def _with_numbers(entry: Entry, found: Measured, cost: Cost | None) -> Entry:
+    """An entry with what was measured: of the ops of a unit, the last one has its SQNR, the first one its cost."""
+    float_us, int8_us = (cost.float_us, cost.int8_us) if cost is not None else (None, None)
+    sqnr, own = found.sqnr.get(entry.name), found.own_sqnr.get(entry.name)
+    return replace(entry, sqnr=sqnr, own_sqnr=own, float_us=float_us, int8_us=int8_us)
 
-
-_LARGE = 100_000_000
-"""Multiply-accumulates. With more of them the values of one sample are many, and two forwards of four take a while."""
 
 _NO_OPS = ("convert", "constant", "io", "observer")
 
@@ -127,24 +125,3 @@ def _entry(op: OriginalOp, workers: Sequence[_Worker], absorber: _Worker | None,
 
 
 _FATES = ("float", "int8", "moves")
-
-
-def _measure(
-    entries: dict[str, Entry], workers: Sequence[_Worker], original: Original, gm: fx.GraphModule, batches: list[Batch]
-) -> None:
-    """Fill in what belongs to a node: of the ops that it runs, the first one gets its cost, the last one its SQNR."""
-    order = {name: i for i, name in enumerate(entries)}
-    ends: dict[str, _Worker] = {}  # by the op whose value it makes
-    for worker in workers:
-        last = max((*worker.runs, *worker.absorbs), key=order.__getitem__, default="")
-        if worker.runs and last in original.nodes:
-            ends[last] = worker
-        plan = info(worker.node).plan
-        if worker.runs and plan is not None and plan.cost is not None:
-            first = worker.runs[0]
-            entries[first] = replace(entries[first], float_us=plan.cost.float_us, int8_us=plan.cost.int8_us)
-    values = {worker.node: original.nodes[name] for name, worker in ends.items()}
-    decibels = layer_sqnr(original, gm, values, batches)
-    for worker in ends.values():
-        row = max(worker.runs, key=order.__getitem__)
-        entries[row] = replace(entries[row], sqnr=decibels.get(worker.node))

@@ -9,7 +9,7 @@ import math
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,6 +38,8 @@ class Entry:
         sqnr: dB of its output against the float model's on a recorded calibration batch, all that happens before it
             included; infinite when they are equal. None where the value does not exist: inside a unit (the row of the
             op that ends it has it), or no float tensor.
+        own_sqnr: the same for what the op does wrong alone: it runs on the float model's values of its inputs, on the
+            grids that it reads.
         float_us, int8_us: measured microseconds of the op in float and on integers; for a unit, in the row of its first
             op. None where nothing was measured.
     """
@@ -52,8 +54,34 @@ class Entry:
     source: str = ""
     macs: int = 0
     sqnr: float | None = None
+    own_sqnr: float | None = None
     float_us: float | None = None
     int8_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """The row that speaks for a node of the final graph.
+
+    Attributes:
+        row: the last of the ops that the node runs.
+        value: the op whose value the node makes: the same, or one behind it that went into its weights.
+    """
+
+    row: Entry
+    value: Entry
+
+
+def speaking(entries: Iterable[Entry]) -> dict[str, Speaker]:
+    """The rows that speak for the nodes of the final graph, by the node's name, in the order of the rows."""
+    found: dict[str, Speaker] = {}
+    for entry in entries:
+        known = found.pop(entry.into, None)
+        if entry.fate != "folded":
+            found[entry.into] = Speaker(entry, entry)
+        elif known is not None:
+            found[entry.into] = Speaker(known.row, entry)
+    return found
 
 
 FIELDS = tuple(f.name for f in fields(Entry))
@@ -206,8 +234,8 @@ def _why(entry: Entry, notes: Mapping[str, str]) -> str:
 _WIDE = 78
 
 
-def _decibels(entry: Entry) -> str:
-    return "" if entry.sqnr is None else "exact" if entry.sqnr == math.inf else f"{entry.sqnr:.1f}"
+def _decibels(value: float | None) -> str:
+    return "" if value is None else "exact" if value == math.inf else f"{value:.1f}"
 
 
 def _count(value: int) -> str:
@@ -228,7 +256,8 @@ _COLUMNS: dict[Column, Callable[[Entry], str]] = {
     Column("layer", give="start", least=20): _layer,
     Column("op", give="end", least=16): lambda e: e.op,
     _FATE: lambda e: e.fate,
-    Column("SQNR dB", "right"): _decibels,
+    Column("SQNR dB", "right"): lambda e: _decibels(e.sqnr),
+    Column("own dB", "right"): lambda e: _decibels(e.own_sqnr),
     Column("MACs", "right", drop=2): lambda e: _count(e.macs),
     Column("float µs", "right", drop=1): lambda e: _time(e.float_us),
     Column("int8 µs", "right", drop=1): lambda e: _time(e.int8_us),

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from fxq.ledger import Ledger
 from fxq.manager import PassManager
 from fxq.notebook import folded, html
 from fxq.recipe import Recipe
+from fxq.record import Record
 from fxq.size import nbytes
 from fxq.table import Cell, cells
 from fxq.untouched import autocast_on
@@ -132,24 +134,44 @@ class QuantizedModel(fx.GraphModule):
         ledger: what became of every op of the float model.
         recipe: the recipe that made it.
         backend: name of the backend that its kernels belong to.
+        record: what was seen of the float model: how its values lie, its inputs and its size.
     """
 
     history: History
     ledger: Ledger
     recipe: Recipe
     backend: str
+    record: Record
     _layers: Mapping[str, LayerQParams]
+    _float: weakref.ref[nn.Module] | None = None
 
     @classmethod
-    def from_manager(cls, manager: PassManager, ledger: Ledger, layers: Mapping[str, LayerQParams]) -> QuantizedModel:
+    def from_manager(
+        cls, manager: PassManager, ledger: Ledger, layers: Mapping[str, LayerQParams], record: Record
+    ) -> QuantizedModel:
         """Wrap the graph of a manager that has run its pipeline to the end."""
+        context = manager.context
         model = cls(manager.gm, manager.gm.graph, class_name="QuantizedModel")
-        _own(model, manager.context.model)
-        model._attach(manager.history, ledger, manager.context.recipe, manager.context.backend.name, layers)
+        _own(model, context.model)
+        model._attach(manager.history, ledger, context.recipe, context.backend.name, layers, record)
+        model._float = weakref.ref(context.model)
         return model.eval()
 
-    def _attach(self, history: History, ledger: Ledger, recipe: Recipe, backend: str, layers: Any) -> None:
-        self.history, self.ledger, self.recipe, self.backend, self._layers = history, ledger, recipe, backend, layers
+    def _attach(
+        self, history: History, ledger: Ledger, recipe: Recipe, backend: str, layers: Any, record: Record
+    ) -> None:
+        self.history, self.ledger, self.recipe, self.backend = history, ledger, recipe, backend
+        self._layers, self.record = layers, record
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        """What it knows besides its graph and tensors: the arguments of `_attach`."""
+        return self.history, self.ledger, self.recipe, self.backend, self._layers, self.record
+
+    @property
+    def float_model(self) -> nn.Module | None:
+        """The user's float model, for as long as the user keeps it; None in a copy, and in a model that was pickled."""
+        return self._float() if self._float is not None else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModel:
         """What `.to`, `.half`, `.cuda` and their like come down to: `fn` for every tensor, if the kernels allow it.
@@ -215,15 +237,13 @@ class QuantizedModel(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         copied = super().__deepcopy__(memo)
-        parts = (self.history, self.ledger, self.recipe, self.backend, self._layers)
         model = QuantizedModel(copied, copied.graph, class_name="QuantizedModel")
-        model._attach(*copy.deepcopy(parts, memo))
+        model._attach(*copy.deepcopy(self._parts, memo))
         return model.eval()
 
     def __reduce__(self) -> tuple[Any, ...]:
         held = (self._parameters, self._buffers, self._modules)
-        parts = (self.history, self.ledger, self.recipe, self.backend, self._layers)
-        return _restore, (held, to_data(self.graph), parts)
+        return _restore, (held, to_data(self.graph), self._parts)
 
 
 def _restore(held: Any, data: list[NodeData], parts: Any) -> QuantizedModel:

@@ -232,6 +232,29 @@ def test_sqnr_is_that_of_the_value(ledger):
     assert [e.name for e in ledger if e.sqnr is not None] == ["stem", "relu", "relu_1", "mean", "head", "erf"]
 
 
+def test_own_sqnr_is_that_of_the_op_on_float_values():
+    """Recomputed here: the head on the float model's mean, quantized to its grids, in float64."""
+    model, qmodel = net(), fxq.quantize(net(), REFERENCE, data=[X])
+    inputs = {}
+    model.head.register_forward_pre_hook(lambda layer, args: inputs.update(head=args[0]))
+    with torch.no_grad():
+        model(X)
+        want = model.head(inputs["head"]).double()
+    layer = qmodel.qparams()["head"]
+    grid = torch.clamp(torch.round(inputs["head"] / layer.input_scale) + layer.input_zero_point, 0, 255)
+    x = (grid - layer.input_zero_point).double() * float(layer.input_scale)
+    weight = layer.weight.double() * layer.weight_scale.double().reshape(-1, 1)
+    got = F.linear(x, weight, model.head.bias.detach().double())
+    by_name = {e.name: e for e in qmodel.ledger}
+    assert by_name["head"].own_sqnr == pytest.approx(fxq.numeric.sqnr(want, got), abs=1e-3)
+    assert by_name["head"].own_sqnr > by_name["head"].sqnr
+    assert by_name["stem"].own_sqnr == by_name["stem"].sqnr  # nothing is before it
+    assert by_name["erf"].own_sqnr == math.inf  # float, on float values
+    assert [e.name for e in qmodel.ledger if e.own_sqnr is not None] == [
+        e.name for e in qmodel.ledger if e.sqnr is not None
+    ]
+
+
 @needs_x86
 def test_the_cost_of_a_unit_stands_in_the_row_of_its_first_op():
     ledger = fxq.quantize(net(), X86, data=[X]).ledger
@@ -267,15 +290,16 @@ def test_what_is_not_worth_it_says_so(monkeypatch):
 def test_sqnr_names_the_layer_that_is_at_fault():
     """A layer whose weights need more than 8 bits per tensor: the drop stands in its row."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)).eval()
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)).eval()
     with torch.no_grad():
         model[1].weight[0] *= 1000
         model[2].weight[:, 0] /= 1000
     weight = fxq.TensorSpec(signed=True, symmetric=True, per_channel=False, observer="minmax")
     ledger = fxq.quantize(model, fxq.Recipe.static(backend="reference", weight=weight), data=[X]).ledger
-    first, _, third = (e.sqnr for e in ledger)
-    assert first > 35 and third < first - 15
-    assert ledger.sort("sqnr")[0].path == "2"
+    first, _, third, last = (e.sqnr for e in ledger)
+    assert first > 35 and third < first - 15 and last < first - 15  # the last one inherits it
+    assert ledger.sort("own_sqnr")[0].path == "2"
+    assert ledger[3].own_sqnr > 35
 
 
 def test_a_copy_keeps_the_numbers(ledger):
@@ -304,7 +328,7 @@ SOME = Ledger(
         Entry(
             "a", "layer1.conv", "conv2d", "int8", "a_relu", fix="recipe.override('layer1.conv', fxq.FLOAT)", macs=900
         ),
-        Entry("r", "layer1.relu", "relu", "int8", "a_relu", sqnr=30.5, float_us=12.0, int8_us=4.25),
+        Entry("r", "layer1.relu", "relu", "int8", "a_relu", sqnr=30.5, own_sqnr=41.25, float_us=12.0, int8_us=4.25),
         Entry("s", "layer2.silu", "silu", "float", "s", "silu has no integer form", sqnr=math.inf),
         Entry("d", "drop", "dropout", "folded", reason="has no effect on the output"),
         Entry(
@@ -333,6 +357,7 @@ def test_where():
 def test_sort_puts_the_worst_first_and_the_unknown_last():
     assert names(SOME.sort("sqnr")) == ["h", "r", "s", "a", "d"]
     assert names(SOME.sort("sqnr", reverse=True)) == ["s", "r", "h", "a", "d"]
+    assert names(SOME.sort("own_sqnr"))[0] == "r" == names(SOME.where(lambda e: e.own_sqnr is not None))[0]
     assert names(SOME.sort("macs", reverse=True))[:2] == ["a", "h"]
     assert names(SOME.sort("op")) == ["a", "d", "h", "r", "s"]
 
@@ -365,6 +390,7 @@ def test_json(tmp_path):
     assert [row["name"] for row in data["ops"]] == ["a", "r", "s", "d", "h"]
     assert list(data["ops"][0]) == list(FIELDS)
     assert [row["sqnr"] for row in data["ops"]] == [None, 30.5, "inf", None, 9]
+    assert data["ops"][1]["own_sqnr"] == 41.25
 
 
 def test_csv(tmp_path):
@@ -373,6 +399,7 @@ def test_csv(tmp_path):
     rows = list(csv.DictReader(io.StringIO(text)))
     assert list(rows[0]) == list(FIELDS)
     assert [row["sqnr"] for row in rows] == ["", "30.5", "inf", "", "9"]
+    assert [row["own_sqnr"] for row in rows] == ["", "41.25", "", "", ""]
     assert rows[0]["fix"] == "recipe.override('layer1.conv', fxq.FLOAT)"
 
 
@@ -382,14 +409,16 @@ def test_dicts():
 
 def test_text():
     assert str(SOME) == (
-        "layer        op       runs as      SQNR dB    MACs    float µs    int8 µs  why\n"
-        "-----------  -------  ---------  ---------  ------  ----------  ---------"
+        "layer        op       runs as      SQNR dB    own dB    MACs    float µs    int8 µs  why\n"
+        "-----------  -------  ---------  ---------  --------  ------  ----------  ---------"
         "  --------------------------------------------------\n"
-        "layer1.conv  conv2d   int8                     900\n"
-        "layer1.relu  relu     int8            30.5                12.0        4.2\n"
-        "layer2.silu  silu     float          exact                                 silu has no integer form\n"
-        "drop         dropout  folded                                               has no effect on the output\n"
-        "head         linear   float            9.0     100                         "
+        "layer1.conv  conv2d   int8                               900\n"
+        "layer1.relu  relu     int8            30.5      41.2                12.0        4.2\n"
+        "layer2.silu  silu     float          exact                                           "
+        "silu has no integer form\n"
+        "drop         dropout  folded                                                         "
+        "has no effect on the output\n"
+        "head         linear   float            9.0               100                         "
         "the recipe says float [recipe.override('head', 8)]\n"
         "2 int8, 0 moves, 2 float, 1 folded; 90.0% of the multiply-accumulates in int8"
     )
@@ -432,6 +461,6 @@ def test_linear_in_the_number_of_ops():
         manager.run(manager.context.recipe.pipeline[7:])
         from fxq.fates import ledger_of
 
-        return steps(lambda: str(ledger_of(manager.history, manager.gm, manager.context)))
+        return steps(lambda: str(ledger_of(manager.history, manager.gm, manager.context)[0]))
 
     assert work(400) < 2.3 * work(200)
