@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,72 +15,14 @@ from fxq import backends
 from fxq.errors import RecipeError, unknown
 from fxq.observers import OBSERVERS
 from fxq.passbase import Pass
-from fxq.printed import Printed
-from fxq.selector import Selector, as_selector, import_name
-from fxq.spec import ACTIVATION, FLOAT, WEIGHT, QuantConfig, TensorSpec
-from fxq.table import Cell, Column, Part, Table, cells
+from fxq.pipeline import Pipeline, PipelineEdit, pipeline_of
+from fxq.selector import Selector, as_selector
+from fxq.spec import ACTIVATION, WEIGHT, QuantConfig, TensorSpec
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-_PIPELINES: dict[str, tuple[Pass, ...]] = {}
-
-
-def register_pipeline(name: str, passes: Sequence[Pass]) -> None:
-    """Make a list of passes known as the pipeline of the preset `name`."""
-    _PIPELINES[name] = tuple(passes)
-
-
-@dataclass(frozen=True, repr=False)
-class Pipeline(Printed, Sequence[Pass]):
-    """The passes of a recipe, in order. `print` shows them with the stages they move the graph through."""
-
-    passes: tuple[Pass, ...]
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, str):
-            return self.passes[self.position(index)]
-        return self.passes[index]
-
-    def __len__(self) -> int:
-        return len(self.passes)
-
-    def __iter__(self) -> Iterator[Pass]:
-        return iter(self.passes)
-
-    def position(self, name: str) -> int:
-        """Index of the pass called `name`. Raises `RecipeError` with the nearest names."""
-        names = [p.name for p in self.passes]
-        if name not in names:
-            raise RecipeError(unknown("pass", name, names))
-        return names.index(name)
-
-    def _short(self) -> str:
-        return " → ".join(map(str, self.passes))
-
-    def _parts(self) -> list[Part]:
-        return [Table(_PASSES, tuple(_row(i, step) for i, step in enumerate(self.passes, 1)))]
-
-
-_PASSES = (Column(align="right"), Column(give="end"), Column(give="end", drop=1), Column(give="fold", least=30))
-
-
-def _row(number: int, step: Pass) -> tuple[Cell, ...]:
-    """Number, pass, the stages it leads from and to, and the first line of its docstring."""
-    stages = str(step.gives) if step.needs == step.gives else f"{step.needs} -> {step.gives}"
-    summary = (type(step).__doc__ or "").strip().partition("\n")[0]
-    return cells(Cell(f"{number}.", "quiet"), Cell(str(step), "strong"), stages, summary)
-
-
-@dataclass(frozen=True, repr=False)
-class PipelineEdit:
-    """A pass inserted next to another one, or (when `inserted` is None) the pass `anchor` removed."""
-
-    anchor: str
-    inserted: Pass | None = None
-    after: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,8 +62,7 @@ class Recipe:
     max_loss: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.preset not in _PIPELINES:
-            raise RecipeError(unknown("preset", self.preset, _PIPELINES))
+        _ = self.pipeline
         if self.backend not in backends.NAMES:
             raise RecipeError(unknown("backend", self.backend, backends.NAMES))
         if self.optimize not in ("speed", "coverage"):
@@ -132,7 +73,6 @@ class Recipe:
             for spec in (config.activation, config.weight):
                 if spec is not None and spec.observer not in OBSERVERS:
                     raise RecipeError(unknown("observer", spec.observer, OBSERVERS))
-        _ = self.pipeline
 
     @classmethod
     def static(
@@ -222,19 +162,7 @@ class Recipe:
     @property
     def pipeline(self) -> Pipeline:
         """The passes that this recipe runs, in order."""
-        line = Pipeline(_PIPELINES[self.preset])
-        for edit in self.edits:
-            passes, at = list(line.passes), line.position(edit.anchor)
-            if edit.inserted is None:
-                del passes[at]
-            else:
-                if edit.inserted.name in [p.name for p in passes]:
-                    raise RecipeError(
-                        f"the pipeline has a pass called {edit.inserted.name!r} already; give yours another name."
-                    )
-                passes.insert(at + edit.after, edit.inserted)
-            line = Pipeline(tuple(passes))
-        return line
+        return pipeline_of(self.preset, self.edits)
 
     def config_for(
         self, path: str, ops: Iterable[str], types: Mapping[str, type]
@@ -264,7 +192,7 @@ class Recipe:
         if self.overrides:
             data["override"] = [{**s.to_dict(), "config": c.to_dict()} for s, c in self.overrides]
         if self.edits:
-            data["pass"] = [_edit_to_dict(e) for e in self.edits]
+            data["pass"] = [e.to_dict() for e in self.edits]
         return data
 
     @classmethod
@@ -287,7 +215,7 @@ class Recipe:
                 (Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())
             ),
             leaf_modules=tuple(data.get("leaf_modules", ())),
-            edits=tuple(_edit_from_dict(e) for e in data.get("pass", ())),
+            edits=tuple(PipelineEdit.from_dict(e) for e in data.get("pass", ())),
         )
 
     def to_toml(self) -> str:
@@ -322,37 +250,6 @@ _SHAPES: dict[str, Any] = {
 }
 
 
-def _edit_to_dict(edit: PipelineEdit) -> dict[str, Any]:
-    if edit.inserted is None:
-        return {"remove": edit.anchor}
-    cls = type(edit.inserted)
-    if "<locals>" in cls.__qualname__:
-        raise RecipeError(f"the pass {edit.inserted.name!r} is a class local to a function: a file cannot name it.")
-    data: dict[str, Any] = {
-        "insert": f"{cls.__module__}:{cls.__qualname__}",
-        "after" if edit.after else "before": edit.anchor,
-    }
-    options = edit.inserted.changed_options
-    if None in options.values():
-        raise RecipeError(f"the pass {edit.inserted.name!r} has an option that is None, which a file cannot hold.")
-    return {**data, "options": options} if options else data
-
-
-def _edit_from_dict(data: Mapping[str, Any]) -> PipelineEdit:
-    if "remove" in data:
-        return PipelineEdit(data["remove"])
-    if "insert" not in data or ("after" in data) == ("before" in data):
-        raise RecipeError(
-            f"a [[pass]] entry has 'remove', or 'insert' with one of 'after' and 'before', not {dict(data)!r}."
-        )
-    cls, options = import_name(data["insert"], Pass), data.get("options", {})
-    for key in options:
-        if key not in (known := [f.name for f in fields(cls)]):
-            raise RecipeError(unknown(f"option of the pass {cls.name!r}", key, known))
-    inserted = cls(**options)
-    return PipelineEdit(data["after"] if "after" in data else data["before"], inserted, "after" in data)
-
-
 def as_recipe(value: Any) -> Recipe:
     """A recipe from what `fxq.quantize` takes: a `Recipe`, a preset's name, a dict, or a path to a `.toml` file."""
     if isinstance(value, Recipe):
@@ -364,6 +261,3 @@ def as_recipe(value: Any) -> Recipe:
     if isinstance(value, str):
         return Recipe(preset=value)
     raise RecipeError(f"a recipe is a fxq.Recipe, a preset's name, a dict or a path to a .toml file, not {value!r}.")
-
-
-__all__ = ["FLOAT", "Pipeline", "PipelineEdit", "Recipe", "as_recipe", "register_pipeline"]

@@ -16,7 +16,7 @@ from fxq.passes.propagate import Propagate
 from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
-from fxq.recipe import register_pipeline
+from fxq.pipeline import register_pipeline
 
 STATIC: tuple[Pass, ...] = (
     Trace(),
