@@ -33,6 +33,7 @@ def opened(browser, path, view="", **options):
         **options: of the page, such as `viewport` and `color_scheme`.
     """
     page = browser.new_page(**{"viewport": {"width": 1440, "height": 900}, "reduced_motion": "reduce", **options})
+    page.set_default_timeout(10_000)
     wrong = []
     page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
     page.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))

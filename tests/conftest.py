@@ -1,11 +1,17 @@
-"""What holds for every test."""
+"""What holds for every test, and reports that several files of tests open in a browser."""
 
+import importlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from fxq import costs
+import fxq
+from fxq import costs, latency
+from tests.browser import chromium
+from tests.helpers import REFERENCE
 
 # Order of summation, and so the tests' numbers, must not depend on the machine. And small tensors are slower on several
 # threads, much slower where other programs run.
@@ -34,3 +40,48 @@ def integers_are_free():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "machine_costs", IntegersAreFree)
         yield
+
+
+# ---- reports
+
+
+@pytest.fixture(scope="session")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def networks():
+    """The modules `networks` and `networks_resnet` of scripts/."""
+    names = ("networks", "networks_resnet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "scripts"))
+        found = [importlib.import_module(name) for name in names]
+    for name in names:
+        sys.modules.pop(name)
+    return found
+
+
+@pytest.fixture(scope="session")
+def digits(networks, tmp_path_factory):
+    """The demo's classifier, one of its layers in float: the quantized model and its report."""
+    _, model = networks[0].load_demo_networks()
+    recipe = REFERENCE.override("block2.conv2", fxq.FLOAT)
+    return _reported(model, recipe, torch.rand(8, 1, 8, 8), tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="session")
+def resnet50(networks, tmp_path_factory):
+    """A large network: the quantized model and its report."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, batch = networks[1].resnet50().eval(), torch.randn(2, 3, 32, 32)
+    return _reported(model, REFERENCE, batch, tmp_path_factory.mktemp("resnet50"))
+
+
+def _reported(model, recipe, batch, folder):
+    qmodel = fxq.quantize(model, recipe, data=[batch])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "MOST", 2)
+        return qmodel, qmodel.report(folder / "report.html")

@@ -1,62 +1,13 @@
-"""The report in a browser: what the tabs show, and that the names of a model are text whatever they hold."""
-
-import importlib
-import sys
-from pathlib import Path
+"""The report in a browser: the tabs beside the graph, and that names of a model are text whatever they hold."""
 
 import pytest
 import torch
 from torch import nn
 
 import fxq
-from fxq import latency
 from fxq.report import report_data, write_page
-from tests.browser import chromium, opened
+from tests.browser import opened
 from tests.helpers import REFERENCE
-
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def networks():
-    """The modules `networks` and `networks_resnet` of scripts/."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("networks"), importlib.import_module("networks_resnet")
-        for name in ("networks", "networks_resnet"):
-            sys.modules.pop(name)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_rounds():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "MOST", 2)
-        yield
-
-
-@pytest.fixture(scope="module")
-def digits(networks, tmp_path_factory):
-    """The demo's classifier, one of its layers in float: the quantized model and its report."""
-    _, model = networks[0].load_demo_networks()
-    recipe = REFERENCE.override("block2.conv2", fxq.FLOAT)
-    qmodel = fxq.quantize(model, recipe, data=[torch.rand(8, 1, 8, 8)])
-    return qmodel, qmodel.report(tmp_path_factory.mktemp("digits") / "report.html")
-
-
-@pytest.fixture(scope="module")
-def resnet50(networks, tmp_path_factory):
-    """A large network: the quantized model and its report."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = networks[1].resnet50().eval()
-        qmodel = fxq.quantize(model, REFERENCE, data=[torch.randn(2, 3, 32, 32)])
-    return qmodel, qmodel.report(tmp_path_factory.mktemp("resnet50") / "report.html")
 
 
 def chart(page, label):
