@@ -88,6 +88,7 @@ class NodeInfo(NamedTuple):
         origins: names of the traced ops that it stands for.
         parts: for a unit, the origins of each of its ops.
         values: for a unit, shape and dtype of the value of each of its ops.
+        paths: for a unit, the module path of each of its ops.
         made_by: the pass and rule that made it, with the rule's source line; empty for traced nodes.
         plan: the decision of `annotate`, once it has run.
         qparams: scale and zero point of its value when that is an integer tensor, or of the value it emulates.
@@ -106,6 +107,7 @@ class NodeInfo(NamedTuple):
     origins: tuple[str, ...] = ()
     parts: tuple[tuple[str, ...], ...] = ()
     values: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...] = ()
+    paths: tuple[str, ...] = ()
     made_by: str = ""
     plan: Plan | None = None
     qparams: QParams | None = None

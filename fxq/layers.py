@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
 from fxq.graph import constant, info
+from fxq.qparams import QParams
 from fxq.region import integer_input, integer_weight, read_region
+from fxq.unit import Inner, OpCall
 
 
 @dataclass(frozen=True)
 class LayerQParams:
     """The integers of one layer, on the CPU. The real value of an integer q is (q - zero_point) * scale.
 
+    A layer inside a unit (of squeeze-and-excitation) reads and makes floats: only its weight is in integers.
+
     Attributes:
         weight: int8, the layer's own weight shape.
         weight_scale: float32, (C,) per channel or () per tensor.
         weight_zero_point: int32, same shape; 0 for symmetric weights.
         axis: the output-channel axis of the weight, or None per tensor.
-        bias: int32, (C,), or None: round(bias / bias_scale), zero point 0.
-        bias_scale: float32, (C,) or (): input_scale * weight_scale.
-        input_scale, input_zero_point: of the activation that it reads.
+        bias: int32, (C,), or None: round(bias / bias_scale), zero point 0. float32 where it reads floats.
+        bias_scale: float32, (C,) or (): input_scale * weight_scale; None where it reads floats.
+        input_scale, input_zero_point: of the activation that it reads; None where it reads floats.
         output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float.
         node: the node of the graph that runs it, as the ledger's `into` names it.
     """
@@ -33,9 +38,9 @@ class LayerQParams:
     weight_zero_point: Tensor
     axis: int | None
     bias: Tensor | None
-    bias_scale: Tensor
-    input_scale: float
-    input_zero_point: int
+    bias_scale: Tensor | None
+    input_scale: float | None
+    input_zero_point: int | None
     output_scale: float | None
     output_zero_point: int | None
     node: str
@@ -52,43 +57,51 @@ def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
         plan = info(node).plan
         if plan is None or plan.fate != "int8":
             continue
-        found = _layer(gm, node)
-        if found is None:
-            continue
-        base = key = info(node).path or node.name
-        while key in layers:
-            calls[base] += 1
-            key = f"{base}@{calls[base]}"
-        layers[key] = found
+        for path, found in _layers(gm, node):
+            key = path
+            while key in layers:
+                calls[path] += 1
+                key = f"{path}@{calls[path]}"
+            layers[key] = found
     return layers
 
 
-def _layer(gm: fx.GraphModule, node: fx.Node) -> LayerQParams | None:
-    region = read_region(gm, node)
+def _layers(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, LayerQParams]]:
+    """The layers that a node runs, each with its module path: the one that a unit begins with, or those inside."""
+    region, about = read_region(gm, node), info(node)
     if region is None:
-        return None
-    call = region.calls[0]
+        return
+    for i, call in enumerate(region.calls):
+        found = _layer(gm, node, call, region.out_qparams if i == 0 else None)
+        if found is not None:
+            inside = about.paths[i] if i and about.paths else about.path
+            yield inside or about.path or node.name, found
+
+
+def _layer(gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None) -> LayerQParams | None:
     quant = call.op.quant
-    if quant.weight is None:
+    weight = integer_weight(gm, call.tensors.get(quant.weight)) if quant.weight is not None else None
+    if weight is None:
         return None
-    weight = integer_weight(gm, call.tensors.get(quant.weight))
-    source = integer_input(call.tensors.get(quant.inputs[0]))
-    if weight is None or source is None:
+    read = call.tensors.get(quant.inputs[0])
+    source = integer_input(read)
+    if source is None and not isinstance(read, Inner):
         return None
-    x, out = source[1], region.out_qparams
     bias = constant(gm, call.tensors.get(quant.bias or ""))
-    bias_scale = weight.qparams.scale.cpu() * x.s
-    if bias is not None and bias_scale.dim():  # a transposed convolution's groups share the scales of their channels
-        bias_scale = bias_scale.repeat(bias.numel() // bias_scale.numel())
+    bias_scale = None if source is None else weight.qparams.scale.cpu() * source[1].s
+    if bias is not None and bias_scale is not None:
+        if bias_scale.dim():  # a transposed convolution's groups share the scales of their channels
+            bias_scale = bias_scale.repeat(bias.numel() // bias_scale.numel())
+        bias = int32_bias(bias, bias_scale)
     return LayerQParams(
         weight=weight.values.cpu(),
         weight_scale=weight.qparams.scale.cpu(),
         weight_zero_point=weight.qparams.zero_point.cpu(),
         axis=weight.qparams.axis,
-        bias=int32_bias(bias, bias_scale) if bias is not None else None,
+        bias=bias.cpu() if bias is not None else None,
         bias_scale=bias_scale,
-        input_scale=x.s,
-        input_zero_point=x.z,
+        input_scale=source[1].s if source is not None else None,
+        input_zero_point=source[1].z if source is not None else None,
         output_scale=out.s if out is not None else None,
         output_zero_point=out.z if out is not None else None,
         node=node.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -22,8 +23,20 @@ def weights(model: QuantizedModel) -> dict[str, Any]:
     For each: `axis`; `low`, `high` and `scale` of each channel along it (of the whole tensor where it is None); the
     `range` of all of them, and `counts` of the values in equal bins over it.
     """
-    rows = {row.into: row.name for row in model.ledger if _has_weight(row)}
-    return {rows[layer.node]: _weight(layer) for layer in model.qparams().values() if layer.node in rows}
+    rows: defaultdict[str, list[str]] = defaultdict(list)
+    layers: defaultdict[str, list[LayerQParams]] = defaultdict(
+        list
+    )  # a unit may hold several, in the order of its rows
+    for row in model.ledger:
+        if _has_weight(row):
+            rows[row.into].append(row.name)
+    for layer in model.qparams().values():
+        layers[layer.node].append(layer)
+    return {
+        name: _weight(layer)
+        for node, found in layers.items()
+        for name, layer in zip(rows[node][-len(found) :], found, strict=False)
+    }
 
 
 def _has_weight(row: Entry) -> bool:

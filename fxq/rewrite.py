@@ -148,7 +148,8 @@ class Rewriter(Editor):
                     "call_function", inner.target, args, kwargs, like=node, name=inner.name, typed=typed
                 )
                 origins = about.parts[len(made)] if about.parts else about.origins
-                self.describe(copies[inner], origins=origins, plan=None)
+                path = about.paths[len(made)] if about.paths else about.path
+                self.describe(copies[inner], origins=origins, path=path, plan=None)
                 made.append(copies[inner])
         self.replace(node, made[-1])
         for op in made:  # back to the names that they had before they were fused
@@ -265,6 +266,7 @@ def make_unit(rewriter: Rewriter, inside: Sequence[fx.Node], outputs: Sequence[f
         node,
         parts=tuple(info(n).origins for n in inside),
         values=tuple((info(n).shape, info(n).dtype) for n in inside),
+        paths=tuple(info(n).path for n in inside),
     )
     results = [node]
     if len(outputs) == 1:

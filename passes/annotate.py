@@ -214,7 +214,12 @@ class _Candidate:
 
     @cached_property
     def _before_sum(self) -> int:
-        """How many ops of a layer's unit come before the first that reads a second activation."""
+        """How many ops of a layer's unit come before the first that reads a second activation.
+
+        All of a unit that begins with something else: a squeeze-and-excitation reads its input again.
+        """
+        if not self.calls[0].op.quant.heavy:
+            return self.support.ops
         later = (i.call for i in inputs_of(self.calls[: self.support.ops]) if i.role == "activation" and i.call > 0)
         return min(later, default=self.support.ops)
 

@@ -231,7 +231,7 @@ def test_backends_stand_on_their_own():
         other = i.module.rpartition(".")[2].partition("_")[0]
         shared = (
             "arithmetic", "base", "cpu", "convert", "elementwise", "kernel",
-            "lowering", "packed", "pool", "rows", "table",
+            "lowering", "packed", "pool", "rows", "table", "whole",
         )  # fmt: skip
         return i.module == "fxq.backends" or other in (family, *shared)
 

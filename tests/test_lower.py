@@ -64,12 +64,8 @@ def lowered(model, x, recipe=X86):
             x = input
             x_q = module cpu.quantize(x)
             stem_hardswish = x86.conv(x_q)
-            pool = cpu.mean(stem_hardswish)
-            reduce_relu = x86.conv(pool)
-            expand = x86.conv(reduce_relu)
-            hardsigmoid = cpu.table(expand)
-            mul = x86.mul(stem_hardswish, hardsigmoid)
-            out = x86.conv(mul)
+            pool_conv2d_relu_conv2d_hardsigmoid_mul = x86.squeeze_excite(stem_hardswish)
+            out = x86.conv(pool_conv2d_relu_conv2d_hardsigmoid_mul)
             return out
             """,
         ),

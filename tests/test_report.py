@@ -102,10 +102,10 @@ def test_every_int8_layer_shows_its_weights(name):
     recipe = fxq.Recipe.static(backend="reference", optimize="coverage")
     found = fxq.quantize(build(name), recipe, data=[batch(name)])
     weights, layers = report_data(found)["weights"], found.qparams()
-    by_node = {entry.into: weights[entry.name] for entry in found.ledger if entry.name in weights}
-    assert by_node.keys() == {layer.node for layer in layers.values()} != set()
-    for layer in layers.values():
-        about = by_node[layer.node]
+    shown = sorted(((e.into, weights[e.name]) for e in found.ledger if e.name in weights), key=lambda pair: pair[0])
+    expected = sorted(layers.values(), key=lambda layer: layer.node)
+    assert [node for node, _ in shown] == [layer.node for layer in expected] != []
+    for layer, (_, about) in zip(expected, shown, strict=True):
         assert about["axis"] == layer.axis
         assert len(about["low"]) == (layer.weight.shape[layer.axis] if layer.axis is not None else 1)
         assert sum(about["counts"]) == layer.weight.numel()

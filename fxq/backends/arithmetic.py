@@ -95,6 +95,8 @@ class Mul(_OfTwo):
     1 x 672 x 14 x 14, gate  193    61
     1 x 32 x 112^2, gate     508    288
     =======================  =====  =====
+
+    One of the two may also be float32, on a grid of scale 1 and zero point 0: a gate that was computed in float.
     """
 
     name: ClassVar[str] = "cpu.mul"
@@ -109,7 +111,7 @@ class Mul(_OfTwo):
                 return self._gated(a, b, zero_a, zero_b)
             if is_gate(a, b):
                 return self._gated(b, a, zero_b, zero_a)
-        x, y = a.to(torch.float32).sub_(zero_a), b.to(torch.float32).sub_(zero_b)
+        x, y = _centered(a, zero_a), _centered(b, zero_b)
         x, y = (x, y) if x.numel() >= y.numel() else (y, x)
         if not _covers(x, y):
             x = x.expand(torch.broadcast_shapes(x.shape, y.shape)).clone()
@@ -149,6 +151,12 @@ class Mul(_OfTwo):
                 steps = self._round(source[part].to(torch.float32).sub_(zero_x), factor[n : n + together])
                 out[part].copy_(steps)
         return dense(out.view(rows.shape).movedim(-1, 1))
+
+
+def _centered(x: Tensor, zero: int) -> Tensor:
+    """x - zero in float32; x itself where that is what it is."""
+    y = x.to(torch.float32)
+    return y.sub_(zero) if zero else y
 
 
 def _covers(x: Tensor, y: Tensor) -> bool:

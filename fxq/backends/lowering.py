@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
 from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.kernel import Kernel, slope_refused
-from fxq.backends.rows import Operands, Parts, Row, row_of, take_apart
+from fxq.backends.rows import Operands, Parts, Row, row_for, take_apart
 from fxq.errors import BackendError, PassError
 from fxq.graph import Plan, argument, constant, info, is_op, op_of, submodule
 from fxq.qparams import QParams
-from fxq.region import Region, integer_input, integer_weight, read_region
+from fxq.region import Region, Weight, integer_input, integer_weight, read_region
 from fxq.spec import QuantConfig
 from fxq.stages import where
 from fxq.unit import OpCall
@@ -42,9 +42,10 @@ class RowBackend(Backend):
         if config.activation is not None and config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
         weight = config.weight
-        if calls[0].op.quant.weight and weight is not None and not (weight.signed and weight.symmetric):
+        weighted = any(call.op.quant.weight for call in calls[: parts.ops])
+        if weighted and weight is not None and not (weight.signed and weight.symmetric):
             return Support(0, f"{self.name} kernels take signed symmetric weights")
-        row = row_of(parts.first, self.rows)
+        row = row_for(parts, self.rows)
         assert row is not None  # it took the unit apart
         reason = row.refuses(parts, node)
         if reason is not None:
@@ -84,7 +85,7 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> N
     parts = take_apart(region.calls, rows) if region is not None else None
     if region is None or parts is None or parts.ops != len(region.calls):
         return
-    row = row_of(parts.first, rows)
+    row = row_for(parts, rows)
     if row is None or row.make is None:
         return
     operands = _operands(rewriter.gm, region, parts)
@@ -124,13 +125,20 @@ def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | st
     if tuple(dict.fromkeys(inputs)) != region.inputs:
         return "its inputs are not those of its float form"
     quant = parts.first.op.quant
-    weight = integer_weight(gm, parts.first.tensors.get(quant.weight)) if quant.weight else None
-    bias = constant(gm, parts.first.tensors.get(quant.bias)) if quant.bias else None
+    weight, bias = _layer(gm, parts.first)
     slope = constant(gm, parts.slope)
     fixed = {k: v if isinstance(v, (int, float)) else constant(gm, v) for k, v in tensors.items()}
     others = {k: v for k, v in fixed.items() if v is not None and k not in (quant.weight, quant.bias)}
     grids = tuple(qp for _, qp in found)
-    return Operands(inputs, grids, weight, bias, region.out_qparams, slope, others)
+    layers = tuple(_layer(gm, call) for call in parts.calls if call.op.quant.weight)
+    return Operands(inputs, grids, weight, bias, region.out_qparams, slope, others, layers)
+
+
+def _layer(gm: fx.GraphModule, call: OpCall) -> tuple[Weight | None, Tensor | None]:
+    """Integer weight and bias of an op; None what it does not have."""
+    quant = call.op.quant
+    weight = integer_weight(gm, call.tensors.get(quant.weight)) if quant.weight else None
+    return weight, constant(gm, call.tensors.get(quant.bias)) if quant.bias else None
 
 
 def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[fx.Node, ...]) -> None:

@@ -13,6 +13,7 @@ from fxq.backends.elementwise import Clamp, Pad
 from fxq.backends.kernel import Kernel, Post, bounds
 from fxq.backends.pool import AdaptiveMaxPool, MaxPool2d, MaxPool3d, Mean
 from fxq.backends.table import Table
+from fxq.backends.whole import whole_unit
 from fxq.errors import BackendError
 from fxq.graph import info
 from fxq.qparams import QParams
@@ -33,6 +34,8 @@ class Parts:
         post: the activation function at the end; None without one.
         ops: how many ops of the unit this is.
         slope: the slopes of a prelu at the end; None without one.
+        whole: the key of the row, where one kernel takes all ops of the unit; else None: the row is that of `first`.
+        calls: all ops, there.
     """
 
     first: OpCall
@@ -40,6 +43,8 @@ class Parts:
     post: Post | None
     ops: int
     slope: Any = None
+    whole: str | None = None
+    calls: tuple[OpCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Operands:
         out: parameters of the result; None: the kernel emits float.
         slope: of a prelu, where there is one.
         fixed: the first op's other arguments that are constants of the model or numbers, by name.
+        layers: where one kernel takes all ops of a unit: weight and bias of those that have them.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -62,6 +68,12 @@ class Operands:
     out: QParams | None
     slope: Tensor | None = None
     fixed: Mapping[str, Tensor | float] = field(default_factory=dict)
+    layers: tuple[tuple[Weight | None, Tensor | None], ...] = ()
+
+
+def row_for(parts: Parts, rows: Mapping[str, Row]) -> Row | None:
+    """The row of a unit that was taken apart."""
+    return row_of(parts.first, rows) if parts.whole is None else rows[parts.whole]
 
 
 def row_of(call: OpCall, rows: Mapping[str, Row]) -> Row | None:
@@ -74,8 +86,12 @@ def row_of(call: OpCall, rows: Mapping[str, Row]) -> Row | None:
 def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, Row]) -> Parts | None:
     """The leading ops of a unit that one kernel runs: the first op, an add to it, an activation function.
 
-    Of these, the ops behind the kernel may read the last value only: it is the one that the kernel hands out.
+    Of these, the ops behind the kernel may read the last value only: it is the one that the kernel hands out. Or all
+    ops of the unit, where the table has a kernel for them together.
     """
+    whole = whole_unit(calls)
+    if whole is not None and whole in rows:
+        return Parts(calls[0], None, None, len(calls), whole=whole, calls=calls)
     row = row_of(calls[0], rows)
     if row is None:
         return None

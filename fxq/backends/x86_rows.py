@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from fxq.backends.kernel import Kernel
+from fxq.backends.kernel import Kernel, weight_refused
 from fxq.backends.rows import (
     CLAMPS,
     LOOKED_UP,
@@ -23,12 +23,15 @@ from fxq.backends.rows import (
     wanted,
     weighted,
 )
+from fxq.backends.whole import EXCITE
 from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_conv3d import Conv3d
 from fxq.backends.x86_elementwise import Add, Mul
+from fxq.backends.x86_excite import Excite
 from fxq.backends.x86_linear import Linear
 from fxq.backends.x86_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose1d, ConvTranspose2d
+from fxq.errors import BackendError
 from fxq.graph import info
 from fxq.qparams import QParams
 
@@ -148,6 +151,17 @@ def _mul(parts: Parts, operands: Operands) -> Kernel:
     return Mul(operands.grids[0], operands.grids[-1], wanted(operands), post=parts.post)
 
 
+def _excite(parts: Parts, operands: Operands) -> Kernel:
+    tensors: dict[str, Tensor | None] = {}
+    for name, (weight, bias) in zip(("squeeze", "excite"), operands.layers, strict=True):
+        reason = "its weight is not in integers" if weight is None else weight_refused(weight.qparams, 0)
+        if weight is None or reason is not None:
+            raise BackendError(str(reason))
+        tensors |= {name: weight.values.flatten(1), f"{name}_scale": weight.qparams.scale, f"{name}_bias": bias}
+    function, gate = (parts.calls[i].op.name for i in (2, 4))
+    return Excite(**tensors, x=operands.grids[0], out=operands.out, function=function, gate=gate)  # type: ignore[arg-type]
+
+
 _CONV_ROW = Row(_conv, _conv_refuses, Conv.posts, adds=True, twice=Conv.twice)
 ROWS: dict[str, Row] = {
     **PLAIN,
@@ -164,4 +178,5 @@ ROWS: dict[str, Row] = {
     "add": Row(_add, _of_two_refuses, CLAMPS),
     "sub": Row(_add, _of_two_refuses, CLAMPS),
     "mul": Row(_mul, _of_two_refuses, CLAMPS),
+    EXCITE: Row(_excite, never),
 }

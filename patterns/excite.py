@@ -1,0 +1,43 @@
+"""Fusion of squeeze-and-excitation: a factor per channel, computed from the channels' means.
+
+What is inside stays in float: a mean, two layers of few values and two functions of them are soon computed, and every
+conversion between them would cost as much. The weights are integers.
+"""
+
+from __future__ import annotations
+
+from fxq.pattern import fusion
+
+ACTIVATIONS = ("relu", "silu", "hardswish")
+GATES = ("sigmoid", "hardsigmoid")
+
+
+def _excite(op, x, mean, w1, b1, w2, b2, act: str, gate: str):
+    squeezed = op[act](op.conv2d(mean, w1, b1, padding=(0, 0), groups=1))
+    return op.mul(op[gate](op.conv2d(squeezed, w2, b2, padding=(0, 0), groups=1)), x)
+
+
+@fusion("squeeze_excite_{act}_{gate}", act=ACTIVATIONS, gate=GATES)
+def squeeze_excite(op, x, w1, b1, w2, b2, *, act: str, gate: str):
+    return _excite(op, x, op.adaptive_avg_pool2d(x, output_size=(1, 1)), w1, b1, w2, b2, act, gate)
+
+
+@fusion("squeeze_excite_mean_{act}_{gate}", act=ACTIVATIONS, gate=GATES)
+def squeeze_excite_mean(op, x, w1, b1, w2, b2, *, act: str, gate: str):
+    return _excite(op, x, op.mean(x, keepdim=True), w1, b1, w2, b2, act, gate)
+
+
+@squeeze_excite_mean.unless
+def mean_is_not_over_height_and_width(m):
+    dim = m.options("mean")["dim"]
+    return {d % 4 for d in ((dim,) if isinstance(dim, int) else dim)} != {2, 3}
+
+
+@squeeze_excite.unless
+@squeeze_excite_mean.unless
+def gate_is_not_one_value_per_channel(m):
+    """The layers are matrix products of (N, C), and what they give is broadcast over an image (N, C, H, W)."""
+    image, first, second = m.x.shape, m.w1.shape, m.w2.shape
+    if image is None or len(image) != 4 or not first:
+        return True
+    return first[1:] != (image[1], 1, 1) or second != (image[1], first[0], 1, 1)
