@@ -29,6 +29,7 @@ from fxq.backends.kernel import (
     weight_refused,
 )
 from fxq.backends.x86_base import Packed, check_image, epilogue, target
+from fxq.backends.x86_pad import Padding
 from fxq.errors import BackendError
 from fxq.qparams import QParams
 
@@ -40,7 +41,7 @@ class Plan(NamedTuple):
 
     Attributes:
         shape: the output's, (N, C, H, W).
-        pad: for `F.pad`, or None.
+        pad: what to pad with, or None.
         op: the kernel to call.
         calls: for every time that it is called: its arguments behind the input, and (a residual comes between) those
             behind a residual.
@@ -48,7 +49,7 @@ class Plan(NamedTuple):
     """
 
     shape: torch.Size
-    pad: list[int] | None
+    pad: Padding | None
     op: Callable[..., Tensor]
     calls: list[tuple[tuple[Any, ...], tuple[Any, ...]]]
     pick: Callable[..., Tensor]
@@ -225,7 +226,8 @@ class Conv(WeightedKernel):
             calls.append(((self._input[0], 0, *packed), after))
         slopes = self._slopes
         pick = torch.minimum if slopes is not None and bool((slopes > 1).any()) else torch.maximum
-        return Plan(torch.Size([shape[0], weight.shape[0], *sizes]), pad if any(pad) else None, op, calls, pick)
+        padding = Padding(shape, pad, self.x.z) if any(pad) else None
+        return Plan(torch.Size([shape[0], weight.shape[0], *sizes]), padding, op, calls, pick)
 
     @property
     def _slopes(self) -> Tensor | None:
@@ -270,8 +272,15 @@ class Conv(WeightedKernel):
         x = _image(x, dims, batched)
         key = x.shape, torch.get_num_threads()  # oneDNN packs for a number of threads, and repacks at every call else
         plan = self._packed.get(key) or self._remember(key, self._plan(x.shape))
-        if plan.pad is not None:
-            x = F.pad(x, plan.pad, value=self._input[1]).contiguous(memory_format=torch.channels_last)
+        if plan.pad is None:
+            return self._run(plan, x, residual, batched)
+        padded = plan.pad.take(x)
+        y = self._run(plan, padded.image, residual, batched)
+        plan.pad.give_back(padded)
+        return y
+
+    def _run(self, plan: Plan, x: Tensor, residual: Tensor | None, batched: bool) -> Tensor:
+        """The convolution of an image, padded where the kernel does not pad."""
         before, after = plan.calls[0]
         if self.residual is None:
             y = plan.op(x, *before, *after)
@@ -280,7 +289,7 @@ class Conv(WeightedKernel):
         if self._doubles:
             y = self._prelu(x, y, plan)
         y = self._epilogue.finish(y)
-        y = y if dims == 2 else y.squeeze(2)
+        y = y if self._dims == 2 else y.squeeze(2)
         return y if batched else y.squeeze(0)
 
     def _prelu(self, x: Tensor, y: Tensor, plan: Plan) -> Tensor:
