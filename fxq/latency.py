@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from fxq.data import Batch, device_of
 from fxq.errors import InputError, words_of
 from fxq.evaluate import Stepper
-from fxq.graph import info
 from fxq.numeric import tensors
+from fxq.record import Input
 from fxq.untouched import copied, seeded, untouched, without_autocast
 
 SECONDS, MOST = 0.7, 30
@@ -42,23 +42,28 @@ class Latency:
     nodes: Mapping[str, float] = field(default_factory=dict)
 
 
-def recorded_inputs(model: fx.GraphModule) -> Batch:
-    """Inputs of the shapes and dtypes that a graph was made with: normal noise, and zeros for integers and flags.
+def recorded_inputs(inputs: Sequence[Input], device: str) -> Batch:
+    """Inputs of the shapes and dtypes of a model's example: normal noise, and zeros for integers and flags.
 
-    Arguments that are no tensors and have a default are left out.
+    Args:
+        inputs: those of the example, as `Record.inputs` has them.
+        device: where to make them.
 
     Raises:
-        InputError: an argument is no tensor and has no default, or its shape is not on record.
+        InputError: one of them was no plain tensor.
     """
-    made: dict[str, Tensor] = {}
-    for node in model.graph.find_nodes(op="placeholder"):
-        about, name = info(node), str(node.target)
-        if about.shape is not None and about.dtype is not None:
-            make = torch.randn if about.dtype.is_floating_point else torch.zeros
-            made[name] = make(about.shape, dtype=about.dtype, device=device_of(model))
-        elif name.startswith("*") or not node.args:
-            raise InputError(f"the input {name!r} is no plain tensor; give example_inputs= to time the model with.")
-    return Batch((), made)
+    args, kwargs = list[Tensor](), dict[str, Tensor]()
+    for i, one in enumerate(inputs):
+        if one.shape is None or one.dtype is None:
+            what = repr(one.name) if one.name else str(i)
+            raise InputError(f"input {what} is no plain tensor; give example_inputs= to time the model with.")
+        make = torch.randn if one.dtype.is_floating_point else torch.zeros
+        value = make(one.shape, dtype=one.dtype, device=device)
+        if one.name:
+            kwargs[one.name] = value
+        else:
+            args.append(value)
+    return Batch(tuple(args), kwargs)
 
 
 def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> Latency:

@@ -62,11 +62,13 @@ class Record:
             that ends a node of the final graph has the value of that node: a convolution the one behind its batch norm.
         inputs: the inputs of the example, in order.
         float_bytes: size of the float model's parameters and buffers.
+        name: the float model's class.
     """
 
     values: Mapping[str, Distribution]
     inputs: tuple[Input, ...]
     float_bytes: int
+    name: str
 
 
 def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distribution]) -> Record:
@@ -78,7 +80,7 @@ def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distributio
         values: the distribution of each op's value.
     """
     given = [("", value) for value in example.args] + list(example.kwargs.items())
-    return Record(values, tuple(_input(name, value) for name, value in given), nbytes(model))
+    return Record(values, tuple(_input(name, value) for name, value in given), nbytes(model), type(model).__name__)
 
 
 def _input(name: str, value: Any) -> Input:

@@ -12,7 +12,7 @@ from fxq.view import NodeView
 
 _DEFAULTS = {f.name: f.default for f in fields(NodeView) if f.default is not MISSING}
 
-Record = dict[str, Any]
+Data = dict[str, Any]
 
 
 class Nodes:
@@ -23,7 +23,7 @@ class Nodes:
     """
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[Data] = []
         self._by_id: dict[int, int] = {}  # most snapshots share their views: looked up before their values are hashed
         self._by_value: dict[NodeView, int] = {}
 
@@ -38,18 +38,18 @@ class Nodes:
         return known
 
 
-def _record(node: NodeView) -> Record:
+def _record(node: NodeView) -> Data:
     values = ((f.name, getattr(node, f.name)) for f in fields(node))
     return {name: value for name, value in values if value != _DEFAULTS.get(name, MISSING)}
 
 
-def passes(history: History, nodes: Nodes) -> list[Record]:
+def passes(history: History, nodes: Nodes) -> list[Data]:
     """One record a pass: time, nodes after it in order (their places among `nodes`), rewrites and near misses."""
     return [_pass(snapshot, nodes) for snapshot in history]
 
 
-def _pass(snapshot: Snapshot, nodes: Nodes) -> Record:
-    about: Record = {
+def _pass(snapshot: Snapshot, nodes: Nodes) -> Data:
+    about: Data = {
         "name": snapshot.name,
         "ms": round(1e3 * snapshot.seconds, 3),
         "stage": str(snapshot.stage),
@@ -60,12 +60,12 @@ def _pass(snapshot: Snapshot, nodes: Nodes) -> Record:
     return about if snapshot.sqnr is None else {**about, "sqnr": number(snapshot.sqnr)}
 
 
-def looks() -> Record:
+def looks() -> Data:
     """How kinds of nodes and changes look, for the page: colours have one home, `fxq/palette.py`."""
     return {"looks": _looks(LOOKS), "changes": _looks(CHANGES)}
 
 
-def _looks(table: Mapping[Any, Any]) -> Record:
+def _looks(table: Mapping[Any, Any]) -> Data:
     return {name: asdict(look) for name, look in table.items()}
 
 

@@ -6,9 +6,10 @@ from torch import nn
 
 import fxq
 from fxq import latency
-from fxq.data import Batch
+from fxq.data import Batch, as_batch
 from fxq.errors import InputError
 from fxq.latency import interleaved, recorded_inputs, time_models
+from fxq.record import record_of
 from tests.helpers import REFERENCE, module
 from tests.models import NETWORKS, batch, build
 
@@ -24,49 +25,39 @@ def residual():
     return model, fxq.quantize(model, REFERENCE, data=[batch("residual")])
 
 
-def graph(forward, *inputs):
-    return fxq.quantize(module(forward, layer=nn.Linear(4, 4)), REFERENCE, data=[inputs])
-
-
 # ---- inputs
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_recorded_inputs_run_both_models(name):
-    model = build(name)
-    made = recorded_inputs(fxq.run_passes(model, REFERENCE, batch(name), until="canonicalize"))
-    model(**made.kwargs)
+def test_made_up_inputs_run_the_model(name):
+    model, record = build(name), record_of(build(name), as_batch(batch(name), build(name)), {})
+    made = recorded_inputs(record.inputs, "cpu")
+    model(*made.args, **made.kwargs)
 
 
-def test_recorded_inputs_have_the_shapes_and_dtypes_of_the_example(residual):
-    (x,) = recorded_inputs(residual[1]).kwargs.values()
-    assert (x.shape, x.dtype) == (batch("residual").shape, torch.float32)
-    assert x.std() > 0.5
+def made_up(*args, **kwargs):
+    return recorded_inputs(record_of(nn.Identity(), Batch(args, kwargs), {}).inputs, "cpu")
+
+
+def test_made_up_inputs_have_the_shapes_and_dtypes_of_the_example():
+    made = made_up(torch.zeros(100, 3), x=torch.zeros(50, 2, dtype=torch.float64))
+    assert (made.args[0].shape, made.args[0].dtype) == ((100, 3), torch.float32)
+    assert (made.kwargs["x"].shape, made.kwargs["x"].dtype) == ((50, 2), torch.float64)
+    assert made.args[0].std() > 0.5
 
 
 def test_integers_and_flags_are_zeros():
-    qmodel = graph(
-        lambda self, x, index, mask: self.layer(x)[index].masked_fill(mask, 0.0),
-        torch.rand(5, 4),
-        torch.tensor([3, 1]),
-        torch.tensor([[True], [False]]),
-    )
-    made = recorded_inputs(qmodel).kwargs
-    assert made["index"].tolist() == [0, 0] and made["index"].dtype == torch.int64
-    assert made["mask"].tolist() == [[False], [False]]
+    made = made_up(torch.tensor([3, 1]), torch.tensor([[True], [False]]))
+    assert made.args[0].tolist() == [0, 0] and made.args[0].dtype == torch.int64
+    assert made.args[1].tolist() == [[False], [False]]
 
 
-def test_an_argument_with_a_default_is_left_out():
-    qmodel = graph(lambda self, x, scale=2.0: self.layer(x) * scale, torch.rand(5, 4))
-    assert list(recorded_inputs(qmodel).kwargs) == ["x"]
-
-
-@pytest.mark.parametrize("nested", [[torch.rand(5, 4)], {"x": torch.rand(5, 4)}])
-def test_nested_inputs_are_not_made_up(nested):
-    key = 0 if isinstance(nested, list) else "x"
-    qmodel = graph(lambda self, inputs: self.layer(inputs[key]), nested)
-    with pytest.raises(InputError, match="the input 'inputs' is no plain tensor; give example_inputs="):
-        recorded_inputs(qmodel)
+@pytest.mark.parametrize("nested", [[torch.rand(5, 4)], {"x": torch.rand(5, 4)}, 3, None])
+def test_inputs_that_are_no_tensors_are_not_made_up(nested):
+    with pytest.raises(InputError, match="input 1 is no plain tensor; give example_inputs="):
+        made_up(torch.rand(2), nested)
+    with pytest.raises(InputError, match="input 'x' is no plain tensor"):
+        made_up(x=nested)
 
 
 # ---- timing

@@ -25,8 +25,13 @@ def one_round():
 
 
 @pytest.fixture(scope="module")
-def qmodel():
-    return fxq.quantize(build("residual"), REFERENCE, data=[batch("residual")])
+def model():
+    return build("residual")
+
+
+@pytest.fixture(scope="module")
+def qmodel(model):
+    return fxq.quantize(model, REFERENCE, data=[batch("residual")])
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +102,21 @@ def test_the_ledger_is_there(qmodel, data):
     assert [row["sqnr"] for row in data["ledger"]["rows"]] == [entry.sqnr for entry in qmodel.ledger]
 
 
+def test_noise_of_each_layer_alone_is_there(qmodel, data):
+    assert [row["own_sqnr"] for row in data["ledger"]["rows"]] == [entry.own_sqnr for entry in qmodel.ledger]
+    assert any(row["own_sqnr"] for row in data["ledger"]["rows"])
+
+
+def test_values_of_the_float_model_are_there(qmodel, data):
+    assert data["values"].keys() == qmodel.record.values.keys() != set()
+    for name, seen in qmodel.record.values.items():
+        about = data["values"][name]
+        assert (about["low"], about["high"]) == pytest.approx((seen.low, seen.high), rel=1e-4)
+        assert about["counts"] == seen.counts
+        assert about["clip"] == (pytest.approx(seen.clip, rel=1e-4) if seen.clip else None)
+        assert about["outside"] == pytest.approx(seen.outside, rel=1e-2)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_int8_layer_shows_its_weights(name):
     recipe = fxq.Recipe.static(backend="reference", optimize="coverage")
@@ -137,13 +157,20 @@ def test_a_weight_of_equal_values_is_one_bin():
 # ---- time and size
 
 
-def test_time_of_the_nodes_and_sizes_are_there(qmodel, data):
+def test_time_of_the_nodes_and_sizes_are_there(model, qmodel, data):
     time = data["time"]
-    assert time["int8_us"] > 0
+    assert time["float_us"] > 0 and time["int8_us"] > 0 and time["why"] == ""
     assert [op["name"] for op in time["ops"]] == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
     assert {op["kind"] for op in time["ops"]} >= {"int8", "convert"}
     assert "float32[4, 3, 8, 8]" in time["batch"]
-    assert data["size"]["int8_bytes"] == fxq.nbytes(qmodel)
+    assert data["size"] == {"float_bytes": fxq.nbytes(model), "int8_bytes": fxq.nbytes(qmodel)}
+
+
+def test_without_the_float_model_its_time_is_missing_and_its_size_is_not(qmodel, data):
+    found = report_data(copy.deepcopy(qmodel))
+    assert found["time"]["float_us"] is None
+    assert "the float model is gone" in found["time"]["why"]
+    assert found["size"] == data["size"]
 
 
 def test_example_inputs_are_what_is_timed(qmodel, tmp_path):
@@ -154,7 +181,7 @@ def test_example_inputs_are_what_is_timed(qmodel, tmp_path):
 def test_inputs_that_are_no_plain_tensors_are_not_timed():
     model = module(lambda self, inputs: self.layer(inputs["x"]), layer=nn.Linear(4, 4))
     found = report_data(fxq.quantize(model, REFERENCE, data=[({"x": torch.rand(2, 4)},)]))
-    assert "the input 'inputs' is no plain tensor" in found["time"]["why"]
+    assert "input 0 is no plain tensor" in found["time"]["why"]
     assert (found["time"]["int8_us"], found["time"]["ops"]) == (None, [])
 
 
@@ -172,6 +199,7 @@ def test_the_file_holds_the_data_and_folders_are_made(qmodel, data, tmp_path):
 
 def test_what_made_the_model_is_there(data):
     assert data["backend"] == "reference"
+    assert data["title"] == "Residual, static on reference"
     assert fxq.Recipe.from_dict(_toml(data["recipe"])) == REFERENCE
 
 

@@ -1,20 +1,38 @@
-"""The weights of the int8 layers for the report page: the range of each channel, and a histogram of all of it."""
+"""How values lie, for the report page: histograms of what ops hand on, and the ranges of weights by channel."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fxq.layers import LayerQParams
 from fxq.ledger import Entry
-from fxq.model import QuantizedModel
 from fxq.ops import OPS
-from fxq.reportgraph import numbers
+from fxq.record import Distribution
+from fxq.reportgraph import number, numbers
+
+if TYPE_CHECKING:
+    from fxq.model import QuantizedModel
 
 BINS = 64
+
+
+def values(found: Mapping[str, Distribution]) -> dict[str, Any]:
+    """The distributions of the float model's values, by the row of the ledger: see `Distribution`."""
+    return {
+        name: {
+            "low": number(seen.low),
+            "high": number(seen.high),
+            "counts": seen.counts,
+            "clip": numbers(seen.clip, 5) if seen.clip is not None else None,
+            "outside": number(seen.outside, 3),
+        }
+        for name, seen in found.items()
+    }
 
 
 def weights(model: QuantizedModel) -> dict[str, Any]:
@@ -24,9 +42,7 @@ def weights(model: QuantizedModel) -> dict[str, Any]:
     `range` of all of them, and `counts` of the values in equal bins over it.
     """
     rows: defaultdict[str, list[str]] = defaultdict(list)
-    layers: defaultdict[str, list[LayerQParams]] = defaultdict(
-        list
-    )  # a unit may hold several, in the order of its rows
+    layers: defaultdict[str, list[LayerQParams]] = defaultdict(list)  # a unit may hold several, in order of its rows
     for row in model.ledger:
         if _has_weight(row):
             rows[row.into].append(row.name)
