@@ -44,6 +44,8 @@ function counts(values) {
   return found;
 }
 
+const LABELS = 90; // height of the names below a chart
+
 /** How wide a layer is in the charts: all fit where they can, else the charts scroll. */
 function stepFor(host, count) {
   const fit = (host.clientWidth - 90) / Math.max(count, 1);
@@ -57,7 +59,7 @@ function layerAxis(layers, step) {
   const kept = [];
   for (const layer of named) if (!kept.length || (layer.i - kept.at(-1).i) * step >= 11) kept.push(layer);
   return Plot.axisX(kept.map((layer) => layer.i), {
-    tickFormat: (i) => ellipsis(step >= 11 ? layers[i].name : first(layers[i]), 22),
+    tickFormat: (i) => ellipsis(step >= 11 ? layers[i].name : first(layers[i]), 18),
     tickRotate: -60,
     tickSize: 3,
     label: null,
@@ -79,14 +81,14 @@ function layerTip(layer) {
 function layerChart(host, layers, step, options) {
   const chart = plot(host, {
     width: 90 + layers.length * step,
-    marginLeft: 56,
+    marginLeft: 64,
     marginRight: 20,
     ...options,
     x: { domain: [-0.5, layers.length - 0.5], label: null },
     marks: [
       Plot.ruleX(layers, Plot.pointerX({ x: "i", stroke: "var(--quiet)", strokeWidth: Math.max(step - 2, 1), strokeOpacity: 0.18 })),
       ...options.marks,
-      layerAxis(layers, step),
+      options.marginBottom ? layerAxis(layers, step) : Plot.axisX([]),
       Plot.tip(layers, Plot.pointerX({ x: "i", y: options.tipAt, title: layerTip, ...tipLook })),
     ],
   });
@@ -96,17 +98,20 @@ function layerChart(host, layers, step, options) {
 }
 
 function sqnrChart(host, layers, step) {
-  const known = layers.map((layer) => layer.dB).filter(Number.isFinite);
+  const alone = (layer) => numeric(layer.row.own_sqnr);
+  const known = [...layers.map((layer) => layer.dB), ...layers.map(alone)].filter(Number.isFinite);
   const top = 5 + Math.max(...known, 45); // where exact layers are drawn
-  const height = (layer) => (layer.dB === Infinity ? top : Number.isFinite(layer.dB) ? layer.dB : Math.min(...known, 0));
+  const place = (dB) => (dB === Infinity ? top : Number.isFinite(dB) ? dB : Math.min(...known, 0));
+  const height = (layer) => place(layer.dB);
   const colour = (layer) => `var(--kind-${layer.row.fate})`;
   return layerChart(host, layers, step, {
     height: 250,
-    marginBottom: 84,
+    marginBottom: LABELS,
     tipAt: height,
     y: { label: "SQNR, dB", grid: true, nice: true, zero: true },
     symbol: { domain: ["int8", "moves", "float", "folded"], range: ["circle", "square", "diamond", "cross"] },
     marks: [
+      Plot.line(layers, { x: "i", y: (d) => (alone(d) === null ? NaN : place(alone(d))), stroke: "var(--noise-own)", strokeWidth: 1.5, strokeDasharray: "4,2" }),
       Plot.line(layers, { x: "i", y: height, stroke: "var(--quiet)", strokeWidth: 1 }),
       Plot.dot(layers, { x: "i", y: height, symbol: (d) => d.row.fate, stroke: colour, fill: (d) => (d.dB === Infinity ? "var(--paper)" : colour(d)), r: Math.min(step / 3, 5) }),
     ],
@@ -114,27 +119,23 @@ function sqnrChart(host, layers, step) {
   });
 }
 
-function noiseChart(host, layers, step) {
+/** Bars of noise in parts, each `[variable of its colour, from, to]` of a layer. */
+function noiseChart(host, layers, step, parts, options) {
   const half = Math.min(0.38, 18 / step);
-  const parts = layers.flatMap((layer) => [
-    { layer, part: "inherited", y1: 0, y2: layer.inherited },
-    { layer, part: "own", y1: layer.inherited, y2: layer.total },
-  ]);
+  const drawn = layers.flatMap((layer) => parts(layer).map(([variable, y1, y2]) => ({ i: layer.i, variable, y1, y2 }))).filter((part) => part.y2 > part.y1);
   return layerChart(host, layers, step, {
-    height: 260,
-    marginBottom: 84,
-    tipAt: "total",
-    y: { label: "noise / signal", grid: true, tickFormat: (v) => percent(v), zero: true },
+    tipAt: (layer) => Math.max(0, ...parts(layer).map(([, , y2]) => y2)),
+    y: { label: options.label, grid: true, ticks: 4, tickFormat: percent, zero: true },
     marks: [
-      Plot.rect(
-        parts.filter((p) => p.y2 > p.y1),
-        { x1: (p) => p.layer.i - half, x2: (p) => p.layer.i + half, y1: "y1", y2: "y2", fill: (p) => `var(--noise-${p.part})` },
-      ),
+      Plot.rect(drawn, { x1: (p) => p.i - half, x2: (p) => p.i + half, y1: "y1", y2: "y2", fill: (p) => `var(--${p.variable})` }),
       Plot.ruleY([0], { stroke: "var(--quiet)" }),
     ],
-    ariaLabel: "noise of each layer: inherited, and added by itself",
+    ...options,
   });
 }
+
+const inParts = (layer) => [["noise-inherited", 0, layer.inherited], ["noise-own", layer.inherited, layer.total]];
+const onlyOwn = (layer) => [["noise-own", 0, layer.own ?? 0]];
 
 /** A swatch and its meaning. */
 const legendOf = (...entries) =>
@@ -170,7 +171,7 @@ function renderQuality(host, all) {
   const charted = el("div.scroll");
   host.append(
     el("h2", {}, "SQNR of each layer, in execution order"),
-    legendOf(...FATE_LEGEND.filter(([, , , fate]) => layers.some((layer) => layer.row.fate === fate))),
+    legendOf(...FATE_LEGEND.filter(([, , , fate]) => layers.some((layer) => layer.row.fate === fate)), ...(split ? [["noise-own", "the layer alone: had it got the float model's values", "dash"]] : [])),
     layers.some((layer) => layer.dB === Infinity) ? el("p.note", {}, HOLLOW) : "",
     charted,
   );
@@ -184,9 +185,19 @@ function renderQuality(host, all) {
   );
   const below = el("div.scroll");
   host.append(below);
-  below.append(noiseChart(host, layers, step));
-  host.append(worst(layers, split));
+  const label = "noise / signal";
+  if (!split) below.append(noiseChart(host, layers, step, inParts, { label, height: 240, marginBottom: LABELS, ariaLabel: "noise of each layer" }));
+  else
+    below.append(
+      noiseChart(host, layers, step, inParts, { label, height: 190, ariaLabel: "noise of each layer: inherited, and added by itself" }),
+      noiseChart(host, layers, step, onlyOwn, { label: "its own part alone", height: 210, marginBottom: LABELS, ariaLabel: "noise that each layer adds itself" }),
+    );
+  host.append(worst(layers, split), about(all));
 }
+
+/** What made the model. */
+const about = (all) =>
+  el("details.about", {}, el("summary", {}, "Recipe"), el("pre", {}, all.recipe), el("p.note", {}, `fxq ${all.fxq}, backend ${all.backend}`));
 
 /** The layers that cost most, as bars. */
 function worst(layers, split) {

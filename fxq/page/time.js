@@ -1,7 +1,7 @@
 /* The Time tab: float against int8, and where the time goes. */
 
 /** Microseconds with a unit that suits them. @param {number} us */
-const duration = (us) => (us >= 1e5 ? `${(us / 1e6).toFixed(2)} s` : us >= 1000 ? `${(us / 1000).toFixed(us >= 1e4 ? 1 : 2)} ms` : `${us.toFixed(us < 10 ? 1 : 0)} µs`);
+const duration = (us) => (us >= 1e6 ? `${(us / 1e6).toFixed(2)} s` : us >= 1000 ? `${(us / 1000).toFixed(us >= 1e5 ? 0 : us >= 1e4 ? 1 : 2)} ms` : `${us.toFixed(us < 10 ? 1 : 0)} µs`);
 
 /** @param {number} bytes */
 const space = (bytes) => (bytes >= 1e6 ? `${(bytes / 1e6).toFixed(1)} MB` : bytes >= 1e3 ? `${(bytes / 1e3).toFixed(1)} kB` : `${bytes} B`);
