@@ -1,6 +1,7 @@
 """fxq: a quantization compiler for PyTorch, as a pipeline of graph-rewriting passes on `torch.fx`."""
 
-from fxq.api import calibrate, convert, prepare, quantize, run_passes
+from fxq.api import calibrate, compare, convert, prepare, quantize, run_passes
+from fxq.comparison import Comparison
 from fxq.diff import Diff, diff
 from fxq.doctor import Diagnosis, doctor
 from fxq.errors import (
@@ -36,6 +37,7 @@ __all__ = [
     "FUSIONS",
     "BackendError",
     "CalibrationError",
+    "Comparison",
     "Diagnosis",
     "Diff",
     "FxqError",
@@ -61,6 +63,7 @@ __all__ = [
     "TensorSpec",
     "TraceError",
     "calibrate",
+    "compare",
     "convert",
     "diff",
     "doctor",

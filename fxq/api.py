@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from torch.nn.parameter import is_lazy
 import fxq.passes
 import fxq.patterns  # noqa: F401  (registers the fusion patterns)
 from fxq.backends import get_backend
+from fxq.comparison import Comparison, Reference, compare_with, quantized_reference
 from fxq.context import Context
-from fxq.data import Batch, as_batch, batches, check_batch, device_of
-from fxq.errors import CalibrationError, FxqError, InputError, RecipeError, warn, words_of
+from fxq.data import Batch, as_batch, batches, check_batch, device_of, naming_batch
+from fxq.errors import InputError, RecipeError, warn
 from fxq.exported import Exported
 from fxq.fates import ledger_of
 from fxq.layers import layers_of
@@ -23,6 +26,7 @@ from fxq.model import ObservedModel, QuantizedModel
 from fxq.passbase import Pass, Stage
 from fxq.progress import progress_bar
 from fxq.recipe import Recipe, as_recipe
+from fxq.sidebyside import Program
 from fxq.untouched import untouched, without_autocast
 from fxq.wrappers import unwrapped
 
@@ -131,6 +135,73 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     return QuantizedModel.from_manager(manager, ledger, layers, record)
 
 
+def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Comparison:
+    """How far a quantized model is from the float model, or from another quantized one, layer by layer.
+
+    Both run on every batch, side by side; of the values only sums are kept, so any amount of data will do.
+
+    Args:
+        a: the float model that `b` was made from, as it was given to `quantize`; or another quantized model of it.
+        b: a quantized model.
+        data: batches, as for `quantize`.
+        progress: show a progress bar; default: when stderr is a terminal.
+
+    Returns:
+        A table with a row per layer: SQNR, cosine and largest error of its output; against a float model also what the
+        layer does wrong alone.
+
+    Raises:
+        InputError: `a` is not the model that `b` was made from; `data` is empty, or the models do not run on a batch
+            (the message says on which).
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+        >>> qmodel = quantize(model, data=[torch.rand(1, 3, 16, 16)])
+        >>> found = compare(model, qmodel, [torch.rand(1, 3, 16, 16) for _ in range(4)])
+        >>> [row.name for row in found], found.output_sqnr > 20, found.batches
+        (['_1', '_2'], True, 4)
+    """
+    a = unwrapped(a)
+    _check_compared(a, b)
+    stream = batches(data, a)
+    first = next(stream)
+    quantized = isinstance(a, QuantizedModel)
+    reference = quantized_reference(a, b) if quantized else _float_reference(a, b, first)
+    kept = nullcontext() if quantized else untouched(a)
+    with kept, progress_bar("comparing", _length(data), progress) as advance:
+        return compare_with(reference, b, chain([first], stream), advance)
+
+
+def _check_compared(a: Any, b: Any) -> None:
+    if not isinstance(b, QuantizedModel):
+        hint = " (a is: fxq.compare(float_model, quantized_model, data))" if isinstance(a, QuantizedModel) else ""
+        raise InputError(f"b is a {type(b).__name__}, not a quantized model{hint}.")
+    if not isinstance(a, QuantizedModel):
+        _check_model(a)
+    if device_of(a) != device_of(b):
+        raise InputError(f"a is on {device_of(a)}, b on {device_of(b)}; move one of them with .to(...).")
+
+
+def _float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Reference:
+    """The float model's canonical graph, made as when `b` was."""
+    manager = _manager(model, b.recipe, first)
+    line = manager.context.recipe.pipeline
+    fused = next((i for i, step in enumerate(line) if step.gives >= Stage.FUSED), len(line))
+    manager.run(line[:fused])
+    original = manager.context.original
+    if original is None:
+        raise InputError("the recipe of b has no canonicalize, so that the layers of a float model have other names.")
+    ours = [f"{op.op} {op.name!r} of {op.path!r}" for op in original.ops]
+    theirs = [f"{e.op} {e.name!r} of {e.path!r}" for e in b.ledger]
+    for i, (mine, its) in enumerate(zip_longest(ours, theirs, fillvalue="nothing")):
+        if mine != its:
+            raise InputError(
+                f"a is not the model that b was made from, or traces to other ops on inputs of this size: op {i} is "
+                f"{mine}, where the ledger of b has {its}."
+            )
+    return Reference(Program(original.gm, original.graph), original.nodes)
+
+
 def _phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pass]]:
     """The passes before calibration, from there to the qdq graph, and from there to kernels."""
     line = recipe.pipeline
@@ -175,14 +246,8 @@ def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | No
     bar = progress_bar("calibrating", total, progress)
     with untouched(own), torch.no_grad(), without_autocast(), bar as advance:
         for i, batch in enumerate(stream):
-            try:
+            with naming_batch(i, batch):
                 observed(*batch.args, **batch.kwargs)
-            except (CalibrationError, InputError) as error:
-                raise type(error)(f"data, batch {i}: {words_of(error)}") from error
-            except FxqError:
-                raise
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                raise InputError(f"data, batch {i} {batch}: the model does not run on it: {words_of(error)}") from error
             advance()
 
 
@@ -237,4 +302,4 @@ def _check_observed(observed: Any) -> None:
         raise InputError("this observed model was converted already; prepare the float model again.")
 
 
-__all__ = ["Recipe", "calibrate", "convert", "prepare", "quantize", "run_passes"]
+__all__ = ["Recipe", "calibrate", "compare", "convert", "prepare", "quantize", "run_passes"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxq.errors import CalibrationError, InputError
+from fxq.errors import CalibrationError, FxqError, InputError, words_of
 from fxq.numeric import tensors
 
 
@@ -101,7 +102,20 @@ def batches(data: Any, model: nn.Module) -> Iterator[Batch]:
         check_batch(batch, model, f"data, batch {count - 1}")
         yield batch
     if count == 0:
-        raise InputError("data is empty: calibration needs at least one batch. (A generator that was used up?)")
+        raise InputError("data is empty: it takes at least one batch. (A generator that was used up?)")
+
+
+@contextmanager
+def naming_batch(i: int, batch: Batch) -> Iterator[None]:
+    """Let what goes wrong inside say with which batch of the data it did."""
+    try:
+        yield
+    except (CalibrationError, InputError) as error:
+        raise type(error)(f"data, batch {i}: {words_of(error)}") from error
+    except FxqError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise InputError(f"data, batch {i} {batch}: the model does not run on it: {words_of(error)}") from error
 
 
 def device_of(model: nn.Module) -> str:

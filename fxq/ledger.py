@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import math
-import os
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from fxq.errors import InputError, unknown
-from fxq.printed import Printed
-from fxq.table import Cell, Column, Part, Table, cells
+from fxq.rows import Rows, decibels, layer_text
+from fxq.table import Cell, Column, Part, cells
 
 
 @dataclass(frozen=True)
@@ -84,30 +76,29 @@ def speaking(entries: Iterable[Entry]) -> dict[str, Speaker]:
     return found
 
 
-FIELDS = tuple(f.name for f in fields(Entry))
 FATES = ("int8", "moves", "float", "folded")
 
 
 @dataclass(frozen=True, repr=False)
-class Ledger(Printed, Sequence[Entry]):
+class Ledger(Rows[Entry]):
     """One entry per op of the model, in execution order. `print` shows a table.
 
     Example:
         >>> ledger = Ledger((Entry("a", "a", "conv2d", "int8", macs=90), Entry("b", "b", "linear", "float", macs=10)))
         >>> ledger.coverage, ledger.count("int8"), [e.name for e in ledger.where(fate="float")]
         (0.9, 1, ['b'])
+        >>> ledger.where(op=("conv2d", "linear"), path="a*").sort("macs", reverse=True).count("int8")
+        1
     """
 
     entries: tuple[Entry, ...]
+    _name: ClassVar[str] = "ledger"
+    _key: ClassVar[str] = "ops"
+    _choices: ClassVar[Mapping[str, Sequence[str]]] = {"fate": FATES}
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.entries[index]
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self.entries)
+    @property
+    def _row(self) -> type[Entry]:
+        return Entry
 
     @property
     def coverage(self) -> float:
@@ -119,49 +110,9 @@ class Ledger(Printed, Sequence[Entry]):
         total = sum(e.macs for e in self.entries)
         return sum(e.macs for e in self.entries if e.fate == "int8") / total if total else 0.0
 
-    def where(self, condition: Callable[[Entry], bool] | None = None, **values: Any) -> Ledger:
-        """The entries for which `condition` is true and whose fields have these values.
-
-        Args:
-            condition: a function of an entry.
-            **values: for each field, a value (text may be a glob), or a list, tuple or set of values.
-
-        Raises:
-            InputError: unknown field or fate, and the nearest names are given; `condition` is no function.
-
-        Example:
-            >>> Ledger((Entry("a", "head.a", "conv2d", "int8"),)).where(fate="int8", path="head.*").count("int8")
-            1
-        """
-        if condition is not None and not callable(condition):
-            raise InputError(
-                f"ledger.where takes a function of an entry, or fields by name, not {condition!r}: "
-                'ledger.where(fate="float"), ledger.where(lambda entry: entry.macs > 1000).'
-            )
-        _check(values)
-        _check_fates(values.get("fate", ()))
-        return Ledger(
-            tuple(
-                e
-                for e in self.entries
-                if (condition is None or condition(e)) and all(_is(getattr(e, k), v) for k, v in values.items())
-            )
-        )
-
-    def sort(self, key: str = "sqnr", *, reverse: bool = False) -> Ledger:
-        """The entries by a field, smallest first (`reverse`: largest first); those without a value come last.
-
-        Raises:
-            InputError: unknown field; the nearest names are given.
-        """
-        _check([key])
-        known = [e for e in self.entries if not _missing(getattr(e, key))]
-        known.sort(key=lambda e: getattr(e, key), reverse=reverse)
-        return Ledger((*known, *(e for e in self.entries if _missing(getattr(e, key)))))
-
     def count(self, value: Any) -> int:
         """Number of entries of that fate. Raises `InputError` where there is no such fate."""
-        _check_fates(value)
+        self._check_value("fate", value)
         return sum(e.fate == value for e in self.entries)
 
     def main_reason(self) -> str:
@@ -172,26 +123,8 @@ class Ledger(Printed, Sequence[Entry]):
         reason, count = reasons.most_common(1)[0]
         return f"{count} of {len(self)} ops stay in float because: {reason}"
 
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """One dict per entry, keys as the fields of `Entry`."""
-        return [asdict(e) for e in self.entries]
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The ledger as JSON: `coverage`, and `ops`, a list of objects; also written to `path` if one is given.
-
-        JSON has no infinity and no NaN: an SQNR that is none stands as the string "inf", "-inf" or "nan".
-        """
-        rows = [{k: _plain(v) for k, v in row.items()} for row in self.to_dicts()]
-        text = json.dumps({"coverage": self.coverage, "ops": rows}, indent=1, allow_nan=False) + "\n"
-        return _written(text, path)
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The ledger as CSV with a header; what is None is empty. Also written to `path` if one is given."""
-        stream = io.StringIO()
-        writer = csv.DictWriter(stream, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.to_dicts())
-        return _written(stream.getvalue(), path)
+    def _facts(self) -> dict[str, Any]:
+        return {"coverage": self.coverage}
 
     def _short(self) -> str:
         weighed = f"; {self.coverage:.1%} of the multiply-accumulates in int8" if any(e.macs for e in self) else ""
@@ -200,25 +133,14 @@ class Ledger(Printed, Sequence[Entry]):
     def _parts(self) -> list[Part]:
         fixes = Counter(e.fix for e in self.entries if e.fate == "float" and e.fix)
         notes = {fix: f"[{i}]" for i, fix in enumerate((fix for fix, count in fixes.items() if count > 1), 1)}
-        texts = {**_COLUMNS, _WHY: lambda e: _why(e, notes)}
-        columns = [c for c, text in texts.items() if c in _ALWAYS or any(text(e) for e in self.entries)]
-        rows = tuple(tuple(Cell(texts[c](e), _look(c, e)) for c in columns) for e in self.entries)
+        table = self._table({**_COLUMNS, _WHY: lambda e: _why(e, notes)}, _ALWAYS, _look)
         ways = [cells(Cell(note, "strong"), f" {fix}") for fix, note in notes.items()]
-        return [Table(tuple(columns), rows), cells(self._short()), *ways]
+        return [table, cells(self._short()), *ways]
 
 
 def _look(column: Column, entry: Entry) -> str:
     """The fate is a badge; what is gone from the graph stands back."""
     return "quiet" if entry.fate == "folded" else entry.fate if column is _FATE else ""
-
-
-def _layer(entry: Entry) -> str:
-    """The module path, its beginning left out where it is long."""
-    path = entry.path or entry.name
-    return path if len(path) <= _LONGEST else f"…{path[1 - _LONGEST :]}"
-
-
-_LONGEST = 40
 
 
 def _why(entry: Entry, notes: Mapping[str, str]) -> str:
@@ -232,10 +154,6 @@ def _why(entry: Entry, notes: Mapping[str, str]) -> str:
 
 
 _WIDE = 78
-
-
-def _decibels(value: float | None) -> str:
-    return "" if value is None else "exact" if value == math.inf else f"{value:.1f}"
 
 
 def _count(value: int) -> str:
@@ -253,47 +171,14 @@ def _time(value: float | None) -> str:
 _FATE = Column("runs as")
 _WHY = Column("why", give="fold", least=30)
 _COLUMNS: dict[Column, Callable[[Entry], str]] = {
-    Column("layer", give="start", least=20): _layer,
+    Column("layer", give="start", least=20): lambda e: layer_text(e.name, e.path),
     Column("op", give="end", least=16): lambda e: e.op,
     _FATE: lambda e: e.fate,
-    Column("SQNR dB", "right"): lambda e: _decibels(e.sqnr),
-    Column("own dB", "right"): lambda e: _decibels(e.own_sqnr),
+    Column("SQNR dB", "right"): lambda e: decibels(e.sqnr),
+    Column("own dB", "right"): lambda e: decibels(e.own_sqnr),
     Column("MACs", "right", drop=2): lambda e: _count(e.macs),
     Column("float µs", "right", drop=1): lambda e: _time(e.float_us),
     Column("int8 µs", "right", drop=1): lambda e: _time(e.int8_us),
 }
 _ALWAYS = tuple(_COLUMNS)[:3]
 """The columns that are there even when they are empty."""
-
-
-def _check(names: Collection[str]) -> None:
-    for name in names:
-        if name not in FIELDS:
-            raise InputError(unknown("field of the ledger", name, FIELDS))
-
-
-def _check_fates(wanted: Any) -> None:
-    """Raise on a fate that no entry can have: `assert not ledger.where(fate="flaot")` would always hold."""
-    for fate in wanted if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,):
-        if not any(_is(known, fate) for known in FATES):
-            raise InputError(unknown("fate", fate, FATES))
-
-
-def _is(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, (list, tuple, set, frozenset)):
-        return any(_is(value, w) for w in wanted)
-    return value == wanted or (isinstance(value, str) and isinstance(wanted, str) and fnmatchcase(value, wanted))
-
-
-def _missing(value: Any) -> bool:
-    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _written(text: str, path: str | os.PathLike[str] | None) -> str:
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
-    return text

@@ -104,7 +104,7 @@ def _keep(rewriter: Rewriter, ops: Sequence[OriginalOp]) -> None:
     nodes = rewriter.nodes()
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(rewriter.graph, copies)
+    graph.output(graph.graph_copy(rewriter.graph, copies))
     rewriter.context.original = Original(
         tuple(ops),
         rewriter.gm,

@@ -103,7 +103,7 @@ def test_what_is_no_iterable_of_batches(data):
 
 @pytest.mark.parametrize("data", [[], (), iter([])])
 def test_no_batches(data):
-    with pytest.raises(InputError, match="data is empty: calibration needs at least one batch"):
+    with pytest.raises(InputError, match="data is empty: it takes at least one batch"):
         list(batches(data, ONE))
 
 

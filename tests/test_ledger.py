@@ -16,7 +16,7 @@ import fxq
 from fxq import costs
 from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.x86_conv import Conv
-from fxq.ledger import FIELDS, Entry, Ledger
+from fxq.ledger import Entry, Ledger
 from tests.helpers import REFERENCE, module, steps
 from tests.models import NETWORKS, batch, build
 
@@ -388,7 +388,7 @@ def test_json(tmp_path):
     data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert data["coverage"] == 0.9
     assert [row["name"] for row in data["ops"]] == ["a", "r", "s", "d", "h"]
-    assert list(data["ops"][0]) == list(FIELDS)
+    assert list(data["ops"][0]) == list(SOME.fields)
     assert [row["sqnr"] for row in data["ops"]] == [None, 30.5, "inf", None, 9]
     assert data["ops"][1]["own_sqnr"] == 41.25
 
@@ -397,7 +397,7 @@ def test_csv(tmp_path):
     text = SOME.to_csv(tmp_path / "ledger.csv")
     assert (tmp_path / "ledger.csv").read_text(encoding="utf-8") == text
     rows = list(csv.DictReader(io.StringIO(text)))
-    assert list(rows[0]) == list(FIELDS)
+    assert list(rows[0]) == list(SOME.fields)
     assert [row["sqnr"] for row in rows] == ["", "30.5", "inf", "", "9"]
     assert [row["own_sqnr"] for row in rows] == ["", "41.25", "", "", ""]
     assert rows[0]["fix"] == "recipe.override('layer1.conv', fxq.FLOAT)"

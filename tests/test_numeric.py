@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxq.numeric import CEILING, loss, sqnr, tensors
+from fxq.numeric import CEILING, Agreement, loss, sqnr, tensors
 
 numbers = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=20)
 
@@ -24,6 +24,49 @@ def test_sqnr_is_the_ratio_of_energies(values, error):
         assert got == -math.inf
     else:
         assert got == pytest.approx(10 * np.log10(energy / noise_energy), rel=1e-9, abs=1e-9)
+
+
+@given(st.lists(numbers, min_size=1, max_size=5))
+def test_sums_over_parts_are_those_of_the_whole(parts):
+    parts = [torch.tensor(part) for part in parts]
+    others = [part * 1.01 - 0.5 for part in parts]
+    apart, together = Agreement(), Agreement()
+    for part, other in zip(parts, others, strict=True):
+        apart.add(part, other)
+    together.add(torch.cat(parts), torch.cat(others))
+    want, got = torch.cat(parts).double(), torch.cat(others).double()
+    noise = want - got
+    exact = (float(want @ want), float(got @ got), float(want @ got), float(noise @ noise), float(noise.abs().max()))
+    for found in (apart, together):
+        sums = (found.signal, found.energy, found.cross, found.noise, found.largest)
+        assert sums == pytest.approx(exact, rel=1e-12, abs=1e-9)
+    assert apart.max_error == together.max_error
+
+
+def test_a_tensor_larger_than_what_is_summed_at_once():
+    want = torch.randn(3, 50_001, generator=torch.Generator().manual_seed(0))
+    got = (want + 0.1).t().contiguous().t()  # in another order in memory
+    found = Agreement()
+    found.add(want, got)
+    a, b = want.double().flatten(), got.double().flatten()
+    assert found.sqnr == pytest.approx(10 * math.log10(float((a @ a) / ((a - b) @ (a - b)))), abs=1e-9)
+    assert found.cosine == pytest.approx(float(a @ b / (a.norm() * b.norm())), abs=1e-12)
+    assert found.max_error == float((a - b).abs().max())
+
+
+def test_cosine_and_largest_error_at_the_ends():
+    def found(want, got):
+        agreement = Agreement()
+        agreement.add(torch.tensor(want), torch.tensor(got))
+        return agreement.cosine, agreement.max_error
+
+    assert found([1.0, 2.0], [1.0, 2.0]) == (1.0, 0.0)
+    assert found([1.0, 0.0], [-2.0, 0.0]) == (-1.0, 3.0)
+    assert found([0.0, 0.0], [0.0, 2.0]) == (0.0, 2.0)
+    assert found([0.0], [0.0]) == (1.0, 0.0)
+    cosine, largest = found([1.0, 1.0], [math.nan, 0.0])
+    assert math.isnan(cosine) and math.isnan(largest)
+    assert found([1.0], [math.inf])[1] == math.inf
 
 
 def test_halving_a_signal_loses_all_but_six_decibels():
