@@ -129,6 +129,26 @@ def test_linear(post, out):
         assert torch.equal(other(x), linear(x))
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_linear_of_one_row_in_float(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    inputs, outputs = draw(st.integers(1, 300)), draw(st.integers(1, 300))
+    x = QParams.per_tensor(0.0217, draw(st.sampled_from([0, 1, 128, 255])))
+    q, qp, w = weight(outputs, inputs, axis=draw(st.sampled_from([0, 0, None])))
+    bias = draw(st.sampled_from([None, torch.randn(outputs)]))
+    row = draw(st.sampled_from([bytes_(inputs), bytes_(2 * inputs)[::2], bytes_(inputs + 5)[5:]]))
+    linear = Linear(q, qp, bias, x, None)
+    y = F.linear(real(row, x), w, None if bias is None else bias.double())
+    for shape in [(inputs,), (1, inputs), (1, 1, 1, inputs)]:
+        agree(linear(row.reshape(shape)), y.view(*shape[:-1], outputs), None)
+    for strides in [(1, 1), (7 * inputs, 1)]:
+        agree(linear(row.contiguous().as_strided((1, inputs), strides)), y.view(1, -1), None)
+    for other in copies(linear):
+        assert not other._packed and torch.equal(other(row), linear(row))
+
+
 @pytest.mark.parametrize("residual", [None, RESIDUAL], ids=["alone", "residual"])
 @pytest.mark.parametrize("shape", [(0, 3, 33), (2, 0, 33), (0, 33)], ids=str)
 def test_linear_of_nothing(shape, residual):

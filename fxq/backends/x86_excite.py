@@ -28,7 +28,7 @@ class Excite(Kernel):
     """x times a factor per channel, computed from the channels' means by two layers: uint8 in, uint8 or float32 out.
 
     The factors are computed in float32, and the product is rounded once. On integers each of the five steps would be a
-    call of 60 to 90 us inside a network, where other code and data fill the caches; what there is to compute takes less.
+    call of 60 to 90 us inside a network, where other code and data fill the caches: more than there is to compute.
     MobileNetV3-Large takes a tenth less time than with five kernels, or with float ops and conversions (AVX512-VNNI,
     one thread).
 
