@@ -11,8 +11,22 @@ const FRAME = { head: 26, side: 16, bottom: 14 };
  * @typedef {{of: Item|Group, x: number, y: number, width: number, height: number}} Placed
  * @typedef {{scene: Scene, root: Frame, places: Map<Item|Group, Placed|Frame>, boxes: number, width: number, height: number}} Picture */
 
-/** @param {Scene} scene @returns {Picture} */
+const MOST_PICTURES = 8;
+
+/** Pictures made last, of the groups that are open now. @type {Map<Scene, Picture & {version: number}>} */
+const pictures = new Map();
+
+/** The picture of a scene. @param {Scene} scene @returns {Picture} */
 function arrange(scene) {
+  let picture = pictures.get(scene);
+  if (picture?.version !== opened.version) picture = { ...arrangeAnew(scene), version: opened.version };
+  pictures.delete(scene);
+  pictures.set(scene, picture); // as the latest
+  if (pictures.size > MOST_PICTURES) pictures.delete(pictures.keys().next().value);
+  return picture;
+}
+
+function arrangeAnew(scene) {
   const inner = new Map(); // what runs in each open group
   for (const edge of scene.edges) addInner(inner, edge);
   const picture = { scene, root: null, places: new Map(), boxes: 0, width: 0, height: 0 };
@@ -92,7 +106,7 @@ function flowOf(parts, isRoot) {
   const key = `${isRoot}|${parts.ins}|${parts.outs}|${parts.widths}|${parts.heights}|${parts.edges.join(";")}`;
   let found = flows.get(key);
   if (!found) {
-    found = isRoot ? inColumns(parts, layoutFlow(parts), 1.5, 900) : inColumns(parts, layoutFlow(parts), 0.8, 1500);
+    found = isRoot ? inColumns(parts, layoutFlow(parts), 1.45, 700) : inColumns(parts, layoutFlow(parts), 0.9, 1000);
     flows.set(key, found);
   }
   return found;
@@ -126,11 +140,15 @@ function wire(frame, { tail, head, arrow, flows }, strokes, measured) {
   const [from, to] = [children[tail], children[head]];
   const [top, bottom] = [tail < 0 ? -FRAME.head : null, head >= 1e6 ? frame.height - FRAME.head : null];
   const perValue = Boolean(from?.group || to?.group);
+  const isShort = strokes.length === 1 && strokes[0].points.length === 4;
   let offset = 0;
   for (const edges of d3.group(flows, (edge) => (perValue ? `${edge.pen} ${valueOfEdge(edge)}` : edge.pen)).values()) {
     const value = valueOfEdge(edges[0]);
-    const startX = from?.group ? arranged.x[ins + tail] + from.indent + from.outX.get(value) : null;
-    const endX = to?.group ? arranged.x[ins + head] + to.indent + to.inX.get(value) : null;
+    let startX = from?.group ? arranged.x[ins + tail] + from.indent + from.outX.get(value) : null;
+    let endX = to?.group ? arranged.x[ins + head] + to.indent + to.inX.get(value) : null;
+    // A short edge between a box and a port is straight where the box is above or below the port.
+    if (isShort && from && !from.group && endX !== null) startX = clampInto(endX, arranged.x[ins + tail], from.box.width);
+    else if (isShort && to && !to.group && startX !== null) endX = clampInto(startX, arranged.x[ins + head], to.box.width);
     const moves = startX !== null || endX !== null || top !== null || bottom !== null || offset;
     const made = moves ? moveEnds(strokes, { startX, endX, top, bottom, offset }) : strokes;
     frame.wires.push({ pen: edges[0].pen, arrow, strokes: made, flows: edges });
@@ -138,14 +156,28 @@ function wire(frame, { tail, head, arrow, flows }, strokes, measured) {
   }
 }
 
+/** `x`, or what is next to it on a side of a box, away from the corners. */
+const clampInto = (x, left, width) => Math.max(left + 14, Math.min(left + width - 14, x));
+
 /** A copy of the strokes that begins and ends elsewhere: at the port of a group, at the frame around. */
 function moveEnds(strokes, { startX, endX, top, bottom, offset }) {
   const made = strokes.map((stroke) => ({ ...stroke, points: offset ? stroke.points.map((v, k) => (k % 2 ? v : v + offset)) : stroke.points.slice() }));
   const flows = made.filter((stroke) => !stroke.ortho);
+  const jumps = made.filter((stroke) => stroke.ortho);
   const [first, last] = [flows[0].points, flows.at(-1).points];
-  if (startX !== null) first[0] = startX;
-  if (endX !== null) last[last.length - 2] = endX;
+  if (startX !== null) {
+    if (jumps.length && isStraight(first)) [first[2], jumps[0].points[0], jumps[0].points[2]] = [startX, startX, startX];
+    first[0] = startX;
+  }
+  if (endX !== null) {
+    const jump = jumps.at(-1)?.points;
+    if (jump && isStraight(last)) [last[0], jump[jump.length - 2], jump[jump.length - 4]] = [endX, endX, endX];
+    last[last.length - 2] = endX;
+  }
   if (top !== null) first.unshift(first[0], top);
   if (bottom !== null) last.push(last.at(-2), bottom);
   return made;
 }
+
+/** Whether a part of an edge goes straight down: then it can be moved as a whole. */
+const isStraight = (points) => points.length === 4 && Math.abs(points[0] - points[2]) < 1;

@@ -103,8 +103,7 @@ function boxOf(node, constants, mark = "", told = EMPTY) {
   const key = mark ? "" : constants.length ? `${node.id} ${constants.map((c) => c.id).join(" ")}` : node.id;
   if (!mark && plainBoxes.has(key)) return plainBoxes.get(key);
   const look = data.looks[node.kind];
-  // What is gone is told in short: in the graph before, it stands in full.
-  const lines = mark === "removed" && !look.pill ? [{ text: clip(node.name), role: "name" }] : [...linesOf(node, constants), ...changeLines(told)];
+  const lines = [...linesOf(node, constants), ...changeLines(told)];
   const head = clip(node.label, 30);
   const tag = look.pill ? "" : look.tag;
   let width = textWidth(head, HEAD.size, HEAD.weight) + (tag ? textWidth(tag, 10) + 14 : 0) + 20;
@@ -114,6 +113,23 @@ function boxOf(node, constants, mark = "", told = EMPTY) {
   const box = { head, tag, pill: look.pill, lines, width: Math.max(120, Math.ceil(width / 20) * 20), height };
   if (!mark) plainBoxes.set(key, box);
   return box;
+}
+
+/** How a box of several removed nodes looks: as in `fxq/diffpicture.py`. */
+const REPLACED = { tag: "replaced", colour: "#8f8f8f", ink: "#ffffff", pill: false, border: "dashed" };
+
+/** The box of removed nodes that became the same: a line for each. @param {NodeRecord[]} nodes @returns {Box} */
+function replacedBox(nodes) {
+  const lines = nodes.map((node) => ({ text: clip(`${node.label}   ${node.name}`), role: "detail" }));
+  const head = `${nodes.length} nodes`;
+  const width = Math.max(120, ...lines.map((line) => textWidth(line.text, LINE.sizes.detail) + 18));
+  return { head, tag: REPLACED.tag, pill: false, lines, width: Math.ceil(width / 20) * 20, height: HEAD.height + lines.length * LINE.height + 7 + STRIP };
+}
+
+/** Which of the nodes of a box stands at a height in it. @param {Item} item */
+function memberAt({ members, mark }, y) {
+  const line = Math.floor((y - HEAD.height - (mark ? STRIP : 0) - 3) / LINE.height);
+  return members[Math.max(0, Math.min(members.length - 1, line))];
 }
 
 /** The box of a collapsed group: its title, how many nodes, and of which kinds. @returns {Box} */

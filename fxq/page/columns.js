@@ -11,36 +11,81 @@ const GUTTER = 34; // around the lanes
 /** The flow in columns, if that gives it a better shape. `aspect`: the wanted width / height.
  * @param {Parts} parts @param {Flow} flow @returns {Arranged} */
 function inColumns(parts, flow, aspect, tallest) {
-  const plain = () => ({ ...flow, strokes: flow.routes.map((points) => [{ ortho: false, points }]) });
-  if (flow.height <= tallest) return plain();
-  const count = Math.round(Math.sqrt((aspect * flow.height) / (flow.width + GUTTER)));
-  if (count < 2) return plain();
-  const cuts = chooseCuts(parts, flow, count);
-  return cuts.length ? cutInColumns(parts, flow, cuts) : plain();
+  const cuts = flow.height > tallest ? chooseCuts(parts, flow, aspect) : [];
+  if (cuts.length) return cutInColumns(parts, flow, cuts);
+  return { ...flow, strokes: flow.routes.map((points) => [{ ortho: false, points }]) };
 }
 
-/** Heights at which to cut: between boxes, near equal parts, where few edges cross. */
-function chooseCuts({ heights }, { y, routes, height }, count) {
-  const gaps = []; // [from, to] without a box
+const MOST_CUTS = 64; // places to cut that are looked at
+const CROSSING = 14; // how much higher a column may be to save an edge from being cut
+
+/** Heights at which to cut so that the whole fits best into a screen of that shape: between boxes, where few edges cross. */
+function chooseCuts(parts, flow, aspect) {
+  const at = placesToCut(parts, flow);
+  const ends = [...at.map((place) => place.at), flow.height];
+  const width = columnWidths(parts, flow, [0, ...ends]);
+  const size = (cuts) => {
+    const columns = [0, ...cuts, ends.length];
+    const wide = d3.sum(d3.pairs(columns), ([from, to]) => width(from, to)) + cuts.length * (GUTTER + LANE);
+    const high = d3.max(d3.pairs([0, ...cuts.map((k) => ends[k - 1]), flow.height]), ([from, to]) => to - from);
+    return Math.max(wide / aspect, high + (cuts.length ? 40 : 0));
+  };
+  let best = { cuts: [], size: 0.92 * size([]) };
+  let levels = null;
+  for (let count = 2; count <= Math.min(14, ends.length); count++) {
+    levels = evenCuts(ends, at, levels);
+    const cuts = levels.cutsTo(ends.length);
+    const found = size(cuts);
+    if (found < best.size) best = { cuts, size: found };
+    else if (found > 1.6 * best.size) break;
+  }
+  return best.cuts.map((k) => ends[k - 1]);
+}
+
+/** Where the flow can be cut: in the middle of every gap between boxes that not too many edges cross. */
+function placesToCut({ heights }, { y, routes }) {
+  const gaps = [];
   const boxes = y.map((top, i) => [top, top + heights[i]]).sort((a, b) => a[0] - b[0]);
-  let end = -Infinity;
+  let end = boxes[0][1];
   for (const [top, bottom] of boxes) {
-    if (end > -Infinity && top - end > 8) gaps.push([end, top]);
+    if (top - end > 8) gaps.push((end + top) / 2);
     end = Math.max(end, bottom);
   }
-  const crossing = (at) => routes.filter((route) => Math.min(route[1], route.at(-1)) < at && at < Math.max(route[1], route.at(-1))).length;
-  const candidates = gaps.map(([from, to]) => ({ at: (from + to) / 2, crossing: crossing((from + to) / 2) })).filter((c) => c.crossing <= 6);
-  const cuts = [];
-  for (let k = 1; k < count; k++) {
-    const wanted = (k * height) / count;
-    let best = null;
-    for (const { at, crossing } of candidates) {
-      const cost = Math.abs(at - wanted) / (height / count) + 0.08 * crossing;
-      if (at > (cuts.at(-1) ?? 0) + 60 && cost < (best?.cost ?? 0.5)) best = { at, cost };
+  const crossing = (at) => d3.sum(routes, (route) => Math.min(route[1], route.at(-1)) < at && at < Math.max(route[1], route.at(-1)));
+  const places = gaps.map((at) => ({ at, crossing: crossing(at) })).filter((place) => place.crossing <= 6);
+  const step = Math.ceil(places.length / MOST_CUTS);
+  return places.filter((_, k) => k % step === 0);
+}
+
+/** One column more than `fewer` (null: two columns) with the highest as low as can be: for each end, where the last
+ * column begins. Columns are numbered by ends: the one from cut k begins at `ends[k - 1]`. */
+function evenCuts(ends, at, fewer) {
+  const top = (k) => (k ? ends[k - 1] : 0);
+  const cost = (from, to) => top(to) - top(from) + CROSSING * (from ? at[from - 1].crossing : 0);
+  const highest = new Array(ends.length + 1).fill(Infinity);
+  const begin = new Array(ends.length + 1).fill(0);
+  for (let to = 1; to <= ends.length; to++) {
+    for (let from = 1; from < to; from++) {
+      const high = Math.max(fewer ? fewer.highest[from] : cost(0, from), cost(from, to));
+      if (high < highest[to]) [highest[to], begin[to]] = [high, from];
     }
-    if (best) cuts.push(best.at);
   }
-  return cuts;
+  const cutsTo = (to) => (begin[to] ? [...(fewer ? fewer.cutsTo(begin[to]) : []), begin[to]] : []);
+  return { highest, cutsTo };
+}
+
+/** Width of what lies between two of the heights `tops`, by their numbers. */
+function columnWidths({ widths }, { x, y }, tops) {
+  const rows = tops.slice(1).map(() => [Infinity, -Infinity]);
+  for (const [i, left] of x.entries()) {
+    const row = rows[Math.max(0, Math.min(rows.length - 1, d3.bisectRight(tops, y[i]) - 1))];
+    row[0] = Math.min(row[0], left);
+    row[1] = Math.max(row[1], left + widths[i]);
+  }
+  return (from, to) => {
+    const [left, right] = [d3.min(rows.slice(from, to), (row) => row[0]), d3.max(rows.slice(from, to), (row) => row[1])];
+    return Math.max(0, right - left);
+  };
 }
 
 function cutInColumns(parts, flow, cuts) {

@@ -52,8 +52,8 @@ function renderGraph(host) {
 
   function captions() {
     const i = chosenPass();
-    panes.before.caption.textContent = i > 0 ? `before: after ${passes[i - 1].name}` : "";
-    const from = chosenMode() === "diff" && i > 0 ? `${passes[i - 1].name} → ${passes[i].name}` : `after ${passes[i].name}`;
+    panes.before.caption.textContent = i > 0 ? `before · ${passes[i - 1].name}` : "";
+    const from = chosenMode() === "diff" && i > 0 ? `${passes[i - 1].name} → ${passes[i].name}` : `after · ${passes[i].name}`;
     panes.after.caption.textContent = from;
   }
 
@@ -89,16 +89,18 @@ function renderGraph(host) {
   function lookAtChanges() {
     for (const pane of visible()) {
       const changed = changedIn(pane.picture().scene);
-      flash(pane, changed);
+      if (chosenMode() === "graph") flash(pane, changed);
       if (changed.length && !changed.some((name) => pane.canRead(name))) pane.focus(together(pane, changed));
     }
   }
 
   function follow(changed) {
-    if (changed.pass || changed.mode) showScenes();
+    const chosen = state.node && !changed.node ? panes.after.picture()?.scene.items.get(state.node) ?? null : null;
+    if (changed.pass || changed.mode) showScenes(chosen);
     const near = emphasize();
     if (changed.rw && near.length) lookAt(near);
     else if (changed.node && state.node && !state.node.startsWith("/")) lookAt([state.node]);
+    else if (chosen) lookAt([state.node]); // a chosen node is followed through the passes
     else if (changed.pass || changed.mode) lookAtChanges();
     if (changed.pass) timeline.show();
     if (changed.pass || changed.rw) rewrites.show();
@@ -107,14 +109,13 @@ function renderGraph(host) {
   }
 
   function toggleGroup(group) {
-    opened.said.set(group.key, !isOpen(group));
+    setOpen(group, !isOpen(group));
     showScenes(group);
     emphasize();
   }
 
   function setDepth(depth) {
-    opened.said.clear();
-    opened.depth = depth;
+    openToDepth(depth);
     go({ depth: Number.isFinite(depth) ? depth : "all" });
     showScenes();
     emphasize();
@@ -128,7 +129,7 @@ function renderGraph(host) {
   graphKeys({ visible, setDepth, isHere: () => !host.hidden });
   graphHooks({ panes, visible, setDepth, toggleGroup });
 
-  opened.depth = state.depth === "all" ? Infinity : state.depth !== undefined ? Number(state.depth) : startDepth();
+  openToDepth(state.depth === "all" ? Infinity : state.depth !== undefined ? Number(state.depth) : startDepth());
   timeline.show();
   rewrites.show();
   panel.show();
@@ -240,10 +241,14 @@ function makeToolbar(host, does) {
   };
 }
 
+const PEN_MEANINGS = { added: "new edge", removed: "edge that is gone", became: "became" };
+
 /** What the colours mean, of those that are there. @param {Scene} scene */
 function showLegend(host, scene) {
   const kinds = Object.entries(data.looks).filter(([kind]) => scene.root.kinds.get(kind));
-  host.replaceChildren(...kinds.map(([, look]) => el("span.entry", {}, chip(look), look.meaning)));
+  const entries = kinds.map(([, look]) => el("span.entry", {}, chip(look), look.meaning));
+  if (scene.id.startsWith("diff")) for (const [pen, text] of Object.entries(PEN_MEANINGS)) entries.push(el("span.entry", {}, el(`i.pen.${pen}`), text));
+  host.replaceChildren(...entries);
 }
 
 /** In idle moments, lay out what is likely to be asked for next. */

@@ -94,6 +94,7 @@ const runs = new Map();
   const put = (key, place, name) => (parts.has(key) ? parts.get(key).push([place, name]) : parts.set(key, [[place, name]]));
   const known = new Set();
   for (const [place, node] of (tracedGraph?.drawn ?? []).entries()) {
+    if (node.kind === "io") continue;
     let parent = "";
     for (const path of prefixes(node.path)) {
       const key = callKey(path, place);

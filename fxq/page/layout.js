@@ -19,17 +19,11 @@ function layoutFlow(parts) {
   const x = new Array(widths.length).fill(0);
   const y = new Array(widths.length).fill(0);
   const routes = new Array(edges.length);
-  const cuts = order ? cutsOf(order, reading) : [0, widths.length - 1];
   const sequence = order ?? widths.map((_, k) => k);
-  for (let k = 0; k < cuts.length; k++) {
-    const from = cuts[k];
-    const to = cuts[k + 1] ?? from;
-    if (to === from) {
-      if (cuts.length === 1) x[sequence[from]] = -widths[sequence[from]] / 2;
-      continue;
-    }
-    placePiece(parts, sequence.slice(from, to + 1), k === 0, x, y, routes, order !== null);
-  }
+  const cuts = order ? cutsOf(order, reading) : [0, widths.length - 1];
+  const inside = edgesBetween(sequence, cuts, edges);
+  for (let k = 0; k < cuts.length - 1; k++)
+    placePiece(parts, sequence.slice(cuts[k], cuts[k + 1] + 1), inside[k], k === 0, x, y, routes, order !== null);
   return shifted(parts, { x, y, routes, width: 0, height: 0 });
 }
 
@@ -73,23 +67,35 @@ function cutsOf(order, reading) {
   return cuts;
 }
 
+/** For each two cuts, the edges between them, by number. */
+function edgesBetween(sequence, cuts, edges) {
+  const piece = new Int32Array(sequence.length); // that a box is in the first part of
+  for (let k = 0; k < cuts.length - 1; k++) for (let at = cuts[k]; at < cuts[k + 1]; at++) piece[sequence[at]] = k;
+  piece[sequence.at(-1)] = cuts.length - 2;
+  const inside = cuts.map(() => []);
+  for (const [number, [a]] of edges.entries()) inside[piece[a]].push(number);
+  return inside;
+}
+
 /** Lay out the boxes of one piece below its first box, which has its place already, unless it is the first piece. */
-function placePiece(parts, members, isFirst, x, y, routes, isAcyclic) {
+function placePiece(parts, members, numbers, isFirst, x, y, routes, isAcyclic) {
   const { widths, heights, ins, outs } = parts;
   const index = new Map(members.map((i, k) => [i, k]));
-  const numbers = [];
-  for (const [number, [a, b]] of parts.edges.entries()) if (index.has(a) && index.has(b)) numbers.push(number);
   const edges = numbers.map((number) => parts.edges[number].map((i) => index.get(i)));
   const port = members.map((i) => (i < ins ? 1 : i >= widths.length - outs ? 2 : 0));
   const flow = pieceFlow(members.map((i) => widths[i]), members.map((i) => heights[i]), edges, port, isAcyclic);
   const top = members[0];
-  const dx = isFirst ? 0 : x[top] - flow.x[0];
+  // Turned around where it would lead even further to one side: pieces that all lean to the right would make a slope.
+  const middle = isFirst ? 0 : x[top] + widths[top] / 2;
+  const lean = flow.x.at(-1) + widths[members.at(-1)] / 2 - (flow.x[0] + widths[top] / 2);
+  const turn = middle * lean > 0 ? -1 : 1;
+  const axis = flow.x[0] + widths[top] / 2;
   const dy = isFirst ? 0 : y[top] - flow.y[0];
   for (const [k, i] of members.entries()) {
-    x[i] = flow.x[k] + dx;
+    x[i] = middle + turn * (flow.x[k] + widths[i] / 2 - axis) - widths[i] / 2;
     y[i] = flow.y[k] + dy;
   }
-  for (const [k, number] of numbers.entries()) routes[number] = flow.routes[k].map((v, at) => v + (at % 2 ? dy : dx));
+  for (const [k, number] of numbers.entries()) routes[number] = flow.routes[k].map((v, at) => (at % 2 ? v + dy : middle + turn * (v - axis)));
 }
 
 const pieces = new Map();
@@ -98,14 +104,24 @@ const pieces = new Map();
 function pieceFlow(widths, heights, edges, port, isAcyclic) {
   const key = `${widths}|${heights}|${edges.join(";")}|${port}`;
   let flow = pieces.get(key);
-  if (!flow) pieces.set(key, (flow = isAcyclic && widths.length <= 2 ? pairFlow(widths, heights, edges) : dagreFlow(widths, heights, edges, port)));
+  if (!flow) pieces.set(key, (flow = isAcyclic && isSimple(widths.length, edges) ? simpleFlow(widths, heights, edges) : dagreFlow(widths, heights, edges, port)));
   return flow;
 }
 
-/** Two boxes, one below the other. */
-function pairFlow(widths, heights, edges) {
-  const y = heights[0] + GAP.rank;
-  return { x: widths.map((w) => -w / 2), y: [0, y], routes: edges.map(() => [0, heights[0], 0, y]), width: 0, height: 0 };
+/** Whether all that is between the first and the last box only feeds the last one: a layer and its weights. */
+const isSimple = (count, edges) => count === 2 || (edges.length === count - 1 && edges.every(([, b]) => b === count - 1));
+
+/** The first box above the last one, and what else the last one reads to the right of the first. */
+function simpleFlow(widths, heights, edges) {
+  const last = widths.length - 1;
+  const y = Math.max(...heights.slice(0, last)) + GAP.rank;
+  const x = [-widths[0] / 2];
+  for (let i = 1; i < last; i++) x.push(x[i - 1] + widths[i - 1] + GAP.node);
+  x.push(-widths[last] / 2);
+  const tops = [...heights.slice(0, last).fill(0), y];
+  const bottoms = rankBottoms(tops, heights);
+  const routes = edges.map(([a, b]) => (a === 0 ? [0, heights[0], 0, y] : attached([], a, b, x, tops, widths, heights, bottoms)));
+  return { x, y: tops, routes, width: 0, height: 0 };
 }
 
 function dagreFlow(widths, heights, edges, port) {

@@ -81,7 +81,7 @@ function paintWires(work, frame) {
   for (const [pen, { lines, arrows }] of frame.drawn) {
     context.strokeStyle = context.fillStyle = isDiff ? colours.pens[pen] : colours.wire;
     context.globalAlpha = (isDiff && pen === "kept") || work.near.size ? 0.55 : 1;
-    context.lineWidth = Math.max(pen === "kept" ? 1.2 : 1.8, (pen === "kept" ? 0.6 : 1.1) / k);
+    context.lineWidth = Math.max(pen === "kept" ? 1.2 : 1.8, (pen === "kept" ? 0.8 : 1.2) / k);
     context.setLineDash(DASHES[pen]);
     context.stroke(lines);
     if (k > 0.12) context.fill(arrows);
@@ -121,11 +121,13 @@ function addWire(wire, { lines, arrows }) {
   arrows.closePath();
 }
 
-/** A curve through the points that is vertical at each. */
+/** A curve through the points that is vertical at each; where it is much wider than high, straight with round corners. */
 function addFlow(path, points) {
   for (let i = 2; i < points.length; i += 2) {
     const [px, py, qx, qy] = [points[i - 2], points[i - 1], points[i], points[i + 1]];
-    if (Math.abs(px - qx) < 0.5) path.lineTo(qx, qy);
+    const [dx, dy] = [Math.abs(px - qx), Math.abs(py - qy)];
+    if (dx < 0.5) path.lineTo(qx, qy);
+    else if (dx > 2 * dy) addRounded(path, [px, py, px, (py + qy) / 2, qx, (py + qy) / 2, qx, qy], Math.min(10, dy / 2));
     else path.bezierCurveTo(px, (py + qy) / 2, qx, (py + qy) / 2, qx, qy);
   }
 }
@@ -163,7 +165,10 @@ function paintTitle({ context, colours, k, seen }, frame) {
 /** Rings around what is chosen, pointed at, or part of the rewrite, and the wires of the chosen node. */
 function paintEmphasis(work, picture) {
   const { context, colours, k, emphasis, near } = work;
-  const ring = (of, colour, line) => ringAround(context, picture.places.get(of), colour, line / k, 3 / k);
+  const ring = (of, colour, line) => {
+    const placed = picture.places.get(of);
+    if (isSeen(placed, work.seen)) ringAround(context, placed, colour, line / k, 3 / k);
+  };
   if (emphasis.glow > 0) {
     context.globalAlpha = emphasis.glow;
     for (const of of work.shownOf(emphasis.flash)) ring(of, colours.halo, 3);
@@ -176,7 +181,7 @@ function paintEmphasis(work, picture) {
   if (group && picture.places.has(group)) ring(group, colours.accent, 3);
   const item = picture.scene.items.get(emphasis.selected);
   if (!item) return;
-  paintWiresOf(work, picture.root, item.name);
+  paintWiresOf(work, picture.root, item);
   ring(shown(item), colours.accent, 3);
 }
 
@@ -187,16 +192,16 @@ function ringAround(context, { x, y, width, height }, colour, line, away) {
   context.stroke();
 }
 
-function paintWiresOf(work, frame, name) {
+function paintWiresOf(work, frame, item) {
   const { context, colours, k, seen } = work;
   if (!isSeen(frame, seen)) return;
   const path = { lines: new Path2D(), arrows: new Path2D() };
-  for (const wire of frame.wires) if (wire.flows.some((edge) => edge.from.name === name || edge.to.name === name)) addWire(wire, path);
+  for (const wire of frame.wires) if (wire.flows.some((edge) => edge.from === item || edge.to === item)) addWire(wire, path);
   context.translate(frame.ox, frame.oy);
   context.strokeStyle = context.fillStyle = colours.accent;
   context.lineWidth = Math.max(2, 1.6 / k);
   context.stroke(path.lines);
   context.fill(path.arrows);
   context.translate(-frame.ox, -frame.oy);
-  for (const inner of frame.frames) paintWiresOf(work, inner, name);
+  for (const inner of frame.frames) paintWiresOf(work, inner, item);
 }

@@ -26,8 +26,8 @@ function roundedPath(context, x, y, width, height, radius) {
 
 /** Draw the box of a node. `k`: the zoom. @param {CanvasRenderingContext2D} context @param {Placed} placed */
 function paintNode(context, placed, k, colours) {
-  const { node, mark, box } = /** @type {Item} */ (placed.of);
-  const look = data.looks[node.kind];
+  const { node, members, mark, box } = /** @type {Item} */ (placed.of);
+  const look = members.length > 1 ? REPLACED : data.looks[node.kind];
   if (k < LEVEL.label) return paintBlock(context, placed, look.colour, mark, k);
   const change = mark ? data.changes[mark] : null;
   const { x, y, width, height } = placed;

@@ -84,9 +84,9 @@ function makePane(host, label, does) {
 
   /** Move and zoom so that a part of the picture fills the pane. @param {{x, y, width, height}} part */
   pane.moveTo = (part, most = ZOOM.read, ms = 380, least = ZOOM.least) => {
-    const margin = 36;
-    const k = Math.max(least, Math.min(most, (size.width - margin) / part.width, (size.height - margin) / part.height));
-    const to = d3.zoomIdentity.translate(size.width / 2, size.height / 2).scale(k).translate(-(part.x + part.width / 2), -(part.y + part.height / 2));
+    const [margin, caption] = [36, 20]; // below the caption, which stands in the upper left
+    const k = Math.max(least, Math.min(most, (size.width - margin) / part.width, (size.height - margin - caption) / part.height));
+    const to = d3.zoomIdentity.translate(size.width / 2, (size.height + caption) / 2).scale(k).translate(-(part.x + part.width / 2), -(part.y + part.height / 2));
     const time = motion(ms);
     stage.interrupt();
     if (time && picture) stage.transition().duration(time).ease(d3.easeCubicInOut).call(zoom.transform, to);
@@ -150,7 +150,7 @@ function makePane(host, label, does) {
     const found = at(event);
     const group = groupOf(found);
     if (group && found.onToggle) does.toggle(group);
-    else does.choose(!found ? "" : group ? `/${group.key}` : found.of.name);
+    else does.choose(!found ? "" : group ? `/${group.key}` : found.node.name);
   });
   canvas.addEventListener("dblclick", (event) => {
     const group = groupOf(at(event));
@@ -165,7 +165,7 @@ function makePane(host, label, does) {
       emphasis.hover = placed;
       pane.draw();
     }
-    showTip(found && !found.group ? found.of : null, event);
+    showTip(found && !found.group ? found : null, event);
   });
   canvas.addEventListener("pointerleave", () => {
     emphasis.hover = null;
@@ -174,11 +174,11 @@ function makePane(host, label, does) {
   });
 
   let tipTimer = 0;
-  function showTip(of, event) {
+  function showTip(found, event) {
     hideTip();
-    if (!of) return;
+    if (!found) return;
     tipTimer = setTimeout(() => {
-      tip.textContent = tipText(of);
+      tip.textContent = found.node ? nodeTip(found.node) : groupTip(found.of);
       tip.hidden = false;
       const { left, top } = host.getBoundingClientRect();
       tip.style.left = `${Math.min(event.clientX - left + 14, size.width - tip.offsetWidth - 8)}px`;
@@ -203,14 +203,15 @@ function makePane(host, label, does) {
   return pane;
 }
 
-/** What is at a point of the picture: a box, or the head of an open group (`group`); `onToggle`: on its + or −.
- * `near`: also what is close. */
+/** What is at a point of the picture: a box with its node, a collapsed group, or the head of an open one (`group`);
+ * `onToggle`: on its + or −. `near`: also what is close. */
 function boxAt(picture, x, y, near = false) {
   const within = (p) => inside(p, x, y);
   let frame = picture.root;
   for (;;) {
     const box = frame.boxes.find(within);
-    if (box) return { ...box, placed: box, onToggle: isGroupOf(box.of) && inside(toggleOf(box), x, y) };
+    if (box && isGroupOf(box.of)) return { ...box, placed: box, onToggle: inside(toggleOf(box), x, y) };
+    if (box) return { ...box, placed: box, node: memberAt(box.of, y - box.y) };
     const inner = frame.frames.find(within);
     if (!inner) break;
     frame = inner;
@@ -242,10 +243,11 @@ function describe(scene) {
   return `${scene.graph.name}, ${scene.root.count} nodes, ${kinds}${changes}`;
 }
 
-/** What is said about a box that is pointed at. @param {Item|Group} of */
-function tipText(of) {
-  if (isGroupOf(of)) return [of.title, `${of.count} nodes: ${countsOf(of.kinds)}`, marksOf(of.marks)].filter(Boolean).join("\n");
-  const { node } = of;
+/** What is said about a group that is pointed at. @param {Group} group */
+const groupTip = (group) => [group.title, `${group.count} nodes: ${countsOf(group.kinds)}`, marksOf(group.marks)].filter(Boolean).join("\n");
+
+/** What is said about a node that is pointed at. @param {NodeRecord} node */
+function nodeTip(node) {
   const facts = [node.path && `module: ${node.path}`, node.source && `source: ${node.source}`, node.made_by && `made by: ${node.made_by}`, node.reason && `float: ${node.reason}`, node.note];
   return [node.text || node.name, ...facts.filter(Boolean)].join("\n");
 }

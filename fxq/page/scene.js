@@ -1,7 +1,8 @@
 /* What a pane shows: the boxes of one graph, or of a graph and the one before it, with the groups that they are in and
    the edges between them. A scene does not know which groups are open, nor where anything is. */
 
-/** @typedef {{name: string, node: NodeRecord, mark: string, box: Box, parent: Group, at: number}} Item
+/** A box of one node, or of several removed ones that became the same: `members`.
+ * @typedef {{name: string, node: NodeRecord, members: NodeRecord[], mark: string, box: Box, parent: Group, at: number}} Item
  * `kinds`, `marks`: how many nodes inside are of each kind, and changed in each way.
  * @typedef {{key: string, title: string, path: string, parent: Group|null, depth: number, children: (Item|Group)[],
  *   count: number, kinds: Map<string, number>, marks: Record<string, number>, box?: Box, at: number}} Group
@@ -32,7 +33,7 @@ function plainScene(id, graph, diff) {
   for (const node of graph.drawn) {
     const mark = diff?.mark.get(node.name) ?? "";
     const told = mark && isAfter ? diff.told.get(node.name) : EMPTY;
-    addItem(scene, node, at.get(node.name), mark, boxOf(node, graph.constants.get(node.name) ?? EMPTY, mark, told));
+    addItem(scene, [node], at.get(node.name), mark, boxOf(node, graph.constants.get(node.name) ?? EMPTY, mark, told));
   }
   for (const item of scene.items.values()) addEdges(scene, item, item.node.inputs, "kept");
   return finished(scene);
@@ -44,22 +45,41 @@ const diffScene = memo((i) => {
   if (!diff) return graphScene(i);
   const { before, after, mark, told } = diff;
   const scene = emptyScene(`diff ${i}`, after, diff);
+  const together = replacedTogether(diff);
   for (const node of diff.order) {
+    if (scene.items.has(node.name)) continue; // in the box of another
     const change = mark.get(node.name) ?? "";
     const graph = change === "removed" ? before : after;
-    const place = placesIn(graph.index).get(node.name);
-    addItem(scene, node, place, change, boxOf(node, graph.constants.get(node.name) ?? EMPTY, change, told.get(node.name)));
+    const nodes = together.get(node.name) ?? [node];
+    const box = nodes.length > 1 ? replacedBox(nodes) : boxOf(node, change === "removed" ? EMPTY : graph.constants.get(node.name) ?? EMPTY, change, told.get(node.name));
+    addItem(scene, nodes, placesIn(graph.index).get(node.name), change, box);
   }
-  for (const item of scene.items.values()) {
-    const old = before.byName.get(item.name)?.inputs ?? EMPTY;
-    const now = after.byName.get(item.name)?.inputs ?? EMPTY;
-    addEdges(scene, item, now.filter((name) => old.includes(name)), "kept");
-    addEdges(scene, item, now.filter((name) => !old.includes(name)), "added");
-    addEdges(scene, item, old.filter((name) => !now.includes(name)), "removed");
+  for (const [name, item] of scene.items) {
+    const old = before.byName.get(name)?.inputs ?? EMPTY;
+    const now = after.byName.get(name)?.inputs ?? EMPTY;
+    addEdges(scene, item, now.filter((input) => old.includes(input)), "kept");
+    addEdges(scene, item, now.filter((input) => !old.includes(input)), "added");
+    addEdges(scene, item, old.filter((input) => !now.includes(input)), "removed");
   }
   addBecame(scene, diff.became);
+  scene.edges = [...new Map(scene.edges.map((edge) => [`${edge.from.name} ${edge.to.name} ${edge.pen}`, edge])).values()];
   return finished(scene);
 });
+
+/** For each removed node, those that became the same nodes and stood in the same module: they share a box. */
+function replacedTogether({ before, became }) {
+  const at = placesIn(before.index);
+  const groups = d3.group(became.keys(), (name) => {
+    const node = before.byName.get(name);
+    return `${groupsOf(node, at.get(name)).at(-1)?.key ?? ""} ${became.get(name).join(" ")}`;
+  });
+  const together = new Map();
+  for (const names of groups.values()) {
+    const nodes = names.map((name) => before.byName.get(name));
+    for (const name of names) together.set(name, nodes);
+  }
+  return together;
+}
 
 function addBecame(scene, became) {
   const gone = new Map(); // an old edge between the two says nothing more
@@ -80,7 +100,8 @@ function emptyScene(id, graph, diff) {
   return { id, graph, diff, items: new Map(), root, edges: [], groups: new Map([["", root]]), depth: 0 };
 }
 
-function addItem(scene, node, place, mark, box) {
+function addItem(scene, members, place, mark, box) {
+  const [node] = members;
   let parent = scene.root;
   for (const { key, title, path } of groupsOf(node, place)) {
     let group = scene.groups.get(key);
@@ -91,9 +112,9 @@ function addItem(scene, node, place, mark, box) {
     }
     parent = group;
   }
-  const item = { name: node.name, node, mark, box, parent, at: 0 };
+  const item = { name: node.name, node, members, mark, box, parent, at: 0 };
   parent.children.push(item);
-  scene.items.set(node.name, item);
+  for (const { name } of members) scene.items.set(name, item);
 }
 
 function addEdges(scene, to, inputs, pen) {
@@ -125,9 +146,9 @@ function finished(scene) {
         for (const change in group.marks) group.marks[change] += child.marks[change];
         group.count += child.count;
       } else {
-        group.count++;
-        group.kinds.set(child.node.kind, (group.kinds.get(child.node.kind) ?? 0) + 1);
-        if (child.mark) group.marks[child.mark]++;
+        group.count += child.members.length;
+        for (const { kind } of child.members) group.kinds.set(kind, (group.kinds.get(kind) ?? 0) + 1);
+        if (child.mark) group.marks[child.mark] += child.members.length;
       }
     }
     let around = group.parent;
@@ -144,8 +165,19 @@ function finished(scene) {
 
 const MOST_BOXES = 150; // at first
 
-/** Whether a group is open: as the user said, else by its depth. */
-const opened = { depth: 0, said: new Map() };
+/** Which groups are open: as the user said, else by depth; `version` counts the changes. */
+const opened = { depth: 0, said: new Map(), version: 0 };
+
+function setOpen(group, open) {
+  opened.said.set(group.key, open);
+  opened.version++;
+}
+
+function openToDepth(depth) {
+  opened.said.clear();
+  opened.depth = depth;
+  opened.version++;
+}
 
 const isOpen = (group) => group.parent === null || (opened.said.get(group.key) ?? group.depth <= opened.depth);
 
@@ -166,7 +198,7 @@ function reveal(item) {
   for (let group = item.parent; group.parent; group = group.parent) {
     if (isOpen(group)) continue;
     closed = true;
-    opened.said.set(group.key, true);
+    setOpen(group, true);
   }
   return closed;
 }
