@@ -11,7 +11,7 @@ const FRAME = { head: 26, side: 16, bottom: 14 };
  * @typedef {{of: Item|Group, x: number, y: number, width: number, height: number}} Placed
  * @typedef {{scene: Scene, root: Frame, places: Map<Item|Group, Placed|Frame>, boxes: number, width: number, height: number}} Picture */
 
-const MOST_PICTURES = 8;
+const MOST_PICTURES = 12;
 
 /** Pictures made last, of the groups that are open now. @type {Map<Scene, Picture & {version: number}>} */
 const pictures = new Map();
@@ -27,14 +27,32 @@ function arrange(scene) {
 }
 
 function arrangeAnew(scene) {
-  const inner = new Map(); // what runs in each open group
-  for (const edge of scene.edges) addInner(inner, edge);
   const picture = { scene, root: null, places: new Map(), boxes: 0, width: 0, height: 0 };
-  const measured = measure(scene.root, inner);
-  picture.root = place(measured, 0, 0, picture);
+  picture.root = place(measure(scene.root, innerOf(scene)), 0, 0, picture);
   picture.width = picture.root.width;
   picture.height = picture.root.height;
   return picture;
+}
+
+/** Lay out a scene ahead of time, a little with each step. @param {() => Scene} make */
+function* arrangeSlowly(make) {
+  const scene = make();
+  yield;
+  const inner = innerOf(scene);
+  yield;
+  for (const child of scene.root.children) {
+    if (!isGroupOf(child) || !isOpen(child)) continue;
+    measure(child, inner); // what was laid out is kept by content
+    yield;
+  }
+  arrange(scene);
+}
+
+/** What runs in each open group. */
+function innerOf(scene) {
+  const inner = new Map();
+  for (const edge of scene.edges) addInner(inner, edge);
+  return inner;
 }
 
 /** For each open group that an edge runs in: its line there. Ends are places of children, or the value of a port. */
@@ -106,7 +124,7 @@ function flowOf(parts, isRoot) {
   const key = `${isRoot}|${parts.ins}|${parts.outs}|${parts.widths}|${parts.heights}|${parts.edges.join(";")}`;
   let found = flows.get(key);
   if (!found) {
-    found = isRoot ? inColumns(parts, layoutFlow(parts), 1.45, 700) : inColumns(parts, layoutFlow(parts), 0.9, 1000);
+    found = isRoot ? inColumns(parts, layoutFlow(parts), 1.2, 700) : inColumns(parts, layoutFlow(parts), 0.9, 1000);
     flows.set(key, found);
   }
   return found;
@@ -142,7 +160,7 @@ function wire(frame, { tail, head, arrow, flows }, strokes, measured) {
   const perValue = Boolean(from?.group || to?.group);
   const isShort = strokes.length === 1 && strokes[0].points.length === 4;
   let offset = 0;
-  for (const edges of d3.group(flows, (edge) => (perValue ? `${edge.pen} ${valueOfEdge(edge)}` : edge.pen)).values()) {
+  for (const edges of flows.length === 1 ? [flows] : d3.group(flows, (edge) => (perValue ? `${edge.pen} ${valueOfEdge(edge)}` : edge.pen)).values()) {
     const value = valueOfEdge(edges[0]);
     let startX = from?.group ? arranged.x[ins + tail] + from.indent + from.outX.get(value) : null;
     let endX = to?.group ? arranged.x[ins + head] + to.indent + to.inX.get(value) : null;

@@ -94,25 +94,39 @@ function changeLines(texts) {
   return lines.map((text) => ({ text: clip(text), role: "change" }));
 }
 
-/** Boxes of nodes that are not marked, by what is in them: passes share them. */
+/** Boxes of nodes, by what is in them: passes share them. */
 const plainBoxes = new Map();
 
 /** The box of a node. `mark`: how it changed; `told`: what changed, as text.
  * @param {NodeRecord} node @param {NodeRecord[]} constants @returns {Box} */
 function boxOf(node, constants, mark = "", told = EMPTY) {
-  const key = mark ? "" : constants.length ? `${node.id} ${constants.map((c) => c.id).join(" ")}` : node.id;
-  if (!mark && plainBoxes.has(key)) return plainBoxes.get(key);
+  const key = constants.length ? `${node.id} ${constants.map((c) => c.id).join(" ")}` : node.id;
+  let plain = plainBoxes.get(key);
+  if (!plain) plainBoxes.set(key, (plain = plainBox(node, constants)));
+  if (!mark) return plain;
+  const more = told.length ? changeLines(told) : EMPTY;
+  const height = plain.height + STRIP + more.length * LINE.height;
+  return { ...plain, lines: more.length ? [...plain.lines, ...more] : plain.lines, width: Math.max(plain.width, widthOf(more)), height };
+}
+
+function plainBox(node, constants) {
   const look = data.looks[node.kind];
-  const lines = [...linesOf(node, constants), ...changeLines(told)];
+  const lines = linesOf(node, constants);
   const head = clip(node.label, 30);
   const tag = look.pill ? "" : look.tag;
-  let width = textWidth(head, HEAD.size, HEAD.weight) + (tag ? textWidth(tag, 10) + 14 : 0) + 20;
-  for (const line of lines) width = Math.max(width, textWidth(line.text, LINE.sizes[line.role]) + 18);
-  const height = HEAD.height + lines.length * LINE.height + (lines.length ? 7 : 2) + (mark ? STRIP : 0);
-  // Few different widths: groups that are alike then have the same layout, which is made once.
-  const box = { head, tag, pill: look.pill, lines, width: Math.max(120, Math.ceil(width / 20) * 20), height };
-  if (!mark) plainBoxes.set(key, box);
-  return box;
+  const width = textWidth(head, HEAD.size, HEAD.weight) + (tag ? textWidth(tag, 10) + 14 : 0) + 20;
+  const height = HEAD.height + lines.length * LINE.height + (lines.length ? 7 : 2);
+  return { head, tag, pill: look.pill, lines, width: Math.max(rounded(width), widthOf(lines)), height };
+}
+
+/** Few different widths: groups that are alike then have the same layout, which is made once. */
+const rounded = (width) => Math.max(120, Math.ceil(width / 20) * 20);
+
+/** How wide a box must be for its lines. @param {readonly Line[]} lines */
+function widthOf(lines) {
+  let width = 0;
+  for (const { text, role } of lines) width = Math.max(width, textWidth(text, LINE.sizes[role]) + 18);
+  return rounded(width);
 }
 
 /** How a box of several removed nodes looks: as in `fxq/diffpicture.py`. */
@@ -122,8 +136,7 @@ const REPLACED = { tag: "replaced", colour: "#8f8f8f", ink: "#ffffff", pill: fal
 function replacedBox(nodes) {
   const lines = nodes.map((node) => ({ text: clip(`${node.label}   ${node.name}`), role: "detail" }));
   const head = `${nodes.length} nodes`;
-  const width = Math.max(120, ...lines.map((line) => textWidth(line.text, LINE.sizes.detail) + 18));
-  return { head, tag: REPLACED.tag, pill: false, lines, width: Math.ceil(width / 20) * 20, height: HEAD.height + lines.length * LINE.height + 7 + STRIP };
+  return { head, tag: REPLACED.tag, pill: false, lines, width: widthOf(lines), height: HEAD.height + lines.length * LINE.height + 7 + STRIP };
 }
 
 /** Which of the nodes of a box stands at a height in it. @param {Item} item */
@@ -137,5 +150,5 @@ function groupBox(title, count, marks) {
   const text = clip(title, 30);
   const told = Object.entries(marks).filter(([, n]) => n);
   const width = Math.max(textWidth(text, HEAD.size, HEAD.weight) + 64, 170);
-  return { head: text, tag: "", pill: false, lines: EMPTY, width: Math.ceil(width / 20) * 20, height: 64 + (told.length ? STRIP : 0) };
+  return { head: text, tag: "", pill: false, lines: EMPTY, width: rounded(width), height: 64 + (told.length ? STRIP : 0) };
 }

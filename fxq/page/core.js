@@ -1,14 +1,29 @@
 /* What every other script of the page uses: the data, the tabs, the state in the URL, small helpers.
 
-   The data (see `fxq/report.py`, which writes it) is one object in <script id="fxq-data">: title, looks, changes, nodes,
-   passes, ledger, values, weights, time, size; of kind "model" or "compare".
+   The data is one object in <script id="fxq-data">; `fxq/report.py` writes it, of kind "model" or "compare":
+     title, fxq, backend, recipe     texts
+     looks, changes                  of `fxq/palette.py`: how kinds of nodes, and changes, look and what they are called
+     nodes                           every `NodeView` of every pass once; what has its default is left out
+     passes                          [{name, ms, stage, sqnr?, nodes: [number in nodes], rewrites: [{rule, source, before, after}],
+                                       near: [{rule, source, node, matched, of, reason}]}]
+     ledger                          {coverage, rows}, rows as `Entry` of `fxq/ledger.py`
+     values, weights                 histograms and ranges by the name of a row of the ledger
+     time, size                      measured, of the float and the int8 model
+   A number that is not finite stands as text: "inf", "-inf", "nan".
 
    Stable names for tests and links:
-     #tabs button[data-tab=ID]        the tabs; #view-ID is what a tab shows
-     #theme                           light, dark
-     body[data-ready]                 set when the first view is drawn
-     window.fxq                       hooks: fxq.state, fxq.go({...})
-   State in the hash: #tab=graph&pass=fuse&mode=diff&node=conv1 */
+     #tabs button[data-tab=ID]       the tabs; #view-ID is what a tab shows
+     #theme, #search, #search-count, #results [data-result=NODE], #help-button, #help
+     #timeline [data-pass=NAME]      a pass; aria-current on the one that is shown. NAME.2 for the second of a name
+     [data-mode=graph|diff|side]     what is shown; aria-pressed
+     .pane[data-side=before|after] canvas.graph      the graphs
+     #collapse-all, #expand-all, #depth, #fit, #zoom-in, #zoom-out, #changes (how many nodes changed, in a diff)
+     #rewrites [data-rule] [data-rewrite=NUMBER], #near
+     #panel[data-node=NAME] dd[data-fact="scale"], [data-goto=NAME], [data-chart=values|weights]; also data-fact reason, fix, note
+     body[data-ready]                set when the first view is drawn
+     window.fxq                      hooks: data, state, go({...}); from the Graph tab: see `graphHooks` in graph.js
+   State in the hash: tab, theme, pass, mode, node (or "/" and the key of a group), rw (number of a rewrite), depth:
+     #tab=graph&pass=fuse&mode=diff&node=conv1 */
 
 /** @type {any} */
 const data = JSON.parse(document.getElementById("fxq-data").textContent);

@@ -241,7 +241,7 @@ function makeToolbar(host, does) {
   };
 }
 
-const PEN_MEANINGS = { added: "new edge", removed: "edge that is gone", became: "became" };
+const PEN_MEANINGS = { added: "new edge", removed: "edge gone", became: "became" };
 
 /** What the colours mean, of those that are there. @param {Scene} scene */
 function showLegend(host, scene) {
@@ -251,21 +251,24 @@ function showLegend(host, scene) {
   host.replaceChildren(...entries);
 }
 
-/** In idle moments, lay out what is likely to be asked for next. */
+/** In idle moments, lay out what may be asked for next: the passes around the chosen one first. */
 let warming = 0;
 function warmUp() {
-  const idle = window.requestIdleCallback ?? ((work) => setTimeout(work, 50));
+  const idle = window.requestIdleCallback ?? ((work) => setTimeout(() => work({ timeRemaining: () => 12 }), 30));
   const mine = ++warming;
   const i = chosenPass();
   const make = { graph: [graphScene], diff: [diffScene], side: [beforeScene, afterScene] }[chosenMode()];
-  const next = [i + 1, i - 1].filter((k) => k >= 0 && k < passes.length).flatMap((k) => make.map((scene) => () => arrange(scene(k))));
-  if (chosenMode() === "graph") next.push(() => arrange(diffScene(i)));
-  const work = () => {
-    if (mine !== warming || !next.length) return;
-    next.shift()();
+  const near = d3.sort(d3.range(passes.length), (k) => Math.abs(k - i - 0.1)).slice(0, MOST_SCENES - 1); // those below first
+  const steps = (function* () {
+    for (const k of near) for (const scene of make) yield* arrangeSlowly(() => scene(k));
+    if (chosenMode() === "graph") yield* arrangeSlowly(() => diffScene(i));
+  })();
+  const work = (deadline) => {
+    do if (mine !== warming || steps.next().done) return;
+    while (deadline.timeRemaining() > 8);
     idle(work);
   };
-  setTimeout(() => idle(work), 250);
+  setTimeout(() => idle(work), 150);
 }
 
 /** `fxq.step(3)`, `fxq.where("conv1")`, …: for tests. */

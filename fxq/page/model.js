@@ -23,11 +23,14 @@ for (const [id, node] of (data.nodes ?? []).entries()) {
  * @typedef {{index: number, name: string, nodes: NodeRecord[], byName: Map<string, NodeRecord>,
  *   constants: Map<string, NodeRecord[]>, drawn: NodeRecord[], readers: Map<string, string[]>}} Graph */
 
-/** `make(i)`, made once for each i. */
-function memo(make) {
+/** `make(key)`, made once for each key; of large things, only the latest `most` are kept. */
+function memo(make, most = Infinity) {
   const made = new Map();
   return (key) => {
-    if (!made.has(key)) made.set(key, make(key));
+    if (!made.has(key)) {
+      made.set(key, make(key));
+      if (made.size > most) made.delete(made.keys().next().value);
+    }
     return made.get(key);
   };
 }

@@ -22,7 +22,8 @@ function paint(context, picture, { k, x, y }, size, emphasis) {
   const { items } = picture.scene;
   const shownOf = (names) => new Set([...names].filter((name) => items.has(name)).map((name) => shown(items.get(name))));
   const near = shownOf(emphasis.near);
-  const work = { context, colours, k, seen, emphasis, near, shownOf, titles, isDiff: picture.scene.diff !== null };
+  const [chosen] = shownOf([emphasis.selected]);
+  const work = { context, colours, k, seen, emphasis, near, chosen, shownOf, titles, isDiff: picture.scene.diff !== null };
   paintFrame(work, picture.root);
   for (const frame of titles) paintTitle(work, frame);
   paintEmphasis(work, picture);
@@ -64,7 +65,8 @@ function paintFrame(work, frame) {
 const hasMarks = (group) => Object.values(group.marks).some(Boolean);
 
 /** Whether a box is not what this is about. @param {Item|Group} of */
-function isDim({ near, isDiff }, of) {
+function isDim({ near, isDiff, chosen }, of) {
+  if (of === chosen) return false;
   if (near.size) return !near.has(of);
   return isDiff && !(isGroupOf(of) ? hasMarks(of) : of.mark);
 }
@@ -179,10 +181,9 @@ function paintEmphasis(work, picture) {
   if (emphasis.hover && !emphasis.hover.group) ringAround(context, emphasis.hover, colours.accent, 1.2 / k, 2 / k);
   const group = emphasis.selected[0] === "/" && picture.scene.groups.get(emphasis.selected.slice(1));
   if (group && picture.places.has(group)) ring(group, colours.accent, 3);
-  const item = picture.scene.items.get(emphasis.selected);
-  if (!item) return;
-  paintWiresOf(work, picture.root, item);
-  ring(shown(item), colours.accent, 3);
+  if (!work.chosen) return;
+  paintWiresOf(work, picture.root, picture.scene.items.get(emphasis.selected));
+  ring(work.chosen, colours.accent, 3);
 }
 
 function ringAround(context, { x, y, width, height }, colour, line, away) {

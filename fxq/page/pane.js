@@ -153,8 +153,9 @@ function makePane(host, label, does) {
     else does.choose(!found ? "" : group ? `/${group.key}` : found.node.name);
   });
   canvas.addEventListener("dblclick", (event) => {
-    const group = groupOf(at(event));
-    if (group) does.toggle(group);
+    const found = at(event);
+    const group = groupOf(found);
+    if (group && !found.onToggle) does.toggle(group);
   });
   canvas.addEventListener("pointermove", (event) => {
     if (event.buttons) return hideTip();

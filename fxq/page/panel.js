@@ -88,8 +88,8 @@ function quality(node, row, rows) {
     SQNR: row && decibelsOf(row.sqnr),
     "own SQNR": row && decibelsOf(row.own_sqnr),
     measured: timed && micros(timed.us),
-    "float µs": micros(price("float_us")),
-    "int8 µs": micros(price("int8_us")),
+    "in float": micros(price("float_us")),
+    "on integers": micros(price("int8_us")),
     MACs: macs ? d3.format(".3s")(macs) : null,
   }));
 }

@@ -17,14 +17,16 @@ const newGroup = (key, title, path, parent) => ({
 /** Whether a child is a group. @param {Item|Group} child @returns {child is Group} */
 const isGroupOf = (child) => "children" in child;
 
+const MOST_SCENES = 10; // of each kind, that are kept
+
 /** The graph after pass `i`. @type {(i: number) => Scene} */
-const graphScene = memo((i) => plainScene(`graph ${i}`, graphOf(i), null));
+const graphScene = memo((i) => plainScene(`graph ${i}`, graphOf(i), null), MOST_SCENES);
 
 /** The graph before pass `i`, what it took away or changed marked. @type {(i: number) => Scene} */
-const beforeScene = memo((i) => (i < 1 ? graphScene(0) : plainScene(`before ${i}`, graphOf(i - 1), diffOf(i))));
+const beforeScene = memo((i) => (i < 1 ? graphScene(0) : plainScene(`before ${i}`, graphOf(i - 1), diffOf(i))), MOST_SCENES);
 
 /** The graph after pass `i`, what it added or changed marked. @type {(i: number) => Scene} */
-const afterScene = memo((i) => (i < 1 ? graphScene(0) : plainScene(`after ${i}`, graphOf(i), diffOf(i))));
+const afterScene = memo((i) => (i < 1 ? graphScene(0) : plainScene(`after ${i}`, graphOf(i), diffOf(i))), MOST_SCENES);
 
 function plainScene(id, graph, diff) {
   const scene = emptyScene(id, graph, diff);
@@ -64,7 +66,7 @@ const diffScene = memo((i) => {
   addBecame(scene, diff.became);
   scene.edges = [...new Map(scene.edges.map((edge) => [`${edge.from.name} ${edge.to.name} ${edge.pen}`, edge])).values()];
   return finished(scene);
-});
+}, MOST_SCENES);
 
 /** For each removed node, those that became the same nodes and stood in the same module: they share a box. */
 function replacedTogether({ before, became }) {
@@ -181,7 +183,8 @@ function openToDepth(depth) {
 
 const isOpen = (group) => group.parent === null || (opened.said.get(group.key) ?? group.depth <= opened.depth);
 
-/** The depth to which a scene can be opened without showing more than `most` boxes. @param {Scene} scene */
+/** The depth to which a scene can be opened without showing more than `most` boxes; infinite where all fits.
+ * @param {Scene} scene */
 function fittingDepth(scene, most = MOST_BOXES) {
   for (let depth = 0; depth <= scene.depth; depth++) {
     let boxes = 0;
@@ -189,7 +192,7 @@ function fittingDepth(scene, most = MOST_BOXES) {
       if (group.depth <= depth) boxes += group.children.filter((child) => !isGroupOf(child) || child.depth > depth).length;
     if (boxes > most) return Math.max(0, depth - 1);
   }
-  return scene.depth;
+  return Infinity;
 }
 
 /** Open every group around an item; whether one was closed. */
