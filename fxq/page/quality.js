@@ -44,7 +44,7 @@ function counts(values) {
   return found;
 }
 
-const LABELS = 90; // height of the names below a chart
+const LABELS = 98; // height of the names below a chart
 
 /** How wide a layer is in the charts: all fit where they can, else the charts scroll. */
 function stepFor(host, count) {
