@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -98,6 +100,26 @@ class Comparison(Rows[Any]):
     def worst(self) -> Any:
         """The row with the lowest SQNR; None where there are no rows."""
         return min(self.entries, key=lambda row: -math.inf if math.isnan(row.sqnr) else row.sqnr, default=None)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a page that shows it: one HTML file that needs no other.
+
+        Two quantized models stand side by side: SQNR of every layer, what runs as what in each, recipes and graphs. For
+        one and its float model it is the report of the model, with these numbers (see `QuantizedModel.report`).
+
+        Args:
+            path: the file; folders that are missing are made.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: `path` is no path.
+            RenderError: the file cannot be written.
+        """
+        from fxq.report import write_comparison, write_report
+
+        return write_report(self.models[0], path, self) if len(self.models) == 1 else write_comparison(self, path)
 
     def _facts(self) -> dict[str, Any]:
         return {"output_sqnr": self.output_sqnr, "batches": self.batches}

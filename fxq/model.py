@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,6 +29,9 @@ from fxq.record import Record
 from fxq.size import nbytes
 from fxq.table import Cell, cells
 from fxq.untouched import autocast_on
+
+if TYPE_CHECKING:
+    from fxq.comparison import Comparison
 
 log = logging.getLogger("fxq")
 
@@ -200,25 +203,30 @@ class QuantizedModel(fx.GraphModule):
         """The integers of every int8 layer with a weight, by module path (node name for functional calls)."""
         return dict(self._layers)
 
-    def report(self, path: str | os.PathLike[str], *, example_inputs: Any = None) -> Path:
+    def report(
+        self, path: str | os.PathLike[str], *, comparison: Comparison | None = None, example_inputs: Any = None
+    ) -> Path:
         """Write a page that shows what happened: every pass and its graph, the quality, the ledger, the time.
 
         One HTML file that needs no server, no network and no other file. The time is measured now, for a second or two.
 
         Args:
             path: the file; folders that are missing are made.
+            comparison: of this model with its float model (`fxq.compare`): its numbers, from as much data as it saw,
+                take the place of those that were measured on one batch when the model was quantized.
             example_inputs: one batch to time with; default: made up, of the shapes and dtypes on record.
 
         Returns:
             The path.
 
         Raises:
-            InputError: `path` is no path, or the model does not run on `example_inputs`.
+            InputError: `path` is no path, `comparison` is of another model, or the model does not run on
+                `example_inputs`.
             RenderError: the file cannot be written.
         """
         from fxq.report import write_report
 
-        return write_report(self, path, example_inputs)
+        return write_report(self, path, comparison, example_inputs)
 
     def _repr_html_(self) -> str:
         """In a notebook: what it is, what stays in float and why, the passes, and every op at a click."""

@@ -8,12 +8,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fxq.comparison import Comparison
 from fxq.data import as_batch, check_batch, device_of
 from fxq.errors import InputError, RecipeError
 from fxq.files import as_path, write_file
 from fxq.latency import Latency, recorded_inputs, time_models
 from fxq.page import page
-from fxq.reportgraph import Data, Nodes, looks, number, passes
+from fxq.reportgraph import Data, Nodes, graph_of, looks, number, passes
 from fxq.reportvalues import values, weights
 from fxq.size import nbytes
 from fxq.view import view
@@ -22,10 +23,20 @@ if TYPE_CHECKING:
     from fxq.model import QuantizedModel
 
 
-def write_report(model: QuantizedModel, path: str | os.PathLike[str], example_inputs: Any = None) -> Path:
+def write_report(
+    model: QuantizedModel,
+    path: str | os.PathLike[str],
+    comparison: Comparison | None = None,
+    example_inputs: Any = None,
+) -> Path:
     """Write the report of a model: see `QuantizedModel.report`."""
     file = as_path(path)
-    return write_page(report_data(model, example_inputs), file)
+    return write_page(report_data(model, comparison, example_inputs), file)
+
+
+def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
+    """Write the page of two quantized models: see `Comparison.report`."""
+    return write_page(comparison_data(comparison), as_path(path))
 
 
 def write_page(data: Data, path: Path) -> Path:
@@ -33,8 +44,9 @@ def write_page(data: Data, path: Path) -> Path:
     return write_file(path, page(data).encode())
 
 
-def report_data(model: QuantizedModel, example_inputs: Any = None) -> Data:
+def report_data(model: QuantizedModel, comparison: Comparison | None = None, example_inputs: Any = None) -> Data:
     """All that the page shows, as plain data; `fxq/page/core.js` says what stands where."""
+    _check_comparison(model, comparison)
     nodes = Nodes()
     steps = passes(model.history, nodes)
     return {
@@ -43,11 +55,33 @@ def report_data(model: QuantizedModel, example_inputs: Any = None) -> Data:
         **looks(),
         "nodes": nodes.records,
         "passes": steps,
-        "ledger": ledger(model),
+        "ledger": ledger(model) if comparison is None else _measured_anew(ledger(model), comparison),
+        "measured": "one recorded calibration batch" if comparison is None else _batches(comparison),
         "values": values(model.record.values),
         "weights": weights(model),
         "time": _time(model, example_inputs),
         "size": {"float_bytes": model.record.float_bytes, "int8_bytes": nbytes(model)},
+    }
+
+
+def comparison_data(comparison: Comparison) -> Data:
+    """The page of two quantized models: the graph as traced, that of each as it runs, and their layers side by side."""
+    models = dict(zip("ab", comparison.models, strict=True))
+    nodes = Nodes()
+    graphs = {"traced": models["a"].history[0], **{name: model.history[-1] for name, model in models.items()}}
+    found = json.loads(comparison.to_json())
+    return {
+        "version": 1,
+        "fxq": version("fxq"),
+        "kind": "compare",
+        "title": f"{models['b'].record.name}: {' against '.join(f'{k} ({_way(m)})' for k, m in models.items())}",
+        **looks(),
+        "nodes": nodes.records,
+        "passes": [graph_of(snapshot, nodes, name) for name, snapshot in graphs.items()],
+        "sides": [{"name": name, **heading(model), "ledger": ledger(model)} for name, model in models.items()],
+        "rows": found["layers"],
+        "output_sqnr": found["output_sqnr"],
+        "measured": _batches(comparison),
     }
 
 
@@ -57,14 +91,48 @@ def heading(model: QuantizedModel) -> Data:
         recipe = model.recipe.to_toml()
     except RecipeError as error:
         recipe = f"# This recipe has no TOML: {error}"
-    title = f"{model.record.name}, {model.recipe.preset} on {model.backend}"
-    return {"version": 1, "title": title, "fxq": version("fxq"), "backend": model.backend, "recipe": recipe}
+    return {"version": 1, "title": _title(model), "fxq": version("fxq"), "backend": model.backend, "recipe": recipe}
+
+
+def _title(model: QuantizedModel) -> str:
+    return f"{model.record.name}, {_way(model)}"
+
+
+def _way(model: QuantizedModel) -> str:
+    return f"{model.recipe.preset} on {model.backend}"
+
+
+def _batches(comparison: Comparison) -> str:
+    return f"{comparison.batches} batch{'' if comparison.batches == 1 else 'es'}"
 
 
 def ledger(model: QuantizedModel) -> Data:
     """The ledger's rows as plain data."""
     data = json.loads(model.ledger.to_json())
     return {"coverage": data["coverage"], "rows": data["ops"]}
+
+
+def _check_comparison(model: QuantizedModel, comparison: Any) -> None:
+    if comparison is None:
+        return
+    if not isinstance(comparison, Comparison):
+        raise InputError(f"comparison is a {type(comparison).__name__}; give what fxq.compare returned.")
+    if len(comparison.models) != 1 or comparison.models[0] is not model:
+        whose = "two quantized models" if len(comparison.models) > 1 else "another model"
+        raise InputError(
+            f"the comparison is of {whose}; a report takes that of its own model with the float model: "
+            "fxq.compare(float_model, qmodel, data)."
+        )
+
+
+def _measured_anew(data: Data, comparison: Comparison) -> Data:
+    """The ledger with the numbers of a comparison; rows that it does not have have none."""
+    found = {row["name"]: row for row in json.loads(comparison.to_json())["layers"]}
+    rows = [{**row, **{key: found.get(row["name"], {}).get(key) for key in _NUMBERS}} for row in data["rows"]]
+    return {**data, "rows": rows}
+
+
+_NUMBERS = ("sqnr", "own_sqnr", "cosine", "max_error")
 
 
 def _time(model: QuantizedModel, example_inputs: Any) -> Data:

@@ -50,14 +50,18 @@ def passes(history: History, nodes: Nodes) -> list[Data]:
 
 def _pass(snapshot: Snapshot, nodes: Nodes) -> Data:
     about: Data = {
-        "name": snapshot.name,
+        **graph_of(snapshot, nodes, snapshot.name),
         "ms": round(1e3 * snapshot.seconds, 3),
         "stage": str(snapshot.stage),
-        "nodes": [nodes.index(node) for node in snapshot.graph],
         "rewrites": [vars(edit) for edit in snapshot.edits],
         "near": [vars(miss) for miss in snapshot.near],
     }
     return about if snapshot.sqnr is None else {**about, "sqnr": number(snapshot.sqnr)}
+
+
+def graph_of(snapshot: Snapshot, nodes: Nodes, name: str) -> Data:
+    """The graph of a snapshot under a name, as a pass of which no more is known."""
+    return {"name": name, "nodes": [nodes.index(node) for node in snapshot.graph], "rewrites": [], "near": []}
 
 
 def looks() -> Data:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 import re
 
@@ -183,6 +184,66 @@ def test_inputs_that_are_no_plain_tensors_are_not_timed():
     found = report_data(fxq.quantize(model, REFERENCE, data=[({"x": torch.rand(2, 4)},)]))
     assert "input 0 is no plain tensor" in found["time"]["why"]
     assert (found["time"]["int8_us"], found["time"]["ops"]) == (None, [])
+
+
+# ---- comparisons
+
+
+@pytest.fixture(scope="module")
+def comparison(model, qmodel):
+    return fxq.compare(model, qmodel, [batch("residual", seed=seed) for seed in (2, 3)])
+
+
+def test_numbers_of_a_comparison_replace_those_of_the_ledger(qmodel, data, comparison, tmp_path):
+    found = written(qmodel.report(tmp_path / "r.html", comparison=comparison))
+    wanted = {row.name: row for row in comparison}
+    rows = {row["name"]: row for row in found["ledger"]["rows"]}
+    assert {name for name, row in rows.items() if row["sqnr"] is not None} == wanted.keys() != set()
+    for name, row in wanted.items():
+        numbers = [rows[name][key] for key in ("sqnr", "own_sqnr", "cosine", "max_error")]
+        assert numbers == [row.sqnr, row.own_sqnr, row.cosine, row.max_error]
+    assert (data["measured"], found["measured"]) == ("one recorded calibration batch", "2 batches")
+    assert found["values"] == json.loads(json.dumps(data["values"]))
+
+
+def test_a_comparison_with_the_float_model_reports_the_model(qmodel, comparison, tmp_path):
+    path = comparison.report(tmp_path / "new" / "c.html")
+    assert path == tmp_path / "new" / "c.html"
+    found = written(path)
+    assert (found["kind"], found["measured"]) == ("model", "2 batches")
+    assert [p["name"] for p in found["passes"]] == qmodel.history.names
+
+
+def test_two_quantized_models_stand_side_by_side(model, qmodel, tmp_path):
+    other = fxq.quantize(model, REFERENCE.override("head", fxq.FLOAT), data=[batch("residual")])
+    compared = fxq.compare(qmodel, other, [batch("residual")])
+    found = written(compared.report(tmp_path / "c.html"))
+    assert (found["kind"], found["measured"]) == ("compare", "1 batch")
+    assert found["title"] == "Residual: a (static on reference) against b (static on reference)"
+    graphs = {p["name"]: [found["nodes"][i]["name"] for i in p["nodes"]] for p in found["passes"]}
+    assert list(graphs) == ["traced", "a", "b"]
+    assert graphs["traced"] == [node.name for node in qmodel.history[0].graph]
+    assert graphs["a"] == [node.name for node in qmodel.history[-1].graph]
+    assert graphs["b"] == [node.name for node in other.history[-1].graph]
+    plain = [{key: "inf" if value == math.inf else value for key, value in vars(row).items()} for row in compared]
+    assert found["rows"] == plain
+    assert found["output_sqnr"] == compared.output_sqnr
+    a, b = found["sides"]
+    assert a["recipe"] == REFERENCE.to_toml() != b["recipe"]
+    assert [row["fate"] for row in b["ledger"]["rows"]] == [entry.fate for entry in other.ledger]
+
+
+def test_a_comparison_of_something_else_is_refused(model, qmodel, comparison, tmp_path):
+    other = fxq.quantize(model, REFERENCE, data=[batch("residual")])
+    with pytest.raises(InputError, match="the comparison is of another model"):
+        other.report(tmp_path / "r.html", comparison=comparison)
+    pair = fxq.compare(qmodel, other, [batch("residual")])
+    with pytest.raises(InputError, match=r"of two quantized models; .* fxq\.compare\(float_model, qmodel, data\)"):
+        other.report(tmp_path / "r.html", comparison=pair)
+    with pytest.raises(InputError, match=r"comparison is a list; give what fxq\.compare returned"):
+        other.report(tmp_path / "r.html", comparison=[1])
+    with pytest.raises(InputError, match="named by a str or a path"):
+        pair.report(3)
 
 
 # ---- the file

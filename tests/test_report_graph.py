@@ -97,7 +97,7 @@ def test_side_by_side_shows_the_graph_before_too(browser, digits):
         page.keyboard.press("s")
         assert shown(page)["mode"] == "side"
         assert before.is_visible()
-        assert before.inner_text() == f"before: after {qmodel.history.names[qmodel.history.names.index('fuse') - 1]}"
+        assert qmodel.history.names[qmodel.history.names.index("fuse") - 1] in before.inner_text()
         page.keyboard.press("g")
         assert not before.is_visible()
 

@@ -38,6 +38,7 @@ SCRIPTS = (
     "quality.js",
     "ledger.js",
     "time.js",
+    "compare.js",
     "main.js",
 )
 """The page's own scripts; one may use what those before it define, and `main.js` starts it all."""

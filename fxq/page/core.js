@@ -28,6 +28,10 @@
 /** @type {any} */
 const data = JSON.parse(document.getElementById("fxq-data").textContent);
 
+/** Whether the page is of two models; its "passes" are then the graph as traced, and that of either model. */
+const isPair = data.kind === "compare";
+document.body.dataset.kind = data.kind;
+
 /** Tabs in the order of the bar: a script pushes `{id, title, kinds, render(host, data)}`; `render` is called once, when
  * the tab is first opened. `kinds`: the kinds of data that it can show, "model" when left out.
  * @type {{id: string, title: string, kinds?: string[], render: (host: HTMLElement, data: any) => void}[]} */

@@ -3,7 +3,7 @@
 const MODES = { graph: "Graph", diff: "Diff", side: "Side by side" };
 
 /** What is shown: graph, diff or side; the first pass has nothing to differ from. */
-const chosenMode = () => (state.mode in MODES ? state.mode : "graph");
+const chosenMode = () => (state.mode in MODES ? state.mode : isPair ? "side" : "graph");
 
 function renderGraph(host) {
   const left = el("aside.left");
@@ -52,8 +52,8 @@ function renderGraph(host) {
 
   function captions() {
     const i = chosenPass();
-    panes.before.caption.textContent = i > 0 ? `before · ${passes[i - 1].name}` : "";
-    const from = chosenMode() === "diff" && i > 0 ? `${passes[i - 1].name} → ${passes[i].name}` : `after · ${passes[i].name}`;
+    panes.before.caption.textContent = i > 0 ? `${isPair ? "" : "before · "}${passes[i - 1].name}` : "";
+    const from = chosenMode() === "diff" && i > 0 ? `${passes[i - 1].name} → ${passes[i].name}` : `${isPair ? "" : "after · "}${passes[i].name}`;
     panes.after.caption.textContent = from;
   }
 

@@ -70,6 +70,8 @@ const LEDGER_COLUMNS = [
   { key: "fate", title: "runs as", value: (row) => row.fate, cell: (row) => fateTag(row.fate) },
   { key: "sqnr", title: "SQNR dB", value: (row) => numeric(row.sqnr), cell: (row) => inDecibels(row.sqnr), help: "of its output against the float model" },
   { key: "own_sqnr", title: "own dB", value: (row) => numeric(row.own_sqnr), cell: (row) => inDecibels(row.own_sqnr), help: "the same, had it got the float model's values" },
+  { key: "cosine", title: "cosine", value: (row) => numeric(row.cosine), cell: (row) => (missing(row.cosine) ? "" : numeric(row.cosine).toFixed(5)), help: "of the angle between its output and the float model's" },
+  { key: "max_error", title: "max error", down: true, value: (row) => numeric(row.max_error), cell: (row) => (missing(row.max_error) ? "" : short(numeric(row.max_error))), help: "largest difference from the float model's value" },
   { key: "macs", title: "MACs", down: true, value: (row) => row.macs || null, cell: (row) => (row.macs ? counted(row.macs) : ""), help: "multiply-accumulates" },
   { key: "float_us", title: "float µs", down: true, value: (row) => row.float_us, cell: (row) => inMicroseconds(row.float_us), help: "measured, of the op or unit in float" },
   { key: "int8_us", title: "int8 µs", down: true, value: (row) => row.int8_us, cell: (row) => inMicroseconds(row.int8_us), help: "measured, of the op or unit on integers" },

@@ -172,9 +172,9 @@ function aboutPass(i) {
   const marks = diff && Object.entries(diff.counts).filter(([, n]) => n);
   return [
     el("header", {}, el("h2", {}, pass.name), el("p.nodename", {}, pass.stage ? `stage: ${pass.stage}` : "")),
-    ...section("", factList({ nodes: String(nodes.length), edits: String(pass.rewrites.length), took: milliseconds(pass.ms), SQNR: decibelsOf(pass.sqnr) })),
+    ...section("", factList({ nodes: String(nodes.length), ...(isPair ? {} : { edits: String(pass.rewrites.length), took: milliseconds(pass.ms) }), SQNR: decibelsOf(pass.sqnr) })),
     ...section("Nodes", kindTable(d3.rollup(nodes, (all) => all.length, (node) => node.kind))),
-    ...section("Against the pass before", marks?.length ? el("table.kindtable", {}, ...marks.map(([mark, n]) => el("tr", {}, el("td", {}, chip(data.changes[mark])), el("td", {}, data.changes[mark].meaning), el("td.number", {}, String(n))))) : i ? el("p.quiet", {}, "No difference.") : null),
+    ...section(isPair ? "Against the graph before" : "Against the pass before", marks?.length ? el("table.kindtable", {}, ...marks.map(([mark, n]) => el("tr", {}, el("td", {}, chip(data.changes[mark])), el("td", {}, data.changes[mark].meaning), el("td.number", {}, String(n))))) : i ? el("p.quiet", {}, "No difference.") : null),
     el("p.quiet.hint", {}, "Click a node to see all about it. Press ? for the keys."),
   ];
 }

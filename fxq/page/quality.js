@@ -22,14 +22,15 @@ function layersOf(rows) {
 /** A number that stands out, with what it is. */
 const tile = (value, what, help = null) => el("div.tile", help ? { title: help } : {}, el("strong", {}, value), el("span", {}, what));
 
-function qualityTiles(layers, ledger) {
+function qualityTiles(layers, all) {
+  const { ledger } = all;
   const last = layers.at(-1);
   const int8 = layers.filter((layer) => layer.row.fate !== "float");
   const fates = counts(ledger.rows.map((row) => row.fate));
   return el(
     "div.tiles",
     {},
-    tile(withUnit(last?.row.sqnr), "SQNR of the output (last layer)", "against the float model: 10 log10(signal / noise) of the last layer, on a recorded calibration batch"),
+    tile(withUnit(last?.row.sqnr), "SQNR of the output (last layer)", `against the float model: 10 log10(signal / noise), on ${all.measured}`),
     tile(percent(ledger.coverage), "of the multiply-accumulates in int8"),
     tile(`${(fates.get("int8") ?? 0) + (fates.get("moves") ?? 0)} : ${fates.get("float") ?? 0}`, "ops on integers : in float"),
     int8.length ? tile(withUnit(least(int8, (layer) => layer.dB).row.sqnr), `worst: ${least(int8, (layer) => layer.dB).name}`) : null,
@@ -89,7 +90,7 @@ function layerChart(host, layers, step, options) {
       Plot.ruleX(layers, Plot.pointerX({ x: "i", stroke: "var(--quiet)", strokeWidth: Math.max(step - 2, 1), strokeOpacity: 0.18 })),
       ...options.marks,
       options.marginBottom ? layerAxis(layers, step) : Plot.axisX([]),
-      Plot.tip(layers, Plot.pointerX({ x: "i", y: options.tipAt, title: layerTip, ...tipLook })),
+      Plot.tip(layers, Plot.pointerX({ x: "i", y: options.tipAt, title: options.tip ?? layerTip, ...tipLook })),
     ],
   });
   chart.classList.add("clickable");
@@ -162,7 +163,7 @@ const HOLLOW = "Hollow at the top: exact, no difference at all.";
 function renderQuality(host, all) {
   host.classList.add("sheet");
   const layers = layersOf(all.ledger.rows);
-  host.append(qualityTiles(layers, all.ledger));
+  host.append(qualityTiles(layers, all));
   if (!layers.length) {
     host.append(el("p.empty", {}, "No SQNR is on record: the float and the int8 model did not both run on a recorded calibration batch."));
     return;
@@ -170,7 +171,7 @@ function renderQuality(host, all) {
   const split = layers.some((layer) => layer.own !== null);
   const charted = el("div.scroll");
   host.append(
-    el("h2", {}, "SQNR of each layer, in execution order"),
+    el("h2", {}, `SQNR of each layer, in execution order, on ${all.measured}`),
     legendOf(...FATE_LEGEND.filter(([, , , fate]) => layers.some((layer) => layer.row.fate === fate)), ...(split ? [["noise-own", "the layer alone: had it got the float model's values", "dash"]] : [])),
     layers.some((layer) => layer.dB === Infinity) ? el("p.note", {}, HOLLOW) : "",
     charted,

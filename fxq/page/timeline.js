@@ -13,7 +13,7 @@ function makeTimeline(host) {
     list.append(el("li", {}, button));
     return button;
   });
-  host.append(el("h2", {}, "Passes"), list);
+  host.append(el("h2", {}, isPair ? "Graphs" : "Passes"), list);
   const show = () => {
     const chosen = chosenPass();
     for (const [i, button] of buttons.entries()) {
@@ -29,7 +29,7 @@ function passLines(pass, i, most) {
   const nodes = graphOf(i).drawn;
   const sqnr = typeof pass.sqnr === "number" ? el("span.sqnr", { title: "SQNR against the float model on the example input" }, `${pass.sqnr.toFixed(1)} dB`) : null;
   const edits = pass.rewrites.length;
-  const facts = [`${nodes.length} nodes`, `${edits} edit${edits === 1 ? "" : "s"}`, milliseconds(pass.ms)];
+  const facts = [`${nodes.length} nodes`, ...(isPair ? [] : [`${edits} edit${edits === 1 ? "" : "s"}`, milliseconds(pass.ms)])];
   return [el("span.name", {}, el("b", {}, pass.name), sqnr), el("span.facts", {}, facts.join(" · ")), kindsBar(d3.rollup(nodes, (all) => all.length, (node) => node.kind), nodes.length / most)];
 }
 
