@@ -159,9 +159,12 @@ function wire(frame, { tail, head, arrow, flows }, strokes, measured) {
   const [top, bottom] = [tail < 0 ? -FRAME.head : null, head >= 1e6 ? frame.height - FRAME.head : null];
   const perValue = Boolean(from?.group || to?.group);
   const isShort = strokes.length === 1 && strokes[0].points.length === 4;
-  let offset = 0;
-  for (const edges of flows.length === 1 ? [flows] : d3.group(flows, (edge) => (perValue ? `${edge.pen} ${valueOfEdge(edge)}` : edge.pen)).values()) {
+  let number = 0;
+  for (const edges of flows.length === 1
+    ? [flows]
+    : d3.group(flows, (edge) => (perValue ? `${edge.pen} ${valueOfEdge(edge)}` : edge.pen)).values()) {
     const value = valueOfEdge(edges[0]);
+    const offset = OFFSETS[number++ % OFFSETS.length]; // side by side, where they have the same way
     let startX = from?.group ? arranged.x[ins + tail] + from.indent + from.outX.get(value) : null;
     let endX = to?.group ? arranged.x[ins + head] + to.indent + to.inX.get(value) : null;
     // A short edge between a box and a port is straight where the box is above or below the port.
@@ -170,16 +173,20 @@ function wire(frame, { tail, head, arrow, flows }, strokes, measured) {
     const moves = startX !== null || endX !== null || top !== null || bottom !== null || offset;
     const made = moves ? moveEnds(strokes, { startX, endX, top, bottom, offset }) : strokes;
     frame.wires.push({ pen: edges[0].pen, arrow, strokes: made, flows: edges });
-    offset += 5;
   }
 }
+
+const OFFSETS = [0, 5, -5, 10, -10];
 
 /** `x`, or what is next to it on a side of a box, away from the corners. */
 const clampInto = (x, left, width) => Math.max(left + 14, Math.min(left + width - 14, x));
 
 /** A copy of the strokes that begins and ends elsewhere: at the port of a group, at the frame around. */
 function moveEnds(strokes, { startX, endX, top, bottom, offset }) {
-  const made = strokes.map((stroke) => ({ ...stroke, points: offset ? stroke.points.map((v, k) => (k % 2 ? v : v + offset)) : stroke.points.slice() }));
+  const made = strokes.map((stroke) => ({
+    ...stroke,
+    points: offset ? stroke.points.map((v, k) => (k % 2 ? v : v + offset)) : stroke.points.slice(),
+  }));
   const flows = made.filter((stroke) => !stroke.ortho);
   const jumps = made.filter((stroke) => stroke.ortho);
   const [first, last] = [flows[0].points, flows.at(-1).points];

@@ -136,7 +136,14 @@ const REPLACED = { tag: "replaced", colour: "#8f8f8f", ink: "#ffffff", pill: fal
 function replacedBox(nodes) {
   const lines = nodes.map((node) => ({ text: clip(`${node.label}   ${node.name}`), role: "detail" }));
   const head = `${nodes.length} nodes`;
-  return { head, tag: REPLACED.tag, pill: false, lines, width: widthOf(lines), height: HEAD.height + lines.length * LINE.height + 7 + STRIP };
+  return {
+    head,
+    tag: REPLACED.tag,
+    pill: false,
+    lines,
+    width: widthOf(lines),
+    height: HEAD.height + lines.length * LINE.height + 7 + STRIP,
+  };
 }
 
 /** Which of the nodes of a box stands at a height in it. @param {Item} item */

@@ -151,7 +151,8 @@ function columnExtents({ widths }, flow, split, columnOf, count) {
     extents[k][1] = Math.max(extents[k][1], right);
   };
   for (const [i, left] of flow.x.entries()) grow(columnOf(flow.y[i]), left, left + widths[i]);
-  for (const { flows } of split) for (const { column, points } of flows) for (let k = 0; k < points.length; k += 2) grow(column, points[k], points[k]);
+  for (const { flows } of split)
+    for (const { column, points } of flows) for (let k = 0; k < points.length; k += 2) grow(column, points[k], points[k]);
   return extents.map(([left, right]) => (left > right ? [0, 0] : [left, right]));
 }
 
@@ -160,7 +161,20 @@ function jumpPoints({ cut, x, down, lane }, shift, bounds, gutters, top) {
   const bottom = bounds[cut + 1] + shift[cut].y;
   const away = LANE * (lane + 1);
   const gutter = gutters[cut] + LANE * lane;
-  const points = [x + shift[cut].x, bottom, x + shift[cut].x, bottom + away, gutter, bottom + away, gutter, top - away, x + shift[cut + 1].x, top - away, x + shift[cut + 1].x, top];
+  const points = [
+    x + shift[cut].x,
+    bottom,
+    x + shift[cut].x,
+    bottom + away,
+    gutter,
+    bottom + away,
+    gutter,
+    top - away,
+    x + shift[cut + 1].x,
+    top - away,
+    x + shift[cut + 1].x,
+    top,
+  ];
   if (down) return points;
   const back = [];
   for (let k = points.length - 2; k >= 0; k -= 2) back.push(points[k], points[k + 1]);

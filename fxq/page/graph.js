@@ -3,7 +3,7 @@
 const MODES = { graph: "Graph", diff: "Diff", side: "Side by side" };
 
 /** What is shown: graph, diff or side; the first pass has nothing to differ from. */
-const chosenMode = () => (state.mode in MODES ? state.mode : isPair ? "side" : "graph");
+const chosenMode = () => (Object.hasOwn(MODES, state.mode ?? "") ? state.mode : isPair ? "side" : "graph");
 
 function renderGraph(host) {
   const left = el("aside.left");
@@ -20,13 +20,19 @@ function renderGraph(host) {
   const does = {
     choose: (name) => go({ node: name, rw: "" }),
     toggle: (group) => toggleGroup(group),
-    moved: (pane) => { if (chosenMode() === "side") (pane === panes.after ? panes.before : panes.after).follow(pane); },
+    moved: (pane) => {
+      if (chosenMode() === "side") (pane === panes.after ? panes.before : panes.after).follow(pane);
+    },
   };
   const panes = { before: makePane(sides.before, "Graph before", does), after: makePane(sides.after, "Graph", does) };
   for (const [name, pane] of Object.entries(panes)) pane.caption = sides[name].appendChild(el("div.panecaption"));
   const isSplit = () => chosenMode() === "side" && chosenPass() > 0;
   const visible = () => (isSplit() ? [panes.before, panes.after] : [panes.after]);
-  const controls = makeToolbar(toolbar, { fit: () => visible().forEach((pane) => pane.fit()), zoom: (times) => visible().forEach((pane) => pane.zoomBy(times)), depth: setDepth });
+  const controls = makeToolbar(toolbar, {
+    fit: () => visible().forEach((pane) => pane.fit()),
+    zoom: (times) => visible().forEach((pane) => pane.zoomBy(times)),
+    depth: setDepth,
+  });
 
   // ---- showing the state
 
@@ -64,7 +70,11 @@ function renderGraph(host) {
     const near = new Set([...names.before, ...names.after]);
     for (const pane of visible()) {
       const scene = pane.picture().scene;
-      Object.assign(pane.emphasis, { selected: state.node ?? "", near, kin: new Set(state.node && !scene.items.has(state.node) ? kinOf(scene, state.node) : EMPTY) });
+      Object.assign(pane.emphasis, {
+        selected: state.node ?? "",
+        near,
+        kin: new Set(state.node && !scene.items.has(state.node) ? kinOf(scene, state.node) : EMPTY),
+      });
       pane.draw();
     }
     return [...near];
@@ -73,10 +83,11 @@ function renderGraph(host) {
   /** Make some nodes seen: open the groups around them, and move there. */
   function lookAt(names) {
     let closed = false;
-    for (const pane of visible()) for (const name of names) {
-      const item = pane.picture().scene.items.get(name);
-      if (item && reveal(item)) closed = true;
-    }
+    for (const pane of visible())
+      for (const name of names) {
+        const item = pane.picture().scene.items.get(name);
+        if (item && reveal(item)) closed = true;
+      }
     if (closed) showScenes();
     for (const pane of visible()) {
       const known = names.filter((name) => pane.picture().scene.items.has(name));
@@ -95,12 +106,13 @@ function renderGraph(host) {
   }
 
   function follow(changed) {
-    const chosen = state.node && !changed.node ? panes.after.picture()?.scene.items.get(state.node) ?? null : null;
+    const chosen = state.node && !changed.node ? (panes.after.picture()?.scene.items.get(state.node) ?? null) : null;
     if (changed.pass || changed.mode) showScenes(chosen);
     const near = emphasize();
     if (changed.rw && near.length) lookAt(near);
     else if (changed.node && state.node && !state.node.startsWith("/")) lookAt([state.node]);
-    else if (chosen) lookAt([state.node]); // a chosen node is followed through the passes
+    else if (chosen)
+      lookAt([state.node]); // a chosen node is followed through the passes
     else if (changed.pass || changed.mode) lookAtChanges();
     if (changed.pass) timeline.show();
     if (changed.pass || changed.rw) rewrites.show();
@@ -125,7 +137,12 @@ function renderGraph(host) {
     if (changed.mode || changed.rw) splitFor(changed);
     if (changed.pass || changed.mode || changed.node || changed.rw) follow(changed);
   });
-  on("theme", () => Object.values(panes).forEach((pane) => { pane.minimap.forget(); pane.draw(); }));
+  on("theme", () =>
+    Object.values(panes).forEach((pane) => {
+      pane.minimap.forget();
+      pane.draw();
+    }),
+  );
   graphKeys({ visible, setDepth, isHere: () => !host.hidden });
   graphHooks({ panes, visible, setDepth, toggleGroup });
 
@@ -167,7 +184,12 @@ function together(pane, names) {
   const box = { left: Infinity, right: -Infinity, top: Infinity, bottom: -Infinity };
   for (const name of names) {
     const p = places.get(shown(scene.items.get(name)));
-    const grown = { left: Math.min(box.left, p.x), right: Math.max(box.right, p.x + p.width), top: Math.min(box.top, p.y), bottom: Math.max(box.bottom, p.y + p.height) };
+    const grown = {
+      left: Math.min(box.left, p.x),
+      right: Math.max(box.right, p.x + p.width),
+      top: Math.min(box.top, p.y),
+      bottom: Math.max(box.bottom, p.y + p.height),
+    };
     if (taken.length && (grown.right - grown.left > wide || grown.bottom - grown.top > high)) break;
     Object.assign(box, grown);
     taken.push(name);
@@ -188,67 +210,6 @@ function flash(pane, names) {
   };
   emphasis.begin = begin;
   if (names.length) requestAnimationFrame(fade);
-}
-
-// ---- around it
-
-function graphKeys({ visible, setDepth, isHere }) {
-  const step = (way) => () => {
-    const i = Math.max(0, Math.min(passes.length - 1, chosenPass() + way));
-    go({ pass: passId(i), rw: "" });
-  };
-  const walk = (way) => () => {
-    const names = graphOf(chosenPass()).drawn.map((node) => node.name);
-    const at = names.indexOf(state.node);
-    go({ node: names[at < 0 ? 0 : Math.max(0, Math.min(names.length - 1, at + way))], rw: "" });
-  };
-  const mode = (name) => () => go({ mode: name });
-  const actions = {
-    ArrowDown: step(1), ArrowRight: step(1), ArrowUp: step(-1), ArrowLeft: step(-1),
-    g: mode("graph"), d: mode("diff"), s: mode("side"),
-    n: () => stepRewrite(1), p: () => stepRewrite(-1), j: walk(1), k: walk(-1),
-    f: () => visible().forEach((pane) => pane.fit()),
-    "+": () => visible().forEach((pane) => pane.zoomBy(1.3)), "=": () => visible().forEach((pane) => pane.zoomBy(1.3)), "-": () => visible().forEach((pane) => pane.zoomBy(1 / 1.3)),
-    e: () => setDepth(Infinity), c: () => setDepth(0),
-    Escape: () => go({ node: "", rw: "" }),
-  };
-  for (let depth = 1; depth <= 9; depth++) actions[depth] = () => setDepth(depth);
-  onKeys(actions, isHere);
-}
-
-/** Buttons above the graph. */
-function makeToolbar(host, does) {
-  const modes = Object.entries(MODES).map(([mode, title]) => el("button", { type: "button", "data-mode": mode, title: `${title} (${mode[0]})`, onclick: () => go({ mode }) }, title));
-  const button = (title, text, id, action) => el("button", { type: "button", id, title, "aria-label": title, onclick: action }, text);
-  const depth = el("select", { id: "depth", "aria-label": "Expand to depth", onchange: () => does.depth(depth.value === "all" ? Infinity : Number(depth.value)) });
-  const changes = el("span.changes", { id: "changes" });
-  host.append(
-    el("div.buttons", { role: "group", "aria-label": "What is shown" }, ...modes), changes, el("span.space"),
-    el("div.buttons", { role: "group", "aria-label": "Groups" }, button("Collapse all groups (c)", "⊟", "collapse-all", () => does.depth(0)), button("Expand all groups (e)", "⊞", "expand-all", () => does.depth(Infinity)), depth),
-    el("div.buttons", { role: "group", "aria-label": "Zoom" }, button("Zoom out (−)", "−", "zoom-out", () => does.zoom(1 / 1.3)), button("Fit the whole graph (f)", "Fit", "fit", does.fit), button("Zoom in (+)", "+", "zoom-in", () => does.zoom(1.3))),
-  );
-  return {
-    /** @param {Scene} scene */
-    show(scene) {
-      for (const choice of modes) choice.setAttribute("aria-pressed", String(choice.dataset.mode === chosenMode()));
-      const diff = scene.diff;
-      changes.replaceChildren(...(diff ? Object.entries(diff.counts).filter(([, n]) => n).map(([mark, n]) => chip(data.changes[mark], `${data.changes[mark].tag} ${n}`)) : []));
-      if (diff && !changes.childElementCount) changes.textContent = "no difference";
-      depth.replaceChildren(...d3.range(scene.depth + 1).map((n) => el("option", { value: n }, `depth ${n}`)), el("option", { value: "all" }, "all"));
-      depth.value = opened.depth >= scene.depth ? "all" : String(opened.depth);
-      depth.parentElement.hidden = scene.depth === 0;
-    },
-  };
-}
-
-const PEN_MEANINGS = { added: "new edge", removed: "edge gone", became: "became" };
-
-/** What the colours mean, of those that are there. @param {Scene} scene */
-function showLegend(host, scene) {
-  const kinds = Object.entries(data.looks).filter(([kind]) => scene.root.kinds.get(kind));
-  const entries = kinds.map(([, look]) => el("span.entry", {}, chip(look), look.meaning));
-  if (scene.id.startsWith("diff")) for (const [pen, text] of Object.entries(PEN_MEANINGS)) entries.push(el("span.entry", {}, el(`i.pen.${pen}`), text));
-  host.replaceChildren(...entries);
 }
 
 /** In idle moments, lay out what may be asked for next: the passes around the chosen one first. */
@@ -289,7 +250,17 @@ function graphHooks({ panes, visible, setDepth, toggleGroup }) {
     /** What is shown, and the milliseconds that the last layout and drawing took. */
     stats() {
       const picture = panes.after.picture();
-      return { pass: passes[chosenPass()].name, mode: chosenMode(), nodes: picture.scene.items.size, boxes: picture.boxes, layout: panes.after.spent.layout, draw: panes.after.spent.draw, zoom: panes.after.view().k, width: picture.width, height: picture.height };
+      return {
+        pass: passes[chosenPass()].name,
+        mode: chosenMode(),
+        nodes: picture.scene.items.size,
+        boxes: picture.boxes,
+        layout: panes.after.spent.layout,
+        draw: panes.after.spent.draw,
+        zoom: panes.after.view().k,
+        width: picture.width,
+        height: picture.height,
+      };
     },
   });
 }

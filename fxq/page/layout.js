@@ -83,7 +83,13 @@ function placePiece(parts, members, numbers, isFirst, x, y, routes, isAcyclic) {
   const index = new Map(members.map((i, k) => [i, k]));
   const edges = numbers.map((number) => parts.edges[number].map((i) => index.get(i)));
   const port = members.map((i) => (i < ins ? 1 : i >= widths.length - outs ? 2 : 0));
-  const flow = pieceFlow(members.map((i) => widths[i]), members.map((i) => heights[i]), edges, port, isAcyclic);
+  const flow = pieceFlow(
+    members.map((i) => widths[i]),
+    members.map((i) => heights[i]),
+    edges,
+    port,
+    isAcyclic,
+  );
   const top = members[0];
   // Turned around where it would lead even further to one side: pieces that all lean to the right would make a slope.
   const middle = isFirst ? 0 : x[top] + widths[top] / 2;
@@ -95,7 +101,8 @@ function placePiece(parts, members, numbers, isFirst, x, y, routes, isAcyclic) {
     x[i] = middle + turn * (flow.x[k] + widths[i] / 2 - axis) - widths[i] / 2;
     y[i] = flow.y[k] + dy;
   }
-  for (const [k, number] of numbers.entries()) routes[number] = flow.routes[k].map((v, at) => (at % 2 ? v + dy : middle + turn * (v - axis)));
+  for (const [k, number] of numbers.entries())
+    routes[number] = flow.routes[k].map((v, at) => (at % 2 ? v + dy : middle + turn * (v - axis)));
 }
 
 const pieces = new Map();
@@ -104,7 +111,11 @@ const pieces = new Map();
 function pieceFlow(widths, heights, edges, port, isAcyclic) {
   const key = `${widths}|${heights}|${edges.join(";")}|${port}`;
   let flow = pieces.get(key);
-  if (!flow) pieces.set(key, (flow = isAcyclic && isSimple(widths.length, edges) ? simpleFlow(widths, heights, edges) : dagreFlow(widths, heights, edges, port)));
+  if (!flow)
+    pieces.set(
+      key,
+      (flow = isAcyclic && isSimple(widths.length, edges) ? simpleFlow(widths, heights, edges) : dagreFlow(widths, heights, edges, port)),
+    );
   return flow;
 }
 
@@ -140,7 +151,10 @@ function dagreFlow(widths, heights, edges, port) {
   }
   const bottoms = rankBottoms(y, heights);
   const routes = edges.map(([a, b]) => {
-    const points = graph.edge(a, b).points.slice(1, -1).flatMap((p) => besideBoxes(p, bottoms));
+    const points = graph
+      .edge(a, b)
+      .points.slice(1, -1)
+      .flatMap((p) => besideBoxes(p, bottoms));
     return attached(points, a, b, x, y, widths, heights, bottoms);
   });
   return { x, y, routes, width: 0, height: 0 };

@@ -11,7 +11,11 @@ function start() {
     const host = (hosts[tab.id] = el("section.view", { id: `view-${tab.id}`, role: "tabpanel", "aria-label": tab.title, hidden: true }));
     views.append(host);
     bar.append(
-      el("button", { type: "button", role: "tab", "data-tab": tab.id, "aria-controls": host.id, onclick: () => go({ tab: tab.id }) }, tab.title),
+      el(
+        "button",
+        { type: "button", role: "tab", "data-tab": tab.id, "aria-controls": host.id, onclick: () => go({ tab: tab.id }) },
+        tab.title,
+      ),
     );
   }
   const open = () => {
@@ -34,7 +38,17 @@ function start() {
   onKeys({ "?": help.toggle, t: () => go({ theme: isDark() ? "light" : "dark" }) }, () => true);
   tools.append(
     el("button", { type: "button", id: "help-button", title: "keys (?)", "aria-label": "keys", onclick: help.toggle }, "?"),
-    el("button", { type: "button", id: "theme", title: "light or dark", "aria-label": "light or dark", onclick: () => go({ theme: isDark() ? "light" : "dark" }) }, "◐"),
+    el(
+      "button",
+      {
+        type: "button",
+        id: "theme",
+        title: "light or dark",
+        "aria-label": "light or dark",
+        onclick: () => go({ theme: isDark() ? "light" : "dark" }),
+      },
+      "◐",
+    ),
   );
   prefersDark.addEventListener("change", applyTheme);
   on("state", (changed) => {

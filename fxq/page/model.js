@@ -108,7 +108,12 @@ const diffOf = memo((i) => {
     const changed = constants.filter((constant) => fields.has(constant.name));
     if (!changed.length) continue;
     if (!mark.has(reader) || mark.get(reader) === "rewired") mark.set(reader, "changed");
-    const texts = changed.flatMap((c) => fields.get(c.name).filter((f) => f.field === "shape" || f.field === "dtype").map((f) => `${lastPart(c.label)} ${f.text}`));
+    const texts = changed.flatMap((c) =>
+      fields
+        .get(c.name)
+        .filter((f) => f.field === "shape" || f.field === "dtype")
+        .map((f) => `${lastPart(c.label)} ${f.text}`),
+    );
     told.set(reader, [...(told.get(reader) ?? []), ...texts]);
   }
   const became = heirs(before, after, mark, fields);
@@ -197,6 +202,13 @@ function rowsOf(node) {
 function rowOf(node) {
   const rows = rowsOf(node);
   return rows.findLast((row) => row.sqnr !== null && row.sqnr !== undefined) ?? rows.at(-1) ?? null;
+}
+
+/** How many nodes there are of each kind. @param {NodeRecord[]} nodes */
+function kindsOf(nodes) {
+  const kinds = new Map();
+  for (const { kind } of nodes) kinds.set(kind, (kinds.get(kind) ?? 0) + 1);
+  return kinds;
 }
 
 const lastPart = (path) => path.slice(path.lastIndexOf(".") + 1);

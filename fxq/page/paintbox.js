@@ -2,14 +2,34 @@
 
 const THEMES = {
   light: {
-    paper: "#ffffff", box: "#ffffff", ink: "#1a1a1a", frames: ["#f4f6f8", "#e9edf1"], frameLine: "#bcc6d0", frameInk: "#44505c",
-    wire: "#707a84", accent: "#0072b2", halo: "#e69f00", group: "#4d5b69", groupInk: "#ffffff", outline: "",
+    paper: "#ffffff",
+    box: "#ffffff",
+    ink: "#1a1a1a",
+    frames: ["#f4f6f8", "#e9edf1"],
+    frameLine: "#bcc6d0",
+    frameInk: "#44505c",
+    wire: "#707a84",
+    accent: "#0072b2",
+    halo: "#e69f00",
+    group: "#4d5b69",
+    groupInk: "#ffffff",
+    outline: "",
     roles: { name: "#5c5c5c", value: "#1a1a1a", scale: "#00548a", detail: "#5c5c5c", warn: "#a83f00", change: "#7a4f00" },
     pens: { kept: "#8b949d", added: "#007a5a", removed: "#c0392b", became: "#8a5a00" },
   },
   dark: {
-    paper: "#14181d", box: "#222931", ink: "#e9edf1", frames: ["#1b2128", "#222a32"], frameLine: "#46525f", frameInk: "#b4c0cc",
-    wire: "#8a96a3", accent: "#56b4e9", halo: "#f0b429", group: "#5d6d7e", groupInk: "#ffffff", outline: "#8a96a3",
+    paper: "#14181d",
+    box: "#222931",
+    ink: "#e9edf1",
+    frames: ["#1b2128", "#222a32"],
+    frameLine: "#46525f",
+    frameInk: "#b4c0cc",
+    wire: "#8a96a3",
+    accent: "#56b4e9",
+    halo: "#f0b429",
+    group: "#5d6d7e",
+    groupInk: "#ffffff",
+    outline: "#8a96a3",
     roles: { name: "#a3adb8", value: "#e9edf1", scale: "#86c5f4", detail: "#a3adb8", warn: "#ffa866", change: "#ffce6b" },
     pens: { kept: "#7d8894", added: "#2fbf95", removed: "#ff7b6b", became: "#d9a13b" },
   },
@@ -134,10 +154,18 @@ function paintLabel(context, { x, y, width, height }, text, ink, k, change) {
 // ---- collapsed groups
 
 /** `9 int8 · 2 float`: how many nodes of each kind. @param {Map<string, number>} kinds */
-const countsOf = (kinds) => [...kinds].sort((a, b) => b[1] - a[1]).map(([kind, n]) => `${n} ${data.looks[kind].tag}`).join(" · ");
+const countsOf = (kinds) =>
+  [...kinds]
+    .sort((a, b) => b[1] - a[1])
+    .map(([kind, n]) => `${n} ${data.looks[kind].tag}`)
+    .join(" · ");
 
 /** `+3 −5`: how many nodes changed, and how. */
-const marksOf = (marks) => Object.entries(marks).filter(([, n]) => n).map(([mark, n]) => `${data.changes[mark].tag[0]}${n}`).join("  ");
+const marksOf = (marks) =>
+  Object.entries(marks)
+    .filter(([, n]) => n)
+    .map(([mark, n]) => `${data.changes[mark].tag[0]}${n}`)
+    .join("  ");
 
 function paintGroup(context, placed, k, colours) {
   const group = /** @type {Group} */ (placed.of);

@@ -70,7 +70,7 @@ function makePane(host, label, does) {
 
   function restore({ of, x, y }, k = view.k) {
     const scene = picture.scene;
-    const now = isGroupOf(of) ? scene.groups.get(of.key) : scene.items.get(of.name) ?? scene.items.get(kinOf(scene, of.name)[0]);
+    const now = isGroupOf(of) ? scene.groups.get(of.key) : (scene.items.get(of.name) ?? scene.items.get(kinOf(scene, of.name)[0]));
     const placed = now && picture.places.get(isGroupOf(now) ? now : shown(now));
     if (placed) stage.call(zoom.transform, d3.zoomIdentity.translate(x - placed.x * k, y - placed.y * k).scale(k));
   }
@@ -86,7 +86,10 @@ function makePane(host, label, does) {
   pane.moveTo = (part, most = ZOOM.read, ms = 380, least = ZOOM.least) => {
     const [margin, caption] = [36, 20]; // below the caption, which stands in the upper left
     const k = Math.max(least, Math.min(most, (size.width - margin) / part.width, (size.height - margin - caption) / part.height));
-    const to = d3.zoomIdentity.translate(size.width / 2, (size.height + caption) / 2).scale(k).translate(-(part.x + part.width / 2), -(part.y + part.height / 2));
+    const to = d3.zoomIdentity
+      .translate(size.width / 2, (size.height + caption) / 2)
+      .scale(k)
+      .translate(-(part.x + part.width / 2), -(part.y + part.height / 2));
     const time = motion(ms);
     stage.interrupt();
     if (time && picture) stage.transition().duration(time).ease(d3.easeCubicInOut).call(zoom.transform, to);
@@ -110,9 +113,17 @@ function makePane(host, label, does) {
   /** Move to boxes by name, close enough to read them, or to see them all. Whether there was one. */
   pane.focus = (names, ms = 380) => {
     if (!picture) return false;
-    const placed = names.map((name) => picture.scene.items.get(name)).filter(Boolean).map((item) => picture.places.get(shown(item)));
+    const placed = names
+      .map((name) => picture.scene.items.get(name))
+      .filter(Boolean)
+      .map((item) => picture.places.get(shown(item)));
     if (!placed.length) return false;
-    const around = [Math.min(...placed.map((p) => p.x)), Math.min(...placed.map((p) => p.y)), Math.max(...placed.map((p) => p.x + p.width)), Math.max(...placed.map((p) => p.y + p.height))];
+    const around = [
+      Math.min(...placed.map((p) => p.x)),
+      Math.min(...placed.map((p) => p.y)),
+      Math.max(...placed.map((p) => p.x + p.width)),
+      Math.max(...placed.map((p) => p.y + p.height)),
+    ];
     const part = { x: around[0] - 60, y: around[1] - 60, width: around[2] - around[0] + 120, height: around[3] - around[1] + 120 };
     pane.moveTo(part, Math.min(1.1, Math.max(view.k, ZOOM.read)), ms, 0.35);
     return true;
@@ -135,7 +146,10 @@ function makePane(host, label, does) {
     const placed = item ? picture.places.get(shown(item)) : picture?.places.get(picture.scene.groups.get(name));
     if (!placed) return null;
     const { left, top } = canvas.getBoundingClientRect();
-    return { x: left + (placed.x + placed.width / 2) * view.k + view.x, y: top + (placed.y + Math.min(placed.height / 2, 14)) * view.k + view.y };
+    return {
+      x: left + (placed.x + placed.width / 2) * view.k + view.x,
+      y: top + (placed.y + Math.min(placed.height / 2, 14)) * view.k + view.y,
+    };
   };
 
   // ---- pointing and choosing
@@ -245,10 +259,17 @@ function describe(scene) {
 }
 
 /** What is said about a group that is pointed at. @param {Group} group */
-const groupTip = (group) => [group.title, `${group.count} nodes: ${countsOf(group.kinds)}`, marksOf(group.marks)].filter(Boolean).join("\n");
+const groupTip = (group) =>
+  [group.title, `${group.count} nodes: ${countsOf(group.kinds)}`, marksOf(group.marks)].filter(Boolean).join("\n");
 
 /** What is said about a node that is pointed at. @param {NodeRecord} node */
 function nodeTip(node) {
-  const facts = [node.path && `module: ${node.path}`, node.source && `source: ${node.source}`, node.made_by && `made by: ${node.made_by}`, node.reason && `float: ${node.reason}`, node.note];
+  const facts = [
+    node.path && `module: ${node.path}`,
+    node.source && `source: ${node.source}`,
+    node.made_by && `made by: ${node.made_by}`,
+    node.reason && `float: ${node.reason}`,
+    node.note,
+  ];
   return [node.text || node.name, ...facts.filter(Boolean)].join("\n");
 }

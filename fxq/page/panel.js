@@ -5,7 +5,7 @@ function makePanel(host) {
   const show = () => {
     const i = chosenPass();
     const name = state.node ?? "";
-    const group = name.startsWith("/") ? graphScene(i).groups.get(name.slice(1)) ?? diffScene(i).groups.get(name.slice(1)) : null;
+    const group = name.startsWith("/") ? (graphScene(i).groups.get(name.slice(1)) ?? diffScene(i).groups.get(name.slice(1))) : null;
     const node = graphOf(i).byName.get(name) ?? (i > 0 ? graphOf(i - 1).byName.get(name) : undefined);
     host.replaceChildren(...(group ? aboutGroup(group) : node ? aboutNode(i, node) : aboutPass(i)));
     host.dataset.node = node ? node.name : "";
@@ -35,7 +35,8 @@ const chip = (look, text = look.tag) => {
 };
 
 /** A button that chooses a node of the pass that is shown. */
-const nodeLink = (name, text = name) => el("button.link", { type: "button", "data-goto": name, onclick: () => go({ node: name, rw: "" }) }, text);
+const nodeLink = (name, text = name) =>
+  el("button.link", { type: "button", "data-goto": name, onclick: () => go({ node: name, rw: "" }) }, text);
 
 const listed = (names) => (names.length ? el("ul.names", {}, ...names.map((name) => el("li", {}, nodeLink(name)))) : null);
 
@@ -49,17 +50,40 @@ function aboutNode(i, node) {
   const rows = rowsOf(node);
   const row = rowOf(node);
   const constants = here.constants.get(node.name) ?? EMPTY;
-  const head = el("header", {}, el("h2", {}, node.label), chip(look), isGone ? chip(data.changes.removed) : null, el("p.nodename", {}, node.name),
-    el("button.close", { type: "button", "aria-label": "Close", title: "Close (Esc)", onclick: () => go({ node: "", rw: "" }) }, "×"));
+  const head = el(
+    "header",
+    {},
+    el("h2", {}, node.label),
+    chip(look),
+    isGone ? chip(data.changes.removed) : null,
+    el("p.nodename", {}, node.name),
+    el("button.close", { type: "button", "aria-label": "Close", title: "Close (Esc)", onclick: () => go({ node: "", rw: "" }) }, "×"),
+  );
   return [
     head,
-    ...section("", factList({ module: node.path, source: node.source, shape: node.shape && (node.shape.join(" × ") || "scalar"), dtype: node.dtype, scale: node.scale, "zero point": node.scale ? node.zero_point || "0" : "", options: node.options, inside: node.body.join(" → ") })),
+    ...section(
+      "",
+      factList({
+        module: node.path,
+        source: node.source,
+        shape: node.shape && (node.shape.join(" × ") || "scalar"),
+        dtype: node.dtype,
+        scale: node.scale,
+        "zero point": node.scale ? node.zero_point || "0" : "",
+        options: node.options,
+        inside: node.body.join(" → "),
+      }),
+    ),
     ...whyFloat(node, rows),
     ...quality(node, row, rows),
     ...charted("Values", "values", "histogram", row, rows),
     ...charted("Weights", "weights", "channels", row, rows),
     ...section("Story", story(i, node, isGone)),
-    ...section("Reads", listed([...new Set(node.inputs)].filter((name) => here.byName.get(name)?.kind !== "constant")), constantTable(constants)),
+    ...section(
+      "Reads",
+      listed([...new Set(node.inputs)].filter((name) => here.byName.get(name)?.kind !== "constant")),
+      constantTable(constants),
+    ),
     ...section("Read by", listed([...new Set(here.readers.get(node.name) ?? EMPTY)])),
     ...section("Stands for", node.origins.length ? el("p.quiet", {}, node.origins.join(", ")) : null),
     ...section("Call", node.text ? el("code", {}, node.text) : null),
@@ -84,14 +108,17 @@ function quality(node, row, rows) {
   const macs = d3.sum(rows, (r) => r.macs);
   const timed = (data.time?.ops ?? []).find((op) => op.name === node.name);
   const price = (field) => rows.map((r) => r[field]).find((value) => typeof value === "number");
-  return section("Quality and cost", factList({
-    SQNR: row && decibelsOf(row.sqnr),
-    "own SQNR": row && decibelsOf(row.own_sqnr),
-    measured: timed && micros(timed.us),
-    "in float": micros(price("float_us")),
-    "on integers": micros(price("int8_us")),
-    MACs: macs ? d3.format(".3s")(macs) : null,
-  }));
+  return section(
+    "Quality and cost",
+    factList({
+      SQNR: row && decibelsOf(row.sqnr),
+      "own SQNR": row && decibelsOf(row.own_sqnr),
+      measured: timed && micros(timed.us),
+      "in float": micros(price("float_us")),
+      "on integers": micros(price("int8_us")),
+      MACs: macs ? d3.format(".3s")(macs) : null,
+    }),
+  );
 }
 
 /** A chart of `charts.js`, where there is data for it. */
@@ -105,14 +132,19 @@ function charted(title, source, chart, row, rows) {
 
 const constantTable = (constants) =>
   constants.length
-    ? el("ul.constants", {}, ...constants.map((c) => el("li", {}, el("b", {}, lastPart(c.label)), ` ${valueOf(c)}`, c.scale ? el("span.quiet", {}, ` scale ${c.scale}`) : null)))
+    ? el(
+        "ul.constants",
+        {},
+        ...constants.map((c) =>
+          el("li", {}, el("b", {}, lastPart(c.label)), ` ${valueOf(c)}`, c.scale ? el("span.quiet", {}, ` scale ${c.scale}`) : null),
+        ),
+      )
     : null;
 
 /** For each pass, the rewrites by the names of what they made. */
 const rewritesMaking = memo((i) => {
   const made = new Map();
-  for (const [number, rewrite] of passes[i].rewrites.entries())
-    for (const name of namesOf(i, rewrite).after) made.set(name, number); // the last one: the others were on the way
+  for (const [number, rewrite] of passes[i].rewrites.entries()) for (const name of namesOf(i, rewrite).after) made.set(name, number); // the last one: the others were on the way
   return made;
 });
 
@@ -125,9 +157,20 @@ function story(i, node, isGone) {
     if (!now || now === old) continue;
     const number = rewritesMaking(k).get(node.name);
     const rewrite = number === undefined ? null : passes[k].rewrites[number];
-    steps.push(el("li", {}, el("button.link", { type: "button", onclick: () => go({ pass: passId(k), mode: "diff", node: node.name, rw: "" }) }, passes[k].name),
-      rewrite ? el("span", {}, ` ${rewrite.rule}`) : null, rewrite ? el("span.source", {}, ` ${rewrite.source}`) : null,
-      el("span.what", {}, old ? whatChanged(old, now) : k ? madeFrom(k, node, rewrite) : "traced")));
+    steps.push(
+      el(
+        "li",
+        {},
+        el(
+          "button.link",
+          { type: "button", onclick: () => go({ pass: passId(k), mode: "diff", node: node.name, rw: "" }) },
+          passes[k].name,
+        ),
+        rewrite ? el("span", {}, ` ${rewrite.rule}`) : null,
+        rewrite ? el("span.source", {}, ` ${rewrite.source}`) : null,
+        el("span.what", {}, old ? whatChanged(old, now) : k ? madeFrom(k, node, rewrite) : "traced"),
+      ),
+    );
   }
   return steps.length ? el("ol.story", {}, ...steps) : null;
 }
@@ -142,7 +185,9 @@ function whatChanged(old, now) {
 function madeFrom(k, node, rewrite) {
   const before = graphOf(k - 1);
   const named = rewrite ? rewrite.before.filter((name) => before.byName.has(name)) : [];
-  const byOrigin = before.drawn.filter((old) => !graphOf(k).byName.has(old.name) && old.origins.some((o) => node.origins.includes(o))).map((old) => old.name);
+  const byOrigin = before.drawn
+    .filter((old) => !graphOf(k).byName.has(old.name) && old.origins.some((o) => node.origins.includes(o)))
+    .map((old) => old.name);
   const from = named.length > 1 || !byOrigin.length ? named : byOrigin;
   return from.length ? `made from ${from.join(", ")}` : "added";
 }
@@ -151,30 +196,70 @@ function madeFrom(k, node, rewrite) {
 
 function aboutGroup(group) {
   const names = [];
-  const collect = (g) => { for (const child of g.children) isGroupOf(child) ? collect(child) : names.push(child.node); };
+  const collect = (g) => {
+    for (const child of g.children) isGroupOf(child) ? collect(child) : names.push(child.node);
+  };
   collect(group);
   const slow = names.filter((node) => node.kind === "float");
   return [
-    el("header", {}, el("h2", {}, group.title), el("p.nodename", {}, group.path), el("button.close", { type: "button", "aria-label": "Close", onclick: () => go({ node: "" }) }, "×")),
-    ...section("", factList({ nodes: String(group.count), changed: marksOf(group.marks) }), kindTable(group.kinds)),
-    ...section("In float", slow.length ? el("ul.names", {}, ...slow.slice(0, 40).map((node) => el("li", {}, nodeLink(node.name), " ", el("span.quiet", {}, node.reason)))) : null),
-    ...section("Nodes", listed(names.slice(0, 200).map((node) => node.name)), names.length > 200 ? el("p.quiet", {}, `and ${names.length - 200} more`) : null),
+    el(
+      "header",
+      {},
+      el("h2", {}, group.title),
+      el("p.nodename", {}, group.path),
+      el("button.close", { type: "button", "aria-label": "Close", onclick: () => go({ node: "" }) }, "×"),
+    ),
+    ...section("", factList({ nodes: String(group.count), changed: marksOf(group.marks) }), countTable(data.looks, group.kinds)),
+    ...section(
+      "In float",
+      slow.length
+        ? el("ul.names", {}, ...slow.slice(0, 40).map((node) => el("li", {}, nodeLink(node.name), " ", el("span.quiet", {}, node.reason))))
+        : null,
+    ),
+    ...section(
+      "Nodes",
+      listed(names.slice(0, 200).map((node) => node.name)),
+      names.length > 200 ? el("p.quiet", {}, `and ${names.length - 200} more`) : null,
+    ),
   ];
 }
 
-const kindTable = (kinds) =>
-  el("table.kindtable", {}, ...Object.entries(data.looks).filter(([kind]) => kinds.get(kind)).map(([kind, look]) => el("tr", {}, el("td", {}, chip(look)), el("td", {}, look.meaning), el("td.number", {}, String(kinds.get(kind))))));
+/** How many there are of each, with its chip and meaning. @param {Record<string, any>} looks @param {Map<string, number>} counts */
+function countTable(looks, counts) {
+  const row = ([name, look]) =>
+    el("tr", {}, el("td", {}, chip(look)), el("td", {}, look.meaning), el("td.number", {}, String(counts.get(name))));
+  return el(
+    "table.kindtable",
+    {},
+    ...Object.entries(looks)
+      .filter(([name]) => counts.get(name))
+      .map(row),
+  );
+}
 
 function aboutPass(i) {
   const pass = passes[i];
   const diff = diffOf(i);
   const nodes = graphOf(i).drawn;
-  const marks = diff && Object.entries(diff.counts).filter(([, n]) => n);
   return [
     el("header", {}, el("h2", {}, pass.name), el("p.nodename", {}, pass.stage ? `stage: ${pass.stage}` : "")),
-    ...section("", factList({ nodes: String(nodes.length), ...(isPair ? {} : { edits: String(pass.rewrites.length), took: milliseconds(pass.ms) }), SQNR: decibelsOf(pass.sqnr) })),
-    ...section("Nodes", kindTable(d3.rollup(nodes, (all) => all.length, (node) => node.kind))),
-    ...section(isPair ? "Against the graph before" : "Against the pass before", marks?.length ? el("table.kindtable", {}, ...marks.map(([mark, n]) => el("tr", {}, el("td", {}, chip(data.changes[mark])), el("td", {}, data.changes[mark].meaning), el("td.number", {}, String(n))))) : i ? el("p.quiet", {}, "No difference.") : null),
+    ...section(
+      "",
+      factList({
+        nodes: String(nodes.length),
+        edits: isPair ? null : String(pass.rewrites.length),
+        took: isPair ? null : milliseconds(pass.ms),
+        SQNR: decibelsOf(pass.sqnr),
+      }),
+    ),
+    ...section("Nodes", countTable(data.looks, kindsOf(nodes))),
+    ...section(
+      isPair ? "Against the graph before" : "Against the pass before",
+      diff &&
+        (Object.values(diff.counts).some(Boolean)
+          ? countTable(data.changes, new Map(Object.entries(diff.counts)))
+          : el("p.quiet", {}, "No difference.")),
+    ),
     el("p.quiet.hint", {}, "Click a node to see all about it. Press ? for the keys."),
   ];
 }

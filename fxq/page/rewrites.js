@@ -42,7 +42,10 @@ function makeRewrites(host) {
     rows = new Map();
     const { rewrites, near = [] } = passes[i];
     title.textContent = rewrites.length ? `Rewrites · ${rewrites.length}` : "Rewrites";
-    const groups = d3.groups(rewrites.map((rewrite, number) => ({ rewrite, number })), ({ rewrite }) => `${rewrite.rule} ${rewrite.source}`);
+    const groups = d3.groups(
+      rewrites.map((rewrite, number) => ({ rewrite, number })),
+      ({ rewrite }) => `${rewrite.rule} ${rewrite.source}`,
+    );
     const lists = groups.map(([, members]) => ruleList(members, rows));
     openTo = (number) => lists.find((list) => list.has(number))?.openTo(number);
     if (lists.length === 1) lists[0].open();
@@ -59,11 +62,20 @@ function ruleList(members, rows) {
   const numbers = new Map(members.map(({ number }, k) => [number, k]));
   const list = el("ol");
   const more = el("button.more", { type: "button", onclick: () => extend(list.children.length + PAGE) });
-  const element = el("details.rule", { "data-rule": rule, ontoggle: () => element.open && extend(PAGE) },
-    el("summary", {}, el("b", {}, rule), el("span.count", {}, `${members.length}×`), el("span.source", {}, source)), list, more);
+  const element = el(
+    "details.rule",
+    { "data-rule": rule, ontoggle: () => element.open && extend(PAGE) },
+    el("summary", {}, el("b", {}, rule), el("span.count", {}, `${members.length}×`), el("span.source", {}, source)),
+    list,
+    more,
+  );
   const extend = (to) => {
     for (const { rewrite, number } of members.slice(list.children.length, to)) {
-      const row = el("button", { type: "button", "data-rewrite": number, "aria-current": String(state.rw === String(number)), onclick: () => go({ rw: number }) }, rewriteText(rewrite));
+      const row = el(
+        "button",
+        { type: "button", "data-rewrite": number, "aria-current": String(state.rw === String(number)), onclick: () => go({ rw: number }) },
+        rewriteText(rewrite),
+      );
       rows.set(number, row);
       list.append(el("li", {}, row));
     }
@@ -90,13 +102,30 @@ function nearMisses(i, near) {
     const more = el("button.more", { type: "button", onclick: () => extend() });
     const extend = () => {
       for (const miss of members.slice(list.children.length, list.children.length + PAGE)) {
-        list.append(el("li", {}, el("button", { type: "button", onclick: () => chooseIn(i, miss.node) }, el("b", {}, miss.node), ` ${miss.matched} of ${miss.of} · `, el("span.why", {}, miss.reason))));
+        list.append(
+          el(
+            "li",
+            {},
+            el(
+              "button",
+              { type: "button", onclick: () => chooseIn(i, miss.node) },
+              el("b", {}, miss.node),
+              ` ${miss.matched} of ${miss.of} · `,
+              el("span.why", {}, miss.reason),
+            ),
+          ),
+        );
       }
       more.hidden = list.children.length >= members.length;
       more.textContent = `${members.length - list.children.length} more`;
     };
-    const element = el("details.rule", { ontoggle: () => element.open && !list.children.length && extend() },
-      el("summary", {}, el("b", {}, members[0].rule), el("span.count", {}, `${members.length}×`), el("span.source", {}, members[0].source)), list, more);
+    const element = el(
+      "details.rule",
+      { ontoggle: () => element.open && !list.children.length && extend() },
+      el("summary", {}, el("b", {}, members[0].rule), el("span.count", {}, `${members.length}×`), el("span.source", {}, members[0].source)),
+      list,
+      more,
+    );
     section.append(element);
   }
   return section;

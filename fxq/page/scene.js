@@ -11,7 +11,16 @@
  *   groups: Map<string, Group>, depth: number}} Scene */
 
 const newGroup = (key, title, path, parent) => ({
-  key, title, path, parent, depth: 0, children: [], count: 0, kinds: new Map(), marks: { added: 0, removed: 0, changed: 0, rewired: 0 }, at: 0,
+  key,
+  title,
+  path,
+  parent,
+  depth: 0,
+  children: [],
+  count: 0,
+  kinds: new Map(),
+  marks: { added: 0, removed: 0, changed: 0, rewired: 0 },
+  at: 0,
 });
 
 /** Whether a child is a group. @param {Item|Group} child @returns {child is Group} */
@@ -53,15 +62,33 @@ const diffScene = memo((i) => {
     const change = mark.get(node.name) ?? "";
     const graph = change === "removed" ? before : after;
     const nodes = together.get(node.name) ?? [node];
-    const box = nodes.length > 1 ? replacedBox(nodes) : boxOf(node, change === "removed" ? EMPTY : graph.constants.get(node.name) ?? EMPTY, change, told.get(node.name));
+    const box =
+      nodes.length > 1
+        ? replacedBox(nodes)
+        : boxOf(node, change === "removed" ? EMPTY : (graph.constants.get(node.name) ?? EMPTY), change, told.get(node.name));
     addItem(scene, nodes, placesIn(graph.index).get(node.name), change, box);
   }
   for (const [name, item] of scene.items) {
     const old = before.byName.get(name)?.inputs ?? EMPTY;
     const now = after.byName.get(name)?.inputs ?? EMPTY;
-    addEdges(scene, item, now.filter((input) => old.includes(input)), "kept");
-    addEdges(scene, item, now.filter((input) => !old.includes(input)), "added");
-    addEdges(scene, item, old.filter((input) => !now.includes(input)), "removed");
+    addEdges(
+      scene,
+      item,
+      now.filter((input) => old.includes(input)),
+      "kept",
+    );
+    addEdges(
+      scene,
+      item,
+      now.filter((input) => !old.includes(input)),
+      "added",
+    );
+    addEdges(
+      scene,
+      item,
+      old.filter((input) => !now.includes(input)),
+      "removed",
+    );
   }
   addBecame(scene, diff.became);
   scene.edges = [...new Map(scene.edges.map((edge) => [`${edge.from.name} ${edge.to.name} ${edge.pen}`, edge])).values()];

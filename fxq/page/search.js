@@ -4,7 +4,16 @@ const MOST_RESULTS = 80;
 
 /** @param {HTMLElement} host */
 function makeSearch(host) {
-  const input = el("input", { type: "search", id: "search", placeholder: "Search name, op, module  /", "aria-label": "Search by name, op or module path", role: "combobox", "aria-expanded": "false", "aria-controls": "results", autocomplete: "off" });
+  const input = el("input", {
+    type: "search",
+    id: "search",
+    placeholder: "Search name, op, module  /",
+    "aria-label": "Search by name, op or module path",
+    role: "combobox",
+    "aria-expanded": "false",
+    "aria-controls": "results",
+    autocomplete: "off",
+  });
   const count = el("span.count", { id: "search-count", role: "status" });
   const list = el("ol", { id: "results", role: "listbox", "aria-label": "Found nodes", hidden: true });
   host.append(el("div.search", {}, input, count, list));
@@ -14,7 +23,8 @@ function makeSearch(host) {
 
   const find = () => {
     const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const fits = (node) => words.every((word) => [node.name, node.label, node.path, ...node.body].some((text) => text.toLowerCase().includes(word)));
+    const fits = (node) =>
+      words.every((word) => [node.name, node.label, node.path, ...node.body].some((text) => text.toLowerCase().includes(word)));
     found = words.length ? graphOf(chosenPass()).drawn.filter(fits) : [];
     at = -1;
     count.textContent = words.length ? `${found.length} found` : "";
@@ -24,8 +34,24 @@ function makeSearch(host) {
     input.setAttribute("aria-expanded", String(!list.hidden));
   };
   const resultRow = (node, k) =>
-    el("li", { id: `result-${k}`, role: "option", "data-result": node.name, onpointerdown: (event) => { event.preventDefault(); jump(k); close(); } },
-      chip(data.looks[node.kind]), el("b", {}, node.label), " ", node.name, el("span.quiet", {}, node.path));
+    el(
+      "li",
+      {
+        id: `result-${k}`,
+        role: "option",
+        "data-result": node.name,
+        onpointerdown: (event) => {
+          event.preventDefault();
+          jump(k);
+          close();
+        },
+      },
+      chip(data.looks[node.kind]),
+      el("b", {}, node.label),
+      " ",
+      node.name,
+      el("span.quiet", {}, node.path),
+    );
   const jump = (k) => {
     at = (k + found.length) % found.length;
     for (const [row, item] of [...list.children].entries()) item.setAttribute("aria-selected", String(row === at));
@@ -51,5 +77,10 @@ function makeSearch(host) {
     else return;
     event.preventDefault();
   });
-  return { focus: () => { input.focus(); input.select(); } };
+  return {
+    focus: () => {
+      input.focus();
+      input.select();
+    },
+  };
 }

@@ -8,7 +8,11 @@ function makeTimeline(host) {
   const buttons = passes.map((pass, i) => {
     const heading = pass.stage && pass.stage !== stage ? el("li.stage", { "aria-hidden": "true" }, pass.stage) : null;
     stage = pass.stage ?? stage;
-    const button = el("button.pass", { type: "button", "data-pass": passId(i), onclick: () => go({ pass: passId(i), rw: "" }) }, ...passLines(pass, i, most));
+    const button = el(
+      "button.pass",
+      { type: "button", "data-pass": passId(i), onclick: () => go({ pass: passId(i), rw: "" }) },
+      ...passLines(pass, i, most),
+    );
     if (heading) list.append(heading);
     list.append(el("li", {}, button));
     return button;
@@ -27,10 +31,17 @@ function makeTimeline(host) {
 
 function passLines(pass, i, most) {
   const nodes = graphOf(i).drawn;
-  const sqnr = typeof pass.sqnr === "number" ? el("span.sqnr", { title: "SQNR against the float model on the example input" }, `${pass.sqnr.toFixed(1)} dB`) : null;
+  const sqnr =
+    typeof pass.sqnr === "number"
+      ? el("span.sqnr", { title: "SQNR against the float model on the example input" }, `${pass.sqnr.toFixed(1)} dB`)
+      : null;
   const edits = pass.rewrites.length;
   const facts = [`${nodes.length} nodes`, ...(isPair ? [] : [`${edits} edit${edits === 1 ? "" : "s"}`, milliseconds(pass.ms)])];
-  return [el("span.name", {}, el("b", {}, pass.name), sqnr), el("span.facts", {}, facts.join(" · ")), kindsBar(d3.rollup(nodes, (all) => all.length, (node) => node.kind), nodes.length / most)];
+  return [
+    el("span.name", {}, el("b", {}, pass.name), sqnr),
+    el("span.facts", {}, facts.join(" · ")),
+    kindsBar(kindsOf(nodes), nodes.length / most),
+  ];
 }
 
 const milliseconds = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(1)} s` : ms >= 10 ? `${ms.toFixed(0)} ms` : `${ms.toFixed(1)} ms`);
