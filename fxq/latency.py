@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,12 +107,17 @@ def _wait_for(device: str) -> Callable[[], None]:
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], wait: Callable[[], None]) -> dict[str, float]:
-    """Median microseconds of each call. They take turns, so that a busy machine slows all of them alike."""
+    """Median microseconds of each call. They take turns, so that a busy machine slows all of them alike.
+
+    In an order drawn anew: a call that always follows the same other one finds the caches as that one leaves them.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
+    names, order = list(calls), random.Random(0)
     for _ in _rounds():
-        for name, call in calls.items():
+        order.shuffle(names)
+        for name in names:
             with _timed(times[name], wait):
-                call()
+                calls[name]()
     return {name: _median(found) for name, found in times.items()}
 
 

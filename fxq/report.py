@@ -56,7 +56,7 @@ def report_data(model: QuantizedModel, comparison: Comparison | None = None, exa
         "nodes": nodes.records,
         "passes": steps,
         "ledger": ledger(model) if comparison is None else _measured_anew(ledger(model), comparison),
-        "measured": "one recorded calibration batch" if comparison is None else _batches(comparison),
+        "measured": "recorded calibration samples" if comparison is None else _batches(comparison),
         "values": values(model.record.values),
         "weights": weights(model),
         "time": _time(model, example_inputs),

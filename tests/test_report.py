@@ -202,7 +202,7 @@ def test_numbers_of_a_comparison_replace_those_of_the_ledger(qmodel, data, compa
     for name, row in wanted.items():
         numbers = [rows[name][key] for key in ("sqnr", "own_sqnr", "cosine", "max_error")]
         assert numbers == [row.sqnr, row.own_sqnr, row.cosine, row.max_error]
-    assert (data["measured"], found["measured"]) == ("one recorded calibration batch", "2 batches")
+    assert (data["measured"], found["measured"]) == ("recorded calibration samples", "2 batches")
     assert found["values"] == json.loads(json.dumps(data["values"]))
 
 

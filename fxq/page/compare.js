@@ -15,7 +15,7 @@ function pairsOf(all) {
 const sideTip = (pair) =>
   [`${pair.name}  (${pair.op})`, `a, ${pair.row.fate_a}: ${withUnit(pair.row.sqnr_a)}`, `b, ${pair.row.fate_b}: ${withUnit(pair.row.sqnr_b)}`, `b against a: ${withUnit(pair.row.sqnr)}`].join("\n");
 
-/** The SQNR of both against the float model, on one batch each: as their ledgers have it. */
+/** The SQNR of both against the float model, on recorded samples: as their ledgers have it. */
 function sidesChart(host, pairs, step) {
   const known = pairs.flatMap((pair) => [pair.dBa, pair.dBb]).filter(Number.isFinite);
   const top = 5 + Math.max(...known, 45);
@@ -82,7 +82,7 @@ function renderCompare(host, all) {
     compareTiles(all, pairs),
     el("h2", {}, "SQNR of each layer against the float model"),
     legendOf(["side-a", `a: ${all.sides[0].title}`], ["side-b", `b: ${all.sides[1].title}`, "round"]),
-    el("p.note", {}, "Each as its own ledger has it, on one recorded calibration batch. Click a layer to see it in the graphs."),
+    el("p.note", {}, "Each as its own ledger has it, on recorded calibration samples. Click a layer to see it in the graphs."),
     charted,
   );
   if (pairs.length) charted.append(sidesChart(host, pairs, stepFor(charted, pairs.length)));

@@ -165,7 +165,7 @@ function renderQuality(host, all) {
   const layers = layersOf(all.ledger.rows);
   host.append(qualityTiles(layers, all));
   if (!layers.length) {
-    host.append(el("p.empty", {}, "No SQNR is on record: the float and the int8 model did not both run on a recorded calibration batch."));
+    host.append(el("p.empty", {}, "No SQNR is on record: the float and the int8 model did not both run on recorded calibration samples."));
     return;
   }
   const split = layers.some((layer) => layer.own !== null);

@@ -1,0 +1,174 @@
+"""Measure the report: time to write it, its size, how it moves in a browser, and what it costs in `quantize`.
+
+    python scripts/bench_report.py                     everything, some minutes
+    python scripts/bench_report.py --network resnet50  one network
+
+`chain` is a chain of 2,000 ops, all of which run on integers. Steps are from pass to pass, each timed in the page from
+the call to the painted frame; the first visit lays the graph out, the second finds it laid out. They need Playwright
+and Chromium, and are left out where these are missing.
+
+What `quantize` spends on it is measured inside, around the functions that do it, in the second of two runs: `history`
+are the snapshots and the rules that almost matched, `evidence` the SQNRs, the histograms of values, and running each
+layer on the float model's values. This is the one script that reaches behind the public API for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench_cases import CASES
+from bench_number import Number, table
+from generated import Chain
+from timing import threads
+from torch import Tensor, nn
+
+import fxq
+
+HISTORY = (
+    (fxq.manager, "view"),
+    (fxq.near.NearMisses, "note"),
+    (fxq.near.NearMisses, "took"),
+    (fxq.near.NearMisses, "all"),
+)
+EVIDENCE = (
+    (fxq.measure, "distribution"),
+    (fxq.measure, "sqnr"),
+    (fxq.sidebyside._Alone, "step"),
+    (fxq.sidebyside._Alone, "put"),
+)
+STEPS = """async () => {
+    const seconds = { first: [], again: [] };
+    for (const visit of ["first", "again"])
+        for (let i = 0; i < fxq.data.passes.length; i++) {
+            await fxq.painted();
+            const start = performance.now();
+            fxq.step(i);
+            await fxq.painted();
+            seconds[visit].push(performance.now() - start);
+        }
+    return seconds;
+}"""
+"""Milliseconds of every step, in the page."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=NETWORKS, action="append", help="only this one; may be repeated")
+    chosen = parser.parse_args().network or list(NETWORKS)
+    numbers = []
+    with threads(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in chosen:
+            numbers += measure(name)
+            print(table(numbers[-1:]) if sys.stderr.isatty() else f"{name} done", file=sys.stderr)
+    print(table(numbers))
+    failed = sum(number.passed is False for number in numbers)
+    print(f"{failed} of {sum(number.passed is not None for number in numbers)} targets missed")
+    sys.exit(failed > 0)
+
+
+def measure(name: str) -> Iterator[Number]:
+    """The numbers of one network."""
+    model, data, recipe, strict = NETWORKS[name]()
+    fxq.quantize(model, recipe, data=data)  # pays for imports, and for measuring costs
+    spent: dict[str, float] = {}
+    with ExitStack() as stack:
+        for what, places in (("history", HISTORY), ("evidence", EVIDENCE)):
+            for owner, function in places:
+                stack.enter_context(clocked(owner, function, what, spent))
+        start = time.perf_counter()
+        qmodel = fxq.quantize(model, recipe, data=data)
+        seconds = time.perf_counter() - start
+    yield Number(name, "history, % of quantize", 100 * spent["history"] / seconds, most=5, detail=f"{seconds:.1f} s")
+    both = 100 * (spent["history"] + spent["evidence"]) / seconds
+    yield Number(name, "history and evidence, %", both, most=5, detail=f"{spent['evidence']:.2f} s of evidence")
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        path = qmodel.report(Path(folder) / "report.html")
+        written = time.perf_counter() - start
+        ops = f"{len(qmodel.ledger)} ops"
+        yield Number(name, "time to write, s", written, most=5, detail=ops)
+        yield Number(name, "file, MB", path.stat().st_size / 1e6, most=3 if strict else None, detail=ops)
+        yield from in_the_browser(name, path)
+
+
+@contextmanager
+def clocked(owner: Any, function: str, what: str, spent: dict[str, float]) -> Iterator[None]:
+    """Add the seconds that a function takes to `spent[what]`."""
+    original: Callable[..., Any] = getattr(owner, function)
+    spent.setdefault(what, 0.0)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            spent[what] += time.perf_counter() - start
+
+    setattr(owner, function, call)
+    try:
+        yield
+    finally:
+        setattr(owner, function, original)
+
+
+def in_the_browser(name: str, path: Path) -> Iterator[Number]:
+    """Milliseconds to open the page, and from pass to pass."""
+    try:
+        from playwright.sync_api import Error, sync_playwright
+    except ImportError:
+        print("no steps: Playwright is not installed (pip install playwright)", file=sys.stderr)
+        return
+    with sync_playwright() as playwright:
+        found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+        try:
+            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except Error as error:
+            print(f"no steps: Chromium does not start: {error.message}", file=sys.stderr)
+            return
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        start = time.perf_counter()
+        page.goto(path.as_uri())
+        page.wait_for_selector("body[data-ready]")
+        page.evaluate("fxq.painted()")
+        yield Number(name, "to open the page, ms", 1e3 * (time.perf_counter() - start))
+        steps = page.evaluate(STEPS)
+        browser.close()
+    for visit, times in steps.items():
+        detail = f"median {statistics.median(times):.0f} ms of {len(times)}"
+        yield Number(name, f"slowest step, {visit}, ms", max(times), most=60, detail=detail)
+
+
+Network = tuple[nn.Module, list[Tensor], fxq.Recipe, bool]
+"""The float network, calibration data, the recipe, and whether the size of the file has a target."""
+
+
+def picture_network(name: str) -> Network:
+    case = CASES[name]()
+    return case.model, case.data, fxq.Recipe.static(), name == "resnet50"
+
+
+def chain() -> Network:
+    model = Chain(2000)
+    return model, [model.example], fxq.Recipe.static(optimize="coverage"), False
+
+
+NETWORKS: dict[str, Callable[[], Network]] = {
+    "resnet18": lambda: picture_network("resnet18"),
+    "resnet50": lambda: picture_network("resnet50"),
+    "chain": chain,
+}
+
+
+if __name__ == "__main__":
+    main()
