@@ -44,7 +44,7 @@ class Recipe:
         max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/numeric.py`).
 
     Example:
-        >>> recipe = Recipe.static().override("head", FLOAT)
+        >>> recipe = Recipe.static().override("head", fxq.FLOAT)
         >>> Recipe.from_dict(recipe.to_dict()) == recipe
         True
     """
