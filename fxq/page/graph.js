@@ -247,6 +247,8 @@ function graphHooks({ panes, visible, setDepth, toggleGroup }) {
     toggle: (key) => toggleGroup(panes.after.picture().scene.groups.get(key)),
     fit: () => visible().forEach((pane) => pane.fit(0)),
     groups: () => [...panes.after.picture().scene.groups.keys()].filter(Boolean),
+    /** All boxes, frames of open groups, and wires of a graph as numbers: {boxes, frames, wires}. */
+    drawn: (side = "after") => drawnIn(panes[side].picture().root, { boxes: [], frames: [], wires: [] }),
     /** What is shown, and the milliseconds that the last layout and drawing took. */
     stats() {
       const picture = panes.after.picture();
@@ -263,4 +265,20 @@ function graphHooks({ panes, visible, setDepth, toggleGroup }) {
       };
     },
   });
+}
+
+/** @param {Frame} frame */
+function drawnIn(frame, found) {
+  const { group, ox, oy } = frame;
+  const size = ({ x, y, width, height }) => ({ x, y, width, height, frame: group.key });
+  for (const placed of frame.boxes) found.boxes.push({ name: placed.of.name ?? placed.of.key, ...size(placed) });
+  for (const wire of frame.wires) {
+    const strokes = wire.strokes.map(({ ortho, points }) => ({ ortho, points: points.map((v, k) => v + (k % 2 ? oy : ox)) }));
+    found.wires.push({ from: wire.flows[0].from.name, to: wire.flows[0].to.name, frame: group.key, strokes });
+  }
+  for (const inner of frame.frames) {
+    found.frames.push({ name: inner.group.key, ...size(inner) });
+    drawnIn(inner, found);
+  }
+  return found;
 }
