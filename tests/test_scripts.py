@@ -109,6 +109,16 @@ def test_bench_compares_with_torch_ao_where_it_is_right(tmp_path):
 
 
 @pytest.mark.slow
+def test_bench_report_measures_the_file_and_what_it_costs():
+    command = [sys.executable, str(SCRIPTS / "bench_report.py"), "--network", "resnet18"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stderr  # 1: a target is missed, as on a busy machine
+    for row in ("history, % of quantize", "history and evidence, %", "time to write, s", "file, MB"):
+        assert re.search(rf"resnet18 +{row} +\d+\.\d+", done.stdout), row
+    assert "targets missed" in done.stdout
+
+
+@pytest.mark.slow
 def test_bench_passes_has_a_row_for_every_pass():
     text = run("bench_passes.py", "--network", "residual", "--sizes", "50", "100", "--rounds", "1")
     rows = [line.split()[0] for line in text.splitlines() if line]
