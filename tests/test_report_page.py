@@ -30,7 +30,7 @@ def test_quality_shows_a_mark_for_every_layer_with_an_sqnr(browser, network, req
     qmodel, path = request.getfixturevalue(network)
     layers = [entry for entry in qmodel.ledger if entry.sqnr is not None]
     with opened(browser, path, "tab=quality") as page:
-        marks = chart(page, "SQNR of each layer").locator("g[aria-label=dot] > path")
+        marks = chart(page, "SQNR of each layer").locator("g[aria-label=dot] > *")
         assert marks.count() == len(layers)
         tiles = page.locator("#view-quality .tile").all_inner_texts()
         assert f"{layers[-1].sqnr:.1f} dB" in tiles[0]
@@ -40,11 +40,52 @@ def test_a_click_on_a_layer_shows_its_node_in_the_graph(browser, digits):
     qmodel, path = digits
     layers = [entry for entry in qmodel.ledger if entry.sqnr is not None]
     with opened(browser, path, "tab=quality") as page:
-        marks = chart(page, "SQNR of each layer").locator("g[aria-label=dot] > path")
+        marks = chart(page, "SQNR of each layer").locator("g[aria-label=dot] > *")
         marks.nth(3).hover()
         marks.nth(3).click()
         assert page.evaluate("fxq.state.node") == layers[3].into
         assert page.evaluate("fxq.state.tab") == "graph"
+
+
+def test_the_noise_that_a_layer_adds_stands_apart(browser, digits):
+    qmodel, path = digits
+    layers = [entry for entry in qmodel.ledger if entry.sqnr is not None]
+    own = [min(10 ** (-entry.own_sqnr / 10), 10 ** (-entry.sqnr / 10)) for entry in layers]
+    with opened(browser, path, "tab=quality") as page:
+        bars = chart(page, "noise that each layer adds itself").locator("g[aria-label=rect] > rect")
+        heights = bars.evaluate_all("bars => bars.map(b => Number(b.getAttribute('height')))")
+        assert [h / max(heights) for h in heights] == pytest.approx([o / max(own) for o in own if o > 0], abs=0.01)
+
+
+def test_charts_follow_the_width_of_the_window(browser, digits):
+    with opened(browser, digits[1], "tab=quality") as page:
+        wide = chart(page, "SQNR of each layer").bounding_box()["width"]
+        page.set_viewport_size({"width": 800, "height": 900})
+        page.wait_for_timeout(200)
+        assert chart(page, "SQNR of each layer").bounding_box()["width"] < wide - 500
+
+
+def test_without_any_sqnr_the_page_says_so(browser, digits, tmp_path):
+    data = report_data(digits[0])
+    for row in data["ledger"]["rows"]:
+        row["sqnr"] = row["own_sqnr"] = None
+    with opened(browser, write_page(data, tmp_path / "r.html"), "tab=quality") as page:
+        assert "No SQNR is on record" in page.locator("#view-quality").inner_text()
+        page.locator('[data-tab="ledger"]').click()
+        assert page.locator('#view-ledger th[data-key="sqnr"]').count() == 0
+
+
+def test_numbers_that_are_none_are_drawn(browser, digits, tmp_path):
+    data = report_data(digits[0])
+    rows = [row for row in data["ledger"]["rows"] if row["sqnr"] is not None]
+    for row, value in zip(rows, ("inf", "-inf", "nan"), strict=False):
+        row["sqnr"] = row["own_sqnr"] = value
+    with opened(browser, write_page(data, tmp_path / "r.html"), "tab=quality") as page:
+        assert chart(page, "SQNR of each layer").locator("g[aria-label=dot] > *").count() == len(rows)
+        page.locator('[data-tab="ledger"]').click()
+        page.locator('#view-ledger th[data-key="sqnr"] button').click()
+        assert column(page, "sqnr")[0] == "-inf"
+        assert "exact" in column(page, "sqnr")
 
 
 # ---- ledger

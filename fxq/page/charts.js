@@ -17,6 +17,18 @@ function plot(host, options) {
   });
 }
 
+/** Draw now, and again when the width has changed. @param {HTMLElement} host  @param {() => void} draw  fills the host */
+function fitted(host, draw) {
+  let width = host.clientWidth;
+  draw();
+  new ResizeObserver(() => {
+    if (!host.clientWidth || Math.abs(host.clientWidth - width) < 8) return; // hidden, or a scroll bar
+    width = host.clientWidth;
+    host.replaceChildren();
+    draw();
+  }).observe(host);
+}
+
 /** A number of the data, in which what is not finite stands as text. @param {number|string|null|undefined} value */
 const numeric = (value) =>
   value === null || value === undefined ? null : typeof value === "number" ? value : Number(value.replace("inf", "Infinity"));
@@ -43,10 +55,10 @@ function counted(value) {
   return power ? `${Number((value / 1000 ** power).toPrecision(3))}${" kMGT"[power]}` : String(value);
 }
 
-/** Noise by signal of an SQNR: 1 is as much noise as signal. @param {number|string|null} value  in dB */
+/** Noise by signal of an SQNR: 1 is as much noise as signal; null where that is no number. @param {number|string|null} value  in dB */
 function noise(value) {
-  const number = numeric(value);
-  return number === null || Number.isNaN(number) ? null : 10 ** (-number / 10);
+  const share = value === null || value === undefined ? NaN : 10 ** (-numeric(value) / 10);
+  return Number.isFinite(share) ? share : null;
 }
 
 /** Equal bins over [low, high]. @param {number[]} counts */

@@ -104,5 +104,5 @@ function recipeLines(side, sides) {
   return el("code", {}, ...lines);
 }
 
-tabs.push({ id: "layers", title: "Layers", kinds: ["compare"], render: renderCompare });
+tabs.push({ id: "layers", title: "Layers", kinds: ["compare"], render: (host, all) => fitted(host, () => renderCompare(host, all)) });
 tabs.push({ id: "graph", title: "Graphs", kinds: ["compare"], render: (host) => renderGraph(host) });

@@ -72,7 +72,7 @@ const ellipsis = (text, most) => (text.length <= most ? text : `…${text.slice(
 
 function layerTip(layer) {
   const { row } = layer;
-  const lines = [`${layer.name}  (${layer.op}, ${row.fate})`, `SQNR ${withUnit(row.sqnr)}: ${percent(layer.total)} noise`];
+  const lines = [`${layer.name}  (${layer.op}, ${row.fate})`, `SQNR ${withUnit(row.sqnr)}${layer.total === null ? "" : `: ${percent(layer.total)} noise`}`];
   if (layer.own !== null) lines.push(`its own ${percent(layer.own)}, inherited ${percent(layer.inherited)}`);
   if (row.reason) lines.push(row.reason);
   return lines.join("\n");
@@ -226,4 +226,4 @@ function worst(layers, split) {
   return el("div.columns", {}, by((layer) => layer.total, "Most noise in their output"), split ? by((layer) => layer.own, "Adding most noise themselves") : null);
 }
 
-tabs.push({ id: "quality", title: "Quality", render: renderQuality });
+tabs.push({ id: "quality", title: "Quality", render: (host, all) => fitted(host, () => renderQuality(host, all)) });
