@@ -15,7 +15,7 @@ function layersOf(rows) {
       const total = noise(row.sqnr);
       const alone = noise(row.own_sqnr);
       const own = alone === null || total === null ? null : Math.min(alone, total);
-      return { row, i, total, alone, own, inherited: own === null ? total : total - own, dB: numeric(row.sqnr), name: named(row).path || named(row).name, op: named(row).op };
+      return { row, i, total, own, inherited: own === null ? total : total - own, dB: numeric(row.sqnr), name: named(row).path || named(row).name, op: named(row).op };
     });
 }
 
@@ -60,7 +60,7 @@ function layerAxis(layers, step) {
   const kept = [];
   for (const layer of named) if (!kept.length || (layer.i - kept.at(-1).i) * step >= 11) kept.push(layer);
   return Plot.axisX(kept.map((layer) => layer.i), {
-    tickFormat: (i) => ellipsis(step >= 11 ? layers[i].name : first(layers[i]), 18),
+    tickFormat: (i) => ellipsis(step >= 11 ? layers[i].name : first(layers[i]), 17),
     tickRotate: -60,
     tickSize: 3,
     label: null,
