@@ -120,7 +120,7 @@ function plainBox(node, constants) {
 }
 
 /** Few different widths: groups that are alike then have the same layout, which is made once. */
-const rounded = (width) => Math.max(120, Math.ceil(width / 20) * 20);
+const rounded = (width) => Math.max(120, Math.ceil(width / 30) * 30);
 
 /** How wide a box must be for its lines. @param {readonly Line[]} lines */
 function widthOf(lines) {

@@ -59,7 +59,8 @@ function renderGraph(host) {
   function captions() {
     const i = chosenPass();
     panes.before.caption.textContent = i > 0 ? `${isPair ? "" : "before · "}${passes[i - 1].name}` : "";
-    const from = chosenMode() === "diff" && i > 0 ? `${passes[i - 1].name} → ${passes[i].name}` : `${isPair ? "" : "after · "}${passes[i].name}`;
+    const from =
+      chosenMode() === "diff" && i > 0 ? `${passes[i - 1].name} → ${passes[i].name}` : `${isPair ? "" : "after · "}${passes[i].name}`;
     panes.after.caption.textContent = from;
   }
 

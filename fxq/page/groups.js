@@ -126,8 +126,11 @@ function cutIntoRuns(parts) {
 }
 
 /** The groups that a node is in, outermost first. @param {NodeRecord} node @param {number} place @returns {readonly Place[]} */
-function groupsOf(node, place) {
-  if (node.kind === "io") return EMPTY;
+const groupsOf = (node, place) => (node.kind === "io" ? EMPTY : groupsAt(node.path)(place));
+
+const groupsAt = memo((path) => memo((place) => groupChain(path, place)));
+
+function groupChain(modulePath, place) {
   const chain = [];
   let parent = "";
   const cut = (at) => {
@@ -136,7 +139,7 @@ function groupsOf(node, place) {
       chain.push({ key: `${parent}~${level}.${run}`, title: titles[run], path: "" });
     }
   };
-  for (const path of prefixes(node.path)) {
+  for (const path of prefixes(modulePath)) {
     const key = callKey(path, place);
     if (!isGroup.has(key)) continue;
     const starts = calls.get(path);

@@ -175,11 +175,7 @@ function story(i, node, isGone) {
   return steps.length ? el("ol.story", {}, ...steps) : null;
 }
 
-function whatChanged(old, now) {
-  const told = new Map();
-  compareNodes(old, now, new Map(), told, new Map());
-  return (told.get(now.name) ?? ["described anew"]).join("; ");
-}
+const whatChanged = (old, now) => [...differences(old, now), ...rewiring(old, now)].join("; ") || "described anew";
 
 /** From which nodes of the graph before it was made. */
 function madeFrom(k, node, rewrite) {

@@ -59,7 +59,7 @@ function makeRewrites(host) {
 /** The rewrites of one rule: its name, count and source line; the rewrites when it is opened, a page at a time. */
 function ruleList(members, rows) {
   const { rule, source } = members[0].rewrite;
-  const numbers = new Map(members.map(({ number }, k) => [number, k]));
+  const placeOf = (number) => d3.bisector((member) => member.number).left(members, number);
   const list = el("ol");
   const more = el("button.more", { type: "button", onclick: () => extend(list.children.length + PAGE) });
   const element = el(
@@ -85,11 +85,11 @@ function ruleList(members, rows) {
   };
   return {
     element,
-    has: (number) => numbers.has(number),
+    has: (number) => members[placeOf(number)]?.number === number,
     open: () => (element.open = true),
     openTo(number) {
       element.open = true;
-      if (numbers.get(number) >= list.children.length) extend(Math.ceil((numbers.get(number) + 1) / PAGE) * PAGE);
+      if (placeOf(number) >= list.children.length) extend(Math.ceil((placeOf(number) + 1) / PAGE) * PAGE);
     },
   };
 }

@@ -1,14 +1,40 @@
 /* What a pane shows: the boxes of one graph, or of a graph and the one before it, with the groups that they are in and
    the edges between them. A scene does not know which groups are open, nor where anything is. */
 
-/** A box of one node, or of several removed ones that became the same: `members`.
- * @typedef {{name: string, node: NodeRecord, members: NodeRecord[], mark: string, box: Box, parent: Group, at: number}} Item
- * `kinds`, `marks`: how many nodes inside are of each kind, and changed in each way.
+/** `kinds`, `marks`: how many nodes inside are of each kind, and changed in each way.
  * @typedef {{key: string, title: string, path: string, parent: Group|null, depth: number, children: (Item|Group)[],
  *   count: number, kinds: Map<string, number>, marks: Record<string, number>, box?: Box, at: number}} Group
  * @typedef {{from: Item, to: Item, pen: "kept"|"added"|"removed"|"became"}} Edge
  * @typedef {{id: string, graph: Graph, diff: Diff|null, items: Map<string, Item>, root: Group, edges: Edge[],
  *   groups: Map<string, Group>, depth: number}} Scene */
+
+/** What a box stands for: a node, or several removed ones that became the same (`members`). */
+class Item {
+  /** @param {NodeRecord[]} members @param {Graph} graph  that they are nodes of @param {Diff|null} diff  to mark it with */
+  constructor(members, graph, diff) {
+    this.members = members;
+    this.node = members[0];
+    this.name = this.node.name;
+    this.graph = graph;
+    this.diff = diff;
+    this.mark = diff?.mark.get(this.name) ?? "";
+    /** @type {Group|null} */
+    this.parent = null;
+    this.at = 0; // among the children of its parent
+    this.made = null;
+  }
+
+  /** Made when it is first seen: in a large graph, most are in closed groups. @returns {Box} */
+  get box() {
+    return (this.made ??= this.members.length > 1 ? replacedBox(this.members) : this.boxOfOne());
+  }
+
+  boxOfOne() {
+    const { node, graph, diff, mark } = this;
+    const told = mark && graph === diff.after ? toldOf(diff, this.name) : EMPTY;
+    return boxOf(node, graph.constants.get(this.name) ?? EMPTY, mark, told);
+  }
+}
 
 const newGroup = (key, title, path, parent) => ({
   key,
@@ -40,12 +66,7 @@ const afterScene = memo((i) => (i < 1 ? graphScene(0) : plainScene(`after ${i}`,
 function plainScene(id, graph, diff) {
   const scene = emptyScene(id, graph, diff);
   const at = placesIn(graph.index);
-  const isAfter = diff?.after === graph;
-  for (const node of graph.drawn) {
-    const mark = diff?.mark.get(node.name) ?? "";
-    const told = mark && isAfter ? diff.told.get(node.name) : EMPTY;
-    addItem(scene, [node], at.get(node.name), mark, boxOf(node, graph.constants.get(node.name) ?? EMPTY, mark, told));
-  }
+  for (const node of graph.drawn) addItem(scene, new Item([node], graph, diff), at.get(node.name));
   for (const item of scene.items.values()) addEdges(scene, item, item.node.inputs, "kept");
   return finished(scene);
 }
@@ -54,44 +75,26 @@ function plainScene(id, graph, diff) {
 const diffScene = memo((i) => {
   const diff = diffOf(i);
   if (!diff) return graphScene(i);
-  const { before, after, mark, told } = diff;
+  const { before, after, mark } = diff;
   const scene = emptyScene(`diff ${i}`, after, diff);
   const together = replacedTogether(diff);
   for (const node of diff.order) {
     if (scene.items.has(node.name)) continue; // in the box of another
-    const change = mark.get(node.name) ?? "";
-    const graph = change === "removed" ? before : after;
-    const nodes = together.get(node.name) ?? [node];
-    const box =
-      nodes.length > 1
-        ? replacedBox(nodes)
-        : boxOf(node, change === "removed" ? EMPTY : (graph.constants.get(node.name) ?? EMPTY), change, told.get(node.name));
-    addItem(scene, nodes, placesIn(graph.index).get(node.name), change, box);
+    const graph = mark.get(node.name) === "removed" ? before : after;
+    addItem(scene, new Item(together.get(node.name) ?? [node], graph, diff), placesIn(graph.index).get(node.name));
   }
   for (const [name, item] of scene.items) {
     const old = before.byName.get(name)?.inputs ?? EMPTY;
     const now = after.byName.get(name)?.inputs ?? EMPTY;
-    addEdges(
-      scene,
-      item,
-      now.filter((input) => old.includes(input)),
-      "kept",
-    );
-    addEdges(
-      scene,
-      item,
-      now.filter((input) => !old.includes(input)),
-      "added",
-    );
-    addEdges(
-      scene,
-      item,
-      old.filter((input) => !now.includes(input)),
-      "removed",
-    );
+    if (same(old, now)) addEdges(scene, item, now, "kept");
+    else {
+      for (const input of new Set(now)) addEdges(scene, item, [input], old.includes(input) ? "kept" : "added");
+      for (const input of new Set(old)) if (!now.includes(input)) addEdges(scene, item, [input], "removed");
+    }
   }
   addBecame(scene, diff.became);
-  scene.edges = [...new Map(scene.edges.map((edge) => [`${edge.from.name} ${edge.to.name} ${edge.pen}`, edge])).values()];
+  if (together.size)
+    scene.edges = [...new Map(scene.edges.map((edge) => [`${edge.from.name} ${edge.to.name} ${edge.pen}`, edge])).values()];
   return finished(scene);
 }, MOST_SCENES);
 
@@ -129,10 +132,10 @@ function emptyScene(id, graph, diff) {
   return { id, graph, diff, items: new Map(), root, edges: [], groups: new Map([["", root]]), depth: 0 };
 }
 
-function addItem(scene, members, place, mark, box) {
-  const [node] = members;
+/** @param {Scene} scene @param {Item} item */
+function addItem(scene, item, place) {
   let parent = scene.root;
-  for (const { key, title, path } of groupsOf(node, place)) {
+  for (const { key, title, path } of groupsOf(item.node, place)) {
     let group = scene.groups.get(key);
     if (!group) {
       group = newGroup(key, title, path, parent);
@@ -141,9 +144,8 @@ function addItem(scene, members, place, mark, box) {
     }
     parent = group;
   }
-  const item = { name: node.name, node, members, mark, box, parent, at: 0 };
   parent.children.push(item);
-  for (const { name } of members) scene.items.set(name, item);
+  for (const { name } of item.members) scene.items.set(name, item);
 }
 
 function addEdges(scene, to, inputs, pen) {
