@@ -7,16 +7,18 @@
 the call to the painted frame; the first visit lays the graph out, the second finds it laid out. They need Playwright
 and Chromium, and are left out where these are missing.
 
-What `quantize` spends on it is measured inside, around the functions that do it, in the second of two runs, without
-the garbage collector: `history` are the snapshots and the rules that almost matched, `evidence` the SQNRs, the
-histograms of values, and running each layer on the float model's values. On the chain that has no target: each of its
-layers takes a few microseconds, less than any look at its values. This is the one script that reaches behind the public
-API for it.
+What `quantize` spends on it is read off a profile, which makes Python slower than it is: at most these shares.
+`history` are the snapshots and the rules that almost matched, `evidence` the SQNRs, the histograms of values, and
+running each layer on the float model's values. On the chain that has no target: each of its layers takes a few
+microseconds, less than any look at its values.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import inspect
+import pstats
 import shutil
 import statistics
 import sys
@@ -24,9 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from bench_cases import CASES
 from bench_number import Number, table
@@ -36,18 +36,17 @@ from torch import Tensor, nn
 
 import fxq
 
-HISTORY = (
-    (fxq.manager, "view"),
-    (fxq.near.NearMisses, "note"),
-    (fxq.near.NearMisses, "took"),
-    (fxq.near.NearMisses, "all"),
-)
-EVIDENCE = (
-    (fxq.measure, "distribution"),
-    (fxq.measure, "sqnr"),
-    (fxq.sidebyside._Alone, "step"),
-    (fxq.sidebyside._Alone, "put"),
-)
+WORK = {
+    "history": (("view.py", "view"), ("near.py", "note"), ("near.py", "took"), ("near.py", "all")),
+    "evidence": (
+        ("record.py", "distribution"),
+        ("numeric.py", "sqnr"),
+        ("sidebyside.py", "step"),
+        ("sidebyside.py", "put"),
+    ),
+}
+"""The functions that do it, by file and name; none of them calls another."""
+FXQ = str(Path(inspect.getfile(fxq.quantize)).parent)
 STEPS = """async () => {
     const seconds = { first: [], again: [] };
     for (const visit of ["first", "again"])
@@ -83,11 +82,13 @@ def measure(name: str) -> Iterator[Number]:
     """The numbers of one network."""
     model, data, recipe = NETWORKS[name]()
     fxq.quantize(model, recipe, data=data)  # pays for imports, and for measuring costs
-    qmodel, seconds, spent = quantize_on_the_clock(model, data, recipe)
-    history, evidence = (100 * spent[what] / seconds for what in ("history", "evidence"))
-    yield Number(name, "history, % of quantize", history, most=5, detail=f"{seconds:.1f} s")
+    start = time.perf_counter()
+    qmodel = fxq.quantize(model, recipe, data=data)
+    seconds = time.perf_counter() - start
+    share = shares(model, data, recipe)
+    yield Number(name, "history, % of quantize", share["history"], most=5, detail=f"{seconds:.1f} s")
     bound = None if name == "chain" else 5
-    yield Number(name, "history and evidence, %", history + evidence, most=bound, detail=f"{spent['evidence']:.2f} s")
+    yield Number(name, "history and evidence, %", share["history"] + share["evidence"], most=bound)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         path = qmodel.report(Path(folder) / "report.html")
@@ -97,39 +98,16 @@ def measure(name: str) -> Iterator[Number]:
         yield from in_the_browser(name, path)
 
 
-def quantize_on_the_clock(
-    model: nn.Module, data: list[Tensor], recipe: fxq.Recipe
-) -> tuple[fxq.QuantizedModel, float, dict[str, float]]:
-    """The quantized model, the seconds that it took, and those spent on `history` and on `evidence`."""
-    spent: dict[str, float] = {}
-    with ExitStack() as stack:
-        for what, places in (("history", HISTORY), ("evidence", EVIDENCE)):
-            for owner, function in places:
-                stack.enter_context(clocked(owner, function, what, spent))
-        stack.enter_context(no_gc())  # a collection would be counted for the function that it happens in
-        start = time.perf_counter()
-        qmodel = fxq.quantize(model, recipe, data=data)
-        return qmodel, time.perf_counter() - start, spent
-
-
-@contextmanager
-def clocked(owner: Any, function: str, what: str, spent: dict[str, float]) -> Iterator[None]:
-    """Add the seconds that a function takes to `spent[what]`."""
-    original: Callable[..., Any] = getattr(owner, function)
-    spent.setdefault(what, 0.0)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            spent[what] += time.perf_counter() - start
-
-    setattr(owner, function, call)
-    try:
-        yield
-    finally:
-        setattr(owner, function, original)
+def shares(model: nn.Module, data: list[Tensor], recipe: fxq.Recipe) -> dict[str, float]:
+    """Percent of the time of `quantize` that goes to each kind of work."""
+    profile = cProfile.Profile()
+    with no_gc():  # a collection would be counted for the function that it happens in
+        profile.runcall(fxq.quantize, model, recipe, data=data)
+    stats = pstats.Stats(profile)
+    seconds = {(Path(file).name, name): found[3] for (file, _, name), found in stats.stats.items() if FXQ in file}
+    return {
+        what: 100 * sum(seconds.get(f, 0.0) for f in functions) / stats.total_tt for what, functions in WORK.items()
+    }
 
 
 def in_the_browser(name: str, path: Path) -> Iterator[Number]:
