@@ -6,8 +6,8 @@ const WIDEST = 38; // characters in a line
 const STRIP = 16; // height of the strip that says how a node changed
 const FONT = '"Helvetica Neue", Helvetica, Arial, "Liberation Sans", sans-serif';
 
-/** @typedef {{text: string, role: "name"|"value"|"scale"|"detail"|"warn"|"change"}} Line */
-/** @typedef {{head: string, tag: string, pill: boolean, lines: Line[], width: number, height: number}} Box */
+/** `role`: which of `LINE.sizes`, and of the colours of a theme. @typedef {{text: string, role: string}} Line */
+/** @typedef {{head: string, tag: string, pill: boolean, lines: readonly Line[], width: number, height: number}} Box */
 
 const fontOf = (size, weight = "") => `${weight ? weight + " " : ""}${size}px ${FONT}`;
 

@@ -62,7 +62,7 @@ function el(tag, attributes = {}, ...children) {
 /** @type {Record<string, string>} */
 const state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 
-/** @type {Record<string, ((state: Record<string, string>, changed: Record<string, boolean>) => void)[]>} */
+/** @type {Record<string, ((detail: any) => void)[]>} */
 const listeners = {};
 
 /** Call `listener(detail)` whenever `emit(name, detail)` is. Events: "state" (detail: what changed), "theme". */

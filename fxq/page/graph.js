@@ -216,7 +216,7 @@ function flash(pane, names) {
 /** In idle moments, lay out what may be asked for next: the passes around the chosen one first. */
 let warming = 0;
 function warmUp() {
-  const idle = window.requestIdleCallback ?? ((work) => setTimeout(() => work({ timeRemaining: () => 12 }), 30));
+  const idle = window.requestIdleCallback ?? ((/** @type {any} */ work) => setTimeout(() => work({ timeRemaining: () => 12 }), 30));
   const mine = ++warming;
   const i = chosenPass();
   const make = { graph: [graphScene], diff: [diffScene], side: [beforeScene, afterScene] }[chosenMode()];
@@ -272,7 +272,7 @@ function graphHooks({ panes, visible, setDepth, toggleGroup }) {
 function drawnIn(frame, found) {
   const { group, ox, oy } = frame;
   const size = ({ x, y, width, height }) => ({ x, y, width, height, frame: group.key });
-  for (const placed of frame.boxes) found.boxes.push({ name: placed.of.name ?? placed.of.key, ...size(placed) });
+  for (const placed of frame.boxes) found.boxes.push({ name: isGroupOf(placed.of) ? placed.of.key : placed.of.name, ...size(placed) });
   for (const wire of frame.wires) {
     const strokes = wire.strokes.map(({ ortho, points }) => ({ ortho, points: points.map((v, k) => v + (k % 2 ? oy : ox)) }));
     found.wires.push({ from: wire.flows[0].from.name, to: wire.flows[0].to.name, frame: group.key, strokes });

@@ -35,7 +35,8 @@ function makeHelp() {
 function onKeys(actions, when) {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !when()) return;
-    if (event.target.closest?.("input, textarea, select, dialog[open]")) return;
+    const target = /** @type {any} */ (event.target);
+    if (target.closest?.("input, textarea, select, dialog[open]")) return;
     const action = actions[event.key];
     if (!action) return;
     event.preventDefault();

@@ -13,7 +13,7 @@ const GAP = { rank: 40, node: 26, edge: 14 };
 
 /** @param {Parts} parts @returns {Flow} */
 function layoutFlow(parts) {
-  const { widths, heights, edges } = parts;
+  const { widths, edges } = parts;
   const { order, reading } = topological(parts);
   const x = new Array(widths.length).fill(0);
   const y = new Array(widths.length).fill(0);

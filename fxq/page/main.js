@@ -22,7 +22,7 @@ function start() {
     const chosen = usable.find((tab) => tab.id === state.tab) ?? usable[0];
     if (!chosen) return;
     for (const tab of usable) hosts[tab.id].hidden = tab !== chosen;
-    for (const button of bar.children) button.setAttribute("aria-selected", String(button.dataset.tab === chosen.id));
+    for (const button of /** @type {any} */ (bar.children)) button.setAttribute("aria-selected", String(button.dataset.tab === chosen.id));
     if (!made.has(chosen.id)) {
       made.add(chosen.id);
       chosen.render(hosts[chosen.id], data); // it must have a size when it is drawn, so only now

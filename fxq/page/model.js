@@ -7,6 +7,7 @@
  *   text: string, path: string, source: string, made_by: string, shape: number[]|null, dtype: string, scale: string,
  *   zero_point: string, reason: string, note: string, origins: string[]}} NodeRecord */
 
+/** @type {any} */
 const EMPTY = Object.freeze([]);
 
 for (const [id, node] of (data.nodes ?? []).entries()) {

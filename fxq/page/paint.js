@@ -7,8 +7,6 @@
  * @typedef {{selected: string, near: Set<string>, kin: Set<string>, flash: Set<string>, glow: number,
  *   hover: Placed|Frame|null}} Emphasis */
 
-/** The part of the picture that is seen, in its units. @typedef {{left: number, right: number, top: number, bottom: number}} Window */
-
 /** @param {CanvasRenderingContext2D} context @param {Picture} picture @param {{k: number, x: number, y: number}} view
  * @param {{width: number, height: number, ratio: number}} size @param {Emphasis} emphasis */
 function paint(context, picture, { k, x, y }, size, emphasis) {
@@ -64,7 +62,7 @@ function paintFrame(work, frame) {
 
 const hasMarks = (group) => Object.values(group.marks).some(Boolean);
 
-/** Whether a box is not what this is about. @param {Item|Group} of */
+/** Whether a box is not what this is about. @param {any} work @param {any} of */
 function isDim({ near, isDiff, chosen }, of) {
   if (of === chosen) return false;
   if (near.size) return !near.has(of);

@@ -171,7 +171,6 @@ function paintGroup(context, placed, k, colours) {
   const group = /** @type {Group} */ (placed.of);
   const { x, y, width, height } = placed;
   const told = marksOf(group.marks);
-  const strip = told ? STRIP : 0;
   if (k < LEVEL.label) return paintKinds(context, placed, group.kinds);
   for (const away of [6, 3]) {
     roundedPath(context, x + away, y + away, width, height, 5);

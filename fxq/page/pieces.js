@@ -14,7 +14,7 @@ function alike(kind, widths, heights, edges, port, make) {
  * `port`: of each box, 1 for a value that enters, 2 for one that leaves, else 0. */
 function pieceFlow(widths, heights, edges, port, isAcyclic) {
   if (isAcyclic && isSimple(widths.length, edges)) return alike("simple", widths, heights, edges, port, simpleFlow);
-  if (isAcyclic && widths.length > SLICE.most) return alike("sliced", widths, heights, edges, port, slicedFlow);
+  if (isAcyclic && slicing(widths.length, edges)) return alike("sliced", widths, heights, edges, port, slicedFlow);
   return alike("dagre", widths, heights, edges, port, dagreFlow);
 }
 

@@ -4,9 +4,24 @@
 /** Boxes in a piece that is not sliced, at most; in a slice, from and to. */
 const SLICE = { most: 44, from: 12, to: 26 };
 
+/** The same where many edges run side by side: what reads one value then shares a line for most of the way. */
+const THIN = { most: 10, from: 3, to: 7, edges: 14 };
+
+/** How a piece is sliced; null where it is not. */
+function slicing(count, edges) {
+  if (count <= THIN.most) return null;
+  const spans = new Int32Array(count + 1);
+  for (const [a, b] of edges) {
+    spans[a + 1]++;
+    spans[b]--;
+  }
+  if (d3.max(d3.cumsum(spans)) > THIN.edges) return THIN;
+  return count > SLICE.most ? SLICE : null;
+}
+
 /** @returns {Flow} */
 function slicedFlow(widths, heights, edges, port) {
-  const bounds = sliceBounds(widths.length, edges, port);
+  const bounds = sliceBounds(widths.length, edges, port, slicing(widths.length, edges));
   const of = new Int32Array(widths.length);
   for (let k = 0; k < bounds.length - 1; k++) of.fill(k, bounds[k], bounds[k + 1]);
   const slices = sliceParts(bounds, of, widths, heights, edges, port);
@@ -26,7 +41,7 @@ function slicedFlow(widths, heights, edges, port) {
 }
 
 /** Where to cut: few values live there, ports of the piece are not cut off. */
-function sliceBounds(count, edges, port) {
+function sliceBounds(count, edges, port, size) {
   const live = new Int32Array(count + 2);
   const reach = new Int32Array(count);
   for (const [a, b] of edges) reach[a] = Math.max(reach[a], b);
@@ -39,9 +54,9 @@ function sliceBounds(count, edges, port) {
   const first = port.lastIndexOf(1) + 1;
   const last = port.includes(2) ? port.indexOf(2) : count - 1;
   const bounds = [0];
-  while (count - bounds.at(-1) > SLICE.most) {
-    const low = Math.max(bounds.at(-1) + SLICE.from, first);
-    const high = Math.min(Math.max(bounds.at(-1) + SLICE.to, first + 1), last);
+  while (count - bounds.at(-1) > size.most) {
+    const low = Math.max(bounds.at(-1) + size.from, first);
+    const high = Math.min(Math.max(bounds.at(-1) + size.to, first + 1), last);
     if (low > high) break;
     bounds.push(d3.least(d3.range(low, high + 1), (at) => live[at]));
   }
