@@ -45,6 +45,13 @@ const placesIn = memo((i) => {
   return found;
 });
 
+/** Names by the places of their nodes in graph `i`; constants, and what it does not have, come last. @param {string[]} names */
+function inOrder(i, names) {
+  if (i < 0) return names;
+  const place = (name) => placesIn(i).get(name) ?? passes[i].nodes.length;
+  return [...names].sort((a, b) => place(a) - place(b));
+}
+
 /** Index of the last of the sorted `starts` that is not above `place`; 0 where all are. */
 const slot = (starts, place) => Math.max(0, d3.bisectRight(starts, place) - 1);
 

@@ -180,7 +180,7 @@ const whatChanged = (old, now) => [...differences(old, now), ...rewiring(old, no
 /** From which nodes of the graph before it was made. */
 function madeFrom(k, node, rewrite) {
   const before = graphOf(k - 1);
-  const named = rewrite ? rewrite.before.filter((name) => before.byName.has(name)) : [];
+  const named = rewrite ? inOrder(k - 1, rewrite.before).filter((name) => before.byName.has(name)) : [];
   const byOrigin = before.drawn
     .filter((old) => !graphOf(k).byName.has(old.name) && old.origins.some((o) => node.origins.includes(o)))
     .map((old) => old.name);

@@ -12,8 +12,9 @@ function namesOf(i, rewrite) {
   return { before: [...new Set(before)], after: [...new Set(after.length ? after : kept)] };
 }
 
-/** `a + b → c` of a rewrite. */
-function rewriteText({ before, after }) {
+/** `a + b → c` of a rewrite of pass `i`. A reader goes before what it reads, so the nodes that went are recorded last first. */
+function rewriteText(i, rewrite) {
+  const [before, after] = [inOrder(i - 1, rewrite.before), inOrder(i, rewrite.after)];
   const side = (names) => (names.length > 4 ? `${names.slice(0, 4).join(" + ")} + ${names.length - 4} more` : names.join(" + "));
   if (!before.length) return `+ ${side(after)}`;
   return after.length ? `${side(before)} → ${side(after)}` : `− ${side(before)}`;
@@ -46,7 +47,7 @@ function makeRewrites(host) {
       rewrites.map((rewrite, number) => ({ rewrite, number })),
       ({ rewrite }) => `${rewrite.rule} ${rewrite.source}`,
     );
-    const lists = groups.map(([, members]) => ruleList(members, rows));
+    const lists = groups.map(([, members]) => ruleList(i, members, rows));
     openTo = (number) => lists.find((list) => list.has(number))?.openTo(number);
     if (lists.length === 1) lists[0].open();
     body.replaceChildren(...lists.map((list) => list.element));
@@ -56,8 +57,8 @@ function makeRewrites(host) {
   return { show };
 }
 
-/** The rewrites of one rule: its name, count and source line; the rewrites when it is opened, a page at a time. */
-function ruleList(members, rows) {
+/** The rewrites of pass `i` by one rule: its name, count and source line; the rewrites when it is opened, a page at a time. */
+function ruleList(i, members, rows) {
   const { rule, source } = members[0].rewrite;
   const placeOf = (number) => d3.bisector((member) => member.number).left(members, number);
   const list = el("ol");
@@ -74,7 +75,7 @@ function ruleList(members, rows) {
       const row = el(
         "button",
         { type: "button", "data-rewrite": number, "aria-current": String(state.rw === String(number)), onclick: () => go({ rw: number }) },
-        rewriteText(rewrite),
+        rewriteText(i, rewrite),
       );
       rows.set(number, row);
       list.append(el("li", {}, row));

@@ -74,7 +74,7 @@ function renderTime(host, all) {
       against("Size", size.float_bytes, size.int8_bytes, space, "smaller than float", "larger than float", ""),
     ),
   );
-  if (time.batch) host.append(el("p.note", {}, `Medians of a few calls on ${time.batch}, measured when this report was written; float and int8 in turns.`));
+  if (time.batch) host.append(el("p.note", {}, `Medians of a few calls on ${time.batch}, measured when this report was written; float and int8 in turns, the float model eager and in the memory format that it has.`));
   if (!ops.length) return;
   const total = ops.reduce((sum, op) => sum + op.us, 0);
   host.append(el("h2", {}, `Where the time goes: ${duration(total)} in ${ops.length} nodes`), shareBar(ops, total));
