@@ -41,7 +41,7 @@ class BackendError(FxqError):
 
 
 class RenderError(FxqError):
-    """A picture could not be written."""
+    """A picture could not be drawn, or a file could not be written."""
 
 
 class FxqWarning(UserWarning):

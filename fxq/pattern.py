@@ -114,11 +114,6 @@ class Rule:
         """The op that matching starts from: the first output."""
         return self.outputs[0]
 
-    @property
-    def root_op(self) -> str:
-        """Name of the root's op; rules are bucketed by it."""
-        return self.root.name
-
 
 class Family(Sequence[Rule]):
     """The rules made from one pattern function: one, or one for each combination of its keyword-only parameters."""

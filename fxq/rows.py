@@ -10,10 +10,10 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from fxq.errors import InputError, unknown
+from fxq.files import as_path, write_file
 from fxq.printed import Printed
 from fxq.table import Cell, Column, Table
 
@@ -98,16 +98,21 @@ class Rows(Printed, Sequence[Row]):
         return [asdict(e) for e in self.entries]  # type: ignore[call-overload]
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The table as JSON: a list of objects, and what is known of all of them; written to `path` if one is given.
+        """The table as JSON: a list of objects, and what is known of all of them. Written to `path`, if one is given.
 
-        JSON has no infinity and no NaN: a number that is none stands as the string "inf", "-inf" or "nan".
+        JSON has no infinity and no NaN: a number that is none stands as the string "inf", "-inf" or "nan". Folders that
+        are missing are made.
+
+        Raises:
+            InputError: `path` is no path.
+            RenderError: the file cannot be written.
         """
         rows = [{k: _plain(v) for k, v in row.items()} for row in self.to_dicts()]
         facts = {k: _plain(v) for k, v in self._facts().items()}
         return _written(json.dumps({**facts, self._key: rows}, indent=1, allow_nan=False) + "\n", path)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The table as CSV with a header; what is None is empty. Also written to `path` if one is given."""
+        """The table as CSV with a header; what is None is empty. Written to `path` as `to_json` does."""
         stream = io.StringIO()
         writer = csv.DictWriter(stream, self.fields, lineterminator="\n")
         writer.writeheader()
@@ -180,5 +185,5 @@ def _plain(value: Any) -> Any:
 
 def _written(text: str, path: str | os.PathLike[str] | None) -> str:
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        write_file(as_path(path), text.encode())
     return text

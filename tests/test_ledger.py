@@ -394,13 +394,21 @@ def test_json(tmp_path):
 
 
 def test_csv(tmp_path):
-    text = SOME.to_csv(tmp_path / "ledger.csv")
-    assert (tmp_path / "ledger.csv").read_text(encoding="utf-8") == text
+    text = SOME.to_csv(tmp_path / "new" / "ledger.csv")
+    assert (tmp_path / "new" / "ledger.csv").read_text(encoding="utf-8") == text
     rows = list(csv.DictReader(io.StringIO(text)))
     assert list(rows[0]) == list(SOME.fields)
     assert [row["sqnr"] for row in rows] == ["", "30.5", "inf", "", "9"]
     assert [row["own_sqnr"] for row in rows] == ["", "41.25", "", "", ""]
     assert rows[0]["fix"] == "recipe.override('layer1.conv', fxq.FLOAT)"
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(fxq.RenderError, match="cannot write"):
+        SOME.to_json(tmp_path / "file" / "ledger.json")
+    with pytest.raises(fxq.InputError, match="named by a str or a path, not by 3"):
+        SOME.to_csv(3)
 
 
 def test_dicts():

@@ -32,7 +32,7 @@ def test_a_function_becomes_a_pattern():
 
     (rule,) = conv_relu
     assert (rule.name, rule.source) == ("conv_relu", expected)
-    assert (rule.captures, rule.size, rule.root_op) == (("x", "w", "b"), 2, "relu")
+    assert (rule.captures, rule.size, rule.root.name) == (("x", "w", "b"), 2, "relu")
     assert str(rule.root) == "relu(conv2d(x, w, b))"
     (conv,) = rule.root.inputs
     assert conv.options == {"stride": (2, 2)} and [p.op for p in conv.inputs] == [None] * 3
@@ -47,7 +47,7 @@ def test_a_pattern_may_hold_lists_numbers_and_several_outputs():
     (rule,) = split
     assert [str(p) for p in rule.outputs] == ["relu(cat([x, y]))", "mul(cat([x, y]), 2)"]
     assert rule.outputs[0].inputs[0] is rule.outputs[1].inputs[0]
-    assert rule.size == 3 and rule.root_op == "relu"
+    assert rule.size == 3 and rule.root.name == "relu"
 
 
 def test_keyword_parameters_make_a_family():

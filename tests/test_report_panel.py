@@ -85,6 +85,7 @@ def test_rules_that_almost_matched_say_where_and_why(browser, tmp_path):
     with opened(browser, qmodel.report(tmp_path / "r.html"), "pass=fold-batch-norm") as page:
         near = page.locator("#near")
         near.locator("summary").click()
+        near.locator("li button").wait_for()  # filled when it has opened
         text = near.inner_text()
         assert miss.rule in text and miss.source in text and miss.reason in text
         near.locator("li button").click()
