@@ -151,3 +151,14 @@ def sampled(stroke, steps=8):
             s = t if stroke["ortho"] else t * t * (3 - 2 * t)
             y = py + t * (qy - py) if stroke["ortho"] else py + (qy - py) * (1.5 * t * (1 - t) + t**3)
             yield px + s * (qx - px), y
+
+
+def test_two_graphs_side_by_side_move_together(browser, report):
+    _, path = report
+    with opened(browser, path, "depth=9&pass=fuse&mode=side") as page:
+        name = page.evaluate("fxq.drawn('after').boxes[0].name")
+        before = page.evaluate("name => fxq.where(name, 'after')", name)
+        page.locator(".pane[data-side=before] canvas.graph").hover()
+        page.mouse.wheel(0, 300)
+        page.evaluate("fxq.painted()")
+        assert page.evaluate("name => fxq.where(name, 'after')", name) != before

@@ -42,8 +42,8 @@ function chooseCuts(parts, flow, aspect) {
   return best.cuts.map((k) => ends[k - 1]);
 }
 
-/** Where the flow can be cut: in the middle of every gap between boxes that not too many edges cross. */
-function placesToCut({ heights }, { y, routes }) {
+/** Where the flow can be cut: in the middle of every gap between boxes that not too many lines cross. */
+function placesToCut({ heights, edges }, { y, routes }) {
   const gaps = [];
   const boxes = y.map((top, i) => [top, top + heights[i]]).sort((a, b) => a[0] - b[0]);
   let end = boxes[0][1];
@@ -51,10 +51,26 @@ function placesToCut({ heights }, { y, routes }) {
     if (top - end > 8) gaps.push((end + top) / 2);
     end = Math.max(end, bottom);
   }
-  const crossing = (at) => d3.sum(routes, (route) => Math.min(route[1], route.at(-1)) < at && at < Math.max(route[1], route.at(-1)));
-  const places = gaps.map((at) => ({ at, crossing: crossing(at) })).filter((place) => place.crossing <= 6);
+  const lines = gaps.map(() => new Set()); // edges of one value that lie on each other are one line
+  for (const [number, route] of routes.entries()) {
+    const [from, to] = d3.extent([route[1], route.at(-1)]);
+    for (let k = d3.bisectRight(gaps, from); k < gaps.length && gaps[k] < to; k++)
+      lines[k].add(lineKey(edges[number][0], xAt(route, gaps[k])));
+  }
+  const places = gaps.map((at, k) => ({ at, crossing: lines[k].size })).filter((place) => place.crossing <= 6);
   const step = Math.ceil(places.length / MOST_CUTS);
   return places.filter((_, k) => k % step === 0);
+}
+
+const lineKey = (tail, x) => `${tail} ${Math.round(x)}`;
+
+/** Where a route is at a height. */
+function xAt(route, y) {
+  for (let k = 2; k < route.length; k += 2) {
+    const [px, py, qx, qy] = [route[k - 2], route[k - 1], route[k], route[k + 1]];
+    if (Math.min(py, qy) <= y && y <= Math.max(py, qy)) return px + ((y - py) / (qy - py || 1)) * (qx - px);
+  }
+  return route.at(-2);
 }
 
 /** One column more than `fewer` (null: two columns) with the highest as low as can be: for each end, where the last
@@ -92,8 +108,15 @@ function cutInColumns(parts, flow, cuts) {
   const bounds = [0, ...cuts, flow.height];
   const columnOf = (at) => Math.min(cuts.length, d3.bisectRight(cuts, at));
   const split = flow.routes.map((route) => splitRoute(route, cuts, columnOf));
-  const lanes = cuts.map(() => 0); // used in each gutter
-  for (const { jumps } of split) for (const jump of jumps) jump.lane = lanes[jump.cut]++;
+  const lines = cuts.map(() => new Map()); // in each gutter, the number of each line's lane
+  for (const [number, { jumps }] of split.entries()) {
+    for (const jump of jumps) {
+      const key = lineKey(parts.edges[number][0], jump.x);
+      if (!lines[jump.cut].has(key)) lines[jump.cut].set(key, lines[jump.cut].size);
+      jump.lane = lines[jump.cut].get(key);
+    }
+  }
+  const lanes = lines.map((line) => line.size);
   const most = Math.max(0, ...lanes);
   const extents = columnExtents(parts, flow, split, columnOf, cuts.length + 1);
   const top = most ? 16 + LANE * most : 0; // above all columns, for edges that come from the one before

@@ -17,11 +17,15 @@ function renderGraph(host) {
   const timeline = makeTimeline(left.appendChild(el("section.passlist")));
   const rewrites = makeRewrites(left.appendChild(el("section.rewritelist")));
   const panel = makePanel(side);
+  let linking = false;
   const does = {
     choose: (name) => go({ node: name, rw: "" }),
     toggle: (group) => toggleGroup(group),
     moved: (pane) => {
-      if (chosenMode() === "side") (pane === panes.after ? panes.before : panes.after).follow(pane);
+      if (linking || !isSplit()) return;
+      linking = true; // the other pane says that it moved, too
+      (pane === panes.after ? panes.before : panes.after).follow(pane);
+      linking = false;
     },
   };
   const panes = { before: makePane(sides.before, "Graph before", does), after: makePane(sides.after, "Graph", does) };
