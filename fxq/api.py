@@ -26,6 +26,7 @@ from fxq.model import ObservedModel, QuantizedModel
 from fxq.passbase import Pass, Stage
 from fxq.progress import progress_bar
 from fxq.recipe import Recipe, as_recipe
+from fxq.record import checksums
 from fxq.sidebyside import Program
 from fxq.untouched import untouched, without_autocast
 from fxq.wrappers import unwrapped
@@ -199,6 +200,13 @@ def _float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Refer
                 f"a is not the model that b was made from, or traces to other ops on inputs of this size: op {i} is "
                 f"{mine}, where the ledger of b has {its}."
             )
+    now, then = checksums(manager.context.model), b.record.weights
+    changed = [name for name in now if now[name] != then.get(name)]
+    if changed:
+        warn(
+            f"a has other weights than the model that b was made from, {changed[0]!r} for one ({len(changed)} of "
+            f"{len(now)} parameters): what is compared is not only what quantization did."
+        )
     return Reference(Program(original.gm, original.graph), original.nodes)
 
 

@@ -127,7 +127,12 @@ class Comparison(Rows[Any]):
     def _short(self) -> str:
         output = "" if self.output_sqnr is None else f"the output agrees to {_words(self.output_sqnr)}; "
         worst = self.worst
-        least = "no layers" if worst is None else f"least {layer_text(worst.name, worst.path)}, {_words(worst.sqnr)}"
+        if worst is None:
+            least = "no layers"
+        elif worst.sqnr == math.inf:
+            least = "every layer to the last bit"
+        else:
+            least = f"least {layer_text(worst.name, worst.path)}, {_words(worst.sqnr)}"
         return f"{output}{least}; {self.batches} batch{'es' if self.batches != 1 else ''}"
 
     def _parts(self) -> list[Part]:

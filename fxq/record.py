@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,12 +64,14 @@ class Record:
         inputs: the inputs of the example, in order.
         float_bytes: size of the float model's parameters and buffers.
         name: the float model's class.
+        weights: a checksum of each of its parameters, by name, see `checksums`.
     """
 
     values: Mapping[str, Distribution]
     inputs: tuple[Input, ...]
     float_bytes: int
     name: str
+    weights: Mapping[str, int]
 
 
 def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distribution]) -> Record:
@@ -80,7 +83,23 @@ def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distributio
         values: the distribution of each op's value.
     """
     given = [("", value) for value in example.args] + list(example.kwargs.items())
-    return Record(values, tuple(_input(name, value) for name, value in given), nbytes(model), type(model).__name__)
+    inputs = tuple(_input(name, value) for name, value in given)
+    return Record(values, inputs, nbytes(model), type(model).__name__, checksums(model))
+
+
+def checksums(model: nn.Module) -> dict[str, int]:
+    """For each parameter, by name, a number that tells other values from these; of a large one, of some at distances.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> before = checksums(layer)
+        >>> _ = layer.weight.data.mul_(2)
+        >>> checksums(layer) == before
+        False
+    """
+    flat = ((name, tensor.detach().reshape(-1)) for name, tensor in model.named_parameters())
+    some = ((name, values[:: _stride(values.numel())].cpu().contiguous()) for name, values in flat)
+    return {name: zlib.crc32(values.view(torch.uint8).numpy().tobytes()) for name, values in some}
 
 
 def _input(name: str, value: Any) -> Input:

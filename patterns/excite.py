@@ -6,10 +6,8 @@ conversion between them would cost as much. The weights are integers.
 
 from __future__ import annotations
 
+from fxq.backends.whole import EXCITE_FUNCTIONS, EXCITE_GATES, is_over_image
 from fxq.pattern import fusion
-
-ACTIVATIONS = ("relu", "silu", "hardswish")
-GATES = ("sigmoid", "hardsigmoid")
 
 
 def _excite(op, x, mean, w1, b1, w2, b2, act: str, gate: str):
@@ -17,20 +15,19 @@ def _excite(op, x, mean, w1, b1, w2, b2, act: str, gate: str):
     return op.mul(op[gate](op.conv2d(squeezed, w2, b2, padding=(0, 0), groups=1)), x)
 
 
-@fusion("squeeze_excite_{act}_{gate}", act=ACTIVATIONS, gate=GATES)
+@fusion("squeeze_excite_{act}_{gate}", act=EXCITE_FUNCTIONS, gate=EXCITE_GATES)
 def squeeze_excite(op, x, w1, b1, w2, b2, *, act: str, gate: str):
     return _excite(op, x, op.adaptive_avg_pool2d(x, output_size=(1, 1)), w1, b1, w2, b2, act, gate)
 
 
-@fusion("squeeze_excite_mean_{act}_{gate}", act=ACTIVATIONS, gate=GATES)
+@fusion("squeeze_excite_mean_{act}_{gate}", act=EXCITE_FUNCTIONS, gate=EXCITE_GATES)
 def squeeze_excite_mean(op, x, w1, b1, w2, b2, *, act: str, gate: str):
     return _excite(op, x, op.mean(x, keepdim=True), w1, b1, w2, b2, act, gate)
 
 
 @squeeze_excite_mean.unless
 def mean_is_not_over_height_and_width(m):
-    dim = m.options("mean")["dim"]
-    return {d % 4 for d in ((dim,) if isinstance(dim, int) else dim)} != {2, 3}
+    return not is_over_image(m.options("mean")["dim"])
 
 
 @squeeze_excite.unless

@@ -395,3 +395,19 @@ def test_the_worst_is_what_is_no_number():
     found = fxq.Comparison(tuple(rows), None, 1, (fxq.quantize(net(), REFERENCE, data=batches()),))
     assert found.worst.name == "b"
     assert found.where(name="z").worst is None and found.where(name="z").to_text().endswith("no layers; 1 batch")
+
+
+def test_other_weights_than_at_quantization_are_said():
+    model = net()
+    qmodel = fxq.quantize(model, REFERENCE, data=[torch.rand(4, 6)])
+    with torch.no_grad():
+        model.second.weight.mul_(2)
+    with pytest.warns(fxq.FxqWarning, match=r"'second.weight' for one \(1 of 4 parameters\)"):
+        fxq.compare(model, qmodel, [torch.rand(4, 6)])
+
+
+def test_the_same_weights_say_nothing(recwarn):
+    model = net()
+    qmodel = fxq.quantize(model, REFERENCE, data=[torch.rand(4, 6)])
+    fxq.compare(copy.deepcopy(model), pickle.loads(pickle.dumps(qmodel)), [torch.rand(4, 6)])
+    assert not [w for w in recwarn if issubclass(w.category, fxq.FxqWarning)]

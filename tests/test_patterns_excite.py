@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
+from fxq.backends.whole import EXCITE_FUNCTIONS, EXCITE_GATES
 from fxq.graph import info
-from fxq.patterns.excite import ACTIVATIONS, GATES
 from tests.fusions import check_numbers, check_refused, data, fused, lines
 from tests.graphs import after
 
@@ -35,7 +35,7 @@ def excited(m, x):
 
 
 @pytest.mark.parametrize("pool", OPTIONS)
-@pytest.mark.parametrize(("act", "function"), list(itertools.product(ACTIVATIONS, GATES)))
+@pytest.mark.parametrize(("act", "function"), list(itertools.product(EXCITE_FUNCTIONS, EXCITE_GATES)))
 def test_every_variant(act, function, pool):
     def forward(m, x):
         y = m.other(x)

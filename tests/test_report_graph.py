@@ -73,8 +73,9 @@ def test_a_float_node_says_why(browser, digits):
         assert fact(page, "reason") == entry.reason
 
 
-def test_the_diff_marks_what_a_pass_changed(browser, digits):
-    qmodel, path = digits
+@pytest.mark.parametrize("network", ["digits", "resnet50"])
+def test_the_diff_marks_what_a_pass_changed(browser, network, request):
+    qmodel, path = request.getfixturevalue(network)
     names = qmodel.history.names
     before = qmodel.history[names.index("fuse") - 1].graph
     after = qmodel.history["fuse"].graph
@@ -102,15 +103,16 @@ def test_side_by_side_shows_the_graph_before_too(browser, digits):
         assert not before.is_visible()
 
 
-def test_a_module_collapses_and_expands(browser, digits):
-    _, path = digits
+@pytest.mark.parametrize(("network", "module"), [("digits", "block1"), ("resnet50", "layer1.0")])
+def test_a_module_collapses_and_expands(browser, network, module, request):
+    _, path = request.getfixturevalue(network)
     with opened(browser, path, "pass=trace&depth=all") as page:
         everything = shown(page)["boxes"]
-        click(page, "block1", click_count=2)
+        click(page, module, click_count=2)
         collapsed = shown(page)["boxes"]
         assert collapsed < everything
         assert shown(page)["nodes"] > everything - collapsed
-        click(page, "block1", click_count=2)
+        click(page, module, click_count=2)
         assert shown(page)["boxes"] == everything
         page.locator("#collapse-all").click()
         assert shown(page)["boxes"] < collapsed

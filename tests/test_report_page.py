@@ -91,8 +91,9 @@ def test_numbers_that_are_none_are_drawn(browser, digits, tmp_path):
 # ---- ledger
 
 
-def test_the_ledger_has_every_row_and_sorts_by_a_click_and_by_a_key(browser, digits):
-    qmodel, path = digits
+@pytest.mark.parametrize("network", ["digits", "resnet50"])
+def test_the_ledger_has_every_row_and_sorts_by_a_click_and_by_a_key(browser, network, request):
+    qmodel, path = request.getfixturevalue(network)
     with opened(browser, path, "tab=ledger") as page:
         assert column(page, "layer") == [entry.path or entry.name for entry in qmodel.ledger]
         header = page.locator('#view-ledger th[data-key="macs"]')

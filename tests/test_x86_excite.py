@@ -11,6 +11,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu, x86_elementwise
+from fxq.backends.whole import EXCITE_FUNCTIONS, EXCITE_GATES
 from fxq.backends.x86_excite import Excite
 from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
@@ -18,7 +19,7 @@ from tests.helpers import module
 from tests.kernels import CHANNELS_LAST, OUTS, X, agree, bytes_, copies, real, weight
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
-FUNCTIONS, GATES = ("relu", "silu", "hardswish"), ("sigmoid", "hardsigmoid")
+
 # No product is so near to a tie that float32 and float64 round it differently in more than a few elements.
 PRODUCTS = [
     QParams.per_tensor(0.0133, 101),
@@ -55,7 +56,7 @@ def test_any_shape(data):
     channels, squeezed, size = draw(st.integers(1, 40)), draw(st.integers(1, 20)), st.integers(1, 12)
     x = QParams.per_tensor(0.0217, draw(st.sampled_from([0, 1, 128, 255])))
     out, axis = draw(st.sampled_from([None, *PRODUCTS])), draw(st.sampled_from([0, None]))
-    function, gate = draw(st.sampled_from(FUNCTIONS)), draw(st.sampled_from(GATES))
+    function, gate = draw(st.sampled_from(EXCITE_FUNCTIONS)), draw(st.sampled_from(EXCITE_GATES))
     excite, means = kernel(channels, squeezed, x, out, function, gate, draw(st.booleans()), axis)
     image = bytes_(draw(st.integers(0, 3)), channels, draw(size), draw(size))
     image = image.contiguous(memory_format=CHANNELS_LAST) if draw(st.booleans()) else image

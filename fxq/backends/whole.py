@@ -5,13 +5,16 @@ The kernels of `rows.py` take a first op and what they can take along; these are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from fxq.graph import info
 from fxq.unit import Inner, OpCall
 
 EXCITE = "squeeze_excite"
-_FUNCTIONS, _GATES = ("relu", "silu", "hardswish"), ("sigmoid", "hardsigmoid")
+EXCITE_FUNCTIONS = ("relu", "silu", "hardswish")
+EXCITE_GATES = ("sigmoid", "hardsigmoid")
 
 
 def whole_unit(calls: tuple[OpCall, ...]) -> str | None:
@@ -32,8 +35,8 @@ def _excites(calls: tuple[OpCall, ...]) -> bool:
         and product.op.name == "mul"
         and product.tensors["x"] != product.tensors["other"]
         and all(value in (Inner(4), x) for value in product.tensors.values())
-        and function.op.name in _FUNCTIONS
-        and gate.op.name in _GATES
+        and function.op.name in EXCITE_FUNCTIONS
+        and gate.op.name in EXCITE_GATES
         and shape is not None
         and len(shape) == 4
         and _averages(pool)
@@ -42,12 +45,16 @@ def _excites(calls: tuple[OpCall, ...]) -> bool:
     )
 
 
+def is_over_image(dim: int | Sequence[int]) -> bool:
+    """Whether axes of (N, C, H, W) are H and W."""
+    return {d % 4 for d in ((dim,) if isinstance(dim, int) else dim)} == {2, 3}
+
+
 def _averages(call: OpCall) -> bool:
     """Whether an op turns (N, C, H, W) into (N, C, 1, 1) means."""
     options = call.options
     if call.op.name == "mean":
-        dim = options["dim"]
-        return options["keepdim"] and {d % 4 for d in ((dim,) if isinstance(dim, int) else dim)} == {2, 3}
+        return options["keepdim"] and is_over_image(options["dim"])
     return call.op.name == "adaptive_avg_pool2d" and tuple(options["output_size"]) == (1, 1)
 
 

@@ -61,18 +61,21 @@ function makePane(host, label, does) {
 
   const middle = () => boxAt(picture, (size.width / 2 - view.x) / view.k, (size.height / 2 - view.y) / view.k, true);
 
+  /** The middle of a box or frame: a group that is clicked there stays under the pointer when its width changes. */
+  const head = (placed) => placed.x + placed.width / 2;
+
   /** Something that another picture is likely to have too, and where it is on the screen. */
   function hold(anchor) {
     const placed = anchor ? picture.places.get(isGroupOf(anchor) ? anchor : shown(anchor)) : middle();
     if (!placed) return null;
-    return { of: anchor ?? placed.of ?? placed.group, x: placed.x * view.k + view.x, y: placed.y * view.k + view.y };
+    return { of: anchor ?? placed.of ?? placed.group, x: head(placed) * view.k + view.x, y: placed.y * view.k + view.y };
   }
 
   function restore({ of, x, y }, k = view.k) {
     const scene = picture.scene;
     const now = isGroupOf(of) ? scene.groups.get(of.key) : (scene.items.get(of.name) ?? scene.items.get(kinOf(scene, of.name)[0]));
     const placed = now && picture.places.get(isGroupOf(now) ? now : shown(now));
-    if (placed) stage.call(zoom.transform, d3.zoomIdentity.translate(x - placed.x * k, y - placed.y * k).scale(k));
+    if (placed) stage.call(zoom.transform, d3.zoomIdentity.translate(x - head(placed) * k, y - placed.y * k).scale(k));
   }
 
   /** Show the same part as another pane does. */

@@ -53,9 +53,10 @@ function shareBar(ops, total) {
   const parts = [...sums, ["op", rest]].filter(([, us]) => us > 0.0005 * total);
   const bar = el("div.share", { role: "img", "aria-label": parts.map(([kind, us]) => `${tagOf(kind)} ${percent(us / total)}`).join(", ") });
   for (const [kind, us] of parts) {
-    const part = el("span", { title: `${tagOf(kind)}: ${duration(us)}` });
+    const part = el("span", { title: `${tagOf(kind)}: ${duration(us)}` }, us > 0.06 * total ? tagOf(kind) : null);
     part.style.flexGrow = String(us);
     part.style.background = kindColour(kind);
+    part.style.color = data.looks[kind].ink;
     bar.append(part);
   }
   const legend = el("div.keys", {}, ...parts.map(([kind, us]) => el("span", {}, swatchOf(`kind-${kind}`, ""), `${tagOf(kind)} ${percent(us / total)} (${duration(us)})`)));
