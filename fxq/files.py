@@ -22,4 +22,6 @@ def write_file(path: Path, data: bytes) -> Path:
         path.write_bytes(data)
     except OSError as error:
         raise RenderError(f"cannot write {path}: {error.strerror}.") from error
+    except ValueError as error:  # a name that no file can have
+        raise RenderError(f"cannot write {str(path)!r}: {error}.") from error
     return path

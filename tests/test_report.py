@@ -336,6 +336,9 @@ def test_a_file_that_cannot_be_written_is_said(qmodel, tmp_path):
         qmodel.report(tmp_path / "file" / "r.html")
     with pytest.raises(RenderError, match="cannot write"):
         qmodel.report(tmp_path)
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(RenderError, match="cannot write"):
+            qmodel.report(tmp_path / name)
 
 
 def test_wrong_example_inputs_are_refused(qmodel, tmp_path):

@@ -170,6 +170,20 @@ def test_time_shows_latency_size_and_where_it_goes(browser, digits):
         assert page.evaluate("[fxq.state.tab, fxq.state.node]") == ["graph", nodes[0]]
 
 
+def test_a_model_without_weights_is_not_a_number_of_times_smaller(browser, tmp_path):
+    qmodel = fxq.quantize(Plain().eval(), REFERENCE, data=[torch.rand(2, 4)])
+    with opened(browser, qmodel.report(tmp_path / "r.html"), "tab=time") as page:
+        text = page.locator("#view-time").inner_text()
+        assert "0 B" in text and "NaN" not in text
+
+
+class Plain(nn.Module):
+    """A model that holds nothing."""
+
+    def forward(self, x):
+        return x
+
+
 def test_what_could_not_be_timed_says_why(browser, tmp_path):
     class Nested(nn.Module):
         def __init__(self):

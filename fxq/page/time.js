@@ -11,7 +11,7 @@ function against(title, real, int8, text, better, worse, why) {
   const rows = [];
   if (real !== null) rows.push({ name: "float", value: real, text: text(real), colour: "var(--quiet)" });
   if (int8 !== null) rows.push({ name: "int8", value: int8, text: text(int8), colour: "var(--kind-int8)" });
-  const times = real !== null && int8 !== null ? real / int8 : null;
+  const times = real !== null && int8 !== null && real > 0 && int8 > 0 ? real / int8 : null;
   const words = times === null ? null : times >= 1 ? `${times.toFixed(2)}× ${better}` : `${(1 / times).toFixed(2)}× ${worse}`;
   return el(
     "section.card",
