@@ -29,6 +29,9 @@ from fxq.untouched import copied
 from fxq.values import Origin, Value, examples, found_in, is_value, replaced, unwatched, visible
 from fxq.wrappers import wrapped
 
+_ONE_AT_A_TIME = threading.RLock()
+"""A trace replaces functions of torch until it is done: a second one would put back what the first has replaced."""
+
 
 class Tracer(fx.Tracer):
     """Traces a model while running it on the example: module path, source line, shape and memory of every node.
@@ -84,7 +87,7 @@ class Tracer(fx.Tracer):
         """
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
-            with torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, self._traces):
+            with _ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, self._traces):
                 graph = super().trace(model)  # inference tensors do not count their changes
         except FxqError:
             raise
@@ -245,7 +248,7 @@ class Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """A parameter of the model as a traced value; all else as it is."""
-        path = self._paths.get(attr_val) if isinstance(attr_val, nn.Parameter) and not self._running else None
+        path = self._paths.get(attr_val) if isinstance(attr_val, nn.Parameter) and self._traces() else None
         if path is None:
             return attr_val
         if path not in self._read:
@@ -300,6 +303,8 @@ class Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace into a module, or keep it as a leaf: where it is one, and where tracing into it fails."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
         path = self.submodule_paths.get(m) if self.submodule_paths else None
         inside = wrapped(m)
         if inside is not None and (self._running or not is_kept(path or "", self.leaves)):

@@ -45,9 +45,12 @@ def untouched(model: nn.Module) -> Iterator[Touched]:
             names = list(_set(vars(module), attributes, items))
             if names:
                 touched.attributes[path] = names
-            vars(module).clear()
-            vars(module).update(attributes)
+            if not _same_items(vars(module), attributes):  # or another thread that runs the model may find it empty
+                vars(module).clear()
+                vars(module).update(attributes)
             for name, value in items.items():
+                if _same_items(_items(attributes[name]), value):
+                    continue
                 if isinstance(value, dict):
                     attributes[name].clear()
                     attributes[name].update(value)

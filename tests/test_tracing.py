@@ -615,6 +615,35 @@ def test_random_numbers_are_drawn_in_every_call_of_the_quantized_model(noise):
         assert not torch.allclose(qmodel(X), qmodel(X), atol=1e-2)
 
 
+def test_models_run_and_are_traced_in_several_threads_at_once():
+    """Of a trace another thread sees nothing, and two traces leave torch as it was."""
+    model, other, results, errors = nn.Sequential(conv(), nn.ReLU(), conv()).eval(), conv(), [], []
+    with torch.no_grad():
+        want = other(X)
+
+    def forward(self, x):
+        thread = threading.Thread(target=lambda: results.append(torch.equal(other(X), want)))
+        thread.start()
+        thread.join()
+        return self.other(x)
+
+    def work():
+        try:
+            for _ in range(3):
+                fxq.compare(model, fxq.quantize(model, REFERENCE, data=[X]), [X])
+        except BaseException as error:
+            errors.append(error)
+
+    after(module(forward, other=other).eval(), X, "trace")
+    assert results and all(results)
+    call, threads = nn.Module.__call__, [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and nn.Module.__call__ is call
+
+
 def test_another_thread_draws_numbers_of_its_own():
     drawn_beside = []
 
