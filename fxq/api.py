@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -168,8 +167,7 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
     first = next(stream)
     quantized = isinstance(a, QuantizedModel)
     reference = quantized_reference(a, b) if quantized else _float_reference(a, b, first)
-    kept = nullcontext() if quantized else untouched(a)
-    with kept, progress_bar("comparing", _length(data), progress) as advance:
+    with untouched(a), untouched(b), progress_bar("comparing", _length(data), progress) as advance:
         return compare_with(reference, b, chain([first], stream), advance)
 
 

@@ -201,9 +201,9 @@ def quantized_reference(a: QuantizedModel, b: QuantizedModel) -> Reference:
     """`a` as a reference for `b`. Raises `InputError` when they have no layer in common."""
     nodes = {n.name: n for n in a.graph.nodes}
     theirs = {s.value.name: (s.value, nodes[into]) for into, s in speaking(a.ledger).items() if into in nodes}
-    ours = {e.name: (e.path, e.op, e.source) for e in b.ledger}
-    same = {name: node for name, (e, node) in theirs.items() if ours.get(name) == (e.path, e.op, e.source)}
-    if not same:
+    ours = {e.name: (e.path, e.op) for e in b.ledger}  # not the line: files move
+    same = {name: node for name, (e, node) in theirs.items() if ours.get(name) == (e.path, e.op)}
+    if not same and (theirs or speaking(b.ledger)):
         raise InputError("a and b are not made from the same model: no layer of one is a layer of the other.")
     return Reference(Program(a, a.graph), same, a)
 
@@ -225,11 +225,11 @@ def compare_with(
     speakers = speaking(b.ledger)
     ends = {**ends_of(b, speakers, reference.nodes), _output(b.graph): reference.output}
     known = speaking(reference.model.ledger) if reference.model is not None else {}
-    sums, count = _Sums(own=reference.model is None), 0
+    sums, count, compared = _Sums(own=reference.model is None), 0, Program(b, b.graph)
     with torch.no_grad(), without_autocast(), seeded():
         for i, batch in enumerate(batches):
             with naming_batch(i, batch):
-                sums.add(reference.program, Program(b, b.graph), ends, batch)
+                sums.add(reference.program, compared, ends, batch)
                 _check_shapes(ends, speakers, sums)
             advance()
             count += 1

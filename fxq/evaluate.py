@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from fxq.data import Batch
 from fxq.graph import read_attribute
 
 
-def value_of(gm: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """The value of a node other than a placeholder, from those of the nodes it reads; the output's is its argument."""
+def value_of(
+    gm: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any], instead: Mapping[str, nn.Module] | None = None
+) -> Any:
+    """The value of a node other than a placeholder, from those of the nodes it reads; the output's is its argument.
+
+    `instead` has modules to call in the place of those of `gm`, by path.
+    """
     if node.op == "get_attr":
         return read_attribute(gm, str(node.target))
     args: Any = fx.node.map_arg(node.args, env.__getitem__)
@@ -21,7 +26,9 @@ def value_of(gm: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any]) -> A
         return args[0]
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Any = gm.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+    target: Any = node.target
+    if node.op == "call_module":
+        target = (instead or {}).get(str(target)) or gm.get_submodule(str(target))
     return target(*args, **kwargs)
 
 
@@ -43,10 +50,13 @@ class Stepper:
     Attributes:
         graph: the graph.
         values: the values that are still needed, by node.
+        instead: modules to call in the place of those of `gm`, by path.
     """
 
-    def __init__(self, gm: fx.GraphModule, graph: fx.Graph, batch: Batch) -> None:
-        self.gm, self.graph = gm, graph
+    def __init__(
+        self, gm: fx.GraphModule, graph: fx.Graph, batch: Batch, instead: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        self.gm, self.graph, self.instead = gm, graph, instead
         self.values = inputs_for(graph, batch)
         self._last: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
@@ -60,7 +70,7 @@ class Stepper:
         """Run the next node; its value."""
         if node.op == "placeholder":
             return self.values[node]
-        value = value_of(self.gm, node, self.values)
+        value = value_of(self.gm, node, self.values, self.instead)
         if node.users:
             self.values[node] = value
         for dead in self._last.get(node, ()):

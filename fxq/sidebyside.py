@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxq.data import Batch
 from fxq.evaluate import Stepper
-from fxq.graph import info, is_op, submodule
+from fxq.graph import info, is_op, is_pure, submodule
 from fxq.numeric import tensors
 from fxq.qparams import QParams, dequantize, quantize
 from fxq.untouched import copied
@@ -37,6 +38,43 @@ class Program:
         return any(
             info(n).changes or getattr(submodule(self.gm, n), "inplace", False) is True for n in self.graph.nodes
         )
+
+    @cached_property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Copies of the modules that may keep something from call to call, by path; their weights are shared.
+
+        None of those that cannot be copied: then they are those of `gm`, and whoever else runs it sees what they keep.
+        """
+        found = {
+            str(n.target): self.gm.get_submodule(str(n.target))
+            for n in self.graph.nodes
+            if n.op == "call_module" and not is_pure(self.gm, n)
+        }
+        weights = {id(p): p for module in found.values() for p in module.parameters()}
+        try:
+            return copy.deepcopy(found, weights)
+        except Exception:  # whatever a module of the user holds: a lock, a file, a tensor with a history
+            return {}
+
+    @cached_property
+    def alone(self) -> Program:
+        """The same once more, for runs that keep nothing in common with those of this one."""
+        return Program(self.gm, self.graph)
+
+
+class _Run(Stepper):
+    """A run that is its own: other runs at the same time change neither its random numbers nor its modules."""
+
+    def __init__(self, program: Program, batch: Batch) -> None:
+        super().__init__(program.gm, program.graph, batch, program.modules)
+        self._random = torch.get_rng_state()
+
+    def step(self, node: fx.Node) -> Any:
+        """Run the next node; its value."""
+        torch.set_rng_state(self._random)
+        value = super().step(node)
+        self._random = torch.get_rng_state()
+        return value
 
 
 @dataclass(frozen=True)
@@ -66,7 +104,8 @@ def side_by_side(
 ) -> Iterator[Value]:
     """Run two graphs on a batch; their values, in the order in which the second one makes them.
 
-    Of each graph only the values still needed are held. A value is to be read before the next one is asked for.
+    Of each graph only the values still needed are held. A value is to be read before the next one is asked for. All
+    runs draw the same random numbers, and the modules of each keep what they keep from batch to batch to themselves.
 
     Args:
         reference: the float model, or another quantized one.
@@ -80,8 +119,8 @@ def side_by_side(
     Yields:
         `Value`s. Those that are not comparable (no float tensors, another structure) are left out.
     """
-    integer = Stepper(compared.gm, compared.graph, copied(batch))  # copies: a graph may change its inputs in place
-    alone = _Alone(compared, copied(batch)) if own else None
+    integer = _Run(compared, copied(batch))  # copies: a graph may change its inputs in place
+    alone = _Alone(compared.alone, copied(batch)) if own else None
     real = _Wanted(reference, set(ends.values()), copied(batch), see)
     rounded = {rounded_at(node): node for node in ends}
     for node in compared.graph.nodes:
@@ -110,7 +149,7 @@ class _Wanted:
     """The values of the reference as they are asked for; those that were passed by are held until then."""
 
     def __init__(self, program: Program, wanted: set[fx.Node], batch: Batch, see: Any) -> None:
-        self._stepper, self._see = Stepper(program.gm, program.graph, batch), see
+        self._stepper, self._see = _Run(program, batch), see
         self._wanted = {rounded_at(node) for node in wanted}
         self._nodes = iter(program.graph.nodes)
         self._held: dict[fx.Node, Any] = {}
@@ -144,7 +183,7 @@ class _Alone:
     """
 
     def __init__(self, program: Program, batch: Batch) -> None:
-        self._stepper = Stepper(program.gm, program.graph, batch)
+        self._stepper = _Run(program, batch)
         self._keep = copied if program.overwrites else lambda value: value
 
     def step(self, node: fx.Node) -> Any:

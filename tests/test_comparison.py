@@ -7,6 +7,7 @@ import io
 import json
 import math
 import pickle
+import threading
 import weakref
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from torch import nn
 import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.comparison import LayerRow, PairRow
+from fxq.numeric import sqnr
 from tests.helpers import REFERENCE, module
 from tests.models import NETWORKS, batch, build
 
@@ -190,6 +192,69 @@ def test_a_model_agrees_with_itself_and_with_its_copies(qmodel):
         assert len(found) == 2
         assert {(r.sqnr, r.cosine, r.max_error) for r in found} == {(math.inf, 1.0, 0.0)}
         assert found.output_sqnr == math.inf
+
+
+def test_models_that_were_made_on_different_lines():
+    """Layers of a plain `Sequential` have no line of their own: theirs is that of the call of `quantize`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)).eval()
+    a = fxq.quantize(model, REFERENCE, data=batches())
+    b = fxq.quantize(model, REFERENCE, data=batches())
+    assert {(r.path, r.sqnr) for r in fxq.compare(a, b, batches())} == {("1", math.inf), ("2", math.inf)}
+
+
+def test_models_without_a_layer(tmp_path):
+    """Nothing to compare is no other model."""
+    qmodel = fxq.quantize(module(lambda self, x: x), REFERENCE, data=batches())
+    found = fxq.compare(qmodel, qmodel, batches())
+    assert len(found) == 0 and found.output_sqnr == math.inf
+    assert found.report(tmp_path / "report.html").exists()
+
+
+class Counting(nn.Module):
+    """Adds the number of its calls: it has state, and no graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(len(x))
+        return x + self.calls
+
+
+class Locked(Counting):
+    """One that cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("kind", [Counting, Locked])
+def test_a_module_with_state_is_left_as_it_is_on_both_sides(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), kind(), nn.Linear(8, 5)).eval()
+    qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=batches())
+    modules = model[1], qmodel.get_submodule("1")
+    before = [(float(m.calls), list(m.seen)) for m in modules]
+    fxq.compare(model, qmodel, batches())
+    fxq.compare(qmodel, qmodel, batches())
+    assert [(float(m.calls), list(m.seen)) for m in modules] == before
+
+
+def test_state_goes_on_from_batch_to_batch_on_each_side_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Counting(), nn.Linear(8, 5)).eval()
+    data = batches()
+    qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=data)
+    found, a, b = fxq.compare(model, qmodel, data), copy.deepcopy(model), copy.deepcopy(qmodel)
+    with torch.no_grad():
+        want, got = (torch.cat([m(x) for x in data]) for m in (a, b))
+    assert found.output_sqnr == pytest.approx(sqnr([want], [got]), abs=1e-3)
+    assert fxq.compare(qmodel, qmodel, data).worst.sqnr == math.inf
 
 
 def test_a_loaded_model_beside_the_float_model(qmodel):

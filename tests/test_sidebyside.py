@@ -1,5 +1,7 @@
 """Two graphs side by side: which values are compared, and what a node does wrong alone."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -198,3 +200,37 @@ def test_a_value_with_several_tensors_is_fed_whole():
     weight = b.weight.double() * b.weight_scale.double().reshape(-1, 1)
     expected = F.linear(q.double() * float(b.input_scale), weight, model.b.bias.double())
     assert torch.allclose(found["b"][2][0].double(), expected, rtol=1e-5, atol=1e-6)  # the model returns float
+
+
+def test_both_sides_draw_the_same_random_numbers():
+    """What a layer behind a dropout is off by is its own rounding, not that other values were dropped."""
+    parts = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+
+    def forward(self, x):
+        return self.b(F.dropout(self.a(x), 0.5, training=True) + torch.randn_like(x))
+
+    torch.manual_seed(0)
+    model, x = module(forward, **parts), torch.randn(512, 8)  # enough for ranges that hold other draws, too
+    qmodel = fxq.quantize(model, REFERENCE, data=[x])
+    entries = {entry.name: entry for entry in qmodel.ledger}
+    assert entries["randn_like"].sqnr == entries["dropout"].own_sqnr == math.inf
+    assert entries["b"].sqnr > 30  # dB
+    found = {row.name: row.sqnr for row in fxq.compare(qmodel, qmodel, [x, x])}
+    assert set(found.values()) == {math.inf}
+
+
+def test_a_module_with_state_runs_once_for_each_side():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 3)).eval(), torch.randn(5, 4)
+    qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=[x])
+    assert [entry.own_sqnr for entry in qmodel.ledger if entry.path == "1"] == [math.inf]
+    assert all(entry.sqnr > 30 for entry in qmodel.ledger)  # dB
