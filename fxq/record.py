@@ -139,7 +139,7 @@ def distribution(value: Any, grid: QParams | None = None) -> Distribution | None
 
 def _stride(count: int) -> int:
     """The distance between the values looked at: it shares no factor with their number, so all channels are seen."""
-    step = -(-count // MOST)
+    step = max(-(-count // MOST), 1)
     while math.gcd(step, count) > 1:
         step += 1
     return step

@@ -15,7 +15,7 @@ from torch import nn
 import fxq
 from fxq.data import Batch
 from fxq.qparams import QParams
-from fxq.record import BINS, MOST, Distribution, Input, distribution
+from fxq.record import BINS, MOST, Distribution, Input, checksums, distribution
 from fxq.size import nbytes
 from tests.helpers import REFERENCE, module
 
@@ -197,3 +197,11 @@ def test_the_float_model_is_known_while_the_user_keeps_it():
     del model
     gc.collect()
     assert qmodel.float_model is None
+
+
+def test_checksums_of_odd_parameters():
+    model = nn.ParameterDict(
+        {"none": torch.zeros(0, 3), "half": torch.ones(2, dtype=torch.bfloat16), "one": torch.tensor(1.0)}
+    )
+    assert set(checksums(model)) == {"none", "half", "one"}
+    assert checksums(model) == checksums(copy.deepcopy(model))
