@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from fxq.table import BADGES, Cell, Column, Part, Table, lines_of, plain, visible
 
@@ -21,6 +21,8 @@ _ROLES = {"quiet": "dim", "strong": "bold"}
 def shown(parts: Callable[[], Sequence[Part]], brief: Callable[[], Sequence[Part]]) -> str:
     """What `print` is to show on stdout: all of `parts`, plain; in a terminal, `brief`, coloured and fitted.
 
+    Characters that stdout's encoding does not have become question marks; `to_text` has them all.
+
     NO_COLOR, FORCE_COLOR and TERM=dumb mean what they mean to rich: without colours a table still fits the terminal,
     and where colours are forced into a file, nothing is left out.
     """
@@ -30,10 +32,16 @@ def shown(parts: Callable[[], Sequence[Part]], brief: Callable[[], Sequence[Part
         return plain(parts())
     console = Console(force_jupyter=False)
     if not console.is_terminal or console.is_dumb_terminal or console.legacy_windows or console.options.ascii_only:
-        return plain(parts())
+        return _encodable(plain(parts()), sys.stdout)
     if not getattr(sys.stdout, "isatty", bool)():
         return coloured(parts(), console, None)
     return coloured(brief(), console, console.width)
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """The text with a question mark for what the stream cannot write, as a pipe of cp1252 cannot: print would fail."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 def coloured(parts: Sequence[Part], console: Console, width: int | None) -> str:

@@ -111,12 +111,24 @@ def test_plain_into_a_pipe_and_in_colour_in_a_terminal(terminal, shown):
 
 
 @pytest.mark.parametrize("shown", PRINTED, ids=lambda shown: type(shown).__name__)
-@pytest.mark.parametrize(
-    "setting", [{"TERM": "dumb"}, {"encoding": "ascii"}, {"TTY_COMPATIBLE": "0"}, {"is_terminal": False}], ids=str
-)
+@pytest.mark.parametrize("setting", [{"TERM": "dumb"}, {"TTY_COMPATIBLE": "0"}, {"is_terminal": False}], ids=str)
 def test_plain_where_a_terminal_takes_no_colours(terminal, shown, setting):
     terminal(**setting)
     assert str(shown) == shown.to_text()
+
+
+@pytest.mark.parametrize("shown", PRINTED, ids=lambda shown: type(shown).__name__)
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_stdout_cannot_write_is_a_question_mark(monkeypatch, shown, encoding, is_terminal):
+    """A pipe on Windows, a C locale."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdout", stream)
+    print(shown)
+    stream.flush()
+    written = stream.buffer.getvalue().decode(encoding)
+    assert written == shown.to_text().encode(encoding, "replace").decode(encoding) + "\n"
 
 
 def test_plain_without_a_stdout(monkeypatch):
