@@ -54,7 +54,7 @@ function sliceBounds(count, edges, port, size) {
   const first = port.lastIndexOf(1) + 1;
   const last = port.includes(2) ? port.indexOf(2) : count - 1;
   const bounds = [0];
-  while (count - bounds.at(-1) > size.most) {
+  while (count - bounds.at(-1) > size.to) {
     const low = Math.max(bounds.at(-1) + size.from, first);
     const high = Math.min(Math.max(bounds.at(-1) + size.to, first + 1), last);
     if (low > high) break;
