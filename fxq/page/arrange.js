@@ -9,11 +9,12 @@ const FRAME = { head: 26, side: 16, bottom: 14 };
  * @typedef {{group: Group, x: number, y: number, width: number, height: number, ox: number, oy: number,
  *   boxes: Placed[], frames: Frame[], wires: Wire[], drawn?: any}} Frame
  * @typedef {{of: Item|Group, x: number, y: number, width: number, height: number}} Placed
- * @typedef {{scene: Scene, root: Frame, places: Map<Item|Group, Placed|Frame>, boxes: number, width: number, height: number}} Picture */
+ * @typedef {{scene: Scene, root: Frame, places: Map<Item|Group, Placed|Frame>, boxes: number, width: number, height: number,
+ *   version?: number}} Picture  `version`: that of `opened` */
 
 const MOST_PICTURES = 12;
 
-/** Pictures made last, of the groups that are open now. @type {Map<Scene, Picture & {version: number}>} */
+/** Pictures made last. @type {Map<Scene, Picture>} */
 const pictures = new Map();
 
 /** The picture of a scene. @param {Scene} scene @returns {Picture} */

@@ -37,7 +37,7 @@ function makePane(host, label, does) {
   pane.draw = () => {
     waiting ||= requestAnimationFrame(() => {
       waiting = 0;
-      if (!picture || !host.isConnected) return;
+      if (picture?.version !== opened.version) return; // out of view since groups were opened or closed
       const start = performance.now();
       paint(context, picture, view, size, emphasis);
       pane.minimap.draw(picture, view, size);
