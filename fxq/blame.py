@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch import fx, nn
@@ -82,25 +83,29 @@ def _made(node: fx.Node) -> str:
     """The value that a branch or loop depends on."""
     name = getattr(node.target, "__name__", node.target)
     inputs = ", ".join(f"%{n.name}" for n in node.all_input_nodes)
-    made = f" = {name}({inputs}), {info(node).source}" if node.op != "placeholder" else ", an input of the model"
+    source = f", {info(node).source}" if info(node).source else ""
+    made = f" = {name}({inputs}){source}" if node.op != "placeholder" else ", an input of the model"
     return f" It depends on the value %{node.name}{made}."
 
 
-def user_frame() -> Any:
-    """The innermost frame outside torch and fxq, or None."""
+def user_frame(within: CodeType) -> Any:
+    """The innermost frame outside torch and fxq among those that `within` has called; None where it called no other.
+
+    A plain `Sequential` has no line of its own, and that of whoever traces it is not the model's.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None and _is_library(frame):
-        frame = frame.f_back
+        frame = frame.f_back if frame.f_code is not within else None
     return frame
 
 
-def user_line() -> str:
-    """`file:line` of the innermost frame outside torch and fxq."""
-    frame = user_frame()
+def user_line(within: CodeType) -> str:
+    """`file:line` of that frame; empty where there is none."""
+    frame = user_frame(within)
     return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
-def user_text() -> str:
+def user_text(within: CodeType) -> str:
     """The line of code that `user_line` names; empty where there is no file."""
-    frame = user_frame()
+    frame = user_frame(within)
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() if frame is not None else ""

@@ -204,7 +204,7 @@ class Tracer(fx.Tracer):
         node = super().create_node(kind, target, *args, **kwargs)
         inside = list(node.meta.get("nn_module_stack", {}).values())
         path = str(node.target) if node.op == "call_module" else str(inside[-1][0]) if inside else ""
-        source = "" if kind in ("placeholder", "output") else user_line()
+        source = "" if kind in ("placeholder", "output") else user_line(_TRACE)
         if isinstance(self.root, Exported):
             path, source = self.root.place()
         set_info(node, path=path, source=source)
@@ -284,8 +284,10 @@ class Tracer(fx.Tracer):
             )
             path = target if kind == "call_module" else next((p for p, _ in reversed(self.module_stack.values())), "")
             layer = f'layer "{path}"' if path else getattr(target, "__name__", str(target))
+            line = user_line(_TRACE)
+            place = f" ({line})" if line else ""
             raise InputError(
-                f"the model does not run on the example: {layer} ({user_line()}) got {given}: {words_of(error)}"
+                f"the model does not run on the example: {layer}{place} got {given}: {words_of(error)}"
             ) from error
         finally:
             self._running = outer
@@ -377,7 +379,8 @@ class Tracer(fx.Tracer):
         result = HOW[how](value._value)
         if value._origin is not Origin.CONSTANT and (value.node, how) not in self._guarded:
             self._guarded.add((value.node, how))
-            options = {"how": how, "place": user_line(), "text": user_text()}
+            place, line = user_line(_TRACE) or type(self.root).__name__, user_text(_TRACE) or "its forward"
+            options = {"how": how, "place": place, "text": line}
             self.create_node("call_function", check_same, (value.node, result), options)
         return result
 
@@ -409,6 +412,7 @@ class Tracer(fx.Tracer):
         return held.dim() if isinstance(held, Tensor) else len(held)
 
 
+_TRACE = Tracer.trace_model.__code__
 _ASKED = {"bool": "a branch on", "len": "the length of"}
 _SQUEEZES = ("squeeze", "squeeze_", torch.squeeze)
 _TAKES_SIZES = frozenset({"view", "reshape", "expand", "repeat", "permute", "tile"})

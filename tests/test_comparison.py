@@ -195,7 +195,7 @@ def test_a_model_agrees_with_itself_and_with_its_copies(qmodel):
 
 
 def test_models_that_were_made_on_different_lines():
-    """Layers of a plain `Sequential` have no line of their own: theirs is that of the call of `quantize`."""
+    """It is one model wherever it was quantized."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)).eval()
     a = fxq.quantize(model, REFERENCE, data=batches())

@@ -44,6 +44,14 @@ def test_text_and_metadata():
     assert nodes["add"].origins == ("add",)
 
 
+def test_a_plain_sequential_has_no_line_of_its_own():
+    """That of whoever quantizes it would say nothing of the model, and two calls would give two models."""
+    gm = after(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.rand(2, 4), "trace")
+    assert [(info(n).path, info(n).source) for n in gm.graph.nodes if n.op == "call_module"] == [("0", ""), ("1", "")]
+    with pytest.raises(fxq.InputError, match=r'layer "0" got float32 \[2, 5\]'):
+        after(nn.Sequential(nn.Linear(4, 4)).eval(), torch.rand(2, 5), "trace")
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_traced_model_is_the_model(name):
     model, inputs = build(name), batch(name)
