@@ -35,13 +35,15 @@ def untouched(model: nn.Module) -> Iterator[Touched]:
     A forward may keep what it computes (`self.attention = a`), count its calls, or fill a cache. Lists and dicts that
     are attributes get their items back, other objects are not looked into.
     """
-    kept = [(n, m, dict(vars(m)), {k: _items(v) for k, v in vars(m).items()}) for n, m in model.named_modules()]
+    kept = [(n, m, dict(vars(m)), _contents(vars(m))) for n, m in model.named_modules()]
     buffers = [(n, b, b._version, b.detach().clone()) for n, b in model.named_buffers() if not b.is_inference()]
     touched = Touched()
     try:
         yield touched
     finally:
         for path, module, attributes, items in kept:
+            if _is_as_before(vars(module), attributes, items):
+                continue
             names = list(_set(vars(module), attributes, items))
             if names:
                 touched.attributes[path] = names
@@ -54,13 +56,26 @@ def untouched(model: nn.Module) -> Iterator[Touched]:
                 if isinstance(value, dict):
                     attributes[name].clear()
                     attributes[name].update(value)
-                elif value is not None:
+                else:
                     attributes[name][:] = value
         with torch.no_grad():
             for name, buffer, version, value in buffers:
                 if buffer._version != version:
                     touched.buffers.append(name)
                     buffer.copy_(value)
+
+
+def _contents(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Copies of the lists and dicts among a module's attributes."""
+    return {name: _items(value) for name, value in attributes.items() if isinstance(value, (dict, list))}
+
+
+def _is_as_before(now: dict[str, Any], before: dict[str, Any], contents: dict[str, Any]) -> bool:
+    """Whether a module is as it was, which most are: the quick answer."""
+    return _same_items(now, before) and all(
+        len(before[name]) == len(value) and (not value or _same_items(before[name], value))
+        for name, value in contents.items()
+    )
 
 
 def _items(value: Any) -> Any:
