@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import sys
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.backends import devices_of
+from fxq.binding import Bindings
 from fxq.data import Batch, first_of
 from fxq.errors import InputError
 from fxq.graphdata import NodeData, from_data, to_data
@@ -198,6 +200,20 @@ class QuantizedModel(fx.GraphModule):
                 )
         super()._apply(fn, recurse)
         return self
+
+    def recompile(self) -> Any:
+        """As in `fx.GraphModule`: to be called when the graph was edited. Its forward binds itself to its inputs."""
+        code = super().recompile()
+        made: Any = type(self)  # every graph module has a class of its own
+        plain = made.forward
+        bindings = Bindings(plain)
+
+        @functools.wraps(plain)
+        def forward(self: QuantizedModel, *args: Any, **kwargs: Any) -> Any:
+            return bindings(self, args, kwargs)
+
+        made.forward = forward
+        return code
 
     def qparams(self) -> dict[str, LayerQParams]:
         """The integers of every int8 layer with a weight, by module path (node name for functional calls)."""

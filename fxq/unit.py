@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from fxq.bindable import Bindable
 from fxq.graph import flat_nodes, op_of, options_of, submodule
 from fxq.graphdata import NodeData, from_data, to_data
 from fxq.optable import Op
@@ -20,7 +21,7 @@ UNITS = "fxq_units"
 Role = Literal["activation", "weight", "bias", "other"]
 
 
-class Unit(fx.GraphModule):
+class Unit(Bindable, fx.GraphModule):
     """A fused group of ops.
 
     Attributes:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends import cpu
-from fxq.backends.x86_conv import Conv, _misread
+from fxq.backends.x86_conv import Conv
+from fxq.backends.x86_conv_shape import misread
 from fxq.qparams import QParams
 from tests.kernels import OUTS, RESIDUAL, X, agree, bytes_, real, weight
 
@@ -72,10 +73,10 @@ def test_one_dimension_a_stride_and_a_residual():
 
 
 def test_which_shapes_are_taken_for_wrong(monkeypatch):
-    def misread(channels: int, kernel: tuple[int, int], dilation: tuple[int, int] = (1, 1)) -> bool:
-        return _misread(torch.zeros(8, channels, *kernel, dtype=torch.int8), dilation)
+    def wrong(channels: int, kernel: tuple[int, int], dilation: tuple[int, int] = (1, 1)) -> bool:
+        return misread(torch.zeros(8, channels, *kernel, dtype=torch.int8), dilation)
 
-    assert all(misread(*shape) for shape in WRONG) and not any(misread(*shape) for shape in RIGHT)
-    assert not misread(16, (1, 8), (1, 2)) and misread(16, (1, 8), (2, 1)) and not misread(16, (8, 1), (2, 1))
+    assert all(wrong(*shape) for shape in WRONG) and not any(wrong(*shape) for shape in RIGHT)
+    assert not wrong(16, (1, 8), (1, 2)) and wrong(16, (1, 8), (2, 1)) and not wrong(16, (8, 1), (2, 1))
     monkeypatch.setattr(cpu, "has_amx", lambda: False)
-    assert not any(misread(*shape) for shape in WRONG)
+    assert not any(wrong(*shape) for shape in WRONG)

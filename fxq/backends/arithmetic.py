@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -71,12 +72,22 @@ class Add(_OfTwo):
         super().__init__(a, b, out, post)
         self.sign = sign
 
+    def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: the numbers at hand."""
+        scale_a, zero_a, scale_b, zero_b, step = self._numbers
+        factor_a, factor_b = scale_a / step, self.sign * scale_b / step
+        zero, low, high = self._zero, self._low, self._high
+
+        def run(a: Tensor, b: Tensor) -> Tensor:
+            x = a.to(torch.float32).sub_(zero_a).mul_(factor_a)
+            y = torch.add(x, b.to(torch.float32).sub_(zero_b), alpha=factor_b)
+            return dense(y.add_(zero).clamp_(low, high).view(torch.int32).to(torch.uint8))
+
+        return run
+
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """uint8, uint8, any shapes that broadcast -> uint8, four dimensions channels-last."""
-        scale_a, zero_a, scale_b, zero_b, step = self._numbers
-        x = a.to(torch.float32).sub_(zero_a).mul_(scale_a / step)
-        y = torch.add(x, b.to(torch.float32).sub_(zero_b), alpha=self.sign * scale_b / step)
-        return dense(y.add_(self._zero).clamp_(self._low, self._high).view(torch.int32).to(torch.uint8))
+        return self.bind(a, b)(a, b)
 
 
 class Mul(_OfTwo):
@@ -101,21 +112,34 @@ class Mul(_OfTwo):
 
     name: ClassVar[str] = "cpu.mul"
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """uint8, uint8, any shapes that broadcast -> uint8, four dimensions channels-last."""
-        _, zero_a, _, zero_b, _ = self._numbers
+    def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: which way it goes is decided, and the numbers are at hand."""
+        scale_a, zero_a, scale_b, zero_b, step = self._numbers
         if max(a.numel(), b.numel()) > WHOLE:
             if a.shape == b.shape:
-                return self._same(a, b)
+                return self._same
             if is_gate(b, a):
-                return self._gated(a, b, zero_a, zero_b)
+                return lambda a, b: self._gated(a, b, zero_a, zero_b)
             if is_gate(a, b):
-                return self._gated(b, a, zero_b, zero_a)
-        x, y = _centered(a, zero_a), _centered(b, zero_b)
-        x, y = (x, y) if x.numel() >= y.numel() else (y, x)
-        if not _covers(x, y):
-            x = x.expand(torch.broadcast_shapes(x.shape, y.shape)).clone()
-        return dense(self._round(x, y).to(torch.uint8))
+                return lambda a, b: self._gated(b, a, zero_b, zero_a)
+        swaps = a.numel() < b.numel()
+        widened = None if _covers(*((b, a) if swaps else (a, b))) else torch.broadcast_shapes(a.shape, b.shape)
+        zero, low, high, factor = self._zero, self._low, self._high, scale_a * scale_b / step
+
+        def run(a: Tensor, b: Tensor) -> Tensor:
+            x, y = _centered(a, zero_a), _centered(b, zero_b)
+            if swaps:
+                x, y = y, x
+            if widened is not None:
+                x = x.expand(widened).clone()
+            steps = torch.addcmul(zero, x, y, value=factor, out=x).clamp_(low, high).view(torch.int32)
+            return dense(steps.to(torch.uint8))
+
+        return run
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """uint8, uint8, any shapes that broadcast -> uint8, four dimensions channels-last."""
+        return self.bind(a, b)(a, b)
 
     def _round(self, x: Tensor, y: Tensor) -> Tensor:
         """x * y in steps, int32. x and y hold integers as float32; x has the product's shape and is overwritten."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
@@ -20,6 +20,11 @@ CHUNK = 131072
 WHOLE = 2 * CHUNK
 # Floats in [2**23, 2**24) are the integers: adding 2**23 rounds (half to even), and the low byte is the result.
 MAGIC = 2.0**23
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether `x` has no gaps in memory; with 4 dimensions: whether it is channels-last."""
+    return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -142,6 +147,14 @@ class Quantize(Kernel):
         self.out = out
         self._grid = (out.s, out.z, out.qmax, out.qmin, torch.tensor(MAGIC + out.z, dtype=torch.float32, device="cpu"))
 
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: a small tensor takes four calls."""
+        if x.numel() > WHOLE or x.dtype != torch.float32 or x.requires_grad or not is_dense(x):
+            return self.forward
+        scale, _, qmax, qmin, zero = self._grid
+        factor, low, high = 1.0 / scale, MAGIC + qmin, MAGIC + qmax
+        return lambda x: torch.add(zero, x, alpha=factor).clamp_(low, high).view(torch.int32).to(torch.uint8)
+
     def forward(self, x: Tensor) -> Tensor:
         """float32, any shape -> uint8, the same shape."""
         return quantize(x, *self._grid)
@@ -158,6 +171,13 @@ class Dequantize(Kernel):
         super().__init__()
         self.x = x
         self._grid = (x.s, x.z)
+
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: a small tensor takes three calls."""
+        if x.numel() > WHOLE:
+            return self.forward
+        scale, zero = self._grid
+        return lambda x: x.to(torch.float32).sub_(zero).mul_(scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8, any shape -> float32, the same shape."""

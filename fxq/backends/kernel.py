@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxq.backends import cpu
+from fxq.bindable import Bindable
 from fxq.errors import BackendError
 from fxq.qparams import QParams
 
@@ -56,7 +57,7 @@ def decode(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-class Kernel(nn.Module):
+class Kernel(Bindable):
     """One integer kernel. `config()` and the buffers describe it completely.
 
     `_packed` caches what cannot be copied; it never leaves the object.
@@ -93,7 +94,7 @@ class Kernel(nn.Module):
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packed": OrderedDict()}
+        return {**super().__getstate__(), "_packed": OrderedDict()}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._packed.clear()

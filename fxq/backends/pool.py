@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fxq.backends.convert import MAGIC, dense
+from fxq.backends.convert import MAGIC, dense, is_dense
 from fxq.backends.kernel import Kernel, activation_refused, first_reason, numbers, pair, refuse
 from fxq.errors import BackendError
 from fxq.qparams import QParams
@@ -55,6 +55,13 @@ class MaxPool2d(Kernel):
         ]
         return first_reason(reasons)
 
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: channels-last images go straight to the op."""
+        if self.dims != 2 or x.dim() != 4 or x.numel() == 0 or not is_dense(x):
+            return self.forward
+        op, window = torch.ops.quantized.max_pool2d, self._window()
+        return lambda x: op(x, *window)
+
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L) -> uint8, channels-last."""
         batched = x.dim() == self.dims + 2
@@ -66,13 +73,17 @@ class MaxPool2d(Kernel):
         return y if batched else y.squeeze(0)
 
     def _pool(self, x: Tensor) -> Tensor:
-        fill = 2 - self.dims
-        return torch.ops.quantized.max_pool2d(
-            x.contiguous(memory_format=torch.channels_last),
-            [1] * fill + list(self.kernel_size),
-            [1] * fill + list(self.stride),
-            [0] * fill + list(self.padding),
-            [1] * fill + list(self.dilation),
+        pooled: Tensor = torch.ops.quantized.max_pool2d(dense(x), *self._window())
+        return pooled
+
+    def _window(self) -> tuple[list[int], list[int], list[int], list[int], bool]:
+        """Size, stride, padding and dilation of the window, and `ceil_mode`: the op's arguments."""
+        ones, zeros = [1] * (2 - self.dims), [0] * (2 - self.dims)
+        return (
+            ones + list(self.kernel_size),
+            ones + list(self.stride),
+            zeros + list(self.padding),
+            ones + list(self.dilation),
             self.ceil_mode,
         )
 
@@ -223,20 +234,33 @@ class Mean(Kernel):
         """Why no such kernel can be built, or None."""
         return first_reason([activation_refused("the input", x), activation_refused("the output", out)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """uint8, any shape -> `out`'s grid or float32."""
-        count = math.prod(x.shape[d] for d in self.dim)
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: the sum, and how it is scaled."""
+        dim, keepdim = self.dim, self.keepdim
+        count = math.prod(x.shape[d] for d in dim)
         scale, zero = self._input
         if not self.total:
             if count == 0:
-                raise BackendError(f"{self.name}: the mean of no elements: axes {self.dim} of {tuple(x.shape)}.")
+                raise BackendError(f"{self.name}: the mean of no elements: axes {dim} of {tuple(x.shape)}.")
             scale /= count
-        if count <= _EXACT:
-            y = x.sum(self.dim, keepdim=self.keepdim, dtype=torch.float32).sub_(count * zero)
-        else:
-            y = x.sum(self.dim, keepdim=self.keepdim, dtype=torch.int64).sub_(count * zero).to(torch.float32)
+        shift = count * zero
+        exact = torch.float32 if count <= _EXACT else torch.int64
+
+        def summed(x: Tensor) -> Tensor:
+            return x.sum(dim, keepdim=keepdim, dtype=exact).sub_(shift).to(torch.float32)
+
         if self.out is None:
-            return y.mul_(scale)
-        step, _ = self._output
-        y = torch.add(self._zero, y, alpha=scale / step).clamp_(MAGIC + self.out.qmin, MAGIC + self.out.qmax)
-        return dense(y.view(torch.int32).to(torch.uint8))
+            return lambda x: summed(x).mul_(scale)
+        magic, low, high = self._zero, MAGIC + self.out.qmin, MAGIC + self.out.qmax
+        factor = scale / self._output[0]
+
+        def rounded(x: Tensor) -> Tensor:
+            y = torch.add(magic, summed(x), alpha=factor).clamp_(low, high)
+            return dense(y.view(torch.int32).to(torch.uint8))
+
+        return rounded
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8, any shape -> `out`'s grid or float32."""
+        run: Callable[..., Tensor] = self._packed.get(x.shape) or self._remember(x.shape, self.bind(x))
+        return run(x)

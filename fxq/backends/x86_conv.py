@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends import cpu
 from fxq.backends.kernel import (
     Post,
     WeightedKernel,
@@ -29,6 +28,7 @@ from fxq.backends.kernel import (
     weight_refused,
 )
 from fxq.backends.x86_base import Packed, check_image, epilogue, target
+from fxq.backends.x86_conv_shape import Geometry, geometry
 from fxq.backends.x86_pad import Padding
 from fxq.errors import BackendError
 from fxq.qparams import QParams
@@ -41,18 +41,12 @@ class Plan(NamedTuple):
 
     Attributes:
         shape: the output's, (N, C, H, W).
-        pad: what to pad with, or None.
-        op: the kernel to call.
-        calls: for every time that it is called: its arguments behind the input, and (a residual comes between) those
-            behind a residual.
-        pick: for prelu, which of y and slope * y it is: the larger or the smaller.
+        run: channels-last image -> channels-last result. Where there is a residual it comes second, channels-last, of
+            the output's shape, and is overwritten.
     """
 
     shape: torch.Size
-    pad: Padding | None
-    op: Callable[..., Tensor]
-    calls: list[tuple[tuple[Any, ...], tuple[Any, ...]]]
-    pick: Callable[..., Tensor]
+    run: Callable[..., Tensor]
 
 
 class Conv(WeightedKernel):
@@ -64,9 +58,9 @@ class Conv(WeightedKernel):
     as 35 output channels in each of 3 groups, or padding wider than the kernel; and it is slower (64 channels, 56 x 56,
     3 x 3: 148 us; this way 123 us).
 
-    With AMX, a kernel that `_misread` names gets one more row or column, of zeros: oneDNN is wrong for it as it is.
-    That costs about a fifth (16 -> 16 channels, 1 x 8, 4,000 pixels: 59 us instead of 47 for wrong numbers; the same
-    as rows of a linear layer 79, with 32 channels, of which 16 are zeros, 71).
+    With AMX, a kernel that `x86_conv_shape.misread` names gets one more row or column, of zeros: oneDNN is wrong for it
+    as it is. That costs about a fifth (16 -> 16 channels, 1 x 8, 4,000 pixels: 59 us instead of 47 for wrong numbers;
+    the same as rows of a linear layer 79, with 32 channels, of which 16 are zeros, 71).
 
     `prelu` and `leaky_relu` are not among oneDNN's. With slopes a <= 1, prelu(y) = max(y, a * y), and rounding is
     monotone: y and a * y are both computed by the convolution, as twice as many channels (one after the other where
@@ -192,42 +186,28 @@ class Conv(WeightedKernel):
     def _plan(self, shape: torch.Size) -> Plan:
         """The plan for inputs of `shape` (N, C, H, W)."""
         check_image(self.name, shape, 2, self.weight.shape[1] * self.groups)
-        weight = self.weight if self.weight.dim() == 4 else self.weight.unsqueeze(2)
-        fill = 4 - self.weight.dim()
-        stride, dilation = [1] * fill + list(self.stride), [1] * fill + list(self.dilation)
-        (top, left), (height, width) = [0] * fill + list(self.padding), shape[2:]
-        extent_h, extent_w = _extent(weight, dilation)
-        sizes = (height + 2 * top - extent_h) // stride[0] + 1, (width + 2 * left - extent_w) // stride[1] + 1
-        if min(sizes) <= 0:
-            raise BackendError(f"{self.name}: an input of {height} x {width} pixels is smaller than the kernel.")
-        if _misread(weight, dilation):
-            weight = F.pad(weight, (0, 1) if weight.shape[3] > 1 else (0, 0, 0, 1))
-            extent_h, extent_w = _extent(weight, dilation)
-        bottom = max(top, (sizes[0] - 1) * stride[0] + extent_h - height - top)
-        right = max(left, (sizes[1] - 1) * stride[1] + extent_w - width - left)
-        if sizes[1] == 1 and stride[1] > 1:  # wrong in oneDNN; a stride along one column means nothing
-            right, stride[1] = extent_w - width - left, 1
-        native = [0, 0]
-        if self._pads_natively() and (right, bottom) == (left, top):
-            native, pad = [top, left], [0, 0, 0, 0]
-        else:
-            pad = [left, right, top, bottom]
-        padded = [shape[0], shape[1], height + pad[2] + pad[3], width + pad[0] + pad[1]]
-        geometry = stride, native, dilation, self.groups
-        overload = _onednn.qconv2d_pointwise
-        op = overload.default
-        addition: tuple[Any, ...] = ()
-        if self.residual is not None:
-            op, addition = overload.binary, (*self._sum, "sum", 1.0)
-        calls = []
-        for form in self._forms(weight):
-            *packed, bias = self._pack(*form, geometry, padded)
-            after = bias, *geometry, *self._output, *addition, *self._epilogue[:3]
-            calls.append(((self._input[0], 0, *packed), after))
-        slopes = self._slopes
-        pick = torch.minimum if slopes is not None and bool((slopes > 1).any()) else torch.maximum
-        padding = Padding(shape, pad, self.x.z) if any(pad) else None
-        return Plan(torch.Size([shape[0], weight.shape[0], *sizes]), padding, op, calls, pick)
+        found = geometry(
+            self.weight, shape, self.stride, self.padding, self.dilation, self.groups, self._pads_natively()
+        )
+        calls = [self._call(form, found) for form in self._forms(found.weight)]
+        run = self._prelu(calls, found.shape) if self._doubles else calls[0]
+        clamp = self._epilogue.clamp
+        if clamp is not None:
+            run = _clamped(run, *clamp)
+        if any(found.pad):
+            run = _padded(run, Padding(shape, found.pad, self.x.z))
+        return Plan(found.shape, run)
+
+    def _call(self, form: tuple[Tensor, Tensor, Tensor], found: Geometry) -> Callable[..., Tensor]:
+        """oneDNN's convolution with a weight, its scale and a bias."""
+        *packed, bias = self._pack(*form, found)
+        before: tuple[Any, ...] = (self._input[0], 0, *packed)
+        after: tuple[Any, ...] = (bias, *found.arguments, *self._output)
+        if self.residual is None:
+            op, rest = _onednn.qconv2d_pointwise.default, (*before, *after, *self._epilogue[:3])
+            return lambda x: op(x, *rest)
+        add, behind = _onednn.qconv2d_pointwise.binary, (*after, *self._sum, "sum", 1.0, *self._epilogue[:3])
+        return lambda x, residual: add(x, *before, residual, *behind)
 
     @property
     def _slopes(self) -> Tensor | None:
@@ -259,9 +239,20 @@ class Conv(WeightedKernel):
         depthwise = self.weight.shape[1] == 1 and self.weight.shape[0] == self.groups
         return self.x.z == 0 and half and (self.groups == 1 or depthwise)
 
-    def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, geometry: tuple[Any, ...], shape: list[int]) -> Packed:
-        packed = _onednn.qconv_prepack(weight, scale, self.x.s, 0, *geometry, shape)
+    def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, found: Geometry) -> Packed:
+        packed = _onednn.qconv_prepack(weight, scale, self.x.s, 0, *found.arguments, found.image)
         return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), bias)
+
+    def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
+        """As in `Bindable`: channels-last images go straight to oneDNN."""
+        if self._dims != 2 or not _is_image(x):
+            return self.forward
+        plan = self._planned(x.shape)
+        if self.residual is None:
+            return plan.run
+        if residual is None or residual.shape != plan.shape or not _is_image(residual):
+            return self.forward
+        return plan.run if self.inplace else lambda x, residual: plan.run(x, residual.clone())
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L), any strides -> `out`'s grid or float32, channels-last."""
@@ -270,40 +261,36 @@ class Conv(WeightedKernel):
         if not batched and x.dim() != dims + 1:
             check_image(self.name, x.shape, dims, self.weight.shape[1] * self.groups)
         x = _image(x, dims, batched)
-        key = x.shape, torch.get_num_threads()  # oneDNN packs for a number of threads, and repacks at every call else
-        plan = self._packed.get(key) or self._remember(key, self._plan(x.shape))
-        if plan.pad is None:
-            return self._run(plan, x, residual, batched)
-        padded = plan.pad.take(x)
-        y = self._run(plan, padded.image, residual, batched)
-        plan.pad.give_back(padded)
-        return y
-
-    def _run(self, plan: Plan, x: Tensor, residual: Tensor | None, batched: bool) -> Tensor:
-        """The convolution of an image, padded where the kernel does not pad."""
-        before, after = plan.calls[0]
-        if self.residual is None:
-            y = plan.op(x, *before, *after)
-        else:
-            y = plan.op(x, *before, self._scratch(residual, plan.shape, batched), *after)
-        if self._doubles:
-            y = self._prelu(x, y, plan)
-        y = self._epilogue.finish(y)
-        y = y if self._dims == 2 else y.squeeze(2)
+        plan = self._planned(x.shape)
+        y = plan.run(x) if self.residual is None else plan.run(x, self._scratch(residual, plan.shape, batched))
+        y = y if dims == 2 else y.squeeze(2)
         return y if batched else y.squeeze(0)
 
-    def _prelu(self, x: Tensor, y: Tensor, plan: Plan) -> Tensor:
-        """prelu of a first result `y`, which holds both forms already where there are no groups."""
+    def _planned(self, shape: torch.Size) -> Plan:
+        """The plan for images of a shape, and as many threads as now: oneDNN packs for them, or at every call else."""
+        key = shape, torch.get_num_threads()
+        plan: Plan = self._packed.get(key) or self._remember(key, self._plan(shape))
+        return plan
+
+    def _prelu(self, calls: list[Callable[..., Tensor]], shape: torch.Size) -> Callable[..., Tensor]:
+        """prelu of a convolution; one call gives both forms side by side where there are no groups."""
+        slopes = self._slopes
+        assert slopes is not None  # asked for prelu and leaky_relu only
+        first = calls[0]
         if self.out is None:
-            assert self._slopes is not None  # asked for prelu and leaky_relu only
-            return F.prelu(y, self._slopes)
-        if len(plan.calls) == 2:
-            before, after = plan.calls[1]
-            return plan.pick(y, plan.op(x, *before, *after), out=y)
-        n, channels, height, width = plan.shape
-        first, second = y.permute(0, 2, 3, 1).reshape(-1, 2, channels).unbind(1)
-        picked = plan.pick(first, second, out=y.new_empty(first.shape))
-        return picked.view(n, height, width, channels).permute(0, 3, 1, 2)
+            return lambda x: F.prelu(first(x), slopes)
+        pick = torch.minimum if bool((slopes > 1).any()) else torch.maximum
+        if len(calls) == 2:
+            return lambda x: pick((y := first(x)), calls[1](x), out=y)
+        n, channels, height, width = shape
+
+        def run(x: Tensor) -> Tensor:
+            y = first(x)
+            plain, sloped = y.permute(0, 2, 3, 1).reshape(-1, 2, channels).unbind(1)
+            picked = pick(plain, sloped, out=y.new_empty(plain.shape))
+            return picked.view(n, height, width, channels).permute(0, 3, 1, 2)
+
+        return run
 
     def _scratch(self, residual: Tensor | None, shape: torch.Size, batched: bool) -> Tensor:
         """The residual as the kernel takes it, which overwrites it and returns the sum in a tensor of its own."""
@@ -315,26 +302,26 @@ class Conv(WeightedKernel):
         return residual
 
 
-def _extent(weight: Tensor, dilation: Sequence[int]) -> tuple[int, int]:
-    """How many pixels the kernel spans, (rows, columns)."""
-    rows, columns = (d * (k - 1) + 1 for k, d in zip(weight.shape[2:], dilation, strict=True))
-    return rows, columns
+def _clamped(run: Callable[..., Tensor], low: int, high: int) -> Callable[..., Tensor]:
+    """`run`, then a clamp of its integers."""
+    return lambda *values: run(*values).clamp_(low, high)
 
 
-def _misread(weight: Tensor, dilation: Sequence[int]) -> bool:
-    """Whether oneDNN may return wrong numbers for a weight (C_out, C_in / groups, kh, kw) on this CPU.
+def _padded(run: Callable[..., Tensor], padding: Padding) -> Callable[..., Tensor]:
+    """`run` of a padded image."""
 
-    torch 2.13 does on AMX where a row of the kernel is 128 bytes or more in complete tiles of 64 (`C * kw`; `C * kh`
-    for a kernel of one column). Nothing else was wrong in 21,000 random shapes, of which 2,100 were; stride and the
-    size of the picture decide which of these, groups, padding and channels out do not. Right: dilation along the
-    row, 64 channels and more, C that 4 does not divide; and all shapes with the ISA capped at AVX512-VNNI (7,000) or
-    AVX2-VNNI (4,900).
-    """
-    if not cpu.has_amx():
-        return False
-    channels, height, width = weight.shape[1:]
-    row, spread = (channels * width, dilation[1]) if width > 1 else (channels * height, dilation[0])
-    return channels % 4 == 0 and channels < 64 and spread == 1 and row >= 128 and row % 64 == 0
+    def padded(x: Tensor, *residual: Tensor) -> Tensor:
+        image = padding.take(x)
+        y = run(image.image, *residual)
+        padding.give_back(image)
+        return y
+
+    return padded
+
+
+def _is_image(x: Tensor) -> bool:
+    """Whether `x` is what oneDNN takes as it stands: (N, C, H, W), channels-last."""
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _image(x: Tensor, dims: int, batched: bool, copy: bool = False) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -57,19 +58,24 @@ class Add(arithmetic.Add):
         super().__init__(a, b, out, post, sign)
         self.inplace = inplace
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """uint8, uint8, any shapes that broadcast -> uint8, four dimensions channels-last."""
+    def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: which of the two ways it goes is decided."""
         overwrites = self.inplace and self.sign == 1
         if a.shape != b.shape or a.numel() < (_SUM_INPLACE if overwrites else _SUM) or self._saturates():
-            return super().forward(a, b)
+            return super().bind(a, b)
         # Which channel an element belongs to is of no importance: take as many channels as fill a vector register.
         channels = next(c for c in (self._channels, 32, 16, 8, 4, 2, 1) if a.numel() % c == 0)
         key = channels, overwrites
-        conv = self._packed.get(key) or self._remember(key, self._conv(channels, overwrites))
-        x, residual = (a, b) if self.sign == 1 else (b, a)
-        y = conv(_as_image(x, channels), _as_image(residual, channels)).permute(0, 2, 3, 1)
-        n, *rest = a.shape
-        return y.reshape(n, *rest[1:], rest[0]).permute(0, 3, 1, 2) if a.dim() == 4 else y.reshape(a.shape)
+        conv: Conv = self._packed.get(key) or self._remember(key, self._conv(channels, overwrites))
+        swaps = self.sign != 1
+        (n, *rest), is_image = a.shape, a.dim() == 4
+
+        def summed(a: Tensor, b: Tensor) -> Tensor:
+            x, residual = (b, a) if swaps else (a, b)
+            y = conv.forward(_as_image(x, channels), _as_image(residual, channels)).permute(0, 2, 3, 1)
+            return y.reshape(n, *rest[1:], rest[0]).permute(0, 3, 1, 2) if is_image else y.reshape(n, *rest)
+
+        return summed
 
     def _saturates(self) -> bool:
         return saturation_refused(self.a if self.sign == 1 else self.b) is not None
@@ -108,12 +114,13 @@ class Mul(arithmetic.Mul):
         self._factors = [torch.tensor([[gate.s], [-gate.s * x.s * x.z]], **kind) for gate, x in grids]
         self._zeros = [torch.tensor(float(gate.z), **kind) for gate, _ in grids]
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """uint8, uint8, any shapes that broadcast -> uint8, four dimensions channels-last."""
-        for x, gate, which in ((a, b, 0), (b, a, 1)):
-            if x.numel() > WHOLE and x.dim() == 4 and x.shape[1:].numel() >= _GATE and is_gate(gate, x):
-                return self._convolved(x, gate, which)
-        return super().forward(a, b)
+    def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: which of the two ways it goes is decided."""
+        if _is_large_gated(a, b):
+            return lambda a, b: self._convolved(a, b, 0)
+        if _is_large_gated(b, a):
+            return lambda a, b: self._convolved(b, a, 1)
+        return super().bind(a, b)
 
     def _convolved(self, x: Tensor, gate: Tensor, which: int) -> Tensor:
         """x (N, C, H, W) times gate (N or 1, C, 1, 1), one sample after the other; `which` of the two x is."""
@@ -142,3 +149,8 @@ class Mul(arithmetic.Mul):
         packed = _onednn.qconv_prepack(ones, scale, x.s, 0, *geometry, [1, channels, *size])
         after = *geometry, *target(self.out), *self._epilogue[:3]
         return packed, torch.zeros(channels, dtype=torch.int32, device="cpu"), after
+
+
+def _is_large_gated(x: Tensor, gate: Tensor) -> bool:
+    """Whether `x` is a large image, and `gate` has a value for each of its channels."""
+    return x.numel() > WHOLE and x.dim() == 4 and x.shape[1:].numel() >= _GATE and is_gate(gate, x)

@@ -84,18 +84,26 @@ class Excite(Kernel):
         """Why no such kernel can be built, or None."""
         return first_reason([activation_refused("the input", x), activation_refused("the output", out)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """uint8 (N, C, H, W), any strides -> `out`'s grid or float32, channels-last."""
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: the layers' weights at hand."""
         if x.dim() != 4 or x.shape[1] != self.squeeze.shape[1]:
             check_image(self.name, x.shape, 2, self.squeeze.shape[1])
-        squeeze, excite = self._packed.get("") or self._remember("", self._layers())
-        y = _INPLACE[self.function](F.linear(x.mean((2, 3), dtype=torch.float32), *squeeze))
-        weight, bias = excite
-        factor = _INPLACE[self.gate](torch.addmm(bias, y, weight)).view(*x.shape[:2], 1, 1)
+        squeeze, (weight, bias) = self._packed.get("") or self._remember("", self._layers())
+        function, gate, shape = _INPLACE[self.function], _INPLACE[self.gate], (*x.shape[:2], 1, 1)
+        scale, zero = self.x.s, self.x.z
+
+        def factor(x: Tensor) -> Tensor:
+            y = function(F.linear(x.mean((2, 3), dtype=torch.float32), *squeeze))
+            return gate(torch.addmm(bias, y, weight)).view(shape)
+
         if self._product is None:
-            return x.to(torch.float32).sub_(self.x.z).mul_(self.x.s).mul_(factor)
-        product: Tensor = self._product(x, factor)
-        return product
+            return lambda x: x.to(torch.float32).sub_(zero).mul_(scale).mul_(factor(x))
+        product = self._product.bind(x, torch.empty(shape))
+        return lambda x: product(x, factor(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C, H, W), any strides -> `out`'s grid or float32, channels-last."""
+        return self.bind(x)(x)
 
     def _layers(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Weight and bias of both layers in float32, the first for means of the integers of x.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -110,13 +111,20 @@ class Linear(WeightedKernel):
         packed = _onednn.qlinear_prepack(self.weight, None)  # a shape makes no difference in time
         return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), self.bias)
 
+    def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
+        """As in `Bindable`: which of the two ways it goes is decided, and the weights are packed."""
+        if x.numel() == 0 or x.shape[-1:] != self.weight.shape[1:]:
+            return self.forward
+        return self._bound(x)
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """uint8 (..., in_features) -> (..., out_features), on `out`'s grid or float32."""
         if x.numel() == 0:  # oneDNN loses dimensions, or divides by zero
             self._check(x)
             return x.new_empty((*x.shape[:-1], self.weight.shape[0]), dtype=self._output[2])
         try:
-            return self._run(x, residual)
+            run = self._bound(x)
+            return run(x) if self.residual is None else run(x, residual)
         except (RuntimeError, IndexError):  # oneDNN has refused it, and says nothing of use
             self._check(x)
             raise
@@ -127,11 +135,24 @@ class Linear(WeightedKernel):
         if x.shape[-1:] != (wanted,):
             raise InputError(f"{self.name}: an input of shape {tuple(x.shape)}; the layer takes {wanted} features.")
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        """uint8 (..., in_features), one row -> float32. The integers are summed exactly."""
-        weight, scale, bias = self._packed.get("row") or self._remember("row", self._row())
-        sums = torch._int_mm(x.contiguous().view(1, -1), weight).to(torch.float32)
-        return torch.addcmul(bias, sums, scale).view(*x.shape[:-1], -1)
+    def _bound(self, x: Tensor) -> Callable[..., Tensor]:
+        """What to call for inputs like `x`, behind it with a residual where there is one."""
+        if self._emits_sums and x.numel() == self.weight.shape[1] == x.shape[-1]:
+            weight, scale, bias = self._packed.get("row") or self._remember("row", self._row())
+            if x.stride() == (
+                len(weight),
+                1,
+            ):  # a single row is contiguous whatever its stride, and the op looks at that
+                return lambda x: torch.addcmul(bias, torch._int_mm(x, weight).to(torch.float32), scale)
+            return lambda x: torch.addcmul(
+                bias, torch._int_mm(x.contiguous().view(1, -1), weight).to(torch.float32), scale
+            ).view(*x.shape[:-1], -1)
+        packed: Packed = self._packed.get("") or self._remember("", self._pack())
+        if self.residual is not None:
+            return lambda x, residual: self._add(x, residual, packed)
+        op, rest = _onednn.qlinear_pointwise.default, (*self._input, *packed, *self._output, *self._epilogue[:3])
+        clamp = self._epilogue.clamp
+        return (lambda x: op(x, *rest)) if clamp is None else (lambda x: op(x, *rest).clamp_(*clamp))
 
     def _row(self) -> tuple[Tensor, Tensor, Tensor]:
         """The weight (in_features, out_features); scale and bias of the sums, the input's zero point in the bias."""
@@ -140,14 +161,9 @@ class Linear(WeightedKernel):
         bias = -shift if self.bias is None else self.bias.double() - shift
         return self.weight.t(), scale.float(), bias.float()
 
-    def _run(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        if self._emits_sums and x.numel() == self.weight.shape[1] == x.shape[-1]:
-            return self._multiply(x)
-        packed = self._packed.get("") or self._remember("", self._pack())
+    def _add(self, x: Tensor, residual: Tensor | None, packed: Packed) -> Tensor:
+        """The layer with a residual."""
         *weight, bias = packed
-        if self.residual is None:
-            y = _onednn.qlinear_pointwise.default(x, *self._input, *packed, *self._output, *self._epilogue[:3])
-            return self._epilogue.finish(y)
         shape = (*x.shape[:-1], self.weight.shape[0])
         if residual is None or residual.shape != shape:
             given = None if residual is None else tuple(residual.shape)

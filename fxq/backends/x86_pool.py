@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -79,9 +79,16 @@ class AvgPool2d(Kernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L) -> `out`'s grid or float32, channels-last."""
+        return self._conv_for(x).forward(x)
+
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: the convolution, bound."""
+        return self._conv_for(x).bind(x)
+
+    def _conv_for(self, x: Tensor) -> Conv:
         channels = x.shape[-1 - self.dims]
-        conv = self._packed.get(channels) or self._remember(channels, self._conv(channels))
-        return conv(x)
+        conv: Conv = self._packed.get(channels) or self._remember(channels, self._conv(channels))
+        return conv
 
 
 class AdaptiveAvgPool2d(Kernel):
