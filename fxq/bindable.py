@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 
-class Bindable(nn.Module):
-    """A module that can be fixed to inputs of one kind, and that tells when it changes behind that.
+class Watch:
+    """Whether any of the modules that it was given to has changed since: a hook, an attribute, other weights.
 
     Attributes:
-        changes: how often any bound module was changed: a hook, an attribute, other weights.
+        changed: whether one has.
     """
 
-    changes: ClassVar[int] = 0
-    _is_bound: bool = False
+    def __init__(self) -> None:
+        self.changed = False
+
+
+class Bindable(nn.Module):
+    """A module that can be fixed to inputs of one kind, and that tells when it changes behind that."""
+
+    _watches: weakref.WeakSet[Watch] | None = None
 
     def bind(self, *inputs: Any) -> Callable[..., Any]:
         """What `forward` does with inputs of these shapes, strides and dtypes and as many threads as now.
@@ -31,32 +38,53 @@ class Bindable(nn.Module):
         """
         return self.forward
 
-    def watch(self) -> None:
-        """Count changes from now on."""
-        self.__dict__["_is_bound"] = True
+    def bound(self, *inputs: Any) -> Callable[..., Any]:
+        """What to call for inputs like these, until this module changes (see `tell`).
 
-    def changed(self) -> None:
-        """Count a change, so that what was bound is bound anew."""
-        if self._is_bound:
-            Bindable.changes += 1
+        That is the module itself where hooks have to run, and its forward where a subclass, or whoever has put another
+        one in its place, did not write a `bind` that goes with it.
+
+        Args:
+            inputs: as for `bind`; none: inputs of any kind.
+        """
+        if self._forward_hooks or self._forward_pre_hooks:
+            return self
+        goes_with = "forward" not in vars(self) and _definer(type(self), "bind") <= _definer(type(self), "forward")
+        return self.bind(*inputs) if inputs and goes_with else self.forward
+
+    def tell(self, watch: Watch) -> None:
+        """Tell `watch` when this module changes."""
+        if self._watches is None:
+            self.__dict__["_watches"] = weakref.WeakSet()
+        assert self._watches is not None  # made just now
+        self._watches.add(watch)
+
+    def _changes(self) -> None:
+        for watch in self._watches or ():
+            watch.changed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.changed()
+        self._changes()
         super().__setattr__(name, value)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As in `nn.Module`."""
-        self.changed()
+        self._changes()
         return super().register_forward_hook(*args, **kwargs)
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As in `nn.Module`."""
-        self.changed()
+        self._changes()
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.changed()
+        self._changes()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_is_bound"}
+        return {name: value for name, value in self.__dict__.items() if name != "_watches"}
+
+
+def _definer(cls: type, method: str) -> int:
+    """How far up in the bases of a class a method is defined."""
+    return next(i for i, base in enumerate(cls.__mro__) if method in vars(base))

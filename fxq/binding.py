@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as every_module
 
-from fxq.bindable import Bindable
+from fxq.bindable import Bindable, Watch
 from fxq.data import Batch
 from fxq.evaluate import inputs_for, value_of
 from fxq.graph import op_of, read_attribute, reads_only_metadata
@@ -118,18 +118,18 @@ class Bound:
     Attributes:
         run: the forward, for inputs of its kind.
         source: its code.
-        changes: `Bindable.changes` when it was made.
+        watch: of the modules that it calls.
         held: the dicts of a module's members that it has taken values from, with all their values then.
     """
 
     run: Forward
     source: str
-    changes: int
+    watch: Watch
     held: tuple[tuple[Mapping[str, Any], tuple[Any, ...]], ...]
 
     def holds(self) -> bool:
         """Whether the modules that it calls are the same, and as they were."""
-        return self.changes == Bindable.changes and all(
+        return not self.watch.changed and all(
             len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self.held
         )
 
@@ -157,6 +157,7 @@ class _Binder:
         names: of the values in the function.
         constants: what the function refers to besides.
         lines: its body.
+        watch: of the modules that it calls.
     """
 
     def __init__(self, gm: fx.GraphModule, batch: Batch) -> None:
@@ -166,11 +167,12 @@ class _Binder:
         self.names: dict[fx.Node, str] = {}
         self.constants: dict[str, Any] = {}
         self.lines: list[str] = []
+        self.watch = Watch()
         self._known: dict[int, str] = {}
 
     def run(self) -> tuple[Any, Bound]:
         """Run to the end; the value, and the function."""
-        changes, last = Bindable.changes, _last_uses(self.graph)
+        last = _last_uses(self.graph)
         parameters = []
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -186,7 +188,7 @@ class _Binder:
                 self._step(node, last.get(node, ()))
         source = f"def forward({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.lines)
         exec(compile(source, "<a graph bound by fxq>", "exec"), self.constants)
-        return value, Bound(self.constants["forward"], source, changes, self._held())
+        return value, Bound(self.constants["forward"], source, self.watch, self._held())
 
     def _step(self, node: fx.Node, done: Iterable[fx.Node]) -> None:
         """Run a node, write its line, and forget the values that nobody reads after it."""
@@ -224,13 +226,11 @@ class _Binder:
         module = self.gm.get_submodule(str(node.target))
         if not isinstance(module, Bindable):
             return module
-        module.watch()
-        if module._forward_hooks or module._forward_pre_hooks:
-            return module
+        module.tell(self.watch)
         if node.kwargs or not self.fixed.issuperset(node.all_input_nodes):
-            return module.forward
+            return module.bound()
         args: Any = fx.node.map_arg(node.args, self.values.__getitem__)
-        return module.bind(*args)
+        return module.bound(*args)
 
     def _is_fixed(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
         """Whether the kind of a node's value follows from the kinds of what it reads.

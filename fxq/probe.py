@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.backends.base import Backend
+from fxq.binding import bind
 from fxq.context import Context
 from fxq.costs import Call, Costs
 from fxq.data import Batch
@@ -139,9 +140,10 @@ _WEIGHTS = ("dequantize", "dequantize_channel")
 
 
 def _call(gm: fx.GraphModule) -> Call:
-    """A lowered graph on random inputs."""
-    inputs = [_random(info(n).shape, info(n).dtype) for n in gm.graph.nodes if n.op == "placeholder"]
-    return lambda: gm(*inputs)
+    """A lowered graph on random inputs, bound to them as it will be in the model."""
+    inputs = tuple(_random(info(n).shape, info(n).dtype) for n in gm.graph.nodes if n.op == "placeholder")
+    _, bound = bind(gm, inputs, {})
+    return lambda: bound.run(*inputs)
 
 
 def _random(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Tensor:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from fxq.bindable import Bindable
 from fxq.data import Batch, first_of
 from fxq.errors import FxqError, InputError, warn, words_of
 from fxq.evaluate import inputs_for
@@ -153,6 +154,7 @@ class _Verifier(fx.Interpreter):
             return max(largest(run_region(self.gm, region, ends).value) for ends in extremes(values))
 
         why = disagreement(expected, got, self.rules.tolerance, self.rules.float_tolerance, size)
+        why = why or self._differs_bound(n, got)
         if why is not None:
             self.found.wrong.setdefault(n.name, why)
             return expected.value
@@ -163,12 +165,30 @@ class _Verifier(fx.Interpreter):
         kernel = submodule(self.gm, n)
         if kernel is None or getattr(kernel, "inplace", None) is not True or len(n.args) < 2:
             return super().run_node(n)
-        args: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in n.args]
-        reader = self._reader(n, args[1])
+        residual = n.args[1]
+        assert isinstance(residual, fx.Node)
+        reader = self._reader(n, self.env[residual])
         if reader is not None:
             self.found.overwrites.setdefault(n.name, f"{reader} is in the same memory and still needed")
-        args[1] = args[1].clone()
-        return kernel(*args)
+        return kernel(*self._arguments(n, kernel))
+
+    def _arguments(self, n: fx.Node, kernel: nn.Module) -> list[Any]:
+        """The values that the kernel takes, a copy of one that it overwrites."""
+        args: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in n.args]
+        if getattr(kernel, "inplace", None) is True and len(args) > 1:
+            args[1] = args[1].clone()
+        return args
+
+    def _differs_bound(self, n: fx.Node, got: Tensor) -> str | None:
+        """Why the kernel is wrong where it is bound to its inputs, as in all calls of a model but its first."""
+        kernel = submodule(self.gm, n)
+        if not isinstance(kernel, Bindable):
+            return None
+        args = self._arguments(n, kernel)
+        again = kernel.bound(*args)(*args)
+        alike = again.shape == got.shape and again.dtype == got.dtype
+        same = alike and bool(((again == got) | (again != again)).all())
+        return None if same else "bound to the kind of its inputs it returns something else"
 
     def _reader(self, n: fx.Node, residual: Tensor) -> str | None:
         """Which value that is needed besides or after the residual of `n` shares its memory; None when none does."""

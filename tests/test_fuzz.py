@@ -84,7 +84,8 @@ def check(plan: Plan, bits: int = 8) -> None:
         within(real, exact, bounds, "qdq against float")
         within(exact, got, bounds, "int8 against qdq")
         assert not quantized.history["verify-lowering"].edits
-        assert identical(quantized(*batch), got), "a second call gives something else"
+        assert identical(quantized(*batch), got), "a second call, which binds the graph, gives something else"
+        assert identical(quantized(*batch), got), "a third call, of the bound function, gives something else"
         assert identical(pickle.loads(pickle.dumps(quantized))(*batch), got), "the pickled model gives something else"
         part = tuple(x[:2] for x in batch)
         within([t[:2] for t in tensors(got)], quantized(*part), bounds, "two samples against all")
