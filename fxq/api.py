@@ -275,6 +275,10 @@ _QUANTIZED = (
 )
 
 
+_UNWRITABLE = frozenset('"\\\n\r\0')
+"""What may not be in the name of a module or weight."""
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
@@ -294,6 +298,9 @@ def _check_model(model: Any) -> None:
     if training is not None:
         where = f"its module {training!r} is" if training else "it is"
         raise InputError(f"the model cannot be quantized while {where} in train mode: call model.eval() first.")
+    for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
+        if _UNWRITABLE.intersection(name):
+            raise InputError(f"{name!r}: torch.fx writes names into code, and cannot write this one; rename it.")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise InputError(f"{name} has no values and no shape yet: run the float model once on a batch first.")

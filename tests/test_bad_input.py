@@ -155,6 +155,17 @@ def test_a_layer_without_values():
     refused(net(lambda m: m.head.to("meta")), fxq.InputError, "head.weight", "meta device", "load the model's weights")
 
 
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb"])
+def test_a_name_that_cannot_be_written(name):
+    refused(net(lambda m: m.body.add_module(name, nn.ReLU().eval())), fxq.InputError, repr(f"body.{name}"), "rename it")
+
+
+def test_odd_names_that_can_be_written():
+    made = [net(lambda m, name=name: m.body.add_module(name, nn.ReLU().eval())) for name in ("a'b c-d", "plain")]
+    odd, plain = (fxq.quantize(model, REFERENCE, data=[X]) for model in made)
+    assert torch.equal(odd(X), plain(X))
+
+
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize(("layer", "tensor"), [("stem", "weight"), ("body.0", "bias"), ("head", "weight")])
 def test_values_of_a_layer_that_are_not_finite(layer, tensor, value):
