@@ -21,15 +21,13 @@ from torch.nn.modules import module as every_module
 
 from fxq.bindable import Bindable, Watch
 from fxq.data import Batch
-from fxq.evaluate import inputs_for, value_of
-from fxq.graph import op_of, read_attribute, reads_only_metadata
+from fxq.evaluate import inputs_for, last_uses
+from fxq.fixed import run
+from fxq.graph import read_attribute, submodule
 
 KEPT, SEEN = 4, 64
 """For how many kinds of inputs functions are kept (each has weights packed for it), and of how many it is remembered
 that they came once."""
-
-_ARITHMETIC = ("_operator", "builtins", "math")
-"""Modules whose functions of numbers give the same for the same numbers."""
 
 Kind = tuple[Hashable, ...]
 Forward = Callable[..., Any]
@@ -172,7 +170,7 @@ class _Binder:
 
     def run(self) -> tuple[Any, Bound]:
         """Run to the end; the value, and the function."""
-        last = _last_uses(self.graph)
+        last = last_uses(self.graph)
         parameters = []
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -197,55 +195,35 @@ class _Binder:
             self.names[node] = self._constant(value)
             self.fixed.add(node)
             return
-        called = self._called(node)
-        args: Any = fx.node.map_arg(node.args, self.values.__getitem__)
+        called, text = self._called(node)
+        first = 1 if node.op == "call_method" else 0  # the object of a method
+        args: Any = fx.node.map_arg(node.args[first:], self.values.__getitem__)
         kwargs: Any = fx.node.map_arg(node.kwargs, self.values.__getitem__)
-        if isinstance(called, str):
-            self.values[node] = value_of(self.gm, node, self.values)
-        else:
-            self.values[node] = called(*args, **kwargs)
-            called = self._constant(called)
-        if self._is_fixed(node, args, kwargs):
+        known = self.fixed.issuperset(node.all_input_nodes)
+        sure = isinstance(submodule(self.gm, node), Bindable)
+        self.values[node], fixed = run(node, called, args, kwargs, sure) if known else (called(*args, **kwargs), False)
+        if fixed:
             self.fixed.add(node)
-        first = 1 if node.op == "call_method" else 0
         given = [*map(self._text, node.args[first:]), *(f"{k}={self._text(v)}" for k, v in node.kwargs.items())]
         self.names[node] = f"_v{len(self.names)}"
-        self.lines.append(f"{self.names[node]} = {called}({', '.join(given)})")
+        self.lines.append(f"{self.names[node]} = {text}({', '.join(given)})")
         gone = [n for n in (*done, *(() if node.users else (node,))) if n.op != "get_attr"]
         for value in (*done, *(() if node.users else (node,))):
             del self.values[value]
         if gone:
             self.lines.append(f"del {', '.join(self.names[n] for n in gone)}")
 
-    def _called(self, node: fx.Node) -> Any:
-        """What a node calls: a function, or the text of a method of its first argument."""
+    def _called(self, node: fx.Node) -> tuple[Any, str]:
+        """What a node calls, bound to its inputs where that can be, and the code that names it."""
         if node.op == "call_method":
-            return f"{self._text(node.args[0])}.{node.target}"
-        if node.op == "call_function":
-            return node.target
-        module = self.gm.get_submodule(str(node.target))
-        if not isinstance(module, Bindable):
-            return module
-        module.tell(self.watch)
-        if node.kwargs or not self.fixed.issuperset(node.all_input_nodes):
-            return module.bound()
-        args: Any = fx.node.map_arg(node.args, self.values.__getitem__)
-        return module.bound(*args)
-
-    def _is_fixed(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
-        """Whether the kind of a node's value follows from the kinds of what it reads.
-
-        It does for kernels, units and the ops of the table, unless an option is a tensor: an index, or how often to
-        repeat. Of all else only what is asked of a shape is known.
-        """
-        if not self.fixed.issuperset(node.all_input_nodes):
-            return False
-        if node.op == "call_module":
-            return isinstance(self.gm.get_submodule(str(node.target)), Bindable)
-        if op_of(node) is not None:
-            return not _holds_tensor(kwargs)
-        counts = getattr(node.target, "__module__", "") in _ARITHMETIC and not _holds_tensor((args, kwargs))
-        return counts or reads_only_metadata(node)
+            method = getattr(self.values[node.args[0]], str(node.target))  # type: ignore[index]
+            return method, f"{self._text(node.args[0])}.{node.target}"
+        called: Any = node.target if node.op == "call_function" else self.gm.get_submodule(str(node.target))
+        if isinstance(called, Bindable):
+            called.tell(self.watch)
+            binds = not node.kwargs and self.fixed.issuperset(node.all_input_nodes)
+            called = called.bound(*fx.node.map_arg(node.args, self.values.__getitem__)) if binds else called.bound()
+        return called, self._constant(called)
 
     def _text(self, value: Any) -> str:
         """An argument as code."""
@@ -278,24 +256,3 @@ class _Binder:
         owners = [self.gm.get_submodule(path) for path in sorted(above)]
         members = [d for m in owners for d in (m._modules, m._parameters, m._buffers) if d]
         return tuple((d, tuple(d.values())) for d in members)
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By node, the values that it is the last to read."""
-    last: dict[fx.Node, list[fx.Node]] = {}
-    seen = set[fx.Node]()
-    for node in reversed(graph.nodes):
-        for value in node.all_input_nodes:
-            if value not in seen:
-                seen.add(value)
-                last.setdefault(node, []).append(value)
-    return last
-
-
-def _holds_tensor(values: Any) -> bool:
-    """Whether there is a tensor among arguments."""
-    if isinstance(values, (tuple, list)):
-        return any(map(_holds_tensor, values))
-    if isinstance(values, dict):
-        return any(map(_holds_tensor, values.values()))
-    return isinstance(values, Tensor)

@@ -44,6 +44,18 @@ def inputs_for(graph: fx.Graph, batch: Batch) -> dict[fx.Node, Any]:
     return values
 
 
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """By node, the values that it is the last one to read."""
+    last: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for read in node.all_input_nodes:
+            if read not in seen:
+                seen.add(read)
+                last.setdefault(node, []).append(read)
+    return last
+
+
 class Stepper:
     """Runs a graph node by node on one batch; a value goes when the last node that reads it has run.
 
@@ -58,13 +70,7 @@ class Stepper:
     ) -> None:
         self.gm, self.graph, self.instead = gm, graph, instead
         self.values = inputs_for(graph, batch)
-        self._last: dict[fx.Node, list[fx.Node]] = {}
-        seen: set[fx.Node] = set()
-        for node in reversed(graph.nodes):
-            for read in node.all_input_nodes:
-                if read not in seen:
-                    seen.add(read)
-                    self._last.setdefault(node, []).append(read)
+        self._last = last_uses(graph)
 
     def step(self, node: fx.Node) -> Any:
         """Run the next node; its value."""

@@ -222,6 +222,55 @@ def test_kernels_behind_sizes_that_follow_from_values_are_not_bound():
     assert len(counts) > 1 and len(functions(qmodel)) == 1
 
 
+def forwards(bound):
+    """The kernels that a bound function calls by their own forward, which looks at its inputs."""
+    called = (getattr(value, "__func__", value) for value in bound.run.__globals__.values())
+    return [f.__qualname__ for f in called if getattr(f, "__qualname__", "") in ("Linear.forward", "Quantize.forward")]
+
+
+BETWEEN = {
+    "a table op": lambda x: x.reshape(2, 2, 8),
+    "an op that fxq does not know": lambda x: torch.gather(x, 1, torch.arange(8, device=x.device).expand_as(x)),
+    "a method": lambda x: x.cumsum(0),
+    "arithmetic on sizes": lambda x: x.view(x.shape[0] // 2, -1, 8),
+    "an index": lambda x: x[torch.arange(2)],
+    "random numbers": lambda x: x + torch.rand_like(x),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_kernels_are_bound_behind(name):
+    torch.manual_seed(0)
+    model = module(lambda self, x: self.b(BETWEEN[name](self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[torch.ones(4, 8)])
+    _, bound = bind(qmodel, (torch.ones(4, 8),), {})
+    assert forwards(bound) == []
+
+
+FROM_VALUES = {
+    "a mask": lambda x: x[x[:, 0] > 0],
+    "where it is not zero": lambda x: x[torch.nonzero(x[:, 0].relu())[:, 0]],
+    "repeated by values": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).to(torch.int64), 0),
+    "distinct values": lambda x: torch.unique(x[:, :1].relu().expand(-1, 8), dim=0),
+}
+
+
+@pytest.mark.parametrize("name", FROM_VALUES)
+def test_kernels_are_not_bound_behind(name):
+    torch.manual_seed(0)
+    model = module(lambda self, x: self.b(FROM_VALUES[name](self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[torch.randn(16, 8)])
+    _, bound = bind(qmodel, (torch.randn(16, 8),), {})
+    assert "Linear.forward" in forwards(bound)
+    counts = set()
+    for seed in range(5):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+        got = bound.run(x)
+        counts.add(len(got))
+        assert torch.equal(got, plain(qmodel, x))
+    assert len(counts) > 1
+
+
 # ---- what changes is noticed
 
 

@@ -1,0 +1,97 @@
+"""Which values of a graph are of the same kind (shape, strides, dtype; or number) for all inputs of the same kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxq.graph import op_of, reads_only_metadata
+
+_NAMESPACES = frozenset({"aten", "prims", "fxq", "onednn", "quantized", "mkldnn"})
+"""Operators whose tags tell whether a size follows from values; others are not relied on."""
+_FROM_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_UNTAGGED = frozenset({"aten::_pack_padded_sequence", "aten::_pad_packed_sequence"})
+_READS_UNSEEN = frozenset({"tensor_split", "tolist", "numpy"})
+"""Functions that look at values without calling an operator."""
+_ARITHMETIC = frozenset({"_operator", "builtins", "math"})
+_MASKS = frozenset({torch.bool, torch.uint8})
+
+
+class Reads(TorchDispatchMode):
+    """Notes whether anything that is called inside looks at values to decide on a size or a number.
+
+    Attributes:
+        values: whether something did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.values = self.values or _reads_values(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
+    if func is torch.ops.aten.index.Tensor:  # tagged, but only a mask decides how many values there are
+        return any(i is not None and i.dtype in _MASKS for i in args[1])
+    return func.namespace not in _NAMESPACES or func.name() in _UNTAGGED or not _FROM_VALUES.isdisjoint(func.tags)
+
+
+def run(node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any, sure: bool) -> tuple[Any, bool]:
+    """Run what a node calls, whose inputs are of fixed kinds.
+
+    Args:
+        node: a call of a function, method or module.
+        called: the function, method or module, or what stands for it.
+        sure: it is a kernel or a unit.
+        args: the values of its positional arguments; of a method, without the object.
+        kwargs: those of its keyword arguments.
+
+    Returns:
+        Its value, and whether that is of a fixed kind as well. It is for kernels, units and the ops of the table,
+        unless an option of theirs is a tensor, and for what else torch and Python's arithmetic give without a look at
+        values. Of a user's own functions and modules nobody knows.
+    """
+    if sure or (op_of(node) is not None and not holds_tensor(kwargs)):
+        return called(*args, **kwargs), True
+    if not _is_known(node, called):
+        return called(*args, **kwargs), False
+    with Reads() as reads:
+        value = called(*args, **kwargs)
+    plain = getattr(called, "__module__", "") in _ARITHMETIC or not holds_tensor((args, kwargs))
+    return value, reads_only_metadata(node) or (not reads.values and (plain or _all_tensors(value)))
+
+
+def _is_known(node: fx.Node, called: Any) -> bool:
+    """Whether a node calls something of torch's or Python's own that does nothing out of sight."""
+    if getattr(called, "__name__", "") in _READS_UNSEEN:
+        return False
+    if node.op == "call_method":
+        return True
+    if isinstance(called, nn.Module):
+        own = "forward" not in vars(called) and not called._forward_hooks and not called._forward_pre_hooks
+        return own and type(called).__module__.startswith("torch.nn.")
+    where = getattr(called, "__module__", None) or ""
+    return where in _ARITHMETIC or where.partition(".")[0] == "torch" or reads_only_metadata(node)
+
+
+def holds_tensor(values: Any) -> bool:
+    """Whether there is a tensor among arguments."""
+    if isinstance(values, (tuple, list)):
+        return any(map(holds_tensor, values))
+    if isinstance(values, dict):
+        return any(map(holds_tensor, values.values()))
+    return isinstance(values, Tensor)
+
+
+def _all_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a tuple or list of such."""
+    return all(map(_all_tensors, value)) if isinstance(value, (tuple, list)) else isinstance(value, Tensor)
