@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Watch:
-    """Whether any of the modules that it was given to has changed since: a hook, an attribute, other weights.
+    """Whether any of some modules has changed: a hook, an attribute, other weights. They set it (`Bindable.tell`).
 
     Attributes:
         changed: whether one has.
@@ -28,7 +28,7 @@ class Bindable(nn.Module):
     def bind(self, *inputs: Any) -> Callable[..., Any]:
         """What `forward` does with inputs of these shapes, strides and dtypes and as many threads as now.
 
-        Nobody looks at later inputs again; they must be alike. The default is `forward` itself.
+        Nobody looks at later inputs again: they must be as many, and alike. The default is `forward` itself.
 
         Args:
             inputs: what `forward` takes; the values make no difference.
@@ -38,7 +38,7 @@ class Bindable(nn.Module):
         """
         return self.forward
 
-    def bound(self, *inputs: Any) -> Callable[..., Any]:
+    def callee(self, *inputs: Any) -> Callable[..., Any]:
         """What to call for inputs like these, until this module changes (see `tell`).
 
         That is the module itself where hooks have to run, and its forward where a subclass, or whoever has put another
@@ -47,7 +47,7 @@ class Bindable(nn.Module):
         Args:
             inputs: as for `bind`; none: inputs of any kind.
         """
-        if self._forward_hooks or self._forward_pre_hooks:
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
             return self
         goes_with = "forward" not in vars(self) and _definer(type(self), "bind") <= _definer(type(self), "forward")
         return self.bind(*inputs) if inputs and goes_with else self.forward
@@ -64,7 +64,8 @@ class Bindable(nn.Module):
             watch.changed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._changes()
+        if self.__dict__.get(name, Watch) is not value:  # `eval()` sets what is set
+            self._changes()
         super().__setattr__(name, value)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,6 +77,16 @@ class Bindable(nn.Module):
         """As in `nn.Module`."""
         self._changes()
         return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `nn.Module`."""
+        self._changes()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `nn.Module`."""
+        self._changes()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._changes()

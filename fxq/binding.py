@@ -9,7 +9,10 @@ twentieth.
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,9 +28,8 @@ from fxq.evaluate import inputs_for, last_uses
 from fxq.fixed import run
 from fxq.graph import read_attribute, submodule
 
-KEPT, SEEN = 4, 64
-"""For how many kinds of inputs functions are kept (each has weights packed for it), and of how many it is remembered
-that they came once."""
+KEPT = 4
+"""Kinds of inputs that are remembered: a function for each, with weights packed for it."""
 
 Kind = tuple[Hashable, ...]
 Forward = Callable[..., Any]
@@ -42,6 +44,8 @@ def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
     watched = (
         every_module._global_forward_hooks
         or every_module._global_forward_pre_hooks
+        or every_module._global_backward_hooks
+        or every_module._global_backward_pre_hooks
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -83,30 +87,30 @@ class Bindings:
 
     def __init__(self, plain: Forward) -> None:
         self.plain = plain
-        self._seen: OrderedDict[Kind, None] = OrderedDict()
-        self._bound: OrderedDict[Kind, Bound] = OrderedDict()
+        self._known: OrderedDict[Kind, Bound | None] = OrderedDict()  # None: has come once; the last to come at the end
 
     def __call__(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The forward of `gm`."""
+        """The forward of `gm`. Kinds that take turns with more others than are remembered are not bound."""
         kind = kind_of(args, kwargs)
         if kind is None:
             return self.plain(gm, *args, **kwargs)
-        bound = self._bound.get(kind)
-        if bound is not None and bound.holds():
-            return bound.run(*args, **kwargs)
-        if kind not in self._seen or not _can_bind(gm.graph):
-            _keep(self._seen, kind, None, SEEN)
-            return self.plain(gm, *args, **kwargs)
-        value, bound = bind(gm, args, kwargs)
-        _keep(self._bound, kind, bound, KEPT)
+        bound = self._known.get(kind)
+        if bound is not None and not bound.holds():
+            self._known.clear()
+        if kind not in self._known or (bound is None and not _can_bind(gm)):
+            value, bound = self.plain(gm, *args, **kwargs), None  # where it raises, the kind stays unknown
+        elif bound is None:
+            value, bound = bind(gm, args, kwargs)
+        else:
+            value = bound.run(*args, **kwargs)
+        self._remember(kind, bound)
         return value
 
-
-def _keep(cache: OrderedDict[Any, Any], key: Hashable, value: Any, most: int) -> None:
-    """Add to a cache of so many entries: the oldest goes."""
-    cache[key] = value
-    while len(cache) > most:
-        cache.popitem(last=False)
+    def _remember(self, kind: Kind, bound: Bound | None) -> None:
+        self._known[kind] = bound
+        self._known.move_to_end(kind)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -141,9 +145,10 @@ def bind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return _Binder(gm, Batch(args, dict(kwargs))).run()
 
 
-def _can_bind(graph: fx.Graph) -> bool:
-    """Whether the inputs are so many, each with a name."""
-    return not any(str(node.target).startswith("*") for node in graph.find_nodes(op="placeholder"))
+def _can_bind(gm: fx.GraphModule) -> bool:
+    """Whether every input has a name, and the graph is what the module runs: `recompile` was called since an edit."""
+    named = not any(str(node.target).startswith("*") for node in gm.graph.find_nodes(op="placeholder"))
+    return named and gm.graph.python_code("self").src == gm.code
 
 
 class _Binder:
@@ -167,6 +172,9 @@ class _Binder:
         self.lines: list[str] = []
         self.watch = Watch()
         self._known: dict[int, str] = {}
+        self._prefix = "_"
+        while any(str(node.target).startswith(self._prefix) for node in self.values):  # names of the user's
+            self._prefix += "_"
 
     def run(self) -> tuple[Any, Bound]:
         """Run to the end; the value, and the function."""
@@ -185,8 +193,7 @@ class _Binder:
             else:
                 self._step(node, last.get(node, ()))
         source = f"def forward({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.lines)
-        exec(compile(source, "<a graph bound by fxq>", "exec"), self.constants)
-        return value, Bound(self.constants["forward"], source, self.watch, self._held())
+        return value, Bound(_function(source, self.constants), source, self.watch, self._held())
 
     def _step(self, node: fx.Node, done: Iterable[fx.Node]) -> None:
         """Run a node, write its line, and forget the values that nobody reads after it."""
@@ -195,9 +202,9 @@ class _Binder:
             self.names[node] = self._constant(value)
             self.fixed.add(node)
             return
-        called, text = self._called(node)
         first = 1 if node.op == "call_method" else 0  # the object of a method
         args: Any = fx.node.map_arg(node.args[first:], self.values.__getitem__)
+        called, text = self._called(node, args)
         kwargs: Any = fx.node.map_arg(node.kwargs, self.values.__getitem__)
         known = self.fixed.issuperset(node.all_input_nodes)
         sure = isinstance(submodule(self.gm, node), Bindable)
@@ -205,15 +212,16 @@ class _Binder:
         if fixed:
             self.fixed.add(node)
         given = [*map(self._text, node.args[first:]), *(f"{k}={self._text(v)}" for k, v in node.kwargs.items())]
-        self.names[node] = f"_v{len(self.names)}"
+        self.names[node] = f"{self._prefix}v{len(self.names)}"
         self.lines.append(f"{self.names[node]} = {text}({', '.join(given)})")
-        gone = [n for n in (*done, *(() if node.users else (node,))) if n.op != "get_attr"]
-        for value in (*done, *(() if node.users else (node,))):
+        gone = list(done) if node.users else [*done, node]
+        for value in gone:
             del self.values[value]
-        if gone:
-            self.lines.append(f"del {', '.join(self.names[n] for n in gone)}")
+        written = [self.names[n] for n in gone if n.op != "get_attr"]
+        if written:
+            self.lines.append(f"del {', '.join(written)}")
 
-    def _called(self, node: fx.Node) -> tuple[Any, str]:
+    def _called(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, str]:
         """What a node calls, bound to its inputs where that can be, and the code that names it."""
         if node.op == "call_method":
             method = getattr(self.values[node.args[0]], str(node.target))  # type: ignore[index]
@@ -222,7 +230,7 @@ class _Binder:
         if isinstance(called, Bindable):
             called.tell(self.watch)
             binds = not node.kwargs and self.fixed.issuperset(node.all_input_nodes)
-            called = called.bound(*fx.node.map_arg(node.args, self.values.__getitem__)) if binds else called.bound()
+            called = called.callee(*args) if binds else called.callee()
         return called, self._constant(called)
 
     def _text(self, value: Any) -> str:
@@ -237,14 +245,14 @@ class _Binder:
         if isinstance(value, dict):
             return f"{{{', '.join(f'{self._text(k)}: {self._text(v)}' for k, v in value.items())}}}"
         if isinstance(value, slice):
-            return f"slice({self._text(value.start)}, {self._text(value.stop)}, {self._text(value.step)})"
+            return f"{self._constant(slice)}({', '.join(map(self._text, (value.start, value.stop, value.step)))})"
         return repr(value) if value is None or type(value) in (bool, int, str) else self._constant(value)
 
     def _constant(self, value: Any) -> str:
         """The name of something that the function refers to."""
         name = self._known.get(id(value))
         if name is None:
-            name = self._known[id(value)] = f"_c{len(self.constants)}"
+            name = self._known[id(value)] = f"{self._prefix}c{len(self.constants)}"
             self.constants[name] = value
         return name
 
@@ -256,3 +264,16 @@ class _Binder:
         owners = [self.gm.get_submodule(path) for path in sorted(above)]
         members = [d for m in owners for d in (m._modules, m._parameters, m._buffers) if d]
         return tuple((d, tuple(d.values())) for d in members)
+
+
+def _function(source: str, constants: dict[str, Any]) -> Forward:
+    """The function `forward` of this code, whose lines tracebacks show."""
+    place = f"<a graph bound by fxq, {next(_NUMBERS)}>"
+    exec(compile(source, place, "exec"), constants)
+    made: Forward = constants.pop("forward")
+    linecache.cache[place] = len(source), None, source.splitlines(keepends=True), place
+    weakref.finalize(made, linecache.cache.pop, place, None)
+    return made
+
+
+_NUMBERS = itertools.count()

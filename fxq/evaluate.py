@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from fxq.data import Batch
 from fxq.graph import read_attribute
 
 
 def value_of(
-    gm: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any], instead: Mapping[str, nn.Module] | None = None
+    gm: fx.GraphModule,
+    node: fx.Node,
+    env: Mapping[fx.Node, Any],
+    instead: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Any:
     """The value of a node other than a placeholder, from those of the nodes it reads; the output's is its argument.
 
-    `instead` has modules to call in the place of those of `gm`, by path.
+    `instead` has what to call in the place of modules of `gm`, by path.
     """
     if node.op == "get_attr":
         return read_attribute(gm, str(node.target))
@@ -62,11 +65,11 @@ class Stepper:
     Attributes:
         graph: the graph.
         values: the values that are still needed, by node.
-        instead: modules to call in the place of those of `gm`, by path.
+        instead: what to call in the place of modules of `gm`, by path.
     """
 
     def __init__(
-        self, gm: fx.GraphModule, graph: fx.Graph, batch: Batch, instead: Mapping[str, nn.Module] | None = None
+        self, gm: fx.GraphModule, graph: fx.Graph, batch: Batch, instead: Mapping[str, Callable[..., Any]] | None = None
     ) -> None:
         self.gm, self.graph, self.instead = gm, graph, instead
         self.values = inputs_for(graph, batch)

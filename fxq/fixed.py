@@ -89,6 +89,8 @@ def holds_tensor(values: Any) -> bool:
         return any(map(holds_tensor, values))
     if isinstance(values, dict):
         return any(map(holds_tensor, values.values()))
+    if isinstance(values, slice):
+        return holds_tensor((values.start, values.stop, values.step))
     return isinstance(values, Tensor)
 
 

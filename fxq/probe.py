@@ -13,7 +13,7 @@ from fxq.context import Context
 from fxq.costs import Call, Costs
 from fxq.data import Batch
 from fxq.evaluate import value_of
-from fxq.graph import info, is_op, submodule
+from fxq.graph import info, is_op
 from fxq.qparams import QParams
 from fxq.recipe import Recipe
 from fxq.region import Region
@@ -119,7 +119,7 @@ def _float_key(region: Region) -> str:
 
 
 def _float_form(gm: fx.GraphModule, region: Region) -> Call:
-    """The region's unit or op on random floats; its weights are the dequantized ones."""
+    """The region's unit or op on random floats, as a bound graph calls it; its weights are the dequantized ones."""
     node, given = region.node, dict[fx.Node, Any]()
     for value in node.all_input_nodes:
         if value.op == "get_attr":
@@ -132,7 +132,8 @@ def _float_form(gm: fx.GraphModule, region: Region) -> Call:
             given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
     args: Any = fx.node.map_arg(node.args, given.__getitem__)
     kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
-    target: Any = submodule(gm, node) or node.target
+    unit = unit_of(gm, node)
+    target: Any = node.target if unit is None else unit.callee()
     return lambda: target(*args, **kwargs)
 
 

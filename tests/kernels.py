@@ -54,14 +54,19 @@ def weight(*shape: int, axis: int | None = 0) -> tuple[Tensor, QParams, Tensor]:
 
 
 def agree(got: Tensor, y: Tensor, out: QParams | None) -> None:
-    """`got` is `y` on the grid of `out`: at most one step away, on at most 0.1 % of the elements."""
+    """`got` is `y` on the grid of `out`: at most one step away, on at most 0.1 % of the elements.
+
+    Besides those within 1/1000 of a tie: float32 arithmetic may take them either way.
+    """
     assert got.shape == y.shape
     if out is None:
         torch.testing.assert_close(got.double(), y, rtol=1e-4, atol=1e-4)
         return
     assert got.dtype == torch.uint8
-    off = (got.double() - (torch.round(y / out.s) + out.z).clamp(out.qmin, out.qmax)).abs()
-    assert off.numel() == 0 or (off.max() <= 1 and off.sum() <= max(1, 0.001 * off.numel()))
+    steps = y / out.s
+    off = (got.double() - (torch.round(steps) + out.z).clamp(out.qmin, out.qmax)).abs()
+    clear = ((steps - steps.floor()) - 0.5).abs() > 1e-3
+    assert off.numel() == 0 or (off.max() <= 1 and off[clear].sum() <= max(1, 0.001 * off.numel()))
 
 
 def copies(kernel: Kernel) -> list[Kernel]:

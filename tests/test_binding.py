@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import traceback
 import weakref
 
 import pytest
@@ -16,6 +17,7 @@ from fxq.backends.kernel import Post
 from fxq.backends.x86_conv import Conv
 from fxq.binding import KEPT, Bindings, bind, kind_of
 from fxq.qparams import QParams
+from fxq.unit import Unit
 from tests import models
 from tests.graphs import equal
 from tests.helpers import module
@@ -47,7 +49,7 @@ def bindings(qmodel):
 
 def functions(qmodel):
     """The functions that it is bound to now, the newest last."""
-    return list(bindings(qmodel)._bound.values())
+    return [bound for bound in bindings(qmodel)._known.values() if bound is not None]
 
 
 # ---- the same numbers
@@ -104,13 +106,35 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("first", KINDS)
-def test_every_kind_of_input_has_a_function_of_its_own(first):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_input_has_a_function_of_its_own(kind):
     qmodel = quantized()
-    for _ in range(3):
-        for kind in (first, *KINDS):
-            assert torch.equal(qmodel(KINDS[kind]), plain(qmodel, KINDS[kind])), kind
-    assert len(functions(qmodel)) == KEPT
+    for _ in range(2):
+        qmodel(X.double().float())
+    x = KINDS[kind]
+    expected = plain(qmodel, x)
+    assert torch.equal(qmodel(x), expected) and torch.equal(qmodel(x), expected)
+    assert len(functions(qmodel)) == 2
+    bound = functions(qmodel)[-1]
+    assert torch.equal(qmodel(x), expected) and functions(qmodel)[-1] is bound
+
+
+def test_the_kinds_that_came_last_are_kept():
+    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, KEPT + 2)]
+    for x in batches[:KEPT] * 2:
+        assert torch.equal(qmodel(x), plain(qmodel, x))
+    first, *others = functions(qmodel)
+    assert len(others) == KEPT - 1
+    for x in (batches[0], batches[KEPT], batches[KEPT]):  # the second kind has not come for longest
+        assert torch.equal(qmodel(x), plain(qmodel, x))
+    assert functions(qmodel)[:-1] == [*others[1:], first]
+
+
+def test_more_kinds_in_turn_than_are_kept_are_not_bound():
+    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, KEPT + 2)]
+    for x in batches * 3:
+        assert torch.equal(qmodel(x), plain(qmodel, x))
+    assert functions(qmodel) == []
 
 
 def test_kinds_differ_by_all_that_kernels_look_at():
@@ -158,6 +182,64 @@ def test_keywords_defaults_and_optional_inputs():
         for args, kwargs in (((X, X), {}), ((X,), {"y": X}), ((), {"x": X, "y": X})):
             got = qmodel(*args, **kwargs)
             assert type(got) is dict and type(got["scaled"]) is list and equal(got, plain(qmodel, *args, **kwargs))
+
+
+def takes_two():
+    def forward(self, x, scale):
+        return self.conv(x) * scale
+
+    return quantized(module(forward, conv=nn.Conv2d(3, 3, 3)), data=[(X, X[:, :, :6, :6])])
+
+
+WRONG_CALLS = {
+    "too many": ((X, X, X), {}),
+    "too few": ((X,), {}),
+    "none": ((), {}),
+    "twice": ((X,), {"x": X}),
+    "unknown": ((X, X), {"bogus": 1}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_call_stays_wrong(name):
+    qmodel, (args, kwargs) = takes_two(), WRONG_CALLS[name]
+    for _ in range(3):
+        with pytest.raises(TypeError):
+            qmodel(*args, **kwargs)
+    assert functions(qmodel) == []
+
+
+@pytest.mark.parametrize("names", ["x, _v1", "x, _c0", "_v1, _v2", "x, _c1", "forward, __v1"])
+def test_inputs_may_have_any_names(names):
+    first, second = names.split(", ")
+    made = {}
+    exec(f"def forward(self, {names}):\n    return self.conv({first})[:, :, 1:] + {second}[:, :, 1:]", made)
+    qmodel = quantized(module(made["forward"], conv=nn.Conv2d(3, 3, 3, padding=1)), data=[(X, X)])
+    for _ in range(3):
+        assert torch.equal(qmodel(X, -X), plain(qmodel, X, -X))
+    assert len(functions(qmodel)) == 1
+
+
+def test_an_error_inside_shows_the_line():
+    qmodel, fails = quantized(), []
+    for _ in range(3):
+        qmodel(X)
+    kernel = qmodel.fxq_kernels.get_submodule(first_kernel(qmodel))
+
+    def forward(x):
+        if fails:
+            raise ValueError("on purpose")
+        return type(kernel).forward(kernel, x)
+
+    kernel.forward = forward
+    assert torch.equal(qmodel(X), plain(qmodel, X)) and len(functions(qmodel)) == 0
+    assert torch.equal(qmodel(X), plain(qmodel, X)) and len(functions(qmodel)) == 1
+    fails.append(True)
+    with pytest.raises(ValueError, match="on purpose") as info:
+        qmodel(X)
+    assert "_v2 = _c1(_v1)" in [entry.line for entry in traceback.extract_tb(info.tb)]
+    fails.clear()
+    assert torch.equal(qmodel(X), plain(qmodel, X)) and len(functions(qmodel)) == 1
 
 
 def test_a_result_is_not_the_one_of_an_earlier_call():
@@ -335,6 +417,52 @@ def test_an_edited_graph_is_run():
         assert torch.equal(qmodel(X), 2 * before)
 
 
+def test_a_graph_that_was_edited_but_not_recompiled_is_not_run():
+    qmodel = quantized()
+    expected = qmodel(X)
+    last = qmodel.graph.output_node().args[0]
+    with qmodel.graph.inserting_after(last):
+        doubled = qmodel.graph.call_function(torch.mul, (last, 2.0))
+    qmodel.graph.output_node().args = (doubled,)
+    for _ in range(3):
+        assert torch.equal(qmodel(X), expected)
+    qmodel.recompile()
+    for _ in range(3):
+        assert torch.equal(qmodel(X), 2 * expected)
+
+
+def test_an_edited_unit_is_run():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.GELU(), nn.Conv2d(3, 3, 3), nn.ReLU()).eval()
+    qmodel = quantized(model, recipe=fxq.Recipe.static(backend="reference"))
+    for _ in range(3):
+        qmodel(X)
+    unit = next(m for m in qmodel.modules() if isinstance(m, Unit))
+    output = unit.graph.output_node()
+    with unit.graph.inserting_before(output):
+        negative = unit.graph.call_function(torch.neg, (output.args[0],))
+    output.args = (negative,)
+    unit.recompile()
+    assert torch.equal(qmodel(X), plain(qmodel, X)) and not torch.equal(qmodel(X), plain(quantized(model), X))
+
+
+def test_eval_changes_nothing():
+    qmodel = quantized()
+    for _ in range(3):
+        qmodel(X)
+    (bound,) = functions(qmodel)
+    qmodel.eval()(X)
+    assert functions(qmodel) == [bound]
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_stays_where_it_is(register):
+    qmodel, seen = quantized(), []
+    getattr(qmodel.fxq_kernels.get_submodule(first_kernel(qmodel)), register)(lambda *_: seen.append(1))
+    for _ in range(4):
+        qmodel(X)
+    assert len(seen) == 4 and len(functions(qmodel)) == 1
+
+
 def test_a_float_weight_in_its_place_is_used():
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage").override("4", fxq.FLOAT)
     qmodel = quantized(recipe=recipe)
@@ -371,7 +499,7 @@ def test_a_kernel_without_a_bind_of_its_own_runs_its_forward():
 
     grid = QParams.per_tensor(0.1, 0)
     for kernel, x in ((Doubled(grid, Post("relu")), torch.arange(9, dtype=torch.uint8)), (Halved(grid), torch.rand(9))):
-        assert torch.equal(kernel.bound(x)(x), kernel(x))
+        assert torch.equal(kernel.callee(x)(x), kernel(x))
 
 
 def test_a_copy_and_a_model_that_is_gone_leave_nothing():

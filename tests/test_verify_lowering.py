@@ -135,6 +135,22 @@ def test_other_wrong_kernels(monkeypatch, change):
 
 
 @needs_x86
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (half_of_it, "bound to the kind of its inputs it returns something else"),
+        (raising, "RuntimeError: no primitive"),
+    ],
+)
+def test_a_kernel_that_is_wrong_where_it_is_bound(monkeypatch, change, why):
+    bind = Conv.bind
+    monkeypatch.setattr(Conv, "bind", lambda self, *inputs: lambda *xs: change(bind(self, *inputs)(*xs)))
+    with pytest.warns(fxq.FxqWarning, match=why):
+        quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
+    assert not any(isinstance(m, Conv) for m in quantized.modules())
+
+
+@needs_x86
 def test_a_right_kernel_behind_a_wrong_one_stays(monkeypatch):
     """Each kernel is judged on the right inputs, not on what a wrong one before it made of them."""
     forward = Conv.forward

@@ -113,8 +113,8 @@ class Mul(_OfTwo):
     name: ClassVar[str] = "cpu.mul"
 
     def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: which way it goes is decided, and the numbers are at hand."""
-        scale_a, zero_a, scale_b, zero_b, step = self._numbers
+        """As in `Bindable`: which way it goes is decided."""
+        _, zero_a, _, zero_b, _ = self._numbers
         if max(a.numel(), b.numel()) > WHOLE:
             if a.shape == b.shape:
                 return self._same
@@ -124,7 +124,6 @@ class Mul(_OfTwo):
                 return lambda a, b: self._gated(b, a, zero_b, zero_a)
         swaps = a.numel() < b.numel()
         widened = None if _covers(*((b, a) if swaps else (a, b))) else torch.broadcast_shapes(a.shape, b.shape)
-        zero, low, high, factor = self._zero, self._low, self._high, scale_a * scale_b / step
 
         def run(a: Tensor, b: Tensor) -> Tensor:
             x, y = _centered(a, zero_a), _centered(b, zero_b)
@@ -132,8 +131,7 @@ class Mul(_OfTwo):
                 x, y = y, x
             if widened is not None:
                 x = x.expand(widened).clone()
-            steps = torch.addcmul(zero, x, y, value=factor, out=x).clamp_(low, high).view(torch.int32)
-            return dense(steps.to(torch.uint8))
+            return dense(self._round(x, y).to(torch.uint8))
 
         return run
 

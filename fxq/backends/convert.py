@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,15 +23,23 @@ WHOLE = 2 * CHUNK
 MAGIC = 2.0**23
 
 
+def _layout(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if x.dim() == 4 else torch.contiguous_format
+
+
 def is_dense(x: Tensor) -> bool:
     """Whether `x` has no gaps in memory; with 4 dimensions: whether it is channels-last."""
-    return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format)
+    return x.is_contiguous(memory_format=_layout(x))
 
 
 def dense(x: Tensor) -> Tensor:
     """`x` without gaps in memory; with 4 dimensions channels-last."""
-    layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
-    return x if x.is_contiguous(memory_format=layout) else x.contiguous(memory_format=layout)
+    return x.contiguous(memory_format=_layout(x))
+
+
+def is_image(x: Tensor) -> bool:
+    """Whether `x` is (N, C, H, W) and channels-last, as image kernels take it."""
+    return x.dim() == 4 and is_dense(x)
 
 
 def _flat(x: Tensor) -> tuple[Tensor, list[int]] | None:
@@ -57,6 +66,16 @@ def chunks(total: int, row: int = 1) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
+def _rounded(x: Tensor, zero: Tensor, factor: float, low: float, high: float) -> Tensor:
+    """float32 -> uint8, whole: `x * factor` on a grid whose ends, and whose integer for 0, have `MAGIC` added."""
+    return torch.add(zero, x, alpha=factor).clamp_(low, high).view(torch.int32).to(torch.uint8)
+
+
+def _real(q: Tensor, scale: float, zero_point: int) -> Tensor:
+    """uint8 -> float32, whole."""
+    return q.to(torch.float32).sub_(zero_point).mul_(scale)
+
+
 def quantize(
     x: Tensor, scale: float, zero_point: int, qmax: int = 255, qmin: int = 0, zero: Tensor | None = None
 ) -> Tensor:
@@ -74,8 +93,7 @@ def quantize(
     low, high = MAGIC + qmin, MAGIC + qmax
     zero = x.new_tensor(MAGIC + zero_point) if zero is None else zero
     if x.numel() <= WHOLE:
-        y = torch.add(zero, x, alpha=1.0 / scale).clamp_(low, high).view(torch.int32).to(torch.uint8)
-        return dense(y)
+        return dense(_rounded(x, zero, 1.0 / scale, low, high))
     flat = _flat(x)
     if flat is None:
         x = dense(x)
@@ -96,7 +114,7 @@ def dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
     """uint8 -> float32, same shape and layout. Exactly `(q - zero_point) * scale` in float32."""
     flat = _flat(q) if q.numel() > WHOLE else None
     if flat is None:
-        return q.to(torch.float32).sub_(zero_point).mul_(scale)
+        return _real(q, scale, zero_point)
     source, order = flat
     out = torch.empty_like(q, dtype=torch.float32)
     target = out.permute(order).view(-1)
@@ -152,8 +170,7 @@ class Quantize(Kernel):
         if x.numel() > WHOLE or x.dtype != torch.float32 or x.requires_grad or not is_dense(x):
             return self.forward
         scale, _, qmax, qmin, zero = self._grid
-        factor, low, high = 1.0 / scale, MAGIC + qmin, MAGIC + qmax
-        return lambda x: torch.add(zero, x, alpha=factor).clamp_(low, high).view(torch.int32).to(torch.uint8)
+        return partial(_rounded, zero=zero, factor=1.0 / scale, low=MAGIC + qmin, high=MAGIC + qmax)
 
     def forward(self, x: Tensor) -> Tensor:
         """float32, any shape -> uint8, the same shape."""
@@ -176,8 +193,8 @@ class Dequantize(Kernel):
         """As in `Bindable`: a small tensor takes three calls."""
         if x.numel() > WHOLE:
             return self.forward
-        scale, zero = self._grid
-        return lambda x: x.to(torch.float32).sub_(zero).mul_(scale)
+        scale, zero_point = self._grid
+        return partial(_real, scale=scale, zero_point=zero_point)
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8, any shape -> float32, the same shape."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.convert import MAGIC, dense, is_dense
+from fxq.backends.convert import MAGIC, dense, is_image
 from fxq.backends.kernel import Kernel, activation_refused, first_reason, numbers, pair, refuse
 from fxq.errors import BackendError
 from fxq.qparams import QParams
@@ -57,7 +57,7 @@ class MaxPool2d(Kernel):
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
         """As in `Bindable`: channels-last images go straight to the op."""
-        if self.dims != 2 or x.dim() != 4 or x.numel() == 0 or not is_dense(x):
+        if self.dims != 2 or x.numel() == 0 or not is_image(x):
             return self.forward
         op, window = torch.ops.quantized.max_pool2d, self._window()
         return lambda x: op(x, *window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,13 @@ class Epilogue(NamedTuple):
     def finish(self, y: Tensor) -> Tensor:
         """Apply `clamp` in place."""
         return y if self.clamp is None else y.clamp_(*self.clamp)
+
+    def behind(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`run`, and then `finish`."""
+        if self.clamp is None:
+            return run
+        low, high = self.clamp
+        return lambda *values: run(*values).clamp_(low, high)
 
 
 def epilogue(post: Post | None, out: QParams | None, fused: bool = True) -> Epilogue:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxq.backends.convert import is_image
 from fxq.backends.kernel import (
     Post,
     WeightedKernel,
@@ -187,13 +188,16 @@ class Conv(WeightedKernel):
         """The plan for inputs of `shape` (N, C, H, W)."""
         check_image(self.name, shape, 2, self.weight.shape[1] * self.groups)
         found = geometry(
-            self.weight, shape, self.stride, self.padding, self.dilation, self.groups, self._pads_natively()
+            self.weight,
+            shape,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            native=self._pads_natively(),
         )
         calls = [self._call(form, found) for form in self._forms(found.weight)]
-        run = self._prelu(calls, found.shape) if self._doubles else calls[0]
-        clamp = self._epilogue.clamp
-        if clamp is not None:
-            run = _clamped(run, *clamp)
+        run = self._epilogue.behind(self._prelu(calls, found.shape) if self._doubles else calls[0])
         if any(found.pad):
             run = _padded(run, Padding(shape, found.pad, self.x.z))
         return Plan(found.shape, run)
@@ -245,12 +249,12 @@ class Conv(WeightedKernel):
 
     def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: channels-last images go straight to oneDNN."""
-        if self._dims != 2 or not _is_image(x):
+        if self._dims != 2 or not is_image(x):
             return self.forward
         plan = self._planned(x.shape)
         if self.residual is None:
             return plan.run
-        if residual is None or residual.shape != plan.shape or not _is_image(residual):
+        if residual is None or residual.shape != plan.shape or not is_image(residual):
             return self.forward
         return plan.run if self.inplace else lambda x, residual: plan.run(x, residual.clone())
 
@@ -267,8 +271,8 @@ class Conv(WeightedKernel):
         return y if batched else y.squeeze(0)
 
     def _planned(self, shape: torch.Size) -> Plan:
-        """The plan for images of a shape, and as many threads as now: oneDNN packs for them, or at every call else."""
-        key = shape, torch.get_num_threads()
+        """The plan for images of a shape."""
+        key = shape, torch.get_num_threads()  # oneDNN packs for a number of threads, and repacks at every call else
         plan: Plan = self._packed.get(key) or self._remember(key, self._plan(shape))
         return plan
 
@@ -302,11 +306,6 @@ class Conv(WeightedKernel):
         return residual
 
 
-def _clamped(run: Callable[..., Tensor], low: int, high: int) -> Callable[..., Tensor]:
-    """`run`, then a clamp of its integers."""
-    return lambda *values: run(*values).clamp_(low, high)
-
-
 def _padded(run: Callable[..., Tensor], padding: Padding) -> Callable[..., Tensor]:
     """`run` of a padded image."""
 
@@ -317,11 +316,6 @@ def _padded(run: Callable[..., Tensor], padding: Padding) -> Callable[..., Tenso
         return y
 
     return padded
-
-
-def _is_image(x: Tensor) -> bool:
-    """Whether `x` is what oneDNN takes as it stands: (N, C, H, W), channels-last."""
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _image(x: Tensor, dims: int, batched: bool, copy: bool = False) -> Tensor:

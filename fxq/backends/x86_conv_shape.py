@@ -17,7 +17,7 @@ class Geometry(NamedTuple):
     """A convolution of images of one shape, as oneDNN is asked for it.
 
     Attributes:
-        weight: int8, (C_out, C_in / groups, kh, kw).
+        weight: int8, (C_out, C_in / groups, kh, kw); where the layer's is misread, with a row or column of zeros more.
         shape: the output's, (N, C, H, W).
         pad: what to pad the image with before: left, right, top, bottom; negative numbers cut off.
         image: the padded image's shape.
@@ -34,6 +34,7 @@ class Geometry(NamedTuple):
 def geometry(
     weight: Tensor,
     shape: torch.Size,
+    *,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -61,7 +62,7 @@ def geometry(
     extent_h, extent_w = _extent(weight, spread)
     sizes = (height + 2 * top - extent_h) // steps[0] + 1, (width + 2 * left - extent_w) // steps[1] + 1
     if min(sizes) <= 0:
-        raise BackendError(f"x86.conv: an input of {height} x {width} pixels is smaller than the kernel.")
+        raise BackendError(f"an input of {height} x {width} pixels is smaller than the convolution's kernel.")
     if misread(weight, spread):
         weight = F.pad(weight, (0, 1) if weight.shape[3] > 1 else (0, 0, 0, 1))
         extent_h, extent_w = _extent(weight, spread)

@@ -69,10 +69,11 @@ class Add(arithmetic.Add):
         conv: Conv = self._packed.get(key) or self._remember(key, self._conv(channels, overwrites))
         swaps = self.sign != 1
         (n, *rest), is_image = a.shape, a.dim() == 4
+        run = conv.bind(*(_as_image(x, channels) for x in ((b, a) if swaps else (a, b))))
 
         def summed(a: Tensor, b: Tensor) -> Tensor:
             x, residual = (b, a) if swaps else (a, b)
-            y = conv.forward(_as_image(x, channels), _as_image(residual, channels)).permute(0, 2, 3, 1)
+            y = run(_as_image(x, channels), _as_image(residual, channels)).permute(0, 2, 3, 1)
             return y.reshape(n, *rest[1:], rest[0]).permute(0, 3, 1, 2) if is_image else y.reshape(n, *rest)
 
         return summed

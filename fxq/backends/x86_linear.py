@@ -115,7 +115,7 @@ class Linear(WeightedKernel):
         """As in `Bindable`: which of the two ways it goes is decided, and the weights are packed."""
         if x.numel() == 0 or x.shape[-1:] != self.weight.shape[1:]:
             return self.forward
-        return self._bound(x)
+        return self._runner(x)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """uint8 (..., in_features) -> (..., out_features), on `out`'s grid or float32."""
@@ -123,7 +123,7 @@ class Linear(WeightedKernel):
             self._check(x)
             return x.new_empty((*x.shape[:-1], self.weight.shape[0]), dtype=self._output[2])
         try:
-            run = self._bound(x)
+            run = self._runner(x)
             return run(x) if self.residual is None else run(x, residual)
         except (RuntimeError, IndexError):  # oneDNN has refused it, and says nothing of use
             self._check(x)
@@ -135,24 +135,24 @@ class Linear(WeightedKernel):
         if x.shape[-1:] != (wanted,):
             raise InputError(f"{self.name}: an input of shape {tuple(x.shape)}; the layer takes {wanted} features.")
 
-    def _bound(self, x: Tensor) -> Callable[..., Tensor]:
+    def _runner(self, x: Tensor) -> Callable[..., Tensor]:
         """What to call for inputs like `x`, behind it with a residual where there is one."""
         if self._emits_sums and x.numel() == self.weight.shape[1] == x.shape[-1]:
             weight, scale, bias = self._packed.get("row") or self._remember("row", self._row())
-            if x.stride() == (
-                len(weight),
-                1,
-            ):  # a single row is contiguous whatever its stride, and the op looks at that
-                return lambda x: torch.addcmul(bias, torch._int_mm(x, weight).to(torch.float32), scale)
-            return lambda x: torch.addcmul(
-                bias, torch._int_mm(x.contiguous().view(1, -1), weight).to(torch.float32), scale
-            ).view(*x.shape[:-1], -1)
+            # One row is contiguous whatever its stride, and the product looks at that.
+            is_row = x.stride() == (len(weight), 1)
+
+            def multiply(x: Tensor) -> Tensor:
+                sums = torch._int_mm(x if is_row else x.contiguous().view(1, -1), weight).to(torch.float32)
+                y = torch.addcmul(bias, sums, scale)
+                return y if is_row else y.view(*x.shape[:-1], -1)
+
+            return multiply
         packed: Packed = self._packed.get("") or self._remember("", self._pack())
         if self.residual is not None:
-            return lambda x, residual: self._add(x, residual, packed)
+            return self._epilogue.behind(lambda x, residual: self._add(x, residual, packed))
         op, rest = _onednn.qlinear_pointwise.default, (*self._input, *packed, *self._output, *self._epilogue[:3])
-        clamp = self._epilogue.clamp
-        return (lambda x: op(x, *rest)) if clamp is None else (lambda x: op(x, *rest).clamp_(*clamp))
+        return self._epilogue.behind(lambda x: op(x, *rest))
 
     def _row(self) -> tuple[Tensor, Tensor, Tensor]:
         """The weight (in_features, out_features); scale and bias of the sums, the input's zero point in the bias."""
@@ -172,4 +172,4 @@ class Linear(WeightedKernel):
         _onednn.qlinear_pointwise.binary(
             x, *self._input, *weight, residual, bias, *self._output, *self._sum, "sum", 1.0, *self._epilogue[:3]
         )
-        return self._epilogue.finish(residual)
+        return residual
