@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+
+_TELLING = threading.Lock()
 
 
 class Watch:
@@ -47,26 +50,38 @@ class Bindable(nn.Module):
         Args:
             inputs: as for `bind`; none: inputs of any kind.
         """
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+        if self.is_hooked():
             return self
         goes_with = "forward" not in vars(self) and _definer(type(self), "bind") <= _definer(type(self), "forward")
         return self.bind(*inputs) if inputs and goes_with else self.forward
 
+    def is_hooked(self) -> bool:
+        """Whether hooks have to run, so that nothing but a call of the module itself will do."""
+        return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
+
     def tell(self, watch: Watch) -> None:
         """Tell `watch` when this module changes."""
-        if self._watches is None:
-            self.__dict__["_watches"] = weakref.WeakSet()
-        assert self._watches is not None  # made just now
-        self._watches.add(watch)
+        with _TELLING:
+            if self._watches is None:
+                self.__dict__["_watches"] = weakref.WeakSet()
+            assert self._watches is not None  # made just now
+            self._watches.add(watch)
 
     def _changes(self) -> None:
-        for watch in self._watches or ():
-            watch.changed = True
+        if self._watches is None or self.is_hooked():  # with hooks it is called as it is, whatever it becomes
+            return
+        with _TELLING:
+            for watch in self._watches:
+                watch.changed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get(name, Watch) is not value:  # `eval()` sets what is set
             self._changes()
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._changes()
+        super().__delattr__(name)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As in `nn.Module`."""

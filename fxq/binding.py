@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import operator
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -53,8 +54,9 @@ def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
     if watched:
         return None
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    state = torch.get_num_threads(), torch.get_default_dtype(), autocast
     try:
-        return torch.get_num_threads(), autocast, *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items())
+        return *state, *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items())
     except _OddError:
         return None
 
@@ -88,6 +90,7 @@ class Bindings:
     def __init__(self, plain: Forward) -> None:
         self.plain = plain
         self._known: OrderedDict[Kind, Bound | None] = OrderedDict()  # None: has come once; the last to come at the end
+        self._changing = threading.Lock()
 
     def __call__(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward of `gm`. Kinds that take turns with more others than are remembered are not bound."""
@@ -95,22 +98,26 @@ class Bindings:
         if kind is None:
             return self.plain(gm, *args, **kwargs)
         bound = self._known.get(kind)
+        is_known = kind in self._known
         if bound is not None and not bound.holds():
-            self._known.clear()
-        if kind not in self._known or (bound is None and not _can_bind(gm)):
-            value, bound = self.plain(gm, *args, **kwargs), None  # where it raises, the kind stays unknown
-        elif bound is None:
+            bound, is_known = None, False
+            with self._changing:
+                self._known.clear()
+        if bound is not None:
+            value = bound.run(*args, **kwargs)
+        elif is_known and _can_bind(gm):
             value, bound = bind(gm, args, kwargs)
         else:
-            value = bound.run(*args, **kwargs)
+            value = self.plain(gm, *args, **kwargs)  # where it raises, the kind stays unknown
         self._remember(kind, bound)
         return value
 
     def _remember(self, kind: Kind, bound: Bound | None) -> None:
-        self._known[kind] = bound
-        self._known.move_to_end(kind)
-        while len(self._known) > KEPT:
-            self._known.popitem(last=False)
+        with self._changing:
+            self._known[kind] = bound
+            self._known.move_to_end(kind)
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -122,17 +129,21 @@ class Bound:
         source: its code.
         watch: of the modules that it calls.
         held: the dicts of a module's members that it has taken values from, with all their values then.
+        strides: of the weights among them that are images: they decide how results are laid out.
     """
 
     run: Forward
     source: str
     watch: Watch
     held: tuple[tuple[Mapping[str, Any], tuple[Any, ...]], ...]
+    strides: tuple[tuple[Tensor, tuple[int, ...]], ...]
 
     def holds(self) -> bool:
         """Whether the modules that it calls are the same, and as they were."""
-        return not self.watch.changed and all(
-            len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self.held
+        return (
+            not self.watch.changed
+            and all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self.held)
+            and all(weight.stride() == then for weight, then in self.strides)
         )
 
 
@@ -188,12 +199,14 @@ class _Binder:
             elif node.op == "output":
                 text = self._text(node.args[0])
                 self.lines.append(f"return {text}")
-                # Not with `map_arg`: it makes immutable lists and dicts.
-                value = eval(text, self.constants, {self.names[n]: self.values[n] for n in node.all_input_nodes})
+                value = self._evaluated(node, text)
             else:
                 self._step(node, last.get(node, ()))
         source = f"def forward({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.lines)
-        return value, Bound(_function(source, self.constants), source, self.watch, self._held())
+        held = self._held()
+        images = [t for _, then in held for t in then if isinstance(t, Tensor) and t.dim() == 4]
+        strides = tuple((weight, weight.stride()) for weight in images)
+        return value, Bound(_function(source, self.constants), source, self.watch, held, strides)
 
     def _step(self, node: fx.Node, done: Iterable[fx.Node]) -> None:
         """Run a node, write its line, and forget the values that nobody reads after it."""
@@ -203,15 +216,14 @@ class _Binder:
             self.fixed.add(node)
             return
         first = 1 if node.op == "call_method" else 0  # the object of a method
-        args: Any = fx.node.map_arg(node.args[first:], self.values.__getitem__)
+        given = [*map(self._text, node.args[first:]), *(f"{k}={self._text(v)}" for k, v in node.kwargs.items())]
+        args, kwargs = self._evaluated(node, f"{self._prefix}given({', '.join(given)})")
         called, text = self._called(node, args)
-        kwargs: Any = fx.node.map_arg(node.kwargs, self.values.__getitem__)
-        known = self.fixed.issuperset(node.all_input_nodes)
-        sure = isinstance(submodule(self.gm, node), Bindable)
+        known, module = self.fixed.issuperset(node.all_input_nodes), submodule(self.gm, node)
+        sure = isinstance(module, Bindable) and not module.is_hooked()
         self.values[node], fixed = run(node, called, args, kwargs, sure) if known else (called(*args, **kwargs), False)
         if fixed:
             self.fixed.add(node)
-        given = [*map(self._text, node.args[first:]), *(f"{k}={self._text(v)}" for k, v in node.kwargs.items())]
         self.names[node] = f"{self._prefix}v{len(self.names)}"
         self.lines.append(f"{self.names[node]} = {text}({', '.join(given)})")
         gone = list(done) if node.users else [*done, node]
@@ -220,6 +232,11 @@ class _Binder:
         written = [self.names[n] for n in gone if n.op != "get_attr"]
         if written:
             self.lines.append(f"del {', '.join(written)}")
+
+    def _evaluated(self, node: fx.Node, text: str) -> Any:
+        """The value of code about what a node reads. Not with `map_arg`: it makes immutable lists and dicts."""
+        values = {self.names[n]: self.values[n] for n in node.all_input_nodes}
+        return eval(text, self.constants, {f"{self._prefix}given": _given, **values})
 
     def _called(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, str]:
         """What a node calls, bound to its inputs where that can be, and the code that names it."""
@@ -252,7 +269,7 @@ class _Binder:
         """The name of something that the function refers to."""
         name = self._known.get(id(value))
         if name is None:
-            name = self._known[id(value)] = f"{self._prefix}c{len(self.constants)}"
+            name = self._known[id(value)] = f"{self._prefix}c{len(self._known)}"
             self.constants[name] = value
         return name
 
@@ -264,6 +281,11 @@ class _Binder:
         owners = [self.gm.get_submodule(path) for path in sorted(above)]
         members = [d for m in owners for d in (m._modules, m._parameters, m._buffers) if d]
         return tuple((d, tuple(d.values())) for d in members)
+
+
+def _given(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call."""
+    return args, kwargs
 
 
 def _function(source: str, constants: dict[str, Any]) -> Forward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -212,6 +213,7 @@ class QuantizedModel(fx.GraphModule):
         def forward(self: QuantizedModel, *args: Any, **kwargs: Any) -> Any:
             return bindings(self, args, kwargs)
 
+        forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]  # also for who does not unwrap
         made.forward = forward
         return code
 

@@ -1,7 +1,7 @@
 """A model's later calls run a function that its graph was bound to: the numbers must not tell."""
 
 import copy
-import gc
+import sys
 import threading
 import traceback
 import weakref
@@ -11,46 +11,11 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.convert import Quantize
-from fxq.backends.elementwise import Clamp
-from fxq.backends.kernel import Post
-from fxq.backends.x86_conv import Conv
-from fxq.binding import KEPT, Bindings, bind, kind_of
-from fxq.qparams import QParams
-from fxq.unit import Unit
+from fxq.binding import KEPT, bind, kind_of
 from tests import models
+from tests.bound import ALL, X, first_kernel, functions, plain, quantized
 from tests.graphs import equal
 from tests.helpers import module
-
-ALL = fxq.Recipe.static(optimize="coverage", backend="x86")
-X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
-
-
-def network():
-    torch.manual_seed(0)
-    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(144, 5)
-    return nn.Sequential(*layers).eval()
-
-
-def quantized(model=None, data=(X,), recipe=ALL):
-    return fxq.quantize(network() if model is None else model, recipe, data=list(data))
-
-
-def plain(qmodel, *args, **kwargs):
-    """What the graph stands for: its own forward, never bound."""
-    return type(qmodel).forward.__wrapped__(qmodel, *args, **kwargs)
-
-
-def bindings(qmodel):
-    """The model's `Bindings`."""
-    cells = [cell.cell_contents for cell in type(qmodel).forward.__closure__]
-    return next(value for value in cells if isinstance(value, Bindings))
-
-
-def functions(qmodel):
-    """The functions that it is bound to now, the newest last."""
-    return [bound for bound in bindings(qmodel)._known.values() if bound is not None]
-
 
 # ---- the same numbers
 
@@ -248,21 +213,32 @@ def test_a_result_is_not_the_one_of_an_earlier_call():
     assert all(torch.equal(results[i], plain(qmodel, X * i)) for i in range(4))
 
 
-def test_two_threads_at_once():
+@pytest.mark.parametrize("shapes", [1, KEPT, KEPT + 2])
+def test_threads_at_once(shapes):
+    """With as many kinds of inputs; whatever they do, they switch in the middle of it."""
     qmodel = quantized()
-    inputs = [X * i / 8 for i in range(8)]
+    for kernel in qmodel.fxq_kernels.children():
+        kernel.register_forward_hook(lambda module, *_: setattr(module, "last", object()))
+    inputs = [torch.cat([X * i / 8] * (i % shapes + 1)) for i in range(6)]
     expected, wrong = [plain(qmodel, x) for x in inputs], []
 
     def run(i):
-        for _ in range(50):
-            if not torch.equal(qmodel(inputs[i]), expected[i]):
-                wrong.append(i)
+        try:
+            for _ in range(40):
+                assert torch.equal(qmodel(inputs[i]), expected[i])
+        except BaseException as error:
+            wrong.append(error)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(inputs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert wrong == []
 
 
@@ -351,164 +327,3 @@ def test_kernels_are_not_bound_behind(name):
         counts.add(len(got))
         assert torch.equal(got, plain(qmodel, x))
     assert len(counts) > 1
-
-
-# ---- what changes is noticed
-
-
-def test_a_hook_on_a_kernel_runs():
-    qmodel, seen = quantized(), []
-    for _ in range(3):
-        qmodel(X)
-    handle = qmodel.fxq_kernels.get_submodule(first_kernel(qmodel)).register_forward_hook(lambda *_: seen.append(1))
-    qmodel(X)
-    qmodel(X)
-    assert len(seen) == 2
-    handle.remove()
-    qmodel(X)
-    assert len(seen) == 2
-
-
-def first_kernel(qmodel, kind=Conv):
-    return next(name for name, kernel in qmodel.fxq_kernels.named_children() if isinstance(kernel, kind))
-
-
-def test_another_kernel_in_its_place_is_used():
-    qmodel = quantized()
-    for _ in range(3):
-        qmodel(X)
-    name = first_kernel(qmodel, Quantize)
-    old = getattr(qmodel.fxq_kernels, name)
-    setattr(qmodel.fxq_kernels, name, Quantize(QParams.per_tensor(2 * old.out.s, old.out.z, 0, 255)))
-    assert torch.equal(qmodel(X), plain(qmodel, X)) and not torch.equal(qmodel(X), plain(quantized(), X))
-
-
-def test_another_forward_in_its_place_is_used():
-    qmodel = quantized()
-    for _ in range(3):
-        qmodel(X)
-    kernel = qmodel.fxq_kernels.get_submodule(first_kernel(qmodel))
-    kernel.forward = lambda x: type(kernel).forward(kernel, x).zero_()
-    assert torch.equal(qmodel(X), plain(qmodel, X)) and not torch.equal(qmodel(X), plain(quantized(), X))
-
-
-def test_loaded_weights_are_used():
-    torch.manual_seed(1)
-    other = quantized(copy.deepcopy(network()).apply(lambda m: m.reset_parameters() if hasattr(m, "weight") else None))
-    qmodel = quantized()
-    for _ in range(3):
-        qmodel(X)
-    before = qmodel(X)
-    qmodel.load_state_dict(other.state_dict())
-    assert torch.equal(qmodel(X), plain(qmodel, X)) and not torch.equal(qmodel(X), before)
-
-
-def test_an_edited_graph_is_run():
-    qmodel = quantized()
-    for _ in range(3):
-        qmodel(X)
-    before = qmodel(X)
-    last = qmodel.graph.output_node().args[0]
-    with qmodel.graph.inserting_after(last):
-        doubled = qmodel.graph.call_function(torch.mul, (last, 2.0))
-    qmodel.graph.output_node().args = (doubled,)
-    qmodel.recompile()
-    for _ in range(3):
-        assert torch.equal(qmodel(X), 2 * before)
-
-
-def test_a_graph_that_was_edited_but_not_recompiled_is_not_run():
-    qmodel = quantized()
-    expected = qmodel(X)
-    last = qmodel.graph.output_node().args[0]
-    with qmodel.graph.inserting_after(last):
-        doubled = qmodel.graph.call_function(torch.mul, (last, 2.0))
-    qmodel.graph.output_node().args = (doubled,)
-    for _ in range(3):
-        assert torch.equal(qmodel(X), expected)
-    qmodel.recompile()
-    for _ in range(3):
-        assert torch.equal(qmodel(X), 2 * expected)
-
-
-def test_an_edited_unit_is_run():
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.GELU(), nn.Conv2d(3, 3, 3), nn.ReLU()).eval()
-    qmodel = quantized(model, recipe=fxq.Recipe.static(backend="reference"))
-    for _ in range(3):
-        qmodel(X)
-    unit = next(m for m in qmodel.modules() if isinstance(m, Unit))
-    output = unit.graph.output_node()
-    with unit.graph.inserting_before(output):
-        negative = unit.graph.call_function(torch.neg, (output.args[0],))
-    output.args = (negative,)
-    unit.recompile()
-    assert torch.equal(qmodel(X), plain(qmodel, X)) and not torch.equal(qmodel(X), plain(quantized(model), X))
-
-
-def test_eval_changes_nothing():
-    qmodel = quantized()
-    for _ in range(3):
-        qmodel(X)
-    (bound,) = functions(qmodel)
-    qmodel.eval()(X)
-    assert functions(qmodel) == [bound]
-
-
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_stays_where_it_is(register):
-    qmodel, seen = quantized(), []
-    getattr(qmodel.fxq_kernels.get_submodule(first_kernel(qmodel)), register)(lambda *_: seen.append(1))
-    for _ in range(4):
-        qmodel(X)
-    assert len(seen) == 4 and len(functions(qmodel)) == 1
-
-
-def test_a_float_weight_in_its_place_is_used():
-    recipe = fxq.Recipe.static(backend="x86", optimize="coverage").override("4", fxq.FLOAT)
-    qmodel = quantized(recipe=recipe)
-    for _ in range(3):
-        qmodel(X)
-    path = next(str(n.target) for n in qmodel.graph.nodes if n.op == "get_attr" and str(n.target).endswith("weight"))
-    owner, name = qmodel.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
-    zeros = torch.zeros_like(getattr(owner, name))
-    setattr(owner, name, nn.Parameter(zeros, requires_grad=False) if name in owner._parameters else zeros)
-    assert torch.equal(qmodel(X), plain(qmodel, X)) and not torch.equal(qmodel(X), plain(quantized(recipe=recipe), X))
-    getattr(owner, name).data.fill_(0.5)  # in place, too
-    assert torch.equal(qmodel(X), plain(qmodel, X))
-
-
-def test_a_change_of_another_model_changes_nothing():
-    qmodel, other = quantized(), quantized()
-    for _ in range(3):
-        qmodel(X)
-        other(X)
-    bound = functions(qmodel)
-    other.load_state_dict(other.state_dict())
-    qmodel(X)
-    assert functions(qmodel) == bound
-
-
-def test_a_kernel_without_a_bind_of_its_own_runs_its_forward():
-    class Doubled(Clamp):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    class Halved(Quantize):
-        def forward(self, x):
-            return super().forward(x) // 2
-
-    grid = QParams.per_tensor(0.1, 0)
-    for kernel, x in ((Doubled(grid, Post("relu")), torch.arange(9, dtype=torch.uint8)), (Halved(grid), torch.rand(9))):
-        assert torch.equal(kernel.callee(x)(x), kernel(x))
-
-
-def test_a_copy_and_a_model_that_is_gone_leave_nothing():
-    qmodel = quantized()
-    for _ in range(3):
-        qmodel(X)
-    other = copy.deepcopy(qmodel)
-    assert functions(other) == [] and torch.equal(other(X), qmodel(X))
-    kernel = weakref.ref(next(qmodel.fxq_kernels.children()))
-    del qmodel
-    gc.collect()
-    assert kernel() is None

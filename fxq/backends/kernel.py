@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,10 @@ def decode(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+_REMEMBERING = threading.Lock()
+"""Of all kernels: one that had a lock of its own could not be copied."""
+
+
 class Kernel(Bindable):
     """One integer kernel. `config()` and the buffers describe it completely.
 
@@ -88,9 +93,10 @@ class Kernel(Bindable):
 
     def _remember(self, key: Any, value: Any) -> Any:
         """Cache `value`; beyond `keep_packed` entries the oldest goes."""
-        self._packed[key] = value
-        if len(self._packed) > self.keep_packed:
-            self._packed.popitem(last=False)
+        with _REMEMBERING:
+            self._packed[key] = value
+            if len(self._packed) > self.keep_packed:
+                self._packed.popitem(last=False)
         return value
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""Quantized models that bind their graph, and a look at what they are bound to."""
+
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.x86_conv import Conv
+from fxq.binding import Bindings
+
+ALL = fxq.Recipe.static(optimize="coverage", backend="x86")
+X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+
+
+def network():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(144, 5)
+    return nn.Sequential(*layers).eval()
+
+
+def quantized(model=None, data=(X,), recipe=ALL):
+    return fxq.quantize(network() if model is None else model, recipe, data=list(data))
+
+
+def plain(qmodel, *args, **kwargs):
+    """What the graph stands for: its own forward, never bound."""
+    return type(qmodel).forward.__wrapped__(qmodel, *args, **kwargs)
+
+
+def bindings(qmodel):
+    """The model's `Bindings`."""
+    cells = [cell.cell_contents for cell in type(qmodel).forward.__closure__]
+    return next(value for value in cells if isinstance(value, Bindings))
+
+
+def functions(qmodel):
+    """The functions that it is bound to now, the newest last."""
+    return [bound for bound in bindings(qmodel)._known.values() if bound is not None]
+
+
+def first_kernel(qmodel, kind=Conv):
+    return next(name for name, kernel in qmodel.fxq_kernels.named_children() if isinstance(kernel, kind))
