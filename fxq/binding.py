@@ -91,10 +91,11 @@ class Bindings:
         self.plain = plain
         self._known: OrderedDict[Kind, Bound | None] = OrderedDict()  # None: has come once; the last to come at the end
         self._changing = threading.Lock()
+        self._never = False
 
     def __call__(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward of `gm`. Kinds that take turns with more others than are remembered are not bound."""
-        kind = kind_of(args, kwargs)
+        kind = None if self._never else kind_of(args, kwargs)
         if kind is None:
             return self.plain(gm, *args, **kwargs)
         bound = self._known.get(kind)
@@ -103,9 +104,10 @@ class Bindings:
             bound, is_known = None, False
             with self._changing:
                 self._known.clear()
+        self._never = bound is None and is_known and not _can_bind(gm)
         if bound is not None:
             value = bound.run(*args, **kwargs)
-        elif is_known and _can_bind(gm):
+        elif is_known and not self._never:
             value, bound = bind(gm, args, kwargs)
         else:
             value = self.plain(gm, *args, **kwargs)  # where it raises, the kind stays unknown
