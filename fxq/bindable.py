@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 _TELLING = threading.Lock()
+_ABSENT = object()
 
 
 class Watch:
@@ -52,12 +53,16 @@ class Bindable(nn.Module):
         """
         if self.is_hooked():
             return self
-        goes_with = "forward" not in vars(self) and _definer(type(self), "bind") <= _definer(type(self), "forward")
+        goes_with = self.is_itself() and _depth(type(self), "bind") <= _depth(type(self), "forward")
         return self.bind(*inputs) if inputs and goes_with else self.forward
 
     def is_hooked(self) -> bool:
         """Whether hooks have to run, so that nothing but a call of the module itself will do."""
         return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
+
+    def is_itself(self) -> bool:
+        """Whether it does what its class does: no hooks, and no other forward in the place of its own."""
+        return not self.is_hooked() and "forward" not in vars(self)
 
     def tell(self, watch: Watch) -> None:
         """Tell `watch` when this module changes."""
@@ -75,7 +80,7 @@ class Bindable(nn.Module):
                 watch.changed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get(name, Watch) is not value:  # `eval()` sets what is set
+        if self.__dict__.get(name, _ABSENT) is not value:  # `eval()` sets what is set
             self._changes()
         super().__setattr__(name, value)
 
@@ -111,6 +116,6 @@ class Bindable(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_watches"}
 
 
-def _definer(cls: type, method: str) -> int:
-    """How far up in the bases of a class a method is defined."""
+def _depth(cls: type, method: str) -> int:
+    """How far up in the bases of a class a method is defined; 0: in the class itself."""
     return next(i for i, base in enumerate(cls.__mro__) if method in vars(base))

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import CodeGen
 from torch.nn.modules import module as every_module
 
 from fxq.bindable import Bindable, Watch
@@ -54,7 +55,8 @@ def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
     if watched:
         return None
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    state = torch.get_num_threads(), torch.get_default_dtype(), autocast
+    attention = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()  # on the CPU, too
+    state = torch.get_num_threads(), torch.get_default_dtype(), autocast, attention
     try:
         return *state, *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items())
     except _OddError:
@@ -159,9 +161,11 @@ def bind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _can_bind(gm: fx.GraphModule) -> bool:
-    """Whether every input has a name, and the graph is what the module runs: `recompile` was called since an edit."""
+    """Whether every input has a name, and the graph is what the module runs: its code is made of it, and up to date."""
+    codegen: Any = gm.graph._codegen
+    plain = type(codegen) is CodeGen and codegen._body_transformer is None
     named = not any(str(node.target).startswith("*") for node in gm.graph.find_nodes(op="placeholder"))
-    return named and gm.graph.python_code("self").src == gm.code
+    return plain and named and gm.graph.python_code("self").src == gm.code
 
 
 class _Binder:
@@ -222,7 +226,7 @@ class _Binder:
         args, kwargs = self._evaluated(node, f"{self._prefix}given({', '.join(given)})")
         called, text = self._called(node, args)
         known, module = self.fixed.issuperset(node.all_input_nodes), submodule(self.gm, node)
-        sure = isinstance(module, Bindable) and not module.is_hooked()
+        sure = isinstance(module, Bindable) and module.is_itself()
         self.values[node], fixed = run(node, called, args, kwargs, sure) if known else (called(*args, **kwargs), False)
         if fixed:
             self.fixed.add(node)

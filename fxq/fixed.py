@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxq.graph import op_of, reads_only_metadata
@@ -18,6 +19,7 @@ _UNTAGGED = frozenset({"aten::_pack_padded_sequence", "aten::_pad_packed_sequenc
 _READS_UNSEEN = frozenset({"tensor_split", "tolist", "numpy"})
 """Functions that look at values without calling an operator."""
 _ARITHMETIC = frozenset({"_operator", "builtins", "math"})
+_TORCH = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._tensor"})
 _MASKS = frozenset({torch.bool, torch.uint8})
 
 
@@ -58,7 +60,7 @@ def run(node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any, sure:
     Returns:
         Its value, and whether that is of a fixed kind as well. It is for kernels, units and the ops of the table,
         unless an option of theirs is a tensor, and for what else torch and Python's arithmetic give without a look at
-        values. Of a user's own functions and modules nobody knows.
+        values. Of modules and a user's own functions nobody knows.
     """
     if sure or (op_of(node) is not None and not holds_tensor(kwargs)):
         return called(*args, **kwargs), True
@@ -66,21 +68,23 @@ def run(node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any, sure:
         return called(*args, **kwargs), False
     with Reads() as reads:
         value = called(*args, **kwargs)
-    plain = getattr(called, "__module__", "") in _ARITHMETIC or not holds_tensor((args, kwargs))
-    return value, reads_only_metadata(node) or (not reads.values and (plain or _all_tensors(value)))
+    owner = called.__self__ if node.op == "call_method" else None  # type: ignore[attr-defined]
+    plain = getattr(called, "__module__", "") in _ARITHMETIC or not holds_tensor((owner, args, kwargs))
+    return value, not reads.values and (plain or reads_only_metadata(node) or _all_tensors(value))
 
 
 def _is_known(node: fx.Node, called: Any) -> bool:
-    """Whether a node calls something of torch's or Python's own that does nothing out of sight."""
+    """Whether a node calls a function of torch's or Python's own that does nothing out of sight.
+
+    A module may hold others, which hooks or the user change later; an operator of higher order calls what it is given.
+    """
+    if node.op == "call_module" or isinstance(called, HigherOrderOperator):
+        return False
     if getattr(called, "__name__", "") in _READS_UNSEEN:
         return False
-    if node.op == "call_method":
-        return True
-    if isinstance(called, nn.Module):
-        own = "forward" not in vars(called) and not called._forward_hooks and not called._forward_pre_hooks
-        return own and type(called).__module__.startswith("torch.nn.")
     where = getattr(called, "__module__", None) or ""
-    return where in _ARITHMETIC or where.partition(".")[0] == "torch" or reads_only_metadata(node)
+    known = where in _ARITHMETIC or where in _TORCH or where.startswith(("torch._C", "torch._ops."))
+    return known or node.op == "call_method" or reads_only_metadata(node)
 
 
 def holds_tensor(values: Any) -> bool:
@@ -95,5 +99,7 @@ def holds_tensor(values: Any) -> bool:
 
 
 def _all_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, or a tuple or list of such."""
-    return all(map(_all_tensors, value)) if isinstance(value, (tuple, list)) else isinstance(value, Tensor)
+    """Whether a value is a tensor with strides, or some of them. How many values other tensors hold, no tag tells."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_all_tensors, value))
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested

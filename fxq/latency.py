@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxq.bindable import Bindable
 from fxq.data import Batch, device_of
 from fxq.errors import InputError, words_of
 from fxq.evaluate import Stepper
-from fxq.graph import submodule
 from fxq.numeric import tensors
 from fxq.record import Input
 from fxq.untouched import copied, seeded, untouched, without_autocast
@@ -35,8 +32,8 @@ class Latency:
         float_us, int8_us: microseconds of a call of either model, in turns; None where it was not timed.
         why: why not; empty where nothing is missing.
         batch: what was timed, and with how many threads.
-        nodes: microseconds by name of a node of the quantized model, run one by one, kernels bound to their inputs as
-            in the model's calls; their sum leaves out what its forward costs around them.
+        nodes: microseconds by name of a node of the quantized model, run one by one. Kernels look at their inputs each
+            time, which those that the model's calls are bound to do not: a few microseconds of each.
     """
 
     float_us: float | None = None
@@ -127,9 +124,8 @@ def interleaved(calls: Mapping[str, Callable[[], object]], wait: Callable[[], No
 def _nodes(model: fx.GraphModule, batch: Batch, wait: Callable[[], None]) -> dict[str, float]:
     """Median microseconds of each node that computes something."""
     times: dict[str, list[float]] = {n.name: [] for n in model.graph.nodes if n.op.startswith("call")}
-    bound = _bound(model, batch)
     for _ in _rounds():
-        stepper = Stepper(model, model.graph, copied(batch), bound)
+        stepper = Stepper(model, model.graph, copied(batch))
         for node in model.graph.nodes:
             if node.name in times:
                 with _timed(times[node.name], wait):
@@ -137,18 +133,6 @@ def _nodes(model: fx.GraphModule, batch: Batch, wait: Callable[[], None]) -> dic
             else:
                 stepper.step(node)
     return {name: _median(found) for name, found in times.items()}
-
-
-def _bound(model: fx.GraphModule, batch: Batch) -> dict[str, Callable[..., Any]]:
-    """What the model calls in the place of kernels and units that one node alone uses, by path."""
-    calls = Counter(str(n.target) for n in model.graph.find_nodes(op="call_module"))
-    bound, stepper = dict[str, Callable[..., Any]](), Stepper(model, model.graph, copied(batch))
-    for node in model.graph.nodes:
-        module = submodule(model, node)
-        if isinstance(module, Bindable) and calls[str(node.target)] == 1 and not node.kwargs:
-            bound[str(node.target)] = module.callee(*fx.node.map_arg(node.args, stepper.values.__getitem__))
-        stepper.step(node)
-    return bound
 
 
 def _rounds() -> Iterator[int]:

@@ -305,10 +305,20 @@ def test_kernels_are_bound_behind(name):
     assert forwards(bound) == []
 
 
+class Best(nn.Module):
+    """As many samples as look good; counted out of torch's sight."""
+
+    def forward(self, x):
+        return x[[i for i, value in enumerate(x[:, 0].tolist()) if value > 0] or [0]]
+
+
 FROM_VALUES = {
     "a mask": lambda x: x[x[:, 0] > 0],
     "where it is not zero": lambda x: x[torch.nonzero(x[:, 0].relu())[:, 0]],
     "repeated by values": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).to(torch.int64), 0),
+    "what a sparse tensor holds": lambda x: (x * (x[:, :1] > 0)).to_sparse(1).values(),
+    "a size that is a tensor": lambda x: x.new_zeros(((x[:, 0] > 0).sum() + 1, 8)) + x[:1],
+    "a container of torch's with a module of the user's": nn.Sequential(Best()),
     "distinct values": lambda x: torch.unique(x[:, :1].relu().expand(-1, 8), dim=0),
 }
 
@@ -316,8 +326,11 @@ FROM_VALUES = {
 @pytest.mark.parametrize("name", FROM_VALUES)
 def test_kernels_are_not_bound_behind(name):
     torch.manual_seed(0)
-    model = module(lambda self, x: self.b(FROM_VALUES[name](self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
-    qmodel = fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[torch.randn(16, 8)])
+    between = FROM_VALUES[name]
+    parts = {"k": between} if isinstance(between, nn.Module) else {}
+    model = module(lambda self, x: self.b(between(self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 8), **parts)
+    recipe = fxq.Recipe.static(optimize="coverage", leaf_modules=list(parts))
+    qmodel = fxq.quantize(model, recipe, data=[torch.randn(16, 8)])
     _, bound = bind(qmodel, (torch.randn(16, 8),), {})
     assert "Linear.forward" in forwards(bound)
     counts = set()
@@ -327,3 +340,19 @@ def test_kernels_are_not_bound_behind(name):
         counts.add(len(got))
         assert torch.equal(got, plain(qmodel, x))
     assert len(counts) > 1
+
+
+def test_operators_of_higher_order():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: y + 1, (y,)))
+
+    x = torch.randn(16, 8)
+    qmodel = fxq.quantize(torch.export.export(Branches().eval(), (x,)), ALL, data=[x])
+    for _ in range(3):
+        assert torch.equal(qmodel(x), plain(qmodel, x)) and torch.equal(qmodel(-x), plain(qmodel, -x))

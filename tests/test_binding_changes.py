@@ -186,6 +186,45 @@ def test_weights_that_are_laid_out_anew():
         assert torch.equal(qmodel(X), plain(qmodel, X)) and len(functions(qmodel)) == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda leaf: leaf.register_forward_hook(lambda module, inputs, output: output[:1]),
+        lambda leaf: setattr(leaf, "padding", (3, 3)),
+        lambda leaf: leaf.to(memory_format=torch.channels_last),
+    ],
+)
+def test_a_float_leaf_that_changes(change):
+    def forward(self, x):
+        y = self.a(x).relu()
+        return self.c((self.b(y) + y).relu())
+
+    conv = functools.partial(nn.Conv2d, kernel_size=3, padding=1)
+    qmodel = quantized(module(forward, a=conv(3, 8), b=conv(8, 8), c=conv(8, 4)), recipe=ALL.leaf("a"))
+    for _ in range(3):
+        qmodel(X)
+    change(qmodel.get_submodule("a"))
+    for _ in range(3):
+        assert torch.equal(qmodel(X), plain(qmodel, X))
+
+
+def test_a_forward_in_its_place_may_return_another_kind():
+    convs = [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)]
+    qmodel, sizes = quantized(nn.Sequential(*convs).eval()), itertools.cycle([2, 1])
+    kernel = qmodel.fxq_kernels.get_submodule(first_kernel(qmodel))
+    kernel.forward = lambda x: type(kernel).forward(kernel, x)[: next(sizes)]
+    assert [len(qmodel(X)) for _ in range(6)] == [2, 1] * 3
+
+
+def test_code_that_is_not_made_of_the_graph_is_run():
+    qmodel = quantized()
+    qmodel.graph.on_generate_code(lambda current: lambda body: ["return torch.zeros(1)\n"])
+    qmodel.recompile()
+    for _ in range(3):
+        assert torch.equal(qmodel(X), plain(qmodel, X))
+    assert functions(qmodel) == []
+
+
 def test_functions_that_were_dropped_leave_no_memory():
     qmodel, alive = quantized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()), weakref.WeakSet()
     gc.collect()
