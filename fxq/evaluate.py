@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from fxq.data import Batch
 from fxq.graph import read_attribute
@@ -15,11 +15,11 @@ def value_of(
     gm: fx.GraphModule,
     node: fx.Node,
     env: Mapping[fx.Node, Any],
-    instead: Mapping[str, Callable[..., Any]] | None = None,
+    instead: Mapping[str, nn.Module] | None = None,
 ) -> Any:
     """The value of a node other than a placeholder, from those of the nodes it reads; the output's is its argument.
 
-    `instead` has what to call in the place of modules of `gm`, by path.
+    `instead` has modules to call in the place of those of `gm`, by path.
     """
     if node.op == "get_attr":
         return read_attribute(gm, str(node.target))
@@ -65,11 +65,11 @@ class Stepper:
     Attributes:
         graph: the graph.
         values: the values that are still needed, by node.
-        instead: what to call in the place of modules of `gm`, by path.
+        instead: modules to call in the place of those of `gm`, by path.
     """
 
     def __init__(
-        self, gm: fx.GraphModule, graph: fx.Graph, batch: Batch, instead: Mapping[str, Callable[..., Any]] | None = None
+        self, gm: fx.GraphModule, graph: fx.Graph, batch: Batch, instead: Mapping[str, nn.Module] | None = None
     ) -> None:
         self.gm, self.graph, self.instead = gm, graph, instead
         self.values = inputs_for(graph, batch)

@@ -36,10 +36,7 @@ class Epilogue(NamedTuple):
 
     def behind(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`run`, and then `finish`."""
-        if self.clamp is None:
-            return run
-        low, high = self.clamp
-        return lambda *values: run(*values).clamp_(low, high)
+        return run if self.clamp is None else lambda *values: self.finish(run(*values))
 
 
 def epilogue(post: Post | None, out: QParams | None, fused: bool = True) -> Epilogue:
