@@ -8,12 +8,12 @@ from typing import Any
 from torch import fx, nn
 
 from fxq.data import Batch
-from fxq.graph import read_attribute
+from fxq.graph import Step, read_attribute
 
 
 def value_of(
     gm: fx.GraphModule,
-    node: fx.Node,
+    node: fx.Node | Step,
     env: Mapping[fx.Node, Any],
     instead: Mapping[str, nn.Module] | None = None,
 ) -> Any:

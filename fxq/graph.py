@@ -136,18 +136,48 @@ def set_info(node: fx.Node, **changes: Any) -> None:
     node.meta[META] = info(node)._replace(**changes)
 
 
-def op_of(node: fx.Node) -> Op | None:
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A node as it was when somebody read it: edits of its graph do not reach it.
+
+    Lighter than a graph of copies, and gone when nobody holds it: what makes up a graph refers to each other in circles.
+
+    Attributes:
+        node: which node it was; in the arguments of other steps, this stands for its value.
+        name: its name.
+        op: its kind of call, e.g. `call_function`.
+        target: what it calls.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        about: what was known about it.
+    """
+
+    node: fx.Node
+    name: str
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    about: NodeInfo
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Step:
+        """A node as it is now."""
+        return cls(node, node.name, node.op, node.target, node.args, node.kwargs, info(node))
+
+
+def op_of(node: fx.Node | Step) -> Op | None:
     """The op that a canonical node calls; None for anything else (leaves, units, weights, inputs)."""
     return OPS.of_target(node.target) if node.op == "call_function" else None
 
 
 def is_op(node: Any, *names: str) -> bool:
     """Whether `node` is a canonical call of one of these ops."""
-    op = op_of(node) if isinstance(node, fx.Node) else None
+    op = op_of(node) if isinstance(node, (fx.Node, Step)) else None
     return op is not None and op.name in names
 
 
-def options_of(node: fx.Node) -> dict[str, Any]:
+def options_of(node: fx.Node | Step) -> dict[str, Any]:
     """All options of a canonical node, defaults included."""
     op = op_of(node)
     return {**op.options, **node.kwargs} if op is not None else dict(node.kwargs)

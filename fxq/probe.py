@@ -13,7 +13,7 @@ from fxq.context import Context
 from fxq.costs import Call, Costs
 from fxq.data import Batch
 from fxq.evaluate import value_of
-from fxq.graph import info, is_op
+from fxq.graph import NodeInfo, info, is_op
 from fxq.qparams import QParams
 from fxq.recipe import Recipe
 from fxq.region import Region
@@ -37,7 +37,7 @@ class Prober:
             ops: how many of its ops a kernel runs, the others running in float; None: all of them.
         """
         key = self._kernel_key(region) + (f" after {ops} ops" if ops is not None else "")
-        return self.costs.seconds(key, lambda: _call(self._lowered(gm, region.graph, ops)))
+        return self.costs.seconds(key, lambda: _call(self._lowered(gm, region.to_graph(), ops)))
 
     def real(self, gm: fx.GraphModule, region: Region) -> float:
         """Seconds of the ops of a region in float, with float weights, on random numbers."""
@@ -49,14 +49,14 @@ class Prober:
 
     def _kernel_key(self, region: Region) -> str:
         """All that the time depends on: not the values of weights and scales, but whether a zero point is 0."""
-        parts = [f"{self.backend.name} {_threads()}: {_ops(region)}"]
-        for node in region.graph.nodes:
-            qp = info(node).qparams
-            if node.op in ("placeholder", "get_attr"):
-                parts.append(_shape(node))
-            elif is_op(node, "dequantize", "quantize") and qp is not None:
+        parts = [f"{self.backend.name} {_threads()}: {_ops(region)}", *map(_shape, map(info, region.inputs))]
+        for step in region.steps:
+            qp = step.about.qparams
+            if step.op == "get_attr":
+                parts.append(_shape(step.about))
+            elif is_op(step, "dequantize", "quantize") and qp is not None:
                 parts.append(f"{'at 0' if qp.z == 0 else 'shifted'} {qp.qmin}..{qp.qmax}")
-        return " ".join([*parts, "to", _shape(region.last)])
+        return " ".join([*parts, "to", _shape(info(region.last))])
 
     def quantize(self, elements: int) -> float:
         """Seconds to quantize so many floats."""
@@ -105,8 +105,7 @@ def _threads() -> str:
     return f"{torch.get_num_threads()} threads"
 
 
-def _shape(node: fx.Node) -> str:
-    about = info(node)
+def _shape(about: NodeInfo) -> str:
     return f"{str(about.dtype).removeprefix('torch.')}{list(about.shape or ())}"
 
 
@@ -115,7 +114,7 @@ def _ops(region: Region) -> str:
 
 
 def _float_key(region: Region) -> str:
-    return f"float {_threads()}: {_ops(region)} of {' '.join(map(_shape, region.node.all_input_nodes))}"
+    return f"float {_threads()}: {_ops(region)} of {' '.join(_shape(info(n)) for n in region.node.all_input_nodes)}"
 
 
 def _float_form(gm: fx.GraphModule, region: Region) -> Call:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from fxq.evaluate import value_of
-from fxq.graph import constant, info, is_op, options_of
+from fxq.graph import Step, constant, info, is_op, options_of
+from fxq.optable import META
 from fxq.qparams import QParams
 from fxq.unit import OpCall, calls_of
 
@@ -31,14 +32,14 @@ class Region:
         node: the unit (or single op).
         calls: the ops that it runs.
         out: the quantize that alone reads it, or None: then its value is wanted in float.
-        graph: the region as a graph of its own: what the unit means. Weights stay `get_attr`.
-        inputs: the nodes of the outer graph that its placeholders stand for: integer tensors where dequantized inside.
+        steps: what it computes, in order, as the graph was when it was read. Weights are `get_attr`.
+        inputs: the nodes that the steps read from outside: integer tensors where dequantized inside.
     """
 
     node: fx.Node
     calls: tuple[OpCall, ...]
     out: fx.Node | None
-    graph: fx.Graph
+    steps: tuple[Step, ...]
     inputs: tuple[fx.Node, ...]
 
     @property
@@ -50,6 +51,20 @@ class Region:
     def last(self) -> fx.Node:
         """The node whose value the region computes."""
         return self.out if self.out is not None else self.node
+
+    def to_graph(self) -> fx.Graph:
+        """The region as a graph of its own, with the metadata of its nodes."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta[META] = info(node)
+        for step in self.steps:
+            args, kwargs = (fx.node.map_arg(a, copies.__getitem__) for a in (step.args, step.kwargs))
+            copies[step.node] = graph.create_node(step.op, step.target, args, kwargs, step.name)
+            copies[step.node].meta[META] = step.about
+        graph.output(copies[self.last])
+        return graph
 
 
 def read_region(gm: fx.GraphModule, node: fx.Node) -> Region | None:
@@ -64,29 +79,27 @@ def read_region(gm: fx.GraphModule, node: fx.Node) -> Region | None:
     out = None
     if not conversion and len(node.users) == 1 and is_op(next(iter(node.users)), "quantize"):
         out = next(iter(node.users))
-    graph = fx.Graph()
-    inputs: list[fx.Node] = []
-    copies: dict[fx.Node, fx.Node] = {}
-
-    def copy(value: fx.Node) -> fx.Node:
-        if value not in copies:
-            inside = not conversion and is_op(value, "dequantize", "dequantize_channel")
-            if value.op == "get_attr" or inside:
-                for read in value.all_input_nodes:
-                    copy(read)
-                copies[value] = graph.node_copy(value, copies.__getitem__)
-            else:
-                inputs.append(value)
-                copies[value] = graph.placeholder(value.name)
-            copies[value].meta = dict(value.meta)
-        return copies[value]
-
+    steps: dict[fx.Node, Step | None] = {}
     for value in node.all_input_nodes:
-        copy(value)
+        _take(value, steps, conversion)
     for center in (node, out) if out is not None else (node,):
-        copies[center] = graph.node_copy(center, copies.__getitem__)
-    graph.output(copies[out if out is not None else node])
-    return Region(node, calls, out, graph, tuple(inputs))
+        steps[center] = Step.of(center)
+    inputs = tuple(value for value, step in steps.items() if step is None)
+    return Region(node, calls, out, tuple(step for step in steps.values() if step is not None), inputs)
+
+
+def _take(value: fx.Node, steps: dict[fx.Node, Step | None], alone: bool) -> None:
+    """Add a value to a region, behind those that it reads; None stands for one that comes from outside.
+
+    A region that stands `alone` takes in weights only, and no conversion.
+    """
+    if value in steps:
+        return
+    inside = value.op == "get_attr" or (not alone and is_op(value, "dequantize", "dequantize_channel"))
+    if inside:
+        for read in value.all_input_nodes:
+            _take(read, steps, alone)
+    steps[value] = Step.of(value) if inside else None
 
 
 def integer_input(value: Any) -> tuple[fx.Node, QParams] | None:
@@ -115,7 +128,7 @@ class Result:
     """
 
     raw: Any
-    last: fx.Node | None = None
+    last: fx.Node | Step | None = None
 
     @property
     def value(self) -> Any:
@@ -147,15 +160,12 @@ def run_region(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]
 
     Not with `fx.Interpreter`: that lists all modules of `gm` first, which is quadratic over regions.
     """
-    env: dict[fx.Node, Any] = {}
-    inputs = iter(region.inputs)
+    env = dict(values)
     result = Result(None)
-    for node in region.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = values[next(inputs)]
-        elif is_op(node, "quantize", "requantize"):
-            result = Result(env[node.args[0]], node)
-        elif node.op != "output":
-            env[node] = value_of(gm, node, env)
-            result = Result(env[node])
+    for step in region.steps:
+        if is_op(step, "quantize", "requantize"):
+            result = Result(env[step.args[0]], step)
+        else:
+            env[step.node] = value_of(gm, step, env)
+            result = Result(env[step.node])
     return result

@@ -260,27 +260,24 @@ def disagreement(
 
 def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> None:
     """Replace a kernel by the qdq form that it came from."""
-    copies: dict[fx.Node, fx.Node] = {}
-    inputs = iter(node.all_input_nodes)
-    last = node
-    for inner in region.graph.nodes:
-        if inner.op == "placeholder":
-            copies[inner] = next(inputs)
-        elif inner.op != "output":
-            args, kwargs = (fx.node.map_arg(a, copies.__getitem__) for a in (inner.args, inner.kwargs))
-            last = copies[inner] = rewriter.node(inner.op, inner.target, args, kwargs, like=node, name=inner.name)
-            about = info(inner)
-            rewriter.describe(
-                last,
-                shape=about.shape,
-                dtype=about.dtype,
-                qparams=about.qparams,
-                origins=about.origins,
-                parts=about.parts,
-                values=about.values,
-                plan=Plan("float", reason) if about.plan is not None else None,
-            )
-    rewriter.replace(node, last)
-    for inner, copy in copies.items():  # back to the names of before: torch.fx gives none twice
-        if inner.op != "placeholder" and inner.name not in rewriter.names:
-            rewriter.rename(copy, inner.name)
+    copies = dict(zip(region.inputs, node.all_input_nodes, strict=True))
+    made = []
+    for step in region.steps:
+        args, kwargs = (fx.node.map_arg(a, copies.__getitem__) for a in (step.args, step.kwargs))
+        copy = copies[step.node] = rewriter.node(step.op, step.target, args, kwargs, like=node, name=step.name)
+        made.append((copy, step.name))
+        about = step.about
+        rewriter.describe(
+            copy,
+            shape=about.shape,
+            dtype=about.dtype,
+            qparams=about.qparams,
+            origins=about.origins,
+            parts=about.parts,
+            values=about.values,
+            plan=Plan("float", reason) if about.plan is not None else None,
+        )
+    rewriter.replace(node, made[-1][0])
+    for copy, name in made:  # back to the names of before: torch.fx gives none twice
+        if name not in rewriter.names:
+            rewriter.rename(copy, name)
