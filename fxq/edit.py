@@ -196,8 +196,11 @@ class Editor:
         """
         users = [u for u in old.users if u is not new and u.target is not check_fixed and (only is None or only(u))]
         for user in users:
-            user.args = fx.node.map_arg(user.args, lambda n: new if n is old else n)
-            user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)
+            if isinstance(new, fx.Node):
+                user.replace_input_with(old, new)
+            else:
+                user.args = fx.node.map_arg(user.args, lambda n: new if n is old else n)
+                user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)
             self.touched.add(user)
             self.matcher.note(user)
         if users:

@@ -255,11 +255,11 @@ def make_unit(rewriter: Rewriter, inside: Sequence[fx.Node], outputs: Sequence[f
         outputs: those of them that are read outside.
         kind: name of the unit.
     """
-    body, inputs = _body(inside, outputs)
-    key = f"{kind}|{body}"
+    inputs = list(dict.fromkeys(v for n in inside for v in n.all_input_nodes if v not in inside))
+    key = f"{kind}: {_written(inside, outputs, inputs)}"
     units: dict[str, str] = rewriter.context.units
     if key not in units:
-        units[key] = rewriter.module(Unit(kind, body), kind, UNITS)
+        units[key] = rewriter.module(Unit(kind, _body(inside, outputs, inputs)), kind, UNITS)
     name = "_".join([inside[0].name, *(op.name for op in map(op_of, inside[1:]) if op is not None)])
     node = rewriter.node("call_module", units[key], tuple(inputs), like=inside, before=max(outputs), name=name)
     rewriter.describe(
@@ -309,11 +309,21 @@ def split_unit(rewriter: Rewriter, node: fx.Node, ops: int | None) -> None:
     rewriter.describe(unit, plan=replace(plan, reason="", kernel_ops=None, longer=0, fix=""))
 
 
-def _body(inside: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """The matched nodes as a graph of their own, and the outer nodes that it reads."""
+def _written(inside: Sequence[fx.Node], outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> str:
+    """The body of a unit as text, which is the same for the same body."""
+    words = {node: f"%{i}" for i, node in enumerate((*inputs, *inside))}
+    calls = []
+    for node in inside:
+        op = op_of(node)
+        args, kwargs = (fx.node.map_arg(a, words.__getitem__) for a in (node.args, node.kwargs))
+        calls.append(f"{words[node]} = {op.name if op is not None else node.name}{args} {kwargs}")
+    return "; ".join([*calls, " ".join(words[node] for node in outputs)])
+
+
+def _body(inside: Sequence[fx.Node], outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Graph:
+    """The matched nodes as a graph of their own; its placeholders stand for the outer nodes that it reads."""
     body = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
-    inputs: list[fx.Node] = []
     names: dict[fx.Node, str] = {}
     for node in inside:
         op = op_of(node)
@@ -321,9 +331,6 @@ def _body(inside: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Gra
             if isinstance(value, fx.Node) and value not in names and op is not None:
                 name = op.tensors[position]
                 names[value] = name if name not in names.values() else f"{op.name}_{name}_{len(names)}"
-        for value in node.all_input_nodes:
-            if value not in inside and value not in inputs:
-                inputs.append(value)
     for value in inputs:
         copied[value] = body.placeholder(names.get(value) or f"input_{len(copied)}")
     for node in inside:
@@ -333,4 +340,4 @@ def _body(inside: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Gra
         copied[node]._rename(op.name if op is not None else node.name)
     result = tuple(copied[o] for o in outputs)
     body.output(result[0] if len(result) == 1 else result)
-    return body, inputs
+    return body
