@@ -140,7 +140,7 @@ def set_info(node: fx.Node, **changes: Any) -> None:
 class Step:
     """A node as it was when somebody read it: edits of its graph do not reach it.
 
-    Lighter than a graph of copies, and gone when nobody holds it: what makes up a graph refers to each other in circles.
+    Lighter than a graph of copies, and gone when nobody holds it: the parts of a graph refer to each other in circles.
 
     Attributes:
         node: which node it was; in the arguments of other steps, this stands for its value.
@@ -164,6 +164,12 @@ class Step:
     def of(cls, node: fx.Node) -> Step:
         """A node as it is now."""
         return cls(node, node.name, node.op, node.target, node.args, node.kwargs, info(node))
+
+    def arguments(self, given: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments and keyword arguments with what is given for each node in the place of the node."""
+        args: Any = fx.node.map_arg(self.args, given.__getitem__)
+        kwargs: Any = fx.node.map_arg(self.kwargs, given.__getitem__)
+        return args, kwargs
 
 
 def op_of(node: fx.Node | Step) -> Op | None:

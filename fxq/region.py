@@ -60,8 +60,7 @@ class Region:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta[META] = info(node)
         for step in self.steps:
-            args, kwargs = (fx.node.map_arg(a, copies.__getitem__) for a in (step.args, step.kwargs))
-            copies[step.node] = graph.create_node(step.op, step.target, args, kwargs, step.name)
+            copies[step.node] = graph.create_node(step.op, step.target, *step.arguments(copies), step.name)
             copies[step.node].meta[META] = step.about
         graph.output(copies[self.last])
         return graph

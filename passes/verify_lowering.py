@@ -14,7 +14,7 @@ from fxq.bindable import Bindable
 from fxq.data import Batch, first_of
 from fxq.errors import FxqError, InputError, warn, words_of
 from fxq.evaluate import inputs_for
-from fxq.graph import Plan, info, submodule
+from fxq.graph import Plan, submodule
 from fxq.numeric import tensors
 from fxq.passbase import Pass, Stage
 from fxq.region import Region, Result, run_region
@@ -263,8 +263,8 @@ def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> 
     copies = dict(zip(region.inputs, node.all_input_nodes, strict=True))
     made = []
     for step in region.steps:
-        args, kwargs = (fx.node.map_arg(a, copies.__getitem__) for a in (step.args, step.kwargs))
-        copy = copies[step.node] = rewriter.node(step.op, step.target, args, kwargs, like=node, name=step.name)
+        copy = rewriter.node(step.op, step.target, *step.arguments(copies), like=node, name=step.name)
+        copies[step.node] = copy
         made.append((copy, step.name))
         about = step.about
         rewriter.describe(
