@@ -201,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=NETWORKS, action="append", help="default: all")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="a small and a large number of ops")
-    parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
     parser.add_argument("--optimize", choices=("coverage", "speed"), default="coverage", help="default %(default)s")
     parser.add_argument("--profile", metavar="PASS", help="profile this pass instead")
     parser.add_argument("--measure", choices=("time", "calls"), help="print the numbers of one size as JSON")
