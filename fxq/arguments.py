@@ -102,7 +102,11 @@ def arguments(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> lis
             )
         )
     if missing:
-        raise InputError(f"the data gives {example}, but the model also needs {', '.join(missing)}.")
+        names = ", ".join(f"{name!r}: ..." for name in (*(a.name for a in found if not a.default), *missing))
+        raise InputError(
+            f"the data gives {example}, but the model also needs {', '.join(missing)}. "
+            f"A batch is a tensor, a tuple of the inputs in order, or a dict of them by name: {{{names}}}."
+        )
     return _in_order(found)
 
 

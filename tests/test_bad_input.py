@@ -242,7 +242,8 @@ def test_too_many_inputs():
 
 @pytest.mark.parametrize("batch", [X, (X,), {"x": X}])
 def test_too_few_inputs(batch):
-    refused(two_inputs(), fxq.InputError, "[2, 3, 8, 8]", "the model also needs y", data=[batch])
+    by_name = "by name: {'x': ..., 'y': ...}"
+    refused(two_inputs(), fxq.InputError, "[2, 3, 8, 8]", "the model also needs y", by_name, data=[batch])
 
 
 def test_too_few_inputs_in_a_later_batch():
