@@ -140,7 +140,7 @@ def set_info(node: fx.Node, **changes: Any) -> None:
 class Step:
     """A node as it was when somebody read it: edits of its graph do not reach it.
 
-    Lighter than a graph of copies, and gone when nobody holds it: the parts of a graph refer to each other in circles.
+    Several in a tuple are no graph: the parts of one refer to each other in circles, which only the collector frees.
 
     Attributes:
         node: which node it was; in the arguments of other steps, this stands for its value.
@@ -149,7 +149,7 @@ class Step:
         target: what it calls.
         args: its arguments.
         kwargs: its keyword arguments.
-        about: what was known about it.
+        about: its metadata.
     """
 
     node: fx.Node

@@ -49,7 +49,7 @@ class Prober:
 
     def _kernel_key(self, region: Region) -> str:
         """All that the time depends on: not the values of weights and scales, but whether a zero point is 0."""
-        parts = [f"{self.backend.name} {_threads()}: {_ops(region)}", *map(_shape, map(info, region.inputs))]
+        parts = [f"{self.backend.name} {_threads()}: {_ops_on(region)} from", *map(_shape, map(info, region.inputs))]
         for step in region.steps:
             qp = step.about.qparams
             if step.op == "get_attr":
@@ -109,12 +109,14 @@ def _shape(about: NodeInfo) -> str:
     return f"{str(about.dtype).removeprefix('torch.')}{list(about.shape or ())}"
 
 
-def _ops(region: Region) -> str:
-    return " ".join(f"{call.op.name}({options_text(call.options)})" for call in region.calls)
+def _ops_on(region: Region) -> str:
+    """The ops with their options, and what they read, in that order."""
+    ops = " ".join(f"{call.op.name}({options_text(call.options)})" for call in region.calls)
+    return f"{ops} of {' '.join(_shape(info(n)) for n in region.node.all_input_nodes)}"
 
 
 def _float_key(region: Region) -> str:
-    return f"float {_threads()}: {_ops(region)} of {' '.join(_shape(info(n)) for n in region.node.all_input_nodes)}"
+    return f"float {_threads()}: {_ops_on(region)}"
 
 
 def _float_form(gm: fx.GraphModule, region: Region) -> Call:

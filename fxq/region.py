@@ -33,7 +33,7 @@ class Region:
         calls: the ops that it runs.
         out: the quantize that alone reads it, or None: then its value is wanted in float.
         steps: what it computes, in order, as the graph was when it was read. Weights are `get_attr`.
-        inputs: the nodes that the steps read from outside: integer tensors where dequantized inside.
+        inputs: the nodes that the steps read from outside: no copies; integers where dequantized inside.
     """
 
     node: fx.Node
@@ -123,16 +123,16 @@ class Result:
 
     Attributes:
         raw: its value; where it ends in a quantize, what goes into that, since rounding hides how near a tie was.
-        last: the node of that quantize (or requantize), or None.
+        last: that quantize (or requantize), or None.
     """
 
     raw: Any
-    last: fx.Node | Step | None = None
+    last: Step | None = None
 
     @property
     def value(self) -> Any:
         """The value of the region, rounded."""
-        return self.raw if self.last is None else self.last.target(self.raw, **self.last.kwargs)  # type: ignore[operator]
+        return self.raw if self.last is None else self.last.target(self.raw, **self.last.kwargs)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -316,7 +316,7 @@ def _written(inside: Sequence[fx.Node], outputs: Sequence[fx.Node], inputs: Sequ
     for node in inside:
         op = op_of(node)
         args, kwargs = (fx.node.map_arg(a, words.__getitem__) for a in (node.args, node.kwargs))
-        calls.append(f"{words[node]} = {op.name if op is not None else node.name}{args} {kwargs}")
+        calls.append(f"{words[node]} = {op.name if op is not None else (node.op, node.target)}{args} {kwargs}")
     return "; ".join([*calls, " ".join(words[node] for node in outputs)])
 
 

@@ -1,12 +1,11 @@
 """Regions: what a unit of the qdq graph computes with the conversions around it, read once and kept."""
 
 import gc
-import weakref
 
 import pytest
 import torch
 
-from fxq.graph import is_op
+from fxq.graph import info, is_op
 from fxq.islands import regions_of
 from fxq.region import read_region, run_region
 from tests.graphs import REFERENCE, until
@@ -19,9 +18,7 @@ def qdq(name):
 
 def integers(region):
     made = torch.Generator().manual_seed(0)
-    return {
-        node: torch.randint(0, 256, node.meta["fxq"].shape, dtype=torch.uint8, generator=made) for node in region.inputs
-    }
+    return {node: torch.randint(0, 256, info(node).shape, dtype=torch.uint8, generator=made) for node in region.inputs}
 
 
 def first_conv(gm):
@@ -48,6 +45,9 @@ def test_a_region_computes_what_its_graph_does(name):
     for region in regions_of(gm, list(gm.graph.nodes)).values():
         values = integers(region)
         own = torch.fx.GraphModule(gm, region.to_graph())
+        assert [n.name for n in own.graph.nodes][:-1] == [n.name for n in region.inputs] + [
+            s.name for s in region.steps
+        ]
         got = run_region(gm, region, values).value
         assert torch.equal(got, own(*values.values()))
 
@@ -56,24 +56,25 @@ def test_edits_of_the_graph_do_not_reach_a_region():
     gm = qdq("residual")
     region = first_conv(gm)
     values = integers(region)
-    before, steps = run_region(gm, region, values).value, list(region.steps)
+    before = run_region(gm, region, values).value
+    written = [(step.name, step.args, dict(step.kwargs)) for step in region.steps]
     region.out.kwargs = {**region.out.kwargs, "scale": 1e9}
     region.node.args = (region.inputs[0], *region.node.args[1:])
-    for step in reversed(steps):
+    for step in reversed(region.steps):
         if not step.node.users:
             gm.graph.erase_node(step.node)
         step.node.name = f"{step.node.name}_other"
-    assert list(region.steps) == steps
+    assert [(step.name, step.args, step.kwargs) for step in region.steps] == written
     assert torch.equal(run_region(gm, region, values).value, before)
 
 
-def test_a_region_goes_without_the_collector():
+def test_a_region_leaves_nothing_to_the_collector():
     gm = qdq("residual")
     node = first_conv(gm).node
     gc.collect()
     gc.disable()
     try:
-        region = weakref.ref(read_region(gm, node))
-        assert region() is None
+        read_region(gm, node)
+        assert gc.collect() == 0
     finally:
         gc.enable()

@@ -2,12 +2,14 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxq
 from fxq.errors import FxqError, PassError, PatternError
 from fxq.graph import info, set_info
 from fxq.pattern import FUSIONS, rewrite
+from fxq.rewrite import make_unit
 from fxq.unit import calls_of, unit_of
 from tests.helpers import REFERENCE, graph, lines, module, node, restored_fusions, rewriter, steps, text
 
@@ -69,6 +71,52 @@ def test_an_edit_outside_a_rule_counts_for_the_pass():
         ("the-test", ("relu",), ("x",)),
         ("the-test", ("relu",), ()),
     ]
+
+
+@pytest.mark.parametrize("new", ["w", 2.0])
+def test_readers_are_rerouted_wherever_they_hold_the_value(new):
+    one = torch.fx.Graph()
+    x, y, w = (one.placeholder(name) for name in "xyw")
+    reader = one.call_function(max, (y, [x, (y, 1)], slice(y, None, x)), {"key": y, "other": {"a": [y], "b": x}})
+    one.output((y, reader))
+    hand = rewriter(torch.fx.GraphModule(nn.Module(), one))
+    put = w if new == "w" else new
+    hand.reroute(y, put)
+    assert reader.args == (put, [x, (put, 1)], slice(put, None, x))
+    assert reader.kwargs == {"key": put, "other": {"a": [put], "b": x}}
+    assert one.output_node().args == ((put, reader),)
+    assert not y.users and set(w.users) == ({reader, one.output_node()} if put is w else set())
+
+
+@pytest.mark.parametrize(
+    ("forward", "modules"),
+    [
+        (lambda self, x: [torch.relu(torch.sigmoid(x)) for _ in range(2)], 1),
+        (lambda self, x: [torch.relu(torch.sigmoid(x)), torch.relu(torch.tanh(x))], 2),
+        (lambda self, x: [F.hardtanh(torch.relu(x), 0.0, top) for top in (1.0, 1.0000001)], 2),
+        (lambda self, x: [torch.relu(x) - x, x - torch.relu(x)], 2),
+        (lambda self, x: [torch.relu(x) * two for two in (2, 2.0)], 2),
+    ],
+    ids=["equal", "op", "option", "order", "number"],
+)
+def test_units_share_a_module_where_their_bodies_are_equal(forward, modules):
+    gm = graph(module(forward), X)
+    want = [forward(None, X)[i] for i in range(2)]
+    hand, ops = rewriter(gm), [n for n in gm.graph.nodes if n.op == "call_function"]
+    made = [make_unit(hand, pair, pair[-1:], "pair") for pair in (ops[:2], ops[2:])]
+    assert len({unit.target for unit in made}) == modules
+    assert all(torch.equal(a, b) for a, b in zip(run(gm, X), want, strict=True))
+
+
+def test_units_of_other_outputs_are_other_units():
+    gm = graph(module(lambda self, x: [torch.relu(torch.sigmoid(x)) for _ in range(4)]), X)
+    hand, ops = rewriter(gm), [n for n in gm.graph.nodes if n.op == "call_function"]
+    pairs = [ops[i : i + 2] for i in range(0, 8, 2)]
+    outputs = [pairs[0][1:], pairs[1][1:], pairs[2], pairs[3][::-1]]
+    made = [make_unit(hand, pair, read, "pair") for pair, read in zip(pairs, outputs, strict=True)]
+    assert made[0].target == made[1].target
+    assert len({unit.target for unit in made}) == 3
+    assert all(torch.equal(value, torch.relu(torch.sigmoid(X))) for value in run(gm, X))
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.pool import MaxPool2d
 from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_linear import Linear
-from fxq.graph import info
+from fxq.graph import Step, info
 from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering, disagreement
 from fxq.qparams import QParams
@@ -230,7 +230,7 @@ def test_disagreement_with_a_real_value(real, got, wrong):
     graph = fx.Graph()
     grid = {"scale": 0.5, "zero_point": 3, "qmin": 0, "qmax": 15}
     quantize = graph.call_function(OPS["quantize"].target, (graph.placeholder("x"),), grid)
-    expected = Result(torch.tensor(real) / 2, quantize)
+    expected = Result(torch.tensor(real) / 2, Step.of(quantize))
     assert (
         disagreement(expected, integers(*got), tolerance=0.01, float_tolerance=1e-4, size=none) is not None
     ) is wrong
