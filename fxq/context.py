@@ -51,7 +51,7 @@ class Context:
     divisible: bool = True
     units: dict[str, str] = field(default_factory=dict)
     float_weights: dict[str, str] = field(default_factory=dict)
-    regions: dict[str, Region] = field(default_factory=dict)
+    regions: dict[fx.Node, Region] = field(default_factory=dict)
     progress: bool | None = None
     outputs: Any = None
     original: Original | None = None

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
@@ -218,6 +219,8 @@ class Tracer(fx.Tracer):
             return a.node
         if isinstance(a, Tensor):
             return self._attribute(a)
+        if isinstance(a, np.generic):  # torch.fx would write np.float64(1.0) into code that knows no np
+            return super().create_arg(a.item())
         own = isinstance(a, Mapping) and type(a).__module__ not in _PLAIN_MAPPINGS
         if own or (is_dataclass(a) and not isinstance(a, type)):
             held = {f.name: getattr(a, f.name) for f in fields(a)} if not isinstance(a, Mapping) else dict(a)

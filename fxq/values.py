@@ -55,6 +55,7 @@ class Value(fx.Proxy):
     """
 
     tracer: Any
+    __array_priority__ = 1000  # as of tensors: a numpy scalar in front of an operator leaves it to the value behind
 
     def __init__(self, node: fx.Node, tracer: Fixes, value: Any, origin: Origin) -> None:
         super().__init__(node, tracer)  # type: ignore[arg-type]

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
+from fxq.backends.kernel import Kernel
 from fxq.bindable import Bindable
 from fxq.data import Batch, first_of
-from fxq.errors import FxqError, InputError, warn, words_of
+from fxq.errors import FxqError, InputError, PassError, warn, words_of
 from fxq.evaluate import inputs_for
 from fxq.graph import Plan, submodule
 from fxq.numeric import tensors
@@ -48,17 +49,20 @@ class VerifyLowering(Pass):
         regions = rewriter.context.regions
         if not regions:
             return
+        for node in rewriter.nodes():
+            kernel: Any = submodule(rewriter.gm, node)
+            if node not in regions and isinstance(kernel, Kernel):
+                what = f"the {kernel.name} kernel was put there behind lower: what it stands for is not known"
+                warn(f"{where(rewriter.gm, node)}: {what}, so it is not verified.")
         found = self._find(rewriter)
-        by_name = {node.name: node for node in rewriter.nodes()}
-        for name, why in found.wrong.items():
-            node = by_name[name]
+        for node, why in found.wrong.items():
             _warn(rewriter, node, f"kernel is wrong on this machine: {why}. It runs in qdq form instead")
             with rewriter.attributed("put_back", put_back):
-                put_back(rewriter, node, regions[name], f"its kernel failed verification: {why}")
-        for name, why in found.overwrites.items():
-            kernel: Any = submodule(rewriter.gm, by_name[name])
-            if kernel is not None and name not in found.wrong:
-                _warn(rewriter, by_name[name], f"kernel overwrites its residual, but {why}. It copies it instead")
+                put_back(rewriter, node, regions[node], f"its kernel failed verification: {why}")
+        for node, why in found.overwrites.items():
+            kernel = submodule(rewriter.gm, node)
+            if kernel is not None and node not in found.wrong:
+                _warn(rewriter, node, f"kernel overwrites its residual, but {why}. It copies it instead")
                 kernel.inplace = False
 
     def _find(self, rewriter: Rewriter) -> _Found:
@@ -101,15 +105,15 @@ def _warn(rewriter: Rewriter, node: fx.Node, what: str) -> None:
 
 @dataclass
 class _Found:
-    """What is wrong, by name of the kernel's node.
+    """What is wrong, by the kernel's node.
 
     Attributes:
         wrong: how its result differs.
         overwrites: who else reads what it overwrites.
     """
 
-    wrong: dict[str, str] = field(default_factory=dict)
-    overwrites: dict[str, str] = field(default_factory=dict)
+    wrong: dict[fx.Node, str] = field(default_factory=dict)
+    overwrites: dict[fx.Node, str] = field(default_factory=dict)
 
 
 class _Verifier(fx.Interpreter):
@@ -120,7 +124,7 @@ class _Verifier(fx.Interpreter):
         held: whose memory lives longer than a run, by address: inputs and weights.
     """
 
-    def __init__(self, gm: fx.GraphModule, regions: dict[str, Region], rules: VerifyLowering) -> None:
+    def __init__(self, gm: fx.GraphModule, regions: dict[fx.Node, Region], rules: VerifyLowering) -> None:
         super().__init__(gm)
         self.extra_traceback = False  # fxq's own messages say where
         self.gm, self.regions, self.rules, self.found = gm, regions, rules, _Found()
@@ -137,10 +141,10 @@ class _Verifier(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """The kernel's value when it is right, the reference's when it is not."""
-        region = self.regions.get(n.name)
+        region = self.regions.get(n)
         if region is None:
             return super().run_node(n)
-        values = dict(zip(region.inputs, (self.env[m] for m in n.all_input_nodes), strict=True))
+        values = {read: self.env[now] for read, now in inputs_now(self.gm, n, region)}
         expected = run_region(self.gm, region, values)
         try:
             got = self._run_kernel(n)
@@ -148,7 +152,7 @@ class _Verifier(fx.Interpreter):
         except FxqError:
             raise
         except Exception as error:
-            self.found.wrong.setdefault(n.name, f"it raised {type(error).__name__}: {words_of(error)}")
+            self.found.wrong.setdefault(n, f"it raised {type(error).__name__}: {words_of(error)}")
             return expected.value
 
         def size() -> float:
@@ -158,7 +162,7 @@ class _Verifier(fx.Interpreter):
         if why is None and not _same(later, got):
             why = "bound to the kind of its inputs it returns something else"
         if why is not None:
-            self.found.wrong.setdefault(n.name, why)
+            self.found.wrong.setdefault(n, why)
             return expected.value
         return got
 
@@ -171,7 +175,7 @@ class _Verifier(fx.Interpreter):
         assert isinstance(residual, fx.Node)
         reader = self._reader(n, self.env[residual])
         if reader is not None:
-            self.found.overwrites.setdefault(n.name, f"{reader} is in the same memory and still needed")
+            self.found.overwrites.setdefault(n, f"{reader} is in the same memory and still needed")
         return kernel(*self._arguments(n, kernel))
 
     def _arguments(self, n: fx.Node, kernel: nn.Module) -> list[Any]:
@@ -258,9 +262,26 @@ def disagreement(
     return f"off by up to {most:.3g} steps, more than rounding in {share:.3g} % of the elements"
 
 
+def inputs_now(gm: fx.GraphModule, node: fx.Node, region: Region) -> list[tuple[fx.Node, fx.Node]]:
+    """The inputs of a kernel's region, each with the node that the kernel reads today in its place.
+
+    Raises:
+        PassError: a pass behind lower has let the kernel read more or fewer values.
+    """
+    read: Any = node.all_input_nodes
+    if len(read) != len(region.inputs):  # two that were apart may have become one
+        read = node.args
+    if len(read) != len(region.inputs):
+        raise PassError(
+            f"{where(gm, node)}: the kernel was made for {len(region.inputs)} inputs and reads {len(read)}; a pass "
+            "behind lower has changed it. Let such a pass run before lower, or behind verify-lowering."
+        )
+    return list(zip(region.inputs, read, strict=True))
+
+
 def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> None:
     """Replace a kernel by the qdq form that it came from."""
-    copies = dict(zip(region.inputs, node.all_input_nodes, strict=True))
+    copies = dict(inputs_now(rewriter.gm, node, region))
     made = []
     for step in region.steps:
         copy = rewriter.node(step.op, step.target, *step.arguments(copies), like=node, name=step.name)

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,27 @@ def close(model, *inputs, **named):
     with torch.no_grad():
         assert sqnr(model(*inputs, **named), qmodel(*inputs, **named)) > 30
     return qmodel
+
+
+# ---- plain values
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y / np.sqrt(8.0),
+        lambda y: np.sqrt(2.0) * y,
+        lambda y: np.float32(1) - y,
+        lambda y: y + np.int64(1),
+        lambda y: F.leaky_relu(y, np.float64(0.1)),
+        lambda y: F.interpolate(y, scale_factor=np.float64(2.0)),
+        lambda y: torch.clamp(y, -1, np.float64(1.0)),
+        lambda y: y.reshape(y.shape[0], np.prod(y.shape[1:])),
+    ],
+    ids=["div", "in front", "float32", "int64", "slope", "scale", "bound", "size"],
+)
+def test_numbers_of_numpy_are_numbers(use):
+    close(module(lambda self, x: use(self.a(x)), a=conv()), X)
 
 
 # ---- what sizes decide

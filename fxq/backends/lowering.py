@@ -160,7 +160,7 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[f
         if old is not region.node:
             rewriter.erase(region.node)
         rewriter.rename(node, region.node.name)
-    rewriter.context.regions[node.name] = region
+    rewriter.context.regions[node] = region
 
 
 def _lower_conversion(rewriter: Rewriter, node: fx.Node) -> None:
@@ -188,7 +188,7 @@ def _convert(rewriter: Rewriter, node: fx.Node, kernel: Kernel, source: fx.Node)
         target = rewriter.module(kernel, node.name)
         rewriter.update(node, target, (source,), {}, op="call_module")
     if region is not None:
-        rewriter.context.regions[node.name] = region
+        rewriter.context.regions[node] = region
 
 
 def _settle_inplace(rewriter: Rewriter) -> None:
