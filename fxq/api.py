@@ -22,6 +22,7 @@ from fxq.fates import ledger_of
 from fxq.layers import layers_of
 from fxq.manager import PassManager
 from fxq.model import ObservedModel, QuantizedModel
+from fxq.names import check_names, is_writable
 from fxq.passbase import Pass, Stage
 from fxq.progress import progress_bar
 from fxq.recipe import Recipe, as_recipe
@@ -275,10 +276,6 @@ _QUANTIZED = (
 )
 
 
-_UNWRITABLE = frozenset('"\\\n\r\0')
-"""What may not be in the name of a module or weight."""
-
-
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
@@ -299,8 +296,9 @@ def _check_model(model: Any) -> None:
         where = f"its module {training!r} is" if training else "it is"
         raise InputError(f"the model cannot be quantized while {where} in train mode: call model.eval() first.")
     for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
-        if _UNWRITABLE.intersection(name):
+        if not is_writable(name):
             raise InputError(f"{name!r}: torch.fx writes names into code, and cannot write this one; rename it.")
+    check_names(model, ObservedModel)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise InputError(f"{name} has no values and no shape yet: run the float model once on a batch first.")

@@ -26,6 +26,7 @@ from fxq.history import History
 from fxq.layers import LayerQParams
 from fxq.ledger import Ledger
 from fxq.manager import PassManager
+from fxq.names import check_names
 from fxq.notebook import folded, html
 from fxq.recipe import Recipe
 from fxq.record import Record
@@ -157,6 +158,7 @@ class QuantizedModel(fx.GraphModule):
     ) -> QuantizedModel:
         """Wrap the graph of a manager that has run its pipeline to the end."""
         context = manager.context
+        check_names(manager.gm, cls)
         model = cls(manager.gm, manager.gm.graph, class_name="QuantizedModel")
         _own(model, context.model)
         model._attach(manager.history, ledger, context.recipe, context.backend.name, layers, record)

@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 from fxq.errors import FxqError, PatternError, unknown
+from fxq.names import is_writable
 from fxq.ops import OPS
 from fxq.optable import Op
 
@@ -253,6 +254,10 @@ def _family(function: Callable[..., Any], name: str | None, variants: dict[str, 
 
 
 def _trace(function: Callable[..., Any], name: str, captures: list[str], variant: dict[str, str]) -> Rule:
+    if not name or not is_writable(name):
+        raise PatternError(
+            f"pattern {name!r} ({source_of(function)}): torch.fx cannot write this name; choose another."
+        )
     made: list[PatternNode] = []
     inputs = [PatternNode(capture) for capture in captures]
     try:

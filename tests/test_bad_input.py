@@ -155,9 +155,43 @@ def test_a_layer_without_values():
     refused(net(lambda m: m.head.to("meta")), fxq.InputError, "head.weight", "meta device", "load the model's weights")
 
 
-@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb"])
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "in", "class"])
 def test_a_name_that_cannot_be_written(name):
     refused(net(lambda m: m.body.add_module(name, nn.ReLU().eval())), fxq.InputError, repr(f"body.{name}"), "rename it")
+
+
+class Named(nn.Module):
+    """A convolution, and behind it a module or a buffer of any name."""
+
+    def __init__(self, name, thing):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.add_module(name, thing) if isinstance(thing, nn.Module) else self.register_buffer(name, thing)
+        self.name = name
+
+    def forward(self, x):
+        thing, y = getattr(self, self.name), self.conv(x)
+        return y * thing if isinstance(thing, torch.Tensor) else thing(y.flatten(1, 2))[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["graph", "code", "meta", "history", "manager", "recompile", "ledger", "report", "recipe"]
+)
+@pytest.mark.parametrize("make", [lambda: torch.rand(4, 1, 1), lambda: nn.LSTM(6, 6)], ids=["buffer", "lstm"])
+def test_a_name_that_a_graph_module_has_itself(name, make):
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    taken = Named(name, make()).eval()
+    x = torch.rand(2, 3, 8, 8)
+    with pytest.raises(fxq.InputError, match=f"called '{name}', a name that torch.fx or fxq needs.*wrap the model"):
+        fxq.quantize(taken, REFERENCE, data=[x])
+    assert fxq.quantize(Outer(taken).eval(), REFERENCE, data=[x])(x).shape == taken(x).shape
 
 
 def test_odd_names_that_can_be_written():

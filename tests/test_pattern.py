@@ -137,6 +137,12 @@ def test_a_value_that_is_not_used():
             return op.relu(x)
 
 
+@pytest.mark.parametrize("name", ["", "class", 'a"b', "a\nb", "conv.in"])
+def test_a_name_that_cannot_be_written_into_code(name):
+    with pytest.raises(PatternError, match="cannot write this name; choose another"):
+        fusion(name)(lambda op, x: op.relu(op.sigmoid(x)))
+
+
 @pytest.mark.parametrize(
     "result", [lambda op, x: x, lambda op, x: 1, lambda op, x: None, lambda op, x: (op.relu(x), x)]
 )
