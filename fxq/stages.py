@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 
@@ -52,9 +53,16 @@ def where(gm: fx.GraphModule, node: fx.Node) -> str:
 def _spelled_canonically(gm: fx.GraphModule, node: fx.Node) -> str | None:
     if node.op in ("call_function", "call_method") and op_of(node) is None and not info(node).note:
         found = OPS.of_call(node.target)
-        if found is not None and info(node).is_tensor:
+        if found is not None and info(node).is_tensor and not _picks_of_unit(gm, node):
             return f"is a spelling of {found[0].name}; canonicalize must rewrite it or note why not"
     return None
+
+
+def _picks_of_unit(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node takes one of the values of a unit with several outputs."""
+    return (
+        node.target is operator.getitem and isinstance(node.args[0], fx.Node) and unit_of(gm, node.args[0]) is not None
+    )
 
 
 def _has_all_arguments(gm: fx.GraphModule, node: fx.Node) -> str | None:

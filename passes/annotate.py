@@ -92,7 +92,8 @@ class _Asked:
         if name is not None:
             return Plan("float", about.note or f"{name} has no integer form")
         if not about.is_tensor:
-            return Plan("float", about.note or "its value is not a tensor")
+            several = "the fusion has several outputs, and no kernel has"
+            return Plan("float", about.note or (several if len(calls) > 1 else "its value is not a tensor"))
         if not calls:
             return Plan("float", about.note or f"{_called(self.rewriter.gm, node)} is not in the op table")
         config, selector = context.config_for(about.path, calls[0].op.name)

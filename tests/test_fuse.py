@@ -10,6 +10,7 @@ from fxq.graph import info
 from fxq.passes import Fuse
 from fxq.unit import unit_of
 from tests.graphs import REFERENCE, after, again, equal, expected, text, until
+from tests.helpers import restored_fusions
 from tests.models import NETWORKS, batch, build, call, settled
 
 
@@ -150,3 +151,34 @@ def test_a_user_s_pattern_comes_first():
         assert fxq.numeric.sqnr(call(model, x), call(fxq.quantize(model, data=[x]), x)) > 30
     finally:
         fxq.FUSIONS.discard("my_scaled_act")
+
+
+def test_a_fusion_with_several_outputs_goes_through_in_float():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(F.relu(y)), y
+
+    model, x = settled(Twice), torch.randn(2, 3, 8, 8)
+    with restored_fusions():
+
+        @fxq.fusion
+        def relu_and_before(op, x, w, b):
+            y = op.conv2d(x, w, b)
+            return op.relu(y), y
+
+        quantized = fxq.quantize(model, REFERENCE, data=[x])
+    assert str(quantized.history["fuse"].graph).splitlines()[1:4] == [
+        "a_relu = relu_and_before(x, @a.weight, @a.bias)",
+        "getitem = getitem(a_relu, 0)",
+        "getitem_1 = getitem(a_relu, 1)",
+    ]
+    assert [(e.op, e.fate) for e in quantized.ledger] == [("conv2d", "float"), ("relu", "float"), ("conv2d", "int8")]
+    assert "several outputs" in quantized.ledger[0].reason
+    want, got = model(x), quantized(x)
+    assert torch.equal(got[1], want[1])
+    assert (got[0] - want[0]).abs().max() < 0.05 * want[0].abs().max()  # a few steps of 1/255
