@@ -1,5 +1,6 @@
 """Small things that several test files need: models from one function, graphs at a stage, a rewriter outside a pass."""
 
+import gc
 import sys
 from contextlib import contextmanager
 
@@ -55,18 +56,24 @@ def node(gm, name):
 
 
 def steps(work):
-    """Calls of functions while `work` runs: a clock that other programs cannot slow down."""
+    """Calls of functions while `work` runs: a clock that other programs cannot slow down.
+
+    The collector is off: it would call what waits for the end of other tests' objects.
+    """
     counted = 0
 
     def count(frame, event, argument):
         nonlocal counted
         counted += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(count)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return counted
 
 

@@ -402,6 +402,7 @@ def test_verification_takes_time_in_proportion_to_the_graph():
     calls = []
     for blocks in (10, 20):
         manager = until(Blocks(blocks).eval(), torch.rand(1, 2, 4, 4), "lower", X86)
+        assert len(manager.context.regions) == 4 * blocks + 1
         calls.append(steps(lambda manager=manager: again(manager, VerifyLowering())))
     assert calls[1] < 2.1 * calls[0]
 
