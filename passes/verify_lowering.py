@@ -47,13 +47,13 @@ class VerifyLowering(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Find the kernels that disagree, and put their qdq form back."""
         regions = rewriter.context.regions
-        if not regions:
-            return
         for node in rewriter.nodes():
             kernel: Any = submodule(rewriter.gm, node)
             if node not in regions and isinstance(kernel, Kernel):
                 what = f"the {kernel.name} kernel was put there behind lower: what it stands for is not known"
                 warn(f"{where(rewriter.gm, node)}: {what}, so it is not verified.")
+        if not regions:
+            return
         found = self._find(rewriter)
         for node, why in found.wrong.items():
             _warn(rewriter, node, f"kernel is wrong on this machine: {why}. It runs in qdq form instead")

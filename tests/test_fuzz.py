@@ -48,9 +48,7 @@ INPUTS_DRAWN = [("image",), ("sequence",), ("rows",), ("volume",), ("image", "im
 def plans(most: int) -> st.SearchStrategy[Plan]:
     return st.builds(
         Plan,
-        inputs=st.sampled_from(
-            [("image",), ("sequence",), ("rows",), ("volume",), ("image", "image"), ("image", "rows")]
-        ),
+        inputs=st.sampled_from(INPUTS_DRAWN),
         steps=st.lists(STEPS, min_size=1, max_size=most).map(tuple),
         seed=st.integers(0, 3),
         named=st.booleans(),
