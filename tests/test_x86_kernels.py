@@ -312,7 +312,3 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     assert "no VNNI" in str(Conv.refuses(x=X))
     assert Conv.refuses(x=OUTS[1]) is None
-
-
-def test_cpu_questions_have_answers():
-    assert all(isinstance(ask(), bool) for ask in (cpu.has_vnni, cpu.has_onednn_int8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache
 
@@ -21,14 +22,27 @@ def is_x86() -> bool:
 
 @cache
 def has_vnni() -> bool:
-    """Whether u8 x s8 products are summed in int32. Without it, pairs of products saturate in int16."""
-    return _flag("_is_vnni_supported") or _flag("_is_avx512_vnni_supported")
+    """Whether oneDNN sums u8 x s8 products in int32. Without VNNI, pairs of products saturate in int16.
+
+    Tried out with the largest integers where there is a kernel to try, so that it also tells which instructions
+    oneDNN was told to use: `ONEDNN_MAX_CPU_ISA=AVX2` makes a newer machine behave like an older one.
+    """
+    if not has_onednn_int8():
+        return _flag("_is_vnni_supported") or _flag("_is_avx512_vnni_supported")
+    rows, columns, depth = 4, 16, 64
+    weight = torch.full((columns, depth), 127, dtype=torch.int8, device="cpu")
+    scale, zero = torch.ones(columns, device="cpu"), torch.zeros(columns, dtype=torch.int32, device="cpu")
+    packed = torch.ops.onednn.qlinear_prepack(weight, [rows, depth])
+    x = torch.full((rows, depth), 255, dtype=torch.uint8, device="cpu")
+    y = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], "")
+    return bool((y == 255 * 127 * depth).all())
 
 
 @cache
 def has_amx() -> bool:
-    """Whether the CPU multiplies tiles of integers."""
-    return _flag("_is_amx_tile_supported")
+    """Whether the CPU multiplies tiles of integers, and oneDNN may use them (`ONEDNN_MAX_CPU_ISA`)."""
+    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
+    return _flag("_is_amx_tile_supported") and (allowed in ("DEFAULT", "ALL") or "AMX" in allowed)
 
 
 def saturates(qmax: int) -> bool:

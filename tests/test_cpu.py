@@ -1,0 +1,38 @@
+"""What fxq knows of the CPU, and that a bigger machine can play a smaller one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fxq.backends import cpu
+
+
+def asked_under(isa):
+    """has_vnni() and has_amx() in a process where oneDNN may use no more than `isa`."""
+    code = "from fxq.backends import cpu; print(cpu.has_vnni(), cpu.has_amx())"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return run.stdout.split()
+
+
+def test_cpu_questions_have_answers():
+    asked = (cpu.has_vnni, cpu.has_amx, cpu.has_onednn_int8, cpu.is_x86)
+    assert all(isinstance(ask(), bool) for ask in asked)
+
+
+@pytest.mark.skipif(not (cpu.is_x86() and cpu.has_onednn_int8()), reason="needs the oneDNN int8 kernels")
+def test_onednn_can_be_told_to_be_an_older_cpu():
+    assert asked_under("AVX2") == ["False", "False"]
+
+
+@pytest.mark.skipif(not cpu.has_vnni(), reason="needs a CPU with VNNI")
+def test_vnni_without_amx():
+    assert asked_under("AVX512_CORE_VNNI")[1] == "False"
+    assert asked_under("DEFAULT") == ["True", str(cpu.has_amx())]
