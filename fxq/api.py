@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -23,6 +24,7 @@ from fxq.layers import layers_of
 from fxq.manager import PassManager
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.names import check_names, is_writable
+from fxq.output_check import check_output, output_sqnr
 from fxq.passbase import Pass, Stage
 from fxq.progress import progress_bar
 from fxq.recipe import Recipe, as_recipe
@@ -52,7 +54,9 @@ def quantize(
         progress: show a progress bar; default: when stderr is a terminal.
 
     Returns:
-        A `QuantizedModel` for the recipe's backend, with `history`, `ledger` and `qparams()`.
+        A `QuantizedModel` for the recipe's backend, with `history`, `ledger` and `qparams()`. Its `output_sqnr` says
+        how far it is from the float model on recorded calibration samples; below the recipe's `min_sqnr`, a warning
+        names the layers that are to blame.
 
     Raises:
         FxqError: bad input; every message says what, where, why and what to do.
@@ -130,9 +134,12 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     manager.run(to_qdq)
     layers = layers_of(manager.gm)
     manager.run(to_kernels)
-    ledger, record = ledger_of(manager.history, manager.gm, manager.context)
+    context = manager.context
+    ledger, record = ledger_of(manager.history, manager.gm, context)
+    ledger = replace(ledger, output_sqnr=output_sqnr(manager.gm, context, sum(e.macs for e in ledger)))
     if ledger and not ledger.count("int8"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
+    check_output(ledger, context.recipe.min_sqnr)
     return QuantizedModel.from_manager(manager, ledger, layers, record)
 
 

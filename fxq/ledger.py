@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,6 +84,12 @@ FATES = ("int8", "moves", "float", "folded")
 class Ledger(Rows[Entry]):
     """One entry per op of the model, in execution order. `print` shows a table.
 
+    Attributes:
+        entries: the rows.
+        output_sqnr: dB of the model's outputs against the float model's, over recorded calibration samples; infinite
+            when they are equal, NaN where they are not finite and the float model's are. None where there is no float
+            output.
+
     Example:
         >>> ledger = Ledger((Entry("a", "a", "conv2d", "int8", macs=90), Entry("b", "b", "linear", "float", macs=10)))
         >>> ledger.coverage, ledger.count("int8"), [e.name for e in ledger.where(fate="float")]
@@ -92,6 +99,7 @@ class Ledger(Rows[Entry]):
     """
 
     entries: tuple[Entry, ...]
+    output_sqnr: float | None = None
     _name: ClassVar[str] = "ledger"
     _key: ClassVar[str] = "ops"
     _choices: ClassVar[Mapping[str, Sequence[str]]] = {"fate": FATES}
@@ -124,18 +132,20 @@ class Ledger(Rows[Entry]):
         return f"{count} of {len(self)} ops stay in float because: {reason}"
 
     def _facts(self) -> dict[str, Any]:
-        return {"coverage": self.coverage}
+        return {"coverage": self.coverage, "output_sqnr": self.output_sqnr}
 
     def _short(self) -> str:
         weighed = f"; {self.coverage:.1%} of the multiply-accumulates in int8" if any(e.macs for e in self) else ""
-        return ", ".join(f"{self.count(f)} {f}" for f in FATES) + weighed
+        found = self.output_sqnr
+        output = "" if found is None else f"; output {decibels(found)}{'' if found == math.inf else ' dB SQNR'}"
+        return ", ".join(f"{self.count(f)} {f}" for f in FATES) + weighed + output
 
     def _parts(self) -> list[Part]:
         fixes = Counter(e.fix for e in self.entries if e.fate == "float" and e.fix)
         notes = {fix: f"[{i}]" for i, fix in enumerate((fix for fix, count in fixes.items() if count > 1), 1)}
         table = self._table({**_COLUMNS, _WHY: lambda e: _why(e, notes)}, _ALWAYS, _look)
         ways = [cells(Cell(note, "strong"), f" {fix}") for fix, note in notes.items()]
-        return [table, cells(self._short()), *ways]
+        return [table, *ways, cells(self._short())]
 
 
 def _look(column: Column, entry: Entry) -> str:

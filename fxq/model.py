@@ -177,6 +177,14 @@ class QuantizedModel(fx.GraphModule):
         return self.history, self.ledger, self.recipe, self.backend, self._layers, self.record
 
     @property
+    def output_sqnr(self) -> float | None:
+        """How far its outputs were from the float model's when it was made: dB, see `Ledger.output_sqnr`.
+
+        Example, for your CI: `assert qmodel.output_sqnr > 20`.
+        """
+        return self.ledger.output_sqnr
+
+    @property
     def float_model(self) -> nn.Module | None:
         """The user's float model, for as long as the user keeps it; None in a copy, and in a model that was pickled."""
         return self._float() if self._float is not None else None
@@ -258,8 +266,8 @@ class QuantizedModel(fx.GraphModule):
         )
         shown = html([cells(Cell("QuantizedModel", "strong"), f": {', '.join(facts)}")])
         if floats:
-            table, _, *ways_out = floats._parts()  # without totals: those of a part would mislead
-            shown += folded(f"{len(floats)} ops in float, and why", html([table, *ways_out]), opened=True)
+            *parts, _ = floats._parts()  # without totals: those of a part would mislead
+            shown += folded(f"{len(floats)} ops in float, and why", html(parts), opened=True)
         shown += folded("history: what every pass did", self.history._repr_html_(), opened=True)
         return shown + folded(f"ledger: all {len(self.ledger)} ops", self.ledger._repr_html_())
 

@@ -42,6 +42,7 @@ class Recipe:
             everything runs on integers that can.
         check: "none", or "numeric": after every pass, compare with the float model on the example input.
         max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/numeric.py`).
+        min_sqnr: decibels of SQNR against the float model below which `quantize` warns about the output; None: never.
 
     Example:
         >>> recipe = Recipe.static().override("head", fxq.FLOAT)
@@ -60,6 +61,7 @@ class Recipe:
     optimize: str = "speed"
     check: str = "none"
     max_loss: float = 30.0
+    min_sqnr: float | None = 12.0
 
     def __post_init__(self) -> None:
         _ = self.pipeline
@@ -69,6 +71,8 @@ class Recipe:
             raise RecipeError(unknown("value of optimize", self.optimize, ["speed", "coverage"]))
         if self.check not in ("none", "numeric"):
             raise RecipeError(unknown("check", self.check, ["none", "numeric"]))
+        if isinstance(self.min_sqnr, str) or self.min_sqnr != self.min_sqnr:
+            raise RecipeError(f"min_sqnr is {self.min_sqnr!r}; it must be a number of dB, or None for no check.")
         for config in (self.config, *(c for _, c in self.overrides)):
             for spec in (config.activation, config.weight):
                 if spec is not None and spec.observer not in OBSERVERS:
@@ -159,6 +163,10 @@ class Recipe:
         """Compare the graph with the float model after every pass; warn when one pass loses more than `max_loss` dB."""
         return replace(self, check=check, max_loss=max_loss)
 
+    def with_min_sqnr(self, min_sqnr: float | None) -> Recipe:
+        """Warn when the quantized model's outputs are below `min_sqnr` dB SQNR on calibration data; None: never."""
+        return replace(self, min_sqnr=min_sqnr)
+
     @property
     def pipeline(self) -> Pipeline:
         """The passes that this recipe runs, in order."""
@@ -180,9 +188,10 @@ class Recipe:
         """The recipe as plain data, for `from_dict`. Defaults are left out."""
         data: dict[str, Any] = {"preset": self.preset}
         defaults = {f.name: f.default for f in fields(Recipe)}
-        for key in ("backend", "optimize", "check", "max_loss", "strict_trace"):
-            if getattr(self, key) != defaults[key]:
-                data[key] = getattr(self, key)
+        for key in ("backend", "optimize", "check", "max_loss", "min_sqnr", "strict_trace"):
+            value = getattr(self, key)
+            if value != defaults[key]:
+                data[key] = "none" if value is None else value
         if self.concrete_args:
             data["concrete_args"] = dict(self.concrete_args)
         if self.leaf_modules:
@@ -208,6 +217,8 @@ class Recipe:
         if not all(isinstance(table, Mapping) for table in tables):
             raise RecipeError("override and pass are lists of tables: [[override]] and [[pass]] in a .toml file.")
         plain = {k: data[k] for k in _PLAIN if k in data}
+        if plain.get("min_sqnr") == "none":
+            plain["min_sqnr"] = None
         return cls(
             **plain,
             config=QuantConfig.from_dict(data["config"]) if "config" in data else QuantConfig(),
@@ -238,11 +249,12 @@ class Recipe:
             raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from None
 
 
-_PLAIN = ("preset", "backend", "optimize", "check", "max_loss", "strict_trace", "concrete_args")
+_PLAIN = ("preset", "backend", "optimize", "check", "max_loss", "min_sqnr", "strict_trace", "concrete_args")
 _SHAPES: dict[str, Any] = {
     "strict_trace": bool,
     "concrete_args": Mapping,
     "max_loss": (int, float),
+    "min_sqnr": (int, float, str),
     "config": (str, Mapping),
     "leaf_modules": (list, tuple),
     "override": (list, tuple),

@@ -1,0 +1,88 @@
+"""The last check of `quantize`: what the finished model returns, against what the float model returns."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fxq.context import Context
+from fxq.data import Batch, first_of
+from fxq.errors import InputError, warn
+from fxq.ledger import Ledger
+from fxq.numeric import Agreement, tensors
+from fxq.untouched import copied, seeded, untouched, without_autocast
+
+log = logging.getLogger("fxq")
+
+LARGE, FEW = 100_000_000, 8
+"""Multiply-accumulates of the example from which on a network is large, and how many samples it is compared on then."""
+WORST = 3
+"""How many layers a warning names."""
+
+
+def output_sqnr(gm: fx.GraphModule, context: Context, macs: int) -> float | None:
+    """SQNR of all float outputs of a finished graph against the user's model, over recorded calibration samples.
+
+    Args:
+        gm: the graph that runs.
+        context: the float model, the recorded samples, and the example for where the graph runs on none of them.
+        macs: multiply-accumulates of the float model on the example; of a large one, fewer samples are compared.
+
+    Returns:
+        dB, see `fxq.numeric.sqnr`; None where the model returns no float tensor.
+
+    Source: Krishnamoorthi 2018, section 3.
+    """
+    with untouched(context.model), torch.no_grad(), without_autocast():
+        try:
+            return _compared(gm, context, _samples(context, macs))
+        except (InputError, RuntimeError, IndexError, ValueError) as error:
+            # recorded are the first samples of a batch; where its first axis is none of samples, they fit no model
+            log.info("the output is compared on the example instead of recorded samples: %s", error)
+            return _compared(gm, context, [context.example])
+
+
+def _samples(context: Context, macs: int) -> Iterator[Batch]:
+    most = -(-FEW // max(len(context.samples), 1))
+    for batch in context.samples or [context.example]:
+        yield first_of(batch, most) if context.divisible and macs > LARGE else batch
+
+
+def _compared(gm: fx.GraphModule, context: Context, batches: Iterator[Batch] | list[Batch]) -> float | None:
+    found, outputs = Agreement(), 0
+    for batch in batches:
+        results = []
+        for run in (context.model, gm):
+            given = copied(batch)  # a forward may change its inputs in place
+            with seeded():
+                results.append(list(tensors(run(*given.args, **given.kwargs))))
+        for want, got in zip(*results, strict=True):
+            if want.is_floating_point():
+                found.add(want, got)
+                outputs += 1
+    return found.sqnr if outputs else None
+
+
+def check_output(ledger: Ledger, least: float | None) -> None:
+    """Warn when the output is further from the float model's than `least` dB, with what would mend it.
+
+    Args:
+        ledger: of the finished model, with its `output_sqnr`.
+        least: the recipe's `min_sqnr`; None: never warn.
+    """
+    found = ledger.output_sqnr
+    if least is None or found is None or found >= least:
+        return
+    layers = [e for e in ledger.sort("own_sqnr") if e.fix and e.own_sqnr is not None][:WORST]
+    ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.own_sqnr:.1f} dB): {e.fix}" for e in layers)
+    named = f" The layers whose own error is largest, and what mends it:{ways}\n" if ways else " "
+    text = "not finite where the float model's is" if math.isnan(found) else f"at {found:.1f} dB SQNR"
+    warn(
+        f"the output is {text}, against the float model on recorded calibration data; the recipe asks for {least:g} dB "
+        f"(min_sqnr).{named}Where a pass of your own is in the recipe: recipe.with_check() compares after every pass, "
+        "and names the one that changes the numbers. print(qmodel.ledger) shows all layers."
+    )
