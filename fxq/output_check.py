@@ -20,8 +20,8 @@ log = logging.getLogger("fxq")
 
 LARGE, FEW = 100_000_000, 8
 """Multiply-accumulates of the example from which on a network is large, and how many samples it is compared on then."""
-WORST = 3
-"""How many layers a warning names."""
+WORST, NEAR = 3, 10.0
+"""How many layers a warning names, and how many dB above the output: those that are higher add little to its error."""
 
 
 def output_sqnr(gm: fx.GraphModule, context: Context, macs: int) -> float | None:
@@ -77,8 +77,8 @@ def check_output(ledger: Ledger, least: float | None) -> None:
     found = ledger.output_sqnr
     if least is None or found is None or found >= least:
         return
-    layers = [e for e in ledger.sort("own_sqnr") if e.fix and e.own_sqnr is not None][:WORST]
-    ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.own_sqnr:.1f} dB): {e.fix}" for e in layers)
+    layers = [e for e in ledger.sort("own_sqnr") if e.fix and e.own_sqnr is not None and e.own_sqnr < found + NEAR]
+    ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.own_sqnr:.1f} dB): {e.fix}" for e in layers[:WORST])
     named = f" The layers whose own error is largest, and what mends it:{ways}\n" if ways else " "
     text = "not finite where the float model's is" if math.isnan(found) else f"at {found:.1f} dB SQNR"
     warn(

@@ -109,7 +109,7 @@ def _batches(comparison: Comparison) -> str:
 def ledger(model: QuantizedModel) -> Data:
     """The ledger's rows as plain data."""
     data = json.loads(model.ledger.to_json())
-    return {"coverage": data["coverage"], "rows": data["ops"]}
+    return {"coverage": data["coverage"], "output_sqnr": data["output_sqnr"], "rows": data["ops"]}
 
 
 def _check_comparison(model: QuantizedModel, comparison: Any) -> None:
@@ -127,9 +127,10 @@ def _check_comparison(model: QuantizedModel, comparison: Any) -> None:
 
 def _measured_anew(data: Data, comparison: Comparison) -> Data:
     """The ledger with the numbers of a comparison; rows that it does not have have none."""
-    found = {row["name"]: row for row in json.loads(comparison.to_json())["layers"]}
+    anew = json.loads(comparison.to_json())
+    found = {row["name"]: row for row in anew["layers"]}
     rows = [{**row, **{key: found.get(row["name"], {}).get(key) for key in _NUMBERS}} for row in data["rows"]]
-    return {**data, "rows": rows}
+    return {**data, "output_sqnr": anew["output_sqnr"], "rows": rows}
 
 
 _NUMBERS = ("sqnr", "own_sqnr", "cosine", "max_error")

@@ -441,7 +441,7 @@ def test_a_way_out_that_ops_share_is_a_note():
         "float is faster [1]",
         "the recipe says so [recipe.x]",
     ]
-    assert lines[-1] == f"[1] {fix}"
+    assert lines[-2:] == [f"[1] {fix}", "0 int8, 0 moves, 3 float, 0 folded"]
 
 
 def test_text_of_little():

@@ -6,7 +6,7 @@
      nodes                           every `NodeView` of every pass once; what has its default is left out
      passes                          [{name, ms, stage, sqnr?, nodes: [number in nodes], rewrites: [{rule, source, before, after}],
                                        near: [{rule, source, node, matched, of, reason}]}]
-     ledger                          {coverage, rows}, rows as `Entry` of `fxq/ledger.py`
+     ledger                          {coverage, output_sqnr, rows}, rows as `Entry` of `fxq/ledger.py`
      values, weights                 histograms and ranges by the name of a row of the ledger
      time, size                      measured, of the float and the int8 model
    A number that is not finite stands as text: "inf", "-inf", "nan".

@@ -24,13 +24,12 @@ const tile = (value, what, help = null) => el("div.tile", help ? { title: help }
 
 function qualityTiles(layers, all) {
   const { ledger } = all;
-  const last = layers.at(-1);
   const int8 = layers.filter((layer) => layer.row.fate !== "float");
   const fates = counts(ledger.rows.map((row) => row.fate));
   return el(
     "div.tiles",
     {},
-    tile(withUnit(last?.row.sqnr), "SQNR of the output (last layer)", `against the float model: 10 log10(signal / noise), on ${all.measured}`),
+    tile(withUnit(ledger.output_sqnr), "SQNR of the output", `against the float model: 10 log10(signal / noise), on ${all.measured}`),
     tile(percent(ledger.coverage), "of the multiply-accumulates in int8"),
     tile(`${(fates.get("int8") ?? 0) + (fates.get("moves") ?? 0)} : ${fates.get("float") ?? 0}`, "ops on integers : in float"),
     int8.length ? tile(withUnit(least(int8, (layer) => layer.dB).row.sqnr), `worst: ${least(int8, (layer) => layer.dB).name}`) : null,
