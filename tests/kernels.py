@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxq.backends import cpu
 from fxq.backends.kernel import Kernel, Post
 from fxq.qparams import QParams
 
@@ -25,7 +26,14 @@ POSTS = {
     "tanh": (Post("tanh"), torch.tanh),
     "gelu": (Post("gelu", algorithm="none"), F.gelu),
 }
-X = QParams.per_tensor(0.0217, 101)
+BITS = 7 if cpu.saturates(255) else 8
+"""Of the activations that this machine multiplies with any int8 weights and sums right."""
+QMAX = 2**BITS - 1
+X = QParams.per_tensor(0.0217, 101, 0, QMAX)
+"""A grid of what enters a convolution or a linear layer, see `activations`."""
+ZERO_POINTS = (0, 1, (QMAX + 1) // 2, QMAX)
+BYTE = QParams.per_tensor(0.0217, 101)
+"""A grid of all 256 integers, for kernels without products of activations and weights; see `bytes_`."""
 # No sum of multiples of these scales is a tie on the grids of OUTS.
 RESIDUAL = QParams.per_tensor(0.0313, 77)
 OUTS = [
@@ -39,7 +47,13 @@ def real(q: Tensor, qp: QParams) -> Tensor:
     return (q.double() - qp.z) * qp.s
 
 
+def activations(*shape: int) -> Tensor:
+    """Integers of the grid `X`."""
+    return torch.randint(0, QMAX + 1, shape, dtype=torch.uint8)
+
+
 def bytes_(*shape: int) -> Tensor:
+    """Integers of the grid `BYTE`."""
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 

@@ -19,7 +19,7 @@ from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_excite import Excite
 from fxq.backends.x86_linear import Linear
 from fxq.backends.x86_pool import AdaptiveAvgPool2d, AvgPool2d
-from tests.kernels import OUTS, RESIDUAL, X, bytes_, weight
+from tests.kernels import OUTS, RESIDUAL, X, activations, weight
 
 pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 OUT, NARROW = OUTS[0], OUTS[1]
@@ -109,7 +109,7 @@ def again(x: Tensor) -> Tensor:
     part = y[
         tuple(slice(0, 1) if step == 0 and n else slice(None) for n, step in zip(x.shape, x.stride(), strict=True))
     ]
-    part.copy_(bytes_(*part.shape).to(x.dtype) / (1 if x.dtype == torch.uint8 else 50))
+    part.copy_(activations(*part.shape).to(x.dtype) / (1 if x.dtype == torch.uint8 else 50))
     return y
 
 
@@ -135,8 +135,12 @@ def bound_as_run(kernel: Kernel, *inputs: Tensor) -> None:
 def test_image(name, shape):
     torch.manual_seed(0)
     kernel = OF_IMAGES[name]()
-    image = bytes_(*shape).float() / 50 - 2 if "quantize" in name and name not in ("dequantize", "requantize") else None
-    for x in layouts(bytes_(*shape) if image is None else image):
+    image = (
+        activations(*shape).float() / 50 - 2
+        if "quantize" in name and name not in ("dequantize", "requantize")
+        else None
+    )
+    for x in layouts(activations(*shape) if image is None else image):
         bound_as_run(kernel, x)
 
 
@@ -145,8 +149,8 @@ def test_image(name, shape):
 def test_two_tensors(name, shape):
     torch.manual_seed(0)
     kernel = OF_TWO[name]()
-    for x in layouts(bytes_(*shape)):
-        for other in layouts(bytes_(*shape)):
+    for x in layouts(activations(*shape)):
+        for other in layouts(activations(*shape)):
             if not (kernel.inplace and 0 in other.stride() and other.numel()):
                 bound_as_run(kernel, x, other)
 
@@ -156,9 +160,9 @@ def test_two_tensors(name, shape):
 def test_two_tensors_that_broadcast(name, others):
     torch.manual_seed(0)
     kernel = OF_TWO[name]()
-    for x in layouts(bytes_(2, 8, 6, 6)):
-        bound_as_run(kernel, x, bytes_(*others))
-        bound_as_run(kernel, bytes_(*others), x)
+    for x in layouts(activations(2, 8, 6, 6)):
+        bound_as_run(kernel, x, activations(*others))
+        bound_as_run(kernel, activations(*others), x)
 
 
 @pytest.mark.parametrize("gate", [(1, 64, 1, 1), (2, 64, 1, 1)], ids=str)
@@ -166,9 +170,9 @@ def test_two_tensors_that_broadcast(name, others):
 def test_a_large_product_with_a_gate(name, gate):
     torch.manual_seed(0)
     kernel = OF_TWO[name]()
-    for x in layouts(bytes_(2, 64, 50, 50)):
-        bound_as_run(kernel, x, bytes_(*gate))
-        bound_as_run(kernel, bytes_(*gate), x)
+    for x in layouts(activations(2, 64, 50, 50)):
+        bound_as_run(kernel, x, activations(*gate))
+        bound_as_run(kernel, activations(*gate), x)
 
 
 @pytest.mark.parametrize("out", [OUT, None], ids=["integers", "floats"])
@@ -176,22 +180,22 @@ def test_a_large_product_with_a_gate(name, gate):
 def test_linear(shape, out):
     torch.manual_seed(0)
     kernel = linear(shape[-1], out=out)
-    for x in layouts(bytes_(*shape)) if len(shape) > 1 else [bytes_(*shape), bytes_(12)[::2]]:
+    for x in layouts(activations(*shape)) if len(shape) > 1 else [activations(*shape), activations(12)[::2]]:
         bound_as_run(kernel, x)
-    bound_as_run(kernel, bytes_(2, 2 * shape[-1])[:1, : shape[-1]])
-    bound_as_run(kernel, bytes_(2, shape[-1] + 1))  # refused
+    bound_as_run(kernel, activations(2, 2 * shape[-1])[:1, : shape[-1]])
+    bound_as_run(kernel, activations(2, shape[-1] + 1))  # refused
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_linear_add(inplace):
     torch.manual_seed(0)
     kernel = linear(6, residual=RESIDUAL, inplace=inplace, post=Post("relu"), out=NARROW)
-    for x in layouts(bytes_(4, 6)):
-        bound_as_run(kernel, x, bytes_(x.shape[0], 5))
+    for x in layouts(activations(4, 6)):
+        bound_as_run(kernel, x, activations(x.shape[0], 5))
 
 
 def test_a_large_tensor_is_walked_over():
     torch.manual_seed(0)
-    for kernel, x in ((Quantize(OUT), torch.randn(600, 700)), (Dequantize(X), bytes_(600, 700))):
+    for kernel, x in ((Quantize(OUT), torch.randn(600, 700)), (Dequantize(X), activations(600, 700))):
         bound_as_run(kernel, x)
         bound_as_run(kernel, x.t())

@@ -1,7 +1,5 @@
 """Whole networks through the whole pipeline: int8 against its qdq form and against float, on both backends."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -10,6 +8,7 @@ import fxq
 from fxq.backends import cpu
 from fxq.numeric import sqnr, tensors
 from tests.graphs import equal
+from tests.helpers import quiet
 from tests.models import NETWORKS, batch, build, call, settled
 
 X86 = fxq.Recipe.static(backend="x86")
@@ -120,8 +119,7 @@ def test_without_vnni_activations_have_7_bits(monkeypatch):
 @needs_x86
 def test_with_vnni_they_have_8_bits_and_nothing_is_said(monkeypatch):
     monkeypatch.setattr(cpu, "has_vnni", lambda: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
+    with quiet():
         quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
     assert "qmax" not in str(quantized.history["insert-qdq"].graph)
 

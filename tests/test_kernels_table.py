@@ -15,8 +15,8 @@ from fxq.backends.table import Table
 from fxq.errors import BackendError
 from fxq.numeric import sqnr
 from fxq.qparams import QParams
-from tests.helpers import module
-from tests.kernels import OUTS, X, bytes_, copies
+from tests.helpers import module, no_warnings
+from tests.kernels import BYTE, OUTS, bytes_, copies
 
 needs_x86 = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
@@ -38,11 +38,6 @@ def layers() -> dict[str, nn.Module]:
     return {"first": nn.Conv2d(3, 8, 3), "other": nn.Conv2d(3, 8, 3), "last": nn.Conv2d(8, 4, 3)}
 
 
-def quiet(warned) -> bool:
-    """Whether no kernel was found wrong."""
-    return not [w for w in warned if "kernel" in str(w.message)]
-
-
 def by_definition(function, q, x: QParams, out: QParams | None):
     """quantize(function(dequantize(q))) in float32, written down once more."""
     y = function((q.float() - x.z) * x.scale)
@@ -61,26 +56,26 @@ def test_all_integers_on_any_grid(data):
 
 @pytest.mark.parametrize("size", [0, 1, 7, 1000, 32768, 40001, 300_003])
 def test_any_size(size):
-    table, q = Table.of(torch.sigmoid, "sigmoid", X, OUTS[0]), bytes_(size + 3)
+    table, q = Table.of(torch.sigmoid, "sigmoid", BYTE, OUTS[0]), bytes_(size + 3)
     for start in (0, 1, 3):  # a table over pairs reads from even places only
         part = q[start : start + size]
-        assert torch.equal(table(part), by_definition(torch.sigmoid, part, X, OUTS[0]))
-    real = Table.of(torch.sigmoid, "sigmoid", X, None)
+        assert torch.equal(table(part), by_definition(torch.sigmoid, part, BYTE, OUTS[0]))
+    real = Table.of(torch.sigmoid, "sigmoid", BYTE, None)
     # PyTorch's sigmoid differs in the last bit between the vector and the rest of a tensor.
-    torch.testing.assert_close(real(q), torch.sigmoid((q.float() - X.z) * X.scale), rtol=1e-6, atol=0)
+    torch.testing.assert_close(real(q), torch.sigmoid((q.float() - BYTE.z) * BYTE.scale), rtol=1e-6, atol=0)
 
 
 def test_layouts():
-    table, slope = Table.of(F.gelu, "gelu", X, OUTS[1]), torch.rand(6) * 3 - 1
-    each = Table.of(lambda x: F.prelu(x, slope), "prelu", X, OUTS[1], channels=6)
+    table, slope = Table.of(F.gelu, "gelu", BYTE, OUTS[1]), torch.rand(6) * 3 - 1
+    each = Table.of(lambda x: F.prelu(x, slope), "prelu", BYTE, OUTS[1], channels=6)
     for n in (0, 1, 3):
         q = bytes_(n, 6, 9, 7)
         views = [q, q.contiguous(memory_format=torch.channels_last), bytes_(n, 12, 9, 7)[:, ::2], q[..., 0, 0]]
         views += [q[:1].expand(4 if n else 0, 6, 9, 7), bytes_(n, 6, 7, 9).transpose(2, 3), q[..., 0]]
         for view in [*views, bytes_(n, 6, 90, 90)]:
             kept = view.clone()
-            assert torch.equal(table(view), by_definition(F.gelu, view, X, OUTS[1]))
-            y = by_definition(lambda x: F.prelu(x, slope), view, X, OUTS[1])
+            assert torch.equal(table(view), by_definition(F.gelu, view, BYTE, OUTS[1]))
+            y = by_definition(lambda x: F.prelu(x, slope), view, BYTE, OUTS[1])
             assert torch.equal(each(view), y)
             assert torch.equal(view, kept)
     for kernel in (table, each):
@@ -90,16 +85,16 @@ def test_layouts():
 
 def test_refusals():
     signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
-    assert Table.refuses(x=signed) and Table.refuses(x=X, out=signed) and Table.refuses(x=X, out=X) is None
+    assert Table.refuses(x=signed) and Table.refuses(x=BYTE, out=signed) and Table.refuses(x=BYTE, out=BYTE) is None
     with pytest.raises(BackendError, match="NaN"):
-        Table.of(torch.log, "log", X, OUTS[0])
+        Table.of(torch.log, "log", BYTE, OUTS[0])
     zero_to = QParams.per_tensor(0.1, 0, 0, 127)
     assert Table.of(torch.sqrt, "sqrt", QParams.per_tensor(0.1, 20, 20, 255), zero_to)(bytes_(9)).shape == (9,)
     with pytest.raises(BackendError, match="turns"):
-        Table.of(lambda x: x.sum(), "sum", X, OUTS[0])
+        Table.of(lambda x: x.sum(), "sum", BYTE, OUTS[0])
     with pytest.raises(BackendError, match="a table is"):
-        Table(torch.zeros(256), "sigmoid", X, OUTS[0])
-    each = Table.of(lambda x: x, "identity", X, X, channels=3)
+        Table(torch.zeros(256), "sigmoid", BYTE, OUTS[0])
+    each = Table.of(lambda x: x, "identity", BYTE, BYTE, channels=3)
     with pytest.raises(BackendError, match="3 channels"):
         each(bytes_(1, 4, 2, 2))
 
@@ -118,21 +113,22 @@ MIDDLES = {
 del MIDDLES["reciprocal"]
 
 
+@no_warnings
 @needs_x86
 @pytest.mark.parametrize("name", sorted(MIDDLES))
-def test_functions_between_layers(name, recwarn):
+def test_functions_between_layers(name):
     model = module(lambda m, x: m.last(MIDDLES[name](m.first(x) + m.other(x))), **layers())
     x = torch.randn(2, 3, 10, 10)
     quantized = fxq.quantize(model, RECIPE, data=[x])
-    assert quiet(recwarn)
     assert [m.function for m in quantized.modules() if isinstance(m, Table)] != []
     assert sqnr(model(x), quantized(x)) > 22
 
 
+@no_warnings
 @needs_x86
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1, 1)], ids=str)
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "prelu"])
-def test_constants_per_channel(op, shape, recwarn):
+def test_constants_per_channel(op, shape):
     function = getattr(torch, op)
     constant = torch.rand(8) + 0.2
 
@@ -142,7 +138,6 @@ def test_constants_per_channel(op, shape, recwarn):
 
     model, x = module(forward, constant=constant, **layers()), torch.randn(2, 3, 10, 10)
     quantized = fxq.quantize(model, RECIPE, data=[x])
-    assert quiet(recwarn)
     assert [tuple(m.table.shape) for m in quantized.modules() if isinstance(m, Table)] == [(8, 256)]
     assert sqnr(model(x), quantized(x)) > 22
 

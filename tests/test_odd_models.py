@@ -7,7 +7,7 @@ from torch import nn
 
 import fxq
 from fxq.numeric import sqnr
-from tests.helpers import module
+from tests.helpers import module, no_warnings
 
 BACKENDS = ("x86", "reference")
 
@@ -338,7 +338,7 @@ def test_a_parametrized_weight_that_is_not_finite():
         fxq.quantize(nn.Sequential(layer).eval(), data=[images()])
 
 
-@pytest.mark.filterwarnings("error::fxq.FxqWarning")
+@no_warnings
 @pytest.mark.parametrize("shape", [(8, 8), (8, 4)])
 def test_a_transposed_weight_has_a_kernel(shape):
     """Tied to that of an encoder, or loaded from a file of another framework. oneDNN packs it wrongly."""

@@ -17,7 +17,8 @@ from fxq.backends.kernel import Post
 from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
 from tests.graphs import equal, expected, kinds, text, until
-from tests.kernels import OUTS, POSTS, RESIDUAL, X, agree, bytes_, copies, real, weight
+from tests.helpers import quiet
+from tests.kernels import BYTE, OUTS, POSTS, RESIDUAL, agree, bytes_, copies, real, weight
 from tests.models import NETWORKS, batch, build, call, settled
 
 ENGINES = {"fbgemm": fbgemm, "qnnpack": qnnpack}
@@ -41,7 +42,7 @@ def static(engine):
 
 def grid(engine, depthwise):
     """A grid of the input that the engine adds without overflow."""
-    return SEVEN if engine == "fbgemm" and (depthwise or not cpu.has_vnni()) else X
+    return SEVEN if engine == "fbgemm" and (depthwise or not cpu.has_vnni()) else BYTE
 
 
 def sizes(draw, kernel, dilation, padding):
@@ -172,11 +173,11 @@ def test_binary(engine, op, shape, post):
     a, b = bytes_(2, 4, 6, 5), bytes_(*shape)
     combine = torch.add if op == "Add" else torch.mul
     for out in OUTS:
-        kernel = getattr(ENGINES[engine], op)(X, RESIDUAL, out, post=rule)
-        agree(kernel(a, b), function(combine(real(a, X), real(b, RESIDUAL))), out)
+        kernel = getattr(ENGINES[engine], op)(BYTE, RESIDUAL, out, post=rule)
+        agree(kernel(a, b), function(combine(real(a, BYTE), real(b, RESIDUAL))), out)
         turned = a.permute(3, 2, 1, 0), b.permute(*reversed(range(b.dim())))
         if b.dim() > 1:
-            agree(kernel(*turned), function(combine(real(turned[0], X), real(turned[1], RESIDUAL))), out)
+            agree(kernel(*turned), function(combine(real(turned[0], BYTE), real(turned[1], RESIDUAL))), out)
 
 
 def test_refusals(engine):
@@ -195,7 +196,7 @@ def test_refusals(engine):
             kernels.ConvTranspose(*weight(4, 4, 3, 3, 3, axis=None)[:2], None, SEVEN, OUTS[0])
     else:
         with pytest.raises(BackendError, match="adds products in 16 bits"):
-            kernels.Conv(*weight(8, 1, 3, 3)[:2], None, X, OUTS[0], groups=8)
+            kernels.Conv(*weight(8, 1, 3, 3)[:2], None, BYTE, OUTS[0], groups=8)
 
 
 def test_an_input_with_other_channels(engine):
@@ -232,8 +233,7 @@ def test_the_selected_engine_stays(engine):
 def test_networks_are_their_qdq_form(engine, name):
     """And no kernel is put back, and nothing deprecated is heard of."""
     model, inputs = build(name), batch(name, 8)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", category=fxq.FxqWarning)
+    with quiet():
         warnings.filterwarnings("error", message=".*(deprecated|quantize_per_tensor)")
         manager = until(model, inputs, "verify-lowering", static(engine))
     assert manager.history["verify-lowering"].edits == ()
@@ -285,8 +285,7 @@ class Depthwise(nn.Module):
 
 def test_depthwise_convolutions_read_7_bits_on_fbgemm(engine):
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
+    with quiet():
         quantized = fxq.quantize(model, static(engine), data=[x])
     assert kinds(quantized) == ["cpu.quantize", *[f"{engine}.conv"] * 3, "cpu.dequantize"]
     grids = [module.x.qmax for module in quantized.modules() if isinstance(module, packed_conv.Conv)]
@@ -342,8 +341,7 @@ class EveryDimension(nn.Module):
 
 def test_every_dimension(engine):
     model, x = settled(EveryDimension), torch.randn(4, 2, 3, 4, 5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
+    with quiet():
         quantized = fxq.quantize(model, static(engine), data=[x])
     fates = {entry.path: (entry.fate, entry.reason) for entry in quantized.ledger if entry.path}
     wrong = "qnnpack's transposed convolution of three dimensions is wrong"
@@ -370,8 +368,7 @@ class TwoReaders(nn.Module):
 
 def test_readers_of_a_kernel_that_emits_one_form_agree(engine):
     model, x = settled(TwoReaders), torch.randn(4, 3, 8, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
+    with quiet():
         quantized = fxq.quantize(model, static(engine), data=[x])
     conv, add = f"{engine}.conv", f"{engine}.add"
     assert kinds(quantized) == ["cpu.quantize", conv, conv, add, conv, "cpu.dequantize"]

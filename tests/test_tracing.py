@@ -16,10 +16,10 @@ import fxq
 from fxq.numeric import sqnr
 from fxq.tracing import Tracer
 from tests.graphs import after, expected, text
-from tests.helpers import REFERENCE, module
+from tests.helpers import REFERENCE, module, no_warnings
 
 X = torch.linspace(-1, 1, 768).reshape(4, 3, 8, 8)
-pytestmark = pytest.mark.filterwarnings("error::fxq.FxqWarning")
+pytestmark = no_warnings
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """verify-lowering: a kernel that is wrong is found, warned about and put back."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from fxq.passes.verify_lowering import VerifyLowering, disagreement
 from fxq.qparams import QParams
 from fxq.region import Result
 from tests.graphs import REFERENCE, again, equal, expected, kinds, text, until
-from tests.helpers import steps
+from tests.helpers import quiet, steps
 from tests.models import NETWORKS, batch, build, call
 
 X86 = fxq.Recipe.static(backend="x86")
@@ -39,8 +38,7 @@ def planted(monkeypatch, kernel, change):
 @needs_x86
 @pytest.mark.parametrize("name", NETWORKS)
 def test_right_kernels_stay(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
+    with quiet():
         manager = until(build(name), batch(name), "verify-lowering", X86)
     assert manager.history["verify-lowering"].edits == ()
     assert text(manager.history["verify-lowering"].graph) == text(manager.history["lower"].graph)
@@ -254,8 +252,7 @@ def test_a_kernel_may_leave_a_little_where_the_result_is_zero():
     with torch.no_grad():
         network[0].weight.fill_(1.0)
         network[0].bias.fill_(-2.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
+    with quiet():
         quantized = fxq.quantize(network, X86, data=[torch.rand(2, 1, 4, 4)])
     assert "x86.conv_transpose2d" in kinds(quantized)
     assert not quantized.history["verify-lowering"].edits
@@ -278,8 +275,7 @@ class TieProne(nn.Module):
 
 @needs_x86
 def test_ties_are_no_error():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
+    with quiet():
         recipe = X86.override(fxq.op("prelu"), fxq.FLOAT)
         quantized = fxq.quantize(TieProne().eval(), recipe, data=[torch.randn(4, 3, 16, 16)])
     assert "cpu.prelu_quantize" in kinds(quantized)

@@ -10,7 +10,7 @@ from fxq.backends import cpu
 from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_conv_shape import misread
 from fxq.qparams import QParams
-from tests.kernels import OUTS, RESIDUAL, X, agree, bytes_, real, weight
+from tests.kernels import OUTS, QMAX, RESIDUAL, X, activations, agree, bytes_, real, weight
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 # C_in per group, kernel: rows of 128 bytes and more in complete tiles of 64.
@@ -37,10 +37,10 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(("channels", "kernel"), WRONG + RIGHT, ids=str)
 def test_against_exact_sums(channels, kernel):
     for groups, c_out, padding in ((1, 16, (0, 0)), (2, 5, (0, 1)), (1, 40, (2, 3))):
-        for x in (X, QParams.per_tensor(0.0217, 0)):
+        for x in (X, QParams.per_tensor(0.0217, 0, 0, QMAX)):
             q, qp, w = weight(c_out * groups, channels, *kernel)
             conv = Conv(q, qp, None, x, OUTS[0], padding=padding, groups=groups)
-            image = bytes_(1, channels * groups, kernel[0] + 4, kernel[1] + 15)
+            image = activations(1, channels * groups, kernel[0] + 4, kernel[1] + 15)
             agree(conv(image), F.conv2d(real(image, x), w, padding=padding, groups=groups), OUTS[0])
 
 
@@ -52,7 +52,7 @@ def test_patches(channels, kernel):
     q, qp, w = weight(24, channels, kernel, kernel)
     conv = Conv(q, qp, torch.ones(24), X, OUTS[1], stride=kernel)
     for size in (4 * kernel, 5 * kernel - 1, kernel):
-        image = bytes_(2, channels, size, 14 * kernel)
+        image = activations(2, channels, size, 14 * kernel)
         y = F.conv2d(real(image, X), w, torch.ones(24).double(), stride=kernel)
         agree(conv(image), y, OUTS[1])
         agree(
@@ -65,7 +65,7 @@ def test_patches(channels, kernel):
 def test_one_dimension_a_stride_and_a_residual():
     for stride in (1, 2, 3, 8):
         q, qp, w = weight(16, 16, 8)
-        image = bytes_(2, 16, 201)
+        image = activations(2, 16, 201)
         y = F.conv1d(real(image, X), w, stride=stride)
         other = bytes_(*y.shape)
         conv = Conv(q, qp, None, X, OUTS[0], stride=stride, residual=RESIDUAL)

@@ -15,8 +15,8 @@ from fxq.backends.whole import EXCITE_FUNCTIONS, EXCITE_GATES
 from fxq.backends.x86_excite import Excite
 from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
-from tests.helpers import module
-from tests.kernels import CHANNELS_LAST, OUTS, X, agree, bytes_, copies, real, weight
+from tests.helpers import module, no_warnings
+from tests.kernels import BYTE, CHANNELS_LAST, OUTS, agree, bytes_, copies, real, weight
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 
@@ -76,16 +76,16 @@ def test_large(shape, limits, monkeypatch):
         monkeypatch.setattr(x86_elementwise, "_GATE", limits[1])
     image = bytes_(*shape)
     for out in (None, *PRODUCTS):
-        excite, means = kernel(shape[1], 7, X, out)
-        agree(excite(image), means(real(image, X)), out)
-        agree(excite(image[:, :, ::2]), means(real(image[:, :, ::2], X)), out)
+        excite, means = kernel(shape[1], 7, BYTE, out)
+        agree(excite(image), means(real(image, BYTE)), out)
+        agree(excite(image[:, :, ::2]), means(real(image[:, :, ::2], BYTE)), out)
 
 
 def test_copies():
     image = bytes_(2, 8, 5, 7)
     for bias in (True, False):
         for out in (None, PRODUCTS[0]):
-            excite, _ = kernel(8, 3, X, out, "silu", "hardsigmoid", bias)
+            excite, _ = kernel(8, 3, BYTE, out, "silu", "hardsigmoid", bias)
             y = excite(image)
             for other in copies(excite):
                 assert not other._packed and torch.equal(other(image), y)
@@ -93,10 +93,10 @@ def test_copies():
 
 def test_refusals():
     signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
-    for x, out in ((signed, None), (X, signed)):
+    for x, out in ((signed, None), (BYTE, signed)):
         with pytest.raises(BackendError, match=r"x86\.squeeze_excite"):
             kernel(4, 2, x, out)
-    excite, _ = kernel(4, 2, X, OUTS[0])
+    excite, _ = kernel(4, 2, BYTE, OUTS[0])
     with pytest.raises(InputError, match=r"x86\.squeeze_excite: an input with 5 channels; the layer takes 4"):
         excite(bytes_(1, 5, 3, 3))
     with pytest.raises(InputError, match="without a batch"):
@@ -121,15 +121,15 @@ def returned(m, x):
     return y * torch.sigmoid(m.excite(F.silu(m.squeeze(y.mean((2, 3), keepdim=True)))))
 
 
+@no_warnings
 @pytest.mark.parametrize("forward", [excited, returned], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_through_the_pipeline(forward, per_channel, recwarn):
+def test_through_the_pipeline(forward, per_channel):
     """One kernel, verified; with a result in integers and in float, weights per tensor and per channel."""
     model, x = module(forward, **LAYERS), torch.randn(2, 3, 20, 20)
     spec = fxq.TensorSpec(signed=True, symmetric=True, per_channel=per_channel, observer="minmax")
     recipe = fxq.Recipe.static(backend="x86", weight=spec).with_optimize("coverage")
     quantized = fxq.quantize(model, recipe, data=[x])
-    assert not [w for w in recwarn if "fxq" in str(w.category) or "kernel" in str(w.message)]
     (made,) = (m for m in quantized.modules() if isinstance(m, Excite))
     assert (made.out is None) == (forward is returned)
     with torch.no_grad():

@@ -20,7 +20,22 @@ from fxq.backends.x86_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose2d
 from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
-from tests.kernels import CHANNELS_LAST, OUTS, POSTS, RESIDUAL, X, agree, bytes_, copies, real, weight
+from tests.kernels import (
+    BYTE,
+    CHANNELS_LAST,
+    OUTS,
+    POSTS,
+    QMAX,
+    RESIDUAL,
+    ZERO_POINTS,
+    X,
+    activations,
+    agree,
+    bytes_,
+    copies,
+    real,
+    weight,
+)
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 
@@ -47,14 +62,14 @@ def test_conv_of_any_shape(data):
         for k, d, p in zip(kernel, dilation, padding, strict=True)
     ]
     c_in, c_out, batch = draw(st.integers(1, 20)), draw(st.integers(1, 40)), draw(st.sampled_from([0, 1, 2]))
-    x = QParams.per_tensor(0.0217, draw(st.sampled_from([0, 1, 128, 255])))
+    x = QParams.per_tensor(0.0217, draw(st.sampled_from(ZERO_POINTS)), 0, QMAX)
     out = draw(st.sampled_from([None, *OUTS]))
     residual = RESIDUAL if out is not None and draw(st.booleans()) else None
     q, qp, w = weight(c_out * groups, c_in, *kernel, axis=draw(st.sampled_from([0, 0, None])))
     bias = draw(st.sampled_from([None, torch.randn(c_out * groups)]))
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     conv = Conv(q, qp, bias, x, out, residual=residual, **options)
-    image = bytes_(batch, c_in * groups, *size)
+    image = activations(batch, c_in * groups, *size)
     if dims == 2 and draw(st.booleans()):
         image = image.contiguous(memory_format=CHANNELS_LAST)
     reference = F.conv2d if dims == 2 else F.conv1d
@@ -80,7 +95,7 @@ def test_transposed_conv_of_any_shape(data):
     q, qp, w = weight(groups * draw(st.integers(1, 9)), channels, *kernel, axis=draw(st.sampled_from([1, 1, None])))
     bias, options = torch.randn(channels * groups), {"stride": stride, "padding": padding, "output_padding": more}
     conv = ConvTranspose2d(q, qp, bias, X, out, groups=groups, **options)
-    image = bytes_(draw(st.integers(0, 2)), q.shape[0], *size)
+    image = activations(draw(st.integers(0, 2)), q.shape[0], *size)
     agree(conv(image), F.conv_transpose2d(real(image, X), w, bias.double(), groups=groups, **options), out)
 
 
@@ -89,7 +104,7 @@ def test_transposed_conv_of_any_shape(data):
 def test_conv_posts(post, out):
     q, qp, w = weight(24, 8, 3, 3)
     conv = Conv(q, qp, None, X, out, padding=1, post=POSTS[post][0])
-    image = bytes_(2, 8, 17, 13)
+    image = activations(2, 8, 17, 13)
     agree(conv(image), POSTS[post][1](F.conv2d(real(image, X), w, padding=1)), out)
 
 
@@ -99,7 +114,7 @@ def test_conv_posts(post, out):
 def test_residual(kind, post, out):
     rule, function = POSTS[post] if post else (None, lambda y: y)
     q, qp, w = weight(24, 16, 1, 1) if kind == "conv" else weight(24, 16)
-    x = bytes_(2, 16, 9, 7) if kind == "conv" else bytes_(3, 5, 16)
+    x = activations(2, 16, 9, 7) if kind == "conv" else activations(3, 5, 16)
     y = F.conv2d(real(x, X), w) if kind == "conv" else F.linear(real(x, X), w)
     other = bytes_(*y.shape)
     kept = other.clone()
@@ -121,9 +136,9 @@ def test_linear(post, out):
     q, qp, w = weight(40, 33)
     linear = Linear(q, qp, torch.ones(40), X, out, post=rule)
     for shape in [(33,), (0, 33), (7, 33), (2, 3, 5, 33)]:
-        x = bytes_(*shape)
+        x = activations(*shape)
         agree(linear(x), function(F.linear(real(x, X), w, torch.ones(40).double())), out)
-    x = bytes_(33, 6).t()
+    x = activations(33, 6).t()
     assert torch.equal(linear(x), linear(x.contiguous()))
     for other in copies(linear):
         assert torch.equal(other(x), linear(x))
@@ -135,10 +150,10 @@ def test_linear_of_one_row_in_float(data):
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 1000)))
     inputs, outputs = draw(st.integers(1, 300)), draw(st.integers(1, 300))
-    x = QParams.per_tensor(0.0217, draw(st.sampled_from([0, 1, 128, 255])))
+    x = QParams.per_tensor(0.0217, draw(st.sampled_from(ZERO_POINTS)), 0, QMAX)
     q, qp, w = weight(outputs, inputs, axis=draw(st.sampled_from([0, 0, None])))
     bias = draw(st.sampled_from([None, torch.randn(outputs)]))
-    row = draw(st.sampled_from([bytes_(inputs), bytes_(2 * inputs)[::2], bytes_(inputs + 5)[5:]]))
+    row = draw(st.sampled_from([activations(inputs), activations(2 * inputs)[::2], activations(inputs + 5)[5:]]))
     linear = Linear(q, qp, bias, x, None)
     y = F.linear(real(row, x), w, None if bias is None else bias.double())
     for shape in [(inputs,), (1, inputs), (1, 1, 1, inputs)]:
@@ -155,7 +170,7 @@ def test_linear_of_nothing(shape, residual):
     for out in OUTS if residual else [None, *OUTS]:
         linear = Linear(*weight(40, 33)[:2], None, X, out, residual=residual)
         others = [bytes_(*shape[:-1], 40)] if residual else []
-        agree(linear(bytes_(*shape), *others), torch.zeros(*shape[:-1], 40, dtype=torch.float64), out)
+        agree(linear(activations(*shape), *others), torch.zeros(*shape[:-1], 40, dtype=torch.float64), out)
 
 
 LAYERS = {
@@ -176,7 +191,7 @@ def test_an_input_of_another_shape(layer):
     kind, size, options, shapes, words = LAYERS[layer]
     kernel = kind(*weight(*size, axis=kind.channel_axis)[:2], None, X, OUTS[0], **options)
     for shape in shapes:
-        given = [bytes_(*shape), *([bytes_(*shape[:-1], 4)] if "residual" in options else [])]
+        given = [activations(*shape), *([bytes_(*shape[:-1], 4)] if "residual" in options else [])]
         with pytest.raises(InputError, match=words):
             kernel(*given)
 
@@ -184,9 +199,13 @@ def test_an_input_of_another_shape(layer):
 def test_one_kernel_serves_every_input():
     q, qp, w = weight(16, 6, 3, 3)
     conv = Conv(q, qp, None, X, OUTS[0], padding=1)
-    inputs = [bytes_(n, 6, h, 9) for n, h in [(1, 8), (3, 8), (0, 8), (1, 20), (2, 1), (1, 8), (4, 30)]]
-    inputs += [bytes_(2, 12, 9, 9)[:, ::2], bytes_(2, 9, 9, 6).permute(0, 3, 1, 2), bytes_(1, 6, 9, 18)[..., 3:12]]
-    for x in [*inputs, bytes_(6, 9, 9)]:
+    inputs = [activations(n, 6, h, 9) for n, h in [(1, 8), (3, 8), (0, 8), (1, 20), (2, 1), (1, 8), (4, 30)]]
+    inputs += [
+        activations(2, 12, 9, 9)[:, ::2],
+        activations(2, 9, 9, 6).permute(0, 3, 1, 2),
+        activations(1, 6, 9, 18)[..., 3:12],
+    ]
+    for x in [*inputs, activations(6, 9, 9)]:
         y = conv(x)
         agree(y, F.conv2d(real(x, X), w, padding=1), OUTS[0])
         assert x.dim() == 3 or y.is_contiguous(memory_format=CHANNELS_LAST)
@@ -195,13 +214,13 @@ def test_one_kernel_serves_every_input():
 
 def test_same_padding():
     q, qp, w = weight(5, 4, 3, 5)
-    x = bytes_(1, 4, 9, 9)
+    x = activations(1, 4, 9, 9)
     agree(Conv(q, qp, None, X, None, padding="same")(x), F.conv2d(real(x, X), w, padding="same"), None)
     assert Conv.refuses(kernel_size=(2, 3), padding="same") == "pads asymmetrically"
 
 
 def test_copies_compute_the_same_and_hold_nothing_packed():
-    x = bytes_(2, 8, 9, 7)
+    x = activations(2, 8, 9, 7)
     q, qp, _ = weight(8, 4, 3, 3)
     kernels: list[Kernel] = [
         Conv(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=Post("relu6")),
@@ -222,7 +241,7 @@ def test_copies_compute_the_same_and_hold_nothing_packed():
 
 
 def test_pooling():
-    x = bytes_(2, 6, 13, 9)
+    x = activations(2, 6, 13, 9)
     for image in [x, x[:0], x.contiguous(memory_format=CHANNELS_LAST), x[:, ::2]]:
         for ceil in (False, True):
             y = F.max_pool2d(image.float(), 3, 2, 1, ceil_mode=ceil)
@@ -242,28 +261,28 @@ def test_mean_and_sum(dim):
     for image in [x, x.contiguous(memory_format=CHANNELS_LAST), x[:, ::2], x.transpose(1, 3)]:
         for keepdim in (False, True):
             for out in (None, OUTS[1]):
-                agree(Mean(X, out, dim, keepdim)(image), real(image, X).mean(dim, keepdim=keepdim), out)
+                agree(Mean(BYTE, out, dim, keepdim)(image), real(image, BYTE).mean(dim, keepdim=keepdim), out)
             wide = QParams.per_tensor(1.93, 100)
-            agree(Mean(X, wide, dim, keepdim, total=True)(image), real(image, X).sum(dim, keepdim=keepdim), wide)
+            agree(Mean(BYTE, wide, dim, keepdim, total=True)(image), real(image, BYTE).sum(dim, keepdim=keepdim), wide)
     long = bytes_(2, 70001)  # beyond what float32 sums exactly
-    agree(Mean(X, OUTS[2], -1)(long), real(long, X).mean(-1), OUTS[2])
-    agree(Mean(X, OUTS[2], 0)(x[:1]), real(x[:1], X).mean(0), OUTS[2])
-    assert Mean(X, OUTS[0], (1, 2))(x[:0]).shape == (0, 9)
-    assert Mean(X, OUTS[0], 0, total=True)(x[:0]).eq(OUTS[0].z).all()
+    agree(Mean(BYTE, OUTS[2], -1)(long), real(long, BYTE).mean(-1), OUTS[2])
+    agree(Mean(BYTE, OUTS[2], 0)(x[:1]), real(x[:1], BYTE).mean(0), OUTS[2])
+    assert Mean(BYTE, OUTS[0], (1, 2))(x[:0]).shape == (0, 9)
+    assert Mean(BYTE, OUTS[0], 0, total=True)(x[:0]).eq(OUTS[0].z).all()
     with pytest.raises(BackendError, match="mean of no elements"):
-        Mean(X, OUTS[0], 0)(x[:0])
+        Mean(BYTE, OUTS[0], 0)(x[:0])
 
 
 def test_clamp_and_pad():
     x = bytes_(2, 6, 7, 9)
     for name in ("relu", "relu6", "hardtanh"):
         rule, function = POSTS[name]
-        agree(Clamp(X, rule)(x), function(real(x, X)), X)
-    agree(Pad(X, (1, 2, 3, 0))(x), F.pad(real(x, X), (1, 2, 3, 0)), X)
-    value = 7 * X.s
-    agree(Pad(X, (1, 2), value=value)(x), F.pad(real(x, X), (1, 2), value=value), X)
+        agree(Clamp(BYTE, rule)(x), function(real(x, BYTE)), BYTE)
+    agree(Pad(BYTE, (1, 2, 3, 0))(x), F.pad(real(x, BYTE), (1, 2, 3, 0)), BYTE)
+    value = 7 * BYTE.s
+    agree(Pad(BYTE, (1, 2), value=value)(x), F.pad(real(x, BYTE), (1, 2), value=value), BYTE)
     for mode in ("reflect", "replicate", "circular"):
-        agree(Pad(X, (1, 2, 3, 0), mode)(x), F.pad(real(x, X), (1, 2, 3, 0), mode), X)
+        agree(Pad(BYTE, (1, 2, 3, 0), mode)(x), F.pad(real(x, BYTE), (1, 2, 3, 0), mode), BYTE)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (0, 4), (2, 3, 9, 7), (1, 40, 80, 90), (300, 1001)], ids=str)
@@ -310,5 +329,5 @@ def test_refusals(monkeypatch):
     assert Pad.refuses(value=0.3 * X.s, x=X) and Pad.refuses(value=1e9, x=X)
     assert Conv.refuses(x=X) is None
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
-    assert "no VNNI" in str(Conv.refuses(x=X))
+    assert "no VNNI" in str(Conv.refuses(x=BYTE))
     assert Conv.refuses(x=OUTS[1]) is None

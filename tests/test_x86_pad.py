@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fxq.backends import cpu, x86_pad
 from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_pad import Padding
-from tests.kernels import CHANNELS_LAST, OUTS, X, agree, bytes_, real, weight
+from tests.kernels import CHANNELS_LAST, OUTS, X, activations, agree, bytes_, real, weight
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
@@ -50,7 +50,7 @@ def test_made_in_inference_mode_and_used_outside():
 def test_a_convolution_in_many_threads():
     q, qp, w = weight(16, 16, 3, 3)
     conv = Conv(q, qp, None, X, OUTS[0], padding=1)
-    images = [bytes_(1, 16, 9, 9) for _ in range(4)]
+    images = [activations(1, 16, 9, 9) for _ in range(4)]
     results: dict[int, list[torch.Tensor]] = {i: [] for i in range(4)}
 
     def run(i: int) -> None:
