@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import fx
 
 from fxq.alias import Changes
-from fxq.backends import NAMES, Backend, Support, get_backend
+from fxq.backends import NAMES, Backend, get_backend
+from fxq.candidates import Candidate, Settled
 from fxq.context import Context
 from fxq.data import device_of
 from fxq.errors import BackendError
@@ -67,22 +67,22 @@ class _Asked:
     def plans(self, backend: Backend) -> dict[fx.Node, Plan]:
         """The decision for every node, were the model to run on `backend`."""
         plans: dict[fx.Node, Plan] = {}
-        candidates: dict[fx.Node, _Candidate] = {}
+        candidates: dict[fx.Node, Candidate] = {}
         for node in self.ops:
             found = self._candidate(node, backend)
             if isinstance(found, Plan):
                 plans[node] = found
             else:
                 candidates[node] = found
-        _settle(candidates)
+        settled = Settled(candidates)
         plans.update({node: candidate.plan() for node, candidate in candidates.items()})
         _agree(plans)
         for node, plan in plans.items():
-            if plan.fix and not self._would_run(node, backend, candidates):
+            if plan.fix and not self._would_run(node, backend, settled):
                 plans[node] = replace(plan, fix="")
         return plans
 
-    def _candidate(self, node: fx.Node, backend: Backend) -> _Candidate | Plan:
+    def _candidate(self, node: fx.Node, backend: Backend) -> Candidate | Plan:
         """The node as a candidate, or the plan that leaves it in float."""
         about, calls, context = info(node), self.ops[node], self.rewriter.context
         if reads_only_metadata(node):
@@ -102,7 +102,7 @@ class _Asked:
             return Plan("float", f"the recipe says float for {selector}", fix=fix)
         return self._fit(node, backend, config)
 
-    def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> _Candidate | Plan:
+    def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
         """The same for a node that is to run with `config`."""
         gm, calls = self.rewriter.gm, self.ops[node]
         reason = _unfit(gm, calls, self.changes)
@@ -113,19 +113,19 @@ class _Asked:
         if support.ops == 0:
             return Plan("float", support.reason)
         assert config.activation is not None
-        return _Candidate(calls, config.activation, support)
+        return Candidate(calls, config.activation, support)
 
-    def _would_run(self, node: fx.Node, backend: Backend, candidates: Mapping[fx.Node, _Candidate]) -> bool:
+    def _would_run(self, node: fx.Node, backend: Backend, settled: Settled) -> bool:
         """Whether a node that the recipe leaves in float would run on integers if it did not."""
         found = self._fit(node, backend, QuantConfig())
         if isinstance(found, Plan):
             return False
-        before = candidates.get(found.inputs[0]) if len(found.inputs) == 1 else None
+        only = next(iter(found.inputs)) if len(found.inputs) == 1 else None
+        before = settled.candidates.get(only) if only is not None else None
         clips = all(call.op.quant.narrows for call in found.calls)
-        if clips and before is not None and before.heavy and before.runs and len(before.calls) == 1:
-            return len(found.inputs[0].users) == 1  # it would be in the unit of that layer
-        found.wanted = next(_wishes(node, candidates), None)
-        return found.runs and not _turn_down(node, found, candidates)
+        if clips and only and before is not None and before.heavy and before.runs and len(before.calls) == 1:
+            return len(only.users) == 1  # it would be in the unit of that layer
+        return settled.would_run(node, found)
 
 
 def _with_ways_out(context: Context, asked: _Asked, plans: Mapping[fx.Node, Plan]) -> dict[fx.Node, Plan]:
@@ -181,97 +181,6 @@ def _reads(plan: Plan | None) -> Mapping[str, TensorSpec]:
     return (plan.reads or {}) if plan is not None else {}
 
 
-@dataclass(eq=False)
-class _Candidate:
-    """An op that could run on integers.
-
-    Attributes:
-        calls: the ops of the node.
-        spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
-        support: what the backend says of it.
-        wanted: the spec that a consumer wants of its value, or None.
-        reason: why it was turned down; empty while it stands.
-    """
-
-    calls: tuple[OpCall, ...]
-    spec: TensorSpec
-    support: Support
-    wanted: TensorSpec | None = None
-    reason: str = ""
-
-    @property
-    def inputs(self) -> tuple[fx.Node, ...]:
-        """The nodes that its activations come from; what the ops behind the kernel read, they read in float."""
-        return self._inputs[self.ops]
-
-    @cached_property
-    def _inputs(self) -> Mapping[int, tuple[fx.Node, ...]]:
-        """The same for every number of ops that the kernel may run."""
-        made = {}
-        for ops in {self.support.ops, self._before_sum}:
-            reads = [i.node for i in inputs_of(self.calls[:ops]) if i.role == "activation"]
-            made[ops] = tuple(dict.fromkeys(node for node in reads if node.op != "get_attr"))
-        return made
-
-    @cached_property
-    def _before_sum(self) -> int:
-        """How many ops of a layer's unit come before the first that reads a second activation.
-
-        All of a unit that begins with something else: a squeeze-and-excitation reads its input again.
-        """
-        if not self.calls[0].op.quant.heavy:
-            return self.support.ops
-        later = (i.call for i in inputs_of(self.calls[: self.support.ops]) if i.role == "activation" and i.call > 0)
-        return min(later, default=self.support.ops)
-
-    @property
-    def ops(self) -> int:
-        """How many ops the kernel runs, as things stand.
-
-        A layer's sum that nobody reads as integers is left to float: integers would do no more to the residual stream
-        of a transformer, where layer norms read the sums, than to round it once for every layer.
-        """
-        return self.support.ops if self.wanted is not None or not self.heavy else self._before_sum
-
-    @property
-    def heavy(self) -> bool:
-        """Worth a kernel for its own sake."""
-        return any(call.op.quant.heavy for call in self.calls)
-
-    @property
-    def moves(self) -> bool:
-        """Only moves data."""
-        return all(call.op.quant.kind == "moves" for call in self.calls)
-
-    @property
-    def runs(self) -> bool:
-        """Whether it runs on integers, as things stand."""
-        return not self.reason and (self.heavy or self.wanted is not None)
-
-    @property
-    def reads(self) -> TensorSpec | None:
-        """What it wants of its inputs, as things stand: movers want what is wanted of them."""
-        if not self.runs:
-            return None
-        return self.wanted if self.moves else self.spec
-
-    def plan(self) -> Plan:
-        """The decision."""
-        spec = self.reads
-        if spec is None:
-            reason = self.reason or "nothing reads integers from it"
-            return Plan("float", reason)
-        reads = {n.name: spec for n in self.inputs}
-        if self.moves:
-            return Plan("moves", reads=reads)
-        emits = None if self.support.emits_float else self.spec
-        if self.ops == len(self.calls):
-            return Plan("int8", reads=reads, emits=emits)
-        if self.ops < self.support.ops:
-            return Plan("int8", "nothing reads integers from the sum", reads, self.ops, emits=emits)
-        return Plan("int8", self.support.reason, reads, self.support.ops, self.support.longer, emits=emits)
-
-
 def _called(gm: fx.GraphModule, node: fx.Node) -> str:
     module = submodule(gm, node)
     return type(module).__name__ if module is not None else str(getattr(node.target, "__name__", node.target))
@@ -316,46 +225,3 @@ def _unfit_input(gm: fx.GraphModule, first: OpCall, read: Input, changes: Change
         by_channel = first.op.quant.pointwise and sum(size != 1 for size in about.shape or ()) < 2
         return f"its input {read.node.target} is a constant" if read.call == 0 and not by_channel else None
     return None
-
-
-def _settle(candidates: dict[fx.Node, _Candidate]) -> None:
-    """Let every candidate follow its neighbours: wishes flow up from consumers, refusals flow down from producers."""
-    for _ in range(_ROUNDS):
-        _wish(candidates)
-        if not any([_turn_down(node, c, candidates) for node, c in candidates.items()]):
-            return
-    _wish(candidates)
-
-
-_ROUNDS = 8
-
-
-def _wish(candidates: dict[fx.Node, _Candidate]) -> None:
-    for node, candidate in reversed(candidates.items()):
-        candidate.wanted = next(_wishes(node, candidates), None)
-
-
-def _wishes(node: fx.Node, candidates: Mapping[fx.Node, _Candidate]) -> Iterator[TensorSpec]:
-    """The specs that consumers want of a node's value."""
-    for user in node.users:
-        candidate = candidates.get(user)
-        if candidate is not None and node in candidate.inputs and candidate.reads is not None:
-            yield candidate.reads
-
-
-def _turn_down(node: fx.Node, candidate: _Candidate, candidates: Mapping[fx.Node, _Candidate]) -> bool:
-    """Turn down an op that would need a conversion made for it alone; whether it was turned down just now."""
-    if not candidate.runs or candidate.heavy:
-        return False
-    narrows = any(call.op.quant.narrows for call in candidate.calls)
-    if candidate.moves and not narrows:
-        return False
-    for value in candidate.inputs:
-        producer = candidates.get(value)
-        integer = producer is not None and producer.runs
-        others = (candidates.get(user) for user in value.users if user is not node)
-        shared = any(c is not None and c.runs and value in c.inputs for c in others)
-        if not integer and not shared:
-            candidate.reason = f"its input %{value.name} is float, so float costs no conversion"
-            return True
-    return False

@@ -1,5 +1,7 @@
 """annotate: what runs on integers, what does not, and why."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,10 +9,11 @@ from torch import nn
 
 import fxq
 from fxq.backends.cpu import has_onednn_int8
-from fxq.graph import info
+from fxq.graph import info, is_op
 from fxq.passes import Annotate
+from fxq.rewrite import Rewriter
 from tests.graphs import REFERENCE, again, text, until
-from tests.helpers import module
+from tests.helpers import context, module, steps
 from tests.models import batch, build, settled
 
 X86 = fxq.Recipe.static(backend="x86")
@@ -288,3 +291,63 @@ def test_a_residual_stream_is_not_rounded():
     lines = text(until(model, x, "fallback", REFERENCE).gm).splitlines()
     assert "add = add(x, layers_0)" in lines or "add = add(layers_0, x)" in lines
     assert not any(line.startswith("add_q") for line in lines)
+
+
+# ---- settling
+
+
+class Sums(nn.Module):
+    """Equal sums, each of two float values that it shares with its neighbours; a layer reads each.
+
+    The first value has a layer as a reader, so that the sums lose their reason to run one by one, from the last on.
+    """
+
+    def __init__(self, count):
+        super().__init__()
+        self.first = nn.Conv2d(3, 3, 1)
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 1) for _ in range(count))
+
+    def forward(self, x):
+        values = [torch.erf(x * i) for i in range(1, len(self.layers) + 2)]
+        sums = [a + b for a, b in pairwise(values)]
+        return self.first(values[0]) + sum(layer(y) for layer, y in zip(self.layers, sums, strict=True))
+
+
+@pytest.mark.parametrize("count", [3, 14, 40])
+def test_equal_sums_get_one_decision(count):
+    gm = fxq.run_passes(settled(lambda: Sums(count)), REFERENCE, torch.randn(2, 3, 4, 4), until="annotate")
+    sums = [n for n in gm.graph.nodes if is_op(n, "add") and all(is_op(v, "erf") for v in n.all_input_nodes)]
+    assert len(sums) == count
+    assert {info(n).plan.fate for n in sums} == {"float"}
+    assert all("is float, so float costs no conversion" in info(n).plan.reason for n in sums)
+
+
+def test_sums_that_share_all_their_inputs_run():
+    """A value that two sums read as integers is converted once for both: neither is turned down."""
+
+    def middle(m, x):
+        a, b = torch.erf(x), torch.sin(x)
+        return m.behind(a + b) + m.behind(b - a)
+
+    got = plans(annotated(middle))
+    assert got["add"] == got["sub"] == ("int8", "")
+
+
+def chained(count):
+    """As many candidates as `Sums` has, with a value that all of them read."""
+
+    def forward(self, x):
+        shared = torch.erf(x)
+        sums = [torch.sin(x * i) + shared for i in range(count)]
+        return sum(self.layer(y) for y in sums)
+
+    return module(forward, layer=nn.Conv2d(3, 3, 1))
+
+
+@pytest.mark.parametrize("model", [Sums, chained])
+def test_settling_takes_time_linear_in_the_graph(model):
+    counts = []
+    for count in (40, 160):
+        gm = fxq.run_passes(model(count).eval(), REFERENCE, torch.randn(1, 3, 2, 2), until="fuse")
+        counts.append(steps(lambda gm=gm: Annotate().run(Rewriter(gm, context(gm, torch.randn(1, 3, 2, 2))))))
+    assert counts[1] < 5 * counts[0]
