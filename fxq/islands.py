@@ -21,16 +21,21 @@ _CONVERSIONS = ("quantize", "dequantize", "requantize")
 
 
 def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Region]:
-    """The regions of the ops and units that run on integers, as far as the shapes of all their values are known."""
+    """The regions of the ops and units that run on integers."""
     found = {}
     for node in nodes:
         plan = info(node).plan
         if plan is None or plan.fate == "float" or is_op(node, *_CONVERSIONS):
             continue
         region = read_region(gm, node)
-        if region is not None and all(info(n).is_tensor for n in (node, *node.all_input_nodes)):
+        if region is not None:
             found[node] = region
     return found
+
+
+def has_known_shapes(region: Region) -> bool:
+    """Whether all values that a region reads and makes are tensors of known shapes, so that it can be timed alone."""
+    return all(info(n).is_tensor for n in (region.node, *region.node.all_input_nodes))
 
 
 def priced_ops(
@@ -38,17 +43,23 @@ def priced_ops(
 ) -> list[Priced]:
     """Ops with their seconds on integers and in float, the conversions around them left out.
 
-    One that cannot be measured keeps its integers: what is wrong with its kernel is for verify-lowering to find.
-    `advance` is called after each that was measured.
+    One that cannot be measured keeps its integers: what is wrong with its kernel is for verify-lowering to find. But
+    one that only moves data is as quick either way, and goes with its neighbours: such as a reshape to a size that is
+    read at run time. `advance` is called after each that was measured.
     """
     ops = []
     for node, region in regions.items():
+        plan = info(node).plan
+        unmeasured = Priced(node, 0.0, 0.0 if plan is not None and plan.fate == "moves" else math.inf, measured=False)
+        if not has_known_shapes(region):
+            ops.append(unmeasured)
+            continue
         known = prober.knows(region)
         try:
             ops.append(Priced(node, prober.kernel(gm, region), prober.real(gm, region)))
         except Exception as error:  # whatever a kernel raises on random inputs
-            log.warning("%s cannot be timed (%s: %s); it runs on integers.", node.name, type(error).__name__, error)
-            ops.append(Priced(node, 0.0, math.inf))
+            log.warning("%s cannot be timed (%s: %s).", node.name, type(error).__name__, error)
+            ops.append(unmeasured)
         if not known:
             advance()
     return ops
@@ -61,7 +72,7 @@ def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> I
         if plan is None or plan.fate != "float" or is_op(node, *_CONVERSIONS):
             continue
         region = read_region(gm, node)
-        if region is not None and all(info(n).is_tensor for n in (node, *node.all_input_nodes)):
+        if region is not None and has_known_shapes(region):
             try:
                 yield node, prober.real(gm, region)
             except Exception as error:  # an op may ask more of its inputs than that they have a shape and a dtype

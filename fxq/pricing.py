@@ -20,11 +20,13 @@ class Priced:
     Attributes:
         key: its name.
         int8, real: seconds on integers, and in float.
+        measured: whether they were measured; else they stand for a wish.
     """
 
     key: Key
     int8: float
     real: float
+    measured: bool = True
 
 
 @dataclass(frozen=True)

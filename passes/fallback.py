@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import fx
 
 from fxq import costs
-from fxq.graph import Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute
-from fxq.islands import emits_float, float_ops, priced_ops, priced_values, regions_of
+from fxq.candidates import UNREAD
+from fxq.graph import Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute, reads_only_metadata
+from fxq.islands import emits_float, float_ops, has_known_shapes, priced_ops, priced_values, regions_of
 from fxq.passbase import Pass, Stage
-from fxq.pricing import cheapest
+from fxq.pricing import Key, Value, cheapest
 from fxq.probe import Prober
 from fxq.progress import progress_bar
 from fxq.region import read_region
@@ -71,18 +73,36 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     """Put on record what every op costs; if they are to `choose` by it, put the integer ops that lose into float."""
     nodes = rewriter.nodes()
     regions = regions_of(rewriter.gm, nodes)
-    unknown = sum(not prober.knows(region) for region in regions.values())
+    unknown = sum(has_known_shapes(region) and not prober.knows(region) for region in regions.values())
     with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         for left, seconds in float_ops(rewriter.gm, nodes, prober):
             _record(rewriter, left, Cost(1e6 * seconds))
-        integers = cheapest(ops, priced_values(rewriter.gm, nodes, regions, prober)) if choose else set(regions)
+    values = priced_values(rewriter.gm, nodes, regions, prober)
+    integers = cheapest(ops, values) if choose else set(regions)
+    idle = _drop_idle(integers, values, nodes)
     for op in ops:
         node: Any = op.key
-        _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8))
+        if op.measured:
+            _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8))
         if node not in integers:
             with rewriter.attributed("run_in_float", _run_in_float):
-                _run_in_float(rewriter, node)
+                _run_in_float(rewriter, node, UNREAD if node in idle else NOT_WORTH_IT)
+
+
+def _drop_idle(integers: set[Key], values: Sequence[Value], nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Take out of `integers` what only moves data that no integer op reads, also through others; all such nodes.
+
+    To move integers costs no less then, and loses a rounding.
+    """
+    readers = {value.producer: value.readers for value in values}
+    idle = set()
+    for node in reversed(nodes):
+        plan = info(node).plan
+        if plan is not None and plan.fate == "moves" and not any(r in integers for r in readers.get(node, ())):
+            integers.discard(node)
+            idle.add(node)
+    return idle
 
 
 def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
@@ -94,7 +114,7 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
 NOT_WORTH_IT = "float is faster at this size on this machine"
 
 
-def _run_in_float(rewriter: Rewriter, node: fx.Node) -> None:
+def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:
     """Give an integer op its float weights back; one that moves integers moves floats."""
     about = info(node)
     assert about.plan is not None
@@ -104,7 +124,7 @@ def _run_in_float(rewriter: Rewriter, node: fx.Node) -> None:
             path = originals[read.name]
             weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
             rewriter.update(node, args=_swap(node.args, {read: weight}))
-    plan = Plan("float", NOT_WORTH_IT, fix='recipe.with_optimize("coverage")', cost=about.plan.cost)
+    plan = Plan("float", reason, fix='recipe.with_optimize("coverage")', cost=about.plan.cost)
     if about.qparams is not None and about.dtype is not None and not about.dtype.is_floating_point:
         _move_floats(rewriter, node)
     rewriter.describe(node, plan=plan)
@@ -138,21 +158,24 @@ def _swap(args: Any, new: dict[fx.Node, fx.Node]) -> Any:
 
 
 def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
-    """Let float readers of dequantize(quantize(v)) read v, where v is float anyway.
+    """Let float readers of dequantize(quantize(v)), and readers of its shape, read v, where v is float anyway.
 
     It is where it is made in float; and where a layer makes it that nobody reads as integers: its kernel emits floats.
     """
     value: Any = quantize.args[0]
     copies = [user for user in quantize.users if is_op(user, "dequantize")]
     readers = [user for copy in copies for user in copy.users]
+    shapes = [user for user in quantize.users if reads_only_metadata(user)]
     if not is_float(value):
-        alone = len(value.users) == 1 and len(copies) == len(quantize.users) and all(map(is_float, readers))
-        if not alone or not emits_float(rewriter.gm, value):
+        read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
+        if not read_alone or not all(map(is_float, readers)) or not emits_float(rewriter.gm, value):
             return
-    for copy in copies:
-        if any(map(is_float, copy.users)):
-            with rewriter.attributed("read_float", _read_float):
+    with rewriter.attributed("read_float", _read_float):
+        for copy in copies:
+            if any(map(is_float, copy.users)):
                 rewriter.reroute(copy, value, only=is_float)
+        if shapes:
+            rewriter.reroute(quantize, value, only=reads_only_metadata)
 
 
 def is_float(node: fx.Node) -> bool:

@@ -341,7 +341,11 @@ def flatten(pick: Picks, x: Tensor) -> nn.Module:
     return nn.Flatten()
 
 
-@form("reshape", lambda m, x: x.reshape(-1, *m.sizes), lambda m, x: torch.reshape(x, (-1, *m.sizes)))
+@form(
+    "reshape",
+    *(lambda m, x: x.reshape(-1, *m.sizes), lambda m, x: torch.reshape(x, (-1, *m.sizes))),
+    *(lambda m, x: x.reshape(x.shape[0], *m.sizes), lambda m, x: x.reshape(x.size(0), *m.sizes)),
+)
 def reshape(pick: Picks, x: Tensor) -> nn.Module | None:
     shapes = {
         4: ((x.shape[1], x[0, 0].numel()),),

@@ -94,6 +94,16 @@ def again(manager: Any, step: Pass) -> list[Any]:
     return rewriter.edits
 
 
+def idle(graph: GraphView) -> list[str]:
+    """What is made integer for nothing: float values quantized, and integers moved, that no integer op reads."""
+    useful: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.kind == "int8" or (node.kind in ("convert", "moves") and node.name in useful):
+            useful.update(node.inputs)
+    made = [n for n in graph if n.kind == "moves" or (n.label == "quantize" and graph[n.inputs[0]].kind != "int8")]
+    return [n.name for n in made if n.name not in useful]
+
+
 def equal(a: Any, b: Any) -> bool:
     """Whether two results are the same, bit for bit and in structure."""
     if isinstance(a, torch.Tensor):

@@ -10,6 +10,7 @@ import copy
 import math
 import pickle
 import warnings
+import zlib
 from collections import Counter
 from typing import Any
 
@@ -19,11 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fxq
+from fxq import costs
 from fxq.backends.cpu import has_onednn_int8
 from fxq.numeric import sqnr, tensors
 from fxq.ops import OPS
 from tests.fuzz import Network, Plan, Step, noisy
 from tests.fuzz_forms import FORMS, NOT_DRAWN, UNBOUNDED
+from tests.graphs import idle
 from tests.helpers import OF_THE_MACHINE
 
 MARGIN = 12.0
@@ -90,6 +93,7 @@ def check(plan: Plan, bits: int = 8) -> None:
         within(real, exact, bounds, "qdq against float")
         within(exact, got, bounds, "int8 against qdq")
         assert not quantized.history["verify-lowering"].edits
+        assert not idle(quantized.history["fallback"].graph), "integers are made that no integer op reads"
         assert identical(quantized(*batch), got), "a second call, which binds the graph, gives something else"
         assert identical(quantized(*batch), got), "a third call, of the bound function, gives something else"
         assert identical(pickle.loads(pickle.dumps(quantized))(*batch), got), "the pickled model gives something else"
@@ -178,6 +182,31 @@ def test_every_spelling_is_drawn_somewhere(op):
 @given(plan=plans(12))
 def test_random_networks(plan):
     check(plan)
+
+
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(plan=plans(12), prices=st.integers(0, 99))
+def test_random_networks_at_random_prices(plan, prices):
+    """Whatever runs on integers: no value is quantized for nobody."""
+    network, batch = plan.build()
+    if not network.lines:
+        return
+
+    class Planted(costs.Costs):
+        def __contains__(self, key):
+            return True
+
+        def seconds(self, key, prepare, cold=False):
+            return float(zlib.crc32(f"{prices} {key.partition(' to ')[0]}".encode()) % 5)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), torch.no_grad():
+        patch.setattr(costs, "machine_costs", Planted)
+        warnings.filterwarnings("ignore", message="nothing runs on integers")
+        quantized = fxq.quantize(network, recipe().with_optimize("speed"), data=[batch])
+        real = network(*batch)
+        within(real, quantized(*batch), noise_bounds(network, batch, real), "int8 against float")
+    assert not idle(quantized.history["fallback"].graph), "integers are made that no integer op reads"
 
 
 @pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
