@@ -1,6 +1,7 @@
-"""Tuples of a traced call (chunk, split, unbind) that are used whole: taken apart where that asks nothing new of sizes.
+"""Tuples of a traced call that are used whole: taken apart where that asks nothing new of sizes.
 
-Then `torch.cat(x.split(2, 1))` is what `torch.cat([*x.split(2, 1)])` is: ops of one tensor each.
+Then `torch.cat(x.split(2, 1))` is what `torch.cat([*x.split(2, 1)])` is: ops of one tensor each. And sizes are given
+one by one: `F.avg_pool2d(x, x.size()[2:])` is `F.avg_pool2d(x, (x.size(2), x.size(3)))`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxq.graph import info
@@ -16,11 +18,16 @@ from fxq.values import found_in, is_value
 
 
 def apart(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with a tuple in the place of a traced one where the op takes a list of tensors."""
+    """The arguments of a call of an op, with tuples in the place of traced ones: of tensors as of sizes."""
     found = OPS.of_call(target)
-    if found is None or found[0].quant.inputs != ("xs",):
+    if found is None or target is operator.getitem:
         return args, kwargs
-    return tuple(map(_listed, args)), {key: _listed(value) for key, value in kwargs.items()}
+    listed = _listed if found[0].quant.inputs == ("xs",) else _sizes
+    return tuple(map(listed, args)), {key: listed(value) for key, value in kwargs.items()}
+
+
+def _sizes(value: Any) -> Any:
+    return tuple(value) if is_value(value) and type(value._value) is torch.Size else value
 
 
 def sliced(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

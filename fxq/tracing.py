@@ -16,13 +16,13 @@ from torch.nn.utils import parametrize
 
 from fxq.alias import Watch
 from fxq.arguments import arguments, can_be_default, expanded
-from fxq.blame import Untraceable, blame, user_line, user_text
-from fxq.checks import HOW, check_fixed, check_same, make_output, structure
+from fxq.asked import Asked
+from fxq.blame import blame, user_line
+from fxq.checks import make_output
 from fxq.data import Batch
 from fxq.errors import FxqError, InputError, TraceError, words_of
 from fxq.exported import Exported
 from fxq.graph import set_info, tensor_meta
-from fxq.numeric import tensors
 from fxq.ops import OPS
 from fxq.origin import origin_of
 from fxq.parts import apart, sliced
@@ -64,16 +64,12 @@ class Tracer(fx.Tracer):
         self.leaves, self.example, self.fixed, self.strict = leaves, example, fixed, strict
         self.unroll, self.loops = unroll, False
         self.record, self.outputs = record, list[tuple[str, list[Tensor]]]()
-        self._refusals: list[Untraceable] = []
         self._hopeless: Exception | None = None
         self.broken: dict[str, str] = {}
         self.watch = Watch()
         self.returned: list[Tensor] = []
-        self._running = self._dtypes = self._ranks = self._squeezes = False
+        self._running = False
         self._thread = threading.get_ident()
-        self._guarded: set[tuple[fx.Node, str]] = set()
-        self._checked: dict[str, tuple[fx.Node, Any]] = {}
-        self._given: dict[str, tuple[fx.Node, Any]] = {}
         self._copies: dict[Tensor, Tensor] = {}
         self._read: dict[str, Value] = {}
         self._folded: dict[nn.Module, Tensor] = {}
@@ -86,6 +82,7 @@ class Tracer(fx.Tracer):
             TraceError: the model itself, not a module in it, cannot be traced.
             InputError: the model does not run on the example.
         """
+        self.asked = Asked(self.create_node, _TRACE, type(model).__name__)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
             with _ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, self._traces):
@@ -94,7 +91,7 @@ class Tracer(fx.Tracer):
             raise
         except Exception as error:  # whatever the user's forward raises
             raise TraceError(blame(model, error).error()) from error
-        self._add_checks()
+        self.asked.add_checks(self.graph)
         self._erase_unused()
         return graph
 
@@ -131,11 +128,7 @@ class Tracer(fx.Tracer):
         node = self.create_node("placeholder", entry.name, entry.default, {})
         held = copied(entry.value)
         self._see(node, held)
-        name = entry.name.lstrip("*")
-        self._given[name] = node, entry.value
-        if entry.checked:
-            wanted = entry.value if entry.fixed else structure(entry.value)
-            self._checked[name] = node, ["any", *wanted[1:]] if entry.name != name else wanted
+        self.asked.give(entry, node)
         return held if entry.fixed else Value(node, self, held, Origin.SIZES)
 
     def _expand(self, value: Value, held: Any) -> Any:
@@ -143,20 +136,6 @@ class Tracer(fx.Tracer):
         if isinstance(held, Tensor):
             value._origin = Origin.DATA
         return expanded(value, held, lambda key: self._expand(value[key], held[key]))  # type: ignore[index]
-
-    def _add_checks(self) -> None:
-        """Have the graph check first that it is called as the example calls it, where that decided something."""
-        checked = dict(self._checked)
-        for name, (node, value) in self._given.items() if self._dtypes or self._ranks else ():
-            if next(tensors(value), None) is not None:
-                wanted = structure(value, self._dtypes, self._ranks)
-                checked[name] = node, ["any", *wanted[1:]] if str(node.target).startswith("*") else wanted
-        if checked:
-            first = next(n for n in self.graph.nodes if n.op != "placeholder")
-            nodes = {name: node for name, (node, _) in checked.items()}
-            expected = {name: wanted for name, (_, wanted) in checked.items()}
-            with self.graph.inserting_before(first):
-                self.create_node("call_function", check_fixed, (nodes, expected), {})
 
     def _erase_unused(self) -> None:
         """Erase reads of sizes and parts that only the trace needed."""
@@ -182,10 +161,10 @@ class Tracer(fx.Tracer):
             some = sliced(target, args)
             if some is not None:
                 return some
+        if kind in ("call_function", "call_method"):
             args, kwargs = apart(target, args, kwargs)
-        if kind == "call_method" and target in _TAKES_SIZES and len(args) == 2 and is_value(args[1]):
-            args = (args[0], *args[1]) if isinstance(args[1]._value, (tuple, list)) else args  # one spelling of a shape
-        self._squeezes = self._squeezes or target in _SQUEEZES
+        self.asked.forget()
+        self.asked.squeezes = self.asked.squeezes or target in _SQUEEZES
         before = self._versions(args, kwargs)
         result = self._run(kind, target, args, kwargs)
         node: fx.Node = super().create_proxy(kind, target, args, kwargs, name, type_expr).node
@@ -197,7 +176,7 @@ class Tracer(fx.Tracer):
         if not changes and result is not None and not isinstance(result, Tensor) and kind != "call_module":
             node.meta[_IDLE] = value._origin < Origin.DATA or target is operator.getitem
         if result is None and target in (operator.getitem, getattr):
-            self.fix(value, "none", anyway=True)
+            self.asked.fix(value, "none", anyway=True)
         return None if result is None else value
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -322,7 +301,7 @@ class Tracer(fx.Tracer):
             return self._fold(m, forward, args, kwargs)
         if path is None:  # made by a forward, or in a plain list: it has no path to call it by
             return forward(*args, **kwargs)
-        stack, refusals = dict(self.module_stack), len(self._refusals)
+        stack, refusals = dict(self.module_stack), len(self.asked.refusals)
         try:
             result = super().call_module(m, forward, args, kwargs)
             self._check_swallowed(refusals)
@@ -330,7 +309,7 @@ class Tracer(fx.Tracer):
                 self.outputs.append((path, copied(list(examples(result)))))
             return result
         except Exception as error:
-            del self._refusals[refusals:]
+            del self.asked.refusals[refusals:]
             self.module_stack.clear()
             self.module_stack.update(stack)
             if self.strict or self.is_leaf_module(m, path):
@@ -339,13 +318,8 @@ class Tracer(fx.Tracer):
 
     def _check_swallowed(self, known: int) -> None:
         """Raise a refusal that a forward has caught in a `try`: what it did then is not what it does on data."""
-        if len(self._refusals) > known:
-            raise self._refusals[known]
-
-    def refuse(self, why: str, node: fx.Node) -> Untraceable:
-        """The error for what no graph can hold, remembered: a forward may catch it."""
-        self._refusals.append(Untraceable(why, node))
-        return self._refusals[-1]
+        if len(self.asked.refusals) > known:
+            raise self.asked.refusals[known]
 
     def _keep(self, m: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """A module that cannot be traced, as a leaf. Raises the error again where it does not run as one either."""
@@ -371,54 +345,16 @@ class Tracer(fx.Tracer):
 
     # ---- plain values
 
-    def fix(self, value: Value, how: str, anyway: bool = False) -> Any:
-        """What the example has in the place of a traced value, as a plain one. The graph checks that it stays so.
-
-        Raises:
-            Untraceable: it depends on the data in a tensor.
-        """
-        if value._origin is Origin.DATA and not anyway and how not in ("len", "keys"):
-            raise self.refuse(f"{_ASKED.get(how, f'{how}() of')} a value that depends on the data", value.node)
-        result = HOW[how](value._value)
-        if value._origin is not Origin.CONSTANT and (value.node, how) not in self._guarded:
-            self._guarded.add((value.node, how))
-            place, line = user_line(_TRACE) or type(self.root).__name__, user_text(_TRACE) or "its forward"
-            options = {"how": how, "place": place, "text": line}
-            self.create_node("call_function", check_same, (value.node, result), options)
-        return result
-
     def rows(self, value: Value) -> Iterator[Any]:
         """A loop over the rows of a tensor: unrolled where sizes decide what is in it, or nothing else is left."""
         self.loops = True
         if value._origin is Origin.DATA and not self.unroll:
-            raise self.refuse("a loop over the rows of a tensor", value.node)
+            raise self.asked.refuse("a loop over the rows of a tensor", value.node)
         return iter([value[i] for i in range(len(value))])  # type: ignore[index]
-
-    def reads_dtype(self, value: Value) -> None:
-        """Have the graph check the dtypes of its inputs, as what it does depends on them."""
-        self._dtypes = self._dtypes or value._origin is not Origin.CONSTANT
-
-    def rank(self, value: Value) -> Any:
-        """The number of axes of a tensor, or of sizes, as it is on the example: a plain number, no node that reads it.
-
-        It follows from those of the inputs, which the graph then checks; where a `squeeze` drops what has size 1, from
-        sizes too, and it stays a traced value.
-        """
-        held = value._value
-        if self._squeezes:
-            return (
-                self.fix(value, "len")
-                if isinstance(held, torch.Size)
-                else self.create_proxy("call_method", "dim", (value,), {})
-            )
-        self._ranks = self._ranks or value._origin is not Origin.CONSTANT
-        return held.dim() if isinstance(held, Tensor) else len(held)
 
 
 _TRACE = Tracer.trace_model.__code__
-_ASKED = {"bool": "a branch on", "len": "the length of"}
 _SQUEEZES = ("squeeze", "squeeze_", torch.squeeze)
-_TAKES_SIZES = frozenset({"view", "reshape", "expand", "repeat", "permute", "tile"})
 _PLAIN_MAPPINGS = ("builtins", "collections", "torch.fx.immutable_collections")
 _IDLE = "fxq_idle"
 """Marks a node that does nothing but give a value, so that it can go when nobody reads it."""

@@ -79,6 +79,11 @@ class OpCall:
         return tuple(v for v in flat if isinstance(v, Inner) or (isinstance(v, fx.Node) and v.op != "get_attr"))
 
     @property
+    def computed(self) -> str | None:
+        """The first option that a value of the graph gives, as an argument of forward or a size: no kernel knows it."""
+        return next((name for name, value in self.options.items() for _ in flat_nodes(value)), None)
+
+    @property
     def pointwise(self) -> bool:
         """Whether each output element depends on one element of one activation (and, at most, on its channel)."""
         return self.op.quant.pointwise and len(self.activations) == 1

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from enum import IntEnum
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -25,20 +26,29 @@ class Origin(IntEnum):
     DATA = 2
 
 
-class Fixes(Protocol):
-    """What a value asks of its tracer."""
+class Asks(Protocol):
+    """Who answers where a plain value is wanted (see `fxq/asked.py`)."""
 
-    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def fix(self, value: Value, how: str, *, frame: FrameType | None = None) -> Any: ...
 
-    def fix(self, value: Value, how: str) -> Any: ...
-
-    def rows(self, value: Value) -> Iterator[Any]: ...
+    def forget(self, frame: FrameType) -> None: ...
 
     def refuse(self, why: str, node: fx.Node) -> Exception: ...
 
     def reads_dtype(self, value: Value) -> None: ...
 
     def rank(self, value: Value) -> Any: ...
+
+
+class Traces(Protocol):
+    """What a value asks of its tracer."""
+
+    @property
+    def asked(self) -> Asks: ...
+
+    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def rows(self, value: Value) -> Iterator[Any]: ...
 
 
 _DTYPE_READS = frozenset({"dtype", "layout", "itemsize", "is_sparse", "is_quantized", "is_mkldnn", "is_nested"})
@@ -57,22 +67,28 @@ class Value(fx.Proxy):
     tracer: Any
     __array_priority__ = 1000  # as of tensors: a numpy scalar in front of an operator leaves it to the value behind
 
-    def __init__(self, node: fx.Node, tracer: Fixes, value: Any, origin: Origin) -> None:
+    def __init__(self, node: fx.Node, tracer: Traces, value: Any, origin: Origin) -> None:
         super().__init__(node, tracer)  # type: ignore[arg-type]
         self._value, self._origin = value, origin
+
+    @classmethod
+    def __torch_function__(cls, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = next(found_in((args, kwargs)))
+        value.tracer.asked.forget(sys._getframe(1))
+        return super().__torch_function__(called, types, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         value = self._value
         if isinstance(value, Tensor) and name in _DTYPE_READS:
-            self.tracer.reads_dtype(self)
+            self.tracer.asked.reads_dtype(self)
             return getattr(value, name)
         if isinstance(value, Tensor) and name in _DTYPE_CALLS:
-            self.tracer.reads_dtype(self)
+            self.tracer.asked.reads_dtype(self)
             return getattr(value, name)
         if isinstance(value, Tensor) and name in _RANK_READS:
-            rank = self.tracer.rank(self)
+            rank = self.tracer.asked.rank(self)
             return rank if name == "ndim" else lambda: rank
         if isinstance(value, Mapping) and name in ("items", "values", "get"):
             return getattr(self._as_dict(), name)
@@ -80,26 +96,26 @@ class Value(fx.Proxy):
         return None if found is None else Member(self, name, found)
 
     def _as_dict(self) -> dict[Any, Any]:
-        return {key: self[key] for key in self.tracer.fix(self, "keys")}  # type: ignore[index]
+        return {key: self[key] for key in self.tracer.asked.fix(self, "keys")}  # type: ignore[index]
 
     def keys(self) -> Any:
         """The keys of a mapping, as they are on the example."""
         return self._as_dict().keys()
 
     def __bool__(self) -> bool:
-        return bool(self.tracer.fix(self, "bool"))
+        return bool(self.tracer.asked.fix(self, "bool"))
 
     def __int__(self) -> int:
-        return int(self.tracer.fix(self, "int"))
+        return int(self.tracer.asked.fix(self, "int"))
 
     def __index__(self) -> int:
-        return int(self.tracer.fix(self, "index"))
+        return int(self.tracer.asked.fix(self, "index", frame=sys._getframe(1)))
 
     def __float__(self) -> float:
-        return float(self.tracer.fix(self, "float"))
+        return float(self.tracer.asked.fix(self, "float"))
 
     def __complex__(self) -> complex:
-        return complex(self.tracer.fix(self, "complex"))
+        return complex(self.tracer.asked.fix(self, "complex"))
 
     def __round__(self, *digits: Any) -> Any:
         return self.tracer.create_proxy("call_function", round, (self, *digits), {})
@@ -108,15 +124,15 @@ class Value(fx.Proxy):
         if isinstance(self._value, Tensor):
             return int(self.tracer.create_proxy("call_method", "size", (self, 0), {}))
         if isinstance(self._value, torch.Size):
-            return int(self.tracer.rank(self))
-        return int(self.tracer.fix(self, "len"))
+            return int(self.tracer.asked.rank(self))
+        return int(self.tracer.asked.fix(self, "len"))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise self.tracer.refuse("an assignment to a part of a tensor", self.node)
+        raise self.tracer.asked.refuse("an assignment to a part of a tensor", self.node)
 
     def __contains__(self, item: Any) -> bool:
         if isinstance(self._value, Mapping):
-            return item in self.tracer.fix(self, "keys")
+            return item in self.tracer.asked.fix(self, "keys")
         return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
 
     def __iter__(self) -> Iterator[Any]:
@@ -306,6 +322,9 @@ class _Indexing(TorchFunctionMode):
         self._record = record
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = next(found_in((args, kwargs)), None)
+        if value is not None:
+            value.tracer.asked.forget(sys._getframe(1))
         if func is Tensor.__getitem__ and next(found_in(args[1]), None) is not None:
             return self._record("call_function", operator.getitem, args, {})
         return func(*args, **(kwargs or {}))

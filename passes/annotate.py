@@ -195,6 +195,8 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
     quant = first.op.quant
     if quant.kind == "float":
         return f"{first.op.name} has no integer form"
+    if first.computed is not None and not quant.layout:
+        return f"its {first.computed} is a value that can differ from call to call"
     reason = quant.unless({**first.options, **first.tensors}) if quant.unless is not None else None
     if reason is not None:
         return reason

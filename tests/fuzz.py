@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxq.backends.cpu import has_vnni
-from tests.fuzz_forms import FORMS, Call, Picks
+from tests.fuzz_forms import FORMS, NUMBER, Call, Picks
 from tests.models import settled
 
 MOST_ELEMENTS = 4 * 4096
@@ -43,6 +43,15 @@ class Line:
     call: Call
     reads: tuple[int, ...]
 
+    def run(self, parts: Sequence[nn.Module], values: Sequence[Any], number: Any) -> Any:
+        """The value of the call, of a number among other things where it is so spelled."""
+        read = [values[i] for i in self.reads]
+        return self.call(parts[self.part], *with_number(self.call, read, number))
+
+
+def with_number(call: Call, read: Sequence[Any], number: Any) -> tuple[Any, ...]:
+    return (*read, number) if getattr(call, "numbered", False) else tuple(read)
+
 
 class Network(nn.Module):
     """Calls its lines in order. Value 0 is the first input; every line adds one.
@@ -57,12 +66,12 @@ class Network(nn.Module):
         self.lines, self.outputs, self.named = tuple(lines), tuple(outputs), named
         self.parts = nn.ModuleList(parts)
 
-    def forward(self, x: Tensor) -> Any:
-        return self.run([x])
+    def forward(self, x: Tensor, number: float = NUMBER) -> Any:
+        return self.run([x], number)
 
-    def run(self, values: list[Any]) -> Any:
+    def run(self, values: list[Any], number: float) -> Any:
         for line in self.lines:
-            values.append(line.call(self.parts[line.part], *[values[i] for i in line.reads]))
+            values.append(line.run(self.parts, values, number))
         if len(self.outputs) == 1:
             return values[self.outputs[0]]
         found = tuple(values[i] for i in self.outputs)
@@ -72,8 +81,8 @@ class Network(nn.Module):
 class TwoInputs(Network):
     """The same, of two inputs."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
-        return self.run([x, y])
+    def forward(self, x: Tensor, y: Tensor, number: float = NUMBER) -> Any:  # type: ignore[override]
+        return self.run([x, y], number)
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ def _assemble(plan: Plan, batch: tuple[Tensor, ...]) -> Network:
         if line is None:
             continue
         with torch.no_grad():
-            value = line.call(parts[line.part], *[values[i] for i in line.reads])
+            value = line.run(parts, values, NUMBER)
         lines.append(line)
         values.append(value)
     read = {i for line in lines for i in line.reads}
@@ -155,7 +164,7 @@ def _fits(call: Call, module: nn.Module, read: Sequence[Tensor]) -> bool:
     """Whether the call runs and gives a value of a reasonable size."""
     try:
         with torch.no_grad():
-            value = call(module, *read)
+            value = call(module, *with_number(call, read, NUMBER))
     except (RuntimeError, ValueError, NotImplementedError, IndexError):
         return False
     sane = isinstance(value, Tensor) and value.dtype == torch.float32 and 0 < value.numel() <= MOST_ELEMENTS
@@ -192,4 +201,8 @@ def noisy(network: Network, batch: Sequence[Tensor], seed: int) -> Any:
 
 
 def _partial(function: Any, call: Call) -> Call:
-    return lambda m, *values: function(m, *values, call=call)
+    def other(m: nn.Module, *values: Any) -> Any:
+        return function(m, *values, call=call)
+
+    other.numbered = getattr(call, "numbered", False)  # type: ignore[attr-defined]
+    return other

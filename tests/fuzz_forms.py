@@ -80,6 +80,20 @@ def called(m: nn.Module, *values: Any) -> Any:
     return m(*values)
 
 
+NUMBER = 0.5
+"""What every network takes besides its tensors."""
+
+
+def numbered(function: Call) -> Call:
+    """A way to call an op on values and the number that is an argument of forward."""
+
+    def call(m: nn.Module, *values: Any) -> Any:
+        return function(*values)
+
+    call.numbered = True  # type: ignore[attr-defined]
+    return call
+
+
 FORMS: dict[str, Form] = {}
 
 
@@ -203,6 +217,7 @@ def _pool(n: int, module: Any, function: Any, **extra: Any) -> None:
         f"{'max' if 'dilation' in extra else 'avg'}_pool{n}d",
         called,
         lambda m, x: function(x, m.kernel_size, m.stride, m.padding, ceil_mode=m.ceil_mode),
+        lambda m, x: function(x, (x.size(-1) + 1) // 2, stride=x.size(-1) // 2),
     )
     def make(pick: Picks, x: Tensor) -> nn.Module | None:
         kernel, stride = pick(2, 3), pick(2, 1, None)
@@ -221,7 +236,16 @@ _pool(3, nn.AvgPool3d, F.avg_pool3d)
 def _adaptive(n: int, kind: str, module: Any) -> None:
     function = getattr(F, f"adaptive_{kind}_pool{n}d")
 
-    @form(f"adaptive_{kind}_pool{n}d", called, lambda m, x: function(x, m.output_size))
+    whole = getattr(F, f"{kind}_pool{n}d")
+
+    @form(
+        f"adaptive_{kind}_pool{n}d",
+        called,
+        lambda m, x: function(x, m.output_size),
+        lambda m, x: function(x, [(size + 1) // 2 for size in x.shape[2:]]),
+        lambda m, x: whole(x, x.size()[2:]),
+        lambda m, x: whole(x, kernel_size=tuple(x.size(axis) for axis in range(2, x.dim()))),
+    )
     def make(pick: Picks, x: Tensor) -> nn.Module | None:
         made: nn.Module = module(pick(1, 2, 4, 3))
         return made if x.dim() == n + 2 else None
@@ -251,12 +275,18 @@ _reduce("amin", lambda m, x: x.amin(m.dim, m.keepdim))
 # ---- activations with options
 
 
-@form("hardtanh", called, lambda m, x: x.clamp(m.min_val, m.max_val), lambda m, x: torch.clamp(x, m.min_val, m.max_val))
+@form(
+    "hardtanh",
+    called,
+    lambda m, x: x.clamp(m.min_val, m.max_val),
+    lambda m, x: torch.clamp(x, m.min_val, m.max_val),
+    numbered(lambda x, number: F.hardtanh(x, -number, 2 * number)),
+)
 def hardtanh(pick: Picks, x: Tensor) -> nn.Module:
     return nn.Hardtanh(*pick((-1.0, 1.0), (0.0, 2.0), (-0.5, 0.75), (0.25, 2.0)))
 
 
-@form("leaky_relu", called, lambda m, x: F.leaky_relu(x, m.negative_slope))
+@form("leaky_relu", called, lambda m, x: F.leaky_relu(x, m.negative_slope), numbered(F.leaky_relu))
 def leaky_relu(pick: Picks, x: Tensor) -> nn.Module:
     return nn.LeakyReLU(pick(0.01, 0.25))
 
@@ -371,7 +401,12 @@ def pixel_shuffle(pick: Picks, x: Tensor) -> nn.Module | None:
     return nn.PixelShuffle(2) if x.dim() == 4 and x.shape[1] % 4 == 0 else None
 
 
-@form("pad", lambda m, x: F.pad(x, m.sides, m.mode, m.value))
+@form(
+    "pad",
+    lambda m, x: F.pad(x, m.sides, m.mode, m.value),
+    lambda m, x: F.pad(x, (0, x.size(-1) // 2)),
+    numbered(lambda x, number: F.pad(x, (1, 2), value=number)),
+)
 def pad(pick: Picks, x: Tensor) -> nn.Module | None:
     mode = pick("constant", "reflect", "replicate", "circular")
     sides = pick((1, 1), (1, 2), (0, 1)) + (pick((1, 1), (0, 0), (2, 1)) if x.dim() == 4 else ())
@@ -379,7 +414,13 @@ def pad(pick: Picks, x: Tensor) -> nn.Module | None:
     return Options(mode=mode, sides=sides, value=value) if x.dim() > 2 else None
 
 
-@form("interpolate", called, lambda m, x: F.interpolate(x, m.size, m.scale_factor, m.mode))
+@form(
+    "interpolate",
+    called,
+    lambda m, x: F.interpolate(x, m.size, m.scale_factor, m.mode),
+    lambda m, x: F.interpolate(x, size=[2 * size for size in x.shape[2:]], mode=m.mode),
+    numbered(lambda x, number: F.interpolate(x, scale_factor=3 * number)),
+)
 def interpolate(pick: Picks, x: Tensor) -> nn.Module | None:
     how = pick({"scale_factor": 2.0}, {"size": (5, 5)})
     return nn.Upsample(**how, mode=pick("nearest", "nearest-exact", "bilinear")) if x.dim() == 4 else None

@@ -103,7 +103,8 @@ def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, Row]) -> Parts | No
     last = parts[-1]
     allowed = row.posts if last.residual is None else CLAMPS
     after = calls[last.ops] if last.ops < len(calls) else None
-    if after is not None and after.op.name in allowed and after.tensors["x"] == Inner(last.ops - 1):
+    fits = after is not None and after.op.name in allowed and after.computed is None
+    if after is not None and fits and after.tensors["x"] == Inner(last.ops - 1):
         slope = after.tensors["weight"] if after.op.name == "prelu" else None
         parts.append(replace(last, post=post_of(after), ops=last.ops + 1, slope=slope))
     return next(p for p in reversed(parts) if p.ops == 1 or not _reads_inside(calls, p.ops))

@@ -6,6 +6,7 @@ The kernels of `rows.py` take a first op and what they can take along; these are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
@@ -45,9 +46,10 @@ def _excites(calls: tuple[OpCall, ...]) -> bool:
     )
 
 
-def is_over_image(dim: int | Sequence[int]) -> bool:
-    """Whether axes of (N, C, H, W) are H and W."""
-    return {d % 4 for d in ((dim,) if isinstance(dim, int) else dim)} == {2, 3}
+def is_over_image(dim: Any) -> bool:
+    """Whether axes of (N, C, H, W) are H and W, whatever the call."""
+    dims = dim if isinstance(dim, Sequence) else (dim,)
+    return all(isinstance(d, int) for d in dims) and {d % 4 for d in dims} == {2, 3}
 
 
 def _averages(call: OpCall) -> bool:

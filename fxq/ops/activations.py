@@ -16,7 +16,7 @@ from fxq.optable import Arguments, moves, spell
 def _numbers(bound: Arguments) -> Arguments | str:
     low, high = bound.pop("min", None), bound.pop("max", None)
     if not all(v is None or isinstance(v, (int, float)) for v in (low, high)):
-        return "clamps between tensors"
+        return "clamps between values that can differ from call to call"
     high = float("inf") if high is None else high
     low = -float("inf") if low is None else min(low, high)  # torch.clamp gives max where min is larger
     return {**bound, "min_val": low, "max_val": high}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxq.ops.table import OPS, aten, pick_values, row
 from fxq.optable import Arguments, computes, float_only, spell
@@ -31,6 +31,8 @@ def _eval_norm(bound: Arguments) -> Arguments | str:
     bound.pop("momentum", None)
     if bound.pop("training", False) or bound.get("running_mean") is None:
         return "normalizes with the statistics of the batch"
+    if isinstance(bound.get("eps"), fx.Node):
+        return "takes its eps from a value"
     bound.pop("cudnn_enabled", None)
     return bound
 

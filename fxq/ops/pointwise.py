@@ -6,7 +6,7 @@ import operator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxq.ops.table import aten, row
 from fxq.optable import Arguments, computes, spell
@@ -82,6 +82,8 @@ def _mean_slope(bound: Arguments) -> Arguments | str:
     if bound.pop("training", False):
         return "draws its slope at random (training=True)"
     slopes = bound.pop("lower", 1 / 8), bound.pop("upper", 1 / 3)
+    if any(isinstance(slope, fx.Node) for slope in slopes):
+        return "takes its slopes from a value"
     return {**bound, "negative_slope": sum(slopes) / 2}
 
 

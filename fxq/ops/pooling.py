@@ -8,17 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxq.ops.sizes import is_all_of
 from fxq.ops.table import as_tuple, aten, pick_values, row
-from fxq.optable import Arguments, computes, moves, spell
+from fxq.optable import Arguments, Instead, computes, moves, spell
 
 
-def _pool(n: int) -> Any:
-    """Options of an n-dimensional pooling as n-tuples; the stride defaults to the kernel."""
+def _pool(n: int, kind: str) -> Any:
+    """Options of an n-dimensional pooling as n-tuples; the stride defaults to the kernel.
 
-    def adapt(bound: Arguments) -> Arguments | str:
+    With a window as large as its input (`F.avg_pool2d(x, x.size()[2:])`) it is an adaptive one to a single value.
+    """
+
+    def adapt(bound: Arguments) -> Arguments | Instead | str:
         if bound.pop("return_indices", False):
             return "returns indices"
         bound["kernel_size"] = as_tuple(bound["kernel_size"], n)
+        if is_all_of(bound["x"], bound["kernel_size"]) and _is_plain(bound, n):
+            return Instead(f"adaptive_{kind}_pool{n}d", {"x": bound["x"], "output_size": (1,) * n})
         bound["stride"] = as_tuple(bound.get("stride") or bound["kernel_size"], n)
         for key in ("padding", "dilation"):
             if key in bound:
@@ -28,15 +34,21 @@ def _pool(n: int) -> Any:
     return adapt
 
 
+def _is_plain(bound: Arguments, n: int) -> bool:
+    """Whether a pooling neither pads nor spreads its window, nor divides by another number than it has elements."""
+    unpadded = as_tuple(bound.get("padding", 0), n) == (0,) * n
+    return unpadded and as_tuple(bound.get("dilation", 1), n) == (1,) * n and bound.get("divisor_override") is None
+
+
 _MAX_POOL = "x kernel_size stride padding dilation ceil_mode return_indices"
 _AVG_POOL = "x kernel_size stride padding ceil_mode count_include_pad divisor_override"
 
 
 @row(
-    spell(nn.MaxPool1d, _MAX_POOL, _pool(1)),
-    spell(F.max_pool1d, _MAX_POOL, _pool(1)),
-    spell(torch.max_pool1d, _MAX_POOL, _pool(1)),
-    spell(aten.max_pool1d.default, _MAX_POOL, _pool(1)),
+    spell(nn.MaxPool1d, _MAX_POOL, _pool(1, "max")),
+    spell(F.max_pool1d, _MAX_POOL, _pool(1, "max")),
+    spell(torch.max_pool1d, _MAX_POOL, _pool(1, "max")),
+    spell(aten.max_pool1d.default, _MAX_POOL, _pool(1, "max")),
     quant=moves("x"),
 )
 def max_pool1d(
@@ -47,11 +59,11 @@ def max_pool1d(
 
 
 @row(
-    spell(nn.MaxPool2d, _MAX_POOL, _pool(2)),
-    spell(F.max_pool2d, _MAX_POOL, _pool(2)),
-    spell(torch.max_pool2d, _MAX_POOL, _pool(2)),
-    spell(aten.max_pool2d.default, _MAX_POOL, _pool(2)),
-    spell(aten.max_pool2d_with_indices.default, _MAX_POOL, _pool(2), pick_values),
+    spell(nn.MaxPool2d, _MAX_POOL, _pool(2, "max")),
+    spell(F.max_pool2d, _MAX_POOL, _pool(2, "max")),
+    spell(torch.max_pool2d, _MAX_POOL, _pool(2, "max")),
+    spell(aten.max_pool2d.default, _MAX_POOL, _pool(2, "max")),
+    spell(aten.max_pool2d_with_indices.default, _MAX_POOL, _pool(2, "max"), pick_values),
     quant=moves("x"),
 )
 def max_pool2d(
@@ -62,11 +74,11 @@ def max_pool2d(
 
 
 @row(
-    spell(nn.MaxPool3d, _MAX_POOL, _pool(3)),
-    spell(F.max_pool3d, _MAX_POOL, _pool(3)),
-    spell(torch.max_pool3d, _MAX_POOL, _pool(3)),
-    spell(aten.max_pool3d.default, _MAX_POOL, _pool(3)),
-    spell(aten.max_pool3d_with_indices.default, _MAX_POOL, _pool(3), pick_values),
+    spell(nn.MaxPool3d, _MAX_POOL, _pool(3, "max")),
+    spell(F.max_pool3d, _MAX_POOL, _pool(3, "max")),
+    spell(torch.max_pool3d, _MAX_POOL, _pool(3, "max")),
+    spell(aten.max_pool3d.default, _MAX_POOL, _pool(3, "max")),
+    spell(aten.max_pool3d_with_indices.default, _MAX_POOL, _pool(3, "max"), pick_values),
     quant=moves("x"),
 )
 def max_pool3d(
@@ -83,9 +95,9 @@ def max_pool3d(
 
 
 @row(
-    spell(nn.AvgPool1d, "x kernel_size stride padding ceil_mode count_include_pad", _pool(1)),
-    spell(F.avg_pool1d, "x kernel_size stride padding ceil_mode count_include_pad", _pool(1)),
-    spell(aten.avg_pool1d.default, "x kernel_size stride padding ceil_mode count_include_pad", _pool(1)),
+    spell(nn.AvgPool1d, "x kernel_size stride padding ceil_mode count_include_pad", _pool(1, "avg")),
+    spell(F.avg_pool1d, "x kernel_size stride padding ceil_mode count_include_pad", _pool(1, "avg")),
+    spell(aten.avg_pool1d.default, "x kernel_size stride padding ceil_mode count_include_pad", _pool(1, "avg")),
     quant=computes("x"),
 )
 def avg_pool1d(
@@ -102,9 +114,9 @@ def avg_pool1d(
 
 
 @row(
-    spell(nn.AvgPool2d, _AVG_POOL, _pool(2)),
-    spell(F.avg_pool2d, _AVG_POOL, _pool(2)),
-    spell(aten.avg_pool2d.default, _AVG_POOL, _pool(2)),
+    spell(nn.AvgPool2d, _AVG_POOL, _pool(2, "avg")),
+    spell(F.avg_pool2d, _AVG_POOL, _pool(2, "avg")),
+    spell(aten.avg_pool2d.default, _AVG_POOL, _pool(2, "avg")),
     quant=computes("x"),
 )
 def avg_pool2d(
@@ -122,9 +134,9 @@ def avg_pool2d(
 
 
 @row(
-    spell(nn.AvgPool3d, _AVG_POOL, _pool(3)),
-    spell(F.avg_pool3d, _AVG_POOL, _pool(3)),
-    spell(aten.avg_pool3d.default, _AVG_POOL, _pool(3)),
+    spell(nn.AvgPool3d, _AVG_POOL, _pool(3, "avg")),
+    spell(F.avg_pool3d, _AVG_POOL, _pool(3, "avg")),
+    spell(aten.avg_pool3d.default, _AVG_POOL, _pool(3, "avg")),
     quant=computes("x"),
 )
 def avg_pool3d(

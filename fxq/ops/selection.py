@@ -50,7 +50,9 @@ def indexed(x: Any, index: Any) -> Arguments | Instead | str:
     return {"x": x, "index": tuple(parts)}
 
 
-def _along(x: Any, dim: int, part: Any) -> Arguments | Instead | str:
+def _along(x: Any, dim: Any, part: Any) -> Arguments | Instead | str:
+    if not isinstance(dim, int):
+        return "cuts along an axis that a value says"
     rank = len(shape_of(x) or ())
     return indexed(x, (*[_ALL] * (dim % rank if rank else 0), part))
 
@@ -70,7 +72,7 @@ def _slice(bound: Arguments) -> Arguments | Instead | str:
 
 def _narrow(bound: Arguments) -> Arguments | Instead | str:
     start, length = bound["start"], bound["length"]
-    if not isinstance(start, int) or not isinstance(length, int):
+    if not all(isinstance(n, int) for n in (start, length, bound["dim"])):
         return "starts or ends where a value says"
     start = start if start >= 0 else start + (shape_of(bound["x"]) or ())[bound["dim"]]
     return _along(bound["x"], bound["dim"], slice(start, start + length))

@@ -59,6 +59,8 @@ def reshape(x: Tensor, *, shape: Any) -> Tensor:
 def _moved_axes(bound: Arguments) -> Instead | str:
     """movedim as a permutation."""
     rank = len(shape_of(bound["x"]) or ())
+    if any(not isinstance(d, int) for key in ("source", "destination") for d in as_tuple(bound[key], 1)):
+        return "moves an axis that a value says"
     source, to = (tuple(d % rank for d in as_tuple(bound[key], 1)) for key in ("source", "destination"))
     rest = iter(d for d in range(rank) if d not in source)
     dims = tuple(source[to.index(d)] if d in to else next(rest) for d in range(rank))

@@ -1,0 +1,49 @@
+"""Sizes that a graph reads from its tensors: which axis of which tensor a value is the size of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from fxq.ops.table import aten
+from fxq.optable import shape_of
+
+Axis = tuple[fx.Node, int]
+
+
+def is_all_of(x: Any, sizes: Sequence[Any]) -> bool:
+    """Whether these are the sizes of the last axes of `x`, read from it: `x.size()[2:]`, `(x.size(2), x.size(3))`."""
+    rank = len(shape_of(x) or ())
+    return len(sizes) < rank and [_axis(size) for size in sizes] == [(x, rank - i) for i in range(len(sizes), 0, -1)]
+
+
+def _axis(value: Any) -> Axis | None:
+    """The tensor and the axis whose size a node reads; None for anything else."""
+    if not isinstance(value, fx.Node):
+        return None
+    dim = value.kwargs.get("dim", value.args[1] if len(value.args) > 1 else None)
+    if not isinstance(dim, int):
+        return None
+    known = _axes(value.args[0]) if value.target is operator.getitem else None
+    if value.target in ("size", aten.sym_size.int):
+        known = _all_axes(value.args[0])
+    return known[dim] if known and -len(known) <= dim < len(known) else None
+
+
+def _axes(value: Any) -> list[Axis]:
+    """What `_axis` says of each part of a tuple of sizes; empty where the value is none."""
+    if not isinstance(value, fx.Node):
+        return []
+    if (value.target == "size" and len(value.args) == 1) or (value.target is getattr and value.args[1] == "shape"):
+        return _all_axes(value.args[0])
+    part = value.args[1] if value.target is operator.getitem else None
+    bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else (part,)
+    plain = isinstance(part, slice) and all(b is None or isinstance(b, int) for b in bounds)
+    return _axes(value.args[0])[part] if plain else []
+
+
+def _all_axes(x: Any) -> list[Axis]:
+    return [(x, i) for i in range(len(shape_of(x) or ()))]
