@@ -22,6 +22,17 @@ os.environ["TERM"] = (
 )
 
 
+def pytest_pycollect_makemodule():
+    """Random numbers that a module of tests draws for itself do not depend on which others are run."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Nor do those of a test."""
+    torch.manual_seed(int(os.environ.get("SEED_", "0")))
+
+
 class IntegersAreFree(costs.Costs):
     """Prices at which everything that can runs on integers, so that no test depends on how fast the machine is.
 

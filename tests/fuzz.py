@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxq.backends.cpu import has_vnni
 from tests.fuzz_forms import FORMS, NUMBER, Call, Picks
+from tests.machine import QMAX
 from tests.models import settled
 
 MOST_ELEMENTS = 4 * 4096
 INPUTS = {"image": (4, 3, 8, 8), "sequence": (4, 3, 16), "rows": (4, 6), "volume": (4, 2, 4, 4, 4)}
-STEPS = 255 if has_vnni() else 127
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def noisy(network: Network, batch: Sequence[Tensor], seed: int) -> Any:
 
     def rounded(m: nn.Module, *values: Tensor, call: Call) -> Tensor:
         value = call(m, *values)
-        return off(value, (value.max().clamp(min=0) - value.min().clamp(max=0)) / STEPS)
+        return off(value, (value.max().clamp(min=0) - value.min().clamp(max=0)) / QMAX)
 
     kept = {name: p.detach().clone() for name, p in network.named_parameters()}
     with torch.no_grad():
@@ -194,7 +193,7 @@ def noisy(network: Network, batch: Sequence[Tensor], seed: int) -> Any:
             p.copy_(off(p, p.abs().max() / 127) if p.dim() > 1 else p)
         lines = [Line(n.op, n.part, _partial(rounded, n.call), n.reads) for n in network.lines]
         other = type(network)(lines, list(network.parts), network.outputs, network.named).eval()
-        result = other(*[off(x, (x.max() - x.min()) / STEPS) for x in batch])
+        result = other(*[off(x, (x.max() - x.min()) / QMAX) for x in batch])
         for name, p in network.named_parameters():
             p.copy_(kept[name])
     return result

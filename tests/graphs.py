@@ -16,6 +16,7 @@ from fxq.history import History
 from fxq.passbase import Pass
 from fxq.rewrite import Rewriter
 from fxq.view import GraphView, view
+from tests.machine import QMAX
 from tests.models import call
 
 MINMAX = fxq.TensorSpec(observer="minmax")
@@ -25,6 +26,8 @@ REFERENCE = fxq.Recipe.static(backend="reference")
 
 def text(graph: GraphView | fx.GraphModule) -> str:
     """The graph as text, with grids by letter: `quantize(x, A)` for the first scale and zero point, and so on.
+
+    Activations of the bits that this machine computes with are written as those of 8 bits are.
 
     An integer weight is written `int8(name, axis=0)`.
     """
@@ -36,7 +39,8 @@ def text(graph: GraphView | fx.GraphModule) -> str:
 
     lines = re.sub(r"dequantize_channel\(@fxq_data\.(\w+)_int8, [^,]+, [^,]+, axis=(\d)\)", r"int8(\1, axis=\2)", lines)
     lines = re.sub(r"from_scale=[^,]+, from_zero_point=\d+, ", "", lines)
-    return re.sub(r"scale=[-+.e\d]+, zero_point=-?\d+", letter, lines)
+    lines = re.sub(r"scale=[-+.e\d]+, zero_point=-?\d+", letter, lines)
+    return lines.replace(f", qmax={QMAX}", "")
 
 
 def expected(lines: str) -> str:

@@ -2,10 +2,8 @@
 
 import gc
 import sys
-import warnings
 from contextlib import contextmanager
 
-import pytest
 import torch
 from torch import nn
 
@@ -17,18 +15,6 @@ from fxq.rewrite import Rewriter
 from fxq.view import view
 
 REFERENCE = fxq.Recipe.static(backend="reference")
-OF_THE_MACHINE = "this CPU has no VNNI"
-no_warnings = pytest.mark.filterwarnings("error::fxq.FxqWarning", f"ignore:{OF_THE_MACHINE}:fxq.FxqWarning")
-"""Marks a test that fails if fxq warns of anything, but of what this machine lacks."""
-
-
-@contextmanager
-def quiet():
-    """As `no_warnings`, for a part of a test."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
-        warnings.filterwarnings("ignore", message=OF_THE_MACHINE, category=fxq.FxqWarning)
-        yield
 
 
 def module(forward, **children):

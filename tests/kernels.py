@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends import cpu
 from fxq.backends.kernel import Kernel, Post
 from fxq.qparams import QParams
+from tests.machine import QMAX
 
 CHANNELS_LAST = torch.channels_last
 POSTS = {
@@ -26,9 +26,6 @@ POSTS = {
     "tanh": (Post("tanh"), torch.tanh),
     "gelu": (Post("gelu", algorithm="none"), F.gelu),
 }
-BITS = 7 if cpu.saturates(255) else 8
-"""Of the activations that this machine multiplies with any int8 weights and sums right."""
-QMAX = 2**BITS - 1
 X = QParams.per_tensor(0.0217, 101, 0, QMAX)
 """A grid of what enters a convolution or a linear layer, see `activations`."""
 ZERO_POINTS = (0, 1, (QMAX + 1) // 2, QMAX)

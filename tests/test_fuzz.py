@@ -27,7 +27,7 @@ from fxq.ops import OPS
 from tests.fuzz import Network, Plan, Step, noisy
 from tests.fuzz_forms import FORMS, NOT_DRAWN, UNBOUNDED
 from tests.graphs import idle
-from tests.helpers import OF_THE_MACHINE
+from tests.machine import OF_THE_MACHINE
 
 MARGIN = 12.0
 """dB by which an error may exceed the noise model: that has no correlated errors, and the values are few.

@@ -15,8 +15,9 @@ from fxq.backends.kernel import Post
 from fxq.errors import BackendError
 from fxq.numeric import sqnr
 from fxq.qparams import QParams
-from tests.helpers import module, no_warnings
+from tests.helpers import module
 from tests.kernels import BYTE, OUTS, RESIDUAL, agree, bytes_, copies, real
+from tests.machine import no_warnings
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 POSTS = {None: lambda y: y, Post("relu"): F.relu, Post("hardtanh", (-0.4, 3.1)): lambda y: y.clamp(-0.4, 3.1)}

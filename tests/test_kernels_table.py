@@ -15,8 +15,9 @@ from fxq.backends.table import Table
 from fxq.errors import BackendError
 from fxq.numeric import sqnr
 from fxq.qparams import QParams
-from tests.helpers import module, no_warnings
+from tests.helpers import module
 from tests.kernels import BYTE, OUTS, bytes_, copies
+from tests.machine import no_warnings
 
 needs_x86 = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")

@@ -17,7 +17,8 @@ from fxq.graph import constant
 from fxq.manager import PassManager
 from fxq.passbase import Pass, Stage
 from fxq.passes import Annotate, Canonicalize, Fuse, InsertQdq, Trace
-from tests.helpers import REFERENCE, context, graph, quiet, text
+from tests.helpers import REFERENCE, context, graph, text
+from tests.machine import quiet, told
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
 CHECKED = REFERENCE.with_check("numeric")
@@ -258,7 +259,7 @@ def test_only_the_first_loss_is_named():
     recipe = recipe.insert_pass(ScaleWeight(), after="canonicalize").insert_pass(Again(), after="scale-weight")
     with pytest.warns(FxqWarning) as warned:
         assert fxq.quantize(single(), recipe, data=[X]).history.first_loss == "scale-weight"
-    assert len([w for w in warned if issubclass(w.category, FxqWarning)]) == 1
+    assert len(told(warned)) == 1
 
 
 def test_results_that_are_not_finite_are_a_loss():

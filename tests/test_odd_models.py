@@ -7,7 +7,8 @@ from torch import nn
 
 import fxq
 from fxq.numeric import sqnr
-from tests.helpers import module, no_warnings
+from tests.helpers import module
+from tests.machine import no_warnings
 
 BACKENDS = ("x86", "reference")
 

@@ -20,6 +20,7 @@ from tests.cases_layers import LAYERS
 from tests.cases_movement import MOVEMENT, SELECTION
 from tests.cases_pooling import POOLING
 from tests.graphs import after, anonymous
+from tests.machine import BITS, portable
 from tests.opcases import Case
 
 CASES = [*LAYERS, *ACTIVATIONS, *FLOATS, *ARITHMETIC, *MOVEMENT, *SELECTION, *POOLING]
@@ -79,10 +80,10 @@ def canonical(case: Case) -> tuple[nn.Module, Tensor, fx.GraphModule]:
 
 
 @cache
-def reference(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
+def reference(case: Case, bits: int) -> tuple[nn.Module, Tensor, Tensor]:
     """The model of a case, its data, and what the reference backend makes of them."""
     model, x = case.build()
-    quantized = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
+    quantized = fxq.quantize(model, portable(bits), data=[x])
     with torch.no_grad():
         return model, x, quantized(x)
 
@@ -125,7 +126,7 @@ FIRST = [same[0] for same in groups().values()]
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_reference_backend_is_close_to_float(case):
-    model, x, got = reference(case)
+    model, x, got = reference(case, 8)
     with torch.no_grad():
         assert sqnr(model(x), got) > 28
 
@@ -134,7 +135,7 @@ def test_reference_backend_is_close_to_float(case):
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_x86_is_its_qdq_reference(case):
     """The kernels against the qdq graph they were made from, and against the reference backend."""
-    model, x, portable = reference(case)
+    model, x, portably = reference(case, BITS)
     recipe = fxq.Recipe.static(backend="x86")
     quantized = fxq.quantize(model, recipe, data=[x])
     qdq = fxq.quantize(model, recipe.without_pass("lower").without_pass("verify-lowering"), data=[x])
@@ -144,7 +145,7 @@ def test_x86_is_its_qdq_reference(case):
         assert got.shape == model(x).shape
         # A tie moves one element by a step; the layer behind spreads it over a few outputs.
         assert sqnr(exact, got) > 50
-        assert sqnr(portable, got) > 30
+        assert sqnr(portably, got) > 30
     entries = quantized.ledger.where(lambda e: e.op == case.op and "behind" not in e.path and "before" not in e.path)
     fates = [e.fate for e in entries]
     expected = fate_of(case)

@@ -16,7 +16,8 @@ import fxq
 from fxq.numeric import sqnr
 from fxq.tracing import Tracer
 from tests.graphs import after, expected, text
-from tests.helpers import REFERENCE, module, no_warnings
+from tests.helpers import REFERENCE, module
+from tests.machine import no_warnings
 
 X = torch.linspace(-1, 1, 768).reshape(4, 3, 8, 8)
 pytestmark = no_warnings

@@ -17,8 +17,9 @@ from fxq.backends.x86_conv3d import Conv3d
 from fxq.backends.x86_transpose import ConvTranspose1d
 from fxq.errors import BackendError
 from fxq.numeric import sqnr
-from tests.helpers import module, no_warnings
+from tests.helpers import module
 from tests.kernels import OUTS, X, activations, agree, copies, real, weight
+from tests.machine import no_warnings
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")

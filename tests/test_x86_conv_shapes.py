@@ -10,7 +10,8 @@ from fxq.backends import cpu
 from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_conv_shape import misread
 from fxq.qparams import QParams
-from tests.kernels import OUTS, QMAX, RESIDUAL, X, activations, agree, bytes_, real, weight
+from tests.kernels import OUTS, RESIDUAL, X, activations, agree, bytes_, real, weight
+from tests.machine import QMAX
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 # C_in per group, kernel: rows of 128 bytes and more in complete tiles of 64.

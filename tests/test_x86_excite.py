@@ -15,8 +15,9 @@ from fxq.backends.whole import EXCITE_FUNCTIONS, EXCITE_GATES
 from fxq.backends.x86_excite import Excite
 from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
-from tests.helpers import module, no_warnings
+from tests.helpers import module
 from tests.kernels import BYTE, CHANNELS_LAST, OUTS, agree, bytes_, copies, real, weight
+from tests.machine import no_warnings
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 

@@ -25,7 +25,6 @@ from tests.kernels import (
     CHANNELS_LAST,
     OUTS,
     POSTS,
-    QMAX,
     RESIDUAL,
     ZERO_POINTS,
     X,
@@ -36,6 +35,7 @@ from tests.kernels import (
     real,
     weight,
 )
+from tests.machine import QMAX
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 

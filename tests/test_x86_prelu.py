@@ -18,8 +18,9 @@ from fxq.backends.x86_transpose import ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.numeric import sqnr
 from fxq.unit import calls_of
-from tests.helpers import graph, no_warnings
+from tests.helpers import graph
 from tests.kernels import CHANNELS_LAST, OUTS, RESIDUAL, X, activations, agree, copies, real, weight
+from tests.machine import no_warnings
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
