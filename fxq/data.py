@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,7 +125,10 @@ def device_of(model: nn.Module) -> str:
 
 
 def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
-    """Raise when a batch is on another device than the model (`InputError`) or is not finite (`CalibrationError`)."""
+    """Raise when a batch is on another device than the model (`InputError`) or holds NaN or Inf (`CalibrationError`).
+
+    Not -Inf: it is what masks for attention hold.
+    """
     home = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     for i, tensor in enumerate(tensors((batch.args, batch.kwargs))):
         if home is not None and tensor.device != home:
@@ -135,7 +139,7 @@ def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
             raise InputError(f"{where}: input {i} is a nested tensor; give a dense one, .to_padded_tensor(0.0).")
         if tensor.layout is not torch.strided:
             raise InputError(f"{where}: input {i} is a {tensor.layout} tensor; give a dense one, .to_dense().")
-        if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and tensor.numel() and not bool((tensor < math.inf).all()):
             raise CalibrationError(f"{where}: input {i} {_describe(tensor)} holds NaN or Inf; clean the data.")
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.checks import check_fixed, check_same, check_sizes
+from fxq.observers import Observer
 from fxq.ops import OPS
 from fxq.optable import META, Op
 from fxq.qparams import QParams
@@ -46,6 +47,7 @@ class Plan:
         emits: the spec of its result where its kernel emits nothing but integers, else None.
         kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
         longer: for such a unit, how many ops another kernel runs, which is not always the faster one; 0: there is none.
+        exact: for a float op, whether it reads its inputs as they were before they were put on a grid.
         fix: what the user can change to get another decision (a recipe line), or empty.
         cost: what it takes either way, where `fallback` measured it.
     """
@@ -58,23 +60,29 @@ class Plan:
     fix: str = ""
     cost: Cost | None = None
     emits: TensorSpec | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True)
 class Edge:
-    """One integer form of a value. Edges of the same group share scale and zero point.
+    """One integer form of a value. Edges of the same group can share scale and zero point, and do where it is good.
 
     Attributes:
         spec: what its consumers want.
         group: number of the group.
-        source: whether the value is made here; otherwise it is only moved, and the group's other members are observed.
-        fixed: the range, where the op that makes the value has a fixed one (sigmoid); then nothing is observed.
+        source: whether the value is made here; otherwise it is only moved.
+        observed: whether an observer watches it: where it is made, where a part of other values is selected, and where
+            it may hold constants.
+        constants: what masks, pads and fills may have put among its values; no data.
+        qparams: its scale and zero point, once they are chosen.
     """
 
     spec: TensorSpec
     group: int
     source: bool
-    fixed: tuple[float, float] | None = None
+    observed: bool = False
+    constants: tuple[float, ...] = ()
+    qparams: QParams | None = None
 
 
 class NodeInfo(NamedTuple):
@@ -233,6 +241,7 @@ def submodule(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return gm.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
+CONVERSIONS = ("quantize", "dequantize", "requantize")
 _METADATA_METHODS = frozenset({"size", "dim", "numel", "stride", "ndimension", "nelement"})
 _METADATA_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
 _METADATA_FUNCTIONS = frozenset({torch.numel, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default})
@@ -288,6 +297,29 @@ def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
     if module is not None:
         return getattr(module, "pure", False) is True
     return node.op == "get_attr" or op_of(node) is not None or (reads_only_metadata(node) and not is_check(node))
+
+
+def reads_of(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.Node, TensorSpec]]:
+    """The values that a node reads as integers, with the spec it wants of each; seen through observers."""
+    reads = (info(node).plan or Plan("float")).reads
+    if not reads:
+        return []
+    values = dict.fromkeys(unobserved(gm, value) for value in node.all_input_nodes)
+    return [(value, reads[value.name]) for value in values if value.name in reads]
+
+
+def made_by(value: Any) -> Any:
+    """The node that makes a value, seen through conversions."""
+    while is_op(value, *CONVERSIONS, "dequantize_channel"):
+        value = value.args[0]
+    return value
+
+
+def unobserved(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """The value that an observer watches; any other node as it is."""
+    while isinstance(submodule(gm, node), Observer):
+        (node,) = node.all_input_nodes
+    return node
 
 
 def tensor_meta(value: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from fxq.graph import info, is_op, reads_only_metadata
+from fxq.graph import CONVERSIONS, info, is_op, made_by, reads_only_metadata
 from fxq.pricing import Priced, Value
 from fxq.probe import Prober
 from fxq.region import Region, read_region
@@ -17,15 +17,13 @@ from fxq.unit import calls_of
 
 log = logging.getLogger("fxq")
 
-_CONVERSIONS = ("quantize", "dequantize", "requantize")
-
 
 def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Region]:
     """The regions of the ops and units that run on integers."""
     found = {}
     for node in nodes:
         plan = info(node).plan
-        if plan is None or plan.fate == "float" or is_op(node, *_CONVERSIONS):
+        if plan is None or plan.fate == "float" or is_op(node, *CONVERSIONS):
             continue
         region = read_region(gm, node)
         if region is not None:
@@ -69,7 +67,7 @@ def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> I
     """The ops that run in float, with their seconds, as far as they can be measured on random inputs."""
     for node in nodes:
         plan = info(node).plan
-        if plan is None or plan.fate != "float" or is_op(node, *_CONVERSIONS):
+        if plan is None or plan.fate != "float" or is_op(node, *CONVERSIONS):
             continue
         region = read_region(gm, node)
         if region is not None and has_known_shapes(region):
@@ -85,7 +83,7 @@ def priced_values(
     """The values between ops, with what it costs to convert them."""
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
-        if is_op(node, *_CONVERSIONS) or reads_only_metadata(node):
+        if is_op(node, *CONVERSIONS) or reads_only_metadata(node):
             continue
         for read in node.all_input_nodes:
             maker = made_by(read)
@@ -106,13 +104,6 @@ def priced_values(
             )
         )
     return values
-
-
-def made_by(value: Any) -> Any:
-    """The node that makes a value, seen through conversions."""
-    while is_op(value, *_CONVERSIONS, "dequantize_channel"):
-        value = value.args[0]
-    return value
 
 
 def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:

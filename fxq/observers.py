@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -30,11 +31,14 @@ class Observer(nn.Module, ABC):
 
         minimum: smallest value seen, float32, 0-d or (C,); +inf before any data.
         maximum: largest value seen, same shape; -inf before any data.
+        met: bool (constants,), which of the constants were seen.
 
     Args:
         spec: the grid that the range is for.
         axis: the channel axis for one range per channel, or None for one per tensor.
         name: what errors call the tensor, such as "the input of layer1.conv2".
+        constants: numbers that are no data where they occur, such as what a mask fills in: elements equal to one of
+            them are left out. Per tensor only.
 
     Example:
         >>> observer = MinMax(TensorSpec(), name="the input of conv1")
@@ -48,10 +52,14 @@ class Observer(nn.Module, ABC):
 
     minimum: Tensor
     maximum: Tensor
+    met: Tensor
 
-    def __init__(self, spec: TensorSpec, axis: int | None = None, name: str = "") -> None:
+    def __init__(
+        self, spec: TensorSpec, axis: int | None = None, name: str = "", constants: Sequence[float] = ()
+    ) -> None:
         super().__init__()
         self.spec, self.axis, self.name, self.paused, self._met_empty = spec, axis, name, False, False
+        self.constants = tuple(constants)
         if axis is not None and not self.per_channel:
             raise RecipeError(
                 f"{self._tensor}: the {spec.observer!r} observer has one range per tensor, but the recipe asks for one "
@@ -59,6 +67,7 @@ class Observer(nn.Module, ABC):
             )
         self.register_buffer("minimum", torch.tensor(math.inf))
         self.register_buffer("maximum", torch.tensor(-math.inf))
+        self.register_buffer("met", torch.zeros(len(self.constants), dtype=torch.bool))
 
     def forward(self, x: Tensor) -> Tensor:
         """Take in `x` (float16, bfloat16, float32 or float64, any shape) and return it unchanged.
@@ -76,7 +85,9 @@ class Observer(nn.Module, ABC):
             )
         if x.numel() and not x.is_meta and not self.paused:
             with torch.no_grad():
-                self._observe(x.detach())
+                data = self._data_of(x.detach()) if self.constants else x.detach()
+                if data.numel():
+                    self._observe(data)
         self._met_empty = self._met_empty or x.numel() == 0
         return x
 
@@ -90,6 +101,7 @@ class Observer(nn.Module, ABC):
             CalibrationError: the two have seen different numbers of channels.
         """
         self._check_same_kind(other)
+        self._meet(other)
         if other.seen:
             self._absorb(other)
 
@@ -102,8 +114,28 @@ class Observer(nn.Module, ABC):
             InputError, CalibrationError: as for `merge`.
         """
         self._check_same_kind(other)
+        self._meet(other)
         if other.seen:
             self._unite(other)
+
+    def _data_of(self, x: Tensor) -> Tensor:
+        """The elements of `x` that are none of the constants; notes which of those there were."""
+        low, high = torch.aminmax(flat(x))
+        for i, value in enumerate(self.constants):
+            if low <= value <= high:
+                found = x == value
+                self.met = self.met | (torch.arange(len(self.constants), device=self.met.device) == i) & found.any()
+                x = x[~found]
+        return x
+
+    def _meet(self, other: Observer) -> None:
+        """Take over which constants another observer has seen, and that it leaves them out."""
+        met = dict.fromkeys([*self.constants, *other.constants], False)
+        for observer in (self, other):
+            for value, seen in zip(observer.constants, observer.met.tolist(), strict=True):
+                met[value] = met[value] or seen
+        self.constants = tuple(met)
+        self.met = torch.tensor(list(met.values()), dtype=torch.bool, device=self.met.device)
 
     def _check_same_kind(self, other: Observer) -> None:
         if (type(self), self.spec, self.axis) != (type(other), other.spec, other.axis):
@@ -112,20 +144,30 @@ class Observer(nn.Module, ABC):
                 f"into a {type(self).__name__} one for {self.spec} on axis {self.axis}; prepare both with one recipe."
             )
 
-    def qparams(self) -> QParams:
-        """Scale and zero point for what was seen, on the CPU.
+    def qparams(self, besides: Sequence[float] = ()) -> QParams:
+        """Scale and zero point for what was seen, on the CPU, and for these numbers `besides`.
 
         Raises:
             CalibrationError: no data was seen.
         """
-        return choose_qparams(*self._clipped(*self.range()), self.spec, self.axis)
+        low, high = self._clipped(*self.range())
+        return choose_qparams(
+            low.clamp(max=min(besides, default=math.inf)),
+            high.clamp(min=max(besides, default=-math.inf)),
+            self.spec,
+            self.axis,
+        )
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Smallest and largest value: float32, 0-d (per tensor) or (C,) (per channel), on the CPU.
 
+        Where there was nothing but constants it is 0 to 0.
+
         Raises:
             CalibrationError: no data was seen.
         """
+        if not self.seen and self.met_constants:
+            return torch.zeros(()), torch.zeros(())
         if not self.seen:
             why = ": what reached it was empty, as are batches of size 0" if self._met_empty else ""
             raise CalibrationError(
@@ -133,6 +175,11 @@ class Observer(nn.Module, ABC):
                 "float."
             )
         return self.minimum.float().cpu(), self.maximum.float().cpu()
+
+    @property
+    def met_constants(self) -> tuple[float, ...]:
+        """The constants that were seen."""
+        return tuple(value for value, met in zip(self.constants, self.met.tolist(), strict=True) if met)
 
     @property
     def seen_only_zeros(self) -> bool:
@@ -223,8 +270,10 @@ class MovingAverage(Observer):
 
     batches: Tensor
 
-    def __init__(self, spec: TensorSpec, axis: int | None = None, name: str = "") -> None:
-        super().__init__(spec, axis, name)
+    def __init__(
+        self, spec: TensorSpec, axis: int | None = None, name: str = "", constants: Sequence[float] = ()
+    ) -> None:
+        super().__init__(spec, axis, name, constants)
         self.register_buffer("batches", torch.tensor(0))
 
     def _observe(self, x: Tensor) -> None:
@@ -269,8 +318,10 @@ class Histogram(Observer):
     counts: Tensor
     exponent: Tensor
 
-    def __init__(self, spec: TensorSpec, axis: int | None = None, name: str = "") -> None:
-        super().__init__(spec, axis, name)
+    def __init__(
+        self, spec: TensorSpec, axis: int | None = None, name: str = "", constants: Sequence[float] = ()
+    ) -> None:
+        super().__init__(spec, axis, name, constants)
         self.register_buffer("counts", histogram.empty_counts())
         self.register_buffer("exponent", torch.tensor(histogram.MIN_EXPONENT))
 
@@ -332,20 +383,23 @@ OBSERVERS: dict[str, type[Observer]] = {
 }
 
 
-def make_observer(spec: TensorSpec, axis: int | None = None, name: str = "") -> Observer:
+def make_observer(
+    spec: TensorSpec, axis: int | None = None, name: str = "", constants: Sequence[float] = ()
+) -> Observer:
     """The observer that `spec` asks for.
 
     Args:
         spec: the grid; `spec.observer` names the observer.
         axis: the channel axis for one range per channel, or None.
         name: what errors call the tensor.
+        constants: numbers that it leaves out.
 
     Raises:
         RecipeError: there is no such observer, or it has no range per channel.
     """
     if spec.observer not in OBSERVERS:
         raise RecipeError(unknown("observer", spec.observer, OBSERVERS))
-    return OBSERVERS[spec.observer](spec, axis, name)
+    return OBSERVERS[spec.observer](spec, axis, name, constants)
 
 
 def flat(x: Tensor) -> Tensor:

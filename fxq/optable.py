@@ -41,9 +41,9 @@ class Quant:
             as it stands.
         view: the output may alias an input.
         narrows: the range of the output is smaller than the input's (relu), so that quantizing after it is better.
-        output_range: the fixed range of the output, where the function has one (sigmoid: 0 to 1).
-        extends: given the keyword arguments, whether a `moves` op makes values outside the range of its inputs (zero
-            always belongs to a range), as padding with another constant does.
+        selects: hands on a part of the values only, whose range may be much narrower than that of all of them.
+        fills: names of the arguments whose numbers, and constants, stand among the values of the output as they are: what
+            a pad or a mask brings in. Such an op hands on the values of its inputs otherwise.
         unless: given all arguments, the reason why this call does not fit `kind`, or None.
     """
 
@@ -57,8 +57,8 @@ class Quant:
     layout: bool = False
     view: bool = False
     narrows: bool = False
-    output_range: tuple[float, float] | None = None
-    extends: Callable[[Mapping[str, Any]], bool] | None = None
+    selects: bool = False
+    fills: tuple[str, ...] = ()
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
 

@@ -89,7 +89,7 @@ def _unit_is_called_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
 
 def _edges_are_observed(gm: fx.GraphModule, node: fx.Node) -> str | None:
     for edge in info(node).edges:
-        if edge.source and edge.fixed is None and info(node).qparams is None:
+        if edge.observed and info(node).qparams is None:
             watching = [u for u in _readers_through_observers(gm, node) if isinstance(submodule(gm, u), Observer)]
             if not watching:
                 return f"its value is to be quantized ({edge.spec}) but no observer watches it"

@@ -3,6 +3,7 @@
 from fxq.passbase import Pass
 from fxq.passes.annotate import Annotate
 from fxq.passes.canonicalize import Canonicalize
+from fxq.passes.choose_grids import ChooseGrids
 from fxq.passes.cleanup import Cleanup
 from fxq.passes.correct_bias import CorrectBias
 from fxq.passes.decompose import Decompose
@@ -28,6 +29,7 @@ STATIC: tuple[Pass, ...] = (
     ShareQParams(),
     InsertObservers(),
     # calibration happens here
+    ChooseGrids(),
     InsertQdq(),
     Propagate(),
     Fallback(),
@@ -48,6 +50,7 @@ __all__ = [
     "STATIC_CORRECTED",
     "Annotate",
     "Canonicalize",
+    "ChooseGrids",
     "Cleanup",
     "CorrectBias",
     "Decompose",

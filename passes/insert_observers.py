@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
@@ -17,7 +17,7 @@ FOLDER = "fxq_observers"
 
 @dataclass(frozen=True)
 class InsertObservers(Pass):
-    """Put an observer behind every value that takes an integer form and is not merely moved.
+    """Put an observer behind every value that takes an integer form and is not merely moved as a whole.
 
     Before: conv2d(x, w, b)    After: conv2d(histogram(x), w, b)
     Keeps: the output, exactly: an observer returns what it is given. Weights need no observer, they are known.
@@ -28,11 +28,11 @@ class InsertObservers(Pass):
     gives: ClassVar[Stage] = Stage.OBSERVED
 
     def run(self, rewriter: Rewriter) -> None:
-        """One observer per source edge, each reading the one before it."""
+        """One observer per edge that is to be observed, each reading the one before it."""
         for value in rewriter.nodes():
             seen = value
             for edge in info(value).edges:
-                if edge.source and edge.fixed is None:
+                if edge.observed:
                     seen = _observe(rewriter, value, seen, edge)
 
 
@@ -41,7 +41,7 @@ def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge) -> f
     about = info(value)
     what = f'layer "{about.path}"' if about.path else "the input" if value.op == "placeholder" else "the model"
     name = f"%{value.name} ({what}{', ' + about.source if about.source else ''})"
-    target = rewriter.module(make_observer(edge.spec, None, name), value.name, FOLDER)
+    target = rewriter.module(make_observer(edge.spec, None, name, edge.constants), value.name, FOLDER)
     observer = rewriter.node("call_module", target, (seen,), after=seen, name=f"{value.name}_observer")
     rewriter.describe(
         observer,
@@ -49,7 +49,6 @@ def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge) -> f
         dtype=about.dtype,
         path=about.path,
         source=about.source,
-        edges=(replace(edge, source=False),),
     )
 
     def wants(user: fx.Node) -> bool:

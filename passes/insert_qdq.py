@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,16 +9,14 @@ import torch
 from torch import fx
 
 from fxq.errors import PassError
-from fxq.graph import Edge, constant, info, reads_only_metadata, submodule
+from fxq.graph import Edge, Plan, constant, info, made_by, reads_only_metadata, submodule
 from fxq.observers import Observer, make_observer
 from fxq.passbase import Pass, Stage
-from fxq.qparams import QParams, choose_qparams, quantize
+from fxq.qparams import QParams, quantize
 from fxq.rewrite import Rewriter
 from fxq.spec import TensorSpec
 from fxq.stages import where
 from fxq.unit import calls_of, inputs_of
-
-log = logging.getLogger("fxq")
 
 
 @dataclass(frozen=True)
@@ -29,6 +25,7 @@ class InsertQdq(Pass):
 
     Before: conv2d(observer(x), w, b)
     After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b)
+    Also: what an op moves together with others is put onto the grid of its result, where it has one of its own.
     Keeps: the output up to rounding to the grids. This is the portable reference: exact, on any device.
     Source: Jacob et al. 2018, section 2.
     """
@@ -38,87 +35,74 @@ class InsertQdq(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Find all parameters, and only then edit: without data, the observed model can still be calibrated."""
-        parameters = _parameters(rewriter)
+        """Take the observers out, and put conversions in."""
+        chosen = [value for value in rewriter.nodes() if info(value).edges]
+        missing = next((value for value in chosen if any(edge.qparams is None for edge in info(value).edges)), None)
+        if missing is not None:
+            raise PassError(
+                f"{where(rewriter.gm, missing)}: its grid is not chosen. Run choose-grids behind calibration."
+            )
         for node in rewriter.nodes():
             if isinstance(submodule(rewriter.gm, node), Observer):
                 rewriter.replace(node, node.args[0])
-        for value in rewriter.nodes():
+        for value in chosen:
             current = value
             for edge in info(value).edges:
-                current = _convert(rewriter, value, current, edge, parameters[edge.group])
+                current = _convert(rewriter, value, current, edge)
+        for node in rewriter.nodes():
+            _bring_together(rewriter, node)
         _convert_weights(rewriter)
         rewriter.erase_unused()
 
 
-def _parameters(rewriter: Rewriter) -> dict[int, QParams]:
-    """The parameters of each group of edges. Edits nothing."""
-    groups = _seen_together(rewriter)
-    parameters: dict[int, QParams] = {}
-    for value in rewriter.nodes():
-        for edge in info(value).edges:
-            if edge.group not in parameters:
-                parameters[edge.group] = _grid(rewriter, value, edge, groups)
-    return parameters
-
-
-def _seen_together(rewriter: Rewriter) -> dict[int, Observer]:
-    """What the observers of each group have seen together. They observe different tensors, and stay as they are."""
-    groups: dict[int, list[Observer]] = {}
-    for node in rewriter.nodes():
-        observer = submodule(rewriter.gm, node)
-        if isinstance(observer, Observer):
-            (edge,) = info(node).edges
-            groups.setdefault(edge.group, []).append(observer)
-    return {group: observers[0] if len(observers) == 1 else _joined(observers) for group, observers in groups.items()}
-
-
-def _joined(observers: list[Observer]) -> Observer:
-    """An observer that stands for the tensors of all of them."""
-    together = copy.deepcopy(observers[0])
-    for other in observers[1:]:
-        together.join(other)
-    return together
-
-
-def _grid(rewriter: Rewriter, value: fx.Node, edge: Edge, groups: dict[int, Observer]) -> QParams:
-    if edge.fixed is not None:
-        low, high = edge.fixed
-        return choose_qparams(torch.tensor(low), torch.tensor(high), edge.spec)
-    observer = groups.get(edge.group)
-    if observer is None:
-        raise PassError(
-            f"{where(rewriter.gm, value)}: no observer watches the values that it shares a grid with. "
-            "Run insert-observers behind the pass that made these edges."
-        )
-    if observer.seen_only_zeros:
-        rewriter.describe(value, note="calibration saw nothing but zeros: scale 1")
-        log.warning("%s: calibration saw nothing but zeros; its scale is 1.", observer.name)
-    return observer.qparams()
-
-
-def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, qp: QParams) -> fx.Node:
+def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge) -> fx.Node:
     """Quantize and dequantize behind `current` (the value, or its previous integer form); the dequantize.
 
     Every form is made from the value itself: made from a coarser form, it would have that one's error as well.
     """
-    about = info(value)
-    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z}
-    limits: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "dtype": qp.dtype}
-    integer, real = (about.shape, qp.dtype), (about.shape, torch.float32)
-    q = rewriter.call("quantize", value, after=current, name=f"{value.name}_q", typed=integer, **grid, **limits)
-    dq = rewriter.call("dequantize", q, after=q, name=f"{value.name}_dq", typed=real, **grid)
-    for node in (q, dq):
-        rewriter.describe(node, qparams=qp, path=about.path, source=about.source)
+    assert edge.qparams is not None  # all of them are chosen
+    q, dq = _pair(rewriter, value, current, edge.qparams, value.name)
 
     def wants(user: fx.Node) -> bool:
-        plan = info(user).plan
-        first = current is value
-        return user not in (q, dq) and (first or (plan is not None and (plan.reads or {}).get(value.name) == edge.spec))
+        plan = info(user).plan or Plan("float")
+        asked = (plan.reads or {}).get(value.name) == edge.spec
+        return user not in (q, dq) and (asked or (current is value and not plan.exact))
 
     rewriter.reroute(current, q, only=lambda user: reads_only_metadata(user))
     rewriter.reroute(current, dq, only=wants)
     return dq
+
+
+def _pair(
+    rewriter: Rewriter, value: fx.Node, after: fx.Node, qp: QParams, name: str, like: fx.Node | None = None
+) -> tuple[fx.Node, fx.Node]:
+    """quantize(value) and its dequantize, behind `after`."""
+    about = info(like or value)
+    shape = info(value).shape
+    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z}
+    limits: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "dtype": qp.dtype}
+    q = rewriter.call("quantize", value, after=after, name=f"{name}_q", typed=(shape, qp.dtype), **grid, **limits)
+    dq = rewriter.call("dequantize", q, after=q, name=f"{name}_dq", typed=(shape, torch.float32), **grid)
+    for node in (q, dq):
+        rewriter.describe(node, qparams=qp, path=about.path, source=about.source)
+    return q, dq
+
+
+def _bring_together(rewriter: Rewriter, node: fx.Node) -> None:
+    """Put the inputs of an op that moves integers onto the grid of its result, those that have another one.
+
+    From the integers that they are: such a grid is several times as fine.
+    """
+    plan, results = info(node).plan, {edge.spec: edge.qparams for edge in info(node).edges}
+    if plan is None or plan.fate != "moves":
+        return
+    for read in node.all_input_nodes:
+        own = info(read).qparams
+        value: Any = made_by(read)
+        wanted = results.get((plan.reads or {}).get(value.name))  # type: ignore[arg-type]
+        if wanted is not None and own is not None and not wanted.same_as(own):
+            _, dq = _pair(rewriter, read, read, wanted, value.name, like=node)
+            rewriter.update(node, args=_swap(node.args, read, dq))
 
 
 def _convert_weights(rewriter: Rewriter) -> None:

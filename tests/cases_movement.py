@@ -157,7 +157,6 @@ MOVEMENT = [
         module(nn.ConstantPad2d, 1, 0.5),
         function(F.pad, lambda x, m: F.pad(x, (1, 1, 1, 1), value=0.5)),
         group="pad_value",
-        fate="float",  # 0.5 is not on the grid
     ),
     *[
         case

@@ -1,4 +1,6 @@
-"""share-qparams: which edges have one scale and zero point."""
+"""share-qparams: which edges can have one scale and zero point."""
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -64,26 +66,31 @@ def test_residual_sums_share_nothing():
     assert all(len(group) == 1 for group in groups(manager))
 
 
-def test_a_fixed_range_is_not_observed():
+def test_what_is_selected_or_may_hold_constants_is_observed_besides_what_is_made():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x):
-            return self.b(torch.sigmoid(self.a(x)).reshape(-1, 4))
+            y = torch.sigmoid(self.a(x)).reshape(-1, 4)
+            return self.b(y[:8]), self.b(F.pad(y, (0, 0, 1, 1), value=-2.0).flip(0))
 
-    model, x = settled(Model), torch.randn(64, 4)
-    manager = until(model, x, "share-qparams", REFERENCE)
+    manager = until(settled(Model), torch.randn(64, 4), "share-qparams", REFERENCE)
     edges = {n.name: e for n in manager.gm.graph.nodes for e in info(n).edges}
-    assert (edges["sigmoid"].fixed, edges["reshape"].fixed, edges["x"].fixed) == ((0.0, 1.0), None, None)
-    quantized, history = staged(model, x, REFERENCE)
-    assert "sigmoid_observer" not in history["insert-observers"].graph.by_name
-    layer = quantized.qparams()["b"]
-    assert (layer.input_scale, layer.input_zero_point) == (torch.tensor(1 / 255).item(), 0)
+    observed = {name: (edge.source, edge.observed, edge.constants) for name, edge in edges.items()}
+    assert observed == {
+        "x": (True, True, (-math.inf,)),
+        "a": (True, True, ()),
+        "sigmoid": (True, True, ()),
+        "reshape": (False, False, ()),
+        "getitem": (False, True, ()),
+        "pad": (False, True, (-2.0,)),
+        "flip": (False, True, (-2.0,)),
+    }
 
 
-def test_a_fixed_range_does_not_hold_for_a_group_with_others():
+def test_a_group_covers_a_function_and_what_is_beside_it():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

@@ -234,7 +234,7 @@ def _clamp(parts: Parts, operands: Operands) -> Kernel:
 
 
 def _pad_refuses(parts: Parts, node: fx.Node) -> str | None:
-    return Pad.refuses(mode=parts.first.options["mode"], value=parts.first.options["value"] or 0.0)
+    return Pad.refuses(mode=parts.first.options["mode"])
 
 
 def _pad(parts: Parts, operands: Operands) -> Kernel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,24 +33,20 @@ _INPLACE = "x inplace"
     "relu_",
     aten.relu.default,
     aten.relu_.default,
-    quant=moves("x", narrows=True),
+    quant=moves("x", narrows=True, selects=True),
 )
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
     return F.relu(x)
 
 
-@row(nn.ReLU6, spell(F.relu6, _INPLACE), aten.relu6.default, quant=moves("x", narrows=True))
+@row(nn.ReLU6, spell(F.relu6, _INPLACE), aten.relu6.default, quant=moves("x", narrows=True, selects=True))
 def relu6(x: Tensor) -> Tensor:
     """min(max(x, 0), 6)."""
     return F.relu6(x)
 
 
 _CLAMP = "x min max"
-
-
-def _leaves_out_zero(options: Mapping[str, Any]) -> bool:
-    return not options["min_val"] <= 0 <= options["max_val"]
 
 
 @row(
@@ -64,7 +59,7 @@ def _leaves_out_zero(options: Mapping[str, Any]) -> bool:
     *(spell(t, _CLAMP, _numbers) for t in (aten.clamp.default, aten.clamp_.default)),
     *(spell(t, "x min", _numbers) for t in (torch.clamp_min, "clamp_min", "clamp_min_", aten.clamp_min.default)),
     *(spell(t, "x max", _numbers) for t in (torch.clamp_max, "clamp_max", "clamp_max_", aten.clamp_max.default)),
-    quant=moves("x", narrows=True, extends=_leaves_out_zero),
+    quant=moves("x", narrows=True, selects=True),
 )
 def hardtanh(x: Tensor, *, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
     """min(max(x, min_val), max_val); either bound may be infinite."""

@@ -106,13 +106,13 @@ def div(x: Tensor, other: Tensor, *, rounding_mode: str | None = None) -> Tensor
     return torch.div(x, other, rounding_mode=rounding_mode) if rounding_mode is not None else x / other
 
 
-@row(torch.maximum, "maximum", aten.maximum.default, quant=moves(*_BINARY, layout=True), commutes=True)
+@row(torch.maximum, "maximum", aten.maximum.default, quant=moves(*_BINARY, layout=True, selects=True), commutes=True)
 def maximum(x: Tensor, other: Tensor) -> Tensor:
     """The larger of two elements, broadcast."""
     return torch.maximum(x, other)
 
 
-@row(torch.minimum, "minimum", aten.minimum.default, quant=moves(*_BINARY, layout=True), commutes=True)
+@row(torch.minimum, "minimum", aten.minimum.default, quant=moves(*_BINARY, layout=True, selects=True), commutes=True)
 def minimum(x: Tensor, other: Tensor) -> Tensor:
     """The smaller of two elements, broadcast."""
     return torch.minimum(x, other)

@@ -30,7 +30,7 @@ _SOFT = "x dim _stacklevel dtype"
     *(spell(t, _SOFT, _axis) for t in (nn.Softmax, F.softmax)),
     *(spell(t, "x dim dtype", _axis) for t in (torch.softmax, "softmax", aten.softmax.int)),
     spell(aten._softmax.default, "x dim half_to_float", _axis),
-    quant=float_only("x", output_range=(0.0, 1.0)),
+    quant=_FLOAT,
 )
 def softmax(x: Tensor, *, dim: int) -> Tensor:
     """exp(x) / sum(exp(x)) along an axis."""
@@ -48,7 +48,7 @@ def log_softmax(x: Tensor, *, dim: int) -> Tensor:
     return F.log_softmax(x, dim)
 
 
-@row(*(spell(t, _SOFT, _axis) for t in (nn.Softmin, F.softmin)), quant=float_only("x", output_range=(0.0, 1.0)))
+@row(*(spell(t, _SOFT, _axis) for t in (nn.Softmin, F.softmin)), quant=_FLOAT)
 def softmin(x: Tensor, *, dim: int) -> Tensor:
     """softmax(-x)."""
     return F.softmin(x, dim)
@@ -139,7 +139,7 @@ _WHERE = "condition x other"
 @row(
     *(spell(t, _WHERE) for t in (torch.where, aten.where.self)),
     spell("where", "x condition other"),
-    quant=float_only("x", "other"),
+    quant=float_only("x", "other", fills=("x", "other")),
 )
 def where(condition: Tensor, x: Tensor, other: Tensor) -> Tensor:
     """x where the condition holds, else other."""
@@ -149,7 +149,7 @@ def where(condition: Tensor, x: Tensor, other: Tensor) -> Tensor:
 @row(
     *(spell(t, "x mask value") for t in (torch.masked_fill, "masked_fill", "masked_fill_")),
     *(spell(t, "x mask value") for t in (aten.masked_fill.Scalar, aten.masked_fill.Tensor)),
-    quant=_FLOAT,
+    quant=float_only("x", fills=("value",)),
 )
 def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
     """x, with `value` where the mask holds."""

@@ -13,8 +13,6 @@ from fxq.optable import Arguments, computes, spell
 
 _INPLACE = "x inplace"
 _POINTWISE = computes("x", pointwise=True)
-_TO_ONE = computes("x", pointwise=True, output_range=(0.0, 1.0))
-_AROUND_ZERO = computes("x", pointwise=True, output_range=(-1.0, 1.0))
 
 
 @row(nn.Hardswish, spell(F.hardswish, _INPLACE), aten.hardswish.default, aten.hardswish_.default, quant=_POINTWISE)
@@ -28,7 +26,7 @@ def hardswish(x: Tensor) -> Tensor:
     spell(F.hardsigmoid, _INPLACE),
     aten.hardsigmoid.default,
     aten.hardsigmoid_.default,
-    quant=_TO_ONE,
+    quant=_POINTWISE,
 )
 def hardsigmoid(x: Tensor) -> Tensor:
     """relu6(x + 3) / 6."""
@@ -120,14 +118,14 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
     "sigmoid_",
     aten.sigmoid.default,
     aten.sigmoid_.default,
-    quant=_TO_ONE,
+    quant=_POINTWISE,
 )
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x))."""
     return torch.sigmoid(x)
 
 
-@row(nn.Tanh, F.tanh, torch.tanh, "tanh", "tanh_", aten.tanh.default, aten.tanh_.default, quant=_AROUND_ZERO)
+@row(nn.Tanh, F.tanh, torch.tanh, "tanh", "tanh_", aten.tanh.default, aten.tanh_.default, quant=_POINTWISE)
 def tanh(x: Tensor) -> Tensor:
     """Hyperbolic tangent."""
     return torch.tanh(x)
@@ -139,7 +137,7 @@ def log_sigmoid(x: Tensor) -> Tensor:
     return F.logsigmoid(x)
 
 
-@row(nn.Softsign, F.softsign, quant=_AROUND_ZERO)
+@row(nn.Softsign, F.softsign, quant=_POINTWISE)
 def softsign(x: Tensor) -> Tensor:
     """x / (1 + |x|)."""
     return F.softsign(x)
@@ -168,7 +166,7 @@ def softshrink(x: Tensor, *, lambd: float = 0.5) -> Tensor:
     spell(F.threshold, "x threshold value inplace"),
     spell(torch.threshold_, "x threshold value"),
     aten.threshold.default,
-    quant=_POINTWISE,
+    quant=computes("x", pointwise=True, fills=("value",)),
 )
 def threshold(x: Tensor, *, threshold: float, value: float) -> Tensor:
     """x where it is above the threshold, else `value`."""

@@ -49,7 +49,7 @@ _AVG_POOL = "x kernel_size stride padding ceil_mode count_include_pad divisor_ov
     spell(F.max_pool1d, _MAX_POOL, _pool(1, "max")),
     spell(torch.max_pool1d, _MAX_POOL, _pool(1, "max")),
     spell(aten.max_pool1d.default, _MAX_POOL, _pool(1, "max")),
-    quant=moves("x"),
+    quant=moves("x", selects=True),
 )
 def max_pool1d(
     x: Tensor, *, kernel_size: Any, stride: Any, padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
@@ -64,7 +64,7 @@ def max_pool1d(
     spell(torch.max_pool2d, _MAX_POOL, _pool(2, "max")),
     spell(aten.max_pool2d.default, _MAX_POOL, _pool(2, "max")),
     spell(aten.max_pool2d_with_indices.default, _MAX_POOL, _pool(2, "max"), pick_values),
-    quant=moves("x"),
+    quant=moves("x", selects=True),
 )
 def max_pool2d(
     x: Tensor, *, kernel_size: Any, stride: Any, padding: Any = (0, 0), dilation: Any = (1, 1), ceil_mode: bool = False
@@ -79,7 +79,7 @@ def max_pool2d(
     spell(torch.max_pool3d, _MAX_POOL, _pool(3, "max")),
     spell(aten.max_pool3d.default, _MAX_POOL, _pool(3, "max")),
     spell(aten.max_pool3d_with_indices.default, _MAX_POOL, _pool(3, "max"), pick_values),
-    quant=moves("x"),
+    quant=moves("x", selects=True),
 )
 def max_pool3d(
     x: Tensor,
@@ -199,7 +199,7 @@ def adaptive_avg_pool3d(x: Tensor, *, output_size: Any) -> Tensor:
 @row(
     *(spell(t, _MAX_SIZE, _adaptive(1)) for t in (nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)),
     spell(aten.adaptive_max_pool1d.default, _SIZE, _adaptive(1), pick_values),
-    quant=moves("x"),
+    quant=moves("x", selects=True),
 )
 def adaptive_max_pool1d(x: Tensor, *, output_size: Any) -> Tensor:
     """x (N, C, L) -> (N, C, *output_size)."""
@@ -209,7 +209,7 @@ def adaptive_max_pool1d(x: Tensor, *, output_size: Any) -> Tensor:
 @row(
     *(spell(t, _MAX_SIZE, _adaptive(2)) for t in (nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)),
     spell(aten.adaptive_max_pool2d.default, _SIZE, _adaptive(2), pick_values),
-    quant=moves("x"),
+    quant=moves("x", selects=True),
 )
 def adaptive_max_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
     """x (N, C, H, W) -> (N, C, *output_size)."""
@@ -219,7 +219,7 @@ def adaptive_max_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
 @row(
     *(spell(t, _MAX_SIZE, _adaptive(3)) for t in (nn.AdaptiveMaxPool3d, F.adaptive_max_pool3d)),
     spell(aten.adaptive_max_pool3d.default, _SIZE, _adaptive(3), pick_values),
-    quant=moves("x"),
+    quant=moves("x", selects=True),
 )
 def adaptive_max_pool3d(x: Tensor, *, output_size: Any) -> Tensor:
     """x (N, C, D, H, W) -> (N, C, *output_size)."""

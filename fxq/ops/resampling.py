@@ -25,8 +25,9 @@ def _pad_function(bound: Arguments) -> Arguments:
     return {**bound, "value": 0.0 if value is None else value}
 
 
-def _pads_a_value(options: Mapping[str, Any]) -> bool:
-    return options["mode"] == "constant" and options["value"] != 0
+def _unknown_value(arguments: Mapping[str, Any]) -> str | None:
+    known = arguments["mode"] != "constant" or isinstance(arguments["value"], (int, float))
+    return None if known else "pads with a value that is known at run time only"
 
 
 def _pads(mode: str, *targets: Any) -> Any:
@@ -44,7 +45,7 @@ def _pads(mode: str, *targets: Any) -> Any:
     *_pads("replicate", aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
     *_pads("circular", nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
     spell(aten.constant_pad_nd.default, "x pad value"),
-    quant=moves("x", extends=_pads_a_value),
+    quant=moves("x", fills=("value",), unless=_unknown_value),
 )
 def pad(x: Tensor, *, pad: Any, mode: str = "constant", value: float = 0.0) -> Tensor:
     """Pad the last axes: `pad` is (left, right) of the last axis, then of the one before."""

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxq.ops.table import aten, row
 from fxq.optable import Arguments, Instead, moves, shape_of, spell
 
-_VIEW = moves("x", layout=True, view=True)
+_PART = moves("x", layout=True, view=True, selects=True)
 _COPY = moves("x", layout=True)
 _ALL = slice(None)
 _END = 2**63 - 1
@@ -88,7 +88,7 @@ def _unbound(bound: Arguments, index: Any) -> Arguments | Instead | str:
     *(spell(t, "x dim start length", _narrow) for t in (torch.narrow, "narrow", aten.narrow.default)),
     spell(aten.slice.Tensor, "x dim start end step", _slice),
     *(spell(t, "x dim", pick=_unbound) for t in (torch.unbind, "unbind", aten.unbind.int)),
-    quant=_VIEW,
+    quant=_PART,
 )
 def getitem(x: Tensor, *, index: Any) -> Tensor:
     """x[index], with a tuple of numbers, slices and None."""
@@ -102,7 +102,7 @@ def _nth(bound: Arguments, index: Any) -> Arguments | str:
 _CHUNK = "x chunks dim"
 
 
-@row(*(spell(t, _CHUNK, pick=_nth) for t in (torch.chunk, "chunk", aten.chunk.default)), quant=_VIEW)
+@row(*(spell(t, _CHUNK, pick=_nth) for t in (torch.chunk, "chunk", aten.chunk.default)), quant=_PART)
 def chunk(x: Tensor, *, chunks: int, dim: int = 0, index: int = 0) -> Tensor:
     """Part `index` of x cut along `dim` into so many parts."""
     return torch.chunk(x, chunks, dim)[index]
@@ -117,7 +117,7 @@ def _sizes(bound: Arguments) -> Arguments:
     *(spell(t, "x sizes dim", _sizes, _nth) for t in (torch.split, torch.split_with_sizes)),
     *(spell(t, "x sizes dim", _sizes, _nth) for t in ("split", "split_with_sizes")),
     *(spell(t, "x sizes dim", _sizes, _nth) for t in (aten.split.Tensor, aten.split_with_sizes.default)),
-    quant=_VIEW,
+    quant=_PART,
 )
 def split(x: Tensor, *, sizes: Any, dim: int = 0, index: int = 0) -> Tensor:
     """Part `index` of x cut along `dim` into parts of this size, or of these sizes."""
@@ -131,7 +131,7 @@ def _sections(bound: Arguments) -> Arguments:
 
 @row(
     *(spell(t, "x sections dim", _sections, _nth) for t in (torch.tensor_split, "tensor_split")),
-    quant=_VIEW,
+    quant=_PART,
 )
 def tensor_split(x: Tensor, *, sections: Any, dim: int = 0, index: int = 0) -> Tensor:
     """Part `index` of x cut along `dim` into so many nearly equal parts, or at these indices."""
@@ -140,7 +140,7 @@ def tensor_split(x: Tensor, *, sections: Any, dim: int = 0, index: int = 0) -> T
 
 @row(
     *(spell(t, "x dim index") for t in (torch.index_select, "index_select", aten.index_select.default)),
-    quant=_COPY,
+    quant=moves("x", layout=True, selects=True),
 )
 def index_select(x: Tensor, index: Tensor, *, dim: int) -> Tensor:
     """The entries `index` (int64, one axis) along `dim`."""

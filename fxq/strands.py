@@ -1,0 +1,104 @@
+"""Strands: values that can share a grid, as ops hand them on, and the range that the grid has to cover."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fxq.observers import Observer
+from fxq.qparams import QParams
+
+FAR = 4.0
+"""A grid this many times as wide as the values on it leaves them two bits less: then they get one of their own."""
+
+REACH = 2.0
+"""How many times as wide a grid may become for the sake of constants: one bit. A layer in float costs more."""
+
+
+@dataclass(eq=False)
+class Strand:
+    """Values on one grid, as far as the graph has been gone through.
+
+    Attributes:
+        low, high: the range of the data, zero included.
+        finest: the smallest span of those among the values that somebody reads as they are.
+        observers: what has seen the values.
+        constants: what masks, pads and fills bring in and the grid is to hold as well.
+    """
+
+    low: float = 0.0
+    high: float = 0.0
+    finest: float = math.inf
+    observers: list[Observer] = field(default_factory=list)
+    constants: set[float] = field(default_factory=set)
+    _into: Strand | None = None
+
+    @property
+    def span(self) -> float:
+        """How wide the range is."""
+        return self.high - self.low
+
+    def root(self) -> Strand:
+        """The strand that this one has become a part of."""
+        strand = self
+        while strand._into is not None:
+            if strand._into._into is not None:
+                strand._into = strand._into._into
+            strand = strand._into
+        return strand
+
+    def cover(self, other: Strand) -> None:
+        """Let the grid hold what another strand's does."""
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.observers += other.observers
+        self.constants |= other.constants
+
+    def join(self, other: Strand) -> Strand:
+        """Make one of two strands; the one that both have become."""
+        if self is other:
+            return self
+        large, small = (self, other) if len(self.observers) >= len(other.observers) else (other, self)
+        large.cover(small)
+        large.finest = min(large.finest, small.finest)
+        small._into = large
+        return large
+
+    def keep(self, span: float) -> None:
+        """Somebody reads values of this span as they are."""
+        if span > 0:
+            self.finest = min(self.finest, span)
+
+    def reaches(self, constant: float) -> bool:
+        """Whether the grid can hold a constant without becoming much coarser; any where there is no other data."""
+        wider = max(self.high, constant) - min(self.low, constant)
+        return math.isfinite(constant) and (self.span == 0 or wider <= REACH * self.span)
+
+    def qparams(self) -> QParams:
+        """The grid."""
+        observers = list(dict.fromkeys(self.observers))
+        together = observers[0]
+        if len(observers) > 1:
+            together = copy.deepcopy(together)
+            for other in observers[1:]:
+                together.join(other)
+        return together.qparams(sorted(self.constants))
+
+
+def covering(strands: Iterable[Strand]) -> Strand:
+    """A new strand that holds what all of these do."""
+    made = Strand()
+    for strand in strands:
+        made.cover(strand)
+    return made
+
+
+def watching(observer: Observer) -> Strand:
+    """A strand for what an observer has seen.
+
+    Raises:
+        CalibrationError: it has seen no data.
+    """
+    low, high = observer.range()
+    return Strand(min(float(low), 0.0), max(float(high), 0.0), observers=[observer])

@@ -1,0 +1,199 @@
+"""choose-grids: scale and zero point of every edge, now that the ranges are known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from fxq.errors import PassError
+from fxq.fills import Fills
+from fxq.graph import Edge, Plan, info, reads_of, reads_only_metadata, submodule, unobserved
+from fxq.observers import Observer
+from fxq.passbase import Pass, Stage
+from fxq.rewrite import Rewriter
+from fxq.spec import TensorSpec
+from fxq.stages import where
+from fxq.strands import FAR, Strand, covering, watching
+from fxq.unit import calls_of, inputs_of
+
+log = logging.getLogger("fxq")
+Key = tuple[fx.Node, TensorSpec]
+
+
+@dataclass(frozen=True)
+class ChooseGrids(Pass):
+    """Choose scale and zero point of every edge from what calibration saw.
+
+    Before: observed edges in groups    After: the same graph, with `qparams` on every edge
+    Keeps: the graph.
+
+    What an op moves shares the grid of its result, unless that is four times as wide as the values themselves, and they
+    are read elsewhere: then they keep a grid of their own, and insert-qdq converts. Where it is the result that would
+    be left with a small part of a grid, the op runs in float, and so does what hands it its values.
+    Constants of masks, pads and fills are no data. The grid becomes wider for them by one bit at most; one further out
+    keeps the values that may hold it, and the ops that read them, in float, up to where something new is computed.
+    """
+
+    name: ClassVar[str] = "choose-grids"
+    needs: ClassVar[Stage] = Stage.OBSERVED
+    gives: ClassVar[Stage] = Stage.OBSERVED
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Go through the values in order, and only then write: without data, the model can still be calibrated."""
+        chooser = _Chooser(rewriter)
+        for node in rewriter.nodes():
+            if not isinstance(submodule(rewriter.gm, node), Observer):
+                chooser.visit(node)
+        chosen = chooser.chosen()
+        for node, plan in chooser.plans.items():
+            rewriter.describe(node, plan=plan)
+        for value, edges in chosen.items():
+            rewriter.describe(value, edges=edges)
+            for edge in edges:
+                _note_zeros(rewriter, value, chooser.observers.get((value, edge.spec)))
+
+
+def _note_zeros(rewriter: Rewriter, value: fx.Node, observer: Observer | None) -> None:
+    if observer is not None and observer.seen_only_zeros:
+        rewriter.describe(value, note="calibration saw nothing but zeros: scale 1")
+        log.warning("%s: calibration saw nothing but zeros; its scale is 1.", observer.name)
+
+
+class _Chooser:
+    """Goes through the values of a graph in order.
+
+    Attributes:
+        observers: by the edge that they watch.
+        plans: the plans that change.
+        off: values that are on no grid, with the reason for their readers.
+    """
+
+    def __init__(self, rewriter: Rewriter) -> None:
+        self.gm, self.fills = rewriter.gm, Fills(rewriter.gm)
+        self.observers: dict[Key, Observer] = {}
+        self.readers: dict[fx.Node, list[fx.Node]] = {}
+        self.plans: dict[fx.Node, Plan] = {}
+        self.off: dict[fx.Node, str] = {}
+        self._strands: dict[Key, Strand] = {}
+        for node in rewriter.nodes():
+            observer = submodule(self.gm, node)
+            if isinstance(observer, Observer):
+                self.observers[unobserved(self.gm, node), observer.spec] = observer
+            elif not reads_only_metadata(node):
+                for read in node.all_input_nodes:
+                    self.readers.setdefault(unobserved(self.gm, read), []).append(node)
+
+    def chosen(self) -> dict[fx.Node, tuple[Edge, ...]]:
+        """The edges of every value, with their grids."""
+        numbers: dict[Strand, int] = {}
+        for strand in self._strands.values():
+            numbers.setdefault(strand.root(), len(numbers))
+        grids = {strand: strand.qparams() for strand in numbers}
+        found = {}
+        for value in dict.fromkeys(value for value, _ in self._strands):
+            roots = {edge: self._strands[value, edge.spec].root() for edge in info(value).edges}
+            edges = (replace(edge, group=numbers[root], qparams=grids[root]) for edge, root in roots.items())
+            found[value] = tuple(edges)
+        return {**found, **dict.fromkeys(self.off, ())}
+
+    def visit(self, node: fx.Node) -> None:
+        """Decide about a node and its value. Those that it reads come before."""
+        reads = reads_of(self.gm, node)
+        for value, _ in reads:
+            if value in self.off:
+                self._stop_reading(node, value, f"its input %{value.name} {self.off[value]}")
+        edges = info(node).edges
+        moved = self._plan(node).fate == "moves"
+        for edge in edges:
+            inputs = [self._strands[key] for key in reads if key[1] == edge.spec] if moved else []
+            strand = self._moved(node, edge, inputs) if inputs else self._made(node, edge)
+            if strand is None:
+                return
+            self._strands[node, edge.spec] = strand
+
+    def _plan(self, node: fx.Node) -> Plan:
+        return self.plans.get(node) or info(node).plan or Plan("float")
+
+    def _made(self, node: fx.Node, edge: Edge) -> Strand | None:
+        """The strand that begins with a value; None where that is on no grid."""
+        observer = self.observers.get((node, edge.spec))
+        if observer is None:
+            raise PassError(
+                f"{where(self.gm, node)}: no observer watches its value. Run insert-observers behind the pass that "
+                "made its edges."
+            )
+        strand = watching(observer)
+        if not self._holds(node, edge, strand):
+            return None
+        if self._is_kept(node, edge):
+            strand.keep(strand.span)
+        return strand
+
+    def _moved(self, node: fx.Node, edge: Edge, inputs: Iterable[Strand]) -> Strand | None:
+        """The strand of a value that an op hands on; None where it is on no grid."""
+        roots = list(dict.fromkeys(strand.root() for strand in inputs))
+        around = covering(roots)
+        observer = self.observers.get((node, edge.spec))
+        own = watching(observer) if observer is not None else None
+        if own is not None and 0 < FAR * own.span <= around.span:
+            self._cut(node, around.span / own.span)
+            return self._made(node, edge)
+        if own is not None and (own.low < around.low or own.high > around.high):
+            around.cover(own)
+        if not self._holds(node, edge, around):
+            return None
+        strand = around
+        for root in roots:
+            if around.span < FAR * root.finest:
+                strand = strand.join(root)
+        if self._is_kept(node, edge):
+            strand.keep(own.span if own is not None else strand.span)
+        return strand
+
+    def _holds(self, node: fx.Node, edge: Edge, strand: Strand) -> bool:
+        """Let a strand hold the constants of a value. False where it cannot: then the value is on no grid."""
+        observer = self.observers.get((node, edge.spec))
+        met = observer.met_constants if observer is not None else ()
+        constants = self.fills.brought_by(node).union(met)
+        far = [value for value in constants if not strand.reaches(value)]
+        if not far:
+            strand.constants |= constants
+            return True
+        words = f"holds {', '.join(f'{value:g}' for value in sorted(far))}, far outside of its data"
+        self.off[node] = f"{words} ({strand.low:.3g} to {strand.high:.3g})"
+        for spec in [spec for value, spec in self._strands if value is node]:
+            del self._strands[node, spec]
+        if self._plan(node).fate != "float":
+            self.plans[node] = Plan("float", f"its value {self.off[node]}")
+        return False
+
+    def _is_kept(self, node: fx.Node, edge: Edge) -> bool:
+        """Whether somebody reads a value who does not merely move it on, or several do."""
+        readers = self.readers.get(node, [])
+        return len(readers) != 1 or self._plan(readers[0]).fate != "moves"
+
+    def _stop_reading(self, node: fx.Node, value: fx.Node, reason: str) -> None:
+        """Let a node read a value in float: from there on where it is a layer's unit that reads it later on."""
+        plan = self._plan(node)
+        calls = calls_of(self.gm, node)
+        first = min((read.call for read in inputs_of(calls) if unobserved(self.gm, read.node) is value), default=0)
+        if first == 0 or plan.fate != "int8" or not calls[0].op.quant.heavy:
+            self.plans[node] = Plan("float", reason)
+        elif plan.kernel_ops is None or plan.kernel_ops > first:
+            reads = {name: spec for name, spec in (plan.reads or {}).items() if name != value.name}
+            self.plans[node] = replace(plan, reason=reason, reads=reads, kernel_ops=first, longer=0)
+
+    def _cut(self, node: fx.Node, times: float) -> None:
+        """Let a node select from floats: what makes these, up to where they are computed, moves floats as well."""
+        self.plans[node] = Plan("float", f"what it selects spans {times:.0f} times less than its input", exact=True)
+        todo = [node]
+        while todo:
+            for value, _ in reads_of(self.gm, todo.pop()):
+                if self._plan(value).fate == "moves":
+                    reason = f"%{node.name} selects values of a small part of its range"
+                    self.plans[value] = Plan("float", reason, exact=True)
+                    todo.append(value)
