@@ -13,6 +13,7 @@ from fxq.graph import Cost, info, submodule
 from fxq.history import History
 from fxq.ledger import Entry, Ledger, speaking
 from fxq.measure import Measured, measure, measured_with
+from fxq.mending import IntegerEdges, Mending
 from fxq.original import Original, OriginalOp
 from fxq.record import Record, record_of
 from fxq.unit import calls_of, unit_of
@@ -41,9 +42,13 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
             runs.setdefault(name, []).append(worker)
         absorbed.update(dict.fromkeys(worker.absorbs, worker))
     entries = [_entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops]
+    speakers, edges = speaking(entries), IntegerEdges(gm)
     with untouched(context.model), seeded():  # both graphs share modules with the user's model
-        found = measure(original, gm, speaking(entries), measured_with(context, original))
+        found = measure(original, gm, speakers, measured_with(context, original), edges.read)
+    mending = Mending(edges, entries)
+    mends = {speakers[n.name].row.name: mending.line(n) for n in nodes if n.name in speakers}
     costs = {w.runs[0]: plan.cost for w in workers if w.runs and (plan := info(w.node).plan) and plan.cost}
+    entries = [replace(entry, mend=mends.get(entry.name, "")) for entry in entries]
     ledger = Ledger(tuple(_with_numbers(entry, found, costs.get(entry.name)) for entry in entries))
     return ledger, record_of(context.model, context.example, found.values)
 
@@ -51,8 +56,8 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
 def _with_numbers(entry: Entry, found: Measured, cost: Cost | None) -> Entry:
     """An entry with what was measured: of the ops of a unit, the last one has its SQNR, the first one its cost."""
     float_us, int8_us = (cost.float_us, cost.int8_us) if cost is not None else (None, None)
-    sqnr, own = found.sqnr.get(entry.name), found.own_sqnr.get(entry.name)
-    return replace(entry, sqnr=sqnr, own_sqnr=own, float_us=float_us, int8_us=int8_us)
+    sqnr, own, fault = (d.get(entry.name) for d in (found.sqnr, found.own_sqnr, found.fault_sqnr))
+    return replace(entry, sqnr=sqnr, own_sqnr=own, fault_sqnr=fault, float_us=float_us, int8_us=int8_us)
 
 
 _NO_OPS = ("convert", "constant", "io", "observer")

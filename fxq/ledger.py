@@ -33,6 +33,10 @@ class Entry:
             op that ends it has it), or no float tensor.
         own_sqnr: the same for what the op does wrong alone: it runs on the float model's values of its inputs, on the
             grids that it reads.
+        fault_sqnr: the same without the rounding of its output, which is done for those that read it as integers and
+            counts as theirs: the noise that `mend` takes away.
+        mend: the line of a recipe that takes this noise away, as Python: it puts the whole unit into float, and who
+            makes its inputs where others read the same integers. Empty where nothing in it runs on integers.
         float_us, int8_us: measured microseconds of the op in float and on integers; for a unit, in the row of its first
             op. None where nothing was measured.
     """
@@ -48,6 +52,8 @@ class Entry:
     macs: int = 0
     sqnr: float | None = None
     own_sqnr: float | None = None
+    fault_sqnr: float | None = None
+    mend: str = ""
     float_us: float | None = None
     int8_us: float | None = None
 
@@ -122,6 +128,24 @@ class Ledger(Rows[Entry]):
         """Number of entries of that fate. Raises `InputError` where there is no such fate."""
         self._check_value("fate", value)
         return sum(e.fate == value for e in self.entries)
+
+    def worst(self, count: int = 5) -> Ledger:
+        """The layers that add most noise, as a table, worst first: those that a line of a recipe mends (`Entry.mend`).
+
+        The order is that of `Entry.fault_sqnr`: a layer is blamed for the grids of what it reads, and not for that of
+        its output, which another layer reads. For a function in front of a layer, its own line would change nothing.
+
+        Args:
+            count: at most so many.
+
+        Example:
+            >>> a = Entry("a", "a", "linear", "int8", fault_sqnr=44.0, mend="recipe.override('a', fxq.FLOAT)")
+            >>> b = Entry("b", "b", "linear", "int8", fault_sqnr=39.0, mend="recipe.override('b', fxq.FLOAT)")
+            >>> [(entry.path, entry.mend) for entry in Ledger((a, b)).worst(1)]
+            [('b', "recipe.override('b', fxq.FLOAT)")]
+        """
+        mended = self.where(lambda e: bool(e.mend) and e.fault_sqnr is not None and e.fault_sqnr < math.inf)
+        return mended._with(mended.sort("fault_sqnr").entries[:count])
 
     def main_reason(self) -> str:
         """The most frequent reason for float, with its share."""

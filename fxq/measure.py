@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from fxq.context import Context
 from fxq.data import Batch, first_of
 from fxq.graph import info
 from fxq.ledger import Speaker
-from fxq.numeric import sqnr
+from fxq.numeric import Agreement, sqnr
 from fxq.original import Original
+from fxq.qparams import QParams, dequantize, quantize
 from fxq.record import Distribution, distribution
-from fxq.sidebyside import Program, rounded_at, side_by_side
+from fxq.sidebyside import Program, Value, rounded_at, side_by_side
 from fxq.untouched import without_autocast
 
 log = logging.getLogger("fxq")
@@ -30,11 +31,13 @@ class Measured:
     Attributes:
         sqnr: dB of its value against the float model's, what happens before it included.
         own_sqnr: the same where it runs on the float model's values.
+        fault_sqnr: the same without the rounding of its output where integer ops read that, for whom it is done.
         values: the distribution of the float model's values.
     """
 
     sqnr: dict[str, float] = field(default_factory=dict)
     own_sqnr: dict[str, float] = field(default_factory=dict)
+    fault_sqnr: dict[str, float] = field(default_factory=dict)
     values: dict[str, Distribution] = field(default_factory=dict)
 
 
@@ -50,7 +53,9 @@ _LARGE = 100_000_000
 """Multiply-accumulates. With more of them the values of one sample are many, and two forwards of four take a while."""
 
 
-def measure(original: Original, gm: fx.GraphModule, speakers: Mapping[str, Speaker], batches: list[Batch]) -> Measured:
+def measure(
+    original: Original, gm: fx.GraphModule, speakers: Mapping[str, Speaker], batches: list[Batch], read: Set[fx.Node]
+) -> Measured:
     """Compare the value of every node of an integer graph with the float model's.
 
     Args:
@@ -58,18 +63,21 @@ def measure(original: Original, gm: fx.GraphModule, speakers: Mapping[str, Speak
         gm: the integer model.
         speakers: the rows of the ledger that speak for its nodes, by the name of the node.
         batches: inputs to try: the first that both models run on is used.
+        read: the nodes of `gm` whose integers an integer op reads.
     """
     for batch in batches:
         try:
             with torch.no_grad(), without_autocast():
-                return _measure(original, gm, speakers, batch)
+                return _measure(original, gm, speakers, batch, read)
         except Exception as error:  # recorded are the first samples; where the first axis is none of samples, none fits
             log.info("no SQNR of layers on %s: %s", batch, error)
     log.warning("the ledger has no SQNR: the float and the int8 graph do not both run on recorded samples.")
     return Measured()
 
 
-def _measure(original: Original, gm: fx.GraphModule, speakers: Mapping[str, Speaker], batch: Batch) -> Measured:
+def _measure(
+    original: Original, gm: fx.GraphModule, speakers: Mapping[str, Speaker], batch: Batch, read: Set[fx.Node]
+) -> Measured:
     found, ends = Measured(), ends_of(gm, speakers, original.nodes)
     grids = {real: info(rounded_at(node)).qparams for node, real in ends.items()}
     shown = {op.name: original.nodes[op.name] for op in original.ops if op.name in original.nodes}
@@ -87,7 +95,26 @@ def _measure(original: Original, gm: fx.GraphModule, speakers: Mapping[str, Spea
     for value in side_by_side(reference, compared, ends, batch, own=True, see=see):
         name = speakers[value.node.name].row.name
         found.sqnr[name], found.own_sqnr[name] = sqnr(value.want, value.got), sqnr(value.want, value.own)
+        end = rounded_at(value.node)
+        grid = info(end).qparams if end in read else None
+        found.fault_sqnr[name] = _fault(value, grid) if grid is not None else found.own_sqnr[name]
     return found
+
+
+def _fault(value: Value, grid: QParams) -> float:
+    """dB of what a node does wrong alone, its last rounding, onto this grid, left out.
+
+    The two errors do not depend on each other, so that their powers add. What is left may be little beside what is
+    taken away, and is not known better than to a hundredth of it.
+    """
+    alone, rounding, same = Agreement(), Agreement(), True
+    for want, own in zip(value.want, value.own or (), strict=True):
+        rounded = dequantize(quantize(want.to(torch.float32), grid), grid)
+        alone.add(want, own)
+        rounding.add(want, rounded)
+        same = same and torch.equal(rounded, own)
+    noise = 0.0 if same else max(alone.noise - rounding.noise, rounding.noise / 100)
+    return replace(alone, noise=noise).sqnr
 
 
 def ends_of(

@@ -17,6 +17,7 @@ from fxq import costs
 from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.x86_conv import Conv
 from fxq.ledger import Entry, Ledger
+from fxq.mending import IntegerEdges, Mending
 from tests.helpers import REFERENCE, module, steps
 from tests.models import NETWORKS, batch, build
 
@@ -300,6 +301,85 @@ def test_sqnr_names_the_layer_that_is_at_fault():
     assert first > 35 and third < first - 15 and last < first - 15  # the last one inherits it
     assert ledger.sort("own_sqnr")[0].path == "2"
     assert ledger[3].own_sqnr > 35
+
+
+class Outlier(nn.Module):
+    """A function whose values a layer reads on a grid that one large channel makes coarse."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        with torch.no_grad():
+            self.first.weight[0] *= 200
+            self.second.weight[:, 0] /= 200
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_layer_is_blamed_that_reads_a_coarse_grid(recipe):
+    torch.manual_seed(0)
+    model, x = Outlier().eval(), torch.randn(64, 8)
+    qmodel = fxq.quantize(model, recipe, data=[x])
+    gelu = qmodel.ledger.where(op="gelu")[0]
+    worst = qmodel.ledger.worst(1)[0]
+    assert worst.name == "second" and worst.mend == "recipe.override('second', fxq.FLOAT)"
+    assert gelu.fault_sqnr > gelu.own_sqnr + 3  # dB: most of its noise is the rounding to the grid of the layer behind
+    before = fxq.numeric.sqnr(model(x), qmodel(x))
+    of_gelu, of_layer = (
+        fxq.numeric.sqnr(model(x), fxq.quantize(model, pasted(line, recipe), data=[x])(x))
+        for line in (gelu.fix, worst.mend)
+    )
+    assert of_layer > before + 5 > of_gelu
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_lines_of_the_worst_layers_take_their_noise_away(name, recipe):
+    model, data = build(name), batch(name)
+    ledger = fxq.quantize(model, recipe, data=[data]).ledger
+    worst = ledger.worst(3)
+    faults = [e.fault_sqnr for e in ledger if e.mend and e.fault_sqnr < math.inf]
+    assert [e.fault_sqnr for e in worst] == sorted(faults)[:3]
+    for entry in worst:
+        others = fxq.quantize(model, pasted(entry.mend, recipe), data=[data]).ledger
+        assert next(e for e in others if e.name == entry.name).fault_sqnr > 80, entry  # dB: float32 alone
+
+
+def test_a_line_frees_the_integers_that_others_read_too():
+    """The layer alone in float would read the values that its neighbour's grid has rounded."""
+    torch.manual_seed(0)
+    parts = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 4), "c": nn.Linear(6, 4)}
+    model = module(lambda self, x: (self.b(y := torch.relu(self.a(x)).reshape(-1, 6)), self.c(y)), **parts)
+    entry = fxq.quantize(model, REFERENCE, data=[X.reshape(-1, 6)]).ledger.where(path="b")[0]
+    assert entry.mend == (
+        "recipe.override('b', fxq.FLOAT).override(fxq.op('reshape'), fxq.FLOAT)"  # the layer in front has one reader
+    )
+    now = fxq.quantize(model, pasted(entry.mend, REFERENCE), data=[X.reshape(-1, 6)]).ledger
+    assert now.where(path="b")[0].own_sqnr == math.inf
+    assert now.where(path="c")[0].fate == "int8"
+
+
+def test_what_moves_integers_is_not_to_blame():
+    ledger = fxq.quantize(build("dense"), REFERENCE, data=[batch("dense")]).ledger
+    assert {e.fault_sqnr for e in ledger.where(fate="moves")} == {math.inf}
+    assert not ledger.worst(100).where(fate="moves") and len(ledger.worst(0)) == 0
+
+
+def test_finding_the_lines_takes_time_linear_in_the_readers():
+    def ledger(count):
+        forward = lambda self, x: sum(self.b(y * 1.0) for y in [torch.relu(self.a(x))] for _ in range(count))  # noqa: E731
+        model = module(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+        qmodel = fxq.quantize(model, REFERENCE, data=[torch.randn(2, 4)])
+
+        def find():
+            mending = Mending(IntegerEdges(qmodel), qmodel.ledger)
+            return [mending.line(node) for node in qmodel.graph.nodes]
+
+        return steps(find)
+
+    assert ledger(160) < 5 * ledger(40)
 
 
 def test_a_copy_keeps_the_numbers(ledger):
