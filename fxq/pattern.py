@@ -245,12 +245,26 @@ def _family(function: Callable[..., Any], name: str | None, variants: dict[str, 
             f"for {sorted(variants)}."
         )
     captures = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY][1:]
+    _check_captures(function, captures)
     label = name if name is not None else "_".join([function.__name__, *(f"{{{k}}}" for k in keywords)])
     rules = []
     for values in itertools.product(*(variants[k] for k in keywords)):
         chosen = dict(zip(keywords, values, strict=True))
         rules.append(_trace(function, label.format(**chosen), captures, chosen))
     return Family(rules, function)
+
+
+MATCH = ("bound", "captures", "gm", "nodes", "options", "outputs", "root", "rule")
+"""What a match has besides its captures (see `fxq/match.py`), which are attributes, too."""
+
+
+def _check_captures(function: Callable[..., Any], captures: Sequence[str]) -> None:
+    for name in captures:
+        if name in MATCH or name.startswith("__"):
+            raise PatternError(
+                f"pattern {function.__name__!r} ({source_of(function)}): a capture cannot be called {name!r}, as "
+                f"guards would find the match's own {name} under it; rename the parameter. Taken: {', '.join(MATCH)}."
+            )
 
 
 def _trace(function: Callable[..., Any], name: str, captures: list[str], variant: dict[str, str]) -> Rule:

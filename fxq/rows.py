@@ -9,11 +9,11 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar, TypeVar
 
 from fxq.errors import InputError, unknown
 from fxq.files import as_path, write_file
+from fxq.globs import path_matches, text_matches
 from fxq.printed import Printed
 from fxq.table import Cell, Column, Table
 
@@ -65,7 +65,7 @@ class Rows(Printed, Sequence[Row]):
         Args:
             condition: a function of an entry.
             **values: for each field, a value (text may be a glob), or a list, tuple or set of values:
-                `where(op=("conv2d", "linear"), path="head.*")`.
+                `where(op=("conv2d", "linear"), path="head.*")`. In a path, `*` stops at a dot and `**` does not.
 
         Raises:
             InputError: unknown field, or a value that it cannot have, and the nearest names are given; `condition` is
@@ -79,7 +79,7 @@ class Rows(Printed, Sequence[Row]):
         return self._with(
             e
             for e in self.entries
-            if (condition is None or condition(e)) and all(_is(getattr(e, k), v) for k, v in values.items())
+            if (condition is None or condition(e)) and all(_is(getattr(e, k), v, k) for k, v in values.items())
         )
 
     def sort(self: Same, key: str = "sqnr", *, reverse: bool = False) -> Same:
@@ -151,7 +151,7 @@ class Rows(Printed, Sequence[Row]):
         """Raise on a value that no entry can have: `assert not ledger.where(fate="flaot")` would always hold."""
         known = self._choices.get(field)
         for value in wanted if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,):
-            if known is not None and not any(_is(one, value) for one in known):
+            if known is not None and not any(_is(one, value, field) for one in known):
                 raise InputError(unknown(field.partition("_")[0], value, known))
 
 
@@ -169,10 +169,11 @@ def decibels(value: float | None) -> str:
     return "" if value is None else "exact" if value == math.inf else f"{value:.1f}"
 
 
-def _is(value: Any, wanted: Any) -> bool:
+def _is(value: Any, wanted: Any, field: str) -> bool:
     if isinstance(wanted, (list, tuple, set, frozenset)):
-        return any(_is(value, w) for w in wanted)
-    return value == wanted or (isinstance(value, str) and isinstance(wanted, str) and fnmatchcase(value, wanted))
+        return any(_is(value, w, field) for w in wanted)
+    matches = path_matches if field == "path" else text_matches
+    return value == wanted or (isinstance(value, str) and isinstance(wanted, str) and matches(value, wanted))
 
 
 def _missing(value: Any) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from fxq.errors import RecipeError, nearest, unknown
+from fxq.globs import crossing, path_matches
 from fxq.ops import OPS
 
 
@@ -18,7 +18,8 @@ from fxq.ops import OPS
 class Selector:
     """One way to select ops: by module path glob, by op name (below a path, if one is given), or by module type.
 
-    A path selects a module and everything inside it: `layer4` and `layer4.*` both cover `layer4.0.conv1`.
+    A path selects a module and everything inside it: `layer4` and `layer4.*` both cover `layer4.0.conv1`. `*` stops at
+    a dot, and `**` crosses dots: `layer.*.dense` is not `layer.0.output.dense`, which `layer.**.dense` is.
     """
 
     path: str | None = None
@@ -38,7 +39,7 @@ class Selector:
         above = ancestors(path)
         if self.module is not None:
             return any(issubclass(types[p], self.module) for p in (*above, "") if p in types)
-        return bool(self.path) and any(fnmatchcase(p, str(self.path)) for p in above or [""])
+        return bool(self.path) and any(path_matches(p, str(self.path)) for p in above or [""])
 
     def near_misses(self, types: Mapping[str, type], ops: Iterable[str]) -> list[str]:
         """What in the model looks most like this selector, for the error when it selects nothing."""
@@ -46,7 +47,10 @@ class Selector:
             return sorted(set(ops))
         if self.module is not None:
             return sorted({t.__name__ for p, t in types.items() if p})
-        return nearest(str(self.path).rstrip("*").rstrip("."), [p for p in types if p], 5)
+        paths = [p for p in types if p]
+        wide = crossing(str(self.path), paths)
+        near = [f"{wide!r}, as * stops at a dot"] if wide is not None else []
+        return near or nearest(str(self.path).rstrip("*").rstrip("."), paths, 5)
 
     def to_dict(self) -> dict[str, str]:
         """Plain data for a recipe file."""

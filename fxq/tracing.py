@@ -6,7 +6,6 @@ import operator
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +21,7 @@ from fxq.checks import make_output
 from fxq.data import Batch
 from fxq.errors import FxqError, InputError, TraceError, words_of
 from fxq.exported import Exported
+from fxq.globs import path_matches
 from fxq.graph import set_info, tensor_meta
 from fxq.ops import OPS
 from fxq.origin import origin_of
@@ -366,4 +366,4 @@ _SPELLED_MODULES = frozenset(
 
 def is_kept(path: str, leaves: tuple[str, ...]) -> bool:
     """Whether the recipe says that a module is not to be traced into."""
-    return any(fnmatchcase(path, pattern) for pattern in leaves)
+    return any(path_matches(path, pattern) for pattern in leaves)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import takewhile
 from typing import Any, ClassVar
 
@@ -15,13 +14,14 @@ from fxq.alias import Watch
 from fxq.checks import check_fixed
 from fxq.context import Context
 from fxq.data import first_of
-from fxq.errors import RecipeError, TraceError, nearest, warn
+from fxq.errors import RecipeError, TraceError, warn
 from fxq.faithful import first_difference, first_with_memory, run_model, same_values
+from fxq.globs import path_matches
 from fxq.graph import info, is_check, reads_only_metadata
 from fxq.passbase import Pass, Stage
 from fxq.pattern import source_of
 from fxq.rewrite import Rewriter
-from fxq.selector import ancestors
+from fxq.selector import Selector, ancestors
 from fxq.tracing import Tracer, is_kept
 from fxq.untouched import copied, seeded, untouched
 
@@ -191,8 +191,8 @@ _MOST = 3
 
 def _check_leaves(leaves: tuple[str, ...], types: Any) -> None:
     for pattern in leaves:
-        if not any(fnmatchcase(path, pattern) for path in types if path):
-            near = nearest(pattern, [p for p in types if p], 5)
+        if not any(path_matches(path, pattern) for path in types if path):
+            near = Selector(path=pattern).near_misses(types, ())
             raise RecipeError(
                 f"leaf module {pattern!r} matches no module of the model; near: {', '.join(near) or 'nothing'}. "
                 "Paths are those of model.named_modules()."

@@ -112,9 +112,9 @@ def _mish(op, m):
     return op.mish(m.x)
 
 
-def _normal(op: Any, x: Any, root: Any, how: str) -> Any:
+def _normal(op: Any, x: Any, factor: Any, how: str) -> Any:
     """1 + erf(x / sqrt(2)), by a division or a product."""
-    inside = op.div(x, root, rounding_mode=None) if how == "div" else op.mul(x, root)
+    inside = op.div(x, factor, rounding_mode=None) if how == "div" else op.mul(x, factor)
     return op.add(op.erf(inside), 1, alpha=1)
 
 
@@ -122,26 +122,26 @@ _HOW = ("div", "mul")
 
 
 @rewrite("gelu_half_x_first_{how}", how=_HOW)
-def gelu_half_x_first(op, x, half, root, *, how: str):
-    return op.mul(op.mul(x, half), _normal(op, x, root, how))
+def gelu_half_x_first(op, x, half, factor, *, how: str):
+    return op.mul(op.mul(x, half), _normal(op, x, factor, how))
 
 
 @rewrite("gelu_half_last_{how}", how=_HOW)
-def gelu_half_last(op, x, half, root, *, how: str):
-    return op.mul(op.mul(x, _normal(op, x, root, how)), half)
+def gelu_half_last(op, x, half, factor, *, how: str):
+    return op.mul(op.mul(x, _normal(op, x, factor, how)), half)
 
 
 @rewrite("gelu_half_normal_{how}", how=_HOW)
-def gelu_half_normal(op, x, half, root, *, how: str):
-    return op.mul(x, op.mul(_normal(op, x, root, how), half))
+def gelu_half_normal(op, x, half, factor, *, how: str):
+    return op.mul(x, op.mul(_normal(op, x, factor, how), half))
 
 
 @gelu_half_x_first.unless
 @gelu_half_last.unless
 @gelu_half_normal.unless
 def its_numbers_are_not_those_of_gelu(m):
-    root = math.sqrt(2) if m.rule.variant["how"] == "div" else math.sqrt(0.5)
-    return not (_is(m, "half", 0.5) and _is(m, "root", root))
+    factor = math.sqrt(2) if m.rule.variant["how"] == "div" else math.sqrt(0.5)
+    return not (_is(m, "half", 0.5) and _is(m, "factor", factor))
 
 
 @gelu_half_x_first.becomes
@@ -152,14 +152,14 @@ def _gelu(op, m):
 
 
 @rewrite
-def gelu_by_tanh(op, x, half, root, cubic):
+def gelu_by_tanh(op, x, half, factor, cubic):
     cube = op.add(x, op.mul(op.pow(x, exponent=3), cubic), alpha=1)
-    return op.mul(op.mul(x, half), op.add(op.tanh(op.mul(cube, root)), 1, alpha=1))
+    return op.mul(op.mul(x, half), op.add(op.tanh(op.mul(cube, factor)), 1, alpha=1))
 
 
 @gelu_by_tanh.unless
 def its_numbers_are_not_those_of_the_tanh_gelu(m):
-    return not (_is(m, "half", 0.5) and _is(m, "root", math.sqrt(2 / math.pi)) and _is(m, "cubic", 0.044715))
+    return not (_is(m, "half", 0.5) and _is(m, "factor", math.sqrt(2 / math.pi)) and _is(m, "cubic", 0.044715))
 
 
 @gelu_by_tanh.becomes

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_what_failed_verification_is_float_and_keeps_its_name(monkeypatch):
     monkeypatch.setattr(Conv, "forward", lambda self, *args: forward(self, *args) + 2)
     with pytest.warns(fxq.FxqWarning, match="wrong on this machine"):
         qmodel = fxq.quantize(net(), X86, data=[X])
-    wrong = qmodel.ledger.where(path="block*", fate="float")
+    wrong = qmodel.ledger.where(path="block**", fate="float")
     assert [e.op for e in wrong] == ["conv2d", "add", "relu"] * 2
     assert all("failed verification" in e.reason for e in wrong)
     assert [e.into for e in wrong] == ["block_conv_add_relu"] * 3 + ["block_conv_1_add_relu"] * 3
@@ -428,6 +429,8 @@ def test_where():
     with pytest.raises(fxq.InputError, match=r"function of an entry, .* not 'float': ledger.where\(fate=\"float\"\)"):
         SOME.where("float")
     assert names(SOME.where(path="layer1.*")) == ["a", "r"]
+    deeper = replace(SOME, entries=tuple(replace(e, path=f"body.{e.path}") for e in SOME.entries))
+    assert not deeper.where(path="body.*.*.*") and names(deeper.where(path="**.layer1.**")) == ["a", "r"]
     assert names(SOME.where(op=("relu", "silu"))) == ["r", "s"]
     assert names(SOME.where(lambda e: e.macs > 0, fate="int8")) == ["a"]
     assert names(SOME.where(sqnr=None)) == ["a", "d"]

@@ -4,7 +4,8 @@ import pytest
 
 import fxq
 from fxq.errors import PatternError
-from fxq.pattern import FUSIONS, fusion, rewrite, short_path
+from fxq.match import Match
+from fxq.pattern import FUSIONS, MATCH, fusion, rewrite, short_path
 from tests.helpers import restored_fusions
 
 
@@ -118,6 +119,17 @@ def test_too_many_tensors():
         @rewrite
         def two(op, x, y):
             return op.relu(x, y)
+
+
+def test_captures_do_not_hide_behind_what_a_match_has():
+    """A guard's `m.root` was the match's root, whatever the capture of that name had bound."""
+    assert sorted(MATCH) == sorted({n for n in (*dir(Match), *Match.__annotations__) if not n.startswith("_")})
+    for name in (*MATCH, "__class__"):
+        body = {}
+        exec(f"def hidden(op, x, {name}):\n    return op.mul(x, {name})", body)  # source_of needs no file
+        with pytest.raises(PatternError, match=f"a capture cannot be called '{name}', .* rename the parameter"):
+            fusion(body["hidden"])
+        assert "hidden" not in FUSIONS
 
 
 def test_a_capture_that_is_not_used():

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -5,7 +7,7 @@ from torch import nn
 import fxq
 from fxq.errors import RecipeError
 from fxq.selector import Selector, ancestors, as_selector, import_name, op
-from tests.helpers import REFERENCE
+from tests.helpers import REFERENCE, module
 
 
 class MyConv(nn.Conv2d):
@@ -41,7 +43,10 @@ def test_ancestors_are_innermost_first_and_leave_out_the_model():
         ("layer1", ["layer1", "layer1.0", "layer1.0.conv"]),  # what is inside, but not layer10
         ("layer1.*", ["layer1.0", "layer1.0.conv"]),
         ("layer1*", ["layer1", "layer1.0", "layer1.0.conv", "layer10", "layer10.conv"]),
-        ("*.conv", ["layer1.0.conv", "layer10.conv"]),
+        ("*.conv", ["layer10.conv"]),
+        ("**.conv", ["layer1.0.conv", "layer10.conv"]),
+        ("layer1.**", ["layer1.0", "layer1.0.conv"]),
+        ("layer*.0.conv", ["layer1.0.conv"]),
         ("layer?", ["layer1", "layer1.0", "layer1.0.conv"]),
         ("[sh]*", ["stem", "head"]),
         ("Stem", []),
@@ -144,13 +149,31 @@ class Net(nn.Module):
         ("layr1", r"the override for 'layr1' selects nothing in this model; near: layer1"),
         ("layer1.7", r"'layer1.7' selects nothing.*near: layer1"),
         ("zzz", "nothing looks like it"),
+        ("l*0", r"selects nothing.*near: 'l\*\*0', as \* stops at a dot"),
         (fxq.op("conv2d"), r"fxq.op\('conv2d'\) selects nothing in this model; near: linear"),
         (nn.Conv2d, "Conv2d selects nothing in this model; near: Linear, ReLU, Sequential"),
     ],
 )
 def test_nothing_selected_names_near_misses(selector, message):
+    recipe = REFERENCE.override(selector, fxq.FLOAT)
     with pytest.raises(RecipeError, match=message):
-        fxq.prepare(Net().eval(), REFERENCE.override(selector, fxq.FLOAT), torch.rand(2, 4))
+        fxq.prepare(Net().eval(), recipe, torch.rand(2, 4))
+
+
+def test_a_star_stops_at_a_dot():
+    """It took attention.output.dense for output.dense, and set the wrong layers to float."""
+    block = nn.ModuleDict({"output": nn.Linear(4, 4), "attention": nn.ModuleDict({"output": nn.Linear(4, 4)})})
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer["output"](layer["attention"]["output"](x))
+        return x
+
+    model = module(forward, layers=nn.ModuleList([block, copy.deepcopy(block)]))
+    for glob, taken in (("layers.*.output", ["layers.0.output", "layers.1.output"]), ("layers.**.output", None)):
+        qmodel = fxq.quantize(model, REFERENCE.override(glob, fxq.FLOAT), data=[torch.rand(8, 4)])
+        kept = [e.path for e in qmodel.ledger.where(fate="float")]
+        assert sorted(kept) == (taken or sorted(e.path for e in qmodel.ledger))
 
 
 @pytest.mark.parametrize("selector", ["layer1", "layer1.*", "h*", fxq.op("relu"), nn.ReLU, nn.Sequential])
