@@ -12,14 +12,15 @@ from torch import fx, nn
 
 from fxq.context import Context
 from fxq.errors import FxqError, PassError, warn, words_of
+from fxq.evaluate import Stepper
 from fxq.history import History, Snapshot
 from fxq.numeric import loss, sqnr
 from fxq.observers import Observer
 from fxq.passbase import Pass, Stage
 from fxq.pattern import source_of
 from fxq.rewrite import Rewriter
-from fxq.stages import check
-from fxq.untouched import untouched, without_autocast
+from fxq.stages import check, where
+from fxq.untouched import copied, untouched, without_autocast
 from fxq.view import NodeView, view
 
 log = logging.getLogger("fxq")
@@ -47,7 +48,8 @@ class PassManager:
         """Run the passes in order; the graph's module.
 
         Raises:
-            PassError: a pass needs a later stage than the graph has reached, or left the graph invalid.
+            PassError: a pass needs a later stage than the graph has reached, or left the graph invalid; one of the
+                user's raised an error, or left a graph that does not run on the example.
         """
         with untouched(self.context.model), torch.no_grad(), without_autocast():  # leaves may keep state
             for step in passes:
@@ -65,15 +67,32 @@ class PassManager:
         start = time.perf_counter()
         try:
             step.run(rewriter)
-        except FxqError:
-            raise
+        except FxqError as error:
+            if _is_own(step):
+                raise
+            raise type(error)(f"{step.name} failed: {error}") from error
         except Exception as error:
             raise PassError(f"{step.name} failed: {type(error).__name__}: {words_of(error)}") from error
         seconds = time.perf_counter() - start
         self.gm = rewriter.gm
         self.stage = max(self.stage, step.gives)
         check(self.gm, self.stage, step.name)
+        if not _is_own(step):
+            self._try_out(step)
         self._snapshot(step, rewriter, seconds)
+
+    def _try_out(self, step: Pass) -> None:
+        """Run the graph that a pass of the user's left on the example: later, nobody could tell whose fault it is."""
+        with observers_paused(self.gm):
+            stepper = Stepper(self.gm, self.gm.graph, copied(self.context.example))
+            for node in self.gm.graph.nodes:
+                try:
+                    stepper.step(node)
+                except Exception as error:  # whatever an op raises for what it cannot take
+                    raise PassError(
+                        f"after {step.name}: the graph does not run on the example: {where(self.gm, node)}: "
+                        f"{words_of(error)}"
+                    ) from error
 
     def _snapshot(self, step: Pass, rewriter: Rewriter, seconds: float) -> None:
         for node in rewriter.touched:
@@ -99,6 +118,11 @@ class PassManager:
             )
         self._sqnr = value
         return value
+
+
+def _is_own(step: Pass) -> bool:
+    """Whether a pass is one of fxq's, not of the user's."""
+    return type(step).__module__.partition(".")[0] == "fxq"
 
 
 @contextmanager

@@ -108,18 +108,56 @@ class Complain(Pass):
         raise InputError("what, where, why, what to do")
 
 
+@dataclass(frozen=True)
+class Turn(Pass):
+    """Gives a layer what it cannot take."""
+
+    name = "turn"
+
+    def run(self, rewriter):
+        linear = rewriter.nodes("linear")[-1]
+        turned = rewriter.call("transpose", linear.args[0], before=linear, dim0=0, dim1=1)
+        rewriter.update(linear, args=(turned, *linear.args[1:]))
+
+
 @pytest.mark.parametrize(
     ("step", "error", "message"),
     [
         (Misplace(), PassError, "after misplace: the graph is invalid: .*_0"),
         (Respell(), PassError, r"after respell: %_1 \(call_function, layer \"1\".*\): is a spelling of relu"),
         (Raise(), PassError, "raise failed: ZeroDivisionError: division by zero"),
-        (Complain(), InputError, "^what, where, why, what to do$"),
+        (Complain(), InputError, "^complain failed: what, where, why, what to do$"),
+        (
+            Turn(),
+            PassError,
+            r"^after turn: the graph does not run on the example: %_2 \(linear, layer \"2\"",
+        ),
     ],
 )
 def test_a_pass_that_goes_wrong_is_named_with_the_node(step, error, message):
     with pytest.raises(error, match=message):
-        fxq.prepare(network(), REFERENCE.insert_pass(step, after="canonicalize"), X)
+        fxq.prepare(network(), REFERENCE.insert_pass(step, after="canonicalize"), X[:5])
+
+
+@pytest.mark.parametrize("after", ["canonicalize", "fuse", "insert-observers", "insert-qdq"])
+def test_a_graph_that_does_not_run_is_told_at_once(after):
+    """It was told at the first batch, or by a later pass, without a word about the pass whose fault it is."""
+    with pytest.raises(PassError, match=r"^after turn: .* mat1 and mat2 shapes cannot be multiplied"):
+        fxq.quantize(network(), REFERENCE.insert_pass(Turn(), after=after), data=[X[:5]])
+
+
+def test_trying_out_is_no_calibration():
+    @dataclass(frozen=True)
+    class Idle(Pass):
+        """Does nothing."""
+
+        name = "idle"
+
+        def run(self, rewriter):
+            pass
+
+    with pytest.raises(fxq.CalibrationError, match="has seen no data"):
+        fxq.convert(fxq.prepare(network(), REFERENCE.insert_pass(Idle(), after="insert-observers"), X))
 
 
 def test_the_cause_is_kept():
