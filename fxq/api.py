@@ -30,6 +30,7 @@ from fxq.progress import progress_bar
 from fxq.recipe import Recipe, as_recipe
 from fxq.record import checksums
 from fxq.sidebyside import Program
+from fxq.trainmode import first_in_train_mode
 from fxq.untouched import untouched, without_autocast
 from fxq.wrappers import unwrapped
 
@@ -45,8 +46,8 @@ def quantize(
     """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The model itself is not changed.
 
     Args:
-        model: a float `nn.Module` in eval mode, or an `ExportedProgram` of one (`torch.export.export`); data parallel
-            and `torch.compile` wrappers are taken off.
+        model: a float `nn.Module` in eval mode (where that makes a difference), or an `ExportedProgram` of one
+            (`torch.export.export`); data parallel and `torch.compile` wrappers are taken off.
         recipe: a `Recipe`, a preset's name ("static"), a dict, or a path to a .toml file.
         data: calibration batches: an iterable of tensors, tuples or lists of positional inputs, or dicts of keyword
             inputs; `(input, target)` pairs are taken as the input alone when the model takes one.
@@ -298,7 +299,7 @@ def _check_model(model: Any) -> None:
             )
     if type(model).__mro__[1].__name__ in ("_StatefulGraphModule", "_UnliftedModule"):
         raise InputError("the model is the module of an exported program; give the program that it came from.")
-    training = next((path for path, module in model.named_modules() if module.training), None)
+    training = first_in_train_mode(model)
     if training is not None:
         where = f"its module {training!r} is" if training else "it is"
         raise InputError(f"the model cannot be quantized while {where} in train mode: call model.eval() first.")

@@ -18,6 +18,7 @@ from fxq.errors import InputError, words_of
 from fxq.evaluate import Stepper
 from fxq.numeric import tensors
 from fxq.record import Input
+from fxq.trainmode import first_in_train_mode
 from fxq.untouched import copied, seeded, untouched, without_autocast
 
 SECONDS, MOST = 0.7, 30
@@ -166,7 +167,7 @@ def _not_timed(real: nn.Module | None, batch: Batch) -> str:
     """Why the float model cannot be timed on a batch; empty when it can."""
     if real is None:
         return "the float model is gone: the quantized model holds no more than a weak reference to it"
-    if any(module.training for module in real.modules()):
+    if first_in_train_mode(real) is not None:
         return "the float model is in train mode"
     where = {t.device.type for t in tensors((batch.args, batch.kwargs))}
     if where and device_of(real) not in where:

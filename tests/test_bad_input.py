@@ -90,13 +90,14 @@ def refused(model, error, *words, data=(X,), recipe=REFERENCE, **options):
 
 
 def test_train_mode():
-    model = Net()
+    model = nn.Sequential(Net(), nn.Dropout())
     refused(model, fxq.InputError, "in train mode", "model.eval()")
     assert model.training
 
 
 def test_one_submodule_in_train_mode():
-    model = net(lambda m: m.body[1].train())
+    model = net()
+    model.body[1] = nn.RReLU()
     refused(model, fxq.InputError, "'body.1'", "in train mode", "model.eval()")
     assert model.body[1].training and not model.head.training
 

@@ -197,8 +197,8 @@ def contiguous(x: Tensor, *, memory_format: Any = torch.contiguous_format) -> Te
 
 
 def _dropout(bound: Arguments) -> Arguments | str:
-    bound.pop("p", None)
-    return "drops values at random (training=True)" if bound.get("training", True) else bound
+    drops = bound.pop("p", 0.5) != 0 and bound.get("training", True)
+    return "drops values at random (training=True)" if drops else {**bound, "training": False}
 
 
 _DROPOUT = "x p training inplace"

@@ -1,0 +1,74 @@
+"""Train mode: which modules compute something else in it than in eval mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+
+def first_in_train_mode(model: nn.Module) -> str | None:
+    """Path of the first module in train mode that computes something else there; None for none, "" for the model.
+
+    Most modules do not look at the mode: it makes no difference that nobody called `eval()` on an activation.
+    """
+    return next((path for path, m in model.named_modules() if m.training and _looks_at_mode(m)), None)
+
+
+def _looks_at_mode(module: nn.Module) -> bool:
+    """Whether a module may compute something else in train mode: by its type, or by code that reads `training`."""
+    if isinstance(module, _NormBase):
+        return module.running_mean is not None
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0:
+        return True
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    own = vars(module).get("forward")
+    return isinstance(module, nn.RReLU) or _reads_mode(type(module)) or any(map(_names_mode, (*hooks, own)))
+
+
+@lru_cache(maxsize=4096)
+def _reads_mode(kind: type) -> bool:
+    """Whether the code of a type of modules, outside torch's own, reads `training`, or cannot be looked at."""
+    if issubclass(kind, torch.jit.ScriptModule):
+        return True
+    classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith(("torch.nn.modules.", "builtins"))]
+    return any(_names_mode(value) for cls in classes for value in vars(cls).values())
+
+
+def _names_mode(value: Any) -> bool:
+    """Whether the code of a function, method, property or callable object names `training`."""
+    return any("training" in (*code.co_names, *code.co_consts) for code in _codes(value, set()))
+
+
+def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
+    """The code behind a value, with that of the functions that it holds, as a decorated one does."""
+    if value is None or isinstance(value, (type, nn.Module)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, CodeType):
+        yield value
+        parts: list[Any] = [part for part in value.co_consts if isinstance(part, CodeType)]
+    elif isinstance(value, FunctionType):
+        parts = [value.__code__, *filter(callable, _enclosed(value))]
+    else:
+        called = vars(type(value)).get("__call__")
+        parts = [getattr(value, name, None) for name in ("__func__", "fget", "func")]
+        parts += [called] if isinstance(called, FunctionType) else []
+    for part in parts:
+        yield from _codes(part, seen)
+
+
+def _enclosed(function: FunctionType) -> Iterator[Any]:
+    """The variables of enclosing functions that a function reads."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # one without a value yet
+            yield cell.cell_contents
