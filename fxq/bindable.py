@@ -2,26 +2,75 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _TELLING = threading.Lock()
 _ABSENT = object()
+_VERSION = operator.attrgetter("_version")
+Members = Mapping[str, Any]
+"""The modules, parameters or buffers of a module, by name."""
+
+
+class Seen:
+    """The members of modules, and the values of the tensors among them, as they were when this was told of them.
+
+    A tensor says how often it was written to, and where its values lie: 0.1 us to ask both. What is written through
+    `tensor.data` or `tensor.numpy()` torch keeps no count of.
+
+    Args:
+        members: of a module, see `follow`.
+    """
+
+    def __init__(self, *members: Members) -> None:
+        self._members: list[tuple[Members, tuple[Any, ...]]] = []
+        self._tensors: list[Tensor] = []
+        self._written: list[Tensor] = []  # those that count it
+        self._versions: list[int] = []
+        self._places: list[int] = []
+        self._memory: list[Tensor] = []  # held, so that nothing else gets the same place
+        for each in members:
+            self.follow(each)
+
+    def follow(self, members: Members) -> None:
+        """Take in the members of another module as they are now."""
+        values = tuple(members.values())
+        self._members.append((members, values))
+        for tensor in values:
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                self._tensors.append(tensor)
+                self._places.append(tensor.data_ptr())
+                self._memory.append(tensor.detach())
+                if not tensor.is_inference():
+                    self._written.append(tensor)
+                    self._versions.append(tensor._version)
+
+    def holds(self) -> bool:
+        """Whether they are all the same, and no tensor was written to."""
+        return (
+            all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._members)
+            and list(map(_VERSION, self._written)) == self._versions
+            and list(map(Tensor.data_ptr, self._tensors)) == self._places
+        )
 
 
 class Watch:
-    """Whether any of some modules has changed: a hook, an attribute, other weights. They set it (`Bindable.tell`).
+    """Whether any of some modules has changed: a hook, an attribute, a weight. They tell it (`Bindable.tell`).
 
     Attributes:
-        changed: whether one has.
+        changed: whether one has said so.
+        seen: their tensors.
     """
 
     def __init__(self) -> None:
         self.changed = False
+        self.seen = Seen()
 
 
 class Bindable(nn.Module):
@@ -65,12 +114,13 @@ class Bindable(nn.Module):
         return not self.is_hooked() and "forward" not in vars(self)
 
     def tell(self, watch: Watch) -> None:
-        """Tell `watch` when this module changes."""
+        """Tell `watch` when this module changes, and of its tensors."""
         with _TELLING:
             if self._watches is None:
                 self.__dict__["_watches"] = weakref.WeakSet()
             assert self._watches is not None  # made just now
             self._watches.add(watch)
+        watch.seen.follow(self._buffers)
 
     def _changes(self) -> None:
         if self._watches is None or self.is_hooked():  # with hooks it is called as it is, whatever it becomes

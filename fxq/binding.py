@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import operator
 import threading
 import weakref
 from collections import OrderedDict
@@ -131,24 +130,16 @@ class Bound:
     Attributes:
         run: the forward, for inputs of its kind.
         source: its code.
-        watch: of the modules that it calls.
-        held: the dicts of a module's members that it has taken values from, with all their values then.
-        strides: of the weights among them that are images: they decide how results are laid out.
+        watch: of the modules that it calls, and of the members of modules that it has taken values from.
     """
 
     run: Forward
     source: str
     watch: Watch
-    held: tuple[tuple[Mapping[str, Any], tuple[Any, ...]], ...]
-    strides: tuple[tuple[Tensor, tuple[int, ...]], ...]
 
     def holds(self) -> bool:
         """Whether the modules that it calls are the same, and as they were."""
-        return (
-            not self.watch.changed
-            and all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self.held)
-            and all(weight.stride() == then for weight, then in self.strides)
-        )
+        return not self.watch.changed and self.watch.seen.holds()
 
 
 def bind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Bound]:
@@ -195,6 +186,7 @@ class _Binder:
 
     def run(self) -> tuple[Any, Bound]:
         """Run to the end; the value, and the function."""
+        self._watch_members()
         last = last_uses(self.graph)
         parameters = []
         for node in self.graph.nodes:
@@ -209,10 +201,7 @@ class _Binder:
             else:
                 self._step(node, last.get(node, ()))
         source = f"def forward({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.lines)
-        held = self._held()
-        images = [t for _, then in held for t in then if isinstance(t, Tensor) and t.dim() == 4]
-        strides = tuple((weight, weight.stride()) for weight in images)
-        return value, Bound(_function(source, self.constants), source, self.watch, held, strides)
+        return value, Bound(_function(source, self.constants), source, self.watch)
 
     def _step(self, node: fx.Node, done: Iterable[fx.Node]) -> None:
         """Run a node, write its line, and forget the values that nobody reads after it."""
@@ -279,14 +268,15 @@ class _Binder:
             self.constants[name] = value
         return name
 
-    def _held(self) -> tuple[tuple[Mapping[str, Any], tuple[Any, ...]], ...]:
-        """The members of all modules on the way to what the graph names."""
+    def _watch_members(self) -> None:
+        """Look out for other members in the modules on the way to what the graph names."""
         paths = {str(n.target) for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         above = {path.rpartition(".")[0] for path in paths}
         above |= {path[:i] for path in above for i, letter in enumerate(path) if letter == "."} | {""}
-        owners = [self.gm.get_submodule(path) for path in sorted(above)]
-        members = [d for m in owners for d in (m._modules, m._parameters, m._buffers) if d]
-        return tuple((d, tuple(d.values())) for d in members)
+        for owner in (self.gm.get_submodule(path) for path in sorted(above)):
+            for members in (owner._modules, owner._parameters, owner._buffers):
+                if members:
+                    self.watch.seen.follow(members)
 
 
 def _given(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -209,7 +209,7 @@ def test_one_kernel_serves_every_input():
         y = conv(x)
         agree(y, F.conv2d(real(x, X), w, padding=1), OUTS[0])
         assert x.dim() == 3 or y.is_contiguous(memory_format=CHANNELS_LAST)
-    assert len(conv._packed) <= conv.keep_packed
+    assert len(conv._packed.of_sizes) <= conv.sizes_kept
 
 
 def test_same_padding():

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxq.backends import cpu
-from fxq.bindable import Bindable
-from fxq.errors import BackendError
+from fxq.bindable import Bindable, Seen, Watch
+from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
 
 if TYPE_CHECKING:
@@ -58,14 +57,32 @@ def decode(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_REMEMBERING = threading.Lock()
-"""Of all kernels: one that had a lock of its own could not be copied."""
+class Packed:
+    """What a kernel has made of its tensors, which cannot be copied; it holds for as long as they are as they were.
+
+    Attributes:
+        seen: the tensors.
+        about: type and shape of each.
+        made: by key.
+        of_sizes: what was made for sizes of inputs, by key; the last to come at the end.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor | None]) -> None:
+        self.seen = Seen(buffers)
+        self.about = _about(buffers)
+        self.made: dict[Hashable, Any] = {}
+        self.of_sizes: OrderedDict[Hashable, Any] = OrderedDict()
+
+
+def _about(buffers: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    return {name: None if t is None else (t.dtype, t.shape) for name, t in buffers.items()}
 
 
 class Kernel(Bindable):
     """One integer kernel. `config()` and the buffers describe it completely.
 
-    `_packed` caches what cannot be copied; it never leaves the object.
+    Its options are fixed. Its tensors may be edited, or replaced by others of the same type and shape: what was made of
+    the old ones is made again.
     """
 
     name: ClassVar[str]
@@ -74,13 +91,11 @@ class Kernel(Bindable):
     returns_view: ClassVar[bool] = False
     """Its value may share memory with its input."""
     options: ClassVar[tuple[str, ...]] = ()
-    keep_packed: ClassVar[int] = 4
+    sizes_kept: ClassVar[int] = 16
+    """Of how many sizes of inputs it keeps what it has made for them."""
     inplace: bool | None = None
     """Whether it overwrites its second input, a residual; None: it has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._packed: OrderedDict[Any, Any] = OrderedDict()
+    _packed: Packed | None = None
 
     def config(self) -> dict[str, Any]:
         """The options as plain data: numbers, strings, tuples, dicts, None."""
@@ -91,20 +106,71 @@ class Kernel(Bindable):
         """Inverse of `config()` and `dict(kernel.named_buffers())`."""
         return cls(**{name: decode(value) for name, value in config.items()}, **tensors)
 
-    def _remember(self, key: Any, value: Any) -> Any:
-        """Cache `value`; beyond `keep_packed` entries the oldest goes."""
-        with _REMEMBERING:
-            self._packed[key] = value
-            if len(self._packed) > self.keep_packed:
-                self._packed.popitem(last=False)
-        return value
+    def _kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What was made once of the tensors, or is made now.
+
+        Raises:
+            InputError: a tensor has another type or shape than before.
+            BackendError: this is no kernel any more, with the tensors that it has now.
+        """
+        packed = self._packed_now()
+        if key not in packed.made:
+            packed.made[key] = make()
+        return packed.made[key]
+
+    def _kept_for(self, size: Hashable, make: Callable[[], Any]) -> Any:
+        """The same for inputs of one size: of `sizes_kept`, the one that has not come for longest goes."""
+        of_sizes = self._packed_now().of_sizes
+        found = of_sizes.get(size)
+        if found is None:
+            found = make()
+        of_sizes[size] = found
+        try:
+            of_sizes.move_to_end(size)
+            if len(of_sizes) > self.sizes_kept:
+                of_sizes.popitem(last=False)
+        except KeyError:  # another thread has dropped it
+            pass
+        return found
+
+    def _packed_now(self) -> Packed:
+        packed = self._packed
+        if packed is None or not packed.seen.holds():
+            own_memory(self._buffers)
+            if packed is not None:
+                self._check_edit(packed.about)
+            packed = self.__dict__["_packed"] = Packed(self._buffers)
+        return packed
+
+    def _check_edit(self, before: Mapping[str, Any]) -> None:
+        """Refuse tensors that this kernel could not have been made with."""
+        now = _about(self._buffers)
+        for name, about in before.items():
+            if now.get(name) != about:
+                changed = f"{self.name}: {name} was {_worded(about)} and is {_worded(now.get(name))}"
+                raise InputError(
+                    f"{changed}. A kernel's tensors keep type and shape; for others make a kernel, "
+                    "type(kernel).from_config(kernel.config(), tensors)."
+                )
+        type(self).from_config(self.config(), {name: t for name, t in self._buffers.items() if t is not None})
+
+    def tell(self, watch: Watch) -> None:
+        """As in `Bindable`."""
+        own_memory(self._buffers)
+        super().tell(watch)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.options and name != "inplace" and self.__dict__.get(name, value) is not value:
+            raise InputError(
+                f"{self.name}: {name} is fixed: what the kernel runs was made for it, and its neighbours in the graph "
+                "rely on it. Make another kernel, type(kernel).from_config({**kernel.config(), ...}, tensors), and put "
+                "it in the place of this one."
+            )
+        of_buffer = isinstance(value, nn.Parameter) and name in self._buffers
+        super().__setattr__(name, value.detach() if of_buffer else value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_packed": OrderedDict()}
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._packed.clear()
-        super()._load_from_state_dict(*args, **kwargs)
+        return {name: value for name, value in super().__getstate__().items() if name != "_packed"}
 
     def extra_repr(self) -> str:
         """Shown by `print(kernel)`."""
@@ -112,6 +178,18 @@ class Kernel(Bindable):
         return ", ".join(
             f"{name}=({v})" if isinstance(v, QParams) else f"{name}={v}" for name, v in shown if v is not None
         )
+
+
+def own_memory(buffers: dict[str, Tensor | None]) -> None:
+    """Copy the tensors that were made in inference mode: those do not count how often they are written to."""
+    for name, tensor in buffers.items():
+        if tensor is not None and tensor.is_inference():
+            with torch.inference_mode(False):
+                buffers[name] = tensor.clone()
+
+
+def _worded(about: tuple[torch.dtype, torch.Size] | None) -> str:
+    return "None" if about is None else f"{str(about[0]).removeprefix('torch.')} {list(about[1])}"
 
 
 def activation_refused(role: str, qp: QParams | None) -> str | None:

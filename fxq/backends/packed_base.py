@@ -100,8 +100,9 @@ class PackedKernel(WeightedKernel):
 
     def _weight(self) -> Any:
         """The packed weight, packed on first use."""
-        packed = self._packed.get("")
-        if packed is None:
+
+        def pack() -> Any:
             with engine_selected(self.engine):
-                packed = self._remember("", self._pack())
-        return packed
+                return self._pack()
+
+        return self._kept("", pack)

@@ -166,7 +166,7 @@ class AdaptiveMaxPool(Kernel):
         """uint8 (N, C, *spatial) or (C, *spatial) -> uint8."""
         dims = len(self.output_size)
         sizes = x.shape[-dims:]
-        indices, pool = self._packed.get(sizes) or self._remember(sizes, self._for(sizes))
+        indices, pool = self._kept_for(sizes, lambda: self._for(sizes))
         y = x.movedim(-dims - 1, -1)
         for axis, index in enumerate(indices, -dims - 1):
             y = y if index is None else y.index_select(axis, index)
@@ -262,5 +262,5 @@ class Mean(Kernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8, any shape -> `out`'s grid or float32."""
-        run: Callable[..., Tensor] = self._packed.get(x.shape) or self._remember(x.shape, self.bind(x))
+        run: Callable[..., Tensor] = self._kept_for(x.shape, lambda: self.bind(x))
         return run(x)

@@ -107,18 +107,14 @@ class Table(Kernel):
         if self.out is None or x.storage_offset() % 2:  # a view of pairs must start at an even byte
             _look_up(self.table, flat, y)
         else:
-            _look_up(self._pairs(), flat[:pairs].view(torch.uint16), y[:pairs].view(torch.int16))
+            _look_up(self._kept("pairs", self._pairs), flat[:pairs].view(torch.uint16), y[:pairs].view(torch.int16))
             _look_up(self.table, flat[pairs:], y[pairs:])
         return y.as_strided(x.shape, x.stride())
 
     def _pairs(self) -> Tensor:
         """The table over two bytes at once, int16 (65536,): 256 tables, each for one second byte."""
-        found = self._packed.get("pairs")
-        if found is None:
-            first, second = self.table.expand(256, 256), self.table.unsqueeze(1).expand(256, 256)
-            pairs = torch.stack([first, second], dim=-1).contiguous().view(torch.int16).view(-1)
-            found = self._remember("pairs", pairs)
-        return found
+        first, second = self.table.expand(256, 256), self.table.unsqueeze(1).expand(256, 256)
+        return torch.stack([first, second], dim=-1).contiguous().view(torch.int16).view(-1)
 
     def _per_channel(self, x: Tensor) -> Tensor:
         channels = len(self.table)
@@ -126,9 +122,7 @@ class Table(Kernel):
             raise BackendError(f"{self.name}: the input is {tuple(x.shape)}, the table has {channels} channels.")
         rows = x.movedim(1, -1).contiguous()
         source, y = rows.view(-1, channels), self.table.new_empty(rows.numel())
-        start = self._packed.get("start")
-        if start is None:
-            start = self._remember("start", torch.arange(channels, dtype=torch.int32, device="cpu").mul_(256))
+        start = self._kept("start", lambda: torch.arange(channels, dtype=torch.int32, device="cpu").mul_(256))
         table = self.table.view(-1)
         for step in chunks(rows.numel(), channels):
             part = source[step.start // channels : step.stop // channels]

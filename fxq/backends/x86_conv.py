@@ -6,6 +6,7 @@ copied or pickled, so a kernel keeps the plain tensors and packs on first use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,6 +36,8 @@ from fxq.errors import BackendError
 from fxq.qparams import QParams
 
 _onednn = torch.ops.onednn
+PACKED = 4
+"""Sizes of images that a weight is packed for."""
 
 
 class Plan(NamedTuple):
@@ -196,15 +199,16 @@ class Conv(WeightedKernel):
             groups=self.groups,
             native=self._pads_natively(),
         )
-        calls = [self._call(form, found) for form in self._forms(found.weight)]
+        forms = self._kept(("forms", found.weight.shape), lambda: self._forms(found.weight))
+        calls = [self._call(form, found, i) for i, form in enumerate(forms)]
         run = self._epilogue.behind(self._prelu(calls, found.shape) if self._doubles else calls[0])
         if any(found.pad):
             run = _padded(run, Padding(shape, found.pad, self.x.z))
         return Plan(found.shape, run)
 
-    def _call(self, form: tuple[Tensor, Tensor, Tensor], found: Geometry) -> Callable[..., Tensor]:
-        """oneDNN's convolution with a weight, its scale and a bias."""
-        *packed, bias = self._pack(*form, found)
+    def _call(self, form: tuple[Tensor, Tensor, Tensor], found: Geometry, which: int) -> Callable[..., Tensor]:
+        """oneDNN's convolution with the weight, scale and bias of one of the forms."""
+        *packed, bias = self._pack(*form, found, which)
         before: tuple[Any, ...] = (self._input[0], 0, *packed)
         after: tuple[Any, ...] = (bias, *found.arguments, *self._output)
         if self.residual is None:
@@ -243,9 +247,24 @@ class Conv(WeightedKernel):
         depthwise = self.weight.shape[1] == 1 and self.weight.shape[0] == self.groups
         return self.x.z == 0 and half and (self.groups == 1 or depthwise)
 
-    def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, found: Geometry) -> Packed:
-        packed = _onednn.qconv_prepack(weight, scale, self.x.s, 0, *found.arguments, found.image)
-        return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), bias)
+    def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, found: Geometry, which: int) -> Packed:
+        """The weight packed for images of this size or, behind the first few sizes, of the nearest of those.
+
+        oneDNN takes any, and lays a weight out again at every call where it wants it otherwise. That is rare, and much
+        less work than to pack it (512 -> 512 channels, 3 x 3, 7 x 7 pixels, AMX: 458 us, packed for 56 x 56 pixels 792;
+        to pack it 11,000).
+        """
+        arguments = tuple(map(str, found.arguments))
+        # It is packed for a number of threads, and laid out again at every call with another one.
+        key = "packed", which, weight.shape, arguments, torch.get_num_threads()
+        packs: dict[tuple[int, ...], Tensor] = self._kept(key, dict)
+        image = tuple(found.image)
+        if image not in packs:
+            if len(packs) < PACKED:
+                packs[image] = _onednn.qconv_prepack(weight, scale, self.x.s, 0, *found.arguments, found.image)
+            else:
+                image = min(list(packs), key=lambda known: abs(math.prod(known) - math.prod(found.image)))
+        return Packed(packs[image], scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), bias)
 
     def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: channels-last images go straight to oneDNN."""
@@ -272,8 +291,7 @@ class Conv(WeightedKernel):
 
     def _planned(self, shape: torch.Size) -> Plan:
         """The plan for images of a shape."""
-        key = shape, torch.get_num_threads()  # oneDNN packs for a number of threads, and repacks at every call else
-        plan: Plan = self._packed.get(key) or self._remember(key, self._plan(shape))
+        plan: Plan = self._kept_for((shape, torch.get_num_threads()), lambda: self._plan(shape))
         return plan
 
     def _prelu(self, calls: list[Callable[..., Tensor]], shape: torch.Size) -> Callable[..., Tensor]:

@@ -98,7 +98,7 @@ class Conv3d(WeightedKernel):
         check_image(self.name, x.shape, 3, self.weight.shape[1] * self.groups)
         if x.dim() == 4:
             return self.forward(x.unsqueeze(0)).squeeze(0)
-        conv = self._packed.get("conv") or self._remember("conv", self._conv())
+        conv = self._kept("conv", self._conv)
         stride, pad, dilation = self.stride[0], self.padding[0], self.dilation[0]
         span = dilation * (self.weight.shape[2] - 1) + 1
         if x.shape[2] + 2 * pad < span:

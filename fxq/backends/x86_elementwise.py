@@ -66,7 +66,7 @@ class Add(arithmetic.Add):
         # Which channel an element belongs to is of no importance: take as many channels as fill a vector register.
         channels = next(c for c in (self._channels, 32, 16, 8, 4, 2, 1) if a.numel() % c == 0)
         key = channels, overwrites
-        conv: Conv = self._packed.get(key) or self._remember(key, self._conv(channels, overwrites))
+        conv: Conv = self._kept(key, lambda: self._conv(channels, overwrites))
         swaps = self.sign != 1
         (n, *rest), is_image = a.shape, a.dim() == 4
         run = conv.bind(*(_as_image(x, channels) for x in ((b, a) if swaps else (a, b))))
@@ -129,9 +129,7 @@ class Mul(arithmetic.Mul):
         grid = (self.a, self.b)[which]
         channels = x.shape[1]
         key = x.shape[1:], torch.get_num_threads()
-        weight, zero, after = self._packed.get(key) or self._remember(
-            key, self._pack(channels, list(x.shape[2:]), grid)
-        )
+        weight, zero, after = self._kept_for(key, lambda: self._pack(channels, list(x.shape[2:]), grid))
         centered = torch.sub(gate.reshape(len(gate), 1, channels), self._zeros[which])
         factors = torch.mul(
             self._factors[which], centered

@@ -138,7 +138,7 @@ class Linear(WeightedKernel):
     def _runner(self, x: Tensor) -> Callable[..., Tensor]:
         """What to call for inputs like `x`, behind it with a residual where there is one."""
         if self._emits_sums and x.numel() == self.weight.shape[1] == x.shape[-1]:
-            weight, scale, bias = self._packed.get("row") or self._remember("row", self._row())
+            weight, scale, bias = self._kept("row", self._row)
             # One row is contiguous whatever its stride, and the product looks at that.
             is_row = x.stride() == (len(weight), 1)
 
@@ -148,7 +148,7 @@ class Linear(WeightedKernel):
                 return y if is_row else y.view(*x.shape[:-1], -1)
 
             return multiply
-        packed: Packed = self._packed.get("") or self._remember("", self._pack())
+        packed: Packed = self._kept("", self._pack)
         if self.residual is not None:
             return self._epilogue.behind(lambda x, residual: self._add(x, residual, packed))
         op, rest = _onednn.qlinear_pointwise.default, (*self._input, *packed, *self._output, *self._epilogue[:3])

@@ -87,7 +87,7 @@ class AvgPool2d(Kernel):
 
     def _conv_for(self, x: Tensor) -> Conv:
         channels = x.shape[-1 - self.dims]
-        conv: Conv = self._packed.get(channels) or self._remember(channels, self._conv(channels))
+        conv: Conv = self._kept(channels, lambda: self._conv(channels))
         return conv
 
 
@@ -117,5 +117,5 @@ class AdaptiveAvgPool2d(Kernel):
             y = F.adaptive_avg_pool2d(dequantize(x, self.x.s, self.x.z), (key[0], key[1]))
             return y if self.out is None else quantize(y, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
         window = tuple(n // wanted for n, wanted in zip(x.shape[-2:], key, strict=True))
-        pool = self._packed.get(window) or self._remember(window, AvgPool2d(self.x, self.out, window))
+        pool = self._kept_for(window, lambda: AvgPool2d(self.x, self.out, window))
         return pool(x)

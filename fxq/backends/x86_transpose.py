@@ -170,7 +170,7 @@ class ConvTranspose2d(WeightedKernel):
             return ConvTranspose2d.forward(self, x.unsqueeze(0)).squeeze(0)
         if x.dim() != 4:
             check_image(self.name, x.shape, 2, self.weight.shape[0])
-        conv, plan = self._packed.get("conv") or self._remember("conv", (self._conv(), self._plan()))
+        conv, plan = self._kept("conv", lambda: (self._conv(), self._plan()))
         size = x.shape[2:]
         kept = [max(length + tap.extra, 0) for length, tap in zip(size, plan, strict=True)]
         sizes = [
