@@ -77,8 +77,8 @@ def check_output(ledger: Ledger, least: float | None) -> None:
     found = ledger.output_sqnr
     if least is None or found is None or found >= least:
         return
-    layers = [e for e in ledger.sort("own_sqnr") if e.fix and e.own_sqnr is not None and e.own_sqnr < found + NEAR]
-    ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.own_sqnr:.1f} dB): {e.fix}" for e in layers[:WORST])
+    layers = ledger.worst(WORST).where(lambda e: math.isnan(found) or e.fault_sqnr < found + NEAR)
+    ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.fault_sqnr:.1f} dB): {e.mend}" for e in layers)
     named = f" The layers whose own error is largest, and what mends it:{ways}\n" if ways else " "
     text = "not finite where the float model's is" if math.isnan(found) else f"at {found:.1f} dB SQNR"
     warn(
