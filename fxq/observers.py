@@ -151,12 +151,8 @@ class Observer(nn.Module, ABC):
             CalibrationError: no data was seen.
         """
         low, high = self._clipped(*self.range())
-        return choose_qparams(
-            low.clamp(max=min(besides, default=math.inf)),
-            high.clamp(min=max(besides, default=-math.inf)),
-            self.spec,
-            self.axis,
-        )
+        low, high = low.clamp(max=min(besides, default=math.inf)), high.clamp(min=max(besides, default=-math.inf))
+        return choose_qparams(low, high, self.spec, self.axis)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Smallest and largest value: float32, 0-d (per tensor) or (C,) (per channel), on the CPU.

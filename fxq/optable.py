@@ -43,7 +43,7 @@ class Quant:
         narrows: the range of the output is smaller than the input's (relu), so that quantizing after it is better.
         selects: hands on a part of the values only, whose range may be much narrower than that of all of them.
         fills: names of the arguments whose numbers, and constants, stand among the values of the output as they are:
-            what a pad or a mask brings in. Such an op hands on the values of its inputs otherwise.
+            what a pad or a mask brings in.
         unless: given all arguments, the reason why this call does not fit `kind`, or None.
     """
 

@@ -1,17 +1,22 @@
 """lower: units become the x86 backend's kernels; the reference backend leaves the graph."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fxq
+from fxq.backends import kernel as kernel_module
+from fxq.backends import packed
 from fxq.backends.cpu import has_onednn_int8
-from fxq.backends.kernel import Kernel
+from fxq.backends.kernel import Kernel, WeightedKernel, sums_refused
 from fxq.graph import submodule
 from fxq.numeric import sqnr
 from fxq.passes import Lower
-from tests.graphs import REFERENCE, again, equal, expected, kinds, text, until
+from fxq.qparams import QParams
+from tests.graphs import MINMAX, REFERENCE, again, equal, expected, kinds, text, until
 from tests.models import NETWORKS, batch, build, call, settled
 
 X86 = fxq.Recipe.static(backend="x86")
@@ -120,25 +125,98 @@ def test_the_reference_backend_leaves_the_graph():
 
 
 def test_what_has_no_kernel_stays_in_qdq_form():
-    """A pad with a value that is not on the grid."""
+    """A layer whose sums could leave int32."""
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1)
+            self.a, self.b = nn.Linear(150_000, 4), nn.Linear(4, 3)
 
         def forward(self, x):
-            return self.b(F.pad(self.a(x), (1, 1, 1, 1), value=0.1234))
+            return self.b(self.a(x))
 
-    model, x = settled(Model), torch.randn(2, 3, 8, 8)
-    manager = lowered(model, x)
-    assert text(manager.gm).splitlines()[3:6] == [
-        "a_dq = module cpu.dequantize(a)",
-        "pad = pad(a_dq, pad=(1, 1, 1, 1), value=0.1234)",
-        "pad_q = module cpu.quantize(pad)",
+    model, x = settled(Model), torch.rand(4, 150_000)
+    nn.init.constant_(model.a.weight, 1e-3)
+    manager = lowered(model, x, X86.with_optimize("coverage"))
+    assert text(manager.gm).splitlines()[1:6] == [
+        "x_q = module cpu.quantize(x)",
+        "x_dq = module cpu.dequantize(x_q)",
+        "a_weight_dq = int8(a_weight, axis=0)",
+        "a = linear(x_dq, a_weight_dq, @a.bias)",
+        "a_q = module cpu.quantize(a)",
     ]
-    entry = next(e for e in fxq.quantize(model, X86, data=[x]).ledger if e.op == "pad")
-    assert (entry.fate, "not on the grid" in entry.reason) == ("float", True)
+    quantized = fxq.quantize(model, X86.with_optimize("coverage"), data=[x])
+    entry = next(e for e in quantized.ledger if e.path == "a")
+    assert (entry.fate, "beyond int32" in entry.reason) == ("float", True)
+    assert sqnr(model(x), quantized(x)) > 25
+
+
+ENGINES = ["x86", *(name for name in ("fbgemm", "qnnpack") if packed.has_engine(name))]
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (lambda: nn.Linear(150_000, 4), (2, 150_000)),
+        (lambda: nn.Conv1d(150_000, 4, 1), (1, 150_000, 2)),
+        (lambda: nn.Conv2d(8_000, 2, 3, padding=1), (1, 8_000, 2, 2)),
+        (lambda: nn.ConvTranspose2d(20_000, 2, 2), (1, 20_000, 2, 2)),
+    ],
+)
+def test_sums_stay_within_int32(layer, inputs, backend):
+    """In the first batch, on which kernels are verified, no sum leaves int32."""
+    ones = torch.ones(inputs)
+    model = nn.Sequential(layer()).eval()
+    with torch.no_grad():
+        model[0].weight.fill_(1e-3).view(-1)[0] = -1e-3
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", activation=MINMAX)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="nothing runs on integers")
+        quantized = fxq.quantize(model, recipe, data=[torch.rand(inputs), ones])
+    assert sqnr(model(ones), quantized(ones)) > 25
+
+
+class Layer(WeightedKernel):
+    """A layer whose sums are to be bounded."""
+
+    name = "layer"
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_bound_of_the_sums(groups, transposed):
+    """Against the sums of the worst inputs, in float64: those at either end of the grid by the weight's sign."""
+    weight = torch.randint(-127, 128, (8, 8 // groups, 3, 3), dtype=torch.int8)
+    x = QParams.per_tensor(0.1, 40)
+    qparams = QParams(torch.ones(()), torch.zeros((), dtype=torch.int32), -127, 127, torch.int8)
+    kernel = Layer(weight, qparams, None)
+    kernel.x, kernel.groups, kernel.channel_axis = x, groups, int(transposed)
+    rows = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1) if transposed else weight
+    rows = rows.double().flatten(1)
+    ends = [(0.0, 255.0), (-40.0, 215.0)]
+    worst = max(
+        float((rows.clamp(min=0) * a + rows.clamp(max=0) * b).sum(1).abs().max())
+        for low, high in ends
+        for a, b in ((low, high), (high, low))
+    )
+    assert sums_refused(kernel) is None
+    for limit, refused in ((worst, False), (worst - 1, True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel_module, "_INT32", limit)
+            assert (sums_refused(kernel) is not None) is refused
+
+
+def test_a_bias_that_is_summed_as_int32_is_within_it():
+    model = settled(lambda: nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8)))
+    with torch.no_grad():
+        model[0].weight[0] *= 1e-9
+        model[0].bias[0] = 3.0
+    x = torch.randn(32, 16)
+    for backend in ENGINES:
+        quantized = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
+        assert sqnr(model(x), quantized(x)) > 25
+        assert quantized.ledger[0].fate == ("float" if backend == "qnnpack" else "int8")
 
 
 def test_clamps_of_their_own():

@@ -246,9 +246,13 @@ class WeightedKernel(Kernel):
     """A kernel with the buffers `weight` (int8), `weight_scale` (float32, 0-d or (C,)) and `bias` (float32 or None)."""
 
     channel_axis: ClassVar[int] = 0
+    sums_bias: ClassVar[bool] = False
+    """Whether the bias goes into the integer sums, as int32 with the scale of the products."""
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
+    x: QParams
+    groups: int = 1
 
     def __init__(self, weight: Tensor, qparams: QParams, bias: Tensor | None) -> None:
         super().__init__()
@@ -265,6 +269,27 @@ class WeightedKernel(Kernel):
         qparams = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -128, 127, torch.int8, axis)
         options = {name: decode(value) for name, value in config.items()}
         return cls(rest.pop("weight"), qparams, rest.pop("bias", None), **options, **rest)
+
+
+def sums_refused(kernel: WeightedKernel) -> str | None:
+    """Why sums of the kernel's products could leave int32 for inputs on its grid; None where they cannot.
+
+    The kernels sum products with the integers of the input as they are, or less their zero point.
+    """
+    weight, x, axis = kernel.weight, kernel.x, kernel.channel_axis
+    parts = weight.unflatten(0, (kernel.groups if axis else 1, -1)).movedim(1 + axis, 1).flatten(2).double()
+    above, below = parts.clamp(min=0).sum(2), parts.clamp(max=0).sum(2).neg()  # (groups or 1, C)
+    up, down = x.qmax - x.z, x.z - x.qmin
+    shifted = torch.maximum(above * up + below * down, above * down + below * up)
+    most = torch.maximum(torch.maximum(above, below) * x.qmax, shifted)
+    if kernel.bias is not None and kernel.sums_bias:
+        bias = kernel.bias.double().abs() / (kernel.weight_scale.double() * x.s)
+        most = most + bias.reshape(most.shape if bias.numel() == most.numel() else (1, -1))
+    largest = float(most.max()) if most.numel() else 0.0
+    return f"its sums can reach {largest:.2g}, beyond int32 (2.1e+09)" if largest > _INT32 else None
+
+
+_INT32 = 2**31 - 1
 
 
 def numbers(qp: QParams | None) -> tuple[float, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
 from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
-from fxq.backends.kernel import Kernel, slope_refused
+from fxq.backends.kernel import Kernel, WeightedKernel, slope_refused, sums_refused
 from fxq.backends.rows import Operands, Parts, Row, row_for, take_apart
 from fxq.errors import BackendError, PassError
 from fxq.graph import Plan, argument, constant, info, is_op, op_of, submodule
@@ -93,6 +93,8 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> N
         kernel = row.make(parts, operands) if not isinstance(operands, str) else operands
     except BackendError as error:
         kernel = str(error)
+    if isinstance(kernel, WeightedKernel):
+        kernel = sums_refused(kernel) or kernel
     if isinstance(kernel, Kernel) and not isinstance(operands, str):
         _replace(rewriter, region, kernel, operands.inputs)
     elif len(region.calls) > 1:

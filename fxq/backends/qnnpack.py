@@ -18,6 +18,7 @@ class _Qnnpack:
     """What all its kernels with weights have in common."""
 
     engine: ClassVar[str] = "qnnpack"
+    sums_bias: ClassVar[bool] = True
 
 
 class Conv(_Qnnpack, packed_conv.Conv):
