@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxq
-from fxq.backends import lowering
+from fxq.backends import lowering, packed
 from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel
 from fxq.backends.pool import MaxPool2d
 from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_linear import Linear
-from fxq.graph import Step, info, submodule
+from fxq.graph import Step, info, is_op, submodule
 from fxq.ops import OPS
-from fxq.passes.verify_lowering import VerifyLowering, disagreement
+from fxq.passes.verify_lowering import VerifyLowering, _Verifier, disagreement, magnitude
 from fxq.qparams import QParams
-from fxq.region import Result
+from fxq.region import Result, read_region, run_region
 from tests.graphs import REFERENCE, again, equal, expected, kinds, text, until
 from tests.helpers import steps
 from tests.machine import decibels, quiet, told
@@ -209,7 +209,7 @@ def none():
     ],
 )
 def test_disagreement(expected, got, wrong):
-    assert (disagreement(Result(expected), got, tolerance=0.01, float_tolerance=1e-4, size=none) is not None) is wrong
+    assert (disagreement(Result(expected), got, VerifyLowering(), none) is not None) is wrong
 
 
 @pytest.mark.parametrize(
@@ -232,16 +232,138 @@ def test_disagreement_with_a_real_value(real, got, wrong):
     grid = {"scale": 0.5, "zero_point": 3, "qmin": 0, "qmax": 15}
     quantize = graph.call_function(OPS["quantize"].target, (graph.placeholder("x"),), grid)
     expected = Result(torch.tensor(real) / 2, Step.of(quantize))
-    assert (
-        disagreement(expected, integers(*got), tolerance=0.01, float_tolerance=1e-4, size=none) is not None
-    ) is wrong
+    assert (disagreement(expected, integers(*got), VerifyLowering(), none) is not None) is wrong
 
 
 def test_zeros_are_compared_by_the_size_of_other_results():
-    """Terms that cancel leave a little, which is nothing beside what the kernel gives for other integers."""
+    """Terms that cancel leave a little, which is nothing beside what they were."""
     expected, got = Result(torch.zeros(3)), torch.tensor([0.0, 1e-8, 0.0])
-    for size, wrong in [(1e-3, False), (1e-5, True)]:
-        assert (disagreement(expected, got, 0.01, 1e-4, lambda size=size: size) is not None) is wrong
+    for size, wrong in [(1e-1, False), (1e-3, True)]:
+        assert (disagreement(expected, got, VerifyLowering(), lambda size=size: size) is not None) is wrong
+
+
+class Wide(nn.Module):
+    """Layers whose terms are large beside the results of the batch that kernels are verified on."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(64, 64, 3), nn.Conv2d(64, 8, 1)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Difference(nn.Module):
+    """A difference of large values that are nearly the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(64, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b((y + 1e6) - (y * 1.001 + 1e6))
+
+
+class Cancels(nn.Module):
+    """Weights that add up to zero, of an input that is nearly constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(64, 8, 3)
+        with torch.no_grad():
+            self.a.weight -= self.a.weight.mean((1, 2, 3), keepdim=True)
+
+    def forward(self, x):
+        return self.a(x)
+
+
+FAR = [
+    (Wide, [(0.0, 1.0), (0.0, 1e4)]),
+    (Wide, [(0.0, 1.0), (0.0, 1e6)]),
+    (Difference, [(0.0, 1.0)]),
+    (Cancels, [(1e6, 1e-3)]),
+]
+BACKENDS = ["x86", *(name for name in ("fbgemm",) if packed.has_engine(name))]
+
+
+@needs_x86
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("model", "batches"), FAR)
+def test_what_is_left_of_large_terms_is_as_inexact_as_they_are(model, batches, backend):
+    """No right kernel is accused where the grid is far wider than the values, or where its terms cancel."""
+    torch.manual_seed(0)
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", activation=fxq.TensorSpec(observer="minmax"))
+    data = [torch.randn(4, 64, 8, 8) * scale + mean for mean, scale in batches]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        warnings.filterwarnings("ignore", message="this CPU has no VNNI")
+        quantized = fxq.quantize(model().eval(), recipe, data=data)
+    assert not quantized.history["verify-lowering"].edits
+
+
+@needs_x86
+@pytest.mark.parametrize("batches", [batches for model, batches in FAR if model is Wide])
+@pytest.mark.parametrize("change", [lambda y: y * 1.02, lambda y: y + y.abs().max() * 0.01, lambda y: y.roll(1, 1)])
+def test_a_wrong_kernel_is_found_there_all_the_same(monkeypatch, change, batches):
+    """By two in a hundred of the largest result that a batch of the grid's own size gives."""
+    data = [torch.randn(4, 64, 8, 8) * scale + mean for mean, scale in reversed(batches)]
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage", activation=fxq.TensorSpec(observer="minmax"))
+    planted(monkeypatch, Conv, lambda y: change(y) if y.dtype == torch.float32 else y)
+    with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
+        quantized = fxq.quantize(Wide().eval(), recipe, data=data)
+    assert [entry.fate for entry in quantized.ledger] == ["int8", "float"]
+
+
+def test_the_magnitude_of_what_is_summed():
+    """By hand, in float64: the sum of the products' absolute values, zero points included, and of what is added."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).eval()
+    manager = until(nn.Sequential(model).eval(), torch.randn(4, 5), "fallback", REFERENCE)
+    gm = manager.gm
+    node = next(n for n in gm.graph.nodes if is_op(n, "linear"))
+    region = read_region(gm, node)
+    (x,) = region.inputs
+    q = torch.randint(0, 256, (4, 5), dtype=torch.uint8)
+    qp = info(x).qparams
+    found = magnitude(gm, region, {x: q})
+    weight = run_region(gm, region, {x: torch.eye(5, dtype=torch.uint8) + qp.z}).value - model.bias
+    raw = (q.double() - qp.z).abs() + qp.z
+    expected = (raw @ weight.double().abs() + model.bias.double().abs()).max()
+    assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_one_sample_that_the_lowered_graph_cannot_run(monkeypatch):
+    """Said where the float model runs on it, and only there."""
+    run_batch = _Verifier.run_batch
+
+    def of_several(self, batch):
+        if len(batch.args[0]) == 1:
+            raise RuntimeError("only several")
+        run_batch(self, batch)
+
+    monkeypatch.setattr(_Verifier, "run_batch", of_several)
+    model, x = build("residual"), batch("residual")
+    with pytest.warns(fxq.FxqWarning, match="does not run on .*as the float model does: RuntimeError: only several"):
+        fxq.quantize(model, X86, data=[x])
+
+
+class Several(nn.Module):
+    """Cannot run on one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x).view(2, -1, 4)
+
+
+def test_one_sample_that_the_model_cannot_run_is_no_matter():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        warnings.filterwarnings("ignore", message="this CPU has no VNNI")
+        fxq.quantize(Several().eval(), X86.with_optimize("coverage"), data=[torch.randn(4, 4)])
 
 
 @needs_x86
