@@ -6,7 +6,7 @@ A unit holds no weight: everything it needs is an input, so units of the same bo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,22 +97,32 @@ def calls_of(gm: fx.GraphModule, node: fx.Node) -> tuple[OpCall, ...]:
     unit = unit_of(gm, node)
     if unit is None:
         return ()
-    outer: dict[fx.Node, Any] = dict(zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True))
+    return calls_among(unit.graph.nodes, dict(zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)))
+
+
+def calls_among(nodes: Iterable[fx.Node], outer: Mapping[fx.Node, Any] | None = None) -> tuple[OpCall, ...]:
+    """The ops that these nodes run as one unit, in order.
+
+    Args:
+        nodes: the nodes of its body; or the nodes of a graph that are to become one.
+        outer: what stands for those of its inputs that are nodes of the body.
+    """
+    known: dict[fx.Node, Any] = dict(outer or {})
     calls: list[OpCall] = []
-    for inner in unit.graph.nodes:
-        inner_op = op_of(inner)
-        if inner_op is None:
+    for node in nodes:
+        op = op_of(node)
+        if op is None:
             continue
-        tensors = {n: _outside(a, outer) for n, a in zip(inner_op.tensors, inner.args, strict=False)}
-        outer[inner] = Inner(len(calls))
-        calls.append(OpCall(inner_op, options_of(inner), tensors, inner.name))
+        tensors = {name: _outside(value, known) for name, value in zip(op.tensors, node.args, strict=False)}
+        known[node] = Inner(len(calls))
+        calls.append(OpCall(op, options_of(node), tensors, node.name))
     return tuple(calls)
 
 
 def _outside(value: Any, outer: dict[fx.Node, Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return [_outside(v, outer) for v in value]
-    return outer[value] if isinstance(value, fx.Node) else value
+    return outer.get(value, value) if isinstance(value, fx.Node) else value
 
 
 def unit_of(gm: fx.GraphModule, node: fx.Node) -> Unit | None:

@@ -9,10 +9,11 @@ from typing import ClassVar
 from torch import fx
 
 import fxq.patterns  # noqa: F401  (registers the patterns)
-from fxq.graph import op_of
+from fxq.graph import info, op_of
 from fxq.passbase import Pass, Stage
 from fxq.pattern import FUSIONS
 from fxq.rewrite import Rewriter
+from fxq.unit import calls_among
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Fuse(Pass):
 
     Before: relu(conv2d(x, w, b))    After: conv2d_relu(x, w, b), one node that runs both
     Keeps: the output, exactly. A node belongs to one unit. Ops that the recipe configures differently stay apart,
-    and so do those that the backend wants apart.
+    and so do those that the backend wants apart, or of which it has a kernel for some alone: the others are decided on
+    like any op that was never fused.
     """
 
     name: ClassVar[str] = "fuse"
@@ -36,6 +38,21 @@ class Fuse(Pass):
             ops = [op for op in map(op_of, nodes) if op is not None]
             if not context.backend.fuses(ops):
                 return f"the backend {context.backend.name} wants these ops apart"
-            return context.apart(nodes)
+            return context.apart(nodes) or _left_over(rewriter, nodes)
 
         rewriter.fuse(FUSIONS.largest_first(), refuse)
+
+
+def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node]) -> str | None:
+    """Why a unit of these ops would run in float in part, where a kernel of the backend runs others of them."""
+    context, calls = rewriter.context, calls_among(nodes)
+    asked, _ = context.config_for(info(nodes[0]).path, calls[0].op.name)
+    inner = any(user not in nodes for node in nodes[:-1] for user in node.users)
+    if asked.is_float or inner:  # of several outputs, which no kernel has: annotate says so
+        return None
+    backend = context.backend
+    support = backend.supports(rewriter.gm, nodes[-1], calls, backend.config(asked, calls))
+    ops = max(support.ops, support.longer)
+    if ops == len(calls) or (ops == 0 and not any(call.op.quant.heavy for call in calls[1:])):
+        return None
+    return f"{backend.name} has a kernel for the first {ops} of these {len(calls)} ops alone"

@@ -123,28 +123,22 @@ def test_float_readers_of_an_integer_value_dequantize_it():
 
 @needs_x86
 def test_the_head_of_a_unit_stays_fused():
-    """conv + relu + what has no kernel: the kernel takes the first two."""
-
-    @fxq.fusion
-    def conv_relu_mul_test(op, x, w, b, s):
-        return op.mul(op.relu(op.conv2d(x, w, b)), s)
+    """linear + sum + relu where nobody reads the sum as integers: the kernel takes the layer alone."""
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b, self.s = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1), nn.Parameter(torch.rand(4, 1, 1))
+            self.a, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
 
         def forward(self, x):
-            return self.b(torch.relu(self.a(x)) * self.s)
+            return self.norm(torch.relu(self.a(x) + x))
 
-    try:
-        model, x = settled(Model), torch.randn(2, 3, 8, 8)
-        manager = until(model, x, "fallback", X86)
-        assert text(manager.gm).splitlines()[4:7] == [
-            "a_relu = conv2d_relu(x_dq, a_weight_dq, @a.bias)",
-            "mul = mul(a_relu, @s)",
-            "a_relu_mul_q = quantize(mul, B)",
-        ]
-        assert sqnr(call(model, x), call(fxq.quantize(model, X86, data=[x]), x)) > 30
-    finally:
-        fxq.FUSIONS.discard("conv_relu_mul_test")
+    model, x = settled(Model), torch.randn(4, 6)
+    manager = until(model, x, "fallback", X86)
+    assert "a_add_relu = linear_add_relu(" in text(manager.history["propagate"].graph)
+    assert text(manager.gm).splitlines()[4:7] == [
+        "a = linear(x_dq, a_weight_dq, @a.bias)",
+        "add = add(a, x)",
+        "relu = relu(add)",
+    ]
+    assert sqnr(call(model, x), call(fxq.quantize(model, X86, data=[x]), x)) > 30

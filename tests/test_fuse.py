@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
+from fxq.backends.cpu import has_onednn_int8
 from fxq.graph import info
 from fxq.passes import Fuse
 from fxq.unit import unit_of
@@ -130,27 +131,67 @@ def test_a_value_read_elsewhere_stays():
     assert equal(call(gm, x), call(model, x))
 
 
+class Scaled(nn.Module):
+    """A layer and a user's factor behind it; a second layer reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 4, 1)
+        self.s = nn.Parameter(torch.rand(3, 1, 1))
+
+    def forward(self, x):
+        return self.b(self.s * torch.relu(self.a(x)))
+
+
+def scaled_act(op, x, w, b, s):
+    return op.mul(op.relu(op.conv2d(x, w, b)), s)
+
+
 def test_a_user_s_pattern_comes_first():
-    @fxq.fusion
-    def my_scaled_act(op, x, w, b, s):
-        return op.mul(op.relu(op.conv2d(x, w, b)), s)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Conv2d(3, 3, 1)
-            self.s = nn.Parameter(torch.rand(3, 1, 1))
-
-        def forward(self, x):
-            return self.s * torch.relu(self.a(x))
-
-    try:
-        model, x = settled(Model), torch.randn(4, 3, 5, 5)
-        gm = after(model, x, "fuse")
-        assert text(gm).splitlines()[1:-1] == ["a_relu_mul = my_scaled_act(x, @a.weight, @a.bias, @s)"]
+    with restored_fusions():
+        fxq.fusion(scaled_act)
+        model, x = settled(Scaled), torch.randn(4, 3, 5, 5)
+        gm = after(model, x, "fuse", REFERENCE)
+        assert text(gm).splitlines()[1] == "a_relu_mul = scaled_act(x, @a.weight, @a.bias, @s)"
         assert fxq.numeric.sqnr(call(model, x), call(fxq.quantize(model, data=[x]), x)) > 30
-    finally:
-        fxq.FUSIONS.discard("my_scaled_act")
+
+
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@pytest.mark.parametrize("optimize", ["speed", "coverage"])
+def test_a_fusion_makes_no_network_worse(optimize):
+    """No kernel of x86 runs all three ops: they are what they are without the pattern, and it says why."""
+    recipe = fxq.Recipe.static(backend="x86", optimize=optimize)
+    model, x = settled(Scaled), torch.randn(4, 3, 5, 5)
+    alone = fxq.quantize(model, recipe, data=[x])
+    with restored_fusions():
+        fxq.fusion(scaled_act)
+        gm = after(model, x, "fuse", recipe)
+        fused = fxq.quantize(model, recipe, data=[x])
+    assert text(gm) == expected("""
+        x = input
+        a_relu = conv2d_relu(x, @a.weight, @a.bias)
+        mul = mul(a_relu, @s)
+        b = conv2d(mul, @b.weight, @b.bias)
+        return b
+    """)
+    reasons = [near.reason for near in fused.history["fuse"].near if near.rule == "scaled_act"]
+    assert reasons == ["x86 has a kernel for the first 2 of these 3 ops alone"]
+    assert {e.fate for e in alone.ledger} == {e.fate for e in fused.ledger} == {"int8"}
+    assert torch.equal(fused(x), alone(x))
+
+
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+def test_a_fusion_takes_no_layer_along_into_float():
+    """What has no kernel comes first: in a unit, the layer behind it would be float as well."""
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)).eval()
+    with restored_fusions():
+
+        @fxq.fusion
+        def norm_linear(op, x, g, h, w, b):
+            return op.linear(op.layer_norm(x, g, h, normalized_shape=(6,), eps=1e-5), w, b)
+
+        ledger = fxq.quantize(model, fxq.Recipe.static(backend="x86"), data=[torch.randn(4, 6)]).ledger
+    assert [(e.op, e.fate) for e in ledger] == [("layer_norm", "float"), ("linear", "int8")]
 
 
 def test_a_fusion_with_several_outputs_goes_through_in_float():

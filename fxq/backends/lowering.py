@@ -53,7 +53,7 @@ class RowBackend(Backend):
         if parts.post is not None and parts.post.name in row.twice:
             return _supports_either(gm, parts)
         rest = calls[parts.ops :]
-        reason = f"{self.name} has no int8 kernel for {rest[0].op.name}" if rest else ""
+        reason = f"no kernel of {self.name} takes {rest[0].op.name} along" if rest else ""
         return Support(parts.ops, reason, emits_float=row.emits_float)
 
     def lower(self, rewriter: Rewriter) -> None:
