@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch import fx
 
@@ -55,9 +55,9 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
 
 def _with_numbers(entry: Entry, found: Measured, cost: Cost | None) -> Entry:
     """An entry with what was measured: of the ops of a unit, the last one has its SQNR, the first one its cost."""
-    float_us, int8_us = (cost.float_us, cost.int8_us) if cost is not None else (None, None)
+    times = {f.name: getattr(cost, f.name) for f in fields(Cost)} if cost is not None else {}
     sqnr, own, fault = (d.get(entry.name) for d in (found.sqnr, found.own_sqnr, found.fault_sqnr))
-    return replace(entry, sqnr=sqnr, own_sqnr=own, fault_sqnr=fault, float_us=float_us, int8_us=int8_us)
+    return replace(entry, sqnr=sqnr, own_sqnr=own, fault_sqnr=fault, **times)
 
 
 _NO_OPS = ("convert", "constant", "io", "observer")

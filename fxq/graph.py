@@ -25,15 +25,18 @@ Fate = Literal["int8", "moves", "float"]
 
 @dataclass(frozen=True)
 class Cost:
-    """What an op or unit was measured to take, in microseconds, conversions around it left out.
+    """What an op or unit was measured to take, in microseconds.
 
     Attributes:
-        float_us: in float.
-        int8_us: as the backend's integer kernel; None where there is none.
+        float_us: in float, conversions around it left out.
+        int8_us: the same as the backend's integer kernel; None where there is none.
+        conversions_us: what the conversions around it take with it on integers, less what they take with it in float,
+            all other ops as they are decided. Below zero among integer ops, where a float op is what needs conversions.
     """
 
     float_us: float
     int8_us: float | None = None
+    conversions_us: float | None = None
 
 
 @dataclass(frozen=True)

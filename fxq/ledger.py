@@ -39,6 +39,8 @@ class Entry:
             makes its inputs where others read the same integers. Empty where nothing in it runs on integers.
         float_us, int8_us: measured microseconds of the op in float and on integers; for a unit, in the row of its first
             op. None where nothing was measured.
+        conversions_us: microseconds that conversions around it take with it on integers, less those with it in float,
+            all others as they are.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Entry:
     mend: str = ""
     float_us: float | None = None
     int8_us: float | None = None
+    conversions_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,17 @@ class Ledger(Rows[Entry]):
         return mended._with(mended.sort("fault_sqnr").entries[:count])
 
     def main_reason(self) -> str:
-        """The most frequent reason for float, with its share."""
-        reasons = Counter(e.reason for e in self.entries if e.fate == "float")
-        if not reasons:
+        """The reason for float that weighs most, with its share: of the multiply-accumulates, where there are any."""
+        stay = self.where(fate="float")
+        if not stay:
             return "the model has no op that could"
-        reason, count = reasons.most_common(1)[0]
-        return f"{count} of {len(self)} ops stay in float because: {reason}"
+        total = sum(e.macs for e in stay)
+        weights, counts = Counter[str](), Counter(e.reason for e in stay)
+        for entry in stay:
+            weights[entry.reason] += entry.macs if total else 1
+        reason, weight = weights.most_common(1)[0]
+        share = f", with {_percent(weight / sum(e.macs for e in self))} of the multiply-accumulates," if total else ""
+        return f"{counts[reason]} of {len(self)} ops{share} stay in float because: {reason}"
 
     def _facts(self) -> dict[str, Any]:
         return {"coverage": self.coverage, "output_sqnr": self.output_sqnr}
@@ -177,17 +185,37 @@ def _look(column: Column, entry: Entry) -> str:
     return "quiet" if entry.fate == "folded" else entry.fate if column is _FATE else ""
 
 
+def _percent(share: float) -> str:
+    """A share that is not all of it is not called 100 %."""
+    return f"{share:.0%}" if share in (0.0, 1.0) else f"{min(share, 0.9999):.2%}"
+
+
 def _why(entry: Entry, notes: Mapping[str, str]) -> str:
     """Reason and way out of a float op: a note where several ops share it, else the line in one piece.
 
-    For int8 ops the line stands only in `fix`.
+    For int8 ops the line stands only in `fix`. Where float is faster for the conversions alone, it says what they cost.
     """
+    reason = entry.reason + _converted(entry)
     fix = notes.get(entry.fix, f"[{entry.fix}]") if entry.fate == "float" and entry.fix else ""
-    apart = " " if len(entry.reason) + len(fix) < _WIDE else "\n"
-    return textwrap.fill(entry.reason, _WIDE) + (apart + fix if fix else "")
+    apart = " " if len(reason) + len(fix) < _WIDE else "\n"
+    return textwrap.fill(reason, _WIDE) + (apart + fix if fix else "")
 
 
 _WIDE = 78
+
+
+def _converted(entry: Entry) -> str:
+    """What the conversions of a float op cost that has the faster kernel; else empty."""
+    real, kernel, around = entry.float_us, entry.int8_us, entry.conversions_us
+    if (
+        entry.fate != "float"
+        or real is None
+        or kernel is None
+        or around is None
+        or not kernel <= real < kernel + around
+    ):
+        return ""
+    return f" (kernel {_time(kernel)} µs, conversions {_time(around)} µs; float {_time(real)} µs)"
 
 
 def _count(value: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import networkx as nx
 
@@ -48,6 +49,17 @@ class Value:
     dequantize: float
     emits: bool = False
 
+    @cached_property
+    def distinct(self) -> frozenset[Key | None]:
+        """Its readers, each once."""
+        return frozenset(self.readers)
+
+    def conversions(self, made: bool, read: int) -> float:
+        """Seconds of its conversions where its producer is integer, or not, and so many of its readers are."""
+        total = self.quantize if read and not made else 0.0
+        mixed = read > 0 if self.emits else made
+        return total + self.dequantize if mixed and read < len(self.distinct) else total
+
 
 def seconds_of(integers: Collection[Key], ops: Iterable[Priced], values: Iterable[Value]) -> float:
     """What a choice costs in all, in seconds: what `cheapest` minimizes.
@@ -59,14 +71,30 @@ def seconds_of(integers: Collection[Key], ops: Iterable[Priced], values: Iterabl
     """
     total = sum(op.int8 if op.key in integers else op.real for op in ops)
     for value in values:
-        some_int8 = any(reader in integers for reader in value.readers)
-        some_real = any(reader not in integers for reader in value.readers)
-        if value.producer not in integers and some_int8:
-            total += value.quantize
-        mixed = some_int8 if value.emits else value.producer in integers
-        if mixed and some_real:
-            total += value.dequantize
+        total += value.conversions(value.producer in integers, sum(reader in integers for reader in value.distinct))
     return total
+
+
+def conversions_of(integers: Collection[Key], values: Iterable[Value]) -> dict[Key, float]:
+    """For each op, the seconds that conversions take with it on integers, less those with it in float.
+
+    Args:
+        integers: the ops that run on integers, as decided; but for the one that is asked about, all others do so.
+        values: the values between ops.
+    """
+    found: dict[Key, float] = {}
+    for value in values:
+        made = value.producer in integers
+        read = sum(reader in integers for reader in value.distinct)
+        for key in {value.producer, *value.distinct} - {None}:
+            reads = key in value.distinct
+            others = read - (reads and key in integers)
+            int8, real = (
+                value.conversions(runs if key == value.producer else made, others + (reads and runs))
+                for runs in (True, False)
+            )
+            found[key] = found.get(key, 0.0) + int8 - real
+    return found
 
 
 def cheapest(ops: Sequence[Priced], values: Sequence[Value]) -> set[Key]:

@@ -13,7 +13,7 @@ from fxq.candidates import UNREAD
 from fxq.graph import Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute, reads_only_metadata
 from fxq.islands import emits_float, float_ops, has_known_shapes, priced_ops, priced_values, regions_of
 from fxq.passbase import Pass, Stage
-from fxq.pricing import Key, Value, cheapest
+from fxq.pricing import Key, Value, cheapest, conversions_of
 from fxq.probe import Prober
 from fxq.progress import progress_bar
 from fxq.region import read_region
@@ -81,13 +81,16 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     values = priced_values(rewriter.gm, nodes, regions, prober)
     integers = cheapest(ops, values) if choose else set(regions)
     idle = _drop_idle(integers, values, nodes)
+    conversions = conversions_of(integers, values)
     for op in ops:
         node: Any = op.key
         if op.measured:
-            _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8))
+            around = None if node in idle else 1e6 * conversions.get(node, 0.0)
+            _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8, around))
         if node not in integers:
+            slower = NOT_WORTH_IT if op.int8 > op.real else CONVERTED
             with rewriter.attributed("run_in_float", _run_in_float):
-                _run_in_float(rewriter, node, UNREAD if node in idle else NOT_WORTH_IT)
+                _run_in_float(rewriter, node, UNREAD if node in idle else slower)
 
 
 def _drop_idle(integers: set[Key], values: Sequence[Value], nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -112,6 +115,7 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
 
 
 NOT_WORTH_IT = "float is faster at this size on this machine"
+CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
 
 
 def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:

@@ -12,10 +12,9 @@ import fxq
 from fxq import costs
 from fxq.backends.cpu import has_onednn_int8
 from fxq.candidates import UNREAD
-from fxq.graph import Cost
 from fxq.numeric import sqnr
 from fxq.passes import Fallback
-from fxq.passes.fallback import NOT_WORTH_IT
+from fxq.passes.fallback import CONVERTED, NOT_WORTH_IT
 from tests.graphs import REFERENCE, again, equal, expected, idle, text, until
 from tests.models import NETWORKS, batch, build, call, settled
 
@@ -251,12 +250,25 @@ def test_costs_and_the_reason_are_on_record(plant):
     assert {(p.cost.float_us, p.cost.int8_us) for p in plans if p.cost is not None} == {(9.0, 1.5), (1.5, 9.0)}
 
 
+def test_what_conversions_cost_is_on_record(plant):
+    """The layer's kernel saves 847 µs, and to quantize its input takes more than that; it emits float itself."""
+    plant(lambda key: 900.0 if "quantize" in key else (163.0 if int8(key) else 1010.0) if "linear" in key else 9.0)
+    model = nn.Sequential(nn.Softmax(-1), nn.Linear(6, 6), nn.Softmax(-1)).eval()
+    with pytest.warns(fxq.FxqWarning, match="1 of 3 ops, with 100% of the multiply-accumulates, stay in float"):
+        qmodel = fxq.quantize(model, X86, data=[torch.rand(4, 6)])
+    entry = qmodel.ledger[1]
+    assert (entry.fate, entry.float_us, entry.int8_us) == ("float", 1010.0, 163.0)
+    assert entry.conversions_us == pytest.approx(900.0)
+    assert entry.reason == CONVERTED
+
+
 def test_coverage_puts_prices_on_record_and_does_not_choose(plant):
     plant(lambda key: 9.0 if int8(key) else 1.0)
     manager = three(X86.with_optimize("coverage"))[2]
     assert set(fates(manager).values()) == {"int8", "moves"}
     plans = [n.meta["fxq"].plan for n in manager.gm.graph.nodes if n.meta["fxq"].plan is not None]
-    assert {plan.cost for plan in plans if plan.fate != "float"} == {Cost(1.0, 9.0)}
+    costs = {plan.cost for plan in plans if plan.fate != "float"}
+    assert {(cost.float_us, cost.int8_us) for cost in costs} == {(1.0, 9.0)}
 
 
 def test_the_reference_backend_asks_no_prices(monkeypatch):

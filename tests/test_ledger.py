@@ -465,6 +465,32 @@ def test_coverage():
     assert Ledger(()).coverage == 0.0
 
 
+def test_the_main_reason_weighs_by_the_arithmetic():
+    small = [Entry(n, n, "linear", "float", reason="float is faster", macs=1) for n in "ab"]
+    large = Entry("l", "l", "lstm", "float", reason="lstm has no integer form", macs=9998)
+    assert Ledger((*small, large)).main_reason() == (
+        "1 of 3 ops, with 99.98% of the multiply-accumulates, stay in float because: lstm has no integer form"
+    )
+    most = Ledger((*small, Entry("c", "c", "conv2d", "int8", macs=2))).main_reason()
+    assert most == "2 of 3 ops, with 50.00% of the multiply-accumulates, stay in float because: float is faster"
+    none = [Entry(n, n, "erf", "float", reason="erf has no integer form") for n in "ab"]
+    assert Ledger(tuple(none)).main_reason() == "2 of 2 ops stay in float because: erf has no integer form"
+    assert Ledger(()).main_reason() == "the model has no op that could"
+
+
+def test_a_recurrent_layer_is_the_main_reason():
+    model = nn.Sequential(nn.LSTM(16, 256, batch_first=True)).eval()
+    with pytest.warns(fxq.FxqWarning, match="1 of 1 ops, with 100% of the multiply-accumulates.*lstm has no integer"):
+        fxq.quantize(model, REFERENCE, data=[torch.randn(2, 5, 16)])
+
+
+def test_text_says_what_conversions_cost():
+    slow = Entry("a", "a", "linear", "float", "a", "its conversions", float_us=1010, int8_us=163, conversions_us=900)
+    assert "its conversions (kernel 163 µs, conversions 900 µs; float 1010 µs)" in str(Ledger((slow,)))
+    for other in ({"int8_us": 2000}, {"conversions_us": 0.5}, {"conversions_us": None}, {"fate": "int8"}):
+        assert "(kernel" not in str(Ledger((replace(slow, **other),)))
+
+
 def test_json(tmp_path):
     text = SOME.to_json(tmp_path / "ledger.json")
     assert (tmp_path / "ledger.json").read_text(encoding="utf-8") == text

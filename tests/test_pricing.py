@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq import pricing
-from fxq.pricing import Priced, Value, cheapest, seconds_of
+from fxq.pricing import Priced, Value, cheapest, conversions_of, seconds_of
 from tests.helpers import steps
 
 
@@ -42,6 +42,18 @@ def test_no_choice_is_cheaper(graph):
     chosen = cheapest(ops, values)
     assert chosen <= {op.key for op in ops}
     assert seconds_of(chosen, ops, values) == pytest.approx(best(ops, values), abs=1e-9)
+
+
+@given(graphs())
+@settings(max_examples=200, deadline=None)
+def test_conversions_of_an_op_are_those_that_it_makes_the_difference_for(graph):
+    ops, values = graph
+    chosen = cheapest(ops, values)
+    free = [Priced(op.key, 0.0, 0.0) for op in ops]
+    found = conversions_of(chosen, values)
+    for op in ops:
+        int8, real = (seconds_of(some, free, values) for some in (chosen | {op.key}, chosen - {op.key}))
+        assert found.get(op.key, 0.0) == pytest.approx(int8 - real)
 
 
 def test_an_island_that_costs_more_than_it_saves_is_left_in_float():
@@ -103,4 +115,6 @@ def fan(n):
 
 def test_a_value_with_very_many_readers():
     small, large = (steps(lambda n=n: cheapest(*fan(n))) for n in (300, 600))
+    assert large < 2.6 * small
+    small, large = (steps(lambda n=n: conversions_of({*range(n)}, fan(n)[1])) for n in (300, 600))
     assert large < 2.6 * small
