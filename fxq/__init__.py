@@ -1,5 +1,6 @@
 """fxq: a quantization compiler for PyTorch, as a pipeline of graph-rewriting passes on `torch.fx`."""
 
+from fxq import prices
 from fxq.api import calibrate, compare, convert, prepare, quantize, run_passes
 from fxq.comparison import Comparison
 from fxq.diff import Diff, diff
@@ -72,6 +73,7 @@ __all__ = [
     "nbytes",
     "op",
     "prepare",
+    "prices",
     "quantize",
     "rewrite",
     "run_passes",

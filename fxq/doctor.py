@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxq import backends
+from fxq import backends, prices
 from fxq.api import quantize
 from fxq.backends import Trap, cpu
-from fxq.costs import measure
+from fxq.costs import measure, read_rounds
 from fxq.errors import BackendError, FxqError, words_of
 from fxq.printed import Printed
 from fxq.progress import progress_bar
@@ -114,7 +114,7 @@ class Diagnosis(Printed):
     """The machine's profile. `print` shows it as tables.
 
     Attributes:
-        machine: what it is: CPU, instruction sets, threads, versions.
+        machine: what it is: CPU, instruction sets, threads, versions, and where its prices are kept.
         rows: what every backend does with every probe.
         auto: the backend that `backend="auto"` picks.
         why: why it picks that one.
@@ -199,6 +199,7 @@ def _machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "Python": platform.python_version(),
+        "prices": f"{prices.path()} ({len(read_rounds(prices.path()))} measured; see fxq.prices)",
     }
 
 

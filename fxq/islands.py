@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import fx
 
 from fxq.graph import CONVERSIONS, info, is_op, made_by, reads_only_metadata
-from fxq.pricing import Priced, Value
+from fxq.pricing import Priced, Value, by_a_hair, cheapest
 from fxq.probe import Prober
 from fxq.region import Region, read_region
 from fxq.unit import calls_of
@@ -53,13 +54,44 @@ def priced_ops(
             continue
         known = prober.knows(region)
         try:
-            ops.append(Priced(node, prober.kernel(gm, region), prober.real(gm, region)))
+            ops.append(_priced(gm, node, regions, prober))
         except Exception as error:  # whatever a kernel raises on random inputs
             log.warning("%s cannot be timed (%s: %s).", node.name, type(error).__name__, error)
             ops.append(unmeasured)
         if not known:
             advance()
     return ops
+
+
+def decided(
+    gm: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    regions: dict[fx.Node, Region],
+    prober: Prober,
+    advance: Callable[[], None],
+) -> tuple[list[Priced], set[Any]]:
+    """The prices of the ops that could run on integers, and those of them that do in the cheapest choice.
+
+    Prices that differ from round to round are measured again, and so are those that decide by a hair.
+    """
+    ops = priced_ops(gm, regions, prober, advance)
+    values = priced_values(gm, nodes, regions, prober)
+    prober.costs.settle()
+    for _ in range(_TRIES):
+        ops = [_priced(gm, op.key, regions, prober) if op.measured else op for op in ops]
+        values = priced_values(gm, nodes, regions, prober)
+        close = by_a_hair(ops, values)
+        if not prober.costs.repeat(key for op in ops if op.key in close for key in prober.keys(regions[op.key])):
+            break
+    return ops, cheapest(ops, values)
+
+
+_TRIES = 4
+"""How often prices that decide by a hair are looked for: better prices may bring others to the brink."""
+
+
+def _priced(gm: fx.GraphModule, node: Any, regions: dict[fx.Node, Region], prober: Prober) -> Priced:
+    return Priced(node, prober.kernel(gm, regions[node]), prober.real(gm, regions[node]))
 
 
 def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, float]]:

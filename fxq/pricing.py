@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import networkx as nx
@@ -12,6 +12,8 @@ import networkx as nx
 Key = Hashable
 WINDOW, AHEAD = 800, 200
 """Undecided ops that are cut at once, and how many behind them are looked at: beyond, time would grow as the square."""
+HAIR = 1.25
+"""How much dearer one way may become and still be the cheaper one, where a decision is not by a hair."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,12 @@ def cheapest(ops: Sequence[Priced], values: Sequence[Value]) -> set[Key]:
             problem.cut(part[: WINDOW + AHEAD], sure=WINDOW if len(part) > WINDOW + AHEAD else len(part))
             part = [key for key in part if key not in problem.decided]
     return {key for key, runs in problem.decided.items() if runs}
+
+
+def by_a_hair(ops: Sequence[Priced], values: Sequence[Value]) -> set[Key]:
+    """The ops that would run another way if all prices of the way they run were a little higher (`HAIR`)."""
+    more = cheapest([replace(op, real=op.real * HAIR) for op in ops], values)
+    return more - cheapest([replace(op, int8=op.int8 * HAIR) for op in ops], values)
 
 
 class _Readers:

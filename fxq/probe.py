@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fxq.costs import Call, Costs
 from fxq.data import Batch
 from fxq.evaluate import value_of
 from fxq.graph import NodeInfo, info, is_op
+from fxq.pricing import HAIR
 from fxq.qparams import QParams
 from fxq.recipe import Recipe
 from fxq.region import Region
@@ -36,8 +38,23 @@ class Prober:
             region: the region.
             ops: how many of its ops a kernel runs, the others running in float; None: all of them.
         """
-        key = self._kernel_key(region) + (f" after {ops} ops" if ops is not None else "")
-        return self.costs.seconds(key, lambda: _call(self._lowered(gm, region.to_graph(), ops)))
+        return self.costs.seconds(
+            self._kernel_key(region, ops), lambda: _call(self._lowered(gm, region.to_graph(), ops))
+        )
+
+    def fastest(self, gm: fx.GraphModule, region: Region, ways: Sequence[int | None]) -> int | None:
+        """How many of a region's ops a kernel best runs, of these numbers (None: all); see `decided` for rounds."""
+        keys = {ops: self._kernel_key(region, ops) for ops in ways}
+
+        def seconds() -> dict[int | None, float]:
+            return {ops: self.kernel(gm, region, ops) for ops in ways}
+
+        seconds()
+        self.costs.settle(keys.values())
+        found = seconds()
+        if max(found.values()) <= HAIR * min(found.values()) and self.costs.repeat(keys.values()):
+            found = seconds()
+        return min(found, key=found.__getitem__)
 
     def real(self, gm: fx.GraphModule, region: Region) -> float:
         """Seconds of the ops of a region in float, with float weights, on random numbers."""
@@ -45,9 +62,13 @@ class Prober:
 
     def knows(self, region: Region) -> bool:
         """Whether a region has been measured before."""
-        return self._kernel_key(region) in self.costs and _float_key(region) in self.costs
+        return all(key in self.costs for key in self.keys(region))
 
-    def _kernel_key(self, region: Region) -> str:
+    def keys(self, region: Region) -> tuple[str, str]:
+        """What the costs of a region are kept under: as a kernel, and in float."""
+        return self._kernel_key(region), _float_key(region)
+
+    def _kernel_key(self, region: Region, ops: int | None = None) -> str:
         """All that the time depends on: not the values of weights and scales, but whether a zero point is 0."""
         parts = [f"{self.backend.name} {_threads()}: {_ops_on(region)} from", *map(_shape, map(info, region.inputs))]
         for step in region.steps:
@@ -56,7 +77,8 @@ class Prober:
                 parts.append(_shape(step.about))
             elif is_op(step, "dequantize", "quantize") and qp is not None:
                 parts.append(f"{'at 0' if qp.z == 0 else 'shifted'} {qp.qmin}..{qp.qmax}")
-        return " ".join([*parts, "to", _shape(info(region.last))])
+        some = [f"after {ops} ops"] if ops is not None else []
+        return " ".join([*parts, "to", _shape(info(region.last)), *some])
 
     def quantize(self, elements: int) -> float:
         """Seconds to quantize so many floats."""

@@ -53,6 +53,23 @@ def integers_are_free():
         yield
 
 
+@pytest.fixture
+def plant(monkeypatch):
+    """Plants prices: `plant(price)` with a function from what is measured to microseconds."""
+
+    def plant(price):
+        class Planted(costs.Costs):
+            def __contains__(self, key):
+                return True
+
+            def seconds(self, key, prepare, cold=False):
+                return 1e-6 * price(key)
+
+        monkeypatch.setattr(costs, "machine_costs", Planted)
+
+    return plant
+
+
 # ---- reports
 
 

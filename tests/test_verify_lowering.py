@@ -1,5 +1,6 @@
 """verify-lowering: a kernel that is wrong is found, warned about and put back."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
