@@ -14,6 +14,7 @@ from fxq.errors import RecipeError
 from fxq.graph import info, op_of
 from fxq.ops import OPS
 from fxq.original import Original
+from fxq.pins import Pin
 from fxq.recipe import Recipe
 from fxq.region import Region
 from fxq.selector import Selector
@@ -38,6 +39,7 @@ class Context:
         regions: for each lowered node, by name, the qdq form it came from; for verify-lowering.
         progress: whether to show progress bars; None: on a terminal.
         outputs: what the float model returns for `example`.
+        decided: what `fallback` decided of every op that could run either way.
         written: module path and op of every call before canonicalize removed any; what selectors may select.
         original: the ops of the float model and its canonical graph, for the ledger; None before canonicalize.
     """
@@ -55,6 +57,7 @@ class Context:
     progress: bool | None = None
     outputs: Any = None
     original: Original | None = None
+    decided: tuple[Pin, ...] = ()
     written: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from fxq.backends import devices_of
 from fxq.binding import Bindings
 from fxq.data import Batch, first_of
-from fxq.errors import InputError
+from fxq.errors import InputError, RecipeError
 from fxq.graphdata import NodeData, from_data, to_data
 from fxq.history import History
 from fxq.layers import LayerQParams
@@ -28,6 +28,7 @@ from fxq.ledger import Ledger
 from fxq.manager import PassManager
 from fxq.names import check_names
 from fxq.notebook import folded, html
+from fxq.pins import Pin
 from fxq.recipe import Recipe
 from fxq.record import Record
 from fxq.size import nbytes
@@ -150,6 +151,7 @@ class QuantizedModel(fx.GraphModule):
     backend: str
     record: Record
     _layers: Mapping[str, LayerQParams]
+    _decided: tuple[Pin, ...]
     _float: weakref.ref[nn.Module] | None = None
 
     @classmethod
@@ -161,20 +163,27 @@ class QuantizedModel(fx.GraphModule):
         check_names(manager.gm, cls)
         model = cls(manager.gm, manager.gm.graph, class_name="QuantizedModel")
         _own(model, context.model)
-        model._attach(manager.history, ledger, context.recipe, context.backend.name, layers, record)
+        model._attach(manager.history, ledger, context.recipe, context.backend.name, layers, record, context.decided)
         model._float = weakref.ref(context.model)
         return model.eval()
 
     def _attach(
-        self, history: History, ledger: Ledger, recipe: Recipe, backend: str, layers: Any, record: Record
+        self,
+        history: History,
+        ledger: Ledger,
+        recipe: Recipe,
+        backend: str,
+        layers: Any,
+        record: Record,
+        decided: tuple[Pin, ...],
     ) -> None:
         self.history, self.ledger, self.recipe, self.backend = history, ledger, recipe, backend
-        self._layers, self.record = layers, record
+        self._layers, self.record, self._decided = layers, record, decided
 
     @property
     def _parts(self) -> tuple[Any, ...]:
         """What it knows besides its graph and tensors: the arguments of `_attach`."""
-        return self.history, self.ledger, self.recipe, self.backend, self._layers, self.record
+        return self.history, self.ledger, self.recipe, self.backend, self._layers, self.record, self._decided
 
     @property
     def output_sqnr(self) -> float | None:
@@ -226,6 +235,26 @@ class QuantizedModel(fx.GraphModule):
         forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]  # also for who does not unwrap
         made.forward = forward
         return code
+
+    def recipe_as_decided(self) -> Recipe:
+        """The recipe that gives this graph again, on any machine: it says what runs on integers, and measures nothing.
+
+        It names the backend, and for every op or unit that could run either way which way it went. With the same model
+        and data the graph and its results are the same, bit for bit; only kernels that the other machine has not, or
+        that are wrong there, run in float, with a warning. It can be saved: `recipe.save("decided.toml")`.
+
+        Raises:
+            RecipeError: nothing could run on integers, so that there is nothing to decide.
+
+        Example:
+            >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+            >>> qmodel = fxq.quantize(model, data=[torch.rand(1, 3, 16, 16)])
+            >>> qmodel.recipe_as_decided().decided[0].op
+            'conv2d+relu'
+        """
+        if not self._decided:
+            raise RecipeError("no op of this model could run on integers: there is nothing to decide.")
+        return replace(self.recipe, backend=self.backend, optimize="decided", decided=self._decided)
 
     def qparams(self) -> dict[str, LayerQParams]:
         """The integers of every int8 layer with a weight, by module path (node name for functional calls)."""

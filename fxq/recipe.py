@@ -15,6 +15,7 @@ from fxq import backends
 from fxq.errors import RecipeError, unknown
 from fxq.observers import OBSERVERS
 from fxq.passbase import Pass
+from fxq.pins import Pin
 from fxq.pipeline import Pipeline, PipelineEdit, pipeline_of
 from fxq.selector import Selector, as_selector
 from fxq.spec import ACTIVATION, WEIGHT, QuantConfig, TensorSpec
@@ -39,7 +40,8 @@ class Recipe:
         concrete_args: arguments of forward, by name, that are fixed to a plain value; the graph checks them.
         edits: passes inserted and removed.
         optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
-            everything runs on integers that can.
+            everything runs on integers that can; "decided": what `decided` says, and nothing is measured.
+        decided: what runs on integers with optimize="decided", see `QuantizedModel.recipe_as_decided`.
         check: "none", or "numeric": after every pass, compare with the float model on the example input.
         max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/numeric.py`).
         min_sqnr: decibels of SQNR against the float model below which `quantize` warns about the output; None: never.
@@ -59,6 +61,7 @@ class Recipe:
     concrete_args: Mapping[str, Any] = field(default_factory=dict)
     edits: tuple[PipelineEdit, ...] = ()
     optimize: str = "speed"
+    decided: tuple[Pin, ...] = ()
     check: str = "none"
     max_loss: float = 30.0
     min_sqnr: float | None = 12.0
@@ -67,8 +70,12 @@ class Recipe:
         _ = self.pipeline
         if self.backend not in backends.NAMES:
             raise RecipeError(unknown("backend", self.backend, backends.NAMES))
-        if self.optimize not in ("speed", "coverage"):
-            raise RecipeError(unknown("value of optimize", self.optimize, ["speed", "coverage"]))
+        if self.optimize not in ("speed", "coverage", "decided"):
+            raise RecipeError(unknown("value of optimize", self.optimize, ["speed", "coverage", "decided"]))
+        if self.optimize == "decided" and not self.decided:
+            raise RecipeError(
+                'optimize="decided" needs decisions: take qmodel.recipe_as_decided() of a quantized model.'
+            )
         if self.check not in ("none", "numeric"):
             raise RecipeError(unknown("check", self.check, ["none", "numeric"]))
         if isinstance(self.min_sqnr, str) or self.min_sqnr != self.min_sqnr:
@@ -145,7 +152,7 @@ class Recipe:
         return replace(self, leaf_modules=(*self.leaf_modules, *paths))
 
     def with_optimize(self, optimize: str) -> Recipe:
-        """Quantize for "speed", or for "coverage" (see `Recipe.static`)."""
+        """Quantize for "speed", or for "coverage" (see `Recipe.static`), or as `decided` says ("decided")."""
         return replace(self, optimize=optimize)
 
     def fix_args(self, **values: Any) -> Recipe:
@@ -202,20 +209,24 @@ class Recipe:
             data["override"] = [{**s.to_dict(), "config": c.to_dict()} for s, c in self.overrides]
         if self.edits:
             data["pass"] = [e.to_dict() for e in self.edits]
+        if self.decided:
+            data["decided"] = [pin.to_dict() for pin in self.decided]
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """Inverse of `to_dict`. Raises `RecipeError` naming unknown keys, presets, passes, observers."""
-        known = [*_PLAIN, "leaf_modules", "config", "override", "pass"]
+        known = [*_PLAIN, "leaf_modules", "config", "override", "pass", "decided"]
         for key in data:
             if key not in known:
                 raise RecipeError(unknown("recipe key", key, known))
             if not isinstance(data[key], _SHAPES.get(key, str)):
                 raise RecipeError(f"recipe key {key!r} has a value of the wrong shape: {data[key]!r}.")
-        tables = [*data.get("override", ()), *data.get("pass", ())]
+        tables = [*data.get("override", ()), *data.get("pass", ()), *data.get("decided", ())]
         if not all(isinstance(table, Mapping) for table in tables):
-            raise RecipeError("override and pass are lists of tables: [[override]] and [[pass]] in a .toml file.")
+            raise RecipeError(
+                "override, pass and decided are lists of tables: [[override]], [[pass]], [[decided]] in a .toml file."
+            )
         plain = {k: data[k] for k in _PLAIN if k in data}
         if plain.get("min_sqnr") == "none":
             plain["min_sqnr"] = None
@@ -227,6 +238,7 @@ class Recipe:
             ),
             leaf_modules=tuple(data.get("leaf_modules", ())),
             edits=tuple(PipelineEdit.from_dict(e) for e in data.get("pass", ())),
+            decided=tuple(Pin.from_dict(pin) for pin in data.get("decided", ())),
         )
 
     def to_toml(self) -> str:
@@ -259,6 +271,7 @@ _SHAPES: dict[str, Any] = {
     "leaf_modules": (list, tuple),
     "override": (list, tuple),
     "pass": (list, tuple),
+    "decided": (list, tuple),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,14 +10,17 @@ from torch import fx
 
 from fxq import costs
 from fxq.candidates import UNREAD
+from fxq.errors import RecipeError, warn
 from fxq.graph import Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute, reads_only_metadata
-from fxq.islands import emits_float, float_ops, has_known_shapes, priced_ops, priced_values, regions_of
+from fxq.islands import decided, emits_float, float_ops, has_known_shapes, priced_ops, priced_values, regions_of
 from fxq.passbase import Pass, Stage
-from fxq.pricing import Key, Value, cheapest, conversions_of
+from fxq.pins import Pin, Pinned, Place, places_of
+from fxq.pricing import Key, Value, conversions_of
 from fxq.probe import Prober
 from fxq.progress import progress_bar
 from fxq.region import read_region
 from fxq.rewrite import Rewriter, split_unit
+from fxq.unit import calls_of
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,31 @@ class Fallback(Pass):
         """Open the units that no kernel runs whole, price what is left, then let float ops read float values."""
         context = rewriter.context
         choose = context.recipe.optimize == "speed"
-        prober = None
-        if context.backend.has_kernels:
+        pinned = Pinned(context.recipe.decided) if context.recipe.optimize == "decided" else None
+        prober, decided = None, []
+        if context.backend.has_kernels and pinned is None:
             prober = Prober(context.backend, context.recipe, costs.machine_costs())
-        for node in rewriter.nodes():
+        for node, place in places_of(rewriter.gm, rewriter.nodes()).items():
             plan = info(node).plan
             if plan is not None and plan.kernel_ops is not None:
-                ops = _kernel_ops(rewriter, node, plan, prober if choose else None)
+                if pinned is not None and plan.longer:
+                    ops: int | None = pinned.ops(place)
+                else:
+                    ops = _kernel_ops(rewriter, node, plan, prober if choose else None)
+                whole = len(calls_of(rewriter.gm, node))
+                if plan.longer:
+                    decided.append(Pin.at(place, "opened", whole if ops is None else ops))
+                ops = None if ops == whole else ops
                 with rewriter.attributed("split_unit", split_unit):
                     split_unit(rewriter, node, ops)
+        able = _able(rewriter)
         if prober is not None:
             _price(rewriter, prober, choose)
             prober.costs.save()
+        if pinned is not None:
+            _obey(rewriter, pinned, able)
+        decided += [Pin.at(place, "int8" if _fate(node) != "float" else "float") for node, place in able.items()]
+        context.decided = tuple(decided)
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
         rewriter.erase_unused()
@@ -65,8 +81,7 @@ def _kernel_ops(rewriter: Rewriter, node: fx.Node, plan: Plan, prober: Prober | 
     longer = plan.longer if region is None or plan.longer < len(region.calls) else None
     if prober is None or region is None:
         return longer
-    seconds = {ops: prober.kernel(rewriter.gm, region, ops) for ops in (plan.kernel_ops, longer)}
-    return min(seconds, key=seconds.__getitem__)
+    return prober.fastest(rewriter.gm, region, (plan.kernel_ops, longer))
 
 
 def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
@@ -75,11 +90,13 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     regions = regions_of(rewriter.gm, nodes)
     unknown = sum(has_known_shapes(region) and not prober.knows(region) for region in regions.values())
     with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
-        ops = priced_ops(rewriter.gm, regions, prober, advance)
         for left, seconds in float_ops(rewriter.gm, nodes, prober):
             _record(rewriter, left, Cost(1e6 * seconds))
+        if choose:
+            ops, integers = decided(rewriter.gm, nodes, regions, prober, advance)
+        else:
+            ops, integers = priced_ops(rewriter.gm, regions, prober, advance), set(regions)
     values = priced_values(rewriter.gm, nodes, regions, prober)
-    integers = cheapest(ops, values) if choose else set(regions)
     idle = _drop_idle(integers, values, nodes)
     conversions = conversions_of(integers, values)
     for op in ops:
@@ -108,6 +125,42 @@ def _drop_idle(integers: set[Key], values: Sequence[Value], nodes: Sequence[fx.N
     return idle
 
 
+def _able(rewriter: Rewriter) -> dict[fx.Node, Place]:
+    """What runs on integers now, with its place."""
+    places = places_of(rewriter.gm, rewriter.nodes())
+    return {node: place for node, place in places.items() if _fate(node) not in ("float", None)}
+
+
+def _fate(node: fx.Node) -> str | None:
+    plan = info(node).plan
+    return plan.fate if plan is not None else None
+
+
+def _obey(rewriter: Rewriter, pinned: Pinned, able: Mapping[fx.Node, Place]) -> None:
+    """Put into float what a recipe's decisions say, and warn of what is to run on integers and cannot here."""
+    for node, place in able.items():
+        if pinned.is_float(place):
+            with rewriter.attributed("run_in_float", _run_in_float):
+                _run_in_float(rewriter, node, DECIDED, 'recipe.with_optimize("speed")')
+    lost = pinned.lost(able.values())
+    if lost:
+        there = {place: node for node, place in places_of(rewriter.gm, rewriter.nodes()).items()}
+        gone = [place for place in lost if place not in there]
+        if gone:
+            raise RecipeError(
+                f"the recipe's decisions speak of {gone[0]}, which this model has not ({len(gone)} such). They are of "
+                'another model: quantize with recipe.with_optimize("speed") and take recipe_as_decided() of the result.'
+            )
+        plan = info(there[lost[0]]).plan
+        warn(
+            f"{len(lost)} ops that the recipe's decisions run on integers have no kernel here and run in float, the "
+            f"first is {lost[0]}: {plan.reason if plan is not None else ''}. print(qmodel.ledger)"
+        )
+
+
+DECIDED = "the recipe's decisions say float"
+
+
 def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
     plan = info(node).plan
     assert plan is not None  # an op without one is not measured
@@ -118,7 +171,9 @@ NOT_WORTH_IT = "float is faster at this size on this machine"
 CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
 
 
-def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:
+def _run_in_float(
+    rewriter: Rewriter, node: fx.Node, reason: str, fix: str = 'recipe.with_optimize("coverage")'
+) -> None:
     """Give an integer op its float weights back; one that moves integers moves floats."""
     about = info(node)
     assert about.plan is not None
@@ -128,7 +183,7 @@ def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:
             path = originals[read.name]
             weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
             rewriter.update(node, args=_swap(node.args, {read: weight}))
-    plan = Plan("float", reason, fix='recipe.with_optimize("coverage")', cost=about.plan.cost)
+    plan = Plan("float", reason, fix=fix, cost=about.plan.cost)
     if about.qparams is not None and about.dtype is not None and not about.dtype.is_floating_point:
         _move_floats(rewriter, node)
     rewriter.describe(node, plan=plan)

@@ -22,23 +22,6 @@ pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN 
 X86 = fxq.Recipe.static(backend="x86")
 
 
-@pytest.fixture
-def plant(monkeypatch):
-    """Plants prices: `plant(price)` with a function from what is measured to microseconds."""
-
-    def plant(price):
-        class Planted(costs.Costs):
-            def __contains__(self, key):
-                return True
-
-            def seconds(self, key, prepare, cold=False):
-                return 1e-6 * price(key)
-
-        monkeypatch.setattr(costs, "machine_costs", Planted)
-
-    return plant
-
-
 def int8(key):
     """Whether a kernel is priced, neither a float op nor a conversion."""
     return not key.startswith("float") and "quantize" not in key
