@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fxq.backends import cpu
 from fxq.backends.kernel import (
     Post,
     WeightedKernel,
@@ -41,8 +42,8 @@ class Linear(WeightedKernel):
     2048 -> 1000  69 (162)      45 (114)
     ============  ============  ============
 
-    Not of a single feature: there torch 2.13 takes the wrong one of two strides that are alike (of 12,000 other shapes
-    none was wrong).
+    Not where PyTorch has no quick product (`cpu.has_int_mm`). And not of a single feature: there torch 2.13 takes the
+    wrong one of two strides that are alike (of 12,000 other shapes none was wrong).
 
     Args:
         weight: int8, (out_features, in_features).
@@ -137,7 +138,7 @@ class Linear(WeightedKernel):
 
     def _runner(self, x: Tensor) -> Callable[..., Tensor]:
         """What to call for inputs like `x`, behind it with a residual where there is one."""
-        if self._emits_sums and x.numel() == self.weight.shape[1] == x.shape[-1]:
+        if self._emits_sums and cpu.has_int_mm() and x.numel() == self.weight.shape[1] == x.shape[-1]:
             weight, scale, bias = self._kept("row", self._row)
             # One row is contiguous whatever its stride, and the product looks at that.
             is_row = x.stride() == (len(weight), 1)
