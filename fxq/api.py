@@ -20,7 +20,6 @@ from fxq.data import Batch, as_batch, batches, check_batch, device_of, naming_ba
 from fxq.errors import InputError, RecipeError, warn
 from fxq.exported import Exported
 from fxq.fates import ledger_of
-from fxq.layers import layers_of
 from fxq.manager import PassManager
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.names import check_names, is_writable
@@ -133,7 +132,6 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     manager = observed.manager
     _, to_qdq, to_kernels = _phases(manager.context.recipe)
     manager.run(to_qdq)
-    layers = layers_of(manager.gm)
     manager.run(to_kernels)
     context = manager.context
     ledger, record = ledger_of(manager.history, manager.gm, context)
@@ -141,7 +139,7 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     if ledger and not ledger.count("int8"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
     check_output(ledger, context.recipe.min_sqnr)
-    return QuantizedModel.from_manager(manager, ledger, layers, record)
+    return QuantizedModel.from_manager(manager, ledger, record)
 
 
 def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Comparison:

@@ -29,8 +29,8 @@ from fxq.evaluate import inputs_for, last_uses
 from fxq.fixed import run
 from fxq.graph import read_attribute, submodule
 
-KEPT = 4
-"""Kinds of inputs that are remembered: a function for each, with weights packed for it."""
+KEPT = 16
+"""Kinds of inputs that are remembered unless the module says otherwise, `kinds_kept`: a function for each."""
 
 Kind = tuple[Hashable, ...]
 Forward = Callable[..., Any]
@@ -112,14 +112,14 @@ class Bindings:
             value, bound = bind(gm, args, kwargs)
         else:
             value = self.plain(gm, *args, **kwargs)  # where it raises, the kind stays unknown
-        self._remember(kind, bound)
+        self._remember(kind, bound, getattr(gm, "kinds_kept", KEPT))
         return value
 
-    def _remember(self, kind: Kind, bound: Bound | None) -> None:
+    def _remember(self, kind: Kind, bound: Bound | None, most: int) -> None:
         with self._changing:
             self._known[kind] = bound
             self._known.move_to_end(kind)
-            while len(self._known) > KEPT:
+            while len(self._known) > most:
                 self._known.popitem(last=False)
 
 

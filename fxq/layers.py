@@ -1,15 +1,16 @@
-"""The integers of every layer: weights, scales, zero points and int32 biases, read off the qdq graph."""
+"""The integers of every layer: weights, scales, zero points and int32 biases, read off the graph and its kernels."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
 
-from fxq.graph import constant, info
+from fxq.backends.kernel import Kernel
+from fxq.graph import constant, info, submodule
 from fxq.qparams import QParams
 from fxq.region import integer_input, integer_weight, read_region
 from fxq.unit import Inner, OpCall
@@ -47,22 +48,25 @@ class LayerQParams:
 
 
 def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
-    """The integers of every layer of a qdq graph that runs on integers, by module path.
+    """The integers of every layer of a qdq or lowered graph that runs on integers, by module path.
 
     A functional call outside any module goes by its node's name; a layer called again gets `@2`, `@3`, ... appended.
     """
     layers: dict[str, LayerQParams] = {}
     calls: defaultdict[str, int] = defaultdict(lambda: 1)
     for node in gm.graph.nodes:
-        plan = info(node).plan
-        if plan is None or plan.fate != "int8":
-            continue
-        for path, found in _layers(gm, node):
+        kernel = submodule(gm, node)
+        if isinstance(kernel, Kernel) and kernel.form is not None:
+            form = kernel.form.module(kernel)
+            found = [pair for inside in form.graph.nodes for pair in _layers(form, inside)]
+        else:
+            found = list(_layers(gm, node))
+        for path, layer in found:
             key = path
             while key in layers:
                 calls[path] += 1
                 key = f"{path}@{calls[path]}"
-            layers[key] = found
+            layers[key] = replace(layer, node=node.name)
     return layers
 
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxq.backends import devices_of
+from fxq.backends import cpu, devices_of
 from fxq.binding import Bindings
 from fxq.data import Batch, first_of
+from fxq.elsewhere import fit
 from fxq.errors import InputError, RecipeError
 from fxq.graphdata import NodeData, from_data, to_data
 from fxq.history import History
-from fxq.layers import LayerQParams
+from fxq.layers import LayerQParams, layers_of
 from fxq.ledger import Ledger
 from fxq.manager import PassManager
 from fxq.names import check_names
@@ -32,6 +33,7 @@ from fxq.pins import Pin
 from fxq.recipe import Recipe
 from fxq.record import Record
 from fxq.size import nbytes
+from fxq.state import check_same, state_of, take_over
 from fxq.table import Cell, cells
 from fxq.untouched import autocast_on
 
@@ -150,40 +152,30 @@ class QuantizedModel(fx.GraphModule):
     recipe: Recipe
     backend: str
     record: Record
-    _layers: Mapping[str, LayerQParams]
     _decided: tuple[Pin, ...]
     _float: weakref.ref[nn.Module] | None = None
 
     @classmethod
-    def from_manager(
-        cls, manager: PassManager, ledger: Ledger, layers: Mapping[str, LayerQParams], record: Record
-    ) -> QuantizedModel:
+    def from_manager(cls, manager: PassManager, ledger: Ledger, record: Record) -> QuantizedModel:
         """Wrap the graph of a manager that has run its pipeline to the end."""
         context = manager.context
         check_names(manager.gm, cls)
         model = cls(manager.gm, manager.gm.graph, class_name="QuantizedModel")
         _own(model, context.model)
-        model._attach(manager.history, ledger, context.recipe, context.backend.name, layers, record, context.decided)
+        model._attach(manager.history, ledger, context.recipe, context.backend.name, record, context.decided)
         model._float = weakref.ref(context.model)
         return model.eval()
 
     def _attach(
-        self,
-        history: History,
-        ledger: Ledger,
-        recipe: Recipe,
-        backend: str,
-        layers: Any,
-        record: Record,
-        decided: tuple[Pin, ...],
+        self, history: History, ledger: Ledger, recipe: Recipe, backend: str, record: Record, decided: tuple[Pin, ...]
     ) -> None:
         self.history, self.ledger, self.recipe, self.backend = history, ledger, recipe, backend
-        self._layers, self.record, self._decided = layers, record, decided
+        self.record, self._decided = record, decided
 
     @property
     def _parts(self) -> tuple[Any, ...]:
         """What it knows besides its graph and tensors: the arguments of `_attach`."""
-        return self.history, self.ledger, self.recipe, self.backend, self._layers, self.record, self._decided
+        return self.history, self.ledger, self.recipe, self.backend, self.record, self._decided
 
     @property
     def output_sqnr(self) -> float | None:
@@ -221,6 +213,34 @@ class QuantizedModel(fx.GraphModule):
         super()._apply(fn, recurse)
         return self
 
+    def get_extra_state(self) -> Tensor:
+        """What belongs to the state dict besides the tensors: all grids, so that they go with the weights."""
+        return state_of(self)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over the grids of a model that was quantized alike. What was recorded of this one stays as it is.
+
+        Raises:
+            InputError: the other model has another structure; the message names where.
+        """
+        take_over(self, state)
+        self.recompile()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """As in `nn.Module`; all of a model or nothing, so that no two are mixed."""
+        state = state_dict.get(f"{prefix}_extra_state")
+        if state is not None:
+            check_same(self, state)
+        own = self.state_dict(prefix=prefix)
+        missing = [name for name in own if name not in state_dict]
+        if missing and len(missing) < len(own):
+            raise InputError(
+                f"the state dict has {len(own) - len(missing)} of {len(own)} entries of this quantized model, "
+                f"{missing[0]!r} is not among them. Weights and grids belong together: load all of one model, also "
+                "with strict=False."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def recompile(self) -> Any:
         """As in `fx.GraphModule`: to be called when the graph was edited. Its forward binds itself to its inputs."""
         code = super().recompile()
@@ -257,8 +277,11 @@ class QuantizedModel(fx.GraphModule):
         return replace(self.recipe, backend=self.backend, optimize="decided", decided=self._decided)
 
     def qparams(self) -> dict[str, LayerQParams]:
-        """The integers of every int8 layer with a weight, by module path (node name for functional calls)."""
-        return dict(self._layers)
+        """The integers of every int8 layer with a weight, as they are now, by module path.
+
+        A functional call goes by its node's name.
+        """
+        return layers_of(self)
 
     def report(
         self, path: str | os.PathLike[str], *, comparison: Comparison | None = None, example_inputs: Any = None
@@ -308,13 +331,15 @@ class QuantizedModel(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         held = (self._parameters, self._buffers, self._modules)
-        return _restore, (held, to_data(self.graph), self._parts)
+        return _restore, (held, to_data(self.graph), self._parts, cpu.machine())
 
 
-def _restore(held: Any, data: list[NodeData], parts: Any) -> QuantizedModel:
-    """Inverse of `QuantizedModel.__reduce__`."""
+def _restore(held: Any, data: list[NodeData], parts: Any, made_on: Mapping[str, str]) -> QuantizedModel:
+    """Inverse of `QuantizedModel.__reduce__`. On another machine than `made_on`, the kernels are asked again."""
     root = nn.Module()
     root._parameters, root._buffers, root._modules = held
     model = QuantizedModel(root, from_data(data), class_name="QuantizedModel")
     model._attach(*parts)
+    if made_on != cpu.machine():
+        fit(model, made_on)
     return model.eval()

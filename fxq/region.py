@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,6 +114,10 @@ def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
     if not is_op(value, "dequantize", "dequantize_channel"):
         return None
     values, qp = constant(gm, value.args[0]), info(value).qparams
+    if is_op(value, "dequantize_channel") and qp is not None:  # its grid may be edited
+        scale, zero_point = (constant(gm, given) for given in value.args[1:3])
+        if scale is not None and zero_point is not None:
+            qp = replace(qp, scale=scale, zero_point=zero_point)
     return Weight(values, qp) if values is not None and qp is not None else None
 
 

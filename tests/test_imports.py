@@ -230,7 +230,7 @@ def test_backends_stand_on_their_own():
         family = name.rpartition(".")[2].partition("_")[0]
         other = i.module.rpartition(".")[2].partition("_")[0]
         shared = (
-            "arithmetic", "base", "cpu", "convert", "elementwise", "kernel",
+            "arithmetic", "base", "cpu", "convert", "elementwise", "form", "kernel",
             "lowering", "packed", "pool", "rows", "table", "whole",
         )  # fmt: skip
         return i.module == "fxq.backends" or other in (family, *shared)

@@ -75,6 +75,18 @@ def has_onednn_int8() -> bool:
 
 
 @cache
+def machine() -> dict[str, str]:
+    """What decides which kernels run right here; two machines for which it is the same run the same kernels."""
+    return {
+        "CPU": cpu_name(),
+        "VNNI": "yes" if has_vnni() else "no",
+        "AMX": "yes" if has_amx() else "no",
+        "oneDNN's instructions": os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper(),
+        "torch": str(torch.__version__),
+    }
+
+
+@cache
 def cpu_name() -> str:
     """The model of this CPU as the system names it, e.g. "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz"."""
     try:

@@ -18,6 +18,8 @@ from fxq.qparams import QParams
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fxq.backends.form import Form
+
 
 @dataclass(frozen=True)
 class Post:
@@ -95,6 +97,8 @@ class Kernel(Bindable):
     """Of how many sizes of inputs it keeps what it has made for them."""
     inplace: bool | None = None
     """Whether it overwrites its second input, a residual; None: it has none."""
+    form: Form | None = None
+    """What it stands for, where it was made of the qdq graph."""
     _packed: Packed | None = None
 
     def config(self) -> dict[str, Any]:
@@ -152,7 +156,24 @@ class Kernel(Bindable):
                     f"{changed}. A kernel's tensors keep type and shape; for others make a kernel, "
                     "type(kernel).from_config(kernel.config(), tensors)."
                 )
-        type(self).from_config(self.config(), {name: t for name, t in self._buffers.items() if t is not None})
+        self.check()
+
+    def check(self) -> None:
+        """Raise `BackendError` if this kernel could not be made on this machine with the tensors that it has now."""
+        type(self).from_config(self.config(), dict(self.named_buffers(recurse=False)))
+
+    def adopt(self, config: Mapping[str, Any]) -> None:
+        """Take over the options of another kernel of its kind, which fits the same tensors.
+
+        Raises:
+            BackendError: there can be no such kernel.
+        """
+        other = type(self).from_config(config, dict(self.named_buffers(recurse=False)))
+        own = nn.Module().__dict__.keys() | {"form"}
+        self._changes()
+        self.__dict__.update({name: value for name, value in other.__dict__.items() if name not in own})
+        self._modules.update(other._modules)
+        self.__dict__.pop("_packed", None)
 
     def tell(self, watch: Watch) -> None:
         """As in `Bindable`."""

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
 from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
+from fxq.backends.form import Form
 from fxq.backends.kernel import Kernel, WeightedKernel, slope_refused, sums_refused
 from fxq.backends.rows import Operands, Parts, Row, row_for, take_apart
 from fxq.errors import BackendError, PassError
@@ -146,6 +147,7 @@ def _layer(gm: fx.GraphModule, call: OpCall) -> tuple[Weight | None, Tensor | No
 def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[fx.Node, ...]) -> None:
     """Put a kernel in the place of a region, and remember the region for verification."""
     old, about = region.last, info(region.node)
+    kernel.form = Form.of(rewriter.gm, region, kernel, inputs)
     with rewriter.attributed(kernel.name, type(kernel)):
         target = rewriter.module(kernel, region.node.name)
         node = rewriter.node("call_module", target, inputs, like=region.node, before=old)
@@ -186,6 +188,8 @@ def _lower_conversion(rewriter: Rewriter, node: fx.Node) -> None:
 def _convert(rewriter: Rewriter, node: fx.Node, kernel: Kernel, source: fx.Node) -> None:
     """Put a kernel in the place of a conversion, and remember that one for verification."""
     region = read_region(rewriter.gm, node)
+    if region is not None:
+        kernel.form = Form.of(rewriter.gm, region, kernel, (source,))
     with rewriter.attributed(kernel.name, type(kernel)):
         target = rewriter.module(kernel, node.name)
         rewriter.update(node, target, (source,), {}, op="call_module")

@@ -1,0 +1,52 @@
+"""Makes a pickle of quantized networks, or loads one, in a process of its own: on a CPU that plays another one.
+
+python -m tests.elsewhere make|load pickle results network...
+"""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+import fxq
+from fxq.backends.packed import has_engine
+from tests import models
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(what, pickle, results, isa, names):
+    """Run this file where oneDNN may use no more than `isa`."""
+    command = [sys.executable, "-m", "tests.elsewhere", what, str(pickle), str(results), *names]
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load(results, weights_only=False)
+
+
+BACKENDS = [name for name in ("x86", "fbgemm") if name == "x86" or has_engine(name)]
+
+
+def main(what, pickle, results, *names):
+    batches = {(name, backend): models.batch(name) for name in names for backend in BACKENDS}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if what == "make":
+            made = {key: quantized(*key, batch) for key, batch in batches.items()}
+            torch.save(made, pickle)
+        else:
+            made = torch.load(pickle, weights_only=False)
+        values = {key: [models.call(made[key], batch) for _ in range(3)] for key, batch in batches.items()}
+    messages = [str(warning.message) for warning in said if issubclass(warning.category, fxq.FxqWarning)]
+    torch.save({"values": values, "messages": messages}, results)
+
+
+def quantized(name, backend, batch):
+    return fxq.quantize(models.build(name), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[batch])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
