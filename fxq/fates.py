@@ -60,7 +60,7 @@ def _with_numbers(entry: Entry, found: Measured, cost: Cost | None) -> Entry:
     return replace(entry, sqnr=sqnr, own_sqnr=own, fault_sqnr=fault, **times)
 
 
-_NO_OPS = ("convert", "constant", "io", "observer")
+_NO_OPS = ("convert", "size", "constant", "io", "observer")
 
 
 @dataclass(frozen=True)

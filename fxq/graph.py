@@ -268,6 +268,13 @@ def taken_part(user: fx.Node, node: fx.Node) -> Any:
     return user.args[1] if takes and not isinstance(user.args[1], (slice, fx.Node)) else None
 
 
+def is_plain(node: fx.Node) -> bool:
+    """Whether the node computes no tensors, but sizes, numbers and the like: it is no op of the model."""
+    about = info(node)
+    calls = node.op in ("call_function", "call_method") and op_of(node) is None
+    return calls and META in node.meta and not about.is_tensor and not about.memory
+
+
 def reads_only_metadata(node: fx.Node) -> bool:
     """Whether the node looks at its input's shape and not at a value, so that integers serve it as well as floats."""
     if _is_only_counted(node):

@@ -45,6 +45,7 @@ LOOKS: dict[str, Look] = {
     "float": Look("float", "float fallback", "#c8500a", border="dashed"),
     "observer": Look("observer", "observer", "#cc79a7", INK, pill=True),
     "op": Look("op", "not decided yet", "#6f7780"),
+    "size": Look("size", "sizes, plain values", "#d9d4e3", INK, pill=True),
     "constant": Look("constant", "constant nobody reads", "#e4e4e4", INK, pill=True),
     "io": Look("io", "input, output", "#333333", pill=True),
 }

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxq.graph import info, op_of, submodule
+from fxq.graph import info, is_plain, op_of, submodule
 from fxq.observers import Observer
 from fxq.unit import Unit
 
-KINDS = ("int8", "moves", "convert", "float", "observer", "op", "constant", "io")
+KINDS = ("int8", "moves", "convert", "float", "observer", "op", "size", "constant", "io")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class NodeView:
     Attributes:
         name: the node's name in the graph.
         kind: what it is, for colours: `int8` (integer compute), `moves` (moves integers), `convert` (quantize,
-            dequantize), `float` (stays in float, see `reason`), `observer`, `op` (not decided yet), `constant`, `io`.
+            dequantize), `float` (stays in float, see `reason`), `observer`, `op` (not decided yet), `size` (sizes and
+            other plain values, checks: no op), `constant`, `io`.
         label: the op, unit, kernel or module type.
         body: for a unit or a kernel made from one, the ops inside.
         options: the options that differ from the defaults, as text.
@@ -128,7 +129,7 @@ def _view_node(gm: fx.GraphModule, node: fx.Node) -> NodeView:
         dtype=str(about.dtype).removeprefix("torch.") if about.dtype is not None else "",
         scale=scale,
         zero_point=zero_point,
-        reason=about.plan.reason if about.plan is not None else "",
+        reason=about.plan.reason if about.plan is not None and kind != "size" else "",
         note=about.note,
         origins=about.origins,
     )
@@ -161,6 +162,7 @@ def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], 
         label = getattr(module, "name", None)
         kind = getattr(module, "kind", kind)
         return str(label) if isinstance(label, str) else type(module).__name__, info(node).body, "", kind
+    kind = "size" if is_plain(node) else kind
     return getattr(node.target, "__name__", str(node.target)), (), options_text(node.kwargs), kind
 
 

@@ -35,6 +35,7 @@ def small():
             NodeView(
                 "late", "op", "add", inputs=("slope", "slope"), options="alpha=2", made_by="fuse", origins=("a", "b")
             ),
+            NodeView("size", "size", "size", inputs=("slope",)),
             NodeView("unread", "constant", "left.over", shape=(2,)),
             NodeView("output", "io", "output", inputs=("late",)),
         ),
@@ -123,7 +124,7 @@ def test_constants_are_folded_into_their_readers():
 
 def test_legend_counts_every_kind_that_is_there():
     header = picture(small(), "The title").header
-    assert "The title" in header and "9 nodes" in header and "input, output · 2" in header
+    assert "The title" in header and "10 nodes" in header and "input, output · 2" in header
     assert all(look.meaning in header for look in LOOKS.values())
     assert "float fallback" not in picture(network(1), "t").header
 

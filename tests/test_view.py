@@ -4,6 +4,7 @@ from torch import nn
 
 import fxq
 from fxq.graph import set_info
+from fxq.render import picture
 from fxq.view import KINDS, view
 from tests.helpers import REFERENCE, graph, lines, module, node, rewriter, text
 
@@ -108,6 +109,30 @@ def test_views_are_equal_when_their_graphs_are():
     changed = graph(network(), IMAGE)
     set_info(node(changed, "relu"), note="something else")
     assert view(changed) != view(gm)
+
+
+def test_arithmetic_on_sizes_is_no_op():
+    """Neither float nor int8 at any stage: not in pictures, not in what the history counts, not in the ledger."""
+
+    def forward(self, x):
+        y = self.conv(x)
+        n, half = y.shape[0], y.size(2) * y.size(3) // 2
+        return self.fc(y.reshape(n, -1, half)[:, : len(y.shape)])
+
+    model = module(forward, conv=nn.Conv2d(3, 4, 3), fc=nn.Linear(18, 2))
+    qmodel = fxq.quantize(model, REFERENCE, data=[torch.randn(2, 3, 8, 8)])
+    plain = {"getattr", "getitem", "size", "mul", "floordiv", "len", "check_fixed", "check_same", "check_sizes"}
+    for step in qmodel.history:
+        assert {n.label for n in step.graph if n.kind == "size"} <= plain
+        assert {n.label for n in step.graph if n.kind == "size"} >= {"getattr", "size", "floordiv"}
+        assert not any(n.reason for n in step.graph if n.kind == "size")
+    assert qmodel.history[-1].count("float") == 0 and not qmodel.ledger.where(fate="float")
+    assert "float fallback" not in picture(qmodel.history[-1].graph, "t").header
+
+
+def test_tensors_in_a_tuple_are_no_sizes():
+    gm = graph(module(lambda self, x: torch.svd_lowrank(x, 2)[0]), torch.randn(4, 4))
+    assert {n.kind for n in view(gm) if n.label == "svd_lowrank"} == {"op"}
 
 
 def test_a_view_does_not_follow_later_changes():

@@ -81,7 +81,7 @@ const isGroup = new Set();
 for (let i = 0; i < passes.length; i++) {
   const counts = new Map();
   for (const node of graphOf(i).drawn) {
-    if (!node.path || ["io", "constant", "convert", "observer"].includes(node.kind)) continue;
+    if (!node.path || ["io", "constant", "convert", "observer", "size"].includes(node.kind)) continue;
     for (const path of prefixes(node.path)) {
       const key = callKey(path, placesIn(i).get(node.name));
       const count = (counts.get(key) ?? 0) + 1;

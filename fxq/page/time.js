@@ -23,7 +23,7 @@ function against(title, real, int8, text, better, worse, why) {
   );
 }
 
-const KINDS = ["int8", "moves", "convert", "float"];
+const KINDS = ["int8", "moves", "convert", "float", "size"];
 
 /** Time by op: the sum over its nodes, kinds apart. A kernel goes by the ops that it runs. */
 function byOp(ops) {
