@@ -55,8 +55,19 @@ def has_int_mm() -> bool:
 @cache
 def has_amx() -> bool:
     """Whether the CPU multiplies tiles of integers, and oneDNN may use them (`ONEDNN_MAX_CPU_ISA`)."""
+    return _flag("_is_amx_tile_supported") and _onednn_may_use("AMX")
+
+
+@cache
+def has_avx512() -> bool:
+    """Whether the CPU has vectors of 512 bits, and oneDNN may use them (`ONEDNN_MAX_CPU_ISA`)."""
+    return _flag("_is_avx512_supported") and _onednn_may_use("AVX512", "AVX10_1_512", "AMX")
+
+
+def _onednn_may_use(*names: str) -> bool:
+    """Whether the highest instruction set that oneDNN may use is unlimited, or has one of these in its name."""
     allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
-    return _flag("_is_amx_tile_supported") and (allowed in ("DEFAULT", "ALL") or "AMX" in allowed)
+    return allowed in ("DEFAULT", "ALL") or any(name in allowed for name in names)
 
 
 def saturates(qmax: int) -> bool:
