@@ -8,7 +8,7 @@ import fxq
 from fxq.backends import get_backend
 from fxq.backends.cpu import has_onednn_int8
 from fxq.costs import Costs
-from fxq.islands import regions_of
+from fxq.islands import has_known_shapes, regions_of
 from fxq.probe import Prober
 from tests.graphs import until
 from tests.models import NETWORKS, batch, build
@@ -23,7 +23,7 @@ def prober():
 
 def regions(model, inputs, recipe=X86):
     gm = until(model, inputs, "propagate", recipe).gm
-    return gm, list(regions_of(gm, list(gm.graph.nodes)).values())
+    return gm, list(filter(has_known_shapes, regions_of(gm, list(gm.graph.nodes)).values()))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
