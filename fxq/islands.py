@@ -41,6 +41,7 @@ def priced_ops(
 ) -> list[Priced]:
     """Ops with their seconds on integers and in float, the conversions around them left out.
 
+    Not those from one grid to another, which an op alone needs for what it reads: they belong to its integer form.
     One that cannot be measured keeps its integers: what is wrong with its kernel is for verify-lowering to find. But
     one that only moves data is as quick either way, and goes with its neighbours: such as a reshape to a size that is
     read at run time. `advance` is called after each that was measured.
@@ -91,7 +92,14 @@ _TRIES = 4
 
 
 def _priced(gm: fx.GraphModule, node: Any, regions: dict[fx.Node, Region], prober: Prober) -> Priced:
-    return Priced(node, prober.kernel(gm, regions[node]), prober.real(gm, regions[node]))
+    seconds = prober.kernel(gm, regions[node]) + _requantizing(gm, node, prober)
+    return Priced(node, seconds, prober.real(gm, regions[node]))
+
+
+def _requantizing(gm: fx.GraphModule, node: fx.Node, prober: Prober) -> float:
+    """Seconds to bring what an op reads from one grid to another, shared with others that read it so."""
+    regions = {read: read_region(gm, read) for read in node.all_input_nodes if is_op(read, "requantize")}
+    return sum(prober.kernel(gm, region) / len(read.users) for read, region in regions.items() if region is not None)
 
 
 def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, float]]:

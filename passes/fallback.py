@@ -200,8 +200,14 @@ def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:
     read = list(flat_nodes(node.args[: len(op.quant.inputs)]))
     real = {}
     for value in dict.fromkeys(read):
-        real[value] = rewriter.call("dequantize", value, before=node, name=f"{value.name}_dq", **grid)
-        rewriter.describe(real[value], qparams=qp, path=about.path, source=about.source)
+        own, before = info(value).qparams, value  # one that was brought to this grid for the op had one of its own
+        if is_op(value, "requantize"):
+            before = value.args[0]  # type: ignore[assignment]
+            own = info(before).qparams
+        assert own is not None
+        from_grid: dict[str, Any] = {"scale": own.s, "zero_point": own.z}
+        real[value] = rewriter.call("dequantize", before, before=node, name=f"{before.name}_dq", **from_grid)
+        rewriter.describe(real[value], qparams=own, path=about.path, source=about.source)
     rewriter.update(node, args=_swap(node.args, real))
     q = rewriter.call(
         "quantize", node, after=node, name=f"{node.name}_q", typed=(about.shape, about.dtype),

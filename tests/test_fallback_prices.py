@@ -12,6 +12,7 @@ import fxq
 from fxq import costs
 from fxq.backends.cpu import has_onednn_int8
 from fxq.candidates import UNREAD
+from fxq.graph import Cost, info
 from fxq.numeric import sqnr
 from fxq.passes import Fallback
 from fxq.passes.fallback import CONVERTED, NOT_WORTH_IT
@@ -336,3 +337,31 @@ def test_coverage_takes_the_kernel_with_more_ops():
     assert again(manager, Fallback()) == []
     entry = next(e for e in fxq.quantize(model, X86.with_optimize("coverage"), data=[x]).ledger if e.op == "prelu")
     assert (entry.fate, entry.reason) == ("int8", "")
+
+
+class BesideCoarse(nn.Module):
+    """A fine value that is read as it is, and put beside a coarse one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        a = self.a(x)
+        return self.c(a), self.c(torch.cat([a, self.b(x)], 1)[:, 8:])
+
+
+@pytest.mark.parametrize(("requantize", "kept"), [(0.5, True), (50.0, False)])
+def test_a_conversion_to_a_coarser_grid_belongs_to_the_price_of_what_asks_for_it(plant, requantize, kept):
+    """Where the op is moved to float, it reads the fine integers."""
+    plant(lambda key: requantize if "requantize" in key else 0.1 if "quantize" in key else 1.0 if int8(key) else 9.0)
+    model, x = settled(BesideCoarse), torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        model.b.weight.mul_(1e3)
+    manager = until(model, x, "fallback", X86)
+    lines = text(manager.gm).splitlines()
+    assert any("requantize(a_q" in line for line in lines) is kept
+    assert any(line.startswith("cat = cat([a_q_dq, ") for line in lines) is not kept
+    cat = next(n for n in manager.gm.graph.nodes if n.name == "cat")
+    assert info(cat).plan.cost == Cost(9.0, 1.0 + requantize)
+    assert min(sqnr(a, b) for a, b in zip(call(model, x), call(manager.gm, x), strict=True)) > 25
