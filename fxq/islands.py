@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fxq.graph import CONVERSIONS, info, is_op, made_by, reads_only_metadata
-from fxq.pricing import Priced, Value, by_a_hair, cheapest
+from fxq.pricing import Key, Priced, Value, by_a_hair, cheapest
 from fxq.probe import Prober
 from fxq.region import Region, read_region
 from fxq.unit import calls_of
@@ -64,27 +64,26 @@ def priced_ops(
     return ops
 
 
-def decided(
+def choose_by_price(
     gm: fx.GraphModule,
     nodes: Sequence[fx.Node],
     regions: dict[fx.Node, Region],
     prober: Prober,
-    advance: Callable[[], None],
-) -> tuple[list[Priced], set[Any]]:
-    """The prices of the ops that could run on integers, and those of them that do in the cheapest choice.
+    ops: list[Priced],
+) -> tuple[list[Priced], list[Value], set[Key]]:
+    """The ops and the values with prices that are sure, and the ops that run on integers in the cheapest choice.
 
     Prices that differ from round to round are measured again, and so are those that decide by a hair.
     """
-    ops = priced_ops(gm, regions, prober, advance)
-    values = priced_values(gm, nodes, regions, prober)
     prober.costs.settle()
     for _ in range(_TRIES):
         ops = [_priced(gm, op.key, regions, prober) if op.measured else op for op in ops]
         values = priced_values(gm, nodes, regions, prober)
         close = by_a_hair(ops, values)
-        if not prober.costs.repeat(key for op in ops if op.key in close for key in prober.keys(regions[op.key])):
+        near = [regions[op.key] for op in ops if op.measured and op.key in close]  # type: ignore[index]
+        if not prober.costs.repeat(key for region in near for key in prober.keys(region)):
             break
-    return ops, cheapest(ops, values)
+    return ops, values, cheapest(ops, values)
 
 
 _TRIES = 4

@@ -42,17 +42,18 @@ class Prober:
             self._kernel_key(region, ops), lambda: _call(self._lowered(gm, region.to_graph(), ops))
         )
 
-    def fastest(self, gm: fx.GraphModule, region: Region, ways: Sequence[int | None]) -> int | None:
-        """How many of a region's ops a kernel best runs, of these numbers (None: all); see `decided` for rounds."""
-        keys = {ops: self._kernel_key(region, ops) for ops in ways}
+    def fastest(self, gm: fx.GraphModule, region: Region, ways: Sequence[int]) -> int:
+        """How many of a region's ops a kernel best runs, of these numbers; see `choose_by_price` for rounds."""
+        parts = {ops: ops if ops < len(region.calls) else None for ops in ways}
+        keys = [self._kernel_key(region, part) for part in parts.values()]
 
-        def seconds() -> dict[int | None, float]:
-            return {ops: self.kernel(gm, region, ops) for ops in ways}
+        def seconds() -> dict[int, float]:
+            return {ops: self.kernel(gm, region, part) for ops, part in parts.items()}
 
         seconds()
-        self.costs.settle(keys.values())
+        self.costs.settle(keys)
         found = seconds()
-        if max(found.values()) <= HAIR * min(found.values()) and self.costs.repeat(keys.values()):
+        if max(found.values()) <= HAIR * min(found.values()) and self.costs.repeat(keys):
             found = seconds()
         return min(found, key=found.__getitem__)
 

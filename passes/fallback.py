@@ -12,10 +12,10 @@ from fxq import costs
 from fxq.candidates import UNREAD
 from fxq.errors import RecipeError, warn
 from fxq.graph import Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute, reads_only_metadata
-from fxq.islands import decided, emits_float, float_ops, has_known_shapes, priced_ops, priced_values, regions_of
+from fxq.islands import choose_by_price, emits_float, float_ops, has_known_shapes, priced_ops, priced_values, regions_of
 from fxq.passbase import Pass, Stage
 from fxq.pins import Pin, Pinned, Place, places_of
-from fxq.pricing import Key, Value, conversions_of
+from fxq.pricing import Key, Priced, Value, conversions_of, seconds_of
 from fxq.probe import Prober
 from fxq.progress import progress_bar
 from fxq.region import read_region
@@ -44,44 +44,45 @@ class Fallback(Pass):
         context = rewriter.context
         choose = context.recipe.optimize == "speed"
         pinned = Pinned(context.recipe.decided) if context.recipe.optimize == "decided" else None
-        prober, decided = None, []
+        prober = None
         if context.backend.has_kernels and pinned is None:
             prober = Prober(context.backend, context.recipe, costs.machine_costs())
-        for node, place in places_of(rewriter.gm, rewriter.nodes()).items():
-            plan = info(node).plan
-            if plan is not None and plan.kernel_ops is not None:
-                if pinned is not None and plan.longer:
-                    ops: int | None = pinned.ops(place)
-                else:
-                    ops = _kernel_ops(rewriter, node, plan, prober if choose else None)
-                whole = len(calls_of(rewriter.gm, node))
-                if plan.longer:
-                    decided.append(Pin.at(place, "opened", whole if ops is None else ops))
-                ops = None if ops == whole else ops
-                with rewriter.attributed("split_unit", split_unit):
-                    split_unit(rewriter, node, ops)
+        opened = _open_units(rewriter, prober if choose else None, pinned)
         able = _able(rewriter)
-        if prober is not None:
-            _price(rewriter, prober, choose)
-            prober.costs.save()
         if pinned is not None:
             _obey(rewriter, pinned, able)
-        decided += [Pin.at(place, "int8" if _fate(node) != "float" else "float") for node, place in able.items()]
-        context.decided = tuple(decided)
+        elif prober is not None:
+            _price(rewriter, prober, choose)
+            prober.costs.save()
+        runs = ("float" if _fate(node) == "float" else "int8" for node in able)
+        context.decided = (*opened, *map(Pin.at, able.values(), runs))
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
         rewriter.erase_unused()
 
 
-def _kernel_ops(rewriter: Rewriter, node: fx.Node, plan: Plan, prober: Prober | None) -> int | None:
-    """How many ops of a unit a kernel is to run: the faster way where there are two and prices are asked for."""
-    if not plan.longer:
-        return plan.kernel_ops
+def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None) -> list[Pin]:
+    """Open the units that no kernel runs whole; what was decided of those that one runs at a price."""
+    decided = []
+    for node, place in places_of(rewriter.gm, rewriter.nodes()).items():
+        plan = info(node).plan
+        if plan is None or plan.kernel_ops is None:
+            continue
+        ops, whole = plan.kernel_ops, len(calls_of(rewriter.gm, node))
+        if plan.longer:
+            ops = pinned.ops(place) if pinned is not None else _kernel_ops(rewriter, node, plan, prober)
+            decided.append(Pin.at(place, "opened", ops))
+        with rewriter.attributed("split_unit", split_unit):
+            split_unit(rewriter, node, ops if ops < whole else None)
+    return decided
+
+
+def _kernel_ops(rewriter: Rewriter, node: fx.Node, plan: Plan, prober: Prober | None) -> int:
+    """How many ops of a unit a kernel is to run of the two ways there are: the faster, where prices are asked for."""
     region = read_region(rewriter.gm, node)
-    longer = plan.longer if region is None or plan.longer < len(region.calls) else None
-    if prober is None or region is None:
-        return longer
-    return prober.fastest(rewriter.gm, region, (plan.kernel_ops, longer))
+    if prober is None or region is None or plan.kernel_ops is None:
+        return plan.longer
+    return prober.fastest(rewriter.gm, region, (plan.kernel_ops, plan.longer))
 
 
 def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
@@ -90,13 +91,15 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     regions = regions_of(rewriter.gm, nodes)
     unknown = sum(has_known_shapes(region) and not prober.knows(region) for region in regions.values())
     with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
+        ops = priced_ops(rewriter.gm, regions, prober, advance)
         for left, seconds in float_ops(rewriter.gm, nodes, prober):
             _record(rewriter, left, Cost(1e6 * seconds))
-        if choose:
-            ops, integers = decided(rewriter.gm, nodes, regions, prober, advance)
-        else:
-            ops, integers = priced_ops(rewriter.gm, regions, prober, advance), set(regions)
-    values = priced_values(rewriter.gm, nodes, regions, prober)
+    integers: set[Key] = set(regions)
+    if choose:
+        ops, values, integers = choose_by_price(rewriter.gm, nodes, regions, prober, ops)
+    else:
+        values = priced_values(rewriter.gm, nodes, regions, prober)
+        _warn_if_slow(ops, values, integers)
     idle = _drop_idle(integers, values, nodes)
     conversions = conversions_of(integers, values)
     for op in ops:
@@ -108,6 +111,23 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
             slower = NOT_WORTH_IT if op.int8 > op.real else CONVERTED
             with rewriter.attributed("run_in_float", _run_in_float):
                 _run_in_float(rewriter, node, UNREAD if node in idle else slower)
+
+
+def _warn_if_slow(ops: Sequence[Priced], values: Sequence[Value], integers: set[Key]) -> None:
+    """Say where integers that nobody asked the price of take much longer than float."""
+    measured = [op for op in ops if op.measured]
+    int8, real = (seconds_of(chosen, measured, values) for chosen in (integers, set[Key]()))
+    if int8 > SLOW * real > 0:
+        worst: Any = max(measured, key=lambda op: op.int8 - op.real)
+        warn(
+            f"what runs on integers takes about {1e3 * int8:.2g} ms here, {int8 / real:.1f} times as long as in float; "
+            f"%{worst.key.name} alone {1e3 * worst.int8:.2g} ms instead of {1e3 * worst.real:.2g}. "
+            'optimize="coverage" asks for that; recipe.with_optimize("speed") runs in float what is faster so.'
+        )
+
+
+SLOW = 1.5
+"""How many times as long as in float a network may take with optimize="coverage" and not be warned of."""
 
 
 def _drop_idle(integers: set[Key], values: Sequence[Value], nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -141,7 +161,7 @@ def _obey(rewriter: Rewriter, pinned: Pinned, able: Mapping[fx.Node, Place]) -> 
     for node, place in able.items():
         if pinned.is_float(place):
             with rewriter.attributed("run_in_float", _run_in_float):
-                _run_in_float(rewriter, node, DECIDED, 'recipe.with_optimize("speed")')
+                _run_in_float(rewriter, node, DECIDED)
     lost = pinned.lost(able.values())
     if lost:
         there = {place: node for node, place in places_of(rewriter.gm, rewriter.nodes()).items()}
@@ -171,9 +191,7 @@ NOT_WORTH_IT = "float is faster at this size on this machine"
 CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
 
 
-def _run_in_float(
-    rewriter: Rewriter, node: fx.Node, reason: str, fix: str = 'recipe.with_optimize("coverage")'
-) -> None:
+def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:
     """Give an integer op its float weights back; one that moves integers moves floats."""
     about = info(node)
     assert about.plan is not None
@@ -183,7 +201,7 @@ def _run_in_float(
             path = originals[read.name]
             weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
             rewriter.update(node, args=_swap(node.args, {read: weight}))
-    plan = Plan("float", reason, fix=fix, cost=about.plan.cost)
+    plan = Plan("float", reason, fix='recipe.with_optimize("coverage")', cost=about.plan.cost)
     if about.qparams is not None and about.dtype is not None and not about.dtype.is_floating_point:
         _move_floats(rewriter, node)
     rewriter.describe(node, plan=plan)

@@ -255,6 +255,17 @@ def test_coverage_puts_prices_on_record_and_does_not_choose(plant):
     assert {(cost.float_us, cost.int8_us) for cost in costs} == {(1.0, 9.0)}
 
 
+@pytest.mark.parametrize(("dear", "said"), [(9.0, True), (1.1, False)])
+def test_coverage_says_where_it_is_slow(plant, dear, said):
+    plant(lambda key: dear if int8(key) and "linear" in key else 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        three(X86.with_optimize("coverage"))
+    texts = [str(w.message) for w in caught if "as long as in float" in str(w.message)]
+    assert len(texts) == said
+    assert not said or "%head alone 0.009 ms instead of 0.001" in texts[0]
+
+
 def test_the_reference_backend_asks_no_prices(monkeypatch):
     monkeypatch.setattr(costs, "machine_costs", lambda: pytest.fail("prices were asked for"))
     assert set(fates(three(REFERENCE)[2]).values()) == {"int8", "moves"}
