@@ -100,6 +100,11 @@ class Costs:
             self._measure(key)
         return min(self.rounds[key])
 
+    @property
+    def may_change(self) -> bool:
+        """Whether another round could change the price of anything that was asked for."""
+        return self._patience > 0 and any(map(self._may_change, self._asked))
+
     def settle(self, keys: Iterable[str] | None = None) -> None:
         """Measure again, in rounds, what is not sure yet: few rounds, or no second one near the quickest.
 
@@ -124,17 +129,8 @@ class Costs:
         return some
 
     def _again(self, keys: Iterable[str]) -> bool:
-        """One more round of these, but for those that had all of theirs; whether there were any others.
-
-        What an earlier session was sure of stays as it is: the same network is to become the same model again.
-        """
-        found = [
-            key
-            for key in keys
-            if key in self._asked
-            and 0 < len(self.rounds.get(key, ())) < MOST
-            and (key in self._new or not _is_sure(self.rounds[key]))
-        ]
+        """One more round of these, as far as they may change; whether any of them may."""
+        found = [key for key in keys if self._may_change(key)]
         if not found or self._patience <= 0:
             return False
         began = time.monotonic()
@@ -146,6 +142,14 @@ class Costs:
             self._measure(key)
         self._patience -= time.monotonic() - began
         return True
+
+    def _may_change(self, key: str) -> bool:
+        """Whether something is measured here and had not all of its rounds.
+
+        What an earlier session was sure of stays as it is: the same network is to become the same model again.
+        """
+        rounds = self.rounds.get(key, [])
+        return key in self._asked and 0 < len(rounds) < MOST and (key in self._new or not _is_sure(rounds))
 
     def _measure(self, key: str) -> None:
         prepare, cold = self._asked[key]

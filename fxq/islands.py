@@ -76,9 +76,11 @@ def choose_by_price(
     Prices that differ from round to round are measured again, and so are those that decide by a hair.
     """
     prober.costs.settle()
-    for _ in range(_TRIES):
+    for tries in range(_TRIES):
         ops = [_priced(gm, op.key, regions, prober) if op.measured else op for op in ops]
         values = priced_values(gm, nodes, regions, prober)
+        if tries == _TRIES - 1 or not prober.costs.may_change:
+            break
         close = by_a_hair(ops, values)
         near = [regions[op.key] for op in ops if op.measured and op.key in close]  # type: ignore[index]
         if not prober.costs.repeat(key for region in near for key in prober.keys(region)):
