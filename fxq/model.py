@@ -260,8 +260,10 @@ class QuantizedModel(fx.GraphModule):
         """The recipe that gives this graph again, on any machine: it says what runs on integers, and measures nothing.
 
         It names the backend, and for every op or unit that could run either way which way it went. With the same model
-        and data the graph and its results are the same, bit for bit; only kernels that the other machine has not, or
-        that are wrong there, run in float, with a warning. It can be saved: `recipe.save("decided.toml")`.
+        and data on a CPU of the same kind the results are the same, bit for bit. Kernels that another machine has not,
+        or that are wrong there, run in float, with a warning; and where its kernels add fewer bits right (x86 without
+        VNNI), integers are as narrow as they must be: `TensorSpec(bits=7)` for activations makes them so everywhere.
+        It can be saved: `recipe.save("decided.toml")`.
 
         Raises:
             RecipeError: nothing could run on integers, so that there is nothing to decide.
