@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from fxq.graph import CONVERSIONS, info, is_op, made_by, reads_only_metadata
-from fxq.pricing import Key, Priced, Value, by_a_hair, cheapest
+from fxq.pricing import Key, Priced, Value, by_a_hair, cheapest, seconds_of
 from fxq.probe import Prober
 from fxq.region import Region, read_region
 from fxq.unit import calls_of
@@ -153,3 +153,40 @@ def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
         return False
     first, *rest = calls_of(gm, node)
     return first.op.quant.heavy and not any(call.op.quant.kind == "computes" for call in rest)
+
+
+def slower_than_float(
+    ops: Sequence[Priced], values: Sequence[Value], integers: Collection[Any], left: float
+) -> str | None:
+    """What to say where the ops that run on integers make the model slower than it is in float; None where not.
+
+    Args:
+        ops: the ops that could run either way; those that could not be measured are left out.
+        values: the values between them.
+        integers: the ops that run on integers.
+        left: seconds of the ops that run in float anyway.
+    """
+    known = [op for op in ops if op.measured]
+    int8, real = left + seconds_of(integers, known, values), left + sum(op.real for op in known)
+    if int8 <= _SLOWER * real:
+        return None
+    losing = sorted((op for op in known if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
+    names = ", ".join(f"{_named(op.key)} ({_ms(op.int8)}, in float {_ms(op.real)})" for op in losing[:_NAMED])
+    return (
+        f"with all that can on integers, the model is estimated to take {int8 / real:.1f} times as long as in float on "
+        f"this machine: {_ms(int8)} instead of {_ms(real)}. "
+        + (f"What loses most: {names}. " if names else "Its conversions cost more than its kernels save. ")
+        + 'recipe.with_optimize("speed") leaves in float what is faster there.'
+    )
+
+
+_SLOWER, _NAMED = 1.1, 3
+"""How much slower is worth a warning, since an estimate is not exact; how many ops it names."""
+
+
+def _named(node: Any) -> str:
+    return info(node).path or str(node.name)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -12,10 +12,19 @@ from fxq import costs
 from fxq.candidates import UNREAD
 from fxq.errors import RecipeError, warn
 from fxq.graph import Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute, reads_only_metadata
-from fxq.islands import choose_by_price, emits_float, float_ops, has_known_shapes, priced_ops, priced_values, regions_of
+from fxq.islands import (
+    choose_by_price,
+    emits_float,
+    float_ops,
+    has_known_shapes,
+    priced_ops,
+    priced_values,
+    regions_of,
+    slower_than_float,
+)
 from fxq.passbase import Pass, Stage
 from fxq.pins import Pin, Pinned, Place, places_of
-from fxq.pricing import Key, Priced, Value, conversions_of, seconds_of
+from fxq.pricing import Key, Value, conversions_of
 from fxq.probe import Prober
 from fxq.progress import progress_bar
 from fxq.region import read_region
@@ -92,14 +101,17 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     unknown = sum(has_known_shapes(region) and not prober.knows(region) for region in regions.values())
     with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
-        for left, seconds in float_ops(rewriter.gm, nodes, prober):
-            _record(rewriter, left, Cost(1e6 * seconds))
+        left = dict(float_ops(rewriter.gm, nodes, prober))
+    for unable, seconds in left.items():
+        _record(rewriter, unable, Cost(1e6 * seconds))
     integers: set[Key] = set(regions)
     if choose:
         ops, values, integers = choose_by_price(rewriter.gm, nodes, regions, prober, ops)
     else:
         values = priced_values(rewriter.gm, nodes, regions, prober)
-        _warn_if_slow(ops, values, integers)
+        slow = slower_than_float(ops, values, integers, sum(left.values()))
+        if slow is not None:
+            warn(slow)
     idle = _drop_idle(integers, values, nodes)
     conversions = conversions_of(integers, values)
     for op in ops:
@@ -111,23 +123,6 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
             slower = NOT_WORTH_IT if op.int8 > op.real else CONVERTED
             with rewriter.attributed("run_in_float", _run_in_float):
                 _run_in_float(rewriter, node, UNREAD if node in idle else slower)
-
-
-def _warn_if_slow(ops: Sequence[Priced], values: Sequence[Value], integers: set[Key]) -> None:
-    """Say where integers that nobody asked the price of take much longer than float."""
-    measured = [op for op in ops if op.measured]
-    int8, real = (seconds_of(chosen, measured, values) for chosen in (integers, set[Key]()))
-    if int8 > SLOW * real > 0:
-        worst: Any = max(measured, key=lambda op: op.int8 - op.real)
-        warn(
-            f"what runs on integers takes about {1e3 * int8:.2g} ms here, {int8 / real:.1f} times as long as in float; "
-            f"%{worst.key.name} alone {1e3 * worst.int8:.2g} ms instead of {1e3 * worst.real:.2g}. "
-            'optimize="coverage" asks for that; recipe.with_optimize("speed") runs in float what is faster so.'
-        )
-
-
-SLOW = 1.5
-"""How many times as long as in float a network may take with optimize="coverage" and not be warned of."""
 
 
 def _drop_idle(integers: set[Key], values: Sequence[Value], nodes: Sequence[fx.Node]) -> set[fx.Node]:
