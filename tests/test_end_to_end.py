@@ -153,7 +153,7 @@ def test_specs_and_observers(name, options, backend):
     layer = next(iter(quantized.qparams().values()))
     symmetric = options.get("activation", SPEC).symmetric
     middle = 128 if backend == "reference" else (QMAX + 1) // 2
-    assert (layer.input_zero_point == middle) is symmetric
+    assert ({found.input_zero_point for found in quantized.qparams().values()} == {middle}) is symmetric
     assert layer.axis == (None if "weight" in options else 0)
 
 
