@@ -12,6 +12,8 @@ from fxq.diffpicture import picture
 from fxq.errors import InputError, RenderError
 from fxq.view import GraphView, NodeView
 
+pytestmark = pytest.mark.any_cpu
+
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's `dot` on the PATH")
 
 

@@ -8,6 +8,8 @@ from fxq.match import Matcher
 from fxq.pattern import rewrite
 from tests.helpers import graph, module, node, steps
 
+pytestmark = pytest.mark.any_cpu
+
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 

@@ -21,6 +21,8 @@ from fxq.table import Cell, Column, Table, cells
 from fxq.view import GraphView, NodeView
 from tests.helpers import REFERENCE
 
+pytestmark = pytest.mark.any_cpu
+
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's `dot` on the PATH")
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 EVIL = "<img src=x onerror=alert(1)>\"'</pre></script><script>alert(2)</script>&lt;"

@@ -10,6 +10,8 @@ import pytest
 
 from fxq.page import HERE, SCRIPTS, STYLES, page
 
+pytestmark = pytest.mark.any_cpu
+
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)//$title"
 
 

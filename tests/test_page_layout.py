@@ -13,6 +13,8 @@ from tests.browser import opened
 from tests.helpers import REFERENCE
 from tests.models import batch, build
 
+pytestmark = pytest.mark.any_cpu
+
 
 class Branches(nn.Module):
     """Three modules in parallel, twice, and a value that jumps over both."""

@@ -11,6 +11,8 @@ from fxq import pricing
 from fxq.pricing import Priced, Value, cheapest, conversions_of, seconds_of
 from tests.helpers import steps
 
+pytestmark = pytest.mark.any_cpu
+
 
 def best(ops, values):
     """The least seconds of any choice, by trying all."""

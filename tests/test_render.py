@@ -15,6 +15,8 @@ from fxq.palette import CHANGES, LOOKS, clip, escape
 from fxq.render import picture, render
 from fxq.view import GraphView, NodeView
 
+pytestmark = pytest.mark.any_cpu
+
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's `dot` on the PATH")
 NASTY = '<img src=x onerror=alert(1)> "quoted" {braces|bars} \\N \\l &amp; 猫 é'
 

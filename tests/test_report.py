@@ -17,6 +17,8 @@ from fxq.report import report_data, write_page
 from tests.helpers import REFERENCE, module
 from tests.models import NETWORKS, batch, build
 
+pytestmark = pytest.mark.any_cpu
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_round():

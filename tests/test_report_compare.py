@@ -7,6 +7,8 @@ from tests.browser import opened
 from tests.helpers import REFERENCE
 from tests.models import batch, build
 
+pytestmark = pytest.mark.any_cpu
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):

@@ -4,6 +4,8 @@ import pytest
 
 from tests.browser import opened
 
+pytestmark = pytest.mark.any_cpu
+
 
 def drawn(graph):
     """The nodes of a snapshot's graph that have a box: constants are a line in the box of who reads them."""

@@ -9,6 +9,8 @@ from fxq.report import report_data, write_page
 from tests.browser import opened
 from tests.helpers import REFERENCE
 
+pytestmark = pytest.mark.any_cpu
+
 
 def chart(page, label):
     """The chart with this label."""

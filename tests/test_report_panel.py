@@ -8,6 +8,8 @@ import fxq
 from tests.browser import opened
 from tests.helpers import REFERENCE
 
+pytestmark = pytest.mark.any_cpu
+
 
 def shown(page):
     """The text of the panel, once its charts are drawn."""

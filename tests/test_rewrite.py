@@ -13,6 +13,8 @@ from fxq.rewrite import make_unit
 from fxq.unit import calls_of, unit_of
 from tests.helpers import REFERENCE, graph, lines, module, node, restored_fusions, rewriter, steps, text
 
+pytestmark = pytest.mark.any_cpu
+
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 IMAGE = torch.linspace(-1, 1, 50).reshape(1, 2, 5, 5)
 

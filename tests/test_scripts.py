@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.any_cpu
+
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 PASSES = ("trace", "canonicalize", "fuse", "insert-observers", "insert-qdq", "lower", "cleanup")
 

@@ -25,6 +25,8 @@ from fxq.terminal import coloured, fitted
 from fxq.view import GraphView, NodeView
 from tests.helpers import REFERENCE, steps
 
+pytestmark = pytest.mark.any_cpu
+
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 LEDGER = Ledger(
     (
