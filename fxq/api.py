@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 import fxq.passes
-import fxq.patterns  # noqa: F401  (registers the fusion patterns)
+import fxq.patterns  # registers the fusion patterns
 from fxq.backends import get_backend
 from fxq.comparison import Comparison, Reference, compare_with, quantized_reference
 from fxq.context import Context
@@ -23,6 +23,7 @@ from fxq.fates import ledger_of
 from fxq.manager import PassManager
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.names import check_names, is_writable
+from fxq.narrowing import narrowed
 from fxq.output_check import check_output, output_sqnr
 from fxq.passbase import Pass, Stage
 from fxq.progress import progress_bar
@@ -129,13 +130,16 @@ def convert(observed: ObservedModel) -> QuantizedModel:
         CalibrationError: an observer has seen no data.
     """
     _check_observed(observed)
+    _, to_qdq, to_kernels = _phases(observed.manager.context.recipe)
+    priced = next((i for i, step in enumerate(to_qdq) if isinstance(step, fxq.passes.Fallback)), len(to_qdq))
+    observed.manager, gave_way = narrowed(observed.manager, to_qdq[:priced])
     manager = observed.manager
-    _, to_qdq, to_kernels = _phases(manager.context.recipe)
-    manager.run(to_qdq)
+    manager.run(to_qdq[priced:])
     manager.run(to_kernels)
     context = manager.context
     ledger, record = ledger_of(manager.history, manager.gm, context)
-    ledger = replace(ledger, output_sqnr=output_sqnr(manager.gm, context, sum(e.macs for e in ledger)))
+    found = output_sqnr(manager.gm, context, sum(e.macs for e in ledger))
+    ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
     if ledger and not ledger.count("int8"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
     check_output(ledger, context.recipe.min_sqnr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
@@ -26,6 +26,7 @@ class Candidate:
         calls: the ops of the node.
         spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
         support: what the backend says of it.
+        overflows: whether activations or weights must give up a bit.
         wanted: the spec that a consumer wants of its value, or None.
         reason: why it was turned down; empty while it stands.
     """
@@ -33,6 +34,7 @@ class Candidate:
     calls: tuple[OpCall, ...]
     spec: TensorSpec
     support: Support
+    overflows: bool = False
     wanted: TensorSpec | None = None
     reason: str = ""
 
@@ -101,11 +103,13 @@ class Candidate:
         if self.moves:
             return Plan("moves", reads=reads)
         emits = None if self.support.emits_float else self.spec
+        plan = Plan("int8", reads=reads, emits=emits, overflows=self.overflows)
         if self.ops == len(self.calls):
-            return Plan("int8", reads=reads, emits=emits)
+            return plan
         if self.ops < self.support.ops:
-            return Plan("int8", "nothing reads integers from the sum", reads, self.ops, emits=emits)
-        return Plan("int8", self.support.reason, reads, self.support.ops, self.support.longer, emits=emits)
+            return replace(plan, reason="nothing reads integers from the sum", kernel_ops=self.ops)
+        ours = self.support
+        return replace(plan, reason=ours.reason, kernel_ops=ours.ops, longer=ours.longer)
 
 
 class Settled:

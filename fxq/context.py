@@ -18,7 +18,7 @@ from fxq.pins import Pin
 from fxq.recipe import Recipe
 from fxq.region import Region
 from fxq.selector import Selector
-from fxq.spec import QuantConfig
+from fxq.spec import ROLES, QuantConfig, Role
 
 
 @dataclass
@@ -37,6 +37,8 @@ class Context:
         float_weights: path of the float weight or bias that a dequantized or corrected one stands for, by its node's
             name.
         regions: for each lowered node, by name, the qdq form it came from; for verify-lowering.
+        narrow: which role gives up a bit where kernels overflow with 8; the recipe's, and where that is "auto", the one
+            that `fxq.narrowing` tries.
         progress: whether to show progress bars; None: on a terminal.
         outputs: what the float model returns for `example`.
         decided: what `fallback` decided of every op that could run either way.
@@ -54,6 +56,7 @@ class Context:
     units: dict[str, str] = field(default_factory=dict)
     float_weights: dict[str, str] = field(default_factory=dict)
     regions: dict[fx.Node, Region] = field(default_factory=dict)
+    narrow: Role = "activations"
     progress: bool | None = None
     outputs: Any = None
     original: Original | None = None
@@ -61,6 +64,7 @@ class Context:
     written: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.narrow = next((role for role in ROLES if role == self.recipe.narrow), self.narrow)
         if not self.types:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
 

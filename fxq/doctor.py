@@ -194,7 +194,7 @@ def _machine() -> dict[str, str]:
     return {
         "CPU": f"{cpu.cpu_name()} ({platform.machine()})",
         "vectors": isa,
-        "VNNI": "yes" if cpu.has_vnni() else "no: activations have 7 bits where products are summed in 16",
+        "VNNI": "yes" if cpu.has_vnni() else "no: activations or weights have 7 bits where products are summed in 16",
         "AMX": "yes" if cpu.has_amx() else "no",
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,

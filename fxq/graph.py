@@ -48,6 +48,7 @@ class Plan:
         reason: why it is float, or why the ops behind the kernel are; empty otherwise.
         reads: the spec that it wants of each value that it reads as integers, by the value's name.
         emits: the spec of its result where its kernel emits nothing but integers, else None.
+        overflows: whether its kernel adds products in int16, and they do not fit: activations or weights give up a bit.
         kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
         longer: for such a unit, how many ops another kernel runs, which is not always the faster one; 0: there is none.
         exact: for a float op, whether it reads its inputs as they were before they were put on a grid.
@@ -64,6 +65,7 @@ class Plan:
     cost: Cost | None = None
     emits: TensorSpec | None = None
     exact: bool = False
+    overflows: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fxq.rows import Rows, decibels, layer_text
+from fxq.spec import ROLES, Role
 from fxq.table import Cell, Column, Part, cells
 
 
@@ -86,6 +87,25 @@ def speaking(entries: Iterable[Entry]) -> dict[str, Speaker]:
     return found
 
 
+@dataclass(frozen=True)
+class Narrowed:
+    """What has 7 bits, because kernels of this machine add pairs of products in 16 bits, which 8 bits of both overflow.
+
+    Attributes:
+        role: "weights" or "activations"; see `Recipe.narrow`.
+        sqnr: by the role that has 7 bits, dB of the outputs of the qdq graph against the float model's, over recorded
+            calibration samples; None where there is no float output. Empty where the recipe names the role.
+    """
+
+    role: Role
+    sqnr: Mapping[Role, float | None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        found = [f"{decibels(self.sqnr[role])} dB with {role}" for role in ROLES if self.sqnr.get(role) is not None]
+        why = f"output of the qdq graph: {', '.join(found)}" if found else "the recipe says so"
+        return f"{self.role} have 7 bits where 8 overflow in this CPU's kernels; {why}"
+
+
 FATES = ("int8", "moves", "float", "folded")
 
 
@@ -98,6 +118,7 @@ class Ledger(Rows[Entry]):
         output_sqnr: dB of the model's outputs against the float model's, over recorded calibration samples; infinite
             when they are equal, NaN where they are not finite and the float model's are. None where there is no float
             output.
+        narrowed: what gave up a bit on this machine; None where nothing had to.
 
     Example:
         >>> ledger = Ledger((Entry("a", "a", "conv2d", "int8", macs=90), Entry("b", "b", "linear", "float", macs=10)))
@@ -109,6 +130,7 @@ class Ledger(Rows[Entry]):
 
     entries: tuple[Entry, ...]
     output_sqnr: float | None = None
+    narrowed: Narrowed | None = None
     _name: ClassVar[str] = "ledger"
     _key: ClassVar[str] = "ops"
     _choices: ClassVar[Mapping[str, Sequence[str]]] = {"fate": FATES}
@@ -164,7 +186,10 @@ class Ledger(Rows[Entry]):
         return f"{counts[reason]} of {len(self)} ops{share} stay in float because: {reason}"
 
     def _facts(self) -> dict[str, Any]:
-        return {"coverage": self.coverage, "output_sqnr": self.output_sqnr}
+        found = self.narrowed
+        tried = {f"sqnr_narrow_{role}": value for role, value in found.sqnr.items()} if found is not None else {}
+        narrowed = {} if found is None else {"narrow": found.role, **tried}
+        return {"coverage": self.coverage, "output_sqnr": self.output_sqnr, **narrowed}
 
     def _short(self) -> str:
         weighed = f"; {self.coverage:.1%} of the multiply-accumulates in int8" if any(e.macs for e in self) else ""
@@ -177,7 +202,8 @@ class Ledger(Rows[Entry]):
         notes = {fix: f"[{i}]" for i, fix in enumerate((fix for fix, count in fixes.items() if count > 1), 1)}
         table = self._table({**_COLUMNS, _WHY: lambda e: _why(e, notes)}, _ALWAYS, _look)
         ways = [cells(Cell(note, "strong"), f" {fix}") for fix, note in notes.items()]
-        return [table, *ways, cells(self._short())]
+        narrowed = [cells(str(self.narrowed))] if self.narrowed is not None else []
+        return [table, *ways, *narrowed, cells(self._short())]
 
 
 def _look(column: Column, entry: Entry) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -43,6 +46,18 @@ class PassManager:
         self.history = History()
         self._views: dict[fx.Node, NodeView] = {}
         self._sqnr = float("inf")
+
+    def fork(self, **changes: Any) -> PassManager:
+        """A manager at the same point of the pipeline, with `changes` of the context, that goes its own way.
+
+        Of its graph the nodes are copies; modules and tensors, which passes replace but do not change, are shared.
+        """
+        names = dict(self.context.float_weights)
+        made = PassManager(replace(self.context, float_weights=names, units={}, regions={}, **changes))
+        made.gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        made.stage, made._sqnr = self.stage, self._sqnr
+        made.history = replace(self.history, snapshots=list(self.history))
+        return made
 
     def run(self, passes: Iterable[Pass]) -> fx.GraphModule:
         """Run the passes in order; the graph's module.

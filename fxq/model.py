@@ -29,6 +29,7 @@ from fxq.ledger import Ledger
 from fxq.manager import PassManager
 from fxq.names import check_names
 from fxq.notebook import folded, html
+from fxq.passbase import Stage
 from fxq.pins import Pin
 from fxq.recipe import Recipe
 from fxq.record import Record
@@ -100,8 +101,10 @@ class ObservedModel(fx.GraphModule):
 
 
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the batch, and keep a few samples of the first ones."""
+    """Count the batch, and keep a few samples of the first ones; once it is converted, it only computes."""
     assert isinstance(model, ObservedModel)
+    if model.manager.stage > Stage.OBSERVED:
+        return
     on = autocast_on()
     if on:
         raise InputError(

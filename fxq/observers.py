@@ -8,6 +8,7 @@ Source: Krishnamoorthi 2018, section 2.5 (min-max and moving average); Migacz 20
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -90,6 +91,12 @@ class Observer(nn.Module, ABC):
                     self._observe(data)
         self._met_empty = self._met_empty or x.numel() == 0
         return x
+
+    def on(self, spec: TensorSpec) -> Observer:
+        """The same for the grid of another spec: what was seen does not depend on it. Shares the buffers."""
+        other = copy.copy(self)
+        other.spec = spec
+        return other
 
     def merge(self, other: Observer) -> None:
         """Make this observer what it would be had it also seen all that `other` saw. `other` stays as it is.

@@ -18,7 +18,7 @@ from fxq.passbase import Pass
 from fxq.pins import Pin
 from fxq.pipeline import Pipeline, PipelineEdit, pipeline_of
 from fxq.selector import Selector, as_selector
-from fxq.spec import ACTIVATION, WEIGHT, QuantConfig, TensorSpec
+from fxq.spec import ACTIVATION, ROLES, WEIGHT, QuantConfig, TensorSpec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,6 +44,9 @@ class Recipe:
         decided: what runs on integers with optimize="decided", see `QuantizedModel.recipe_as_decided`.
         check: "none", or "numeric": after every pass, compare with the float model on the example input.
         max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/numeric.py`).
+        narrow: what gives up a bit on CPUs whose kernels overflow with 8-bit activations times 8-bit weights (x86
+            without VNNI): "weights", "activations", or "auto": that with which the outputs have the higher SQNR against
+            the float model's, tried on recorded calibration samples. The ledger says what was chosen.
         min_sqnr: decibels of SQNR against the float model below which `quantize` warns about the output; None: never.
 
     Example:
@@ -65,6 +68,7 @@ class Recipe:
     check: str = "none"
     max_loss: float = 30.0
     min_sqnr: float | None = 12.0
+    narrow: str = "auto"
 
     def __post_init__(self) -> None:
         _ = self.pipeline
@@ -76,6 +80,8 @@ class Recipe:
             raise RecipeError(
                 'optimize="decided" needs decisions: take qmodel.recipe_as_decided() of a quantized model.'
             )
+        if self.narrow not in (narrow := ("auto", *ROLES)):
+            raise RecipeError(unknown("value of narrow", self.narrow, narrow))
         if self.check not in ("none", "numeric"):
             raise RecipeError(unknown("check", self.check, ["none", "numeric"]))
         if isinstance(self.min_sqnr, str) or self.min_sqnr != self.min_sqnr:
@@ -94,6 +100,7 @@ class Recipe:
         weight: TensorSpec = WEIGHT,
         correct_bias: bool = False,
         optimize: str = "speed",
+        narrow: str = "auto",
         strict_trace: bool = False,
         leaf_modules: Iterable[str] = (),
         concrete_args: Mapping[str, Any] | None = None,
@@ -107,6 +114,8 @@ class Recipe:
             correct_bias: fit scale and bias of every layer to its float form (the preset "static_corrected").
             optimize: "speed": what is faster in float on this machine stays in float (measured at the shapes of the
                 example inputs); "coverage": everything runs on integers that can.
+            narrow: "weights" or "activations": what gives up a bit on CPUs whose kernels overflow with 8 bits of both;
+                "auto": what costs less, tried on calibration data.
             strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.
             leaf_modules: path globs of modules that are not traced into, as `leaf` adds them.
             concrete_args: arguments of forward that are fixed to plain values, by name, as `fix_args` fixes them.
@@ -118,7 +127,8 @@ class Recipe:
         if isinstance(leaf_modules, str):
             raise RecipeError(f"leaf_modules is a list of path globs, not {leaf_modules!r}: write [{leaf_modules!r}].")
         preset = "static_corrected" if correct_bias else "static"
-        recipe = cls(preset, backend, QuantConfig(activation, weight), optimize=optimize, strict_trace=strict_trace)
+        config = QuantConfig(activation, weight)
+        recipe = cls(preset, backend, config, optimize=optimize, strict_trace=strict_trace, narrow=narrow)
         return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
@@ -195,7 +205,7 @@ class Recipe:
         """The recipe as plain data, for `from_dict`. Defaults are left out."""
         data: dict[str, Any] = {"preset": self.preset}
         defaults = {f.name: f.default for f in fields(Recipe)}
-        for key in ("backend", "optimize", "check", "max_loss", "min_sqnr", "strict_trace"):
+        for key in ("backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace"):
             value = getattr(self, key)
             if value != defaults[key]:
                 data[key] = "none" if value is None else value
@@ -261,7 +271,7 @@ class Recipe:
             raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from None
 
 
-_PLAIN = ("preset", "backend", "optimize", "check", "max_loss", "min_sqnr", "strict_trace", "concrete_args")
+_PLAIN = ("preset", "backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace", "concrete_args")
 _SHAPES: dict[str, Any] = {
     "strict_trace": bool,
     "concrete_args": Mapping,

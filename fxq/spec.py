@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,6 +42,11 @@ class TensorSpec:
                 raise RecipeError(f"TensorSpec: {key} is {getattr(self, key)!r}; it must be a {kind.__name__}.")
 
     @property
+    def narrowed(self) -> TensorSpec:
+        """The same with a bit less than 8, where there are so many."""
+        return replace(self, bits=min(self.bits, NARROW_BITS))
+
+    @property
     def qmin(self) -> int:
         """Smallest integer of the grid. Signed symmetric grids leave out -2**(bits-1), so that -x has a value too."""
         if not self.signed:
@@ -64,6 +69,24 @@ class TensorSpec:
         return f"{' '.join(parts)} ({self.observer})"
 
 
+NARROW_BITS = 7
+"""The bits of the role that gives one up where products of 8 bits overflow."""
+
+
+def fits_int16(activation: int, weight: int) -> bool:
+    """Whether two products of an unsigned activation and a weight, at most so large, add up in int16.
+
+    Kernels for CPUs without VNNI add pairs (`vpmaddubsw`), and what does not fit saturates.
+
+    Example:
+        >>> fits_int16(255, 127), fits_int16(127, 127), fits_int16(255, 64)
+        (False, True, True)
+    """
+    return 2 * activation * weight < 2**15
+
+
+Role = Literal["activations", "weights"]
+ROLES: tuple[Role, ...] = ("activations", "weights")
 ACTIVATION = TensorSpec()
 WEIGHT = TensorSpec(signed=True, symmetric=True, per_channel=True, observer="minmax")
 
@@ -95,11 +118,12 @@ class QuantConfig:
         """Whether the layer stays in float."""
         return self.activation is None
 
-    def narrowed(self, bits: int) -> QuantConfig:
-        """The same, with activations of at most `bits` bits."""
-        if self.activation is None or self.activation.bits <= bits:
-            return self
-        return replace(self, activation=replace(self.activation, bits=bits))
+    @property
+    def fits_int16(self) -> bool:
+        """Whether two products of the largest activation and the largest weight add up in int16."""
+        if self.activation is None or self.weight is None:
+            return True
+        return fits_int16(self.activation.qmax, self.weight.qmax)
 
     def to_dict(self) -> dict[str, Any] | str:
         """Plain data for a recipe file: `"float"`, or the two specs as dicts."""

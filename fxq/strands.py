@@ -75,14 +75,16 @@ class Strand:
         wider = max(self.high, constant) - min(self.low, constant)
         return math.isfinite(constant) and (self.span == 0 or wider <= REACH * self.span)
 
-    def qparams(self) -> QParams:
-        """The grid."""
+    def qparams(self, narrow: bool = False) -> QParams:
+        """The grid; `narrow`: with a bit less than 8."""
         observers = list(dict.fromkeys(self.observers))
         together = observers[0]
         if len(observers) > 1:
             together = copy.deepcopy(together)
             for other in observers[1:]:
                 together.join(other)
+        if narrow:
+            together = together.on(together.spec.narrowed)
         return together.qparams(sorted(self.constants))
 
 

@@ -113,7 +113,8 @@ class _Asked:
         if support.ops == 0:
             return Plan("float", support.reason)
         assert config.activation is not None
-        return Candidate(calls, config.activation, support)
+        overflows = not config.fits_int16 and backend.adds_in_int16(calls)
+        return Candidate(calls, config.activation, support, overflows)
 
     def _would_run(self, node: fx.Node, backend: Backend, settled: Settled) -> bool:
         """Whether a node that the recipe leaves in float would run on integers if it did not."""

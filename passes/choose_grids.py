@@ -34,6 +34,7 @@ class ChooseGrids(Pass):
     What an op moves shares the grid of its result, unless that is four times as wide as the values themselves, and they
     are read elsewhere: then they keep a grid of their own, and insert-qdq converts. Where it is the result that would
     be left with a small part of a grid, the op runs in float, and so does what hands it its values.
+    Where kernels overflow with 8 bits and `context.narrow` says activations, the grids that they read have 7.
     Constants of masks, pads and fills are no data. The grid becomes wider for them by one bit at most; one further out
     keeps the values that may hold it, and the ops that read them, in float, up to where something new is computed.
     """
@@ -70,10 +71,12 @@ class _Chooser:
         observers: by the edge that they watch.
         plans: the plans that change.
         off: values that are on no grid, with the reason for their readers.
+        gives_way: whether grids have a bit less where kernels that read them overflow with 8.
     """
 
     def __init__(self, rewriter: Rewriter) -> None:
         self.gm, self.fills = rewriter.gm, Fills(rewriter.gm)
+        self.gives_way = rewriter.context.narrow == "activations"
         self.observers: dict[Key, Observer] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         self.plans: dict[fx.Node, Plan] = {}
@@ -92,13 +95,20 @@ class _Chooser:
         numbers: dict[Strand, int] = {}
         for strand in self._strands.values():
             numbers.setdefault(strand.root(), len(numbers))
-        grids = {strand: strand.qparams() for strand in numbers}
+        narrow = self._overflowing() if self.gives_way else set()
+        grids = {strand: strand.qparams(strand in narrow) for strand in numbers}
         found = {}
         for value in dict.fromkeys(value for value, _ in self._strands):
             roots = {edge: self._strands[value, edge.spec].root() for edge in info(value).edges}
             edges = (replace(edge, group=numbers[root], qparams=grids[root]) for edge, root in roots.items())
             found[value] = tuple(edges)
         return {**found, **dict.fromkeys(self.off, ())}
+
+    def _overflowing(self) -> set[Strand]:
+        """The strands that a kernel reads which overflows with 8 bits."""
+        readers = {reader for found in self.readers.values() for reader in found if self._plan(reader).overflows}
+        keys = (key for reader in readers for key in reads_of(self.gm, reader))
+        return {self._strands[key].root() for key in keys if key in self._strands}
 
     def visit(self, node: fx.Node) -> None:
         """Decide about a node and its value. Those that it reads come before."""

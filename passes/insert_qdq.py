@@ -27,6 +27,7 @@ class InsertQdq(Pass):
     After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b)
     Also: what an op moves together with others is put onto the grid of its result, where it has one of its own.
     Keeps: the output up to rounding to the grids. This is the portable reference: exact, on any device.
+    Where kernels overflow with 8 bits and `context.narrow` says weights, these get 7.
     Source: Jacob et al. 2018, section 2.
     """
 
@@ -114,14 +115,16 @@ def _convert_weights(rewriter: Rewriter) -> None:
             continue
         calls = calls_of(rewriter.gm, node)
         asked, _ = rewriter.context.config_for(info(node).path, calls[0].op.name)
-        config = rewriter.context.backend.config(asked, calls)
+        spec = rewriter.context.backend.config(asked, calls).weight
+        if spec is not None and plan.overflows and rewriter.context.narrow == "weights":
+            spec = spec.narrowed
         for read in inputs_of(calls):
-            if read.role == "weight" and config.weight is not None:
-                axis = read.axis if config.weight.per_channel else None
-                key = (read.node, config.weight, axis)
+            if read.role == "weight" and spec is not None:
+                axis = read.axis if spec.per_channel else None
+                key = (read.node, spec, axis)
                 known = made.get(key)
                 if known is None:
-                    known = made[key] = _integer_weight(rewriter, read.node, config.weight, axis)
+                    known = made[key] = _integer_weight(rewriter, read.node, spec, axis)
                     rewriter.describe(known, path=info(node).path, source=info(node).source)
                 rewriter.update(node, args=_swap(node.args, read.node, known))
 

@@ -11,7 +11,7 @@ import pytest
 import fxq
 from fxq.backends import cpu
 
-BITS = 7 if cpu.saturates(255) else 8
+BITS = 8 if cpu.has_vnni() else 7
 """Of the activations whose products with any int8 weights this machine sums right."""
 QMAX = 2**BITS - 1
 """The largest integer of such an activation."""
@@ -20,7 +20,7 @@ needs_vnni = pytest.mark.skipif(not cpu.has_vnni(), reason="8-bit activations ne
 
 def portable(bits: int = BITS) -> fxq.Recipe:
     """The reference backend on the grids that the x86 backend has here: the two give the same numbers."""
-    return fxq.Recipe.static(backend="reference", activation=fxq.QuantConfig().narrowed(bits).activation)
+    return fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(bits=bits))
 
 
 def decibels(with_8_bits: float, backend: str = "x86") -> float:

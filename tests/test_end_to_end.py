@@ -1,11 +1,14 @@
 """Whole networks through the whole pipeline: int8 against its qdq form and against float, on both backends."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import fxq
 from fxq.backends import cpu
+from fxq.backends.kernel import WeightedKernel
 from fxq.numeric import sqnr, tensors
 from tests.graphs import equal
 from tests.machine import QMAX, decibels, needs_vnni, quiet
@@ -102,16 +105,19 @@ def test_the_user_s_model_and_data_stay(name, backend):
 
 
 @needs_x86
-def test_without_vnni_activations_have_7_bits(monkeypatch):
+@pytest.mark.parametrize("narrow", ["activations", "weights"])
+def test_without_vnni_one_role_has_7_bits(monkeypatch, narrow):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     model, inputs = build("residual"), batch("residual", 16)
-    with pytest.warns(fxq.FxqWarning, match="no VNNI.*7-bit activations"):
-        quantized = fxq.quantize(model, X86, data=[inputs])
-    quantizers = [n for n in quantized.history["insert-qdq"].graph if n.label == "quantize"]
-    assert quantizers
-    assert all("qmax=127" in n.text for n in quantizers)
+    recipe = replace(X86, narrow=narrow)
+    with pytest.warns(fxq.FxqWarning, match="no VNNI.*7 bits for one of them"):
+        quantized = fxq.quantize(model, recipe, data=[inputs])
+    grids = {module.x.qmax for module in quantized.modules() if isinstance(module, WeightedKernel)}
+    assert grids == ({127} if narrow == "activations" else {255})
+    largest = {int(layer.weight.abs().max()) for layer in quantized.qparams().values()}
+    assert largest == ({127} if narrow == "activations" else {63})
     assert quantized.ledger.count("int8") >= 10
-    qdq = fxq.quantize(model, qdq_form(X86), data=[inputs])
+    qdq = fxq.quantize(model, qdq_form(recipe), data=[inputs])
     assert sqnr(call(qdq, inputs), call(quantized, inputs)) > 50
     assert sqnr(call(model, inputs), call(quantized, inputs)) > 30
 

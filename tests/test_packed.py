@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -195,8 +196,10 @@ def test_refusals(engine):
         with pytest.raises(BackendError, match="three dimensions is wrong"):
             kernels.ConvTranspose(*weight(4, 4, 3, 3, 3, axis=None)[:2], None, SEVEN, OUTS[0])
     else:
-        with pytest.raises(BackendError, match="adds products in 16 bits"):
-            kernels.Conv(*weight(8, 1, 3, 3)[:2], None, BYTE, OUTS[0], groups=8)
+        q, qp, _ = weight(8, 1, 3, 3)
+        with pytest.raises(BackendError, match="adds pairs of products in int16"):
+            kernels.Conv(torch.full_like(q, 65), qp, None, BYTE, OUTS[0], groups=8)
+        kernels.Conv(torch.full_like(q, 64), qp, None, BYTE, OUTS[0], groups=8)
 
 
 def test_an_input_with_other_channels(engine):
@@ -283,14 +286,17 @@ class Depthwise(nn.Module):
         return self.c(F.relu6(self.b(F.relu6(self.a(x)))))
 
 
-def test_depthwise_convolutions_read_7_bits_on_fbgemm(engine):
+@pytest.mark.parametrize("narrow", ["activations", "weights"])
+def test_depthwise_convolutions_give_up_a_bit_on_fbgemm(engine, narrow):
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
     with quiet():
-        quantized = fxq.quantize(model, static(engine), data=[x])
+        quantized = fxq.quantize(model, replace(static(engine), narrow=narrow), data=[x])
     assert kinds(quantized) == ["cpu.quantize", *[f"{engine}.conv"] * 3, "cpu.dequantize"]
     grids = [module.x.qmax for module in quantized.modules() if isinstance(module, packed_conv.Conv)]
-    narrow = [127, 127, 127] if not cpu.has_vnni() else [255, 127, 255]
-    assert grids == (narrow if engine == "fbgemm" else [255, 255, 255])
+    weights = [int(layer.weight.abs().max()) for layer in quantized.qparams().values()]
+    overflows = [engine == "fbgemm" and (depthwise or not cpu.has_vnni()) for depthwise in (False, True, False)]
+    assert grids == [127 if narrow == "activations" and over else 255 for over in overflows]
+    assert weights == [63 if narrow == "weights" and over else 127 for over in overflows]
     assert fxq.numeric.sqnr(call(model, x), call(quantized, x)) > 30
 
 

@@ -15,6 +15,7 @@ from fxq.backends.kernel import Kernel, Post
 from fxq.backends.pool import MaxPool2d, Mean
 from fxq.backends.x86_conv import Conv
 from fxq.backends.x86_conv3d import Conv3d
+from fxq.backends.x86_elementwise import Add
 from fxq.backends.x86_linear import Linear
 from fxq.backends.x86_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86_transpose import ConvTranspose2d
@@ -307,7 +308,55 @@ def test_quantize_saturates():
     assert quantize(x, 0.5, 7, 255, 3).tolist() == [3, 3, 3, 5, 7, 9, 255, 255, 255]
 
 
-def test_refusals(monkeypatch):
+def _of(largest, *shape):
+    """An int8 weight with one number of this size."""
+    values = torch.zeros(shape, dtype=torch.int8)
+    values.view(-1)[0] = largest
+    return values, QParams.per_tensor(1.0, 0, -128, 127, torch.int8), None
+
+
+@pytest.mark.parametrize("largest", [127, -127, 65, -65, 64, -64])
+@pytest.mark.parametrize("qmax", [255, 127])
+def test_without_vnni_two_products_must_fit_int16(monkeypatch, largest, qmax):
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    x = QParams.per_tensor(0.1, 3, 0, qmax)
+    made = [
+        lambda: Conv(*_of(largest, 4, 2, 3, 3), x, None),
+        lambda: Conv(*_of(largest, 2, 1, 3, 3), x, None),
+        lambda: Conv3d(*_of(largest, 4, 2, 3, 3, 3), x, None),
+        lambda: Linear(*_of(largest, 4, 8), x, None),
+        lambda: ConvTranspose2d(*_of(largest, 2, 4, 3, 3), x, None),
+    ]
+    for make in made:
+        if 2 * qmax * abs(largest) < 2**15:
+            make()
+        else:
+            with pytest.raises(BackendError, match=f"up to {qmax} and weights up to {abs(largest)} overflow; use 7"):
+                make()
+
+
+@pytest.mark.skipif(not cpu.has_exact_depthwise(), reason="oneDNN adds a depthwise convolution's products in int16")
+def test_a_depthwise_convolution_takes_all_bits_on_any_cpu(monkeypatch):
+    exact = cpu.has_exact_depthwise()
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    monkeypatch.setattr(cpu, "has_exact_depthwise", lambda: exact)
+    x = torch.randint(250, 256, (2, 24, 9, 7), dtype=torch.uint8)
+    weight = torch.randint(100, 128, (24, 1, 3, 3)).to(torch.int8)
+    one = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
+    y = Conv(weight, one, None, QParams.per_tensor(1.0, 0), None, padding=1, groups=24)(x)
+    assert torch.equal(y.double(), F.conv2d(x.double(), weight.double(), padding=1, groups=24))
+
+
+def test_sums_and_averages_take_all_bits_on_any_cpu(monkeypatch):
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    grid = QParams.per_tensor(1.0, 0)
+    x = torch.randint(250, 256, (2, 24, 40, 40), dtype=torch.uint8)
+    assert torch.equal(AvgPool2d(grid, None, 2)(x), F.avg_pool2d(x.float(), 2))
+    added = Add(grid, grid, QParams.per_tensor(2.0, 0))(x, x.flip(1))
+    assert torch.equal(added, ((x.float() + x.flip(1)) / 2).round().to(torch.uint8))
+
+
+def test_refusals():
     q, qp, _ = weight(4, 4, 3, 3)
     shifted = QParams(qp.scale, torch.ones(4, dtype=torch.int32), -127, 127, torch.int8, 0)
     signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
@@ -328,6 +377,3 @@ def test_refusals(monkeypatch):
     assert Clamp.refuses(post=Post("relu"), x=X, out=OUTS[0]) and Clamp.refuses(post=Post("silu"))
     assert Pad.refuses(value=0.3 * X.s, x=X) and Pad.refuses(value=1e9, x=X)
     assert Conv.refuses(x=X) is None
-    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
-    assert "no VNNI" in str(Conv.refuses(x=BYTE))
-    assert Conv.refuses(x=OUTS[1]) is None

@@ -78,9 +78,16 @@ class Backend(ABC):
     def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
         """The config that this backend uses for a unit of `calls` where a recipe asks for `config`.
 
-        Fewer bits on some CPUs; one scale for a whole weight where the kernel takes no more.
+        One scale for a whole weight where the kernel takes no more.
         """
         return config
+
+    def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
+        """Whether the kernel of a unit of `calls` adds pairs of products in int16 on this machine.
+
+        Then activations or weights of such a unit give up a bit; the recipe says which (`Recipe.narrow`).
+        """
+        return False
 
     def fuses(self, ops: Sequence[Op]) -> bool:
         """Whether ops that a fusion pattern joins may become one unit."""

@@ -14,7 +14,6 @@ from fxq.backends.packed_rows import PackedBackend, table
 from fxq.backends.rows import Row
 from fxq.errors import warn
 from fxq.graph import info
-from fxq.qparams import QParams
 from fxq.spec import QuantConfig
 from fxq.unit import OpCall
 
@@ -25,12 +24,9 @@ class _Fbgemm:
     engine: ClassVar[str] = "fbgemm"
 
     @classmethod
-    def overflows(cls, x: QParams | None, depthwise: bool = False) -> str | None:
-        """Without VNNI two products are added in 16 bits; with it, depthwise convolutions still do that."""
-        if x is None or x.qmax <= 128 or (cpu.has_vnni() and not depthwise):
-            return None
-        where = "in depthwise convolutions" if cpu.has_vnni() else "on this CPU"
-        return f"fbgemm adds products in 16 bits {where}: activations up to {x.qmax} may overflow; use 7 bits"
+    def adds_in_int16(cls, depthwise: bool) -> bool:
+        """Without VNNI pairs of products are added in 16 bits; with it, depthwise convolutions still do that."""
+        return depthwise or not cpu.has_vnni()
 
 
 class Conv(_Fbgemm, packed_conv.Conv):
@@ -83,8 +79,9 @@ ROWS: dict[str, Row] = table(Conv, ConvTranspose, Linear, Add, Mul)
 class Fbgemm(PackedBackend):
     """uint8 activations, int8 per-channel weights; per tensor in transposed convolutions.
 
-    Activations have 7 bits where fbgemm adds in 16 bits: in front of depthwise convolutions, and everywhere on a CPU
-    without VNNI. (64 channels, 3 x 3, on AVX512-VNNI: 8-bit activations are off by up to 96 steps, 7-bit ones by none.)
+    Activations or weights have 7 bits where fbgemm adds in 16 bits: in depthwise convolutions, and everywhere on a CPU
+    without VNNI. (64 channels, 3 x 3, on AVX512-VNNI: with 8 bits each, results are off by up to 96 steps; with 7 bits
+    of either by none.)
     """
 
     name: ClassVar[str] = "fbgemm"
@@ -99,8 +96,9 @@ class Fbgemm(PackedBackend):
         super().check_machine()
         if not cpu.has_vnni():
             warn(
-                "this CPU has no VNNI: fbgemm adds pairs of products in 16 bits, which 8-bit activations overflow. "
-                "fxq uses 7-bit activations here; expect a little less accuracy."
+                "this CPU has no VNNI: fbgemm adds pairs of products in 16 bits, which activations and weights of 8 "
+                "bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the ledger what "
+                "was chosen); expect a little less accuracy."
             )
 
     def traps(self) -> tuple[Trap, ...]:
@@ -109,12 +107,14 @@ class Fbgemm(PackedBackend):
         return (Trap(kernel, "it runs in three dimensions", packed.transposed_2_high_is_right),)
 
     def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
-        """7-bit activations where 8 overflow, per-tensor weights for transposed convolutions."""
-        if not cpu.has_vnni() or _is_depthwise(calls[0]):
-            config = config.narrowed(7)
+        """Per-tensor weights for transposed convolutions."""
         if calls[0].op.name.startswith("conv_transpose") and config.weight is not None:
             config = replace(config, weight=replace(config.weight, per_channel=False))
         return config
+
+    def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
+        """Depthwise convolutions, and all layers on a CPU without VNNI."""
+        return bool(calls[0].op.quant.weight) and _Fbgemm.adds_in_int16(_is_depthwise(calls[0]))
 
 
 def _is_depthwise(call: OpCall) -> bool:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fxq.backends import cpu
 from fxq.bindable import Bindable, Seen, Watch
 from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
+from fxq.spec import fits_int16
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -239,11 +239,16 @@ def weight_refused(qp: QParams | None, axis: int) -> str | None:
     return None
 
 
-def saturation_refused(x: QParams | None) -> str | None:
-    """Why activations `x` are too large for this CPU."""
-    if x is not None and cpu.saturates(x.qmax):
-        return f"the CPU has no VNNI: activations up to {x.qmax} may saturate in int16; use 7 bits"
-    return None
+def overflow_refused(x: QParams, weight: Tensor) -> str | None:
+    """Why activations on the grid `x` and an int8 weight are too large for a kernel that adds pairs in int16."""
+    low, high = weight.aminmax() if weight.numel() else (0, 0)
+    largest = max(-int(low), int(high))
+    if fits_int16(x.qmax, largest):
+        return None
+    return (
+        f"the kernel adds pairs of products in int16 here, which activations up to {x.qmax} and weights up to "
+        f"{largest} overflow; use 7 bits for one of them"
+    )
 
 
 def first_reason(reasons: Iterable[str | None]) -> str | None:

@@ -16,7 +16,9 @@ from fxq.backends.kernel import (
     WeightedKernel,
     activation_refused,
     bounds,
+    overflow_refused,
     post_refused,
+    refuse,
     weight_refused,
 )
 from fxq.backends.packed import as_uint8, engine_selected
@@ -66,16 +68,18 @@ class PackedKernel(WeightedKernel):
     has_relu: ClassVar[bool] = True
     """Whether the engine has a form of the kernel that clamps to positive values."""
 
-    def _set(self, x: QParams, out: QParams | None, post: Post | None) -> None:
+    def _set(self, x: QParams, out: QParams | None, post: Post | None, depthwise: bool = False) -> None:
+        if self.adds_in_int16(depthwise):
+            refuse(self.name, overflow_refused(x, self.weight))
         self.x, self.out, self.post = x, out, post
         self._input = x.s, x.z
         if out is not None:
             self._output, self._finish = (out.s, out.z), Finish(out, post, self.has_relu)
 
     @classmethod
-    def overflows(cls, x: QParams | None, depthwise: bool = False) -> str | None:
-        """Why the engine would add activations `x` wrongly, or None."""
-        return None
+    def adds_in_int16(cls, depthwise: bool) -> bool:
+        """Whether the engine adds pairs of products in int16 here."""
+        return False
 
     @classmethod
     def _reasons(
@@ -86,7 +90,6 @@ class PackedKernel(WeightedKernel):
             weight_refused(weight, cls.channel_axis),
             activation_refused("the input", x),
             activation_refused("the output", out),
-            cls.overflows(x),
         ]
 
     def _check(self, given: int, wanted: int) -> None:

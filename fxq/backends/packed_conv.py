@@ -60,10 +60,9 @@ class Conv(PackedKernel):
     ) -> None:
         super().__init__(weight, weight_qparams, bias)
         known: dict[str, Any] = {"weight": weight_qparams, "x": x, "out": out, "post": post}
-        known["depthwise"] = is_depthwise(weight.shape, groups)
         reason = self.refuses(kernel_size=weight.shape[2:], padding=padding, dilation=dilation, **known)
         refuse(self.name, reason or (EMITS if out is None else None))
-        self._set(x, out, post)
+        self._set(x, out, post, is_depthwise(weight.shape, groups))
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
     @classmethod
@@ -77,12 +76,11 @@ class Conv(PackedKernel):
         padding: int | Sequence[int] | str = 0,
         padding_mode: str = "zeros",
         dilation: int | Sequence[int] = 1,
-        depthwise: bool = False,
         post: Post | None = None,
     ) -> str | None:
         """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
-        reasons = [*cls._reasons(weight, x, out, post), cls.overflows(x, depthwise)]
-        return first_reason([padding_refused(padding, padding_mode, kernel_size, dilation), *reasons])
+        padded = padding_refused(padding, padding_mode, kernel_size, dilation)
+        return first_reason([padded, *cls._reasons(weight, x, out, post)])
 
     def _pack(self) -> Any:
         options = _geometry(self.padding, self.weight, stride=self.stride, dilation=self.dilation)

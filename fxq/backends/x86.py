@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+from torch import fx
 
 from fxq.backends import cpu
 from fxq.backends.base import Trap
 from fxq.backends.lowering import RowBackend
 from fxq.backends.rows import Row
+from fxq.backends.x86_base import adds_in_int16, is_depthwise
 from fxq.backends.x86_rows import ROWS
 from fxq.errors import BackendError, warn
-from fxq.spec import QuantConfig
+from fxq.graph import info
 from fxq.unit import OpCall
 
 
@@ -36,13 +38,14 @@ class X86(RowBackend):
             )
         if not cpu.has_vnni():
             warn(
-                "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which 8-bit activations "
-                "overflow. fxq uses 7-bit activations here; expect a little less accuracy."
+                "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which activations and "
+                "weights of 8 bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the "
+                "ledger what was chosen); expect a little less accuracy."
             )
 
-    def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
-        """Activations of at most 7 bits on a CPU without VNNI."""
-        return config.narrowed(7) if cpu.saturates(255) else config
+    def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
+        """Layers on a CPU without VNNI, but not depthwise convolutions. A squeeze-and-excitation sums floats."""
+        return bool(calls[0].op.quant.weight) and adds_in_int16(_is_depthwise(calls[0]))
 
     def traps(self) -> tuple[Trap, ...]:
         """oneDNN's sum."""
@@ -52,6 +55,13 @@ class X86(RowBackend):
     def rows(self) -> Mapping[str, Row]:
         """See `x86_rows.py`."""
         return ROWS
+
+
+def _is_depthwise(call: OpCall) -> bool:
+    """Whether a convolution is depthwise; a transposed one is none, and one with depth becomes another."""
+    weight = call.tensors.get("weight")
+    shape = info(weight).shape if isinstance(weight, fx.Node) else None
+    return call.op.name in ("conv1d", "conv2d") and shape is not None and is_depthwise(shape, call.options["groups"])
 
 
 def _qadd_is_right() -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Post, bounds, numbers
+from fxq.backends import cpu
+from fxq.backends.kernel import Post, bounds, numbers, overflow_refused, refuse
 from fxq.errors import InputError
 from fxq.qparams import QParams
 
@@ -62,6 +63,22 @@ def epilogue(post: Post | None, out: QParams | None, fused: bool = True) -> Epil
     if fused:
         return Epilogue("hardtanh", [low, high], "", None)
     return Epilogue("none", [], "", (round(low / out.s) + out.z, round(high / out.s) + out.z))
+
+
+def adds_in_int16(depthwise: bool = False) -> bool:
+    """Whether oneDNN adds pairs of products in int16 on this CPU."""
+    return not (cpu.has_exact_depthwise() if depthwise else cpu.has_vnni())
+
+
+def check_overflow(name: str, x: QParams, weight: Tensor, depthwise: bool = False) -> None:
+    """Refuse activations and a weight whose products this CPU adds up wrongly. Raises `BackendError`."""
+    if adds_in_int16(depthwise):
+        refuse(name, overflow_refused(x, weight))
+
+
+def is_depthwise(shape: Sequence[int], groups: int) -> bool:
+    """Whether oneDNN has a depthwise kernel for a weight of this shape: a channel in and one out for each group."""
+    return groups > 1 and shape[0] == groups and shape[1] == 1
 
 
 class Packed(NamedTuple):

@@ -25,11 +25,10 @@ from fxq.backends.kernel import (
     pair,
     post_refused,
     refuse,
-    saturation_refused,
     slope_refused,
     weight_refused,
 )
-from fxq.backends.x86_base import Packed, check_image, epilogue, target
+from fxq.backends.x86_base import Packed, check_image, check_overflow, epilogue, is_depthwise, target
 from fxq.backends.x86_conv_shape import Geometry, geometry
 from fxq.backends.x86_pad import Padding
 from fxq.errors import BackendError
@@ -141,6 +140,7 @@ class Conv(WeightedKernel):
             residual=residual is not None, to_float=out is None, slope=slope,
         )  # fmt: skip
         refuse(self.name, reason or activation_refused("the residual", residual))
+        check_overflow(self.name, x, weight, is_depthwise(weight.shape, groups))
         if (slope is not None) != (post is not None and post.name == "prelu") or (
             slope is not None and slope.shape not in ((1,), (len(weight),))
         ):
@@ -185,7 +185,7 @@ class Conv(WeightedKernel):
             activation_refused("the input", x),
             activation_refused("the output", out),
         ]
-        return first_reason([*reasons, saturation_refused(x)])
+        return first_reason(reasons)
 
     def _plan(self, shape: torch.Size) -> Plan:
         """The plan for inputs of `shape` (N, C, H, W)."""
@@ -244,8 +244,7 @@ class Conv(WeightedKernel):
         """
         kernel = self.weight.shape[2:]
         half = all(p <= (d * (k - 1) + 1) // 2 for p, k, d in zip(self.padding, kernel, self.dilation, strict=True))
-        depthwise = self.weight.shape[1] == 1 and self.weight.shape[0] == self.groups
-        return self.x.z == 0 and half and (self.groups == 1 or depthwise)
+        return self.x.z == 0 and half and (self.groups == 1 or is_depthwise(self.weight.shape, self.groups))
 
     def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, found: Geometry, which: int) -> Packed:
         """The weight packed for images of this size or, behind the first few sizes, of the nearest of those.

@@ -11,7 +11,7 @@ from torch import Tensor
 from fxq.backends import arithmetic
 from fxq.backends.arithmetic import is_gate
 from fxq.backends.convert import WHOLE, dense
-from fxq.backends.kernel import Post, saturation_refused
+from fxq.backends.kernel import Post
 from fxq.backends.x86_base import epilogue, target
 from fxq.backends.x86_conv import Conv
 from fxq.qparams import QParams
@@ -61,7 +61,7 @@ class Add(arithmetic.Add):
     def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
         """As in `Bindable`: which of the two ways it goes is decided."""
         overwrites = self.inplace and self.sign == 1
-        if a.shape != b.shape or a.numel() < (_SUM_INPLACE if overwrites else _SUM) or self._saturates():
+        if a.shape != b.shape or a.numel() < (_SUM_INPLACE if overwrites else _SUM):
             return super().bind(a, b)
         # Which channel an element belongs to is of no importance: take as many channels as fill a vector register.
         channels = next(c for c in (self._channels, 32, 16, 8, 4, 2, 1) if a.numel() % c == 0)
@@ -77,9 +77,6 @@ class Add(arithmetic.Add):
             return y.reshape(n, *rest[1:], rest[0]).permute(0, 3, 1, 2) if is_image else y.reshape(n, *rest)
 
         return summed
-
-    def _saturates(self) -> bool:
-        return saturation_refused(self.a if self.sign == 1 else self.b) is not None
 
     def _conv(self, channels: int, inplace: bool) -> Conv:
         """The convolution of the operand with the sign, with the other as its residual."""

@@ -17,10 +17,9 @@ from fxq.backends.kernel import (
     numbers,
     post_refused,
     refuse,
-    saturation_refused,
     weight_refused,
 )
-from fxq.backends.x86_base import Packed, epilogue, target
+from fxq.backends.x86_base import Packed, check_overflow, epilogue, target
 from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
 
@@ -79,6 +78,7 @@ class Linear(WeightedKernel):
         known: dict[str, Any] = {"weight": weight_qparams, "x": x, "out": out, "post": post}
         reason = self.refuses(**known, residual=residual is not None, to_float=out is None)
         refuse(self.name, reason or activation_refused("the residual", residual))
+        check_overflow(self.name, x, weight)
         self.x, self.out, self.residual, self.post, self.inplace = x, out, residual, post, inplace
         self._epilogue = epilogue(post, out, fused=residual is None)
         self._emits_sums = out is None and post is None and weight.shape[1] > 1
@@ -105,7 +105,7 @@ class Linear(WeightedKernel):
             activation_refused("the input", x),
             activation_refused("the output", out),
         ]
-        return first_reason([*reasons, saturation_refused(x)])
+        return first_reason(reasons)
 
     def _pack(self) -> Packed:
         scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()

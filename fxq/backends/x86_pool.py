@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.convert import dequantize, quantize
-from fxq.backends.kernel import Kernel, activation_refused, first_reason, pair, refuse, saturation_refused
+from fxq.backends.kernel import Kernel, activation_refused, first_reason, pair, refuse
 from fxq.backends.x86_conv import Conv
 from fxq.qparams import QParams
 
@@ -66,7 +66,6 @@ class AvgPool2d(Kernel):
             "average pooling that leaves out the padding" if pads and not count_include_pad else None,
             activation_refused("the input", x),
             activation_refused("the output", out),
-            saturation_refused(x),
         ]
         return first_reason(reasons)
 

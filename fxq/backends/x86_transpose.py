@@ -16,11 +16,10 @@ from fxq.backends.kernel import (
     pair,
     post_refused,
     refuse,
-    saturation_refused,
     slope_refused,
     weight_refused,
 )
-from fxq.backends.x86_base import check_image
+from fxq.backends.x86_base import check_image, check_overflow
 from fxq.backends.x86_conv import Conv
 from fxq.errors import BackendError
 from fxq.qparams import QParams
@@ -113,6 +112,7 @@ class ConvTranspose2d(WeightedKernel):
             kernel_size=weight.shape[2:], weight=weight_qparams, x=x, out=out, post=post, slope=slope
         )  # fmt: skip
         refuse(self.name, reason)
+        check_overflow(self.name, x, weight)
         self.x, self.out, self.groups, self.post = x, out, groups, post
         self.stride, self.padding, self.output_padding = pair(stride), pair(padding), pair(output_padding)
 
@@ -139,7 +139,7 @@ class ConvTranspose2d(WeightedKernel):
             activation_refused("the input", x),
             activation_refused("the output", out),
         ]
-        return first_reason([*reasons, saturation_refused(x)])
+        return first_reason(reasons)
 
     def _plan(self) -> list[Taps]:
         sizes = self.weight.shape[2:], self.stride, self.padding, self.output_padding

@@ -1,0 +1,52 @@
+"""Which role gives up a bit where kernels overflow with 8: the recipe's, or the one with which the output is better."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+
+from fxq.graph import info
+from fxq.ledger import Narrowed
+from fxq.manager import PassManager
+from fxq.output_check import output_sqnr
+from fxq.passbase import Pass
+from fxq.spec import ROLES
+
+log = logging.getLogger("fxq")
+
+
+def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, Narrowed | None]:
+    """Run the passes that make the qdq graph; where layers overflow with 8 bits, with the better of two roles narrowed.
+
+    With `Recipe.narrow="auto"` the passes run for either role, and both graphs run on the recorded samples. The role
+    whose outputs have the higher SQNR against the float model's stays: over all float outputs and samples together,
+    bias correction included where the recipe asks for it.
+
+    Returns:
+        The manager of the graph to go on with, and what was chosen; None where nothing overflows.
+    """
+    plans = (info(node).plan for node in manager.gm.graph.nodes)
+    if not any(plan.overflows for plan in plans if plan is not None):
+        manager.run(passes)
+        return manager, None
+    if manager.context.recipe.narrow != "auto":
+        manager.run(passes)
+        return manager, Narrowed(manager.context.narrow)
+    forks = {role: manager.fork(narrow=role) for role in ROLES}
+    with warnings.catch_warnings():
+        for fork in forks.values():
+            fork.run(passes)
+            warnings.simplefilter("ignore")  # the other one would say it all again
+    original = manager.context.original
+    macs = sum(op.macs for op in original.ops) if original is not None else 0
+    found = {role: output_sqnr(fork.gm, fork.context, macs) for role, fork in forks.items()}
+    best = max(forks, key=lambda role: _rank(found[role]))
+    log.info("7 bits for %s; the output's SQNR by what has 7 bits: %s", best, found)
+    return forks[best], Narrowed(best, found)
+
+
+def _rank(sqnr: float | None) -> float:
+    """What to go by: nothing is known without a float output, and nothing is worse than NaN."""
+    return -math.inf if sqnr is None or math.isnan(sqnr) else sqnr
