@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fxq.graph import info
 from fxq.ledger import Narrowed
 from fxq.manager import PassManager
-from fxq.output_check import output_sqnr
+from fxq.output_check import output_sqnrs
 from fxq.passbase import Pass
 from fxq.spec import ROLES
 
@@ -39,9 +39,7 @@ def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager,
         for fork in forks.values():
             fork.run(passes)
             warnings.simplefilter("ignore")  # the other one would say it all again
-    original = manager.context.original
-    macs = sum(op.macs for op in original.ops) if original is not None else 0
-    found = {role: output_sqnr(fork.gm, fork.context, macs) for role, fork in forks.items()}
+    found = dict(zip(forks, output_sqnrs([fork.gm for fork in forks.values()], manager.context), strict=True))
     best = max(forks, key=lambda role: _rank(found[role]))
     log.info("7 bits for %s; the output's SQNR by what has 7 bits: %s", best, found)
     return forks[best], Narrowed(best, found)

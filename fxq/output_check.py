@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -25,25 +25,30 @@ WORST, NEAR = 3, 10.0
 
 
 def output_sqnr(gm: fx.GraphModule, context: Context, macs: int) -> float | None:
-    """SQNR of all float outputs of a finished graph against the user's model, over recorded calibration samples.
+    """SQNR of all float outputs of a finished graph against the user's model, see `output_sqnrs`."""
+    return output_sqnrs([gm], context, macs)[0]
+
+
+def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context, macs: int = 0) -> list[float | None]:
+    """SQNR of all float outputs of graphs against the user's model, over recorded calibration samples.
 
     Args:
-        gm: the graph that runs.
+        gms: the graphs; the user's model runs once for all of them.
         context: the float model, the recorded samples, and the example for where the graph runs on none of them.
         macs: multiply-accumulates of the float model on the example; of a large one, fewer samples are compared.
 
     Returns:
-        dB, see `fxq.numeric.sqnr`; None where the model returns no float tensor.
+        dB for each graph, see `fxq.numeric.sqnr`; None where the model returns no float tensor.
 
     Source: Krishnamoorthi 2018, section 3.
     """
     with untouched(context.model), torch.no_grad(), without_autocast():
         try:
-            return _compared(gm, context, _samples(context, macs))
+            return _compared(gms, context, _samples(context, macs))
         except (InputError, RuntimeError, IndexError, ValueError) as error:
             # recorded are the first samples of a batch; where its first axis is none of samples, they fit no model
             log.info("the output is compared on the example instead of recorded samples: %s", error)
-            return _compared(gm, context, [context.example])
+            return _compared(gms, context, [context.example])
 
 
 def _samples(context: Context, macs: int) -> Iterator[Batch]:
@@ -52,19 +57,22 @@ def _samples(context: Context, macs: int) -> Iterator[Batch]:
         yield first_of(batch, most) if context.divisible and macs > LARGE else batch
 
 
-def _compared(gm: fx.GraphModule, context: Context, batches: Iterator[Batch] | list[Batch]) -> float | None:
-    found, outputs = Agreement(), 0
+def _compared(
+    gms: Sequence[fx.GraphModule], context: Context, batches: Iterator[Batch] | list[Batch]
+) -> list[float | None]:
+    found, outputs = [Agreement() for _ in gms], 0
     for batch in batches:
         results = []
-        for run in (context.model, gm):
+        for run in (context.model, *gms):
             given = copied(batch)  # a forward may change its inputs in place
             with seeded():
                 results.append(list(tensors(run(*given.args, **given.kwargs))))
-        for want, got in zip(*results, strict=True):
+        for want, *gots in zip(*results, strict=True):
             if want.is_floating_point():
-                found.add(want, got)
+                for agreement, got in zip(found, gots, strict=True):
+                    agreement.add(want, got)
                 outputs += 1
-    return found.sqnr if outputs else None
+    return [agreement.sqnr if outputs else None for agreement in found]
 
 
 def check_output(ledger: Ledger, least: float | None) -> None:

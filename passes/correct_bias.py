@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from fxq.data import Batch
-from fxq.evaluate import inputs_for, value_of
+from fxq.evaluate import inputs_for, last_uses, value_of
 from fxq.graph import constant, info, is_op, read_attribute
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 from fxq.unit import OpCall, calls_of
+from fxq.untouched import copied
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,17 @@ class CorrectBias(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Run the float and the integer graph side by side on the recorded samples."""
+        """Run the float and the integer graph side by side on all recorded samples, node by node."""
         context = rewriter.context
+        last = last_uses(rewriter.graph)
         with torch.no_grad():
-            runs = [_SideBySide(rewriter, batch) for batch in context.samples or [context.example]]
+            runs = [_SideBySide(rewriter, batch, last) for batch in context.samples or [context.example]]
             for node in rewriter.nodes():
                 plan = info(node).plan
                 calls = calls_of(rewriter.gm, node) if plan is not None and plan.fate == "int8" else ()
                 if calls and calls[0].op.quant.bias is not None:
                     self._correct(rewriter, node, calls[0], runs)
-                for run in runs:
-                    run.step(node)
+                _step(runs, node)
 
     def _correct(self, rewriter: Rewriter, node: fx.Node, call: OpCall, runs: list[_SideBySide]) -> None:
         """Fit one layer. One without a bias stays as it is."""
@@ -60,12 +62,13 @@ class CorrectBias(Pass):
         bias = constant(rewriter.gm, old)
         if bias is None or not isinstance(weight, fx.Node):
             return
-        pairs = [run.results(call, len(bias)) for run in runs]
-        got, wanted = (torch.cat([pair[i] for pair in pairs], 1).double() - bias.double()[:, None] for i in (0, 1))
-        if got.shape[1] < self.least:
+        found = _Moments()
+        for run in runs:
+            found.add(*(value - bias.double()[:, None] for value in run.results(call, len(bias))))
+        if found.count < self.least:
             return
-        factor = self._factor(got, wanted, weight)
-        shift = (wanted - factor[:, None] * got).mean(1)
+        factor = self._factor(found, weight)
+        shift = found.wanted - factor.repeat(len(bias) // len(factor)) * found.got
         with rewriter.attributed("correct_bias", CorrectBias):
             name = info(node).path or node.name
             new = rewriter.constant((bias + shift).to(bias.dtype), f"{name}.bias_corrected", before=node, like=node)
@@ -74,21 +77,57 @@ class CorrectBias(Pass):
             changed = [new]
             if bool((factor != 1).any()):
                 changed += _rescale(rewriter, weight, factor)
+        for made in changed:
+            _step(runs, made)
         for run in runs:
-            for made in changed:
-                run.step(made)
             run.real[new] = bias  # the float layer keeps its own
 
-    def _factor(self, got: Tensor, wanted: Tensor, weight: fx.Node) -> Tensor:
-        """The slope of the line through (got, wanted), (C,); 1 where there is none to fit, or the weight is shared."""
-        ones = torch.ones(len(got), dtype=torch.float64)
-        if not self.scale or len(weight.users) > 1 or not is_op(weight, "dequantize_channel"):
-            return ones
-        centred = got - got.mean(1, keepdim=True)
-        spread = (centred * centred).sum(1)
-        slope = (centred * (wanted - wanted.mean(1, keepdim=True))).sum(1) / spread.clamp(min=1e-30)
+    def _factor(self, found: _Moments, weight: fx.Node) -> Tensor:
+        """The slope of the line through (got, wanted) for each scale of the weight; 1 where there is none to fit.
+
+        Groups of a transposed convolution share scales: one line fits the channels of all of them.
+        """
+        qp = info(weight).qparams
+        if not self.scale or qp is None or len(weight.users) > 1 or not is_op(weight, "dequantize_channel"):
+            return torch.ones(1, dtype=torch.float64)
+        spread, together = (sums.view(-1, len(qp.scale)).sum(0) for sums in (found.spread, found.together))
+        slope = together / spread.clamp(min=1e-30)
         usable = (spread > 0) & ((slope - 1).abs() < _MOST)
-        return torch.where(usable, slope, ones)
+        return torch.where(usable, slope, torch.ones_like(slope))
+
+
+@dataclass
+class _Moments:
+    """Of pairs of values by channel, over any number of batches: nothing is kept but sums.
+
+    Attributes:
+        count: pairs in each channel.
+        got, wanted: the means, float64, (C,).
+        spread: sum of the squares of got - mean.
+        together: sum of the products of (got - mean) and (wanted - mean).
+
+    Source: Chan et al. 1983, "Algorithms for computing the sample variance", equation 1.5 (sums of two parts).
+    """
+
+    count: int = 0
+    got: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    wanted: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    spread: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    together: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+
+    def add(self, got: Tensor, wanted: Tensor) -> None:
+        """Take in pairs, float64, (C, n) each."""
+        n, total = got.shape[1], self.count + got.shape[1]
+        if n == 0:
+            return
+        means = got.mean(1), wanted.mean(1)
+        centred = got - means[0][:, None]
+        apart = means[0] - self.got, means[1] - self.wanted
+        share = self.count * n / total
+        self.spread = self.spread + (centred * centred).sum(1) + share * apart[0] ** 2
+        self.together = self.together + (centred * wanted).sum(1) + share * apart[0] * apart[1]
+        self.got, self.wanted = self.got + apart[0] * (n / total), self.wanted + apart[1] * (n / total)
+        self.count = total
 
 
 _MOST = 0.1
@@ -109,17 +148,17 @@ def _rescale(rewriter: Rewriter, weight: fx.Node, factor: Tensor) -> list[fx.Nod
 
 
 class _SideBySide:
-    """The values of one batch in integer arithmetic, and in float: conversions left out, weights as they were."""
+    """The values of one batch in integer arithmetic, and in float: conversions left out, weights as they were.
 
-    def __init__(self, rewriter: Rewriter, batch: Batch) -> None:
-        self.gm, self.weights = rewriter.gm, rewriter.context.float_weights
-        self.integer = inputs_for(self.gm.graph, batch)
-        self.real = dict(self.integer)
+    A value goes when the last node that reads it has run.
+    """
+
+    def __init__(self, rewriter: Rewriter, batch: Batch, last: Mapping[fx.Node, list[fx.Node]]) -> None:
+        self.gm, self.weights, self._last = rewriter.gm, rewriter.context.float_weights, last
+        self.integer, self.real = (inputs_for(self.gm.graph, copied(batch)) for _ in range(2))
 
     def step(self, node: fx.Node) -> None:
         """Compute a node in both."""
-        if node.op == "placeholder":
-            return
         self.integer[node] = value_of(self.gm, node, self.integer)
         if node.name in self.weights:
             self.real[node] = read_attribute(self.gm, self.weights[node.name])
@@ -128,14 +167,38 @@ class _SideBySide:
         else:
             self.real[node] = value_of(self.gm, node, self.real)
 
+    def forget(self, node: fx.Node) -> None:
+        """Let go of what only this node still had to read. Weights in the form that the model holds take no memory."""
+        for dead in self._last.get(node, ()):
+            if dead.op != "get_attr":
+                del self.integer[dead], self.real[dead]
+
     def results(self, call: OpCall, channels: int) -> tuple[Tensor, Tensor]:
-        """What a layer computes in integers and in float: (channels, values per channel) each."""
+        """What a layer computes in integers and in float: float64, (channels, values per channel) each."""
 
         def result(env: dict[fx.Node, Any]) -> Tensor:
             tensors = {k: env[v] if isinstance(v, fx.Node) else v for k, v in call.tensors.items()}
             made: Tensor = call.op.target(**tensors, **call.options)
             weight_rank = tensors[call.op.quant.weight or ""].dim()
             axis = -1 if call.op.name == "linear" else made.dim() - weight_rank + 1
-            return made.movedim(axis, 0).reshape(channels, -1)
+            return made.movedim(axis, 0).reshape(channels, made.numel() // channels).double()
 
         return result(self.integer), result(self.real)
+
+
+def _dequantizes(node: fx.Node) -> bool:
+    return is_op(node, "dequantize", "dequantize_channel")
+
+
+def _step(runs: Sequence[_SideBySide], node: fx.Node) -> None:
+    """Compute a node for every batch; a weight once for all of them."""
+    first, *others = runs
+    if all(read.op == "get_attr" for read in node.all_input_nodes) and (node.op == "get_attr" or _dequantizes(node)):
+        first.step(node)
+        for run in others:
+            run.integer[node], run.real[node] = first.integer[node], first.real[node]
+    elif node.op != "placeholder":
+        for run in runs:
+            run.step(node)
+    for run in runs:
+        run.forget(node)

@@ -116,7 +116,7 @@ def test_a_large_network_is_compared_on_fewer_samples(monkeypatch):
 
     def compared(gm, context, batches):
         sizes.extend(len(batch.args[0]) for batch in batches)
-        return 50.0
+        return [50.0]
 
     monkeypatch.setattr(output_check, "_compared", compared)
     silent(net(), REFERENCE, [X] * 8)
