@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxq.backends import cpu, devices_of
 from fxq.binding import Bindings
-from fxq.data import Batch, first_of
+from fxq.data import Batch, check_finite, first_of
 from fxq.elsewhere import fit
 from fxq.errors import InputError, RecipeError
 from fxq.graphdata import NodeData, from_data, to_data
@@ -142,6 +142,10 @@ def _own(model: nn.Module, lender: nn.Module) -> None:
 class QuantizedModel(fx.GraphModule):
     """An integer model: callable, printable, editable like any `fx.GraphModule`.
 
+    Integers are neither NaN nor infinite: in an input, infinities become the ends of the grid, and NaN some value of
+    it, so that what comes out is finite where the float model returns NaN. `Recipe.static(check_inputs=True)` makes a
+    model that raises `InputError` on such an input.
+
     Attributes:
         history: one `Snapshot` per pass.
         ledger: what became of every op of the float model.
@@ -249,13 +253,16 @@ class QuantizedModel(fx.GraphModule):
         code = super().recompile()
         made: Any = type(self)  # every graph module has a class of its own
         plain = made.forward
-        bindings = Bindings(plain)
+        bindings, signature = Bindings(plain), inspect.signature(plain)
+        names = list(signature.parameters)[1:]  # without self
 
         @functools.wraps(plain)
         def forward(self: QuantizedModel, *args: Any, **kwargs: Any) -> Any:
+            if self.recipe.check_inputs:  # outside of what is bound to a kind of inputs: it depends on their values
+                check_finite(names, args, kwargs)
             return bindings(self, args, kwargs)
 
-        forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]  # also for who does not unwrap
+        forward.__signature__ = signature  # type: ignore[attr-defined]  # also for who does not unwrap
         made.forward = forward
         return code
 

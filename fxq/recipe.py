@@ -37,6 +37,7 @@ class Recipe:
         overrides: (selector, config) pairs; later ones win.
         leaf_modules: path globs of modules that are not traced into: they run in float, as they are.
         strict_trace: whether a module that cannot be traced is an error; else it becomes such a leaf, with a warning.
+        check_inputs: whether the quantized model refuses float inputs that hold NaN or Inf, at every call.
         concrete_args: arguments of forward, by name, that are fixed to a plain value; the graph checks them.
         edits: passes inserted and removed.
         optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
@@ -69,6 +70,7 @@ class Recipe:
     max_loss: float = 30.0
     min_sqnr: float | None = 12.0
     narrow: str = "auto"
+    check_inputs: bool = False
 
     def __post_init__(self) -> None:
         _ = self.pipeline
@@ -102,6 +104,7 @@ class Recipe:
         optimize: str = "speed",
         narrow: str = "auto",
         strict_trace: bool = False,
+        check_inputs: bool = False,
         leaf_modules: Iterable[str] = (),
         concrete_args: Mapping[str, Any] | None = None,
     ) -> Recipe:
@@ -117,6 +120,8 @@ class Recipe:
             narrow: "weights" or "activations": what gives up a bit on CPUs whose kernels overflow with 8 bits of both;
                 "auto": what costs less, tried on calibration data.
             strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.
+            check_inputs: let the quantized model raise `InputError` on a float input that holds NaN or Inf; else such
+                an input gives finite numbers, as integers are neither. It reads every input once more.
             leaf_modules: path globs of modules that are not traced into, as `leaf` adds them.
             concrete_args: arguments of forward that are fixed to plain values, by name, as `fix_args` fixes them.
 
@@ -129,6 +134,7 @@ class Recipe:
         preset = "static_corrected" if correct_bias else "static"
         config = QuantConfig(activation, weight)
         recipe = cls(preset, backend, config, optimize=optimize, strict_trace=strict_trace, narrow=narrow)
+        recipe = replace(recipe, check_inputs=check_inputs)
         return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
@@ -205,7 +211,7 @@ class Recipe:
         """The recipe as plain data, for `from_dict`. Defaults are left out."""
         data: dict[str, Any] = {"preset": self.preset}
         defaults = {f.name: f.default for f in fields(Recipe)}
-        for key in ("backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace"):
+        for key in _OPTIONS:
             value = getattr(self, key)
             if value != defaults[key]:
                 data[key] = "none" if value is None else value
@@ -271,9 +277,11 @@ class Recipe:
             raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from None
 
 
-_PLAIN = ("preset", "backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace", "concrete_args")
+_OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace", "check_inputs")
+_PLAIN = ("preset", *_OPTIONS, "concrete_args")
 _SHAPES: dict[str, Any] = {
     "strict_trace": bool,
+    "check_inputs": bool,
     "concrete_args": Mapping,
     "max_loss": (int, float),
     "min_sqnr": (int, float, str),

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -564,3 +565,71 @@ def test_an_example_that_does_not_fit():
     with pytest.raises(fxq.InputError, match=r"example_inputs: forward has no argument 'y'; it has x"):
         fxq.prepare(net(), REFERENCE, {"y": X})
     refused(net(), fxq.InputError, 'layer "stem"', "to have 3 channels", example_inputs=X[:, :1])
+
+
+# ---- NaN and Inf in the inputs of the quantized model
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, pair, index, *, scale=None):
+        y = self.a(x) + self.b(pair[0]) + pair[1]["z"]
+        return y[index] if scale is None else y[index] * scale
+
+
+def several():
+    """Inputs of `Several`."""
+    return (torch.rand(8, 4), [torch.rand(8, 4), {"z": torch.rand(8, 4)}], torch.arange(3)), {"scale": torch.rand(3, 4)}
+
+
+def test_without_a_check_nan_gives_finite_numbers():
+    """What the docstring says, and why there is an option."""
+    qmodel = fxq.quantize(net(), fxq.Recipe.static(optimize="coverage"), data=[X])
+    assert bool(qmodel(torch.full_like(X, NAN)).isfinite().all())
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_checked_inputs_are_finite_at_every_call(value, backend):
+    """The first calls, those of a graph bound to the kind, those of copies and after a pickle."""
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", check_inputs=True)
+    qmodel = fxq.quantize(net(), recipe, data=[X])
+    expected = fxq.quantize(net(), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])(X)
+    broken = X.clone()
+    broken[1, 2, 3, 4] = value
+    for model in (qmodel, copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        for _ in range(4):
+            assert torch.equal(model(X), expected)
+            for args, kwargs in [((broken,), {}), ((), {"x": broken})]:
+                with pytest.raises(fxq.InputError, match=r"the input x .*2, 3, 8, 8.* holds NaN or Inf.*check_inputs"):
+                    model(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["x", "pair", "z", "scale"])
+def test_a_checked_input_is_named_wherever_it_stands(name):
+    args, kwargs = several()
+    recipe = fxq.Recipe.static(backend="reference", check_inputs=True)
+    qmodel = fxq.quantize(Several().eval(), recipe, data=[{"x": args[0], "pair": args[1], "index": args[2], **kwargs}])
+    qmodel(*args, **kwargs)
+    tensor = {"x": args[0], "pair": args[1][0], "z": args[1][1]["z"], "scale": kwargs["scale"]}[name]
+    tensor.view(-1)[-1] = NAN
+    with pytest.raises(fxq.InputError, match=f"the input {'pair' if name == 'z' else name} "):
+        qmodel(*args, **kwargs)
+
+
+def test_large_numbers_are_finite():
+    """Also where their sum is not."""
+    qmodel = fxq.quantize(net(), fxq.Recipe.static(backend="reference", check_inputs=True), data=[X])
+    qmodel(torch.full_like(X, 3e38))
+    qmodel(torch.full_like(X, -3e38)[:0])
+
+
+def test_check_inputs_in_a_file():
+    recipe = fxq.Recipe.static(check_inputs=True)
+    assert recipe.to_dict() == {"preset": "static", "check_inputs": True}
+    assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
+    with pytest.raises(fxq.RecipeError, match="'check_inputs' has a value of the wrong shape"):
+        fxq.Recipe.from_dict({"check_inputs": "yes"})
