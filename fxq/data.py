@@ -140,12 +140,14 @@ def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
             raise InputError(f"{where}: input {i} is a nested tensor; give a dense one, .to_padded_tensor(0.0).")
         if tensor.layout is not torch.strided:
             raise InputError(f"{where}: input {i} is a {tensor.layout} tensor; give a dense one, .to_dense().")
-        if tensor.is_floating_point() and tensor.numel() and not bool((tensor < math.inf).all()):
+        if tensor.is_floating_point() and not _is_data(tensor):
             raise CalibrationError(f"{where}: input {i} {_describe(tensor)} holds NaN or Inf; clean the data.")
 
 
 def check_finite(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise `InputError` when a float tensor among the inputs of a call holds NaN or Inf. Reads each tensor once.
+
+    Not -Inf, as for `check_batch`.
 
     Args:
         names: of forward's arguments, in order; the last one stands for all that `*args` takes.
@@ -155,17 +157,17 @@ def check_finite(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str,
     given = zip_longest(names[: len(args)], args, fillvalue=names[-1] if names else "*args")
     for name, value in (*given, *kwargs.items()):
         for tensor in tensors(value):
-            if tensor.is_floating_point() and not _is_finite(tensor):
+            if tensor.is_floating_point() and not _is_data(tensor):
                 raise InputError(
                     f"the input {name} {_describe(tensor)} holds NaN or Inf, which integers cannot stand for. Find "
                     "what made it, or take off the recipe's check_inputs to get finite numbers in spite of it."
                 )
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite. Their sum tells, but for one that is too large to be finite itself."""
-    double = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    return math.isfinite(float(tensor.sum(dtype=double))) or bool(torch.isfinite(tensor).all())
+def _is_data(tensor: Tensor) -> bool:
+    """Whether no value is NaN or Inf. None is where the sum is finite; -Inf and large numbers take another look."""
+    dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    return math.isfinite(float(tensor.sum(dtype=dtype))) or bool((tensor < math.inf).all())
 
 
 def first_of(batch: Batch, most: int) -> Batch:

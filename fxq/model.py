@@ -144,7 +144,7 @@ class QuantizedModel(fx.GraphModule):
 
     Integers are neither NaN nor infinite: in an input, infinities become the ends of the grid, and NaN some value of
     it, so that what comes out is finite where the float model returns NaN. `Recipe.static(check_inputs=True)` makes a
-    model that raises `InputError` on such an input.
+    model that raises `InputError` where there is NaN or Inf (-Inf is what masks hold).
 
     Attributes:
         history: one `Snapshot` per pass.

@@ -37,7 +37,8 @@ class Recipe:
         overrides: (selector, config) pairs; later ones win.
         leaf_modules: path globs of modules that are not traced into: they run in float, as they are.
         strict_trace: whether a module that cannot be traced is an error; else it becomes such a leaf, with a warning.
-        check_inputs: whether the quantized model refuses float inputs that hold NaN or Inf, at every call.
+        check_inputs: whether the quantized model refuses float inputs that hold NaN or Inf, at every call. Not -Inf: it
+            is what masks for attention hold.
         concrete_args: arguments of forward, by name, that are fixed to a plain value; the graph checks them.
         edits: passes inserted and removed.
         optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
