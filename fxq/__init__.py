@@ -33,6 +33,12 @@ from fxq.spec import FLOAT, QuantConfig, TensorSpec
 
 __version__ = "0.1.0"
 
+
+def __dir__() -> list[str]:
+    """The public names; the modules behind them are fxq's own."""
+    return [*__all__, "__version__", "__doc__", "__file__", "__name__", "__path__"]
+
+
 __all__ = [
     "FLOAT",
     "FUSIONS",

@@ -24,6 +24,7 @@ from torch.fx.graph import CodeGen
 from torch.nn.modules import module as every_module
 
 from fxq.bindable import Bindable, Watch
+from fxq.calls import check_call
 from fxq.data import Batch
 from fxq.evaluate import inputs_for, last_uses
 from fxq.fixed import run
@@ -98,6 +99,7 @@ class Bindings:
         """The forward of `gm`. Kinds that take turns with more others than are remembered are not bound."""
         kind = None if self._never else kind_of(args, kwargs)
         if kind is None:
+            check_call(gm, args, kwargs)
             return self.plain(gm, *args, **kwargs)
         bound = self._known.get(kind)
         is_known = kind in self._known
@@ -111,6 +113,7 @@ class Bindings:
         elif is_known and not self._never:
             value, bound = bind(gm, args, kwargs)
         else:
+            check_call(gm, args, kwargs)
             value = self.plain(gm, *args, **kwargs)  # where it raises, the kind stays unknown
         self._remember(kind, bound, getattr(gm, "kinds_kept", KEPT))
         return value

@@ -6,6 +6,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable
+from functools import cache
 
 
 class FxqError(Exception):
@@ -44,6 +45,10 @@ class RenderError(FxqError):
     """A picture could not be drawn, or a file could not be written."""
 
 
+class NoAttributeError(FxqError, AttributeError):
+    """A quantized model does not have what the float model has. `hasattr` and `getattr` with a default take it so."""
+
+
 class FxqWarning(UserWarning):
     """Something worth knowing that did not stop fxq."""
 
@@ -76,9 +81,19 @@ def words_of(error: Exception) -> str:
     return str(error).partition("\n\nWhile executing")[0]
 
 
+_BETWEEN = frozenset({"fxq", "torch", "contextlib", "copy", "pickle"})
+"""What calls fxq, or is called by it, on the way from the user's line."""
+
+
 def warn(message: str) -> None:
-    """Issue an `FxqWarning` that points at the user's line: the first frame outside fxq and torch."""
+    """Issue an `FxqWarning` that points at the user's line: the first frame outside of fxq, torch and what they use."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("fxq", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, FxqWarning, stacklevel=level - 1)
+    warnings.warn(message, FxqWarning, stacklevel=level)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """The same, once in a process: for what does not change while it runs."""
+    warn(message)

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.backends import cpu, devices_of
-from fxq.binding import Bindings
+from fxq.binding import KEPT, Bindings
+from fxq.calls import compiled, has_kernels
 from fxq.data import Batch, check_finite, first_of
 from fxq.elsewhere import fit
 from fxq.errors import InputError, RecipeError
 from fxq.graphdata import NodeData, from_data, to_data
+from fxq.handed import Handed
 from fxq.history import History
 from fxq.layers import LayerQParams, layers_of
 from fxq.ledger import Ledger
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fxq")
 
+PLACE = "fxq_place"
+"""The empty parameter of a quantized model, which tells its device and dtype."""
+_KNOWN = ("history", "ledger", "recipe", "backend", "record", "kinds_kept", "_decided", "_handed")
+"""What a quantized model knows besides its graph and tensors, and takes along when it is copied."""
 SAMPLES, BATCHES = 4, 8
 """Most samples of a calibration batch, and of how many batches, that are kept to verify and to correct with.
 
@@ -152,6 +158,10 @@ class QuantizedModel(fx.GraphModule):
         recipe: the recipe that made it.
         backend: name of the backend that its kernels belong to.
         record: what was seen of the float model: how its values lie, its inputs and its size.
+        kinds_kept: of how many kinds of inputs (shapes, dtypes, threads) it keeps a function that runs without looking
+            anything up; 16. Those of more kinds in turn run without one. 0: of none.
+
+    Plain data of the float model (numbers, strings, containers, config objects) is handed on, copied: `qmodel.config`.
     """
 
     history: History
@@ -160,29 +170,44 @@ class QuantizedModel(fx.GraphModule):
     backend: str
     record: Record
     _decided: tuple[Pin, ...]
+    kinds_kept: int
+    _handed: Handed
     _float: weakref.ref[nn.Module] | None = None
+
+    def __init__(self, root: Any, graph: fx.Graph, class_name: str = "QuantizedModel") -> None:
+        super().__init__(root, graph, class_name)
+        home = next((t.device for t in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+        # Much code asks the first parameter of a model where it is, and a fully integer one has none.
+        self.register_parameter(PLACE, nn.Parameter(torch.empty(0, dtype=torch.float32, device=home), False))
 
     @classmethod
     def from_manager(cls, manager: PassManager, ledger: Ledger, record: Record) -> QuantizedModel:
         """Wrap the graph of a manager that has run its pipeline to the end."""
         context = manager.context
         check_names(manager.gm, cls)
-        model = cls(manager.gm, manager.gm.graph, class_name="QuantizedModel")
+        model = cls(manager.gm, manager.gm.graph)
         _own(model, context.model)
-        model._attach(manager.history, ledger, context.recipe, context.backend.name, record, context.decided)
+        model._attach(
+            history=manager.history,
+            ledger=ledger,
+            recipe=context.recipe,
+            backend=context.backend.name,
+            record=record,
+            kinds_kept=KEPT,
+            _decided=context.decided,
+            _handed=Handed.of(context.model),
+        )
         model._float = weakref.ref(context.model)
         return model.eval()
 
-    def _attach(
-        self, history: History, ledger: Ledger, recipe: Recipe, backend: str, record: Record, decided: tuple[Pin, ...]
-    ) -> None:
-        self.history, self.ledger, self.recipe, self.backend = history, ledger, recipe, backend
-        self.record, self._decided = record, decided
+    def _attach(self, **known: Any) -> None:
+        for name, value in known.items():
+            setattr(self, name, value)
 
     @property
-    def _parts(self) -> tuple[Any, ...]:
-        """What it knows besides its graph and tensors: the arguments of `_attach`."""
-        return self.history, self.ledger, self.recipe, self.backend, self.record, self._decided
+    def _parts(self) -> dict[str, Any]:
+        """What it knows besides its graph and tensors, by attribute."""
+        return {name: getattr(self, name) for name in _KNOWN}
 
     @property
     def output_sqnr(self) -> float | None:
@@ -191,6 +216,30 @@ class QuantizedModel(fx.GraphModule):
         Example, for your CI: `assert qmodel.output_sqnr > 20`.
         """
         return self.ledger.output_sqnr
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is, and takes its inputs."""
+        return self.get_parameter(PLACE).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its floating-point inputs and outputs: float32, whatever it computes with inside."""
+        return self.get_parameter(PLACE).dtype
+
+    def __getattr__(self, name: str) -> Any:
+        """Plain data of the float model, where the quantized model has nothing of that name itself.
+
+        Raises:
+            NoAttributeError: what the float model has there is a method, a module or a tensor.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            handed = self.__dict__.get("_handed")
+            if handed is None or name.startswith("__"):
+                raise
+        return handed.get(type(self).__name__, name)
 
     @property
     def float_model(self) -> nn.Module | None:
@@ -252,12 +301,14 @@ class QuantizedModel(fx.GraphModule):
         """As in `fx.GraphModule`: to be called when the graph was edited. Its forward binds itself to its inputs."""
         code = super().recompile()
         made: Any = type(self)  # every graph module has a class of its own
-        plain = made.forward
+        plain, kernels = made.forward, has_kernels(self)
         bindings, signature = Bindings(plain), inspect.signature(plain)
         names = list(signature.parameters)[1:]  # without self
 
         @functools.wraps(plain)
         def forward(self: QuantizedModel, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return compiled(self, plain, kernels, args, kwargs)
             if self.recipe.check_inputs:  # outside of what is bound to a kind of inputs: it depends on their values
                 check_finite(names, args, kwargs)
             return bindings(self, args, kwargs)
@@ -337,8 +388,8 @@ class QuantizedModel(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         copied = super().__deepcopy__(memo)
-        model = QuantizedModel(copied, copied.graph, class_name="QuantizedModel")
-        model._attach(*copy.deepcopy(self._parts, memo))
+        model = QuantizedModel(copied, copied.graph)
+        model._attach(**copy.deepcopy(self._parts, memo))
         return model.eval()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -350,8 +401,8 @@ def _restore(held: Any, data: list[NodeData], parts: Any, made_on: Mapping[str, 
     """Inverse of `QuantizedModel.__reduce__`. On another machine than `made_on`, the kernels are asked again."""
     root = nn.Module()
     root._parameters, root._buffers, root._modules = held
-    model = QuantizedModel(root, from_data(data), class_name="QuantizedModel")
-    model._attach(*parts)
+    model = QuantizedModel(root, from_data(data))
+    model._attach(**parts)
     if made_on != cpu.machine():
         fit(model, made_on)
     return model.eval()

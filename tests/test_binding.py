@@ -1,6 +1,7 @@
 """A model's later calls run a function that its graph was bound to: the numbers must not tell."""
 
 import copy
+import pickle
 import sys
 import threading
 import traceback
@@ -100,6 +101,21 @@ def test_more_kinds_in_turn_than_are_kept_are_not_bound():
     for x in batches * 3:
         assert torch.equal(qmodel(x), plain(qmodel, x))
     assert functions(qmodel) == []
+
+
+@pytest.mark.parametrize("copied", [lambda q: q, copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))])
+@pytest.mark.parametrize("kept", [0, 1, 3, KEPT + 2])
+def test_how_many_kinds_are_kept_is_an_option(copied, kept):
+    qmodel, batches = quantized(), [torch.cat([X] * n) for n in range(1, kept + 1)]
+    assert qmodel.kinds_kept == KEPT
+    qmodel.kinds_kept = kept
+    qmodel = copied(qmodel)
+    for x in batches * 3:
+        assert torch.equal(qmodel(x), plain(qmodel, x))
+    assert len(functions(qmodel)) == kept
+    for _ in range(3):
+        assert torch.equal(qmodel(X[:1]), plain(qmodel, X[:1]))
+    assert len(functions(qmodel)) == kept
 
 
 def test_kinds_differ_by_all_that_kernels_look_at():

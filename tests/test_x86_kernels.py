@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends import cpu
+from fxq.backends import cpu, x86_conv
 from fxq.backends.convert import dequantize, prelu_quantize, quantize
 from fxq.backends.elementwise import Clamp, Pad
 from fxq.backends.kernel import Kernel, Post
@@ -211,6 +211,41 @@ def test_one_kernel_serves_every_input():
         agree(y, F.conv2d(real(x, X), w, padding=1), OUTS[0])
         assert x.dim() == 3 or y.is_contiguous(memory_format=CHANNELS_LAST)
     assert len(conv._packed.of_sizes) <= conv.sizes_kept
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"groups": 8}, {"groups": 2, "padding": 1}, {"post": Post("leaky_relu", (0.1,))}]
+)
+def test_many_sizes_share_a_few_packed_weights(options, monkeypatch):
+    """Whatever size a weight was packed for, the numbers are those of a kernel that has seen no other."""
+    q, qp, _ = weight(8, 8 // options.get("groups", 1), 3, 3)
+    grid = QParams.per_tensor(0.0217, 50, 0, 127)
+    conv, packed = Conv(q, qp, torch.randn(8), grid, OUTS[1], **options), []
+    prepack = torch.ops.onednn.qconv_prepack
+    monkeypatch.setattr(x86_conv, "_onednn", Counting(packed, prepack))
+    sizes = [(1, h, 5 + 3 * h) for h in range(3, 9)] + [(n, 9, 9) for n in range(1, 5)] + [(1, 33, 40), (2, 56, 56)]
+    inputs = [torch.randint(0, 128, (n, 8, h, w_), dtype=torch.uint8) for n, h, w_ in sizes]
+    results = [conv(x) for x in inputs for _ in range(2)]
+    forms = 2 if options.get("groups", 1) > 1 and "post" in options else 1
+    assert len(packed) <= x86_conv.PACKED * forms
+    monkeypatch.undo()
+    for i, x in enumerate(inputs):
+        fresh = copies(conv)[0]
+        assert torch.equal(results[2 * i], fresh(x)) and torch.equal(results[2 * i + 1], fresh(x))
+
+
+class Counting:
+    """oneDNN's operators; it notes how often a weight is packed."""
+
+    def __init__(self, packed, prepack):
+        self.packed, self.prepack = packed, prepack
+
+    def qconv_prepack(self, *args):
+        self.packed.append(args)
+        return self.prepack(*args)
+
+    def __getattr__(self, name):
+        return getattr(torch.ops.onednn, name)
 
 
 def test_same_padding():

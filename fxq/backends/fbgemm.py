@@ -12,7 +12,7 @@ from fxq.backends import cpu, packed, packed_conv, packed_linear
 from fxq.backends.base import Trap
 from fxq.backends.packed_rows import PackedBackend, table
 from fxq.backends.rows import Row
-from fxq.errors import warn
+from fxq.errors import warn_once
 from fxq.graph import info
 from fxq.spec import QuantConfig
 from fxq.unit import OpCall
@@ -95,7 +95,7 @@ class Fbgemm(PackedBackend):
         """Refuse a build without the engine; warn where 8-bit activations would overflow."""
         super().check_machine()
         if not cpu.has_vnni():
-            warn(
+            warn_once(
                 "this CPU has no VNNI: fbgemm adds pairs of products in 16 bits, which activations and weights of 8 "
                 "bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the ledger what "
                 "was chosen); expect a little less accuracy."

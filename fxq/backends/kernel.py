@@ -59,6 +59,13 @@ def decode(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+OPAQUE = (
+    "Its kernels are packed for this machine; nothing that traces, maps or differentiates looks into them. Quantize "
+    'with backend="reference": that graph is made of operators only, with the same numbers but for rounding ties.'
+)
+"""What to do where a tool wants to look into kernels."""
+
+
 class Packed:
     """What a kernel has made of its tensors, which cannot be copied; it holds for as long as they are as they were.
 
@@ -74,6 +81,9 @@ class Packed:
         self.about = _about(buffers)
         self.made: dict[Hashable, Any] = {}
         self.of_sizes: OrderedDict[Hashable, Any] = OrderedDict()
+
+
+_PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 def _about(buffers: Mapping[str, Tensor | None]) -> dict[str, Any]:
@@ -140,6 +150,8 @@ class Kernel(Bindable):
     def _packed_now(self) -> Packed:
         packed = self._packed
         if packed is None or not packed.seen.holds():
+            if any(type(tensor) not in _PLAIN for tensor in self._buffers.values()):
+                raise InputError(f"{self.name}: a tool runs the model on tensors that are no plain ones. {OPAQUE}")
             own_memory(self._buffers)
             if packed is not None:
                 self._check_edit(packed.about)

@@ -95,7 +95,8 @@ class Conv(PackedKernel):
             return self.forward(x.unsqueeze(0)).squeeze(0)
         self._check(x.shape[1], self.weight.shape[1] * self.groups)
         op = getattr(quantized, f"conv{dims}d{'_relu' if self._finish.relu else ''}")
-        return self._finish(op(as_quint8(x, *self._input), self._weight(), *self._output))
+        weight = self._weight()  # first: it refuses tensors that are no plain ones
+        return self._finish(op(as_quint8(x, *self._input), weight, *self._output))
 
 
 class ConvTranspose(PackedKernel):
@@ -196,7 +197,8 @@ class ConvTranspose(PackedKernel):
             q = as_quint8(dense(x).unsqueeze(2), *self._input)
             return self._finish(quantized.conv_transpose3d(q, self._weight(), *self._output)).squeeze(2)
         op = getattr(quantized, f"conv_transpose{dims}d")
-        return self._finish(op(as_quint8(x, *self._input), self._weight(), *self._output))
+        weight = self._weight()  # first: it refuses tensors that are no plain ones
+        return self._finish(op(as_quint8(x, *self._input), weight, *self._output))
 
 
 def _geometry(padding: Any, weight: Tensor, **options: int | Sequence[int]) -> dict[str, list[int]]:

@@ -78,7 +78,8 @@ class Linear(PackedKernel):
         if self.out is None:
             return self._float(x)
         op = quantized.linear_relu if self._finish.relu else quantized.linear
-        return self._finish(op(as_quint8(x, *self._input), self._weight(), *self._output))
+        weight = self._weight()  # first: it refuses tensors that are no plain ones
+        return self._finish(op(as_quint8(x, *self._input), weight, *self._output))
 
     def _float(self, x: Tensor) -> Tensor:
         """The kernel takes float32 and rounds it to the grid, on which it lies already."""

@@ -18,7 +18,7 @@ from fxq.backends.lowering import RowBackend
 from fxq.backends.rows import Row
 from fxq.backends.x86_base import adds_in_int16, is_depthwise
 from fxq.backends.x86_rows import ROWS
-from fxq.errors import BackendError, warn
+from fxq.errors import BackendError, warn_once
 from fxq.graph import info
 from fxq.unit import OpCall
 
@@ -37,7 +37,7 @@ class X86(RowBackend):
                 f'with torch {torch.__version__}. Use backend="reference".'
             )
         if not cpu.has_vnni():
-            warn(
+            warn_once(
                 "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which activations and "
                 "weights of 8 bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the "
                 "ledger what was chosen); expect a little less accuracy."
