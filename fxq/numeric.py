@@ -22,6 +22,8 @@ _AT_ONCE = 1 << 15
 class Agreement:
     """How far values are from what they should be: sums in float64 over any number of tensors.
 
+    Infinity where it should be counts as nothing.
+
     Attributes:
         signal: sum of the squares of what they should be.
         energy: sum of their own squares.
@@ -52,7 +54,7 @@ class Agreement:
             want, got = want.double(), got.double()
             difference = want - got
             if not math.isfinite(float(difference.sum())):  # the same infinity in both, as behind a mask, is no error
-                alike = (want == got) | (want.isnan() & got.isnan())
+                alike = (want.isinf() & (want == got)) | (want.isnan() & got.isnan())
                 want, got = want.masked_fill(alike, 0.0), got.masked_fill(alike, 0.0)
                 difference = want - got
             self.signal += float(torch.dot(want, want))

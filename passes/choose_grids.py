@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
-from fxq.errors import PassError
+from fxq.errors import CalibrationError, PassError
 from fxq.fills import Fills
 from fxq.graph import Edge, Plan, info, reads_of, reads_only_metadata, submodule, unobserved
 from fxq.observers import Observer
@@ -37,6 +38,7 @@ class ChooseGrids(Pass):
     Where kernels overflow with 8 bits and `context.narrow` says activations, the grids that they read have 7.
     Constants of masks, pads and fills are no data. The grid becomes wider for them by one bit at most; one further out
     keeps the values that may hold it, and the ops that read them, in float, up to where something new is computed.
+    Refuses: infinity that a layer multiplies with its weights.
     """
 
     name: ClassVar[str] = "choose-grids"
@@ -72,6 +74,7 @@ class _Chooser:
         plans: the plans that change.
         off: values that are on no grid, with the reason for their readers.
         gives_way: whether grids have a bit less where kernels that read them overflow with 8.
+        infinite: those of them that hold infinity.
     """
 
     def __init__(self, rewriter: Rewriter) -> None:
@@ -81,6 +84,7 @@ class _Chooser:
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         self.plans: dict[fx.Node, Plan] = {}
         self.off: dict[fx.Node, str] = {}
+        self.infinite: set[fx.Node] = set()
         self._strands: dict[Key, Strand] = {}
         for node in rewriter.nodes():
             observer = submodule(self.gm, node)
@@ -174,6 +178,8 @@ class _Chooser:
             strand.constants |= constants
             return True
         words = f"holds {', '.join(f'{value:g}' for value in sorted(far))}, far outside of its data"
+        if any(map(math.isinf, far)):
+            self.infinite.add(node)
         self.off[node] = f"{words} ({strand.low:.3g} to {strand.high:.3g})"
         for spec in [spec for value, spec in self._strands if value is node]:
             del self._strands[node, spec]
@@ -191,6 +197,11 @@ class _Chooser:
         plan = self._plan(node)
         calls = calls_of(self.gm, node)
         first = min((read.call for read in inputs_of(calls) if unobserved(self.gm, read.node) is value), default=0)
+        if value in self.infinite and calls[first].op.quant.heavy:
+            raise CalibrationError(
+                f"{where(self.gm, node)}: its input %{value.name} holds Inf, which a mask may, but nothing that a "
+                "layer multiplies; clean the data."
+            )
         if first == 0 or plan.fate != "int8" or not calls[0].op.quant.heavy:
             self.plans[node] = Plan("float", reason)
         elif plan.kernel_ops is None or plan.kernel_ops > first:
