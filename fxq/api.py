@@ -264,7 +264,7 @@ def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | No
     with untouched(own), torch.no_grad(), without_autocast(), bar as advance:
         for i, batch in enumerate(stream):
             with naming_batch(i, batch):
-                observed(*batch.args, **batch.kwargs)
+                nn.Module.__call__(observed, *batch.args, **batch.kwargs)  # its own __call__ prints what goes wrong
             advance()
 
 

@@ -21,11 +21,16 @@ def _is_library(frame: Any) -> bool:
 
 
 class Untraceable(Exception):
-    """A forward asks for something that no graph can hold. `node` is the value that it asks."""
+    """A forward asks for something that no graph can hold.
 
-    def __init__(self, why: str, node: fx.Node) -> None:
+    Attributes:
+        node: the value that it asks, if it is one that was traced.
+        way: what to do about it, where that is not what it always is.
+    """
+
+    def __init__(self, why: str, node: fx.Node | None = None, way: str = "") -> None:
         super().__init__(why)
-        self.node = node
+        self.node, self.way = node, way
 
 
 @dataclass(frozen=True)
@@ -36,16 +41,20 @@ class Blame:
         place: `file:line`, or the model's type where that is not known.
         path: path of the module whose forward it is in; empty for the model itself.
         why: what happened there, with the value that it depends on.
+        way: what to do about it; empty for what there always is to do.
     """
 
     place: str
     path: str
     why: str
+    way: str = ""
 
     def error(self) -> str:
         """The message for the error, with the ways out."""
         layer = f' in layer "{self.path}"' if self.path else ""
         leaf = f'"{self.path}")' if self.path else '"path.of.module") for a module that holds it'
+        if self.way:
+            return f"cannot trace {self.place}{layer}: {self.why} {self.way}"
         return (
             f"cannot trace {self.place}{layer}: {self.why} "
             "A graph has no branches or loops over data. Two ways out: write it without (torch.where, a fixed "
@@ -70,13 +79,14 @@ def blame(model: nn.Module, error: Exception) -> Blame:
             module = owner if isinstance(owner, nn.Module) else module
         frame = frame.tb_next
     path = next((name for name, m in model.named_modules() if m is module), "") if module is not None else ""
+    way = ""
     if isinstance(error, Untraceable):
-        depends = _made(error.node)
+        depends, way = _made(error.node) if error.node is not None else "", error.way
     else:
         values = [f"{name} (%{v.node.name})" for name, v in local.items() if isinstance(v, fx.Proxy)]
         depends = f" Values traced there: {', '.join(values)}." if values else ""
     reason = str(error).strip().partition(". ")[0].rstrip(".")
-    return Blame(place or type(model).__name__, path, f"{reason or type(error).__name__}.{depends}")
+    return Blame(place or type(model).__name__, path, f"{reason or type(error).__name__}.{depends}", way)
 
 
 def _made(node: fx.Node) -> str:

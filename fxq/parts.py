@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxq.graph import info
@@ -20,14 +19,15 @@ from fxq.values import found_in, is_value
 def apart(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call of an op, with tuples in the place of traced ones: of tensors as of sizes."""
     found = OPS.of_call(target)
-    if found is None or target is operator.getitem:
+    if found is None or getattr(target, "__module__", None) == operator.add.__module__:  # x.size()[:-1] + (3,)
         return args, kwargs
     listed = _listed if found[0].quant.inputs == ("xs",) else _sizes
     return tuple(map(listed, args)), {key: listed(value) for key, value in kwargs.items()}
 
 
 def _sizes(value: Any) -> Any:
-    return tuple(value) if is_value(value) and type(value._value) is torch.Size else value
+    sizes = value._value if is_value(value) else None
+    return tuple(value) if isinstance(sizes, (tuple, list)) and all(isinstance(n, int) for n in sizes) else value
 
 
 def sliced(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

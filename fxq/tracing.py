@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from torch.nn.utils import parametrize
 from fxq.alias import Watch
 from fxq.arguments import arguments, can_be_default, expanded
 from fxq.asked import Asked
-from fxq.blame import blame, user_line
+from fxq.blame import Untraceable, blame, user_line
 from fxq.checks import make_output
 from fxq.data import Batch
 from fxq.errors import FxqError, InputError, TraceError, words_of
@@ -206,7 +207,16 @@ class Tracer(fx.Tracer):
             return self.create_proxy(
                 "call_function", make_output, (f"{type(a).__module__}:{type(a).__qualname__}", held), {}
             ).node
-        return super().create_arg(a)
+        try:
+            return super().create_arg(a)
+        except NotImplementedError:
+            raise Untraceable(_NO_ARGUMENT.format(kind=type(a).__name__), way=self._way_out()) from None
+
+    def _way_out(self) -> str:
+        """What to do about an object that no graph can hold."""
+        if "use_cache" in inspect.signature(self.root.forward).parameters:
+            return "Do without it: recipe.fix_args(use_cache=False), if it is the cache of a decoder."
+        return "Give and return tensors, and tuples, lists, dicts and dataclasses of them."
 
     def _attribute(self, tensor: Tensor) -> fx.Node:
         """The node that reads a tensor of the model, or one that a forward has made of nothing traced."""
@@ -259,7 +269,11 @@ class Tracer(fx.Tracer):
                 if kind == "call_method":
                     return getattr(values[0], target)(*values[1:], **named)
                 called = self.root.get_submodule(target) if kind == "call_module" else target
+                if kind == "call_module" and _has_traced_weights(called):
+                    raise TraceError(_SWAPPED.format(path=target))
                 return called(*values, **named)
+        except TraceError:
+            raise
         except Exception as error:
             given = ", ".join(
                 f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in values if isinstance(a, Tensor)
@@ -283,7 +297,8 @@ class Tracer(fx.Tracer):
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(m):
             return False  # a forward set on the object is not that of its type, so what the table says does not hold
         own = type(m).__mro__[1] if parametrize.is_parametrized(m) else type(m)
-        return own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or own in _SPELLED_MODULES
+        known = own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or own in _SPELLED_MODULES
+        return known and not _has_traced_weights(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace into a module, or keep it as a leaf: where it is one, and where tracing into it fails."""
@@ -362,6 +377,18 @@ _IDLE = "fxq_idle"
 _SPELLED_MODULES = frozenset(
     s.target for row in OPS for s in row.spellings if isinstance(s.target, type) and issubclass(s.target, nn.Module)
 )
+
+
+_NO_ARGUMENT = "an object of type {kind} is returned, or given to a layer, and no graph can hold it."
+_SWAPPED = (
+    'layer "{path}" is called with weights that the forward gives it (torch.func.functional_call), and a leaf is '
+    "called with its own: do not keep it as one, but a module that calls it, if any."
+)
+
+
+def _has_traced_weights(module: nn.Module) -> bool:
+    """Whether `torch.func.functional_call` has put traced values in the place of a module's tensors."""
+    return any(is_value(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()))
 
 
 def is_kept(path: str, leaves: tuple[str, ...]) -> bool:

@@ -177,3 +177,9 @@ def test_an_activation_behind_a_layer_with_a_computed_bound_is_no_part_of_its_ke
     qmodel = fxq.quantize(model, RECIPES["coverage"], data=[(X, 0.25)])
     assert [(e.op, e.fate) for e in qmodel.ledger] == [("conv2d", "int8"), ("hardtanh", "float"), ("conv2d", "int8")]
     near(model, qmodel, X, 0.125)
+
+
+def test_sizes_may_be_put_together():
+    model = between(lambda x: x.flatten(2).view(x.size()[:-1] + x.shape[3:]).reshape((*x.shape[:-1], x.size(3))))
+    qmodel = fxq.quantize(model, RECIPES["coverage"], data=[X, OTHER])
+    near(model, qmodel, OTHER)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 import fxq
 from fxq.numeric import sqnr
@@ -735,3 +736,75 @@ def test_an_encoder(masked):
 def words(n, length, masked):
     ids = torch.arange(n * length).reshape(n, length) % 30
     return {"input_ids": ids, **({"attention_mask": (ids > 2).long()} if masked else {})}
+
+
+# ---- what a graph holds, and what it does not
+
+
+CALLS = {
+    "own": lambda self, x: functional_call(self.l, dict(self.l.named_parameters()), (x,)),
+    "parameter": lambda self, x: functional_call(self.l, {"weight": self.w, "bias": self.l.bias}, x),
+    "computed": lambda self, x: functional_call(self.l, {"weight": torch.tanh(self.w)}, x),
+    "of data": lambda self, x: functional_call(self.l, {"bias": x.mean(0)}, x),
+    "nested": lambda self, x: functional_call(self.s, {"0.weight": self.w}, x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_functional_call(call):
+    """A layer that is called with other weights is no leaf: "__hash__ method should return an integer"."""
+    layers = {"l": nn.Linear(8, 8), "s": nn.Sequential(nn.Linear(8, 8), nn.ReLU()), "o": nn.Linear(8, 4)}
+    model = module(lambda self, x: self.o(call(self, x)), w=torch.randn(8, 8), **layers)
+    x = torch.randn(4, 8)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    qmodel = close(model, x)
+    assert [e.fate for e in qmodel.ledger.where(op="linear")].count("int8") == (1 if call is CALLS["of data"] else 2)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_leaf_is_not_called_with_other_weights():
+    inner = module(CALLS["parameter"], l=nn.Linear(8, 8), w=torch.randn(8, 8))
+    with pytest.raises(fxq.TraceError, match=r'layer "l" is called with weights .* a leaf is called with its own'):
+        fxq.quantize(inner, REFERENCE.leaf("l"), data=[torch.randn(4, 8)])
+    outer = module(lambda self, x: self.o(self.inner(x)), inner=inner, o=nn.Linear(8, 4))
+    with pytest.warns(fxq.FxqWarning, match='layer "inner" .* cannot be traced'):
+        qmodel = fxq.quantize(outer, REFERENCE.leaf("inner.l"), data=[x := torch.randn(4, 8)])
+    assert [(e.path, e.fate) for e in qmodel.ledger] == [("inner", "float"), ("o", "int8")]
+    with torch.no_grad():
+        assert sqnr(outer(x), qmodel(x)) > 30
+
+
+class Cache:
+    """What a decoder returns besides its output: no container that a graph knows."""
+
+
+@pytest.mark.parametrize(
+    ("forward", "way"),
+    [
+        (lambda self, x, use_cache=True: (self.l(x), Cache()) if use_cache else self.l(x), "fix_args(use_cache=False)"),
+        (lambda self, x: (self.l(x), Cache()), "return tensors, and tuples, lists, dicts and dataclasses of them"),
+    ],
+)
+def test_an_object_that_no_graph_holds(forward, way):
+    """The message told to write a cache without torch.where."""
+    model = module(forward, l=nn.Linear(8, 4))
+    with pytest.raises(fxq.TraceError, match="an object of type Cache is returned") as caught:
+        fxq.quantize(model, REFERENCE, data=[(torch.randn(4, 8),)])
+    assert way in str(caught.value) and "torch.where" not in str(caught.value)
+    if "use_cache" in way:
+        assert fxq.quantize(model, REFERENCE.fix_args(use_cache=False), data=[(torch.randn(4, 8),)])
+
+
+def test_nothing_is_printed_where_a_graph_is_tried_on_one_sample(capsys):
+    """torch.fx prints what goes wrong in a graph module's call: 24 lines of a quantization that worked."""
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(self.l(x), [5, 4, 3], batch_first=True)
+        return self.o(nn.utils.rnn.pad_packed_sequence(self.r(packed)[0], batch_first=True)[0])
+
+    model = module(forward, l=nn.Linear(8, 8), r=nn.LSTM(8, 8, batch_first=True), o=nn.Linear(8, 4))
+    close(model, torch.randn(3, 5, 8))
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(fxq.InputError, match=r"data, batch 1 .*the model does not run on it"):
+        fxq.quantize(model, REFERENCE, data=[torch.randn(3, 5, 8), torch.randn(3, 5, 9)])
+    assert capsys.readouterr() == ("", "")
