@@ -301,13 +301,15 @@ def _is_only_counted(node: fx.Node) -> bool:
 
 
 def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node can go when nobody reads it: an op, unit or kernel, a weight, or a look at metadata.
+    """Whether the node can go when nobody reads it: an op, unit or kernel, a weight, a look at metadata or a size of it.
 
     Modules say so with an attribute `pure = True`.
     """
     module = submodule(gm, node)
     if module is not None:
         return getattr(module, "pure", False) is True
+    if node.target is operator.getitem and is_plain(node):
+        return True
     return node.op == "get_attr" or op_of(node) is not None or (reads_only_metadata(node) and not is_check(node))
 
 

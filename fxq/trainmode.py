@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,8 +31,8 @@ def _looks_at_mode(module: nn.Module) -> bool:
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0:
         return True
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    own = vars(module).get("forward")
-    return isinstance(module, nn.RReLU) or _reads_mode(type(module)) or any(map(_names_mode, (*hooks, own)))
+    own, kind = vars(module).get("forward"), cast(type, type(module))
+    return isinstance(module, nn.RReLU) or _reads_mode(kind) or any(map(_names_mode, (*hooks, own)))
 
 
 @lru_cache(maxsize=4096)

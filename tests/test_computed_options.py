@@ -7,7 +7,7 @@ from torch import nn
 
 import fxq
 from fxq.numeric import sqnr
-from tests.helpers import module
+from tests.helpers import graph, lines, module, text
 
 RANDOM = torch.Generator().manual_seed(0)
 X, OTHER = torch.randn(4, 3, 12, 12, generator=RANDOM), torch.randn(2, 3, 20, 16, generator=RANDOM)
@@ -68,6 +68,18 @@ def test_a_window_of_the_size_of_its_input_is_a_global_pooling(pool, recipe):
     assert op in ("adaptive_avg_pool2d", "adaptive_max_pool2d")
     if recipe is RECIPES["coverage"]:
         assert fate in ("int8", "moves")
+
+
+def test_nothing_is_left_of_the_sizes():
+    model = between(lambda x: F.avg_pool2d(x, x.size()[2:]))
+    assert text(graph(model, X)) == lines("""
+        x = input
+        check_fixed = check_fixed({'x': x}, {'x': '<a tensor with 4 axes>'})
+        a = conv2d(x, @a.weight, @a.bias)
+        avg_pool2d = adaptive_avg_pool2d(a, output_size=(1, 1))
+        b = conv2d(avg_pool2d, @b.weight, @b.bias)
+        return b
+    """)
 
 
 @pytest.mark.parametrize("dims", [1, 3])

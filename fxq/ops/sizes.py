@@ -40,9 +40,9 @@ def _axes(value: Any) -> list[Axis]:
     if (value.target == "size" and len(value.args) == 1) or (value.target is getattr and value.args[1] == "shape"):
         return _all_axes(value.args[0])
     part = value.args[1] if value.target is operator.getitem else None
-    bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else (part,)
-    plain = isinstance(part, slice) and all(b is None or isinstance(b, int) for b in bounds)
-    return _axes(value.args[0])[part] if plain else []
+    if not isinstance(part, slice) or any(isinstance(bound, fx.Node) for bound in (part.start, part.stop, part.step)):
+        return []
+    return _axes(value.args[0])[part]
 
 
 def _all_axes(x: Any) -> list[Axis]:
