@@ -12,6 +12,7 @@ from torch import fx
 from fxq.context import Context
 from fxq.data import Batch, first_of
 from fxq.errors import InputError, warn
+from fxq.faithful import run_model
 from fxq.ledger import Ledger
 from fxq.numeric import Agreement, tensors
 from fxq.untouched import copied, seeded, untouched, without_autocast
@@ -42,7 +43,7 @@ def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context, macs: int = 0)
 
     Source: Krishnamoorthi 2018, section 3.
     """
-    with untouched(context.model), torch.no_grad(), without_autocast():
+    with torch.no_grad(), without_autocast():
         try:
             return _compared(gms, context, _samples(context, macs))
         except (InputError, RuntimeError, IndexError, ValueError) as error:
@@ -62,11 +63,11 @@ def _compared(
 ) -> list[float | None]:
     found, outputs = [Agreement() for _ in gms], 0
     for batch in batches:
-        results = []
-        for run in (context.model, *gms):
+        results = [tensors(run_model(context.model, batch, context.recipe.concrete_args))]
+        for gm in gms:
             given = copied(batch)  # a forward may change its inputs in place
-            with seeded():
-                results.append(list(tensors(run(*given.args, **given.kwargs))))
+            with untouched(context.model), seeded():  # the graph shares leaves with the user's model
+                results.append(tensors(gm(*given.args, **given.kwargs)))
         for want, *gots in zip(*results, strict=True):
             if want.is_floating_point():
                 for agreement, got in zip(found, gots, strict=True):

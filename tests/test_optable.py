@@ -164,7 +164,7 @@ def test_an_adapter_changes_arguments_or_refuses():
         (F.batch_norm, ("t", None, None), {}, "normalizes with the statistics of the batch"),
         (torch.mean, ("t",), {}, "reduces over all axes"),
         (torch.mean, ("t", 1), {"dtype": torch.float64}, "changes the dtype"),
-        (torch.clamp, ("t", torch.zeros(1)), {}, "clamps between tensors"),
+        (torch.clamp, ("t", torch.zeros(1)), {}, "clamps between values that can differ from call to call"),
         ("view", ("t", torch.int32), {}, "changes the dtype"),
     ],
 )
