@@ -18,7 +18,20 @@ def qdq(name):
 
 def integers(region):
     made = torch.Generator().manual_seed(0)
-    return {node: torch.randint(0, 256, info(node).shape, dtype=torch.uint8, generator=made) for node in region.inputs}
+    return {
+        node: torch.randint(0, 256, info(node).shape, dtype=torch.uint8, generator=made)
+        for node in region.inputs
+        if info(node).shape is not None
+    }
+
+
+def numbers(name, gm, region):
+    """What a region reads that is no tensor, such as a size of the input."""
+    if all(info(node).shape is not None for node in region.inputs):
+        return {}
+    run = torch.fx.Interpreter(gm, garbage_collect_values=False)
+    run.run(batch(name))
+    return {node: run.env[node] for node in region.inputs if info(node).shape is None}
 
 
 def first_conv(gm):
@@ -43,7 +56,8 @@ def test_the_steps_are_the_unit_with_its_conversions_in_order():
 def test_a_region_computes_what_its_graph_does(name):
     gm = qdq(name)
     for region in regions_of(gm, list(gm.graph.nodes)).values():
-        values = integers(region)
+        made = {**integers(region), **numbers(name, gm, region)}
+        values = {node: made[node] for node in region.inputs}
         own = torch.fx.GraphModule(gm, region.to_graph())
         assert [n.name for n in own.graph.nodes][:-1] == [n.name for n in region.inputs] + [
             s.name for s in region.steps
