@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from platformdirs import user_cache_path
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fxq.backends.cpu import cpu_name, has_amx, has_vnni
 
@@ -26,11 +28,13 @@ Call = Callable[[], Any]
 Prepare = Callable[[], Call]
 AGREE, NEAR, LONGEST = 3, 1.25, 0.15
 """Runs that must agree with the quickest one, how much slower they may be, and the seconds after which to give up."""
-LEAST, MOST, CLOSE = 3, 5, 1.1
+LEAST, MOST, CLOSE = 3, 10, 1.1
 """Rounds at least and at most, and how much slower than the quickest a second one may be."""
-APART, PATIENCE = 0.5, 8.0
+APART, PATIENCE = 0.3, 8.0
 """Seconds from the begin of a round to the next, at least, and for all rounds behind the first, at most. What else runs
 on a core, or on the other half of it, makes integers up to twice as slow, for tenths of a second at a time."""
+KEPT = 1 << 28
+"""Bytes of tensors in calls that are kept for the next round: to make a call takes longer than to time it."""
 SMALL = 4**6
 """Elements of a conversion below which its time is that of the call."""
 EVICTED = 1 << 24
@@ -88,7 +92,8 @@ class Costs:
         self.rounds: dict[str, list[float]] = read_rounds(path) if path is not None else {}
         self._new: set[str] = set()
         self._asked: dict[str, tuple[Prepare, bool]] = {}
-        self._patience, self._round = PATIENCE, -math.inf
+        self._calls: dict[str, Call] = {}
+        self._patience, self._round, self._room = PATIENCE, -math.inf, KEPT
 
     def __contains__(self, key: str) -> bool:
         return key in self.rounds
@@ -153,7 +158,12 @@ class Costs:
 
     def _measure(self, key: str) -> None:
         prepare, cold = self._asked[key]
-        self.rounds.setdefault(key, []).append(measure(prepare(), cold))
+        call = self._calls.get(key) or prepare()
+        size = _bytes(call)
+        if key not in self._calls and size <= self._room:
+            self._calls[key] = call
+            self._room -= size
+        self.rounds.setdefault(key, []).append(measure(call, cold))
         self._new.add(key)
 
     def of_size(self, key: str, elements: int, prepare: Callable[[int], Call]) -> float:
@@ -177,6 +187,12 @@ class Costs:
         except OSError as error:
             log.info("measured costs are not kept: %s", error)
         self._new.clear()
+
+
+def _bytes(call: Call) -> int:
+    """The size of the tensors that a `functools.partial` holds as arguments; of another call nothing is known: 0."""
+    held = tree_leaves((getattr(call, "args", ()), getattr(call, "keywords", {})))
+    return sum(value.numel() * value.element_size() for value in held if isinstance(value, Tensor))
 
 
 def _is_sure(rounds: list[float]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ def _float_form(gm: fx.GraphModule, region: Region) -> Call:
     kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
     unit = unit_of(gm, node)
     target: Any = node.target if unit is None else unit.callee()
-    return lambda: target(*args, **kwargs)
+    return partial(target, *args, **kwargs)
 
 
 _WEIGHTS = ("dequantize", "dequantize_channel")
@@ -168,7 +169,7 @@ def _call(gm: fx.GraphModule) -> Call:
     """A lowered graph on random inputs, bound to them as it will be in the model."""
     inputs = tuple(_random(info(n).shape, info(n).dtype) for n in gm.graph.nodes if n.op == "placeholder")
     _, bound = bind(gm, inputs, {})
-    return lambda: bound.run(*inputs)
+    return partial(bound.run, *inputs)
 
 
 def _random(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Tensor:

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -118,17 +119,18 @@ def rounds(monkeypatch):
 
     def made(**seconds):
         left = {key: iter(values) for key, values in seconds.items()}
-        monkeypatch.setattr(costs, "measure", lambda call, cold: next(left[call]))
+        monkeypatch.setattr(costs, "measure", lambda call, cold: next(left[call()]))
         found = Costs()
         for key in seconds:
-            found.seconds(key, lambda key=key: key)
+            found.seconds(key, lambda key=key: lambda: key)
         return found
 
     made.now = now
     return made
 
 
-def test_what_two_rounds_agree_on_is_sure(rounds):
+def test_what_two_rounds_agree_on_is_sure(rounds, monkeypatch):
+    monkeypatch.setattr(costs, "MOST", 5)
     found = rounds(quiet=[1.0, 1.05, 1.3], noisy=[2.0, 3.0, 4.0, 1.0, 1.02], wild=[16.0, 8.0, 4.0, 2.0, 1.0])
     found.settle()
     assert found.rounds == {
@@ -137,6 +139,22 @@ def test_what_two_rounds_agree_on_is_sure(rounds):
         "wild": [16.0, 8.0, 4.0, 2.0, 1.0],
     }
     assert found.seconds("noisy", never) == 1.0
+
+
+def test_calls_are_kept_as_long_as_there_is_room(monkeypatch, rounds):
+    monkeypatch.setattr(costs, "KEPT", 40)
+    made = []
+
+    def prepare(elements):
+        made.append(elements)
+        return partial(lambda x, ys: x, torch.zeros(elements), ys=[torch.zeros(1)])
+
+    found = rounds()
+    monkeypatch.setattr(costs, "measure", lambda call, cold: 1.0)
+    for elements in (8, 9, 0):  # 36 bytes fit, no 40 more, 4 do
+        found.seconds(f"{elements}", lambda elements=elements: prepare(elements))
+    found.settle()
+    assert made == [8, 9, 0] + [9] * (costs.LEAST - 1)
 
 
 def test_rounds_are_not_back_to_back(rounds):
@@ -154,14 +172,14 @@ def test_conversions_get_all_rounds(monkeypatch, rounds):
 
 
 def test_what_is_close_is_measured_until_there_is_no_more_to_learn(rounds):
-    found = rounds(conv=[1.0] * 9, other=[1.0] * 9)
+    found = rounds(conv=[1.0] * 20, other=[1.0] * 20)
     assert found.repeat(["conv", "never asked for"])
     assert len(found.rounds["conv"]) == costs.MOST and len(found.rounds["other"]) == 1
     assert not found.repeat(["conv"])
 
 
 def test_patience_ends(monkeypatch, rounds):
-    monkeypatch.setattr(costs, "PATIENCE", 1.2)
+    monkeypatch.setattr(costs, "PATIENCE", 2.5 * costs.APART)
     found = rounds(conv=[2.0, 1.0, 0.5, 0.25, 0.1])
     found.settle()
     assert 1 < len(found.rounds["conv"]) < costs.MOST
@@ -172,6 +190,7 @@ def test_what_an_earlier_session_was_sure_of_stays(tmp_path, monkeypatch, caplog
     path = tmp_path / "costs.json"
     costs.write_rounds(path, {"sure": [1.0, 1.0, 1.0], "unsure": [1.0, 2.0, 4.0]})
     monkeypatch.setattr(costs, "APART", 0.0)
+    monkeypatch.setattr(costs, "MOST", 5)
     monkeypatch.setattr(costs, "measure", lambda call, cold: 3.0)
     found = Costs(path)
     for key in ("sure", "unsure"):
