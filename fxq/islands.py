@@ -75,6 +75,7 @@ def choose_by_price(
 
     Prices that differ from round to round are measured again, and so are those that decide by a hair.
     """
+    priced_values(gm, nodes, regions, prober)  # asks for conversions
     prober.costs.settle()
     for tries in range(_TRIES):
         ops = [_priced(gm, op.key, regions, prober) if op.measured else op for op in ops]

@@ -222,6 +222,20 @@ def test_mixed_readers_of_moved_data(plant):
     assert again(manager, Fallback()) == []
 
 
+def test_no_decision_follows_from_one_round(monkeypatch):
+    """Here every round measures what the one before did, so that all is sure; but float and integers cost the same."""
+    known = costs.Costs()
+    monkeypatch.setattr(costs, "machine_costs", lambda: known)
+    monkeypatch.setattr(costs, "measure", lambda call, cold: 1e-6 if cold else 1e-3)
+    monkeypatch.setattr(costs, "APART", 0.0)
+    three()
+    assert {key for key in known.rounds if "quantize" in key} and {key for key in known.rounds if "conv2d" in key}
+    assert {len(rounds) for rounds in known.rounds.values()} == {costs.MOST}
+    known.rounds = {key: [1e-9] * costs.LEAST if int8(key) else rounds[:1] for key, rounds in known.rounds.items()}
+    three()
+    assert {len(rounds) for key, rounds in known.rounds.items() if "quantize" not in key} == {costs.LEAST}
+
+
 def test_costs_and_the_reason_are_on_record(plant):
     plant(lambda key: 0.0 if "quantize" in key else 9.0 if int8(key) == ("linear" in key) else 1.5)
     model, x, _ = three()
