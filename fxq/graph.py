@@ -301,7 +301,7 @@ def _is_only_counted(node: fx.Node) -> bool:
 
 
 def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node can go when nobody reads it: an op, unit or kernel, a weight, a look at metadata or a size of it.
+    """Whether the node can go when nobody reads it: an op, unit or kernel, a weight, metadata, or a part of it.
 
     Modules say so with an attribute `pure = True`.
     """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fxq.observers import Observer
 from fxq.qparams import QParams
@@ -25,6 +26,7 @@ class Strand:
         low, high: the range of the data, zero included.
         finest: the smallest span of those among the values that somebody reads as they are.
         observers: what has seen the values.
+        beside: strands whose values are brought to this grid, too.
         constants: what masks, pads and fills bring in and the grid is to hold as well.
     """
 
@@ -32,6 +34,7 @@ class Strand:
     high: float = 0.0
     finest: float = math.inf
     observers: list[Observer] = field(default_factory=list)
+    beside: list[Strand] = field(default_factory=list)
     constants: set[float] = field(default_factory=set)
     _into: Strand | None = None
 
@@ -50,20 +53,25 @@ class Strand:
         return strand
 
     def cover(self, other: Strand) -> None:
-        """Let the grid hold what another strand's does."""
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        self.observers += other.observers
-        self.constants |= other.constants
+        """Let the grid hold what another strand's does, while that keeps a grid of its own."""
+        self._widen(other)
+        self.beside += [other, *other.beside]
 
     def join(self, other: Strand) -> Strand:
         """Make one of two strands; the one that both have become."""
         if self is other:
             return self
         large, small = (self, other) if len(self.observers) >= len(other.observers) else (other, self)
-        large.cover(small)
+        large._widen(small)
+        large.observers += small.observers
+        large.beside += small.beside
         large.finest = min(large.finest, small.finest)
         small._into = large
         return large
+
+    def _widen(self, other: Strand) -> None:
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.constants |= other.constants
 
     def keep(self, span: float) -> None:
         """Somebody reads values of this span as they are."""
@@ -76,23 +84,34 @@ class Strand:
         return math.isfinite(constant) and (self.span == 0 or wider <= REACH * self.span)
 
     def qparams(self, narrow: bool = False) -> QParams:
-        """The grid; `narrow`: with a bit less than 8."""
-        observers = list(dict.fromkeys(self.observers))
-        together = observers[0]
-        if len(observers) > 1:
-            together = copy.deepcopy(together)
-            for other in observers[1:]:
-                together.join(other)
+        """The grid, when all of the graph has been gone through; `narrow`: with a bit less than 8."""
+        strands = dict.fromkeys([self, *(other.root() for other in self.beside)])
+        together = joined([strand.seen for strand in strands if strand.observers])
         if narrow:
             together = together.on(together.spec.narrowed)
         return together.qparams(sorted(self.constants))
 
+    @cached_property
+    def seen(self) -> Observer:
+        """What all of its observers have seen; asked for when all of the graph has been gone through."""
+        return joined(self.observers)
 
-def covering(strands: Iterable[Strand]) -> Strand:
-    """A new strand that holds what all of these do."""
+
+def joined(observers: Sequence[Observer]) -> Observer:
+    """An observer that stands for the tensors of all of them, which stay as they are."""
+    first, *others = observers
+    if others:
+        first = copy.deepcopy(first)
+        for other in others:
+            first.join(other)
+    return first
+
+
+def around(strands: Iterable[Strand]) -> Strand:
+    """A new strand as wide as all of these, which has seen nothing itself."""
     made = Strand()
     for strand in strands:
-        made.cover(strand)
+        made._widen(strand)
     return made
 
 

@@ -18,7 +18,7 @@ from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 from fxq.spec import TensorSpec
 from fxq.stages import where
-from fxq.strands import FAR, Strand, covering, watching
+from fxq.strands import FAR, Strand, around, watching
 from fxq.unit import calls_of, inputs_of
 
 log = logging.getLogger("fxq")
@@ -150,20 +150,22 @@ class _Chooser:
     def _moved(self, node: fx.Node, edge: Edge, inputs: Iterable[Strand]) -> Strand | None:
         """The strand of a value that an op hands on; None where it is on no grid."""
         roots = list(dict.fromkeys(strand.root() for strand in inputs))
-        around = covering(roots)
+        strand = around(roots)
         observer = self.observers.get((node, edge.spec))
         own = watching(observer) if observer is not None else None
-        if own is not None and 0 < FAR * own.span <= around.span:
-            self._cut(node, around.span / own.span)
+        if own is not None and 0 < FAR * own.span <= strand.span:
+            self._cut(node, strand.span / own.span)
             return self._made(node, edge)
-        if own is not None and (own.low < around.low or own.high > around.high):
-            around.cover(own)
-        if not self._holds(node, edge, around):
+        if own is not None and (own.low < strand.low or own.high > strand.high):
+            strand = own.join(strand)
+        if not self._holds(node, edge, strand):
             return None
-        strand = around
+        span = strand.span
         for root in roots:
-            if around.span < FAR * root.finest:
+            if span < FAR * root.finest:
                 strand = strand.join(root)
+            else:
+                strand.cover(root)
         if self._is_kept(node, edge):
             strand.keep(own.span if own is not None else strand.span)
         return strand
@@ -181,8 +183,8 @@ class _Chooser:
         if any(map(math.isinf, far)):
             self.infinite.add(node)
         self.off[node] = f"{words} ({strand.low:.3g} to {strand.high:.3g})"
-        for spec in [spec for value, spec in self._strands if value is node]:
-            del self._strands[node, spec]
+        for other in info(node).edges:
+            self._strands.pop((node, other.spec), None)
         if self._plan(node).fate != "float":
             self.plans[node] = Plan("float", f"its value {self.off[node]}")
         return False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz_forms import FORMS, NUMBER, Call, Picks
+from tests.fuzz_forms import FILLS, FORMS, NUMBER, Call, Picks
 from tests.machine import QMAX
 from tests.models import settled
 
@@ -167,7 +167,15 @@ def _fits(call: Call, module: nn.Module, read: Sequence[Tensor]) -> bool:
     except (RuntimeError, ValueError, NotImplementedError, IndexError):
         return False
     sane = isinstance(value, Tensor) and value.dtype == torch.float32 and 0 < value.numel() <= MOST_ELEMENTS
-    return sane and value.shape[0] == read[0].shape[0] and bool(value.abs().max() < 1e3)
+    if not sane or value.shape[0] != read[0].shape[0]:
+        return False
+    data = value[is_data(value)]
+    return data.numel() > 0 and bool(data.abs().max() < 1e3)
+
+
+def is_data(value: Tensor) -> Tensor:
+    """Which elements are none of the constants that masks, pads and fills bring in."""
+    return ~torch.isin(value, torch.tensor(FILLS))
 
 
 # ---- what quantization may cost
@@ -176,7 +184,8 @@ def _fits(call: Call, module: nn.Module, read: Sequence[Tensor]) -> bool:
 def noisy(network: Network, batch: Sequence[Tensor], seed: int) -> Any:
     """What the network gives when every value and every weight is off by up to half a step of its own grid.
 
-    The model of quantization as noise, which knows nothing of fxq. Source: Krishnamoorthi 2018, section 3.
+    The model of quantization as noise, which knows nothing of fxq. Constants of masks, pads and fills are exact, and no
+    grid is wider for them. Source: Krishnamoorthi 2018, section 3.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -185,7 +194,9 @@ def noisy(network: Network, batch: Sequence[Tensor], seed: int) -> Any:
 
     def rounded(m: nn.Module, *values: Tensor, call: Call) -> Tensor:
         value = call(m, *values)
-        return off(value, (value.max().clamp(min=0) - value.min().clamp(max=0)) / QMAX)
+        data = torch.where(is_data(value), value, 0.0)
+        width = (data.max().clamp(min=0) - data.min().clamp(max=0)) / QMAX
+        return torch.where(is_data(value), off(value, width), value)
 
     kept = {name: p.detach().clone() for name, p in network.named_parameters()}
     with torch.no_grad():

@@ -7,6 +7,7 @@ spellings is no op of a model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from fxq.ops import OPS
 
 CHANNELS = (4, 3, 8, 1, 6, 12)
+
+FILLS = (-100.0, -1e4, 100.0, -20.0, -math.inf)
+"""What masks, pads and fills put among the values besides numbers like theirs. An element equal to one is no data."""
 
 NOT_DRAWN = {
     "quantize": "made by fxq only",
@@ -110,6 +114,17 @@ def form(name: str, *spellings: Call, reads: int = 1) -> Callable[[Any], Any]:
 # ---- ops with weights
 
 
+def scaled(pick: Picks, layer: nn.Module) -> nn.Module:
+    """The layer as it is; with results far below zero, where functions saturate; or with large ones."""
+    how = pick("plain", "plain", "plain", "saturating", "large")
+    with torch.no_grad():
+        if how == "saturating" and isinstance(layer.bias, Tensor):
+            layer.bias.fill_(-5.0)
+        elif how == "large" and isinstance(layer.weight, Tensor):
+            layer.weight.mul_(100.0)
+    return layer
+
+
 def _conv(n: int, function: Any, module: Any) -> None:
     @form(
         f"conv{n}d",
@@ -126,8 +141,7 @@ def _conv(n: int, function: Any, module: Any) -> None:
         groups = pick(1, channels, 2 if channels % 2 == 0 else 1)
         out = channels if groups > 1 else pick(*CHANNELS)
         bias = pick(True, False)
-        made: nn.Module = module(channels, out, kernel, stride, padding, dilation, groups, bias, mode)
-        return made
+        return scaled(pick, module(channels, out, kernel, stride, padding, dilation, groups, bias, mode))
 
 
 _conv(1, F.conv1d, nn.Conv1d)
@@ -159,7 +173,7 @@ _conv_transpose(3, F.conv_transpose3d, nn.ConvTranspose3d)
 
 @form("linear", called, lambda m, x: F.linear(x, m.weight, m.bias))
 def linear(pick: Picks, x: Tensor) -> nn.Module:
-    return nn.Linear(x.shape[-1], pick(*CHANNELS), pick(True, False))
+    return scaled(pick, nn.Linear(x.shape[-1], pick(*CHANNELS), pick(True, False)))
 
 
 @form(
@@ -327,14 +341,25 @@ def cumsum(pick: Picks, x: Tensor) -> nn.Module:
 # ---- several values
 
 
-@form("where", lambda m, x, y: torch.where(m.mask, x, y), lambda m, x, y: x.where(m.mask, y), reads=2)
+@form(
+    "where",
+    lambda m, x, y: torch.where(m.mask, x, y),
+    lambda m, x, y: x.where(m.mask, y),
+    lambda m, x, y: torch.where(m.mask, x, m.value),
+    lambda m, x, y: torch.where(m.mask, x, torch.full_like(x, m.value)),
+    reads=2,
+)
 def where(pick: Picks, x: Tensor, y: Tensor) -> nn.Module | None:
-    return Options(mask=torch.rand(x.shape[1:]) > 0.5) if x.shape == y.shape else None
+    return Options(mask=torch.rand(x.shape[1:]) > 0.5, value=pick(*FILLS)) if x.shape == y.shape else None
 
 
-@form("masked_fill", lambda m, x: x.masked_fill(m.mask, m.value))
+@form(
+    "masked_fill",
+    lambda m, x: x.masked_fill(m.mask, m.value),
+    lambda m, x: torch.masked_fill(x, m.mask, torch.tensor(m.value)),
+)
 def masked_fill(pick: Picks, x: Tensor) -> nn.Module:
-    return Options(mask=torch.rand(x.shape[1:]) > 0.5, value=pick(0.0, 0.5))
+    return Options(mask=torch.rand(x.shape[1:]) > 0.5, value=pick(0.0, 0.5, *FILLS))
 
 
 @form("einsum", lambda m, x, y: torch.einsum("bij,bkj->bik", x, y), reads=2)
@@ -360,10 +385,20 @@ def expand_as(pick: Picks, x: Tensor, y: Tensor) -> nn.Module | None:
 # ---- data movement
 
 
-@form("cat", lambda m, *xs: torch.cat(xs, 1), lambda m, *xs: torch.concat(list(xs), dim=m.dim), reads=3)
+def _filled(m: nn.Module, x: Tensor) -> Tensor:
+    return x.new_full((x.shape[0], 1, *x.shape[2:]), m.value)
+
+
+@form(
+    "cat",
+    lambda m, *xs: torch.cat(xs, 1),
+    lambda m, *xs: torch.concat(list(xs), dim=m.dim),
+    lambda m, *xs: torch.cat([*xs, _filled(m, xs[0])], 1),
+    reads=3,
+)
 def cat(pick: Picks, *xs: Tensor) -> nn.Module | None:
     same = all(x.dim() == xs[0].dim() and x.shape[2:] == xs[0].shape[2:] for x in xs)
-    return Options(dim=1) if same and sum(x.shape[1] for x in xs) <= 64 else None
+    return Options(dim=1, value=pick(*FILLS)) if same and sum(x.shape[1] for x in xs) <= 64 else None
 
 
 @form("flatten", lambda m, x: x.flatten(1), lambda m, x: torch.flatten(x, 1), called)
@@ -410,7 +445,7 @@ def pixel_shuffle(pick: Picks, x: Tensor) -> nn.Module | None:
 def pad(pick: Picks, x: Tensor) -> nn.Module | None:
     mode = pick("constant", "reflect", "replicate", "circular")
     sides = pick((1, 1), (1, 2), (0, 1)) + (pick((1, 1), (0, 0), (2, 1)) if x.dim() == 4 else ())
-    value = pick(None, 0.5, -1.0) if mode == "constant" else None
+    value = pick(None, 0.5, -1.0, *FILLS) if mode == "constant" else None
     return Options(mode=mode, sides=sides, value=value) if x.dim() > 2 else None
 
 
@@ -459,7 +494,8 @@ def _pieces(name: str, argument: Callable[[int], Any]) -> None:
         lambda m, x: getattr(torch, name)(x, m.how, dim=m.dim)[m.piece],
     )
     def make(pick: Picks, x: Tensor) -> nn.Module | None:
-        return Options(how=argument(x.shape[1]), piece=pick(0, 1), dim=1) if x.shape[1] > 1 else None
+        several = x.dim() > 1 and x.shape[1] > 1
+        return Options(how=argument(x.shape[1]), piece=pick(0, 1), dim=1) if several else None
 
 
 _pieces("chunk", lambda size: 2)
@@ -468,8 +504,8 @@ _pieces("tensor_split", lambda size: 2)
 
 
 @form("index_select", lambda m, x: torch.index_select(x, 1, m.index), lambda m, x: x.index_select(1, m.index))
-def index_select(pick: Picks, x: Tensor) -> nn.Module:
-    return Options(index=torch.tensor(pick([0], [0, 0], list(range(x.shape[1]))[::-1])))
+def index_select(pick: Picks, x: Tensor) -> nn.Module | None:
+    return Options(index=torch.tensor(pick([0], [0, 0], list(range(x.shape[1]))[::-1]))) if x.dim() > 1 else None
 
 
 def _moved(name: str, *spellings: Call) -> None:

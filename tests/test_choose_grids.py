@@ -10,6 +10,7 @@ from torch import nn
 import fxq
 from fxq.graph import info
 from fxq.numeric import sqnr
+from fxq.observers import Observer
 from fxq.passes import ChooseGrids
 from tests.graphs import MINMAX, REFERENCE, again, until
 from tests.models import settled
@@ -322,3 +323,36 @@ def test_again():
     for node in manager.gm.graph.nodes:
         for old, new in zip(before[node.name], info(node).edges, strict=True):
             assert old.group == new.group and old.qparams.same_as(new.qparams)
+
+
+def many_cats(depth):
+    """Each cat puts a coarser value beside all before, each of which is read as it is as well."""
+
+    def function(m, x):
+        total, result = m.first(x), 0
+        for i in range(depth):
+            result = result + m.last(total[:, :8])
+            total = torch.cat([total, m.first(x) * 3.0 ** (i % 9)], 1).relu()[:, -16:]
+        return result, m.last(total[:, 8:])
+
+    return settled(lambda: Net(function, **two_convs()))
+
+
+def test_grids_beside_grids():
+    """Every grid holds what is brought to it, over several steps, whatever is tied."""
+    model, x = many_cats(12), torch.randn(2, 3, 6, 6)
+    made = quantized(model, (x,), "reference", activation=MINMAX)
+    assert min(sqnr(a, b) for a, b in zip(model(x), made(x), strict=True)) > 25
+
+
+def test_strands_grow_in_proportion_to_the_graph(monkeypatch):
+    """The joining of observers, counted."""
+    joins = []
+    join = Observer.join
+    monkeypatch.setattr(Observer, "join", lambda self, other: (joins.append(1), join(self, other)))
+    counts = []
+    for depth in (10, 40):
+        joins.clear()
+        until(many_cats(depth), torch.randn(1, 3, 4, 4), "choose-grids", REFERENCE)
+        counts.append(len(joins))
+    assert counts[1] < 5 * max(counts[0], 1)

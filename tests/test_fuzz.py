@@ -12,6 +12,7 @@ import pickle
 import warnings
 import zlib
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -44,12 +45,36 @@ STEPS = st.builds(
     Step,
     op=st.sampled_from(sorted(FORMS)),
     reads=st.tuples(NUMBER, NUMBER, NUMBER),
-    options=st.tuples(*[NUMBER] * 8),
+    options=st.tuples(*[NUMBER] * 9),
     spelling=NUMBER,
     shares=st.sampled_from([0, 0, 0, 1, 2]),
 )
 
 
+PHRASES = [
+    ("linear", "masked_fill", "amax", "linear"),
+    ("linear", "where", "amax", "linear"),
+    ("linear", "cat", "amax", "linear"),
+    ("conv1d", "masked_fill", "permute", "linear"),
+    ("conv2d", "relu", "pad", "max_pool2d", "conv2d"),
+    ("conv2d", "relu", "pad", "adaptive_max_pool2d", "conv2d"),
+    ("conv1d", "pad", "max_pool1d", "conv1d"),
+    ("conv2d", "conv2d", "cat", "getitem", "conv2d", "conv2d"),
+    ("conv1d", "conv1d", "cat", "chunk", "conv1d", "conv1d"),
+    ("linear", "linear", "stack", "getitem", "linear", "linear"),
+    ("conv2d", "sigmoid", "mul", "conv2d"),
+    ("linear", "softmax", "linear"),
+]
+"""Ops that quantization has to see together: constants and who reads them, coarse beside fine values, saturation."""
+
+
+def phrase(ops: tuple[str, ...]) -> st.SearchStrategy[tuple[Step, ...]]:
+    """These steps, each reading one of the two latest values."""
+    reads = st.tuples(st.sampled_from([0, 0, 0, 1]), NUMBER, NUMBER)
+    return st.tuples(*[st.builds(Step, st.just(op), reads, st.tuples(*[NUMBER] * 9), NUMBER, st.just(0)) for op in ops])
+
+
+WORDS = st.one_of(STEPS.map(lambda step: (step,)), st.sampled_from(PHRASES).flatmap(phrase))
 INPUTS_DRAWN = [("image",), ("sequence",), ("rows",), ("volume",), ("image", "image"), ("image", "rows")]
 
 
@@ -57,7 +82,7 @@ def plans(most: int) -> st.SearchStrategy[Plan]:
     return st.builds(
         Plan,
         inputs=st.sampled_from(INPUTS_DRAWN),
-        steps=st.lists(STEPS, min_size=1, max_size=most).map(tuple),
+        steps=st.lists(WORDS, min_size=1, max_size=most).map(lambda words: tuple(chain(*words))[:most]),
         seed=st.integers(0, 3),
         named=st.booleans(),
     )
@@ -136,7 +161,7 @@ def structure(value: Any) -> Any:
 
 REMOVED = {"identity", "dropout", "contiguous"}
 """Ops that canonicalize removes where they do nothing."""
-ADDED = {"pad"}
+ADDED = {"pad", "full_like", "new_full"}
 WRITTEN_OUT = {"mul", "sigmoid", "hardsigmoid", "silu", "hardswish", "addmm", "linear", "getitem"}
 """Ops that it adds, and those that it makes of others or makes others of."""
 
