@@ -323,7 +323,8 @@ class QuantizedModel(fx.GraphModule):
         It names the backend, and for every op or unit that could run either way which way it went. With the same model
         and data on a CPU of the same kind the results are the same, bit for bit. Kernels that another machine has not,
         or that are wrong there, run in float, with a warning; and where its kernels add fewer bits right (x86 without
-        VNNI), integers are as narrow as they must be: `TensorSpec(bits=7)` for activations makes them so everywhere.
+        VNNI), weights or activations have 7 bits, as here where that was decided: `TensorSpec(bits=7)` for either makes
+        them so everywhere.
         It can be saved: `recipe.save("decided.toml")`.
 
         Raises:
@@ -337,7 +338,9 @@ class QuantizedModel(fx.GraphModule):
         """
         if not self._decided:
             raise RecipeError("no op of this model could run on integers: there is nothing to decide.")
-        return replace(self.recipe, backend=self.backend, optimize="decided", decided=self._decided)
+        gave_way = self.ledger.narrowed
+        narrow = gave_way.role if gave_way is not None else self.recipe.narrow
+        return replace(self.recipe, backend=self.backend, optimize="decided", decided=self._decided, narrow=narrow)
 
     def qparams(self) -> dict[str, LayerQParams]:
         """The integers of every int8 layer with a weight, as they are now, by module path.

@@ -152,7 +152,7 @@ WEIGHT = fxq.TensorSpec(signed=True, symmetric=True, per_channel=True, observer=
 @pytest.mark.parametrize("name", ["residual", "convolutions", "shared_weight"])
 def test_specs_and_observers(name, options, backend):
     model, data = build(name), [batch(name, 16, seed) for seed in range(3)]
-    recipe = fxq.Recipe.static(backend=backend, **options)
+    recipe = fxq.Recipe.static(backend=backend, narrow="activations", **options)
     quantized = fxq.quantize(model, recipe, data=data)
     assert sqnr(call(model, data[0]), call(quantized, data[0])) > decibels(25, backend)
     assert sqnr(call(fxq.quantize(model, qdq_form(recipe), data=data), data[0]), call(quantized, data[0])) > 50

@@ -168,6 +168,15 @@ def test_without_data_the_observed_model_can_still_be_calibrated():
     fxq.convert(fxq.calibrate(observed, data))
 
 
+def test_a_pinned_recipe_names_the_role_that_was_chosen():
+    model, data = exact_weights()
+    quantized = fxq.quantize(model, X86, data=data)
+    recipe = quantized.recipe_as_decided()
+    assert recipe.narrow == "weights"
+    again = fxq.quantize(model, recipe, data=data)
+    assert torch.equal(again(data[0]), quantized(data[0])) and again.ledger.narrowed == fxq.ledger.Narrowed("weights")
+
+
 def test_a_recipe_names_a_role():
     with pytest.raises(RecipeError, match="unknown value of narrow 'weight'; did you mean 'weights'"):
         fxq.Recipe.static(narrow="weight")
