@@ -11,7 +11,7 @@ from fxq.backends import cpu
 from fxq.backends.kernel import WeightedKernel
 from fxq.numeric import sqnr, tensors
 from tests.graphs import equal
-from tests.machine import QMAX, decibels, needs_vnni, quiet
+from tests.machine import decibels, needs_vnni, quiet
 from tests.models import NETWORKS, batch, build, call, settled
 
 X86 = fxq.Recipe.static(backend="x86")
@@ -152,14 +152,13 @@ WEIGHT = fxq.TensorSpec(signed=True, symmetric=True, per_channel=True, observer=
 @pytest.mark.parametrize("name", ["residual", "convolutions", "shared_weight"])
 def test_specs_and_observers(name, options, backend):
     model, data = build(name), [batch(name, 16, seed) for seed in range(3)]
-    recipe = fxq.Recipe.static(backend=backend, narrow="activations", **options)
+    recipe = fxq.Recipe.static(backend=backend, narrow="weights", **options)
     quantized = fxq.quantize(model, recipe, data=data)
     assert sqnr(call(model, data[0]), call(quantized, data[0])) > decibels(25, backend)
     assert sqnr(call(fxq.quantize(model, qdq_form(recipe), data=data), data[0]), call(quantized, data[0])) > 50
     layer = next(iter(quantized.qparams().values()))
     symmetric = options.get("activation", SPEC).symmetric
-    middle = 128 if backend == "reference" else (QMAX + 1) // 2
-    assert ({found.input_zero_point for found in quantized.qparams().values()} == {middle}) is symmetric
+    assert ({found.input_zero_point for found in quantized.qparams().values()} == {128}) is symmetric
     assert layer.axis == (None if "weight" in options else 0)
 
 
