@@ -161,7 +161,9 @@ class Rename(fxq.Pass):
         rewriter.rename(relu, "rectified")
         rewriter.update(rewriter.nodes("max_pool2d")[0], kwargs={"kernel_size": (3, 3), "stride": (1, 1)})
         rewriter.describe(rewriter.nodes("linear")[0], note="described")
-        rewriter.reroute(rewriter.nodes("flatten")[0], rewriter.nodes("max_pool2d")[0], only=lambda u: u.op != "output")
+        (flatten,) = rewriter.nodes("flatten")
+        again = rewriter.call("flatten", flatten.args[0], after=flatten, start_dim=1)
+        rewriter.reroute(flatten, again, only=lambda u: u.op != "output")
 
 
 def test_snapshots_are_what_a_fresh_look_would_give():
