@@ -184,7 +184,7 @@ def test_snapshots_are_what_a_fresh_look_would_give():
 def test_all_snapshots_of_a_run_are_fresh():
     manager = fxq.api._manager(network(), REFERENCE, IMAGE)
     for step in manager.context.recipe.pipeline:
-        if step.name == "insert-qdq":
+        if step.name == "choose-grids":
             manager.gm(IMAGE)  # calibration
         manager.run([step])
         assert manager.history[-1].graph == view(manager.gm), step.name
