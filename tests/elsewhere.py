@@ -18,7 +18,7 @@ from tests import models
 ROOT = Path(__file__).parents[1]
 
 
-def run(what, pickle, results, isa, names):
+def run(what, pickle, results, isa, names=()):
     """Run this file where oneDNN may use no more than `isa`."""
     command = [sys.executable, "-m", "tests.elsewhere", what, str(pickle), str(results), *names]
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
@@ -31,15 +31,16 @@ BACKENDS = [name for name in ("x86", "fbgemm") if name == "x86" or has_engine(na
 
 
 def main(what, pickle, results, *names):
-    batches = {(name, backend): models.batch(name) for name in names for backend in BACKENDS}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if what == "make":
-            made = {key: quantized(*key, batch) for key, batch in batches.items()}
+            batches = {(name, backend): models.batch(name) for name in names for backend in BACKENDS}
+            made = {key: (quantized(*key, batch), batch) for key, batch in batches.items()}
             torch.save(made, pickle)
         else:
             made = torch.load(pickle, weights_only=False)
-        values = {key: [models.call(made[key], batch) for _ in range(3)] for key, batch in batches.items()}
+        with torch.no_grad():
+            values = {key: [models.call(model, batch) for _ in range(3)] for key, (model, batch) in made.items()}
     messages = [str(warning.message) for warning in said if issubclass(warning.category, fxq.FxqWarning)]
     torch.save({"values": values, "messages": messages}, results)
 
