@@ -62,7 +62,7 @@ class Fills:
             if hands_on(call.op.quant):
                 for name in call.op.quant.inputs:
                     held |= self._read(call.tensors.get(name), made)
-            if call.op.quant.narrows:
+            if call.op.quant.narrows and not any(flat_nodes(call.options)):  # limits of a call are not known here
                 held = {float(call.op.target(torch.tensor(value), **call.options)) for value in held}
             made.append(frozenset(held))
         return made[-1]

@@ -169,7 +169,7 @@ def slower_than_float(
     """
     known = [op for op in ops if op.measured]
     int8, real = left + seconds_of(integers, known, values), left + sum(op.real for op in known)
-    if int8 <= _SLOWER * real:
+    if real == 0.0 or int8 <= _SLOWER * real:
         return None
     losing = sorted((op for op in known if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
     names = ", ".join(f"{_named(op.key)} ({_ms(op.int8)}, in float {_ms(op.real)})" for op in losing[:_NAMED])

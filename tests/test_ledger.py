@@ -326,7 +326,7 @@ def test_the_layer_is_blamed_that_reads_a_coarse_grid(recipe):
     gelu = qmodel.ledger.where(op="gelu")[0]
     worst = qmodel.ledger.worst(1)[0]
     assert worst.name == "second" and worst.mend == "recipe.override('second', fxq.FLOAT)"
-    assert gelu.fault_sqnr > gelu.own_sqnr + 3  # dB: most of its noise is the rounding to the grid of the layer behind
+    assert gelu.fault_sqnr > gelu.own_sqnr  # the rounding to the grid of the layer behind is that one's
     before = fxq.numeric.sqnr(model(x), qmodel(x))
     of_gelu, of_layer = (
         fxq.numeric.sqnr(model(x), fxq.quantize(model, pasted(line, recipe), data=[x])(x))

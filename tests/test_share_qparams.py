@@ -10,6 +10,7 @@ import fxq
 from fxq.graph import info
 from fxq.passes import ShareQParams
 from tests.graphs import MINMAX, REFERENCE, again, staged, text, until
+from tests.helpers import module
 from tests.models import batch, build, settled
 
 
@@ -113,3 +114,12 @@ def test_two_specs_of_one_value_are_two_groups():
     value = next(n for n in manager.gm.graph.nodes if n.name == "a_relu")
     assert sorted(e.spec.bits for e in info(value).edges) == [4, 8]
     assert len({e.group for e in info(value).edges}) == 2
+
+
+def test_limits_that_are_values_of_the_graph():
+    """What a clamp makes of a constant in front of it is not known before the model runs."""
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 2)}
+    model = module(lambda self, x, limit: self.b(torch.clamp(self.a(x), -limit, limit)), **layers)
+    x = torch.randn(8, 4)
+    qmodel = fxq.quantize(model, REFERENCE, data=[(x, 1.5)])
+    assert fxq.numeric.sqnr(model(x, 1.5), qmodel(x, 1.5)) > 25
