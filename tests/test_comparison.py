@@ -24,7 +24,7 @@ from tests.helpers import REFERENCE, module
 from tests.machine import portable, told
 from tests.models import NETWORKS, batch, build
 
-X86 = fxq.Recipe.static(backend="x86")
+X86 = fxq.Recipe.static(backend="x86", narrow="activations")
 needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]
 

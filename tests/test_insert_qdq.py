@@ -125,7 +125,7 @@ def test_two_specs_of_one_value_are_two_quantizations_of_it(coarse):
     losses = dict(zip("ab", map(sqnr, call(model, x), quantized), strict=False))
     assert losses.pop(coarse) < 25
     assert min(losses.values()) > decibels(35)
-    on_auto = fxq.quantize(model, fxq.Recipe.static().override(coarse, config), data=[x])
+    on_auto = fxq.quantize(model, fxq.Recipe.static(narrow="activations").override(coarse, config), data=[x])
     assert sqnr(quantized, call(on_auto, x)) > 50
 
 

@@ -136,7 +136,7 @@ def test_reference_backend_is_close_to_float(case):
 def test_x86_is_its_qdq_reference(case):
     """The kernels against the qdq graph they were made from, and against the reference backend."""
     model, x, portably = reference(case, BITS)
-    recipe = fxq.Recipe.static(backend="x86")
+    recipe = fxq.Recipe.static(backend="x86", narrow="activations")
     quantized = fxq.quantize(model, recipe, data=[x])
     qdq = fxq.quantize(model, recipe.without_pass("lower").without_pass("verify-lowering"), data=[x])
     with torch.no_grad():
