@@ -397,7 +397,7 @@ def _filled(m: nn.Module, x: Tensor) -> Tensor:
     reads=3,
 )
 def cat(pick: Picks, *xs: Tensor) -> nn.Module | None:
-    same = all(x.dim() == xs[0].dim() and x.shape[2:] == xs[0].shape[2:] for x in xs)
+    same = xs[0].dim() > 1 and all(x.dim() == xs[0].dim() and x.shape[2:] == xs[0].shape[2:] for x in xs)
     return Options(dim=1, value=pick(*FILLS)) if same and sum(x.shape[1] for x in xs) <= 64 else None
 
 

@@ -241,6 +241,22 @@ def test_a_pad_with_a_value_that_is_an_argument():
     assert sqnr(model(x, 0.5), made(x, 0.5)) > 25
 
 
+def test_a_clamp_whose_bounds_are_arguments():
+    """What it does to a constant is not known: the constant may pass."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = conv(3, 8, 3), conv(8, 4)
+
+        def forward(self, x, low: float):
+            return self.last(F.pad(self.first(x), (1, 1, 1, 1), value=-1.0).clamp(low, 3.0))
+
+    model, x = settled(Model), torch.randn(4, 3, 12, 12)
+    made = quantized(model, (x, -2.0), "x86")
+    assert sqnr(model(x, -2.0), made(x, -2.0)) > 25
+
+
 # ---- ranges that differ
 
 
