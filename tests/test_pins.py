@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,6 +92,16 @@ def test_opposite_prices_do_not_count(whole, plant):
     assert text(again) == text(qmodel) and torch.equal(again(x), qmodel(x))
     entry = next(e for e in again.ledger if e.op == "linear")
     assert (entry.fate, entry.reason, entry.float_us) == ("float", DECIDED, None)
+
+
+@pytest.mark.parametrize("narrow", ["auto", "weights", "activations"])
+def test_what_gave_up_a_bit_is_pinned(narrow):
+    model, x = settled(Mixed), torch.rand(2, 3, 8, 8)
+    qmodel = fxq.quantize(model, replace(X86, narrow=narrow), data=[x])
+    recipe = qmodel.recipe_as_decided()
+    assert recipe.narrow == (qmodel.ledger.narrowed.role if qmodel.ledger.narrowed is not None else narrow)
+    again = fxq.quantize(model, recipe, data=[x])
+    assert text(again) == text(qmodel) and torch.equal(again(x), qmodel(x))
 
 
 class Twice(nn.Module):
