@@ -123,7 +123,7 @@ class Settled:
         candidates: all of them in the order of the graph, settled.
     """
 
-    def __init__(self, candidates: Mapping[fx.Node, Candidate]) -> None:
+    def __init__(self, candidates: dict[fx.Node, Candidate]) -> None:
         self.candidates = candidates
         self._users = {node: [*reversed(node.users)] for node in candidates}  # the last may wish, those that went never
         self._stands: dict[fx.Node, tuple[Mapping[fx.Node, None], TensorSpec | None]] = {}
