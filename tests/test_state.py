@@ -38,7 +38,7 @@ def network(seed=0, channels=8, stride=1):
 def quantized(backend, seed=0, scale=1.0, recipe=None, **options):
     model = network(seed, **options)
     model(X)
-    recipe = recipe or fxq.Recipe.static(backend=backend, optimize="coverage")
+    recipe = recipe or fxq.Recipe.static(backend=backend, optimize="coverage", narrow="activations")
     return fxq.quantize(model, recipe, data=[X * scale])
 
 
@@ -73,7 +73,7 @@ def test_loading_gives_exactly_the_other_model(backend):
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_every_network_takes_over_the_numbers_of_another(backend, name):
     """The other one has other ranges: its weights and its data are others."""
-    recipe = fxq.Recipe.static(backend=backend, optimize="coverage")
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", narrow="activations")
     model, batch = models.build(name), models.batch(name)
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(5)
