@@ -273,7 +273,7 @@ def test_too_large_an_error_is_seen():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
-@pytest.mark.parametrize("round_", range(8))
+@pytest.mark.parametrize("round_", range(40))
 def test_many_random_networks(round_):
     @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
     @given(plan=plans(40))
