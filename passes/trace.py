@@ -141,7 +141,7 @@ def _runs_on_one(context: Context, gm: fx.GraphModule) -> bool:
     one = copied(first_of(context.example, 1))
     gm.recompile()
     try:
-        with untouched(context.model), seeded(), torch.inference_mode(False), torch.no_grad():
+        with untouched(context.model), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
             nn.Module.__call__(gm, *one.args, **one.kwargs)  # its own __call__ prints what goes wrong
     except Exception:  # whatever the model raises for a size that it cannot have
         return False

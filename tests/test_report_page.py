@@ -121,7 +121,7 @@ def test_the_ledger_is_filtered_by_fate_and_text(browser, digits):
         assert page.locator("#view-ledger output").inner_text().startswith(f"{qmodel.ledger.count('float')} of ")
         page.locator('#view-ledger button[data-fate="float"]').click()
         page.locator("#ledger-filter").fill("BLOCK2 conv2d")
-        wanted = [entry.path for entry in qmodel.ledger.where(op="conv2d", path="block2.*")]
+        wanted = [entry.path for entry in qmodel.ledger.where(op="conv2d", path="block2.**")]
         assert column(page, "layer") == wanted != []
 
 
