@@ -9,6 +9,7 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.kernel import WeightedKernel
+from fxq.errors import warn_once
 from fxq.numeric import sqnr, tensors
 from tests.graphs import equal
 from tests.machine import decibels, needs_vnni, quiet
@@ -108,6 +109,7 @@ def test_the_user_s_model_and_data_stay(name, backend):
 @pytest.mark.parametrize("narrow", ["activations", "weights"])
 def test_without_vnni_one_role_has_7_bits(monkeypatch, narrow):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    warn_once.cache_clear()
     model, inputs = build("residual"), batch("residual", 16)
     recipe = replace(X86, narrow=narrow)
     with pytest.warns(fxq.FxqWarning, match="no VNNI.*7 bits for one of them"):
