@@ -132,7 +132,8 @@ def check(plan: Plan, bits: int = 8) -> None:
         check_ledger(network, len(batch), quantized.ledger)
         if plan.seed == 0:
             check_state(network, batch, quantized, got)
-        check_edits(batch, quantized)
+        if plan.seed == 1:
+            check_edits(batch, quantized)
 
 
 def check_state(network: Network, batch: Any, quantized: fxq.QuantizedModel, got: Any) -> None:
@@ -276,7 +277,7 @@ def test_too_large_an_error_is_seen():
 @pytest.mark.parametrize("round_", range(40))
 def test_many_random_networks(round_):
     @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
-    @given(plan=plans(40))
+    @given(plan=plans(40 if round_ < 4 else 12))
     def many(plan):
         check(plan)
 
