@@ -149,6 +149,8 @@ def test_forms_take_over_the_numbers_as_well():
         for path, kernel in [(p, m) for p, m in model.fxq_kernels.named_children() if isinstance(m, Kernel)]:
             model.fxq_kernels.set_submodule(path, InForm(kernel, "for the test"))
         if stage.startswith("in form"):
+            before = model(X)  # every form has run, and keeps what it runs
+            assert not torch.equal(before, expected)
             model.load_state_dict(theirs.state_dict())
         torch.testing.assert_close(model(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
         for path, form in [(p, m) for p, m in model.fxq_kernels.named_children() if isinstance(m, InForm)]:

@@ -103,8 +103,9 @@ class InForm(Kernel):
         return self.settings
 
     def adopt(self, config: Mapping[str, Any]) -> None:
-        """As in `Kernel`: for the kernel, which may be right on another machine."""
+        """As in `Kernel`: for the kernel, which may be right on another machine. The form may be another one, too."""
         self.settings = dict(config)
+        self.__dict__.pop("_packed", None)  # it has run the form as it was
 
     def check(self) -> None:
         """The form runs anywhere."""
