@@ -106,6 +106,7 @@ class Asked:
 
     def add_checks(self, graph: fx.Graph) -> None:
         """Have the graph check first that it is called as the example calls it, where that decided something."""
+        self.forget()  # the frames hold whatever the forward had at hand
         checked = dict(self._checked)
         for name, (node, value) in self._given.items() if self._dtypes or self._ranks else ():
             if next(tensors(value), None) is not None:
