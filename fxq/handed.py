@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from fxq.errors import NoAttributeError
 MOST = 1 << 20
 """Bytes of an attribute that is copied."""
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, staticmethod, classmethod)
-_NOT_DATA = (nn.Module, Tensor, torch.UntypedStorage, torch.TypedStorage, *_CODE)
+_NOT_DATA = (nn.Module, Tensor, torch.UntypedStorage, torch.TypedStorage, np.ndarray, *_CODE)
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,16 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+class _Limited(io.BytesIO):
+    """Takes as much as an attribute may have: a data set that a model holds is not read to its end."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > MOST:
+            raise pickle.PicklingError(f"it has more than {MOST >> 20} MiB")
+        return super().write(data)
+
+
 def _copied(value: Any) -> Any:
-    stream = io.BytesIO()
+    stream = _Limited()
     _Pickler(stream).dump(value)
-    if stream.tell() > MOST:
-        raise pickle.PicklingError(f"it has more than {MOST >> 20} MiB")
     return pickle.loads(stream.getvalue())

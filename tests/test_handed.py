@@ -5,12 +5,14 @@ import enum
 import pickle
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import fxq
 from fxq.errors import FxqError, NoAttributeError
+from fxq.handed import Handed
 from tests.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 2 * 8).reshape(2, 8)
@@ -33,6 +35,17 @@ class Holder:
         self.tensor = tensor
 
 
+class Images(list):
+    """Made when they are asked for, 64 KiB each."""
+
+    read = 0
+
+    def __iter__(self):
+        for i in range(1000):
+            self.read += 1
+            yield bytes([i % 256]) * (1 << 16)
+
+
 class Base(nn.Module):
     framework = "here"
     limits = (1, 2)
@@ -49,7 +62,7 @@ class Model(Base):
         self.config, self.kind, self.labels = Config(), Kind.SMALL, {"cat": 0, "dog": [1, 2]}
         self.threshold, self.name, self.size, self.nothing = 0.5, "net", torch.Size([3, 4]), None
         self.holder, self.callback, self.large = Holder(torch.ones(2)), lambda: 3, "x" * (1 << 21)
-        self.local = type("Local", (), {})()
+        self.local, self.array = type("Local", (), {})(), np.ones(3)
         self._private = 7
         self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
         self.register_buffer("mean", torch.ones(3))
@@ -111,6 +124,7 @@ LEFT = {
     "fc": "have become part of the graph",
     "mean": r"see qmodel\.graph and qmodel\.qparams\(\)",
     "holder": "it cannot be copied .*there is a Tensor inside",
+    "array": "it cannot be copied .*there is a ndarray inside",
     "large": "it has more than 1 MiB",
     "local": "it cannot be copied",
 }
@@ -124,6 +138,14 @@ def test_the_rest_says_why_not(made, copied, name):
         getattr(qmodel, name)
     assert not hasattr(qmodel, name) and getattr(qmodel, name, "default") == "default"
     assert issubclass(NoAttributeError, FxqError) and issubclass(NoAttributeError, AttributeError)
+
+
+def test_a_data_set_is_not_read_to_its_end():
+    """What a model holds may be larger than the memory, and made when it is asked for."""
+    model = Model().eval()
+    model.images = Images()
+    assert "more than 1 MiB" in Handed.of(model).left["images"]
+    assert 0 < model.images.read < 100
 
 
 @pytest.mark.parametrize("name", ["bogus", "_private", "_also_private"])
