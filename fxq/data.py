@@ -140,7 +140,7 @@ def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
             raise InputError(f"{where}: input {i} is a nested tensor; give a dense one, .to_padded_tensor(0.0).")
         if tensor.layout is not torch.strided:
             raise InputError(f"{where}: input {i} is a {tensor.layout} tensor; give a dense one, .to_dense().")
-        if tensor.is_floating_point() and not _is_data(tensor):
+        if tensor.is_floating_point() and not _has_no_nan_or_inf(tensor):
             raise CalibrationError(f"{where}: input {i} {_describe(tensor)} holds NaN or Inf; clean the data.")
 
 
@@ -157,15 +157,18 @@ def check_finite(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str,
     given = zip_longest(names[: len(args)], args, fillvalue=names[-1] if names else "*args")
     for name, value in (*given, *kwargs.items()):
         for tensor in tensors(value):
-            if tensor.is_floating_point() and not _is_data(tensor):
+            if tensor.is_floating_point() and not _has_no_nan_or_inf(tensor):
                 raise InputError(
                     f"the input {name} {_describe(tensor)} holds NaN or Inf, which integers cannot stand for. Find "
                     "what made it, or take off the recipe's check_inputs to get finite numbers in spite of it."
                 )
 
 
-def _is_data(tensor: Tensor) -> bool:
-    """Whether no value is NaN or Inf. None is where the sum is finite; -Inf and large numbers take another look."""
+def _has_no_nan_or_inf(tensor: Tensor) -> bool:
+    """Whether no value is NaN or Inf; -Inf may be there.
+
+    Where the sum is finite, no value is any of them: that is quicker than to look at each.
+    """
     dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     return math.isfinite(float(tensor.sum(dtype=dtype))) or bool((tensor < math.inf).all())
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxq.backends import cpu, devices_of
 from fxq.binding import KEPT, Bindings
-from fxq.calls import compiled, has_kernels
+from fxq.calls import check_call, compiled, has_kernels
 from fxq.data import Batch, check_finite, first_of
 from fxq.elsewhere import fit
 from fxq.errors import InputError, RecipeError
@@ -310,6 +310,7 @@ class QuantizedModel(fx.GraphModule):
             if torch.compiler.is_compiling():
                 return compiled(self, plain, kernels, args, kwargs)
             if self.recipe.check_inputs:  # outside of what is bound to a kind of inputs: it depends on their values
+                check_call(self, args, kwargs)  # tools have tensors without values
                 check_finite(names, args, kwargs)
             return bindings(self, args, kwargs)
 

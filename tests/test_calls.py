@@ -23,11 +23,11 @@ KERNELS = [
 ]
 
 
-def quantized(backend, x=X):
+def quantized(backend, x=X, **options):
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(144, 5)
     model = nn.Sequential(*layers).eval()
-    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage", **options), data=[x])
     for _ in range(3):
         qmodel(x)
     return qmodel
@@ -47,8 +47,9 @@ IN_THE_REFERENCE = [name for name in TOOLS if name not in ("make_fx", "jacrev")]
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_tool_that_looks_into_kernels_is_refused(backend, tool):
-    qmodel = quantized(backend)
+@pytest.mark.parametrize("check_inputs", [False, True])
+def test_a_tool_that_looks_into_kernels_is_refused(backend, tool, check_inputs):
+    qmodel = quantized(backend, check_inputs=check_inputs)
     before = qmodel(X)
     with pytest.raises(InputError, match='Quantize with backend="reference"'):
         TOOLS[tool](qmodel)(X)
