@@ -247,6 +247,7 @@ def submodule(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 CONVERSIONS = ("quantize", "dequantize", "requantize")
+"""The ops between floats and integers of one grid, and from one grid to another."""
 _METADATA_METHODS = frozenset({"size", "dim", "numel", "stride", "ndimension", "nelement"})
 _METADATA_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
 _METADATA_FUNCTIONS = frozenset({torch.numel, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default})
@@ -270,8 +271,8 @@ def taken_part(user: fx.Node, node: fx.Node) -> Any:
     return user.args[1] if takes and not isinstance(user.args[1], (slice, fx.Node)) else None
 
 
-def is_plain(node: fx.Node) -> bool:
-    """Whether the node computes no tensors, but sizes, numbers and the like: it is no op of the model."""
+def makes_no_tensor(node: fx.Node) -> bool:
+    """Whether the node gives sizes, numbers and the like, and no tensors: it is no op of the model."""
     about = info(node)
     calls = node.op in ("call_function", "call_method") and op_of(node) is None
     return calls and META in node.meta and not about.is_tensor and not about.memory
@@ -308,7 +309,7 @@ def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
     module = submodule(gm, node)
     if module is not None:
         return getattr(module, "pure", False) is True
-    if node.target is operator.getitem and is_plain(node):
+    if node.target is operator.getitem and makes_no_tensor(node):
         return True
     return node.op == "get_attr" or op_of(node) is not None or (reads_only_metadata(node) and not is_check(node))
 

@@ -8,7 +8,7 @@ from itertools import islice
 
 from torch import fx
 
-from fxq.graph import info, is_op, submodule
+from fxq.graph import CONVERSIONS, info, is_op, submodule
 from fxq.ledger import Entry
 
 
@@ -36,7 +36,7 @@ class IntegerEdges:
         """Whether a node is a conversion, as an op or as a kernel."""
         module = submodule(self.gm, node)
         converted = module is not None and getattr(module, "kind", "") == "convert"
-        return converted or is_op(node, "quantize", "dequantize", "requantize")
+        return converted or is_op(node, *CONVERSIONS)
 
     def makers(self, node: fx.Node) -> Iterator[fx.Node]:
         """The nodes that make what a node reads."""

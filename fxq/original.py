@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from fxq.graph import info, is_check, is_plain, op_of, submodule
+from fxq.graph import info, is_check, makes_no_tensor, op_of, submodule
 from fxq.macs import macs_of
 from fxq.ops import OPS
 
@@ -131,7 +131,7 @@ def _merged(nodes: Sequence[fx.Node], called: Sequence[fx.Node], gone: Set[fx.No
 
 def _is_op(node: fx.Node) -> bool:
     """Whether a node is an op of the model: a call that gives tensors, and not only takes one out of a tuple."""
-    if not node.op.startswith("call") or is_check(node) or is_plain(node):
+    if not node.op.startswith("call") or is_check(node) or makes_no_tensor(node):
         return False
     return not (label(node) == "getitem" and isinstance(node.args[0], fx.Node) and info(node.args[0]).shape is None)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from fxq.errors import RecipeError, nearest, unknown
-from fxq.graph import info, is_op
+from fxq.graph import CONVERSIONS, info, is_op
 from fxq.unit import calls_of
 
 
@@ -37,7 +37,7 @@ def places_of(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[fx.Node, Pla
     seen: Counter[tuple[str, str]] = Counter()
     places = {}
     for node in nodes:
-        calls = () if is_op(node, "quantize", "dequantize", "requantize") else calls_of(gm, node)
+        calls = () if is_op(node, *CONVERSIONS) else calls_of(gm, node)
         if calls:
             key = info(node).path, "+".join(call.op.name for call in calls)
             places[node] = Place(*key, seen[key])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.evaluate import value_of
-from fxq.graph import Step, constant, info, is_op, options_of
+from fxq.graph import CONVERSIONS, Step, constant, info, is_op, options_of
 from fxq.optable import META
 from fxq.qparams import QParams
 from fxq.unit import OpCall, calls_of
@@ -74,7 +74,7 @@ def read_region(gm: fx.GraphModule, node: fx.Node) -> Region | None:
     calls = calls_of(gm, node)
     if not calls:
         return None
-    conversion = is_op(node, "quantize", "dequantize", "requantize")
+    conversion = is_op(node, *CONVERSIONS)
     out = None
     if not conversion and len(node.users) == 1 and is_op(next(iter(node.users)), "quantize"):
         out = next(iter(node.users))

@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 from fxq.backends.form import InForm
 from fxq.backends.kernel import Kernel
 from fxq.errors import InputError
-from fxq.graph import info
+from fxq.graph import CONVERSIONS, info
 from fxq.graphdata import NodeData, to_data
 from fxq.optable import META
 from fxq.qparams import QParams
@@ -159,7 +159,7 @@ def _entries(nodes: Sequence[NodeData]) -> list[Entry]:
 
 def _converts(target: Any) -> bool:
     """Whether a target is one of the conversions between floats and integers."""
-    return getattr(target, "__name__", "") in ("quantize", "dequantize", "requantize")
+    return getattr(target, "__name__", "") in CONVERSIONS
 
 
 def _text(value: Any) -> Any:

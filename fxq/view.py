@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxq.graph import info, is_plain, op_of, submodule
+from fxq.graph import info, makes_no_tensor, op_of, submodule
 from fxq.observers import Observer
 from fxq.unit import Unit
 
@@ -162,7 +162,7 @@ def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], 
         label = getattr(module, "name", None)
         kind = getattr(module, "kind", kind)
         return str(label) if isinstance(label, str) else type(module).__name__, info(node).body, "", kind
-    kind = "size" if is_plain(node) else kind
+    kind = "size" if makes_no_tensor(node) else kind
     return getattr(node.target, "__name__", str(node.target)), (), options_text(node.kwargs), kind
 
 

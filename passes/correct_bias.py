@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxq.data import Batch
 from fxq.evaluate import inputs_for, last_uses, value_of
-from fxq.graph import constant, info, is_op, read_attribute
+from fxq.graph import CONVERSIONS, constant, info, is_op, read_attribute
 from fxq.passbase import Pass, Stage
 from fxq.rewrite import Rewriter
 from fxq.unit import OpCall, calls_of
@@ -162,7 +162,7 @@ class _SideBySide:
         self.integer[node] = value_of(self.gm, node, self.integer)
         if node.name in self.weights:
             self.real[node] = read_attribute(self.gm, self.weights[node.name])
-        elif is_op(node, "quantize", "dequantize", "requantize"):
+        elif is_op(node, *CONVERSIONS):
             self.real[node] = self.real[node.args[0]]  # type: ignore[index]
         else:
             self.real[node] = value_of(self.gm, node, self.real)

@@ -11,7 +11,7 @@ from torch import fx
 from fxq import costs
 from fxq.candidates import UNREAD
 from fxq.errors import RecipeError, warn
-from fxq.graph import Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute, reads_only_metadata
+from fxq.graph import CONVERSIONS, Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute, reads_only_metadata
 from fxq.islands import (
     choose_by_price,
     emits_float,
@@ -258,7 +258,7 @@ def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
 
 def is_float(node: fx.Node) -> bool:
     """Whether a node of the qdq graph computes in float: an input or output, or what annotate left in float."""
-    if is_op(node, "quantize", "dequantize", "requantize"):
+    if is_op(node, *CONVERSIONS):
         return False
     plan = info(node).plan
     return plan is None or plan.fate == "float"

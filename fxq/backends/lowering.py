@@ -16,7 +16,7 @@ from fxq.backends.form import Form
 from fxq.backends.kernel import Kernel, WeightedKernel, slope_refused, sums_refused
 from fxq.backends.rows import Operands, Parts, Row, row_for, take_apart
 from fxq.errors import BackendError, PassError
-from fxq.graph import Plan, argument, constant, info, is_op, op_of, submodule
+from fxq.graph import CONVERSIONS, Plan, argument, constant, info, is_op, op_of, submodule
 from fxq.qparams import QParams
 from fxq.region import Region, Weight, integer_input, integer_weight, read_region
 from fxq.spec import QuantConfig
@@ -63,7 +63,7 @@ class RowBackend(Backend):
             plan = info(node).plan
             if plan is not None and plan.fate in ("int8", "moves"):
                 _lower_unit(rewriter, node, self.rows)
-        for node in rewriter.nodes("quantize", "dequantize", "requantize"):
+        for node in rewriter.nodes(*CONVERSIONS):
             _lower_conversion(rewriter, node)
         _settle_inplace(rewriter)
 
