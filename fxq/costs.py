@@ -20,7 +20,7 @@ from platformdirs import user_cache_path
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fxq.backends.cpu import cpu_name, has_amx, has_vnni
+from fxq.backends import cpu
 
 log = logging.getLogger("fxq")
 
@@ -206,12 +206,8 @@ def machine() -> dict[str, str]:
     The number of threads stands in what is measured: it may change within a session.
     """
     return {
-        "cpu": cpu_name(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "onednn_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper(),
-        "vnni": str(has_vnni()),
-        "amx": str(has_amx()),
-        "torch": torch.__version__,
+        **cpu.machine(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "fxq": version("fxq"),
         "kernels": kernels_code(),
     }

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fxq import costs
+from fxq.backends import cpu
 from fxq.costs import Costs, measure
 
 
@@ -219,10 +220,10 @@ def test_the_clock_counts_what_the_cpu_gave(monkeypatch):
 
 def test_the_file_belongs_to_this_machine(monkeypatch):
     before, path = costs.machine(), costs.machine_path()
-    others = {"cpu_name": "another CPU", "has_vnni": not costs.has_vnni(), "has_amx": not costs.has_amx()}
+    others = {"cpu_name": "another CPU", "has_vnni": not cpu.has_vnni(), "has_amx": not cpu.has_amx()}
     for name, other in others.items():
         with monkeypatch.context() as patch:
-            patch.setattr(costs, name, lambda other=other: other)
+            patch.setattr(cpu, name, lambda other=other: other)
             assert costs.machine() != before and costs.machine_path() != path
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
     assert costs.machine_path() != path

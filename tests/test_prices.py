@@ -53,11 +53,11 @@ def test_prices_of_another_machine_are_refused(tmp_path):
     costs.write_rounds(prices.path(), ROUNDS)
     file = prices.export(tmp_path / "prices.json")
     data = json.loads(file.read_text())
-    data["machine"]["cpu"] = "another CPU"
+    data["machine"]["CPU"] = "another CPU"
     file.write_text(json.dumps(data))
     prices.reset()
     with pytest.raises(
-        InputError, match=r"of another kind of machine: cpu is 'another CPU' there, .*recipe_as_decided"
+        InputError, match=r"of another kind of machine: CPU is 'another CPU' there, .*recipe_as_decided"
     ):
         prices.load(file)
     assert not prices.path().exists()
