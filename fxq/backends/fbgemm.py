@@ -10,6 +10,7 @@ from torch import fx
 
 from fxq.backends import cpu, packed, packed_conv, packed_linear
 from fxq.backends.base import Trap
+from fxq.backends.kernel import is_depthwise
 from fxq.backends.packed_rows import PackedBackend, table
 from fxq.backends.rows import Row
 from fxq.errors import warn_once
@@ -121,4 +122,4 @@ def _is_depthwise(call: OpCall) -> bool:
     weight: Any = call.tensors.get("weight")
     shape = info(weight).shape if isinstance(weight, fx.Node) else None
     groups = call.options.get("groups", 1)
-    return call.op.name.startswith("conv") and shape is not None and packed_conv.is_depthwise(shape, groups)
+    return call.op.name.startswith("conv") and shape is not None and is_depthwise(shape, groups)

@@ -251,6 +251,11 @@ def weight_refused(qp: QParams | None, axis: int) -> str | None:
     return None
 
 
+def is_depthwise(shape: Sequence[int], groups: int) -> bool:
+    """Whether a convolution with a weight of this shape is depthwise: a channel in and one out for each group."""
+    return groups > 1 and shape[0] == groups and shape[1] == 1
+
+
 def overflow_refused(x: QParams, weight: Tensor) -> str | None:
     """Why activations on the grid `x` and an int8 weight are too large for a kernel that adds pairs in int16."""
     low, high = weight.aminmax() if weight.numel() else (0, 0)

@@ -11,6 +11,7 @@ from fxq.backends.convert import dense
 from fxq.backends.kernel import (
     Post,
     first_reason,
+    is_depthwise,
     padding_refused,
     pair,
     refuse,
@@ -18,11 +19,6 @@ from fxq.backends.kernel import (
 from fxq.backends.packed import as_qint8, as_quint8, quantized
 from fxq.backends.packed_base import EMITS, PackedKernel
 from fxq.qparams import QParams
-
-
-def is_depthwise(shape: Sequence[int], groups: int) -> bool:
-    """Whether a convolution with a weight of this shape sees one channel per output channel, and makes one of each."""
-    return shape[1] == 1 and shape[0] == groups
 
 
 class Conv(PackedKernel):

@@ -14,9 +14,10 @@ from torch import fx
 
 from fxq.backends import cpu
 from fxq.backends.base import Trap
+from fxq.backends.kernel import is_depthwise
 from fxq.backends.lowering import RowBackend
 from fxq.backends.rows import Row
-from fxq.backends.x86_base import adds_in_int16, is_depthwise
+from fxq.backends.x86_base import adds_in_int16
 from fxq.backends.x86_rows import ROWS
 from fxq.errors import BackendError, warn_once
 from fxq.graph import info

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -74,11 +74,6 @@ def check_overflow(name: str, x: QParams, weight: Tensor, depthwise: bool = Fals
     """Refuse activations and a weight whose products this CPU adds up wrongly. Raises `BackendError`."""
     if adds_in_int16(depthwise):
         refuse(name, overflow_refused(x, weight))
-
-
-def is_depthwise(shape: Sequence[int], groups: int) -> bool:
-    """Whether oneDNN has a depthwise kernel for a weight of this shape: a channel in and one out for each group."""
-    return groups > 1 and shape[0] == groups and shape[1] == 1
 
 
 class Packed(NamedTuple):

@@ -20,6 +20,7 @@ from fxq.backends.kernel import (
     WeightedKernel,
     activation_refused,
     first_reason,
+    is_depthwise,
     numbers,
     padding_refused,
     pair,
@@ -28,7 +29,7 @@ from fxq.backends.kernel import (
     slope_refused,
     weight_refused,
 )
-from fxq.backends.x86_base import Packed, check_image, check_overflow, epilogue, is_depthwise, target
+from fxq.backends.x86_base import Packed, check_image, check_overflow, epilogue, target
 from fxq.backends.x86_conv_shape import Geometry, geometry
 from fxq.backends.x86_pad import Padding
 from fxq.errors import BackendError
@@ -250,8 +251,7 @@ class Conv(WeightedKernel):
         """The weight packed for images of this size or, behind the first few sizes, of the nearest of those.
 
         oneDNN takes any, and lays a weight out again at every call where it wants it otherwise. That is rare, and much
-        less work than to pack it (512 -> 512 channels, 3 x 3, 7 x 7 pixels, AMX: 458 us, packed for 56 x 56 pixels 792;
-        to pack it 11,000).
+        less work than to pack it.
         """
         arguments = tuple(map(str, found.arguments))
         # It is packed for a number of threads, and laid out again at every call with another one.

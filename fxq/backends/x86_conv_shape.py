@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends import cpu
+from fxq.backends.kernel import is_depthwise
 from fxq.errors import BackendError
 
 
@@ -84,12 +85,11 @@ def _join(weight: Tensor, groups: int) -> tuple[Tensor, int]:
     """The weight (C_out, C_in / groups, kh, kw) and the number of groups as oneDNN has a quick kernel for them.
 
     Without AVX512 and VNNI that is so where groups have multiples of four channels, in and out, or one channel each.
-    Else oneDNN takes its reference, which is 17 to 116 times slower than float (15 shapes). So the fewest groups that
-    come to such multiples become one, whose other weights are zeros; that takes 0.7 to 2.4 times as long as float.
+    Else oneDNN takes its reference, which is many times slower than float. So the fewest groups that come to such
+    multiples become one, whose other weights are zeros; that takes about as long as float.
     """
     channels, each = weight.shape[1], weight.shape[0] // groups
-    depthwise = channels == each == 1
-    if groups == 1 or depthwise or cpu.has_vnni() or cpu.has_avx512():
+    if groups == 1 or is_depthwise(weight.shape, groups) or cpu.has_vnni() or cpu.has_avx512():
         return weight, groups
     fits = (n for n in range(1, groups) if groups % n == 0 and n * channels % 4 == 0 and n * each % 4 == 0)
     joined = next(fits, groups)
