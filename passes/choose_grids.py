@@ -143,7 +143,7 @@ class _Chooser:
         strand = watching(observer)
         if not self._holds(node, edge, strand):
             return None
-        if self._is_kept(node, edge):
+        if self._is_kept(node):
             strand.keep(strand.span)
         return strand
 
@@ -166,7 +166,7 @@ class _Chooser:
                 strand = strand.join(root)
             else:
                 strand.cover(root)
-        if self._is_kept(node, edge):
+        if self._is_kept(node):
             strand.keep(own.span if own is not None else strand.span)
         return strand
 
@@ -189,7 +189,7 @@ class _Chooser:
             self.plans[node] = Plan("float", f"its value {self.off[node]}")
         return False
 
-    def _is_kept(self, node: fx.Node, edge: Edge) -> bool:
+    def _is_kept(self, node: fx.Node) -> bool:
         """Whether somebody reads a value who does not merely move it on, or several do."""
         readers = self.readers.get(node, [])
         return len(readers) != 1 or self._plan(readers[0]).fate != "moves"
