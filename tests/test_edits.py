@@ -13,6 +13,7 @@ from fxq.backends.kernel import Kernel, WeightedKernel
 from fxq.backends.packed import has_engine
 from fxq.backends.pool import Mean
 from fxq.backends.x86_conv import Conv
+from fxq.backends.x86_linear import Linear
 from fxq.errors import BackendError, InputError
 from fxq.qparams import QParams
 from tests.helpers import module
@@ -158,6 +159,18 @@ def test_what_the_kernel_refuses_raises():
     kernel(x)
     kernel.slope[0] = 2.0
     with pytest.raises(BackendError, match="slopes above 1 in some channels"):
+        kernel(x)
+
+
+@ONEDNN
+def test_edited_weights_whose_sums_leave_int32_are_refused():
+    rows = torch.ones(2, 140_000, dtype=torch.int8)
+    scale = QParams(torch.ones(()), torch.zeros((), dtype=torch.int32), -127, 127, torch.int8)
+    kernel = Linear(rows, scale, None, QParams.per_tensor(0.02, 0, 0, 127), None)
+    x = torch.full((2, 140_000), 127, dtype=torch.uint8)
+    torch.testing.assert_close(kernel(x), torch.full((2, 2), 140_000 * 127 * 0.02), rtol=1e-6, atol=0.0)
+    kernel.weight.fill_(127)
+    with pytest.raises(BackendError, match="beyond int32"):
         kernel(x)
 
 

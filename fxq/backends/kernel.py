@@ -313,6 +313,11 @@ class WeightedKernel(Kernel):
         options = {name: decode(value) for name, value in config.items()}
         return cls(rest.pop("weight"), qparams, rest.pop("bias", None), **options, **rest)
 
+    def check(self) -> None:
+        """As in `Kernel`; weights may have been edited, so that sums are bounded again."""
+        super().check()
+        refuse(self.name, sums_refused(self))
+
 
 def sums_refused(kernel: WeightedKernel) -> str | None:
     """Why sums of the kernel's products could leave int32 for inputs on its grid; None where they cannot.
@@ -320,7 +325,10 @@ def sums_refused(kernel: WeightedKernel) -> str | None:
     The kernels sum products with the integers of the input as they are, or less their zero point.
     """
     weight, x, axis = kernel.weight, kernel.x, kernel.channel_axis
-    parts = weight.unflatten(0, (kernel.groups if axis else 1, -1)).movedim(1 + axis, 1).flatten(2).double()
+    parts = weight.unflatten(0, (kernel.groups if axis else 1, -1)).movedim(1 + axis, 1).flatten(2)
+    if not kernel.sums_bias and 128 * x.qmax * parts.shape[2] <= _INT32:
+        return None  # whatever the weights: nearly all layers, without a copy of them in float64
+    parts = parts.double()
     above, below = parts.clamp(min=0).sum(2), parts.clamp(max=0).sum(2).neg()  # (groups or 1, C)
     up, down = x.qmax - x.z, x.z - x.qmin
     shifted = torch.maximum(above * up + below * down, above * down + below * up)
