@@ -93,8 +93,8 @@ class Narrowed:
 
     Attributes:
         role: "weights" or "activations"; see `Recipe.narrow`.
-        sqnr: by the role that has 7 bits, dB of the outputs of the qdq graph against the float model's, over recorded
-            calibration samples; None where there is no float output. Empty where the recipe names the role.
+        sqnr: by the role that has 7 bits, dB of the qdq graph's output (see `Ledger.output_sqnr`); None where there is
+            no float output. Empty where the recipe names the role.
     """
 
     role: Role
@@ -115,9 +115,9 @@ class Ledger(Rows[Entry]):
 
     Attributes:
         entries: the rows.
-        output_sqnr: dB of the model's outputs against the float model's, over recorded calibration samples; infinite
-            when they are equal, NaN where they are not finite and the float model's are. None where there is no float
-            output.
+        output_sqnr: dB of the model's output against the float model's, over recorded calibration samples; of several,
+            that of the one that is furthest off. Infinite when they are equal, NaN where one is not finite and the
+            float model's is. None where there is no float output.
         narrowed: what gave up a bit on this machine; None where nothing had to.
 
     Example:

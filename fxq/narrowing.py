@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Sequence
 
 from fxq.graph import info
 from fxq.ledger import Narrowed
 from fxq.manager import PassManager
-from fxq.output_check import output_sqnrs
+from fxq.output_check import output_sqnrs, rank
 from fxq.passbase import Pass
 from fxq.spec import ROLES
 
@@ -21,8 +20,8 @@ def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager,
     """Run the passes that make the qdq graph; where layers overflow with 8 bits, with the better of two roles narrowed.
 
     With `Recipe.narrow="auto"` the passes run for either role, and both graphs run on the recorded samples. The role
-    whose outputs have the higher SQNR against the float model's stays: over all float outputs and samples together,
-    bias correction included where the recipe asks for it.
+    whose output has the higher SQNR against the float model's stays (see `output_sqnrs`), bias correction included
+    where the recipe asks for it.
 
     Returns:
         The manager of the graph to go on with, and what was chosen; None where nothing overflows.
@@ -40,11 +39,6 @@ def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager,
             fork.run(passes)
             warnings.simplefilter("ignore")  # the other one would say it all again
     found = dict(zip(forks, output_sqnrs([fork.gm for fork in forks.values()], manager.context), strict=True))
-    best = max(forks, key=lambda role: _rank(found[role]))
+    best = max(forks, key=lambda role: rank(found[role]))
     log.info("7 bits for %s; the output's SQNR by what has 7 bits: %s", best, found)
     return forks[best], Narrowed(best, found)
-
-
-def _rank(sqnr: float | None) -> float:
-    """What to go by: nothing is known without a float output, and nothing is worse than NaN."""
-    return -math.inf if sqnr is None or math.isnan(sqnr) else sqnr

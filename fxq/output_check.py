@@ -26,12 +26,14 @@ WORST, NEAR = 3, 10.0
 
 
 def output_sqnr(gm: fx.GraphModule, context: Context, macs: int) -> float | None:
-    """SQNR of all float outputs of a finished graph against the user's model, see `output_sqnrs`."""
+    """SQNR of the outputs of a finished graph against the user's model, see `output_sqnrs`."""
     return output_sqnrs([gm], context, macs)[0]
 
 
 def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context, macs: int = 0) -> list[float | None]:
-    """SQNR of all float outputs of graphs against the user's model, over recorded calibration samples.
+    """SQNR of the outputs of graphs against the user's model, over recorded calibration samples.
+
+    Of several float outputs, it is that of the one that is furthest off: boxes in pixels must not hide scores.
 
     Args:
         gms: the graphs; the user's model runs once for all of them.
@@ -61,19 +63,23 @@ def _samples(context: Context, macs: int) -> Iterator[Batch]:
 def _compared(
     gms: Sequence[fx.GraphModule], context: Context, batches: Iterator[Batch] | list[Batch]
 ) -> list[float | None]:
-    found, outputs = [Agreement() for _ in gms], 0
+    found: list[dict[int, Agreement]] = [{} for _ in gms]  # by the place of the output
     for batch in batches:
         results = [tensors(run_model(context.model, batch, context.recipe.concrete_args))]
         for gm in gms:
             given = copied(batch)  # a forward may change its inputs in place
             with untouched(context.model), seeded():  # the graph shares leaves with the user's model
                 results.append(tensors(gm(*given.args, **given.kwargs)))
-        for want, *gots in zip(*results, strict=True):
+        for place, (want, *gots) in enumerate(zip(*results, strict=True)):
             if want.is_floating_point():
-                for agreement, got in zip(found, gots, strict=True):
-                    agreement.add(want, got)
-                outputs += 1
-    return [agreement.sqnr if outputs else None for agreement in found]
+                for outputs, got in zip(found, gots, strict=True):
+                    outputs.setdefault(place, Agreement()).add(want, got)
+    return [min((output.sqnr for output in outputs.values()), key=rank, default=None) for outputs in found]
+
+
+def rank(sqnr: float | None) -> float:
+    """How good an SQNR is: nothing is worse than NaN, and than none, of which nothing is known."""
+    return -math.inf if sqnr is None or math.isnan(sqnr) else sqnr
 
 
 def check_output(ledger: Ledger, least: float | None) -> None:

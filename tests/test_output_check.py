@@ -93,6 +93,17 @@ def test_an_output_that_is_not_finite():
     assert math.isnan(qmodel.output_sqnr)
 
 
+def test_a_large_output_does_not_hide_a_small_one():
+    model = module(lambda self, x: {"boxes": 500 * self.boxes(x), "scores": self.out(self.scores(x).tanh())},
+                   boxes=nn.Linear(8, 4), scores=nn.Linear(8, 8), out=nn.Linear(8, 3))  # fmt: skip
+    recipe = REFERENCE.insert_pass(DropTanh(), after="canonicalize")
+    with pytest.warns(fxq.FxqWarning, match="output is at"):
+        qmodel = fxq.quantize(model, recipe, data=[20 * X])
+    want, got = model(20 * X), qmodel(20 * X)
+    assert sqnr(want, got) > 25
+    assert qmodel.output_sqnr == pytest.approx(sqnr(want["scores"], got["scores"]), abs=1e-6)
+
+
 def test_the_same_infinities_are_no_error():
     mask = torch.zeros(8).index_fill_(0, torch.tensor([1, 4]), -math.inf)
     model = module(lambda self, x: self.fc(x) + self.mask, fc=nn.Linear(8, 8))
