@@ -70,9 +70,9 @@ def check_same(model: fx.GraphModule, state: Tensor) -> Any:
     """Refuse the state of a model that is not the same as this one but for its numbers; what is in the state.
 
     Raises:
-        InputError: names the first difference.
+        InputError: names the first difference; or it is no such state.
     """
-    mine, theirs = (json.loads(zlib.decompress(s.cpu().numpy().tobytes())) for s in (state_of(model), state))
+    mine, theirs = _unpacked(state_of(model)), _unpacked(state)
     about = {node.name: info(node).path for node in model.graph.nodes}
     pairs: list[tuple[str, Any, Any]] = [
         ("node", _checks(mine["graph"]), _checks(theirs["graph"])),
@@ -92,6 +92,16 @@ def check_same(model: fx.GraphModule, state: Tensor) -> Any:
                 "model, pickle it (torch.save(qmodel, path))."
             )
     return theirs
+
+
+def _unpacked(state: Tensor) -> Any:
+    try:
+        return json.loads(zlib.decompress(state.cpu().numpy().tobytes()))
+    except (zlib.error, ValueError) as error:
+        raise InputError(
+            f"the entry '_extra_state' of the state dict does not hold the grids of a quantized model ({error}). Load "
+            "what state_dict() of one gave."
+        ) from None
 
 
 def _checks(entries: Sequence[Any]) -> list[tuple[str, int, int]]:

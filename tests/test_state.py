@@ -130,6 +130,14 @@ def test_a_part_of_a_state_dict_is_refused(backend):
     assert torch.equal(mine(X), before)
 
 
+def test_grids_that_cannot_be_read_are_refused():
+    mine = quantized("reference")
+    state, before = mine.state_dict(), mine(X)
+    with pytest.raises(InputError, match=r"'_extra_state' .* does not hold the grids of a quantized model"):
+        mine.load_state_dict({**state, "_extra_state": state["_extra_state"][:-9]})
+    assert torch.equal(mine(X), before)
+
+
 def test_a_state_dict_holds_nothing_but_tensors():
     state = quantized("reference").state_dict()
     assert all(isinstance(value, torch.Tensor) for value in state.values())
