@@ -35,14 +35,15 @@ def check_call(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, A
         return  # the call itself says what is wrong with it
     for node, value in inputs_for(gm.graph, Batch(args, kwargs)).items():
         shape = info(node).shape
-        if shape is None or node.args or isinstance(value, (Tensor, fx.Proxy)):
+        if shape is None or isinstance(value, (Tensor, fx.Proxy)):
             continue
-        if value is None and str(node.target) not in kwargs and placeholders.index(node) >= len(args):
-            continue
+        missing = str(node.target) not in kwargs and placeholders.index(node) >= len(args)
+        if missing and not node.args:
+            continue  # the call itself says so
         given = type(value).__name__
         hint = " Give torch.from_numpy(x)." if given == "ndarray" else ""
         raise InputError(
-            f"input {str(node.target)!r} is a {given}; the model takes a tensor there, such as the {list(shape)} that "
+            f"input {str(node.target)!r} is {'left out' if missing else f'a {given}'}; the model takes a tensor there, such as the {list(shape)} that "
             f"it was made with.{hint}"
         )
 
