@@ -40,11 +40,11 @@ def check_call(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, A
         missing = str(node.target) not in kwargs and placeholders.index(node) >= len(args)
         if missing and not node.args:
             continue  # the call itself says so
-        given = type(value).__name__
-        hint = " Give torch.from_numpy(x)." if given == "ndarray" else ""
+        given = "left out" if missing else f"a {type(value).__name__}"
+        hint = " Give torch.from_numpy(x)." if given == "a ndarray" else ""
         raise InputError(
-            f"input {str(node.target)!r} is {'left out' if missing else f'a {given}'}; the model takes a tensor there, such as the {list(shape)} that "
-            f"it was made with.{hint}"
+            f"input {str(node.target)!r} is {given}; the model takes a tensor there, such as the {list(shape)} that it "
+            f"was made with.{hint}"
         )
 
 

@@ -114,7 +114,7 @@ def test_inputs_with_defaults_may_be_anything():
 def test_an_optional_tensor_that_the_graph_was_made_with_is_needed(backend):
     recipe = fxq.Recipe.static(backend=backend, optimize="coverage")
     model = module(lambda self, x, z=None: self.b(self.a(x) + z), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    qmodel = fxq.quantize(model, recipe, data=[(torch.rand(3, 4), torch.rand(3, 4))])
+    qmodel = fxq.quantize(model, recipe, data=[{"x": torch.rand(3, 4), "z": torch.rand(3, 4)}])
     for args, words in (((), "left out"), ((None,), "a NoneType"), ((3,), "a int")):
         with pytest.raises(InputError, match=f"input 'z' is {words}; the model takes a tensor there"):
             qmodel(torch.rand(3, 4), *args)
