@@ -147,6 +147,11 @@ def check_sizes(value: Tensor, name: str, sizes: Sequence[Any]) -> None:
         )
 
 
+def own_copy(value: Tensor) -> Tensor:
+    """A copy of a constant, for the caller, who may change what the model returns. Graphs call this."""
+    return value.clone()
+
+
 class Fields(dict[str, Any]):
     """An output whose class cannot be imported where the graph runs: its fields as keys and as attributes."""
 

@@ -35,7 +35,9 @@ def untouched(model: nn.Module) -> Iterator[Touched]:
     A forward may keep what it computes (`self.attention = a`), count its calls, or fill a cache. Lists and dicts that
     are attributes get their items back, other objects are not looked into.
     """
-    kept = [(n, m, dict(vars(m)), _contents(vars(m))) for n, m in model.named_modules()]
+    # a script module keeps its own behind its attributes, and makes some of them when they are asked for
+    modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
+    kept = [(n, m, dict(vars(m)), _contents(vars(m))) for n, m in modules]
     buffers = [(n, b, b._version, b.detach().clone()) for n, b in model.named_buffers() if not b.is_inference()]
     touched = Touched()
     try:

@@ -100,3 +100,26 @@ def test_a_leaf_module_stays():
     gm = fxq.quantize(model, REFERENCE.leaf("norm"), data=[torch.randn(2, 3, 4, 4)])
     assert isinstance(gm.norm, nn.GroupNorm)
     assert gm.norm.weight is not model.norm.weight and torch.equal(gm.norm.weight, model.norm.weight)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("x86", marks=needs_x86)])
+def test_who_changes_an_output_does_not_change_the_model(backend):
+    class Constants(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.scale = nn.Linear(8, 4), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            zeros = torch.zeros(3)
+            moved = {"view": torch.ones(3).to(x.device).view(1, 3), "wide": (self.scale * 3).expand(x.shape[0], 3)}
+            return self.fc(x), zeros, zeros, self.scale * 2, moved
+
+    model, x = Constants().eval(), torch.randn(2, 8)
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
+    want = qmodel.ledger.output_sqnr, model(x)[1:]
+    for _ in range(3):  # the third call is bound to the kind of its inputs
+        _, *constants = qmodel(x)
+        assert equal(constants, want[1])
+        for value in (*constants[:3], *constants[3].values()):
+            value.fill_(7.0)
+    assert equal(qmodel(x)[1:], want[1]) and fxq.compare(model, qmodel, [x]).output_sqnr == pytest.approx(want[0])

@@ -1,5 +1,7 @@
 """Models that somebody tried to break fxq with: each went wrong once, or easily could."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -351,3 +353,10 @@ def test_a_transposed_weight_has_a_kernel(shape):
     assert qmodel.ledger.count("int8") == 1
     with torch.no_grad():
         assert sqnr(model(x), qmodel(x)) > 35
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_a_copied_script_module_is_a_float_leaf():
+    inner = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    model = copy.deepcopy(module(lambda self, x: self.fc(self.inner(x)), inner=inner, fc=nn.Linear(8, 4)))
+    assert fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[torch.randn(4, 8)]).output_sqnr > 25
