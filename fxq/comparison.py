@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from fxq.ledger import FATES, Speaker, speaking
 from fxq.measure import ends_of
 from fxq.model import QuantizedModel
 from fxq.numeric import Agreement
+from fxq.output_check import rank
 from fxq.rows import Rows, decibels, layer_text
 from fxq.sidebyside import Program, side_by_side
 from fxq.table import Column, Part, cells
@@ -79,7 +81,8 @@ class Comparison(Rows[Any]):
 
     Attributes:
         entries: the rows: `LayerRow` against a float model, `PairRow` for two quantized ones.
-        output_sqnr: dB of what the second model returns against the first; None when that is no float tensor.
+        output_sqnr: dB of what the second model returns against the first; of several outputs, the worst one's. None
+            when there is no float tensor.
         batches: number of batches.
         models: the quantized models: the one, or the two.
     """
@@ -234,24 +237,32 @@ def compare_with(
             advance()
             count += 1
     others = {n: known.get(real.name) for n, real in ends.items()}
-    rows = [_row(speakers[n.name], others[n], *found) for n, found in sums.by_node.items() if n.op != "output"]
+    rows = [_row(speakers[n.name], others[n], *found) for n, found in sums.by_node.items()]
     order = {name: i for i, name in enumerate(e.name for e in b.ledger)}
     rows.sort(key=lambda row: order[row.name])
-    output = sums.by_node.get(_output(b.graph))
+    output = min((found.sqnr for found in sums.outputs.values()), key=rank, default=None)
     models = (b,) if reference.model is None else (reference.model, b)
-    return Comparison(tuple(rows), output[0].sqnr if output else None, count, models)
+    return Comparison(tuple(rows), output, count, models)
 
 
 @dataclass
 class _Sums:
-    """What is kept of the batches: for each node how far it is off, and how far alone where that is asked for."""
+    """What is kept of the batches: for each node how far it is off, and how far alone where that is asked for.
+
+    Of what the model returns, each tensor counts for itself.
+    """
 
     own: bool
     by_node: dict[fx.Node, tuple[Agreement, Agreement]] = field(default_factory=dict)
+    outputs: defaultdict[int, Agreement] = field(default_factory=lambda: defaultdict(Agreement))
 
     def add(self, reference: Program, compared: Program, ends: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
         """Take in one batch."""
         for value in side_by_side(reference, compared, ends, batch, own=self.own):
+            if value.node.op == "output":
+                for i, (want, got) in enumerate(zip(value.want, value.got, strict=True)):
+                    self.outputs[i].add(want, got)
+                continue
             found, alone = self.by_node.setdefault(value.node, (Agreement(), Agreement()))
             for want, got in zip(value.want, value.got, strict=True):
                 found.add(want, got)

@@ -153,3 +153,34 @@ def test_the_bar_is_kept_in_a_file(tmp_path, bar):
     recipe = REFERENCE.with_min_sqnr(bar)
     recipe.save(tmp_path / "r.toml")
     assert fxq.Recipe.load(tmp_path / "r.toml") == recipe
+
+
+def nearly_nothing():
+    """Two linear layers whose difference is smaller than a rounding step of either."""
+    one, two = nn.Linear(8, 8), nn.Linear(8, 8)
+    two.weight.data = one.weight.data + 1e-3 * torch.cos(torch.arange(64.0)).reshape(8, 8)
+    two.bias.data = one.bias.data.clone()
+    return {"one": one, "two": two}
+
+
+def test_a_large_output_does_not_cover_for_a_small_one():
+    torch.manual_seed(0)
+    model = module(lambda self, x: (1e3 * self.one(x), self.one(x) - self.two(x)), **nearly_nothing())
+    with pytest.warns(fxq.FxqWarning, match="output is at"):
+        qmodel = fxq.quantize(model, REFERENCE, data=[X, torch.cos(X)])
+    with torch.no_grad():
+        wants, gots = zip(*[(model(x), qmodel(x)) for x in (X, torch.cos(X))], strict=True)
+    large, small = (sqnr([w[i] for w in wants], [g[i] for g in gots]) for i in (0, 1))
+    assert large > 30 and small < 12
+    assert qmodel.output_sqnr == pytest.approx(small, abs=1e-6)
+    assert fxq.compare(model, qmodel, [X, torch.cos(X)]).output_sqnr == pytest.approx(small, abs=1e-6)
+
+
+def test_layers_are_named_also_where_their_small_errors_are_what_is_left():
+    torch.manual_seed(0)
+    model = module(lambda self, x: self.one(x) - self.two(x), **nearly_nothing())
+    with pytest.warns(fxq.FxqWarning, match="output is at") as caught:
+        qmodel = fxq.quantize(model, REFERENCE, data=[X])
+    (text,) = [str(w.message) for w in caught]
+    assert "recipe.override('one', fxq.FLOAT)" in text and "recipe.override('two', fxq.FLOAT)" in text
+    assert min(e.fault_sqnr for e in qmodel.ledger.worst(2)) > qmodel.output_sqnr + 10
