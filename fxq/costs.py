@@ -37,6 +37,8 @@ KEPT = 1 << 28
 """Bytes of tensors in calls that are kept for the next round: to make a call takes longer than to time it."""
 SMALL = 4**6
 """Elements of a conversion below which its time is that of the call."""
+CROWDED = 1.5
+"""Threads that want to run for each core, from which on a machine is busy."""
 EVICTED = 1 << 24
 """Bytes that are written to empty the caches of a core: more than they hold."""
 
@@ -179,14 +181,33 @@ class Costs:
         return low + (elements - sizes[0]) / (sizes[1] - sizes[0]) * (high - low)
 
     def save(self) -> None:
-        """Write what was measured, beside what others have written meanwhile. Where that fails, nothing is kept."""
+        """Write what was measured, beside what others have written meanwhile. Where that fails, nothing is kept.
+
+        Nor is what a busy machine took: it counts for this model, and a later session measures again.
+        """
         if self.path is None or not self._new:
+            return
+        if is_busy():
+            log.warning(
+                "%d prices were measured while more programs ran than this machine has cores. They decide what runs on "
+                "integers in this model and are not kept: quantize again when the machine is quiet.",
+                len(self._new),
+            )
+            self._new.clear()
             return
         try:
             write_rounds(self.path, {**read_rounds(self.path), **{key: self.rounds[key] for key in self._new}})
         except OSError as error:
             log.info("measured costs are not kept: %s", error)
         self._new.clear()
+
+
+def is_busy() -> bool:
+    """Whether clearly more threads want to run than there are cores, as the mean of the last minute. Windows: unknown.
+
+    Threads that wait for each other then wait for whole time slices: calls come out at a hundred times their time.
+    """
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1)
 
 
 def _bytes(call: Call) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from fxq import costs
 from fxq.backends import cpu
-from fxq.costs import Costs, measure
+from fxq.costs import Costs, is_busy, measure
 
 
 def never():
@@ -248,3 +248,20 @@ def test_edited_kernels_have_prices_of_their_own(tmp_path, monkeypatch):
             before = code()
     finally:
         costs.kernels_code.cache_clear()
+
+
+def test_what_a_busy_machine_took_is_not_kept(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "costs.json"
+    for busy in (True, False):
+        monkeypatch.setattr(costs, "is_busy", lambda busy=busy: busy)
+        found = costs.Costs(path)
+        assert found.seconds("a", lambda: lambda: None) > 0
+        with caplog.at_level("WARNING", logger="fxq"):
+            found.save()
+        assert ("not kept" in caplog.text) and path.exists() is not busy
+
+
+def test_a_machine_is_busy_where_more_wants_to_run_than_there_are_cores(monkeypatch):
+    for load, busy in ((0.0, False), (10.0 * os.cpu_count(), True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load), raising=False)
+        assert is_busy() is busy
