@@ -107,7 +107,11 @@ def check(plan: Plan, bits: int = 8) -> None:
         bounds = noise_bounds(network, batch, real)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", fxq.FxqWarning)
-            quantized = fxq.quantize(network, recipe(bits), data=[batch])
+            try:
+                quantized = fxq.quantize(network, recipe(bits), data=[batch])
+            except fxq.CalibrationError as error:  # a stride may step over the infinity that a pad has brought in
+                assert "holds Inf, which a mask may, but nothing that a layer multiplies" in str(error)
+                return
             qdq = fxq.quantize(
                 network, recipe(bits).without_pass("lower").without_pass("verify-lowering"), data=[batch]
             )
