@@ -234,9 +234,10 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
     """How large the terms are that the first op of a region adds up, and what later ones add to it.
 
     That is what float32 rounds: terms that cancel leave the rounding of what they were. A kernel may add up the
-    integers as they are and take the zero point away behind.
+    integers as they are and take the zero point away behind, in the padding as well.
     """
     call, env = region.calls[0], {node: _size_of(value) for node, value in values.items()}
+    zeros: dict[Any, float] = {}
     if is_op(region.node, *CONVERSIONS):
         return 0.0
     for step in region.steps:
@@ -244,8 +245,13 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
             break
         env[step.node] = _size_of(value_of(gm, step, env))
         if is_op(step, "dequantize"):
-            env[step.node] += abs(step.kwargs["zero_point"]) * step.kwargs["scale"]
+            zeros[step.node] = abs(step.kwargs["zero_point"]) * step.kwargs["scale"]
+            env[step.node] += zeros[step.node]
+    weight: Any = env.get(call.tensors.get(call.op.quant.weight or ""))
     most = 0.0
+    if weight is not None:
+        rows = weight.movedim(call.op.quant.axis or 0, 0).flatten(1).sum(1)
+        most = zeros.get(call.tensors[call.op.quant.inputs[0]], 0.0) * largest(rows)
     for sign in (1, -1):  # of a sum and of a difference
         tensors = {name: fx.node.map_arg(value, env.__getitem__) for name, value in call.tensors.items()}
         if len(call.op.quant.inputs) > 1 and isinstance(tensors[call.op.quant.inputs[1]], Tensor):

@@ -334,6 +334,18 @@ def test_the_magnitude_of_what_is_summed():
     assert found == pytest.approx(float(expected), rel=1e-4)
 
 
+@needs_x86
+def test_a_convolution_of_nothing_but_padding_is_not_accused():
+    """Its taps step over the one element that there is: zero, but for the rounding of the zero point's products."""
+    torch.manual_seed(0)
+    model = nn.Conv1d(6, 6, 2, padding=1, dilation=2, groups=6, bias=False).eval()
+    data = [(torch.rand(64, 6, 1) * 300 - 80,)]
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage").with_min_sqnr(None)
+    quantized = fxq.quantize(nn.Sequential(model).eval(), recipe, data=data)
+    assert [entry.fate for entry in quantized.ledger] == ["int8"]
+    assert float(quantized(*data[0]).abs().max()) < 1e-4
+
+
 def test_one_sample_that_the_lowered_graph_cannot_run(monkeypatch):
     """Said where the float model runs on it, and only there."""
     run_batch = _Verifier.run_batch
