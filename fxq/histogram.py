@@ -72,6 +72,21 @@ def coarsen(counts: Tensor, shift: int) -> Tensor:
     return torch.zeros_like(counts).index_add_(0, coarse + SIDE - 1, counts)
 
 
+def widest_gap(counts: Tensor, exponent: int) -> tuple[float, float]:
+    """The widest stretch between two values that holds none, to a bin; (0.0, 0.0) where there are not two bins.
+
+    Args:
+        counts: the histogram.
+        exponent: of its bins.
+    """
+    filled = counts.nonzero().flatten() - (SIDE - 1)
+    if len(filled) < 2:
+        return 0.0, 0.0
+    at = int(filled.diff().argmax())
+    left, right = int(filled[at]), int(filled[at + 1])
+    return (left + (left >= 0)) * 2.0**exponent, (right - (right <= 0)) * 2.0**exponent
+
+
 def percentile(counts: Tensor, exponent: int, low: float, high: float, percent: float) -> float:
     """The value below which `percent` % of the data lies: linear within a bin, 0.0 in the bin around zero.
 

@@ -189,6 +189,10 @@ class Observer(nn.Module, ABC):
         """Whether there was data, and all of it zero."""
         return self.seen and not bool(self.minimum.any() or self.maximum.any())
 
+    def gap(self) -> tuple[float, float]:
+        """The widest stretch between two values that holds none; (0.0, 0.0) where this observer does not know."""
+        return 0.0, 0.0
+
     def extra_repr(self) -> str:
         return f"{self.spec}" if self.axis is None else f"{self.spec}, axis={self.axis}"
 
@@ -346,6 +350,10 @@ class Histogram(Observer):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.counts = self.counts.clone()  # what is loaded is written into it
         super()._load_from_state_dict(*args, **kwargs)
+
+    def gap(self) -> tuple[float, float]:
+        """The widest stretch between two values that holds none."""
+        return histogram.widest_gap(self.counts.cpu(), int(self.exponent))
 
     def _coarsen_to(self, exponent: int) -> None:
         if exponent > int(self.exponent):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -19,10 +19,16 @@ from fxq.rewrite import Rewriter
 from fxq.spec import TensorSpec
 from fxq.stages import where
 from fxq.strands import FAR, Strand, around, watching
-from fxq.unit import calls_of, inputs_of
+from fxq.unit import Inner, calls_of, inputs_of
 
 log = logging.getLogger("fxq")
 Key = tuple[fx.Node, TensorSpec]
+
+_MASKING = ("add", "sub", "where", "masked_fill")
+"""Ops that a mask can be applied by."""
+
+_GAP = 0.9
+"""An empty stretch that takes this much of a range leaves the values on either side less than 26 of 256 integers."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ class ChooseGrids(Pass):
     be left with a small part of a grid, the op runs in float, and so does what hands it its values.
     Where kernels overflow with 8 bits and `context.narrow` says activations, the grids that they read have 7.
     Constants of masks, pads and fills are no data. The grid becomes wider for them by one bit at most; one further out
-    keeps the values that may hold it, and the ops that read them, in float, up to where something new is computed.
+    keeps the values that may hold it, and the ops that read them, in float, up to where something new is computed. So
+    does a mask that is an input, where calibration saw it push some of the values far away from the others.
     Refuses: infinity that a layer multiplies with its weights.
     """
 
@@ -85,6 +92,7 @@ class _Chooser:
         self.plans: dict[fx.Node, Plan] = {}
         self.off: dict[fx.Node, str] = {}
         self.infinite: set[fx.Node] = set()
+        self._given: set[fx.Node] = set()
         self._strands: dict[Key, Strand] = {}
         for node in rewriter.nodes():
             observer = submodule(self.gm, node)
@@ -117,6 +125,8 @@ class _Chooser:
     def visit(self, node: fx.Node) -> None:
         """Decide about a node and its value. Those that it reads come before."""
         reads = reads_of(self.gm, node)
+        if node.op == "placeholder" or self._is_given(node):
+            self._given.add(node)
         for value, _ in reads:
             if value in self.off:
                 self._stop_reading(node, value, f"its input %{value.name} {self.off[value]}")
@@ -135,6 +145,10 @@ class _Chooser:
     def _made(self, node: fx.Node, edge: Edge) -> Strand | None:
         """The strand that begins with a value; None where that is on no grid."""
         observer = self.observers.get((node, edge.spec))
+        moved = next((value for value, _ in reads_of(self.gm, node) if value in self.off), None)
+        if observer is None and moved is not None:
+            self._take_off(node, self.off[moved])
+            return None
         if observer is None:
             raise PassError(
                 f"{where(self.gm, node)}: no observer watches its value. Run insert-observers behind the pass that "
@@ -175,6 +189,11 @@ class _Chooser:
         observer = self.observers.get((node, edge.spec))
         met = observer.met_constants if observer is not None else ()
         constants = self.fills.brought_by(node).union(met)
+        if observer is not None and self._is_masked(node):
+            low, high = observer.gap()
+            if high - low > _GAP * strand.span:
+                self._take_off(node, f"is in two ranges far apart, up to {low:.3g} and from {high:.3g}, as of a mask")
+                return False
         far = [value for value in constants if not strand.reaches(value)]
         if not far:
             strand.constants |= constants
@@ -182,12 +201,38 @@ class _Chooser:
         words = f"holds {', '.join(f'{value:g}' for value in sorted(far))}, far outside of its data"
         if any(map(math.isinf, far)):
             self.infinite.add(node)
-        self.off[node] = f"{words} ({strand.low:.3g} to {strand.high:.3g})"
+        self._take_off(node, f"{words} ({strand.low:.3g} to {strand.high:.3g})")
+        return False
+
+    def _take_off(self, node: fx.Node, words: str) -> None:
+        """Let a value be on no grid."""
+        self.off[node] = words
         for other in info(node).edges:
             self._strands.pop((node, other.spec), None)
         if self._plan(node).fate != "float":
-            self.plans[node] = Plan("float", f"its value {self.off[node]}")
-        return False
+            self.plans[node] = Plan("float", f"its value {words}")
+
+    def _inputs(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The values that a node reads, but those that are constants."""
+        for read in node.all_input_nodes:
+            value = unobserved(self.gm, read)
+            if value.op != "get_attr":
+                yield value
+
+    def _is_given(self, node: fx.Node) -> bool:
+        """Whether no layer has a part in a value: it follows from inputs alone."""
+        inputs = list(self._inputs(node))
+        heavy = node.op == "call_module" or any(call.op.quant.heavy for call in calls_of(self.gm, node))
+        return bool(inputs) and not heavy and self._given.issuperset(inputs)
+
+    def _is_masked(self, node: fx.Node) -> bool:
+        """Whether a node puts together what the network computes and what it is given, as a mask is."""
+        calls = calls_of(self.gm, node)
+        if not calls or calls[-1].op.name not in _MASKING:
+            return False
+        read = [v for v in calls[-1].tensors.values() if isinstance(v, (Inner, fx.Node))]
+        given = [isinstance(v, fx.Node) and unobserved(self.gm, v) in self._given for v in read]
+        return any(given) and not all(given)
 
     def _is_kept(self, node: fx.Node) -> bool:
         """Whether somebody reads a value who does not merely move it on, or several do."""

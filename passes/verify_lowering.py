@@ -247,9 +247,9 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
         if is_op(step, "dequantize"):
             zeros[step.node] = abs(step.kwargs["zero_point"]) * step.kwargs["scale"]
             env[step.node] += zeros[step.node]
-    weight: Any = env.get(call.tensors.get(call.op.quant.weight or ""))
-    most = 0.0
-    if weight is not None:
+    read, most = call.tensors.get(call.op.quant.weight or ""), 0.0
+    if isinstance(read, fx.Node):
+        weight = env[read]
         rows = weight.movedim(call.op.quant.axis or 0, 0).flatten(1).sum(1)
         most = zeros.get(call.tensors[call.op.quant.inputs[0]], 0.0) * largest(rows)
     for sign in (1, -1):  # of a sum and of a difference

@@ -227,6 +227,28 @@ def test_a_mask_of_minus_infinity_may_be_an_input():
         assert quality(model, inputs, backend)[0][0] > 25
 
 
+MASKED_BY_INPUTS = {
+    "added": lambda y, keep: y + (1 - keep) * -1e4,
+    "taken away": lambda y, keep: y - (1 - keep) * 1e4,
+    "chosen": lambda y, keep: torch.where(keep > 0.5, y, keep - 1e4),
+    "moved": lambda y, keep: (y + (1 - keep) * -1e4).flip(1),
+}
+
+
+@pytest.mark.parametrize("apply", MASKED_BY_INPUTS.values(), ids=MASKED_BY_INPUTS)
+def test_a_mask_that_is_an_input_and_pushes_values_far_away(apply):
+    """The rows that it leaves alone are right; where it does nothing, they are read on integers."""
+    layers = {"first": nn.Linear(16, 16), "last": nn.Linear(16, 4)}
+    model = settled(lambda: Masked(lambda m, x, mask: m.last(apply(m.first(x), mask)), **layers))
+    x, keep = torch.randn(64, 8, 16), (torch.rand(64, 8, 1) > 0.3).float()
+    kept = apply(torch.zeros(64, 8, 1), keep)[..., 0].abs() < 1
+    _, made = quality(model, (x, keep), "x86")
+    assert fates(made)[-1] == ("linear", "float") and "two ranges far apart" in made.ledger[-1].reason
+    with torch.no_grad():
+        assert sqnr(model(x, keep)[kept], made(x, keep)[kept]) > 30
+    assert fates(quality(model, (x, torch.ones_like(keep)), "x86")[1])[-1] == ("linear", "int8")
+
+
 def test_a_pad_with_a_value_that_is_an_argument():
     class Model(nn.Module):
         def __init__(self):

@@ -181,6 +181,16 @@ def test_histogram_keeps_the_range_of_a_lattice(bits):
     assert float(observed("histogram", [x], spec=TensorSpec(bits=bits)).qparams().high) == pytest.approx(float(x.max()))
 
 
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=20, unique=True))
+def test_the_gap_of_a_histogram_is_the_widest_stretch_without_values(values):
+    """To two bins, one on either side."""
+    low, high = observed("histogram", [torch.tensor(values)]).gap()
+    widest = float(torch.tensor(sorted(values), dtype=torch.float64).diff().max())
+    bins = 2.0 ** histogram.exponent_for(max(map(abs, values)))
+    assert high - low == pytest.approx(widest, abs=2 * bins)
+    assert observed("minmax", [torch.tensor(values)]).gap() == (0.0, 0.0)
+
+
 def test_percentile_is_that_of_the_values():
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     observer = observed("percentile", [x])
