@@ -1,9 +1,8 @@
 """fxq: a quantization compiler for PyTorch, as a pipeline of graph-rewriting passes on `torch.fx`."""
 
-from fxq import prices
 from fxq.api import calibrate, compare, convert, prepare, quantize, run_passes
-from fxq.comparison import Comparison
-from fxq.diff import Diff, diff
+from fxq.common.metrics import nbytes
+from fxq.cost import price_file as prices
 from fxq.doctor import Diagnosis, doctor
 from fxq.errors import (
     BackendError,
@@ -17,19 +16,20 @@ from fxq.errors import (
     RenderError,
     TraceError,
 )
-from fxq.history import History, Snapshot
-from fxq.layers import LayerQParams
-from fxq.ledger import Ledger
-from fxq.match import Match, explain
+from fxq.ledger.comparison import Comparison
+from fxq.ledger.layer_qparams import LayerQParams
+from fxq.ledger.ledger import Ledger
 from fxq.model import ObservedModel, QuantizedModel
-from fxq.passbase import Pass, Stage
-from fxq.pattern import FUSIONS, fusion, rewrite
-from fxq.qparams import QParams
-from fxq.recipe import Recipe
-from fxq.rewrite import Rewriter
-from fxq.selector import op
-from fxq.size import nbytes
-from fxq.spec import FLOAT, QuantConfig, TensorSpec
+from fxq.picture.diff import Diff, diff
+from fxq.pipeline.history import History, Snapshot
+from fxq.quant.qparams import QParams
+from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.recipe import Recipe
+from fxq.recipe.selector import op
+from fxq.rewriting.match import Match, explain
+from fxq.rewriting.pattern import FUSIONS, fusion, rewrite
+from fxq.rewriting.rewriter import Rewriter
 
 __version__ = "0.1.0"
 

@@ -13,26 +13,27 @@ from torch.nn.parameter import is_lazy
 
 import fxq.passes
 import fxq.patterns  # registers the fusion patterns
-from fxq.backends import get_backend
-from fxq.comparison import Comparison, Reference, compare_with, quantized_reference
-from fxq.context import Context
-from fxq.data import Batch, as_batch, batches, check_batch, device_of, naming_batch
+from fxq.backends.by_name import get_backend
+from fxq.common.data import Batch, as_batch, batches, check_batch, device_of, naming_batch
+from fxq.common.isolation import untouched, without_autocast
+from fxq.common.names import check_names, is_writable
+from fxq.common.progress import progress_bar
+from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, RecipeError, warn
-from fxq.exported import Exported
-from fxq.fates import ledger_of
-from fxq.manager import PassManager
+from fxq.ledger.build import ledger_of
+from fxq.ledger.comparison import Comparison, Reference, compare_with, quantized_reference
+from fxq.ledger.float_record import checksums
+from fxq.ledger.narrowing import narrowed
+from fxq.ledger.output_check import check_output, output_sqnr
+from fxq.ledger.side_by_side import Program
 from fxq.model import ObservedModel, QuantizedModel
-from fxq.names import check_names, is_writable
-from fxq.narrowing import narrowed
-from fxq.output_check import check_output, output_sqnr
-from fxq.passbase import Pass, Stage
-from fxq.progress import progress_bar
-from fxq.recipe import Recipe, as_recipe
-from fxq.record import checksums
-from fxq.sidebyside import Program
-from fxq.trainmode import first_in_train_mode
-from fxq.untouched import untouched, without_autocast
-from fxq.wrappers import unwrapped
+from fxq.pipeline.context import Context
+from fxq.pipeline.manager import PassManager
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.recipe import Recipe, as_recipe
+from fxq.report.report import write_comparison
+from fxq.tracing.exported_program import Exported
+from fxq.tracing.wrappers import unwrapped
 
 
 def quantize(
@@ -179,7 +180,7 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
     quantized = isinstance(a, QuantizedModel)
     reference = quantized_reference(a, b) if quantized else _float_reference(a, b, first)
     with untouched(a), untouched(b), progress_bar("comparing", _length(data), progress) as advance:
-        return compare_with(reference, b, chain([first], stream), advance)
+        return compare_with(reference, b, chain([first], stream), advance, write_comparison)
 
 
 def _check_compared(a: Any, b: Any) -> None:

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxq import backends, prices
 from fxq.api import quantize
-from fxq.backends import Trap, cpu
-from fxq.costs import measure, read_rounds
+from fxq.backends import by_name as backends
+from fxq.backends import cpu
+from fxq.backends.by_name import Trap
+from fxq.common.progress import progress_bar
+from fxq.cost import price_file as prices
+from fxq.cost.cache import measure, read_rounds
 from fxq.errors import BackendError, FxqError, words_of
-from fxq.printed import Printed
-from fxq.progress import progress_bar
-from fxq.recipe import Recipe
-from fxq.table import Cell, Column, Part, Table, cells
+from fxq.recipe.recipe import Recipe
+from fxq.text.cells import Cell, Column, Part, Table, cells
+from fxq.text.printed import Printed
 
 
 @dataclass(frozen=True)

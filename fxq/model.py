@@ -12,36 +12,36 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxq.backends import cpu, devices_of
-from fxq.binding import KEPT, Bindings
-from fxq.calls import check_call, compiled, has_kernels
-from fxq.data import Batch, check_finite, first_of
-from fxq.elsewhere import fit
+from fxq.backends import cpu
+from fxq.backends.by_name import devices_of
+from fxq.backends.other_machine import fit
+from fxq.backends.saved_state import check_same, state_of, take_over
+from fxq.common.attributes import Handed
+from fxq.common.data import Batch, check_finite, first_of
+from fxq.common.isolation import autocast_on
+from fxq.common.metrics import nbytes
+from fxq.common.names import check_names
 from fxq.errors import InputError, RecipeError
-from fxq.graphdata import NodeData, from_data, to_data
-from fxq.handed import Handed
-from fxq.history import History
-from fxq.layers import LayerQParams, layers_of
-from fxq.ledger import Ledger
-from fxq.manager import PassManager
-from fxq.names import check_names
-from fxq.notebook import folded, html
-from fxq.passbase import Stage
-from fxq.pins import Pin
-from fxq.recipe import Recipe
-from fxq.record import Record
-from fxq.size import nbytes
-from fxq.state import check_same, state_of, take_over
-from fxq.table import Cell, cells
-from fxq.untouched import autocast_on
-
-if TYPE_CHECKING:
-    from fxq.comparison import Comparison
+from fxq.graph.plain_data import NodeData, from_data, to_data
+from fxq.ledger.comparison import Comparison
+from fxq.ledger.float_record import Record
+from fxq.ledger.ledger import Ledger
+from fxq.ledger.quantized import Quantized
+from fxq.pipeline.history import History
+from fxq.pipeline.manager import PassManager
+from fxq.recipe.pass_base import Stage
+from fxq.recipe.pins import Pin
+from fxq.recipe.recipe import Recipe
+from fxq.report.report import write_report
+from fxq.runtime.binding import KEPT, Bindings
+from fxq.runtime.call_checks import check_call, compiled, has_kernels
+from fxq.text.cells import Cell, cells
+from fxq.text.notebook import folded, html
 
 log = logging.getLogger("fxq")
 
@@ -145,7 +145,7 @@ def _own(model: nn.Module, lender: nn.Module) -> None:
                     tensors[name] = own
 
 
-class QuantizedModel(fx.GraphModule):
+class QuantizedModel(Quantized):
     """An integer model: callable, printable, editable like any `fx.GraphModule`.
 
     Integers are neither NaN nor infinite: in an input, infinities become the ends of the grid, and NaN some value of
@@ -164,11 +164,6 @@ class QuantizedModel(fx.GraphModule):
     Plain data of the float model (numbers, strings, containers, config objects) is handed on, copied: `qmodel.config`.
     """
 
-    history: History
-    ledger: Ledger
-    recipe: Recipe
-    backend: str
-    record: Record
     _decided: tuple[Pin, ...]
     kinds_kept: int
     _handed: Handed
@@ -343,13 +338,6 @@ class QuantizedModel(fx.GraphModule):
         narrow = gave_way.role if gave_way is not None else self.recipe.narrow
         return replace(self.recipe, backend=self.backend, optimize="decided", decided=self._decided, narrow=narrow)
 
-    def qparams(self) -> dict[str, LayerQParams]:
-        """The integers of every int8 layer with a weight, as they are now, by module path.
-
-        A functional call goes by its node's name.
-        """
-        return layers_of(self)
-
     def report(
         self, path: str | os.PathLike[str], *, comparison: Comparison | None = None, example_inputs: Any = None
     ) -> Path:
@@ -371,8 +359,6 @@ class QuantizedModel(fx.GraphModule):
                 `example_inputs`.
             RenderError: the file cannot be written.
         """
-        from fxq.report import write_report
-
         return write_report(self, path, comparison, example_inputs)
 
     def _repr_html_(self) -> str:

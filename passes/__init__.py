@@ -1,6 +1,5 @@
 """The passes, one per file, and the pipelines made of them."""
 
-from fxq.passbase import Pass
 from fxq.passes.annotate import Annotate
 from fxq.passes.canonicalize import Canonicalize
 from fxq.passes.choose_grids import ChooseGrids
@@ -17,7 +16,8 @@ from fxq.passes.propagate import Propagate
 from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
-from fxq.pipeline import register_pipeline
+from fxq.recipe.pass_base import Pass
+from fxq.recipe.pipeline import register_pipeline
 
 STATIC: tuple[Pass, ...] = (
     Trace(),

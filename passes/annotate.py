@@ -10,18 +10,19 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxq.alias import Changes
-from fxq.backends import NAMES, Backend, get_backend
-from fxq.candidates import Candidate, Settled
-from fxq.context import Context
-from fxq.data import device_of
+from fxq.backends.by_name import NAMES, Backend, get_backend
+from fxq.common.data import device_of
 from fxq.errors import BackendError
-from fxq.graph import Plan, constant, info, reads_only_metadata, submodule
+from fxq.graph.info import Plan, info
+from fxq.graph.mutation import Changes
+from fxq.graph.query import constant, reads_only_metadata, submodule
+from fxq.graph.unit import Input, OpCall, calls_of, inputs_of
 from fxq.ops import OPS
-from fxq.passbase import Pass, Stage
-from fxq.rewrite import Rewriter
-from fxq.spec import QuantConfig, TensorSpec
-from fxq.unit import Input, OpCall, calls_of, inputs_of
+from fxq.pipeline.candidates import Candidate, Settled
+from fxq.pipeline.context import Context
+from fxq.quant.spec import QuantConfig, TensorSpec
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)

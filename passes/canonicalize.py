@@ -10,29 +10,29 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from fxq.constants import fold_constant
-from fxq.edit import DATA
 from fxq.errors import InputError
-from fxq.graph import (
+from fxq.graph.info import info
+from fxq.graph.place import where
+from fxq.graph.query import (
     argument,
     constant,
     fills_like,
     flat_nodes,
-    info,
     op_of,
     options_of,
     reads_only_metadata,
     taken_part,
 )
 from fxq.ops import OPS, conv_padding
-from fxq.optable import Arguments, Instead, Op, Pick, Spelling
-from fxq.original import keep_original
-from fxq.passbase import Pass, Stage
-from fxq.pattern import rewrite
+from fxq.ops.table import Arguments, Instead, Op, Pick, Spelling
 from fxq.patterns.written_out import WRITTEN_OUT
-from fxq.reparametrize import reparametrized
-from fxq.rewrite import Rewriter
-from fxq.stages import where
+from fxq.pipeline.float_ops import keep_original
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.constant_folding import fold_constant
+from fxq.rewriting.editor import DATA
+from fxq.rewriting.pattern import rewrite
+from fxq.rewriting.rewriter import Rewriter
+from fxq.tracing.weight_norm import reparametrized
 
 
 @dataclass(frozen=True)

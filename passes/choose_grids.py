@@ -11,15 +11,16 @@ from typing import ClassVar
 from torch import fx
 
 from fxq.errors import CalibrationError, PassError
-from fxq.fills import Fills
-from fxq.graph import Edge, Plan, info, reads_of, reads_only_metadata, submodule, unobserved
-from fxq.observers import Observer
-from fxq.passbase import Pass, Stage
-from fxq.rewrite import Rewriter
-from fxq.spec import TensorSpec
-from fxq.stages import where
-from fxq.strands import FAR, Strand, around, watching
-from fxq.unit import Inner, calls_of, inputs_of
+from fxq.graph.fills import Fills
+from fxq.graph.info import Edge, Plan, info
+from fxq.graph.place import where
+from fxq.graph.query import reads_of, reads_only_metadata, submodule, unobserved
+from fxq.graph.unit import Inner, calls_of, inputs_of
+from fxq.quant.observers import Observer
+from fxq.quant.spec import TensorSpec
+from fxq.quant.strands import FAR, Strand, around, watching
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
 
 log = logging.getLogger("fxq")
 Key = tuple[fx.Node, TensorSpec]

@@ -7,11 +7,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxq.checks import make_output, own_copy
-from fxq.edit import DATA
-from fxq.graph import constant, flat_nodes, info
-from fxq.passbase import Pass, Stage
-from fxq.rewrite import Rewriter
+from fxq.graph.guards import make_output, own_copy
+from fxq.graph.info import info
+from fxq.graph.query import constant, flat_nodes
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.editor import DATA
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxq.data import Batch
-from fxq.evaluate import inputs_for, last_uses, value_of
-from fxq.graph import CONVERSIONS, constant, info, is_op, read_attribute
-from fxq.passbase import Pass, Stage
-from fxq.rewrite import Rewriter
-from fxq.unit import OpCall, calls_of
-from fxq.untouched import copied
+from fxq.common.data import Batch
+from fxq.common.isolation import copied
+from fxq.graph.info import info
+from fxq.graph.query import CONVERSIONS, constant, is_op, read_attribute
+from fxq.graph.run import inputs_for, last_uses, value_of
+from fxq.graph.unit import OpCall, calls_of
+from fxq.pipeline.context import Context
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class CorrectBias(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Run the float and the integer graph side by side on all recorded samples, node by node."""
-        context = rewriter.context
+        context: Context = rewriter.context
         last = last_uses(rewriter.graph)
         with torch.no_grad():
             runs = [_SideBySide(rewriter, batch, last) for batch in context.samples or [context.example]]

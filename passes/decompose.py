@@ -7,11 +7,12 @@ from typing import ClassVar
 
 from torch import fx, nn
 
-from fxq.graph import info, op_of, reads_only_metadata, submodule, taken_part
-from fxq.original import expand_original
-from fxq.passbase import Pass, Stage
+from fxq.graph.info import info
+from fxq.graph.query import op_of, reads_only_metadata, submodule, taken_part
 from fxq.patterns.attention import EXPANSIONS, CannotExpand, Expansion
-from fxq.rewrite import Rewriter
+from fxq.pipeline.float_ops import expand_original
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxq import costs
-from fxq.candidates import UNREAD
-from fxq.errors import RecipeError, warn
-from fxq.graph import CONVERSIONS, Cost, Plan, flat_nodes, info, is_op, op_of, read_attribute, reads_only_metadata
-from fxq.islands import (
+from fxq.common.progress import progress_bar
+from fxq.cost import cache as costs
+from fxq.cost.min_cut import Key, Value, conversions_of
+from fxq.cost.prices import (
     choose_by_price,
     emits_float,
     float_ops,
@@ -22,14 +21,17 @@ from fxq.islands import (
     regions_of,
     slower_than_float,
 )
-from fxq.passbase import Pass, Stage
-from fxq.pins import Pin, Pinned, Place, places_of
-from fxq.pricing import Key, Value, conversions_of
-from fxq.probe import Prober
-from fxq.progress import progress_bar
-from fxq.region import read_region
-from fxq.rewrite import Rewriter, split_unit
-from fxq.unit import calls_of
+from fxq.cost.probe import Prober
+from fxq.errors import RecipeError, warn
+from fxq.graph.info import Cost, Plan, info
+from fxq.graph.query import CONVERSIONS, flat_nodes, is_op, op_of, read_attribute, reads_only_metadata
+from fxq.graph.region import read_region
+from fxq.graph.unit import calls_of
+from fxq.pipeline.candidates import UNREAD
+from fxq.pipeline.context import Context
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.pins import Pin, Pinned, Place, places_of
+from fxq.rewriting.rewriter import Rewriter, split_unit
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Fallback(Pass):
     Before: quantize(conv2d_prelu(dequantize(q), w, b, slope)), where the backend has no kernel for prelu
     After: quantize(prelu(conv2d(dequantize(q), w, b), slope)): the convolution emits float, prelu reads it as it is
     Also: with `optimize="speed"`, the ops that run on integers are those that make the graph fastest, by the seconds
-    that kernels, float ops and conversions were measured to take on this machine (see `fxq/pricing.py`). And a float
+    that kernels, float ops and conversions were measured to take on this machine (`fxq/cost/min_cut.py`). And a float
     op that reads dequantize(quantize(v)) of a float value v reads v itself.
     Keeps: the output up to rounding; what changes is more exact, as a rounding is left out.
     """
@@ -50,7 +52,7 @@ class Fallback(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Open the units that no kernel runs whole, price what is left, then let float ops read float values."""
-        context = rewriter.context
+        context: Context = rewriter.context
         choose = context.recipe.optimize == "speed"
         pinned = Pinned(context.recipe.decided) if context.recipe.optimize == "decided" else None
         prober = None

@@ -9,11 +9,13 @@ from typing import ClassVar
 from torch import fx
 
 import fxq.patterns  # noqa: F401  (registers the patterns)
-from fxq.graph import info, op_of
-from fxq.passbase import Pass, Stage
-from fxq.pattern import FUSIONS
-from fxq.rewrite import Rewriter
-from fxq.unit import calls_among
+from fxq.graph.info import info
+from fxq.graph.query import op_of
+from fxq.graph.unit import calls_among
+from fxq.pipeline.context import Context
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.pattern import FUSIONS
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Fuse(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Match all rules, then make the units."""
-        context = rewriter.context
+        context: Context = rewriter.context
 
         def refuse(nodes: Sequence[fx.Node]) -> str | None:
             ops = [op for op in map(op_of, nodes) if op is not None]

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxq.graph import Edge, info
-from fxq.observers import make_observer
-from fxq.passbase import Pass, Stage
-from fxq.rewrite import Rewriter
+from fxq.graph.info import Edge, info
+from fxq.quant.observers import make_observer
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
 
 FOLDER = "fxq_observers"
 

@@ -9,14 +9,15 @@ import torch
 from torch import fx
 
 from fxq.errors import PassError
-from fxq.graph import Edge, Plan, constant, info, made_by, reads_only_metadata, submodule
-from fxq.observers import Observer, make_observer
-from fxq.passbase import Pass, Stage
-from fxq.qparams import QParams, quantize
-from fxq.rewrite import Rewriter
-from fxq.spec import TensorSpec
-from fxq.stages import where
-from fxq.unit import calls_of, inputs_of
+from fxq.graph.info import Edge, Plan, info
+from fxq.graph.place import where
+from fxq.graph.query import constant, made_by, reads_only_metadata, submodule
+from fxq.graph.unit import calls_of, inputs_of
+from fxq.quant.observers import Observer, make_observer
+from fxq.quant.qparams import QParams, quantize
+from fxq.quant.spec import TensorSpec
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)

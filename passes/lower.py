@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxq.passbase import Pass, Stage
-from fxq.rewrite import Rewriter
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxq.errors import PassError
-from fxq.graph import argument, flat_nodes, info, is_op, op_of, options_of
-from fxq.passbase import Pass, Stage
-from fxq.pattern import rewrite
-from fxq.qparams import QParams
-from fxq.rewrite import Rewriter
-from fxq.stages import where
+from fxq.graph.info import info
+from fxq.graph.place import where
+from fxq.graph.query import argument, flat_nodes, is_op, op_of, options_of
+from fxq.quant.qparams import QParams
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.pattern import rewrite
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from typing import ClassVar
 import networkx as nx
 from torch import fx
 
-from fxq.fills import Fills
-from fxq.graph import Edge, info, reads_of
-from fxq.passbase import Pass, Stage
-from fxq.rewrite import Rewriter
-from fxq.spec import TensorSpec
-from fxq.unit import calls_of
+from fxq.graph.fills import Fills
+from fxq.graph.info import Edge, info
+from fxq.graph.query import reads_of
+from fxq.graph.unit import calls_of
+from fxq.quant.spec import TensorSpec
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
 
 Key = tuple[fx.Node, TensorSpec]
 

@@ -10,19 +10,20 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from fxq.alias import Watch
-from fxq.context import Context
-from fxq.data import first_of
+from fxq.common.data import first_of
+from fxq.common.globs import path_matches
+from fxq.common.isolation import copied, seeded, untouched
+from fxq.common.source import source_of
 from fxq.errors import RecipeError, TraceError, warn
-from fxq.faithful import first_difference, first_with_memory, run_model, same_values
-from fxq.globs import path_matches
-from fxq.graph import info, is_check, reads_only_metadata
-from fxq.passbase import Pass, Stage
-from fxq.pattern import source_of
-from fxq.rewrite import Rewriter
-from fxq.selector import Selector, ancestors
-from fxq.tracing import Tracer, is_kept
-from fxq.untouched import copied, seeded, untouched
+from fxq.graph.info import info
+from fxq.graph.query import is_check, reads_only_metadata
+from fxq.pipeline.context import Context
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.selector import Selector, ancestors
+from fxq.rewriting.rewriter import Rewriter
+from fxq.tracing.fidelity import first_difference, first_with_memory, run_model, same_values
+from fxq.tracing.memory import Watch
+from fxq.tracing.tracer import Tracer, is_kept
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Trace(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Replace the rewriter's empty module by the traced one."""
-        context = rewriter.context
+        context: Context = rewriter.context
         _check_leaves(context.recipe.leaf_modules, context.types)
         _check_hooks(context.model)
         broken: dict[str, str] = {}

@@ -11,19 +11,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.backends.kernel import Kernel
-from fxq.bindable import Bindable
-from fxq.context import Context
-from fxq.data import Batch, first_of
+from fxq.common.data import Batch, first_of
+from fxq.common.metrics import tensors
 from fxq.errors import FxqError, InputError, PassError, warn, words_of
-from fxq.evaluate import inputs_for, value_of
-from fxq.faithful import run_model
-from fxq.graph import CONVERSIONS, Plan, is_op, options_of, submodule
-from fxq.numeric import tensors
-from fxq.passbase import Pass, Stage
-from fxq.region import Region, Result, run_region
-from fxq.rewrite import Rewriter
-from fxq.stages import where
-from fxq.unit import inputs_of
+from fxq.graph.bindable import Bindable
+from fxq.graph.info import Plan
+from fxq.graph.place import where
+from fxq.graph.query import CONVERSIONS, is_op, options_of, submodule
+from fxq.graph.region import Region, Result, run_region
+from fxq.graph.run import inputs_for, value_of
+from fxq.graph.unit import inputs_of
+from fxq.pipeline.context import Context
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
+from fxq.tracing.fidelity import run_model
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class VerifyLowering(Pass):
 
     def _find(self, rewriter: Rewriter) -> _Found:
         """What is wrong, on one batch and on one sample."""
-        context = rewriter.context
+        context: Context = rewriter.context
         batch = (context.samples or [context.example])[0]
         found = self._compare(rewriter, batch)
         if found is None:  # recorded are the first samples; where the first axis is none of samples, nothing fits them

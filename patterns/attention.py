@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxq.graph import info
+from fxq.graph.info import info
 from fxq.ops import OPS
-from fxq.rewrite import Rewriter
+from fxq.rewriting.rewriter import Rewriter
 
 Values = tuple[Any, ...]
 

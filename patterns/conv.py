@@ -7,8 +7,8 @@ function as a table. Slopes (prelu, leaky_relu) are fused: they keep the signs a
 
 from __future__ import annotations
 
-from fxq.graph import info
-from fxq.pattern import fusion
+from fxq.graph.info import info
+from fxq.rewriting.pattern import fusion
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "leaky_relu")
 CONVS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")

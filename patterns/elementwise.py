@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxq.pattern import fusion
+from fxq.rewriting.pattern import fusion
 
 
 @fusion

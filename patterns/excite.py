@@ -6,8 +6,8 @@ conversion between them would cost as much. The weights are integers.
 
 from __future__ import annotations
 
-from fxq.backends.whole import EXCITE_FUNCTIONS, EXCITE_GATES, is_over_image
-from fxq.pattern import fusion
+from fxq.backends.whole_units import EXCITE_FUNCTIONS, EXCITE_GATES, is_over_image
+from fxq.rewriting.pattern import fusion
 
 
 def _excite(op, x, mean, w1, b1, w2, b2, act: str, gate: str):

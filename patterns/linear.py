@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fxq.graph import info
-from fxq.pattern import fusion
+from fxq.graph.info import info
+from fxq.rewriting.pattern import fusion
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh")
 

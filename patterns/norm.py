@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fxq.ops import OPS
-from fxq.pattern import rewrite
+from fxq.rewriting.pattern import rewrite
 
 BEFORE = ("conv1d", "conv2d", "conv3d", "linear", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 BEHIND = ("conv1d", "conv2d", "conv3d", "linear")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fxq.pattern import rewrite
+from fxq.rewriting.pattern import rewrite
 
 
 def _is(m: Any, name: str, wanted: float) -> bool:

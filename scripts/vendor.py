@@ -1,7 +1,7 @@
-"""Fetch the JavaScript libraries of the report page into fxq/page/vendor/, unchanged, and check them.
+"""Fetch the JavaScript libraries of the report page into fxq/report/page/vendor/, unchanged, and check them.
 
-`fxq/page/vendor/versions.json` says for each: version, source, licence, and the sha256 of every file that is kept. To
-update one: change its version and source there, run with --update, and look at the page.
+`fxq/report/page/vendor/versions.json` says for each: version, source, licence, and the sha256 of every file that is
+kept. To update one: change its version and source there, run with --update, and look at the page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-VENDOR = Path(__file__).resolve().parent.parent / "fxq" / "page" / "vendor"
+VENDOR = Path(__file__).resolve().parent.parent / "fxq" / "report" / "page" / "vendor"
 VERSIONS = VENDOR / "versions.json"
 
 

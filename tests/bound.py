@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.x86_conv import Conv
-from fxq.binding import Bindings
+from fxq.backends.x86.onednn_conv import Conv
+from fxq.runtime.binding import Bindings
 
 # What gives up a bit without VNNI is not left to a measurement: two models of one network are to have the same grids.
 ALL = fxq.Recipe.static(optimize="coverage", backend="x86", narrow="activations")

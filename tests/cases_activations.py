@@ -1,4 +1,4 @@
-"""Cases of tests/test_ops.py: activation functions."""
+"""Cases of tests/ops/test_rows.py: activation functions."""
 
 from __future__ import annotations
 

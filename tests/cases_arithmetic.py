@@ -1,4 +1,4 @@
-"""Cases of tests/test_ops.py: arithmetic of two values."""
+"""Cases of tests/ops/test_rows.py: arithmetic of two values."""
 
 from __future__ import annotations
 

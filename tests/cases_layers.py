@@ -1,4 +1,4 @@
-"""Cases of tests/test_ops.py: ops with weights, and norms."""
+"""Cases of tests/ops/test_rows.py: ops with weights, and norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of tests/test_ops.py: data movement."""
+"""Cases of tests/ops/test_rows.py: data movement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of tests/test_ops.py: pooling and reductions."""
+"""Cases of tests/ops/test_rows.py: pooling and reductions."""
 
 from __future__ import annotations
 

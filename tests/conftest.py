@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fxq
-from fxq import costs, latency
+from fxq.cost import cache as costs
+from fxq.report import latency
 from tests.browser import chromium
 from tests.helpers import REFERENCE
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fxq
-from fxq.backends.packed import has_engine
+from fxq.backends.packed.quantized_tensors import has_engine
 from tests import models
 
 ROOT = Path(__file__).parents[1]

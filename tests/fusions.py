@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxq
 from fxq.backends.cpu import has_onednn_int8
-from fxq.numeric import sqnr
+from fxq.common.metrics import sqnr
 from tests.graphs import REFERENCE, after, equal, text
 from tests.models import call, settled
 

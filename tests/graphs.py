@@ -12,10 +12,10 @@ from torch import fx, nn
 
 import fxq
 from fxq.api import _manager
-from fxq.history import History
-from fxq.passbase import Pass
-from fxq.rewrite import Rewriter
-from fxq.view import GraphView, view
+from fxq.graph.view import GraphView, view
+from fxq.pipeline.history import History
+from fxq.recipe.pass_base import Pass
+from fxq.rewriting.rewriter import Rewriter
 from tests.machine import QMAX
 from tests.models import call
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends import get_backend
-from fxq.context import Context
-from fxq.data import Batch
-from fxq.rewrite import Rewriter
-from fxq.view import view
+from fxq.backends.by_name import get_backend
+from fxq.common.data import Batch
+from fxq.graph.view import view
+from fxq.pipeline.context import Context
+from fxq.rewriting.rewriter import Rewriter
 
 REFERENCE = fxq.Recipe.static(backend="reference")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, Post
-from fxq.qparams import QParams
+from fxq.quant.qparams import QParams
 from tests.machine import QMAX
 
 CHANNELS_LAST = torch.channels_last

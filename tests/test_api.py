@@ -221,10 +221,11 @@ def test_the_result_is_in_eval_mode_and_needs_no_gradient_to_run(name):
 
 
 def documented():
-    for package in ("fxq", "fxq.backends", "fxq.ops", "fxq.passes", "fxq.patterns"):
-        found = importlib.import_module(package)
-        yield package
-        yield from (f"{package}.{m.name}" for m in pkgutil.iter_modules(found.__path__) if not m.ispkg)
+    found = (m.name for m in pkgutil.walk_packages(fxq.__path__, "fxq.") if not m.name.startswith("fxq.report.page."))
+    for package in ("fxq.passes", "fxq.patterns"):
+        folder = importlib.import_module(package).__path__
+        yield from (package, *(f"{package}.{m.name}" for m in pkgutil.iter_modules(folder)))
+    yield from ("fxq", *found)
 
 
 @pytest.mark.parametrize("name", sorted(set(documented())))

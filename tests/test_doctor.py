@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import fxq
-from fxq import backends
-from fxq.backends import cpu, packed
-from fxq.backends.fbgemm import Linear
-from fxq.backends.packed import has_engine
+from fxq.backends import by_name as backends
+from fxq.backends import cpu
+from fxq.backends.packed import quantized_tensors as packed
+from fxq.backends.packed.fbgemm import Linear
+from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.errors import BackendError
 
 doctor = sys.modules["fxq.doctor"]  # the function hides the module of that name
@@ -84,7 +85,7 @@ def test_auto_and_why(few, monkeypatch):
     monkeypatch.setattr(cpu, "is_x86", lambda: True)
     monkeypatch.setattr(cpu, "has_onednn_int8", lambda: False)
     monkeypatch.setattr(packed, "has_engine", lambda name: name == "fbgemm")
-    monkeypatch.setattr("fxq.backends.packed_rows.has_engine", lambda name: name == "fbgemm")
+    monkeypatch.setattr("fxq.backends.packed.packed_kernels.has_engine", lambda name: name == "fbgemm")
     found = fxq.doctor(["x86", "qnnpack"])
     assert found.auto == "fbgemm"
     assert found.why.startswith("the first of x86, fbgemm, reference that runs here; x86: ")

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.arithmetic import Add
 from fxq.backends.cpu import has_onednn_int8
-from fxq.backends.kernel import Kernel, WeightedKernel
-from fxq.backends.packed import has_engine
-from fxq.backends.pool import Mean
-from fxq.backends.x86_conv import Conv
-from fxq.backends.x86_linear import Linear
+from fxq.backends.kernel import Kernel, Post, WeightedKernel
+from fxq.backends.packed.quantized_tensors import has_engine
+from fxq.backends.plain.binary import Add
+from fxq.backends.plain.pool import Mean
+from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_linear import Linear
 from fxq.errors import BackendError, InputError
-from fxq.qparams import QParams
+from fxq.quant.qparams import QParams
 from tests.helpers import module
 from tests.kernels import weight
 
@@ -154,7 +154,7 @@ def test_what_the_kernel_refuses_raises():
     q, qp, _ = weight(8, 4, 3, 3)
     grid = QParams.per_tensor(0.02, 9, 0, 127)
     slopes = torch.linspace(0, 0.5, 8)
-    kernel = Conv(q, qp, None, grid, grid, post=fxq.backends.kernel.Post("prelu"), slope=slopes)
+    kernel = Conv(q, qp, None, grid, grid, post=Post("prelu"), slope=slopes)
     x = torch.randint(0, 128, (1, 4, 5, 5), dtype=torch.uint8)
     kernel(x)
     kernel.slope[0] = 2.0

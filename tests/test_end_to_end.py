@@ -9,8 +9,8 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.kernel import WeightedKernel
+from fxq.common.metrics import sqnr, tensors
 from fxq.errors import warn_once
-from fxq.numeric import sqnr, tensors
 from tests.graphs import equal
 from tests.machine import decibels, needs_vnni, quiet
 from tests.models import NETWORKS, batch, build, call, settled

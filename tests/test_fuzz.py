@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fxq
-from fxq import costs
 from fxq.backends.cpu import has_onednn_int8, has_vnni
 from fxq.backends.kernel import WeightedKernel
-from fxq.numeric import sqnr, tensors
+from fxq.common.metrics import sqnr, tensors
+from fxq.cost import cache as costs
 from fxq.ops import OPS
 from tests import elsewhere
 from tests.fuzz import Network, Plan, Step, noisy
@@ -37,6 +37,9 @@ MARGIN = 12.0
 
 As much for int8 against qdq: one rounding tie is a whole step in one element, where the model has 0.3 in each.
 """
+
+SUMMED = 1e-4
+"""What float32 may leave of a sum that should be zero, where its terms are as large as those of these networks."""
 
 FAR = "the output is"
 EXPECTED = (FAR, "nothing runs on integers", OF_THE_MACHINE)
@@ -178,7 +181,10 @@ def within(reference: Any, value: Any, bounds: list[float], what: str) -> None:
     """Every output as near to the reference as the noise model says, where that is defined."""
     for i, (a, b, bound) in enumerate(zip(tensors(reference), tensors(value), bounds, strict=True)):
         assert a.shape == b.shape and a.dtype == b.dtype
-        assert math.isnan(bound) or sqnr(a, b) >= bound, f"{what}, output {i}: {sqnr(a, b):.1f} dB, not {bound:.1f}"
+        rounding = bound == math.inf and float((a.double() - b.double()).abs().max()) < SUMMED
+        assert math.isnan(bound) or rounding or sqnr(a, b) >= bound, (
+            f"{what}, output {i}: {sqnr(a, b):.1f} dB, not {bound:.1f}"
+        )
 
 
 def identical(a: Any, b: Any) -> bool:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.numeric import sqnr
+from fxq.common.metrics import sqnr
 from tests.helpers import module
 from tests.machine import no_warnings
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
-from fxq.optable import Op
-from fxq.spec import QuantConfig
-from fxq.unit import OpCall
-
-if TYPE_CHECKING:
-    from fxq.rewrite import Rewriter
+from fxq.graph.unit import OpCall
+from fxq.ops.table import Op
+from fxq.quant.spec import QuantConfig
+from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)

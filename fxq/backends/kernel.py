@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fxq.bindable import Bindable, Seen, Watch
 from fxq.errors import BackendError, InputError
-from fxq.qparams import QParams
-from fxq.spec import fits_int16
+from fxq.graph.bindable import Bindable, Seen, Watch
+from fxq.quant.qparams import QParams
+from fxq.quant.spec import fits_int16
+from fxq.runtime.call_checks import OPAQUE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from fxq.backends.form import Form
+    from fxq.backends.qdq_form import Form
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,6 @@ def decode(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-OPAQUE = (
-    "Its kernels are packed for this machine; nothing that traces, maps or differentiates looks into them. Quantize "
-    'with backend="reference": that graph is made of operators only, with the same numbers but for rounding ties.'
-)
-"""What to do where a tool wants to look into kernels."""
-
-
 class Packed:
     """What a kernel has made of its tensors, which cannot be copied; it holds for as long as they are as they were.
 
@@ -100,6 +94,8 @@ class Kernel(Bindable):
     name: ClassVar[str]
     pure: ClassVar[bool] = True
     """It only computes its value."""
+    opaque: ClassVar[bool] = True
+    """It takes plain tensors, and no tool can look into it."""
     returns_view: ClassVar[bool] = False
     """Its value may share memory with its input."""
     options: ClassVar[tuple[str, ...]] = ()

@@ -5,26 +5,24 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
-from fxq.backends.convert import Dequantize, PReLUQuantize, Quantize, Requantize
-from fxq.backends.form import Form
 from fxq.backends.kernel import Kernel, WeightedKernel, slope_refused, sums_refused
-from fxq.backends.rows import Operands, Parts, Row, row_for, take_apart
+from fxq.backends.kernel_table import Operands, Parts, Row, row_for, take_apart
+from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
+from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, PassError
-from fxq.graph import CONVERSIONS, Plan, argument, constant, info, is_op, op_of, submodule
-from fxq.qparams import QParams
-from fxq.region import Region, Weight, integer_input, integer_weight, read_region
-from fxq.spec import QuantConfig
-from fxq.stages import where
-from fxq.unit import OpCall
-
-if TYPE_CHECKING:
-    from fxq.rewrite import Rewriter
+from fxq.graph.info import Plan, info
+from fxq.graph.place import where
+from fxq.graph.query import CONVERSIONS, argument, constant, is_op, op_of, submodule
+from fxq.graph.region import Region, Weight, integer_input, integer_weight, read_region
+from fxq.graph.unit import OpCall
+from fxq.quant.qparams import QParams
+from fxq.quant.spec import QuantConfig
+from fxq.rewriting.rewriter import Rewriter
 
 
 class RowBackend(Backend):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from fxq.backends.base import Backend, Support
-from fxq.spec import QuantConfig
-from fxq.unit import OpCall
-
-if TYPE_CHECKING:
-    from fxq.rewrite import Rewriter
+from fxq.graph.unit import OpCall
+from fxq.quant.spec import QuantConfig
+from fxq.rewriting.rewriter import Rewriter
 
 
 class Reference(Backend):

@@ -4,7 +4,7 @@ A row is a plain function. It is the op's canonical form: tensor arguments posit
 body is what the op means. The decorator lists every other spelling of the op (module types, functions, method names,
 aten overloads) and says how the op takes part in quantization. Passes, patterns and backends name ops, never spellings.
 
-To add an op: add a row to the file of its subject, and a line to `tests/test_ops.py`.
+To add an op: add a row to the file of its subject, and a line to `tests/ops/test_rows.py`.
 """
 
 from fxq.ops import (
@@ -22,7 +22,7 @@ from fxq.ops import (
     shapes,
 )
 from fxq.ops.convolution import conv_padding
-from fxq.ops.table import OPS
+from fxq.ops.registry import OPS
 
 __all__ = [
     "OPS",

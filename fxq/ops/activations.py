@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.table import aten, row
-from fxq.optable import Arguments, moves, spell
+from fxq.ops.registry import aten, row
+from fxq.ops.table import Arguments, moves, spell
 
 
 def _numbers(bound: Arguments) -> Arguments | str:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxq.ops.table import aten, row
-from fxq.optable import Arguments, computes, float_only, moves, shape_of, spell
+from fxq.ops.registry import aten, row
+from fxq.ops.table import Arguments, computes, float_only, moves, shape_of, spell
 
 
 def _tensor_first(bound: Arguments) -> Arguments:

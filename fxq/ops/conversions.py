@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import fxq.qparams  # noqa: F401  (registers fxq::quantize and fxq::dequantize)
-from fxq.ops.table import row
-from fxq.optable import float_only
+import fxq.quant.qparams  # noqa: F401  (registers fxq::quantize and fxq::dequantize)
+from fxq.ops.registry import row
+from fxq.ops.table import float_only
 
 
 @row(torch.ops.fxq.quantize.default, quant=float_only("x"))
 def quantize(
     x: Tensor, *, scale: float, zero_point: int, qmin: int = 0, qmax: int = 255, dtype: torch.dtype = torch.uint8
 ) -> Tensor:
-    """x float32 -> `dtype`, per tensor (see `fxq/qparams.py`)."""
+    """x float32 -> `dtype`, per tensor (see `fxq/quant/qparams.py`)."""
     return torch.ops.fxq.quantize.default(x, scale, zero_point, qmin, qmax, dtype)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.table import as_tuple, aten, row
-from fxq.optable import Arguments, Instead, computes, spell
+from fxq.ops.registry import as_tuple, aten, row
+from fxq.ops.table import Arguments, Instead, computes, spell
 
 
 def _conv(n: int) -> Any:

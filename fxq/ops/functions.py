@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.table import aten, row
-from fxq.optable import Arguments, float_only, spell
+from fxq.ops.registry import aten, row
+from fxq.ops.table import Arguments, float_only, spell
 
 _FLOAT = float_only("x")
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxq.ops.table import OPS, aten, pick_values, row
-from fxq.optable import Arguments, computes, float_only, spell
+from fxq.ops.registry import OPS, aten, pick_values, row
+from fxq.ops.table import Arguments, computes, float_only, spell
 
 OPS.leaf("lstm", nn.LSTM)
 OPS.leaf("gru", nn.GRU)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxq.ops.table import aten, row
-from fxq.optable import Arguments, computes, spell
+from fxq.ops.registry import aten, row
+from fxq.ops.table import Arguments, computes, spell
 
 _INPLACE = "x inplace"
 _POINTWISE = computes("x", pointwise=True)

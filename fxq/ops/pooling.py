@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxq.ops.registry import as_tuple, aten, pick_values, row
 from fxq.ops.sizes import is_all_of
-from fxq.ops.table import as_tuple, aten, pick_values, row
-from fxq.optable import Arguments, Instead, computes, moves, spell
+from fxq.ops.table import Arguments, Instead, computes, moves, spell
 
 
 def _pool(n: int, kind: str) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.ops.table import aten, pick_values, row
-from fxq.optable import Arguments, Instead, computes, moves, shape_of, spell
+from fxq.ops.registry import aten, pick_values, row
+from fxq.ops.table import Arguments, Instead, computes, moves, shape_of, spell
 
 
 def _reduce(bound: Arguments) -> Arguments | str:

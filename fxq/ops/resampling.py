@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.table import as_tuple, aten, row
-from fxq.optable import Arguments, float_only, moves, spell
+from fxq.ops.registry import as_tuple, aten, row
+from fxq.ops.table import Arguments, float_only, moves, spell
 
 
 def _pad_module(mode: str) -> Any:

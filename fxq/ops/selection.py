@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxq.ops.table import aten, row
-from fxq.optable import Arguments, Instead, moves, shape_of, spell
+from fxq.ops.registry import aten, row
+from fxq.ops.table import Arguments, Instead, moves, shape_of, spell
 
 _PART = moves("x", layout=True, view=True, selects=True)
 _COPY = moves("x", layout=True)

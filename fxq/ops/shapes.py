@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.table import as_tuple, aten, row
-from fxq.optable import Arguments, Instead, dtype_of, moves, shape_of, spell
+from fxq.ops.registry import as_tuple, aten, row
+from fxq.ops.table import Arguments, Instead, dtype_of, moves, shape_of, spell
 
 _VIEW = moves("x", layout=True, view=True)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from fxq.ops.table import aten
-from fxq.optable import shape_of
+from fxq.ops.registry import aten
+from fxq.ops.table import shape_of
 
 Axis = tuple[fx.Node, int]
 

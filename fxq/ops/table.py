@@ -1,24 +1,297 @@
-"""The op table itself, and what its rows share."""
+"""The machinery behind `fxq/ops/`: what a row of the op table is, how spellings are claimed and bound."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from fxq.optable import Arguments, OpTable
+from fxq.errors import FxqError, unknown
 
-OPS = OpTable()
-row = OPS.row
-aten = torch.ops.aten
+Kind = Literal["computes", "moves", "float"]
+META = "fxq"
+"""The key in `node.meta` of what fxq knows about a node (see `fxq/graph/query.py`)."""
+
+Arguments = dict[str, Any]
+Adapter = Callable[[Arguments], "Arguments | Instead | str"]
+Pick = Callable[[Arguments, Any], "Arguments | Instead | str"]
+
+_ALIASES = {"input": "x", "self": "x", "tensor": "x", "query": "x", "tensors": "xs"}
 
 
-def as_tuple(value: Any, n: int) -> tuple[Any, ...]:
-    """An option of an n-dimensional op as an n-tuple."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    return values * n if len(values) == 1 else values
+@dataclass(frozen=True)
+class Quant:
+    """How an op takes part in quantization.
+
+    Attributes:
+        kind: `computes` (has integer kernels on some backend), `moves` (only selects or copies values, so its inputs
+            and its output share scale and zero point), `float` (no integer form).
+        inputs: names of the arguments that are activations.
+        weight: name of the argument that is a weight, if any.
+        bias: name of the argument that is a bias, if any.
+        axis: the output-channel axis of the weight.
+        heavy: worth an int8 kernel for its own sake; light ops only follow their neighbours.
+        pointwise: each output element depends on one input element alone (and, at most, on its channel), so that a
+            table with an entry for each integer is an exact kernel. With two inputs: where one of them is a constant.
+        layout: `moves` without looking at a value, or only to see which is larger, hence right on integers of any grid
+            as it stands.
+        view: the output may alias an input.
+        narrows: the range of the output is smaller than the input's (relu), so that quantizing after it is better.
+        selects: hands on a part of the values only, whose range may be much narrower than that of all of them.
+        fills: names of the arguments whose numbers, and constants, stand among the values of the output as they are:
+            what a pad or a mask brings in.
+        unless: given all arguments, the reason why this call does not fit `kind`, or None.
+    """
+
+    kind: Kind
+    inputs: tuple[str, ...] = ("x",)
+    weight: str | None = None
+    bias: str | None = None
+    axis: int | None = None
+    heavy: bool = False
+    pointwise: bool = False
+    layout: bool = False
+    view: bool = False
+    narrows: bool = False
+    selects: bool = False
+    fills: tuple[str, ...] = ()
+    unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
 
-def pick_values(bound: Arguments, index: Any) -> Arguments | str:
-    """Of a spelling that returns (values, ...): the op makes the values."""
-    return bound if index in (0, "values") else "returns indices or statistics that are read"
+def computes(*inputs: str, **options: Any) -> Quant:
+    """The op has integer kernels on some backend."""
+    return Quant("computes", inputs or ("x",), **options)
+
+
+def moves(*inputs: str, **options: Any) -> Quant:
+    """The op selects, copies or clips values: inputs and output share scale and zero point."""
+    return Quant("moves", inputs or ("x",), **options)
+
+
+def float_only(*inputs: str, **options: Any) -> Quant:
+    """The op has no integer form."""
+    return Quant("float", inputs or ("x",), **options)
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What an adapter returns where a call, with these arguments, is another op than the one that claims the spelling.
+
+    Attributes:
+        op: name of the op.
+        arguments: its arguments by name.
+    """
+
+    op: str
+    arguments: Arguments
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to write an op: a module type, a function, an aten overload, or a method name.
+
+    Attributes:
+        target: the module type, callable, or (for a method) its name.
+        names: argument names in this spelling's positional order; None means the op's own order. The last one may
+            start with `*`: it takes all remaining positional arguments.
+        adapt: turns the arguments as written into the op's arguments, or returns the reason why it cannot.
+        pick: for a spelling that returns several values: the op's arguments for the value that is taken by an index (or
+            an attribute's name), or the reason why that one is not this op. None: the spelling returns one tensor.
+    """
+
+    target: Any
+    names: tuple[str, ...] | None = None
+    adapt: Adapter | None = None
+    pick: Pick | None = None
+
+
+def spell(target: Any, names: str | None = None, adapt: Adapter | None = None, pick: Pick | None = None) -> Spelling:
+    """A spelling whose arguments differ from the op's, e.g. `spell("permute", "x *dims")`."""
+    return Spelling(target, tuple(names.split()) if names is not None else None, adapt, pick)
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Shape of an argument: a tensor, or a graph node whose value is one; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return getattr(getattr(value, "meta", {}).get(META), "shape", None)
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    """Dtype of an argument: a tensor, or a graph node whose value is one; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    return getattr(getattr(value, "meta", {}).get(META), "dtype", None)
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One row of the op table.
+
+    Attributes:
+        name: what patterns, recipes and reports call it.
+        target: the canonical function: tensor arguments are positional, all others keyword-only.
+        spellings: every way to write the op.
+        quant: how it takes part in quantization.
+        commutes: the first two tensor arguments can be swapped.
+    """
+
+    name: str
+    target: Callable[..., Any]
+    spellings: tuple[Spelling, ...]
+    quant: Quant
+    commutes: bool = False
+    tensors: tuple[str, ...] = field(init=False)
+    options: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = inspect.signature(self.target).parameters.values()
+        object.__setattr__(self, "tensors", tuple(p.name for p in params if p.kind is not p.KEYWORD_ONLY))
+        object.__setattr__(self, "options", {p.name: p.default for p in params if p.kind is p.KEYWORD_ONLY})
+
+    def bind(self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | Instead | str:
+        """The op's arguments by name, from a call as it was written; or the reason why this call is not this op.
+
+        `Instead`: with these arguments the call is another op.
+        """
+        raw = self.bind_raw(spelling, args, kwargs)
+        return self.fill(raw) if isinstance(raw, dict) else raw
+
+    def bind_raw(
+        self, spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Arguments | Instead | str:
+        """`bind` without the defaults: only what is given."""
+        names = spelling.names or (*self.tensors, *self.options)
+        bound: Arguments = {}
+        for i, value in enumerate(args):
+            if i >= len(names):
+                return f"takes {len(names)} arguments, and this call has {len(args)}"
+            if names[i].startswith("*"):
+                rest = args[i:]
+                bound[names[i][1:]] = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+                break
+            bound[names[i]] = value
+        plain = {n.lstrip("*") for n in names}
+        for key, value in kwargs.items():
+            bound[key if key in plain else _ALIASES.get(key, key)] = value
+        return spelling.adapt(bound) if spelling.adapt is not None else bound
+
+    def fill(self, bound: Arguments) -> Arguments | str:
+        """Fill in defaults, and refuse arguments the op does not have."""
+        bound.pop("inplace", None)
+        bound = {key: value for key, value in bound.items() if key != "out" or value is not None}
+        extra = [key for key in bound if key not in self.tensors and key not in self.options]
+        if extra:
+            return f"has no argument {extra[0]!r}"
+        missing = [key for key, value in self.options.items() if key not in bound and value is inspect.Parameter.empty]
+        if missing:
+            return f"is called without {missing[0]!r}"
+        plain = {k: tuple(v) if k in self.options and isinstance(v, list) else v for k, v in bound.items()}
+        return {**{key: value for key, value in self.options.items() if key not in bound}, **plain}
+
+    def canonical(self, bound: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`args, kwargs` of the canonical call: tensors in order, then the options that differ from their default."""
+        args = [bound.get(name) for name in self.tensors]
+        while len(args) > len(self.quant.inputs) and args[-1] is None:
+            args.pop()
+        return tuple(args), {k: bound[k] for k, default in self.options.items() if bound[k] != default}
+
+    def bind_module(
+        self, spelling: Spelling, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Arguments | Instead | str:
+        """Like `bind`, for a module: what the call does not give is read from the module's attributes of that name."""
+        names = self.quant.inputs
+        if len(args) + len(kwargs) > len(names):
+            return f"{type(module).__name__} is called with extra arguments"
+        bound: Arguments = dict(zip(names, args, strict=False))
+        bound.update({_ALIASES.get(k, k): v for k, v in kwargs.items()})
+        for key in spelling.names or (*self.tensors, *self.options):
+            if key not in bound and hasattr(module, key):
+                bound[key] = getattr(module, key)
+        adapted = spelling.adapt(bound) if spelling.adapt is not None else bound
+        return self.fill(adapted) if isinstance(adapted, dict) else adapted
+
+
+class OpTable:
+    """The rows, by name and by spelling. A spelling claimed by two rows is an error when the second is added."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Op] = {}
+        self._spelled: dict[Any, tuple[Op, Spelling]] = {}
+        self._canonical: dict[Any, Op] = {}
+        self._leaves: dict[type[nn.Module], str] = {}
+
+    def leaf(self, name: str, *modules: type[nn.Module]) -> None:
+        """Name modules that stay calls of a module in every graph, since they keep a state; they run in float."""
+        self._leaves.update(dict.fromkeys(modules, name))
+
+    def leaf_name(self, module: nn.Module) -> str | None:
+        """What `leaf` calls a module of this type, or None."""
+        return next((self._leaves[cls] for cls in type(module).__mro__ if cls in self._leaves), None)
+
+    def add(self, op: Op) -> Op:
+        """Add a row. Raises `FxqError` when its name or one of its spellings is taken."""
+        if op.name in self._rows:
+            raise FxqError(f"op table: the name {op.name!r} is taken.")
+        for spelling in op.spellings:
+            owner = self._spelled.get(spelling.target)
+            if owner is not None:
+                raise FxqError(
+                    f"op table: {spelling.target!r} is claimed by both {owner[0].name!r} and {op.name!r}; "
+                    "a spelling belongs to one op."
+                )
+            self._spelled[spelling.target] = (op, spelling)
+        self._rows[op.name] = op
+        self._canonical[op.target] = op
+        return op
+
+    def row(
+        self, *spellings: Any, quant: Quant, commutes: bool = False, name: str = ""
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator: make the function below the canonical form of an op, named after it where no `name` is given."""
+
+        def register(target: Callable[..., Any]) -> Callable[..., Any]:
+            made = tuple(s if isinstance(s, Spelling) else Spelling(s) for s in spellings)
+            self.add(Op(name or target.__name__, target, made, quant, commutes))
+            return target
+
+        return register
+
+    def __getitem__(self, name: str) -> Op:
+        if name not in self._rows:
+            raise FxqError(unknown("op", name, self._rows))
+        return self._rows[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self._rows.values())
+
+    def of_target(self, target: Any) -> Op | None:
+        """The op whose canonical function is `target`, or None."""
+        try:
+            return self._canonical.get(target)
+        except TypeError:  # unhashable: no op's target
+            return None
+
+    def of_call(self, target: Any) -> tuple[Op, Spelling] | None:
+        """The op that a function, aten overload or method name spells, or None."""
+        try:
+            return self._spelled.get(target)
+        except TypeError:
+            return None
+
+    def of_module(self, module: nn.Module) -> tuple[Op, Spelling] | None:
+        """The op that a module spells: its own type, or a base whose forward it does not override."""
+        for cls in type(module).__mro__:
+            if cls in self._spelled:
+                same = all(
+                    getattr(type(module), f, None) is getattr(cls, f, None) for f in ("forward", "_conv_forward")
+                )
+                return self._spelled[cls] if same else None
+        return None

@@ -1,0 +1,1 @@
+"""The fbgemm and qnnpack backends: PyTorch's packed quantized kernels."""

@@ -1,0 +1,127 @@
+"""The fbgemm backend: PyTorch's packed quantized kernels for x86 servers, as long as PyTorch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxq.backends import cpu
+from fxq.backends.base import Trap
+from fxq.backends.kernel import is_depthwise
+from fxq.backends.kernel_table import Row
+from fxq.backends.packed import packed_conv, packed_linear
+from fxq.backends.packed import quantized_tensors as packed
+from fxq.backends.packed.packed_kernels import PackedBackend, table
+from fxq.errors import warn_once
+from fxq.graph.info import info
+from fxq.graph.unit import OpCall
+from fxq.quant.spec import QuantConfig
+
+
+class _Fbgemm:
+    """What all its kernels with weights have in common."""
+
+    engine: ClassVar[str] = "fbgemm"
+
+    @classmethod
+    def adds_in_int16(cls, depthwise: bool) -> bool:
+        """Without VNNI pairs of products are added in 16 bits; with it, depthwise convolutions still do that."""
+        return depthwise or not cpu.has_vnni()
+
+
+class Conv(_Fbgemm, packed_conv.Conv):
+    """conv1d, conv2d, conv3d."""
+
+    name: ClassVar[str] = "fbgemm.conv"
+
+
+class ConvTranspose(_Fbgemm, packed_conv.ConvTranspose):
+    """conv_transpose1d, conv_transpose2d, conv_transpose3d.
+
+    In torch 2.13 the shortcut that two dimensions take is wrong, by up to 255 steps: kernels 2 high, stride 1 or 2,
+    channels in multiples of 8, no padding, such as a U-Net's `ConvTranspose2d(64, 32, 2, stride=2)`. Three dimensions
+    have no such shortcut.
+    """
+
+    name: ClassVar[str] = "fbgemm.conv_transpose"
+    deepens: ClassVar[bool] = True
+
+    @classmethod
+    def scales_refused(cls, groups: int) -> str | None:
+        """PyTorch does not pack such a weight."""
+        return "fbgemm's transposed convolution takes one scale for the whole weight"
+
+
+class Linear(_Fbgemm, packed_linear.Linear):
+    """A linear layer, into uint8 or float32."""
+
+    name: ClassVar[str] = "fbgemm.linear"
+    emits_float: ClassVar[bool] = True
+
+
+class Add(packed_linear.Binary):
+    """a + b."""
+
+    name: ClassVar[str] = "fbgemm.add"
+    op: ClassVar[str] = "add"
+
+
+class Mul(packed_linear.Binary):
+    """a * b."""
+
+    name: ClassVar[str] = "fbgemm.mul"
+    op: ClassVar[str] = "mul"
+
+
+ROWS: dict[str, Row] = table(Conv, ConvTranspose, Linear, Add, Mul)
+
+
+class Fbgemm(PackedBackend):
+    """uint8 activations, int8 per-channel weights; per tensor in transposed convolutions.
+
+    Activations or weights have 7 bits where fbgemm adds in 16 bits: in depthwise convolutions, and everywhere on a CPU
+    without VNNI. (64 channels, 3 x 3, on AVX512-VNNI: with 8 bits each, results are off by up to 96 steps; with 7 bits
+    of either by none.)
+    """
+
+    name: ClassVar[str] = "fbgemm"
+
+    @property
+    def rows(self) -> Mapping[str, Row]:
+        """See `packed_rows.py`."""
+        return ROWS
+
+    def check_machine(self) -> None:
+        """Refuse a build without the engine; warn where 8-bit activations would overflow."""
+        super().check_machine()
+        if not cpu.has_vnni():
+            warn_once(
+                "this CPU has no VNNI: fbgemm adds pairs of products in 16 bits, which activations and weights of 8 "
+                "bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the ledger what "
+                "was chosen); expect a little less accuracy."
+            )
+
+    def traps(self) -> tuple[Trap, ...]:
+        """The shortcut of the transposed convolution."""
+        kernel = "quantized::conv_transpose2d, kernel 2 high"
+        return (Trap(kernel, "it runs in three dimensions", packed.transposed_2_high_is_right),)
+
+    def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
+        """Per-tensor weights for transposed convolutions."""
+        if calls[0].op.name.startswith("conv_transpose") and config.weight is not None:
+            config = replace(config, weight=replace(config.weight, per_channel=False))
+        return config
+
+    def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
+        """Depthwise convolutions, and all layers on a CPU without VNNI."""
+        return bool(calls[0].op.quant.weight) and _Fbgemm.adds_in_int16(_is_depthwise(calls[0]))
+
+
+def _is_depthwise(call: OpCall) -> bool:
+    weight: Any = call.tensors.get("weight")
+    shape = info(weight).shape if isinstance(weight, fx.Node) else None
+    groups = call.options.get("groups", 1)
+    return call.op.name.startswith("conv") and shape is not None and is_depthwise(shape, groups)

@@ -1,0 +1,90 @@
+"""What the backends of PyTorch's packed kernels share: their table, and when ops become one unit."""
+
+from __future__ import annotations
+
+import platform
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxq.backends.kernel import Kernel
+from fxq.backends.kernel_table import CLAMPS, PLAIN, Operands, Parts, Row, kernel_size_of, never, weighted
+from fxq.backends.lowering import RowBackend
+from fxq.backends.packed.packed_conv import Conv, ConvTranspose
+from fxq.backends.packed.packed_linear import Binary, Linear
+from fxq.backends.packed.quantized_tensors import has_engine
+from fxq.errors import BackendError
+from fxq.ops.table import Op
+
+
+class PackedBackend(RowBackend):
+    """uint8 activations, int8 weights. Units are what one kernel runs: the kernels emit no float for the rest."""
+
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+
+    @property
+    @abstractmethod
+    def rows(self) -> Mapping[str, Row]:
+        """The table."""
+
+    def check_machine(self) -> None:
+        """Refuse a build of PyTorch without the engine."""
+        if not has_engine(self.name):
+            raise BackendError(
+                f"backend={self.name!r} needs PyTorch's engine of that name; torch {torch.__version__} on "
+                f'{platform.machine()} does not have it. Use backend="auto".'
+            )
+
+    def fuses(self, ops: Sequence[Op]) -> bool:
+        """Only what one kernel takes whole."""
+        row = self.rows.get(ops[0].name)
+        return row is not None and [op.name in row.posts for op in ops[1:]] == [True]
+
+
+def table(
+    conv: type[Conv], transpose: type[ConvTranspose], linear: type[Linear], add: type[Binary], mul: type[Binary]
+) -> dict[str, Row]:
+    """The rows of an engine, from its kernels."""
+
+    def conv_refuses(parts: Parts, node: fx.Node) -> str | None:
+        asked = {k: parts.first.options[k] for k in ("padding", "padding_mode", "dilation")}
+        return conv.refuses(kernel_size=kernel_size_of(parts), **asked, post=parts.post)
+
+    def make_conv(parts: Parts, operands: Operands) -> Kernel:
+        options = {k: v for k, v in parts.first.options.items() if k != "padding_mode"}
+        return conv(*weighted(operands), **options, post=parts.post)
+
+    def transpose_refuses(parts: Parts, node: fx.Node) -> str | None:
+        return transpose.refuses(kernel_size=kernel_size_of(parts), post=parts.post)
+
+    def make_transpose(parts: Parts, operands: Operands) -> Kernel:
+        return transpose(*weighted(operands), **parts.first.options, post=parts.post)
+
+    def make_linear(parts: Parts, operands: Operands) -> Kernel:
+        return linear(*weighted(operands), post=parts.post)
+
+    def binary(kernel: type[Binary]) -> Any:
+        def make(parts: Parts, operands: Operands) -> Kernel:
+            if operands.out is None:
+                raise BackendError("its result is wanted in float")
+            return kernel(operands.grids[0], operands.grids[-1], operands.out, post=parts.post)
+
+        return make
+
+    convolution = Row(make_conv, conv_refuses, CLAMPS, emits_float=False)
+    transposed = Row(make_transpose, transpose_refuses, CLAMPS, emits_float=False)
+    return {
+        **PLAIN,
+        "conv1d": convolution,
+        "conv2d": convolution,
+        "conv3d": convolution,
+        "conv_transpose1d": transposed,
+        "conv_transpose2d": transposed,
+        "conv_transpose3d": transposed,
+        "linear": Row(make_linear, never, CLAMPS, emits_float=linear.emits_float),
+        "add": Row(binary(add), never, CLAMPS, emits_float=False),
+        "mul": Row(binary(mul), never, CLAMPS, emits_float=False),
+    }

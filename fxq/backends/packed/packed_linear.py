@@ -1,0 +1,125 @@
+"""Linear layers, sums and products of PyTorch's packed quantized kernels."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, first_reason, post_refused, refuse
+from fxq.backends.kernel_table import CLAMPS
+from fxq.backends.packed.packed_kernel import EMITS, Finish, PackedKernel
+from fxq.backends.packed.quantized_tensors import as_qint8, as_quint8, quantized
+from fxq.backends.plain.converters import dense, dequantize
+from fxq.quant.qparams import QParams
+
+
+class Linear(PackedKernel):
+    """Linear layer over the last dimension: uint8 in, uint8 out, or float32 where the engine has it.
+
+    Args:
+        weight: int8, (out_features, in_features).
+        weight_qparams: per tensor or per channel along axis 0, zero point 0.
+        bias: float32, (out_features,), or None.
+        x: grid of the input.
+        out: grid of the output; None for float32.
+        post: None or a clamp.
+
+    Raises:
+        BackendError: for what `refuses` names.
+    """
+
+    emits_float: ClassVar[bool] = False
+    options: ClassVar[tuple[str, ...]] = ("x", "out", "post")
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_qparams: QParams,
+        bias: Tensor | None,
+        x: QParams,
+        out: QParams | None,
+        *,
+        post: Post | None = None,
+    ) -> None:
+        super().__init__(weight, weight_qparams, bias)
+        reason = self.refuses(weight=weight_qparams, x=x, out=out, post=post)
+        refuse(self.name, reason or (EMITS if out is None and not self.emits_float else None))
+        self._set(x, out, post)
+
+    @classmethod
+    def refuses(
+        cls,
+        *,
+        weight: QParams | None = None,
+        x: QParams | None = None,
+        out: QParams | None = None,
+        post: Post | None = None,
+    ) -> str | None:
+        """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
+        return first_reason(cls._reasons(weight, x, out, post))
+
+    def _pack(self) -> Any:
+        return quantized.linear_prepack(as_qint8(self.weight.contiguous(), self.weight_scale, 0), self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (..., in_features) -> (..., out_features), on `out`'s grid or float32."""
+        if x.dim() == 1:
+            return self.forward(x.unsqueeze(0)).squeeze(0)
+        self._check(x.shape[-1], self.weight.shape[1])
+        if self.out is None:
+            return self._float(x)
+        op = quantized.linear_relu if self._finish.relu else quantized.linear
+        weight = self._weight()  # first: it refuses tensors that are no plain ones
+        return self._finish(op(as_quint8(x, *self._input), weight, *self._output))
+
+    def _float(self, x: Tensor) -> Tensor:
+        """The kernel takes float32 and rounds it to the grid, on which it lies already."""
+        op = quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        y = op(dequantize(x, *self._input), *self._input, self._weight())
+        return y if self.post is None else y.clamp_(*bounds(self.post))  # type: ignore[misc]
+
+
+class Binary(Kernel):
+    """a + b or a * b, uint8 on two grids, broadcast.
+
+    The engine does not matter: where qnnpack is selected, PyTorch's sum of equal shapes is qnnpack's.
+
+    Args:
+        a: grid of the first tensor.
+        b: grid of the second.
+        out: grid of the result.
+        post: None or a clamp.
+    """
+
+    op: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ("a", "b", "out", "post")
+
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+        super().__init__()
+        refuse(self.name, self.refuses(a=a, b=b, out=out, post=post))
+        self.a, self.b, self.out, self.post = a, b, out, post
+        self._a, self._b, self._output, self._finish = (a.s, a.z), (b.s, b.z), (out.s, out.z), Finish(out, post)
+
+    @classmethod
+    def refuses(
+        cls,
+        *,
+        a: QParams | None = None,
+        b: QParams | None = None,
+        out: QParams | None = None,
+        post: Post | None = None,
+    ) -> str | None:
+        """Why no such kernel can be built, or None."""
+        reasons = [
+            post_refused(post, CLAMPS, residual=False),
+            activation_refused("the first input", a),
+            activation_refused("the second input", b),
+            activation_refused("the output", out),
+        ]
+        return first_reason(reasons)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """uint8, uint8, shapes that broadcast -> uint8."""
+        op = getattr(quantized, self.op + ("_relu" if self._finish.relu else ""))
+        return self._finish(op(as_quint8(dense(a), *self._a), as_quint8(dense(b), *self._b), *self._output))

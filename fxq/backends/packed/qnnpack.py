@@ -1,0 +1,89 @@
+"""The qnnpack backend: PyTorch's packed quantized kernels for ARM, as long as PyTorch has them. x86 runs them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from fxq.backends.base import Trap
+from fxq.backends.kernel_table import Row
+from fxq.backends.packed import packed_conv, packed_linear
+from fxq.backends.packed import quantized_tensors as packed
+from fxq.backends.packed.packed_kernels import PackedBackend, table
+from fxq.graph.unit import OpCall
+from fxq.quant.spec import QuantConfig
+
+
+class _Qnnpack:
+    """What all its kernels with weights have in common."""
+
+    engine: ClassVar[str] = "qnnpack"
+    sums_bias: ClassVar[bool] = True
+
+
+class Conv(_Qnnpack, packed_conv.Conv):
+    """conv1d, conv2d, conv3d."""
+
+    name: ClassVar[str] = "qnnpack.conv"
+
+
+class ConvTranspose(_Qnnpack, packed_conv.ConvTranspose):
+    """conv_transpose1d, conv_transpose2d."""
+
+    name: ClassVar[str] = "qnnpack.conv_transpose"
+
+    @classmethod
+    def wrong(cls, dims: int) -> str | None:
+        """In torch 2.13 all of 90 random shapes with three dimensions came out wrong."""
+        return "qnnpack's transposed convolution of three dimensions is wrong" if dims == 3 else None
+
+    @classmethod
+    def scales_refused(cls, groups: int) -> str | None:
+        """With groups, torch 2.13 reads behind the end of the scales."""
+        return "qnnpack's grouped transposed convolution takes one scale for the whole weight" if groups > 1 else None
+
+
+class Linear(_Qnnpack, packed_linear.Linear):
+    """A linear layer."""
+
+    name: ClassVar[str] = "qnnpack.linear"
+
+
+class Add(packed_linear.Binary):
+    """a + b."""
+
+    name: ClassVar[str] = "qnnpack.add"
+    op: ClassVar[str] = "add"
+
+
+class Mul(packed_linear.Binary):
+    """a * b."""
+
+    name: ClassVar[str] = "qnnpack.mul"
+    op: ClassVar[str] = "mul"
+
+
+ROWS: dict[str, Row] = table(Conv, ConvTranspose, Linear, Add, Mul)
+
+
+class Qnnpack(PackedBackend):
+    """uint8 activations, int8 per-channel weights; per tensor in transposed convolutions with groups."""
+
+    name: ClassVar[str] = "qnnpack"
+
+    @property
+    def rows(self) -> Mapping[str, Row]:
+        """See `packed_rows.py`."""
+        return ROWS
+
+    def traps(self) -> tuple[Trap, ...]:
+        """Transposed convolution of three dimensions."""
+        return (Trap("quantized::conv_transpose3d", "it runs in float", packed.transposed_3d_is_right),)
+
+    def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
+        """Per-tensor weights for transposed convolutions with groups."""
+        call = calls[0]
+        if call.op.name.startswith("conv_transpose") and call.options["groups"] > 1 and config.weight is not None:
+            config = replace(config, weight=replace(config.weight, per_channel=False))
+        return config

@@ -1,0 +1,1 @@
+"""Kernels on plain uint8 tensors that every backend can use."""

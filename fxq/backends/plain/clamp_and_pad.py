@@ -1,0 +1,86 @@
+"""Clamps and padding on plain uint8 tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, first_reason, refuse
+from fxq.backends.plain.converters import dense
+from fxq.quant.qparams import QParams
+
+
+class Clamp(Kernel):
+    """relu, relu6, hardtanh: clamp uint8 to the integers of two float bounds; same grid in and out.
+
+    Args:
+        x: the grid.
+        post: the clamp.
+    """
+
+    name: ClassVar[str] = "cpu.clamp"
+    options: ClassVar[tuple[str, ...]] = ("x", "post")
+
+    def __init__(self, x: QParams, post: Post) -> None:
+        super().__init__()
+        refuse(self.name, self.refuses(x=x, post=post))
+        self.x, self.post = x, post
+        interval = bounds(post) or (0.0, 0.0)
+        self.low, self.high = (to_integer(bound, x) for bound in interval)
+
+    @classmethod
+    def refuses(cls, *, post: Post, x: QParams | None = None, out: QParams | None = None) -> str | None:
+        """Why no such kernel can be built, or None."""
+        different = x is not None and out is not None and not x.same_as(out)
+        reasons = [
+            f"{post.name} is not a clamp" if bounds(post) is None else None,
+            activation_refused("the input", x),
+            "the input and the output have different scales" if different else None,
+        ]
+        return first_reason(reasons)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8, any shape -> the same."""
+        return x.clamp(self.low, self.high)
+
+
+class Pad(Kernel):
+    """`F.pad` on uint8; a constant goes to the nearest integer. Every mode works on integers.
+
+    Args:
+        x: the grid.
+        pad: as for `F.pad`.
+        mode: "constant", "reflect", "replicate" or "circular".
+        value: the constant, as a float.
+    """
+
+    name: ClassVar[str] = "cpu.pad"
+    returns_view: ClassVar[bool] = True
+    options: ClassVar[tuple[str, ...]] = ("x", "pad", "mode", "value")
+
+    def __init__(self, x: QParams, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
+        super().__init__()
+        refuse(self.name, self.refuses(x=x, mode=mode))
+        self.x, self.pad, self.mode, self.value = x, tuple(pad), mode, value
+
+    @classmethod
+    def refuses(cls, *, mode: str = "constant", x: QParams | None = None) -> str | None:
+        """Why no such kernel can be built, or None."""
+        if mode not in ("constant", "reflect", "replicate", "circular"):
+            return f"pads with mode {mode!r}"
+        return activation_refused("the input", x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8, any shape that `F.pad` takes -> uint8, four dimensions channels-last."""
+        if self.mode == "constant":
+            return dense(F.pad(x, self.pad, value=to_integer(self.value, self.x)))
+        return dense(F.pad(x, self.pad, self.mode))
+
+
+def to_integer(value: float, qp: QParams) -> int:
+    """The integer of `qp`'s grid nearest to the float `value`; infinities give the end of the grid."""
+    scaled = min(max(value, float(qp.low)), float(qp.high)) / qp.s
+    return min(max(round(scaled) + qp.z, qp.qmin), qp.qmax)

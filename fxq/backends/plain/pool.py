@@ -1,0 +1,266 @@
+"""Pooling of plain uint8 tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxq.backends.kernel import Kernel, activation_refused, first_reason, numbers, pair, refuse
+from fxq.backends.plain.converters import MAGIC, dense, is_image
+from fxq.errors import BackendError
+from fxq.quant.qparams import QParams
+
+
+class MaxPool2d(Kernel):
+    """max_pool2d, or max_pool1d where `kernel_size` has one number in a sequence; same grid in and out.
+
+    Args:
+        kernel_size: int or one per spatial dimension.
+        stride: int or one per spatial dimension; None: as `kernel_size`.
+        padding: int or one per spatial dimension.
+        dilation: int or one per spatial dimension.
+        ceil_mode: as in `torch.nn.MaxPool2d`.
+        dims: 1 or 2.
+    """
+
+    name: ClassVar[str] = "cpu.max_pool2d"
+    options: ClassVar[tuple[str, ...]] = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "dims")
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
+        dims: int = 2,
+    ) -> None:
+        super().__init__()
+        refuse(self.name, self.refuses(dims=dims))
+        self.kernel_size, self.padding = pair(kernel_size, dims), pair(padding, dims)
+        self.stride = self.kernel_size if stride is None else pair(stride, dims)
+        self.dilation, self.ceil_mode, self.dims = pair(dilation, dims), ceil_mode, dims
+
+    @classmethod
+    def refuses(cls, *, dims: int = 2, return_indices: bool = False, x: QParams | None = None) -> str | None:
+        """Why no such kernel can be built, or None."""
+        reasons = [
+            f"{dims}-d max pooling has no kernel" if dims not in (1, 2) else None,
+            "returns indices" if return_indices else None,
+            activation_refused("the input", x),
+        ]
+        return first_reason(reasons)
+
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: channels-last images go straight to the op."""
+        if self.dims != 2 or x.numel() == 0 or not is_image(x):
+            return self.forward
+        op, window = torch.ops.quantized.max_pool2d, self._window()
+        return lambda x: op(x, *window)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L) -> uint8, channels-last."""
+        batched = x.dim() == self.dims + 2
+        x = x if batched else x.unsqueeze(0)
+        x = x if self.dims == 2 else x.unsqueeze(2)
+        # The op refuses an empty batch; one image of zeros gives the shape.
+        y = self._pool(x) if x.shape[0] else self._pool(x.new_zeros((1, *x.shape[1:])))[:0]
+        y = y if self.dims == 2 else y.squeeze(2)
+        return y if batched else y.squeeze(0)
+
+    def _pool(self, x: Tensor) -> Tensor:
+        pooled: Tensor = torch.ops.quantized.max_pool2d(dense(x), *self._window())
+        return pooled
+
+    def _window(self) -> tuple[list[int], list[int], list[int], list[int], bool]:
+        """Size, stride, padding and dilation of the window, and `ceil_mode`: the op's arguments."""
+        ones, zeros = [1] * (2 - self.dims), [0] * (2 - self.dims)
+        return (
+            ones + list(self.kernel_size),
+            ones + list(self.stride),
+            zeros + list(self.padding),
+            ones + list(self.dilation),
+            self.ceil_mode,
+        )
+
+
+class MaxPool3d(Kernel):
+    """max_pool3d: a 2-d pooling of every plane, then the largest of each window's planes; same grid in and out.
+
+    Args:
+        kernel_size: int or one per spatial dimension.
+        stride: int or one per spatial dimension; None: as `kernel_size`.
+        padding: int or one per spatial dimension.
+        dilation: int or one per spatial dimension.
+        ceil_mode: as in `torch.nn.MaxPool3d`.
+    """
+
+    name: ClassVar[str] = "cpu.max_pool3d"
+    options: ClassVar[tuple[str, ...]] = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kernel_size, self.padding = pair(kernel_size, 3), pair(padding, 3)
+        self.stride = self.kernel_size if stride is None else pair(stride, 3)
+        self.dilation, self.ceil_mode = pair(dilation, 3), ceil_mode
+        self._plane = MaxPool2d(
+            self.kernel_size[1:], self.stride[1:], self.padding[1:], self.dilation[1:], ceil_mode=ceil_mode
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C, D, H, W) or (C, D, H, W) -> uint8, channels-last."""
+        batched = x.dim() == 5
+        x = (x if batched else x.unsqueeze(0)).transpose(1, 2)
+        y = self._plane(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        planes = y.movedim(2, -1)
+        y = torch.stack([planes[:, under].amax(1) for under in self._windows(x.shape[1])], 1).movedim(-1, 1)
+        return y if batched else y.squeeze(0)
+
+    def _windows(self, depth: int) -> list[slice]:
+        """The planes under each window: padding is never the largest, so it is left out."""
+        stride, pad, step = self.stride[0], self.padding[0], self.dilation[0]
+        reach = step * (self.kernel_size[0] - 1) + 1
+        last = depth + 2 * pad - reach
+        starts = range(-pad, last - pad + 1, stride)
+        if (
+            self.ceil_mode and last % stride and starts[-1] + stride < depth
+        ):  # one that begins in the right padding goes
+            starts = range(-pad, starts[-1] + stride + 1, stride)
+        return [slice(start if start >= 0 else start % step, max(start + reach, 0), step) for start in starts]
+
+
+class AdaptiveMaxPool(Kernel):
+    """adaptive_max_pool1d, 2d and 3d, as a pooling with windows side by side; same grid in and out.
+
+    Where windows overlap or differ in size, each gets its own copy of its values, the last one again up to one size.
+
+    Args:
+        output_size: the size of each spatial dimension, which decides how many there are; None: as the input's.
+    """
+
+    name: ClassVar[str] = "cpu.adaptive_max_pool"
+    options: ClassVar[tuple[str, ...]] = ("output_size",)
+
+    def __init__(self, output_size: Sequence[int | None]) -> None:
+        super().__init__()
+        self.output_size = tuple(output_size)
+        refuse(self.name, self.refuses(output_size=self.output_size))
+
+    @classmethod
+    def refuses(cls, *, output_size: Sequence[int | None] = ()) -> str | None:
+        """Why no such kernel can be built, or None."""
+        return "adaptive pooling to no value" if 0 in output_size else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C, *spatial) or (C, *spatial) -> uint8."""
+        dims = len(self.output_size)
+        sizes = x.shape[-dims:]
+        indices, pool = self._kept_for(sizes, lambda: self._for(sizes))
+        y = x.movedim(-dims - 1, -1)
+        for axis, index in enumerate(indices, -dims - 1):
+            y = y if index is None else y.index_select(axis, index)
+        pooled: Tensor = pool(y.movedim(-1, -dims - 1))
+        return pooled
+
+    def _for(self, sizes: Sequence[int]) -> tuple[list[Tensor | None], Kernel]:
+        """What is copied along each axis, None where nothing is, and the pooling of that."""
+        windows = [
+            _windows(n, n if wanted is None else wanted) for n, wanted in zip(sizes, self.output_size, strict=True)
+        ]
+        copied = [w.flatten() if w.numel() != n else None for w, n in zip(windows, sizes, strict=True)]
+        return copied, _pool_of(tuple(w.shape[1] for w in windows))
+
+
+def _windows(n: int, count: int) -> Tensor:
+    """int64 (count, longest): the positions under each of `count` adaptive windows over n values.
+
+    A shorter window has its last one again. As many positions as values are all of them, in order.
+    """
+    starts = torch.arange(count) * n // count
+    ends = -(-(torch.arange(count) + 1) * n // count)
+    steps = torch.arange(int((ends - starts).max()))
+    return torch.minimum(starts[:, None] + steps, ends[:, None] - 1)
+
+
+def _pool_of(window: tuple[int, ...]) -> Kernel:
+    """The max pooling with windows of this size, side by side."""
+    return MaxPool3d(window) if len(window) == 3 else MaxPool2d(window, dims=len(window))
+
+
+_EXACT = 2**16
+"""Sums of up to this many bytes are exact in float32."""
+
+
+class Mean(Kernel):
+    """Mean or sum over any axes, summed exactly. Rounds once.
+
+    Against dequantize, mean, quantize (AVX512-VNNI, one thread, us): 72 x 28 x 28 33 / 43, 960 x 7 x 7 31 / 41,
+    32 x 112 x 112 115 / 232.
+
+    Args:
+        x: grid of the input.
+        out: grid of the output; None for float32.
+        dim: the axes, at least one.
+        keepdim: whether the axes stay, with size 1.
+        total: the sum instead of the mean.
+    """
+
+    name: ClassVar[str] = "cpu.mean"
+    options: ClassVar[tuple[str, ...]] = ("x", "out", "dim", "keepdim", "total")
+
+    def __init__(
+        self, x: QParams, out: QParams | None, dim: int | Sequence[int], keepdim: bool = False, total: bool = False
+    ) -> None:
+        super().__init__()
+        refuse(self.name, self.refuses(x=x, out=out))
+        self.x, self.out, self.keepdim, self.total = x, out, keepdim, total
+        self.dim = (dim,) if isinstance(dim, int) else tuple(dim)
+        self._input, self._output = numbers(x), numbers(out)
+        self._zero = torch.tensor(MAGIC + self._output[1], dtype=torch.float32, device="cpu")
+
+    @classmethod
+    def refuses(cls, *, x: QParams | None = None, out: QParams | None = None) -> str | None:
+        """Why no such kernel can be built, or None."""
+        return first_reason([activation_refused("the input", x), activation_refused("the output", out)])
+
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: the sum, and how it is scaled."""
+        dim, keepdim = self.dim, self.keepdim
+        count = math.prod(x.shape[d] for d in dim)
+        scale, zero = self._input
+        if not self.total:
+            if count == 0:
+                raise BackendError(f"{self.name}: the mean of no elements: axes {dim} of {tuple(x.shape)}.")
+            scale /= count
+        shift = count * zero
+        exact = torch.float32 if count <= _EXACT else torch.int64
+
+        def summed(x: Tensor) -> Tensor:
+            return x.sum(dim, keepdim=keepdim, dtype=exact).sub_(shift).to(torch.float32)
+
+        if self.out is None:
+            return lambda x: summed(x).mul_(scale)
+        magic, low, high = self._zero, MAGIC + self.out.qmin, MAGIC + self.out.qmax
+        factor = scale / self._output[0]
+
+        def rounded(x: Tensor) -> Tensor:
+            y = torch.add(magic, summed(x), alpha=factor).clamp_(low, high)
+            return dense(y.view(torch.int32).to(torch.uint8))
+
+        return rounded
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8, any shape -> `out`'s grid or float32."""
+        run: Callable[..., Tensor] = self._kept_for(x.shape, lambda: self.bind(x))
+        return run(x)

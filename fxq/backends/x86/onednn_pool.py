@@ -1,0 +1,120 @@
+"""Pooling of the x86 backend on plain uint8 tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxq.backends.kernel import Kernel, activation_refused, first_reason, pair, refuse
+from fxq.backends.plain.converters import dequantize, quantize
+from fxq.backends.x86.onednn_conv import Conv
+from fxq.quant.qparams import QParams
+
+
+class AvgPool2d(Kernel):
+    """avg_pool2d or avg_pool1d where padded zeros count, as a depthwise convolution with ones.
+
+    Args:
+        x: grid of the input.
+        out: grid of the output; None for float32.
+        kernel_size: int or one per spatial dimension.
+        stride: int or one per spatial dimension; None: as `kernel_size`.
+        padding: int or one per spatial dimension.
+        dims: 1 or 2.
+    """
+
+    name: ClassVar[str] = "x86.avg_pool2d"
+    options: ClassVar[tuple[str, ...]] = ("x", "out", "kernel_size", "stride", "padding", "dims")
+
+    def __init__(
+        self,
+        x: QParams,
+        out: QParams | None,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dims: int = 2,
+    ) -> None:
+        super().__init__()
+        refuse(self.name, self.refuses(padding=padding, x=x, out=out, dims=dims))
+        self.x, self.out, self.dims = x, out, dims
+        self.kernel_size, self.padding = pair(kernel_size, dims), pair(padding, dims)
+        self.stride = self.kernel_size if stride is None else pair(stride, dims)
+
+    @classmethod
+    def refuses(
+        cls,
+        *,
+        padding: int | Sequence[int] = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+        dims: int = 2,
+        x: QParams | None = None,
+        out: QParams | None = None,
+    ) -> str | None:
+        """Why no such kernel can be built, or None."""
+        pads = any(pair(padding, dims))
+        reasons = [
+            f"{dims}-d average pooling has no kernel" if dims not in (1, 2) else None,
+            "average pooling with ceil_mode=True" if ceil_mode else None,
+            "average pooling with a divisor_override" if divisor_override is not None else None,
+            "average pooling that leaves out the padding" if pads and not count_include_pad else None,
+            activation_refused("the input", x),
+            activation_refused("the output", out),
+        ]
+        return first_reason(reasons)
+
+    def _conv(self, channels: int) -> Conv:
+        ones = torch.ones(channels, 1, *self.kernel_size, dtype=torch.int8, device="cpu")
+        scale = 1.0 / ones[0, 0].numel()
+        options: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "groups": channels}
+        qparams = QParams.per_tensor(scale, 0, -128, 127, torch.int8)
+        return Conv(ones, qparams, None, self.x, self.out, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L) -> `out`'s grid or float32, channels-last."""
+        return self._conv_for(x).forward(x)
+
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """As in `Bindable`: the convolution, bound."""
+        return self._conv_for(x).bind(x)
+
+    def _conv_for(self, x: Tensor) -> Conv:
+        channels = x.shape[-1 - self.dims]
+        conv: Conv = self._kept(channels, lambda: self._conv(channels))
+        return conv
+
+
+class AdaptiveAvgPool2d(Kernel):
+    """Adaptive average pooling: a pooling with windows where they are all alike, otherwise in float.
+
+    Against the float way, to 7 x 7 (AVX512-VNNI, one thread, us): 72 x 28 x 28 40 / 50, 96 x 56 x 56 80 / 207.
+
+    Args:
+        x: grid of the input.
+        out: grid of the output; None for float32.
+        output_size: height and width; None: as the input's.
+    """
+
+    name: ClassVar[str] = "x86.adaptive_avg_pool2d"
+    options: ClassVar[tuple[str, ...]] = ("x", "out", "output_size")
+
+    def __init__(self, x: QParams, out: QParams | None, output_size: Sequence[int | None]) -> None:
+        super().__init__()
+        refuse(self.name, AvgPool2d.refuses(x=x, out=out))
+        self.x, self.out, self.output_size = x, out, tuple(output_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C, H, W) or (C, H, W) -> `out`'s grid or float32, channels-last."""
+        key = tuple(n if wanted is None else wanted for n, wanted in zip(x.shape[-2:], self.output_size, strict=True))
+        if 0 in key or any(n % wanted for n, wanted in zip(x.shape[-2:], key, strict=True)):
+            y = F.adaptive_avg_pool2d(dequantize(x, self.x.s, self.x.z), (key[0], key[1]))
+            return y if self.out is None else quantize(y, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
+        window = tuple(n // wanted for n, wanted in zip(x.shape[-2:], key, strict=True))
+        pool = self._kept_for(window, lambda: AvgPool2d(self.x, self.out, window))
+        return pool(x)

@@ -1,0 +1,226 @@
+"""Transposed convolution of the x86 backend, as a convolution at the input's resolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxq.backends.kernel import (
+    Post,
+    WeightedKernel,
+    activation_refused,
+    first_reason,
+    pair,
+    post_refused,
+    refuse,
+    slope_refused,
+    weight_refused,
+)
+from fxq.backends.x86.onednn import check_image, check_overflow
+from fxq.backends.x86.onednn_conv import Conv
+from fxq.errors import BackendError
+from fxq.quant.qparams import QParams
+
+
+class Taps(NamedTuple):
+    """How one axis of a transposed convolution becomes a stride-1 convolution.
+
+    Output o of the transposed convolution sums x[i] * w[o + padding - stride * i]. With o + crop = stride * q + phase,
+    a phase needs the inputs i = q - m for m from `first` to `last`: a convolution with `last - first + 1` taps.
+
+    Attributes:
+        first: smallest m of any phase.
+        last: largest m of any phase.
+        crop: outputs to drop at the start.
+        pad: padding of the convolution, the same on both sides.
+        skip: results q to drop at the start, because `pad` is more than the start needs.
+        extra: how many more results q there are to keep than inputs; may be negative.
+    """
+
+    first: int
+    last: int
+    crop: int
+    pad: int
+    skip: int
+    extra: int
+
+
+def taps(kernel: int, stride: int, padding: int, output_padding: int) -> Taps:
+    """The cheapest `Taps` of one axis: fewest taps, then least to crop."""
+    plans = []
+    for crop in range(stride):
+        shift = padding - crop
+        first, last = -((stride - 1 + shift) // stride), (kernel - 1 - shift) // stride
+        extra = -((padding + shift - kernel - output_padding) // stride) - 1
+        before, after = last, extra - first
+        pad = max(before, after, 0)
+        plans.append(Taps(first, last, crop, pad, pad - before, extra))
+    return min(plans, key=lambda plan: (plan.last - plan.first, plan.crop))
+
+
+class ConvTranspose2d(WeightedKernel):
+    """Transposed convolution with dilation 1: uint8 in, uint8 or float32 out, channels-last out.
+
+    Every output pixel with the same remainder modulo the stride (its phase) sees the same weights, so the phases become
+    output channels of one int8 convolution, which are then interleaved. Padding with zeros stays padding with zeros.
+
+    Args:
+        weight: int8, (C_in, C_out / groups, kh, kw).
+        weight_qparams: per tensor, or per channel along axis 1; with groups every group uses the same scales.
+        bias: float32, (C_out,), or None.
+        x: grid of the input.
+        out: grid of the output; None for float32.
+        stride: int or (height, width).
+        padding: int or (height, width).
+        output_padding: int or (height, width).
+        groups: as in `torch.nn.ConvTranspose2d`.
+        post: None or one of `Conv.posts`.
+        slope: float32, (C_out,) or (1,), for the post "prelu".
+
+    Raises:
+        BackendError: for what `refuses` names.
+
+    Source: Shi et al. 2016, "Is the deconvolution layer the same as a convolutional layer?".
+    """
+
+    name: ClassVar[str] = "x86.conv_transpose2d"
+    options: ClassVar[tuple[str, ...]] = ("x", "out", "stride", "padding", "output_padding", "groups", "post")
+    channel_axis: ClassVar[int] = 1
+    slope: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_qparams: QParams,
+        bias: Tensor | None,
+        x: QParams,
+        out: QParams | None,
+        *,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
+        groups: int = 1,
+        post: Post | None = None,
+        slope: Tensor | None = None,
+    ) -> None:
+        super().__init__(weight, weight_qparams, bias)
+        self.register_buffer("slope", None if slope is None else slope.detach().to(torch.float32, copy=True))
+        reason = self.refuses(
+            kernel_size=weight.shape[2:], weight=weight_qparams, x=x, out=out, post=post, slope=slope
+        )  # fmt: skip
+        refuse(self.name, reason)
+        check_overflow(self.name, x, weight)
+        self.x, self.out, self.groups, self.post = x, out, groups, post
+        self.stride, self.padding, self.output_padding = pair(stride), pair(padding), pair(output_padding)
+
+    @classmethod
+    def refuses(
+        cls,
+        *,
+        kernel_size: Sequence[int] | None = None,
+        weight: QParams | None = None,
+        x: QParams | None = None,
+        out: QParams | None = None,
+        dilation: int | Sequence[int] = 1,
+        post: Post | None = None,
+        slope: Tensor | None = None,
+    ) -> str | None:
+        """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
+        dims = len(kernel_size) if kernel_size is not None else 2
+        reasons = [
+            f"{dims}-d transposed convolution has no kernel" if dims != 2 else None,
+            "dilated transposed convolution has no kernel" if any(d != 1 for d in pair(dilation, dims)) else None,
+            post_refused(post, Conv.posts, residual=False),
+            slope_refused(slope),
+            weight_refused(weight, cls.channel_axis),
+            activation_refused("the input", x),
+            activation_refused("the output", out),
+        ]
+        return first_reason(reasons)
+
+    def _plan(self) -> list[Taps]:
+        sizes = self.weight.shape[2:], self.stride, self.padding, self.output_padding
+        return [taps(*axis) for axis in zip(*sizes, strict=True)]
+
+    def _conv(self) -> Conv:
+        """The convolution; its channels are (group, phase in height, phase in width, channel of the group)."""
+        weight, plan = self.weight, self._plan()
+        for axis, (tap, stride, padding) in enumerate(zip(plan, self.stride, self.padding, strict=True), start=2):
+            weight = _phases(weight, axis, tap, stride, padding)  # (C_in, C_out / groups, taps, phases, ...)
+        inputs, channels, height, phases_h, width, phases_w = weight.shape
+        weight = weight.reshape(self.groups, inputs // self.groups, channels, height, phases_h, width, phases_w)
+        weight = weight.permute(0, 4, 6, 2, 1, 3, 5).reshape(-1, inputs // self.groups, height, width).contiguous()
+        repeat = self.groups, phases_h * phases_w
+        scale = self.weight_scale.expand(channels).repeat(self.groups)
+        zero = torch.zeros(len(weight), dtype=torch.int32, device="cpu")
+        qparams = QParams(_per_phase(scale, *repeat), zero, -128, 127, torch.int8, 0)
+        bias = None if self.bias is None else _per_phase(self.bias, *repeat)
+        slope = self.slope if self.slope is None or len(self.slope) == 1 else _per_phase(self.slope, *repeat)
+        pad = [tap.pad for tap in plan]
+        return Conv(
+            weight, qparams, bias, self.x, self.out, padding=pad, groups=self.groups, post=self.post, slope=slope
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C_in, H, W) or (C_in, H, W), any strides -> `out`'s grid or float32, channels-last."""
+        if x.dim() == 3:
+            return ConvTranspose2d.forward(self, x.unsqueeze(0)).squeeze(0)
+        if x.dim() != 4:
+            check_image(self.name, x.shape, 2, self.weight.shape[0])
+        conv, plan = self._kept("conv", lambda: (self._conv(), self._plan()))
+        size = x.shape[2:]
+        kept = [max(length + tap.extra, 0) for length, tap in zip(size, plan, strict=True)]
+        sizes = [
+            (length - 1) * s - 2 * p + k + more
+            for length, s, p, k, more in zip(
+                size, self.stride, self.padding, self.weight.shape[2:], self.output_padding, strict=True
+            )
+        ]
+        if min(sizes) <= 0:
+            raise BackendError(f"{self.name}: an input of {tuple(size)} gives an output of {tuple(sizes)} pixels.")
+        y = conv(x).permute(0, 2, 3, 1)
+        for axis, (tap, keep) in enumerate(zip(plan, kept, strict=True), start=1):
+            y = y.narrow(axis, tap.skip, keep)
+        y = _interleave(y, self.groups, self.stride)
+        for axis, (tap, keep) in enumerate(zip(plan, sizes, strict=True), start=1):
+            y = y.narrow(axis, tap.crop, keep)
+        return y.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+
+
+class ConvTranspose1d(ConvTranspose2d):
+    """Transposed convolution of signals, as of images of height 1. Its weight is (C_in, C_out / groups, 1, length)."""
+
+    name: ClassVar[str] = "x86.conv_transpose1d"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 (N, C_in, L) or (C_in, L) -> `out`'s grid or float32."""
+        return super().forward(x.unsqueeze(-2)).squeeze(-2)
+
+
+def _phases(weight: Tensor, axis: int, tap: Taps, stride: int, padding: int) -> Tensor:
+    """Split a kernel axis (2 or 3 of the original weight) into (taps, phases); 0 where there is no weight."""
+    axis = 2 * axis - 2  # the axis before has become two
+    kernel = weight.shape[axis]
+    # Tap t of a phase reads x[q - last + t], so m = last - t, and its weight is w[stride * m + phase + padding - crop].
+    m = torch.arange(tap.last, tap.first - 1, -1, device="cpu")
+    index = stride * m[:, None] + torch.arange(stride, device="cpu") + padding - tap.crop
+    inside = (index >= 0) & (index < kernel)
+    picked = weight.index_select(axis, index.clamp(0, kernel - 1).reshape(-1)).unflatten(axis, tuple(index.shape))
+    return picked * inside.view(*index.shape, *([1] * (picked.dim() - axis - 2)))
+
+
+def _per_phase(values: Tensor, groups: int, phases: int) -> Tensor:
+    """(C_out,) repeated for every phase: (groups * phases * C_out / groups,)."""
+    return values.view(groups, 1, -1).expand(groups, phases, -1).reshape(-1)
+
+
+def _interleave(y: Tensor, groups: int, stride: tuple[int, ...]) -> Tensor:
+    """(N, H, W, groups * sh * sw * c) -> (N, H * sh, W * sw, groups * c)."""
+    n, h, w, channels = y.shape
+    sh, sw = stride
+    each = channels // (groups * sh * sw)
+    y = y.unflatten(3, (groups, sh, sw, each)).permute(0, 1, 4, 2, 5, 3, 6)
+    return y.reshape(n, h * sh, w * sw, groups * each)

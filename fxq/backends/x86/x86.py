@@ -1,0 +1,72 @@
+"""The x86 backend: oneDNN's int8 kernels on plain tensors, unit by unit.
+
+`x86_rows.py` says which op starts a kernel and what it takes along. The ops that it does not take run in float.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxq.backends import cpu
+from fxq.backends.base import Trap
+from fxq.backends.kernel import is_depthwise
+from fxq.backends.kernel_table import Row
+from fxq.backends.lowering import RowBackend
+from fxq.backends.x86.onednn import adds_in_int16
+from fxq.backends.x86.x86_kernels import ROWS
+from fxq.errors import BackendError, warn_once
+from fxq.graph.info import info
+from fxq.graph.unit import OpCall
+
+
+class X86(RowBackend):
+    """uint8 activations, int8 per-channel weights; needs a build of PyTorch with oneDNN."""
+
+    name: ClassVar[str] = "x86"
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+
+    def check_machine(self) -> None:
+        """Refuse other CPUs; warn where 8-bit activations would overflow."""
+        if not cpu.is_x86() or not cpu.has_onednn_int8():
+            raise BackendError(
+                f'backend="x86" needs an x86-64 CPU and PyTorch built with oneDNN; this is {platform.machine()} '
+                f'with torch {torch.__version__}. Use backend="reference".'
+            )
+        if not cpu.has_vnni():
+            warn_once(
+                "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which activations and "
+                "weights of 8 bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the "
+                "ledger what was chosen); expect a little less accuracy."
+            )
+
+    def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
+        """Layers on a CPU without VNNI, but not depthwise convolutions. A squeeze-and-excitation sums floats."""
+        return bool(calls[0].op.quant.weight) and adds_in_int16(_is_depthwise(calls[0]))
+
+    def traps(self) -> tuple[Trap, ...]:
+        """oneDNN's sum."""
+        return (Trap("onednn::qadd, values above 127", "sums run in other kernels", _qadd_is_right),)
+
+    @property
+    def rows(self) -> Mapping[str, Row]:
+        """See `x86_rows.py`."""
+        return ROWS
+
+
+def _is_depthwise(call: OpCall) -> bool:
+    """Whether a convolution is depthwise; a transposed one is none, and one with depth becomes another."""
+    weight = call.tensors.get("weight")
+    shape = info(weight).shape if isinstance(weight, fx.Node) else None
+    return call.op.name in ("conv1d", "conv2d") and shape is not None and is_depthwise(shape, call.options["groups"])
+
+
+def _qadd_is_right() -> bool:
+    """With AVX512, torch 2.13 reads uint8 above 127 as int8 there."""
+    x = torch.full((64,), 200, dtype=torch.uint8, device="cpu")
+    y = torch.ops.onednn.qadd.tensor(x, 1.0, 0, torch.zeros_like(x), 1.0, 0, 1.0, 0, torch.uint8)
+    return bool((y == 200).all())

@@ -1,0 +1,1 @@
+"""What everything else uses and what knows nothing of graphs."""

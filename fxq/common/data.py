@@ -1,0 +1,194 @@
+"""Inputs of a model: one batch in its three spellings, and checks with errors that say what and where."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxq.common.metrics import tensors
+from fxq.errors import CalibrationError, FxqError, InputError, words_of
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call of the model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = [_describe(a) for a in self.args] + [f"{k}={_describe(v)}" for k, v in self.kwargs.items()]
+        return f"({', '.join(shown)})"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
+
+
+def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
+    """One batch from what `data` and `example_inputs` hold: a tensor, a tuple or list of positional inputs, or a dict.
+
+    An `(input, target)` pair is taken as the input alone when the model's forward takes one argument.
+
+    Raises:
+        InputError: any other type, an argument that forward does not have, or a pair for a forward that needs one
+            argument and takes more: is the second half a target?
+    """
+    if isinstance(value, Batch):
+        return value
+    if isinstance(value, Tensor):
+        return Batch((value,))
+    if isinstance(value, Mapping):
+        names, open_ended = _parameters(model)
+        for key in value:
+            if not isinstance(key, str) or (key not in names and not open_ended):
+                raise InputError(f"{where}: forward has no argument {key!r}; it has {', '.join(names) or 'none'}.")
+        return Batch((), dict(value))
+    if isinstance(value, (tuple, list)) and value:
+        names, open_ended = _parameters(model)
+        if len(value) == 2 and len(names) == 1 and not open_ended:
+            return Batch((value[0],))
+        if len(value) == 2 and len(_required(model)) == 1 and not open_ended:
+            x, second = names[:2]
+            raise InputError(
+                f"{where}: a pair is ambiguous: its second half may be a target or {second!r}, which forward does not "
+                f"need. Give (x,) for {x!r} alone, or {{{x!r}: x, {second!r}: y}} for both."
+            )
+        if len(value) > len(names) and not open_ended:
+            raise InputError(f"{where}: {len(value)} inputs, but forward takes {len(names)} ({', '.join(names)}).")
+        return Batch(tuple(value))
+    raise InputError(
+        f"{where}: {type(value).__name__} is no batch of inputs; give a tensor, a tuple or list of positional inputs, "
+        "or a dict of keyword inputs."
+    )
+
+
+def _parameters(model: nn.Module) -> tuple[list[str], bool]:
+    """Names of forward's arguments, and whether it takes any number of them."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return plain, len(plain) != len(parameters)
+
+
+def _required(model: nn.Module) -> list[str]:
+    """Names of forward's arguments without a default."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def batches(data: Any, model: nn.Module) -> Iterator[Batch]:
+    """The batches of `data`, checked one by one.
+
+    Raises:
+        InputError: `data` is no iterable of batches, a batch is on another device than the model, or it is empty.
+        CalibrationError: a batch holds NaN or Inf.
+    """
+    if isinstance(data, (Tensor, str, bytes, Mapping)) or not isinstance(data, Iterable):
+        raise InputError(
+            f"data is a {type(data).__name__}; give an iterable of batches, e.g. a DataLoader or a list "
+            "(data=[x] for one batch)."
+        )
+    count = 0
+    for count, value in enumerate(data, 1):
+        batch = as_batch(value, model, f"data, batch {count - 1}")
+        check_batch(batch, model, f"data, batch {count - 1}")
+        yield batch
+    if count == 0:
+        raise InputError("data is empty: it takes at least one batch. (A generator that was used up?)")
+
+
+@contextmanager
+def naming_batch(i: int, batch: Batch) -> Iterator[None]:
+    """Let what goes wrong inside say with which batch of the data it did."""
+    try:
+        yield
+    except (CalibrationError, InputError) as error:
+        raise type(error)(f"data, batch {i}: {words_of(error)}") from error
+    except FxqError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise InputError(f"data, batch {i} {batch}: the model does not run on it: {words_of(error)}") from error
+
+
+def device_of(model: nn.Module) -> str:
+    """Type of the device that a model is on."""
+    return next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")
+
+
+def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
+    """Raise when a batch is on another device than the model (`InputError`) or holds NaN or Inf (`CalibrationError`).
+
+    Not -Inf: it is what masks for attention hold.
+    """
+    home = next((t.device for t in (*model.parameters(), *model.buffers())), None)
+    for i, tensor in enumerate(tensors((batch.args, batch.kwargs))):
+        if home is not None and tensor.device != home:
+            raise InputError(
+                f"{where}: input {i} is on {tensor.device}, the model on {home}; move one of them with .to(...)."
+            )
+        if tensor.is_nested:
+            raise InputError(f"{where}: input {i} is a nested tensor; give a dense one, .to_padded_tensor(0.0).")
+        if tensor.layout is not torch.strided:
+            raise InputError(f"{where}: input {i} is a {tensor.layout} tensor; give a dense one, .to_dense().")
+        if tensor.is_floating_point() and not _has_no_nan_or_inf(tensor):
+            raise CalibrationError(f"{where}: input {i} {_describe(tensor)} holds NaN or Inf; clean the data.")
+
+
+def check_finite(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise `InputError` when a float tensor among the inputs of a call holds NaN or Inf. Reads each tensor once.
+
+    Not -Inf, as for `check_batch`.
+
+    Args:
+        names: of forward's arguments, in order; the last one stands for all that `*args` takes.
+        args: positional inputs, nested ones too.
+        kwargs: keyword inputs.
+    """
+    given = zip_longest(names[: len(args)], args, fillvalue=names[-1] if names else "*args")
+    for name, value in (*given, *kwargs.items()):
+        for tensor in tensors(value):
+            if tensor.is_floating_point() and not _has_no_nan_or_inf(tensor):
+                raise InputError(
+                    f"the input {name} {_describe(tensor)} holds NaN or Inf, which integers cannot stand for. Find "
+                    "what made it, or take off the recipe's check_inputs to get finite numbers in spite of it."
+                )
+
+
+def _has_no_nan_or_inf(tensor: Tensor) -> bool:
+    """Whether no value is NaN or Inf; -Inf may be there.
+
+    Where the sum is finite, no value is any of them: that is quicker than to look at each.
+    """
+    dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    return math.isfinite(float(tensor.sum(dtype=dtype))) or bool((tensor < math.inf).all())
+
+
+def first_of(batch: Batch, most: int) -> Batch:
+    """A copy of the batch that no later in-place change of the user's tensors can reach.
+
+    At most `most` samples of each tensor where the first axis of all tensors is the same; else the whole batch.
+    """
+    sizes = {t.shape[0] for t in tensors((batch.args, batch.kwargs)) if t.dim() > 0}
+    cut = slice(0, most) if len(sizes) == 1 else slice(None)
+    return Batch(_cut(batch.args, cut), _cut(dict(batch.kwargs), cut))
+
+
+def _cut(value: Any, cut: slice) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()[cut].clone() if value.dim() > 0 else value.detach().clone()
+    if isinstance(value, (tuple, list)):
+        parts = [_cut(v, cut) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple
+    if isinstance(value, Mapping):
+        return {k: _cut(v, cut) for k, v in value.items()}
+    return value

@@ -1,0 +1,194 @@
+"""The qdq graph as ops and values with prices: what `fxq/cost/min_cut.py` decides on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxq.cost.min_cut import Key, Priced, Value, by_a_hair, cheapest, seconds_of
+from fxq.cost.probe import Prober
+from fxq.graph.info import info
+from fxq.graph.query import CONVERSIONS, is_op, made_by, reads_only_metadata
+from fxq.graph.region import Region, read_region
+from fxq.graph.unit import calls_of
+
+log = logging.getLogger("fxq")
+
+
+def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Region]:
+    """The regions of the ops and units that run on integers."""
+    found = {}
+    for node in nodes:
+        plan = info(node).plan
+        if plan is None or plan.fate == "float" or is_op(node, *CONVERSIONS):
+            continue
+        region = read_region(gm, node)
+        if region is not None:
+            found[node] = region
+    return found
+
+
+def has_known_shapes(region: Region) -> bool:
+    """Whether all values that a region reads and makes are tensors of known shapes, so that it can be timed alone."""
+    return all(info(n).is_tensor for n in (region.node, *region.node.all_input_nodes))
+
+
+def priced_ops(
+    gm: fx.GraphModule, regions: dict[fx.Node, Region], prober: Prober, advance: Callable[[], None]
+) -> list[Priced]:
+    """Ops with their seconds on integers and in float, the conversions around them left out.
+
+    Not those from one grid to another, which an op alone needs for what it reads: they belong to its integer form.
+    One that cannot be measured keeps its integers: what is wrong with its kernel is for verify-lowering to find. But
+    one that only moves data is as quick either way, and goes with its neighbours: such as a reshape to a size that is
+    read at run time. `advance` is called after each that was measured.
+    """
+    ops = []
+    for node, region in regions.items():
+        plan = info(node).plan
+        unmeasured = Priced(node, 0.0, 0.0 if plan is not None and plan.fate == "moves" else math.inf, measured=False)
+        if not has_known_shapes(region):
+            ops.append(unmeasured)
+            continue
+        known = prober.knows(region)
+        try:
+            ops.append(_priced(gm, node, regions, prober))
+        except Exception as error:  # whatever a kernel raises on random inputs
+            log.warning("%s cannot be timed (%s: %s).", node.name, type(error).__name__, error)
+            ops.append(unmeasured)
+        if not known:
+            advance()
+    return ops
+
+
+def choose_by_price(
+    gm: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    regions: dict[fx.Node, Region],
+    prober: Prober,
+    ops: list[Priced],
+) -> tuple[list[Priced], list[Value], set[Key]]:
+    """The ops and the values with prices that are sure, and the ops that run on integers in the cheapest choice.
+
+    Prices that differ from round to round are measured again, and so are those that decide by a hair.
+    """
+    priced_values(gm, nodes, regions, prober)  # asks for conversions
+    prober.costs.settle()
+    for tries in range(_TRIES):
+        ops = [_priced(gm, op.key, regions, prober) if op.measured else op for op in ops]
+        values = priced_values(gm, nodes, regions, prober)
+        if tries == _TRIES - 1 or not prober.costs.may_change:
+            break
+        close = by_a_hair(ops, values)
+        near = [regions[op.key] for op in ops if op.measured and op.key in close]  # type: ignore[index]
+        if not prober.costs.repeat(key for region in near for key in prober.keys(region)):
+            break
+    return ops, values, cheapest(ops, values)
+
+
+_TRIES = 4
+"""How often prices that decide by a hair are looked for: better prices may bring others to the brink."""
+
+
+def _priced(gm: fx.GraphModule, node: Any, regions: dict[fx.Node, Region], prober: Prober) -> Priced:
+    seconds = prober.kernel(gm, regions[node]) + _requantizing(gm, node, prober)
+    return Priced(node, seconds, prober.real(gm, regions[node]))
+
+
+def _requantizing(gm: fx.GraphModule, node: fx.Node, prober: Prober) -> float:
+    """Seconds to bring what an op reads from one grid to another, shared with others that read it so."""
+    regions = {read: read_region(gm, read) for read in node.all_input_nodes if is_op(read, "requantize")}
+    return sum(prober.kernel(gm, region) / len(read.users) for read, region in regions.items() if region is not None)
+
+
+def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, float]]:
+    """The ops that run in float, with their seconds, as far as they can be measured on random inputs."""
+    for node in nodes:
+        plan = info(node).plan
+        if plan is None or plan.fate != "float" or is_op(node, *CONVERSIONS):
+            continue
+        region = read_region(gm, node)
+        if region is not None and has_known_shapes(region):
+            try:
+                yield node, prober.real(gm, region)
+            except Exception as error:  # an op may ask more of its inputs than that they have a shape and a dtype
+                log.debug("%s cannot be timed: %s: %s", node.name, type(error).__name__, error)
+
+
+def priced_values(
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], regions: dict[fx.Node, Region], prober: Prober
+) -> list[Value]:
+    """The values between ops, with what it costs to convert them."""
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if is_op(node, *CONVERSIONS) or reads_only_metadata(node):
+            continue
+        for read in node.all_input_nodes:
+            maker = made_by(read)
+            if maker.op != "get_attr" and info(maker).is_tensor:
+                readers.setdefault(maker, []).append(node)
+    values = []
+    for maker, found in readers.items():
+        if maker not in regions and not any(reader in regions for reader in found):
+            continue
+        elements = math.prod(info(maker).shape or ())
+        values.append(
+            Value(
+                maker if maker in regions else None,
+                tuple(reader if reader in regions else None for reader in found),
+                prober.quantize(elements),
+                prober.dequantize(elements),
+                maker in regions and emits_float(gm, maker),
+            )
+        )
+    return values
+
+
+def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a unit is one layer with at most an activation behind it: its kernel can hand out floats."""
+    plan = info(node).plan
+    if plan is not None and plan.emits is not None:
+        return False
+    first, *rest = calls_of(gm, node)
+    return first.op.quant.heavy and not any(call.op.quant.kind == "computes" for call in rest)
+
+
+def slower_than_float(
+    ops: Sequence[Priced], values: Sequence[Value], integers: Collection[Any], left: float
+) -> str | None:
+    """What to say where the ops that run on integers make the model slower than it is in float; None where not.
+
+    Args:
+        ops: the ops that could run either way; those that could not be measured are left out.
+        values: the values between them.
+        integers: the ops that run on integers.
+        left: seconds of the ops that run in float anyway.
+    """
+    known = [op for op in ops if op.measured]
+    int8, real = left + seconds_of(integers, known, values), left + sum(op.real for op in known)
+    if real == 0.0 or int8 <= _SLOWER * real:
+        return None
+    losing = sorted((op for op in known if op.key in integers and op.int8 > op.real), key=lambda op: op.real - op.int8)
+    names = ", ".join(f"{_named(op.key)} ({_ms(op.int8)}, in float {_ms(op.real)})" for op in losing[:_NAMED])
+    return (
+        f"with all that can on integers, the model is estimated to take {int8 / real:.1f} times as long as in float on "
+        f"this machine: {_ms(int8)} instead of {_ms(real)}. "
+        + (f"What loses most: {names}. " if names else "Its conversions cost more than its kernels save. ")
+        + 'recipe.with_optimize("speed") leaves in float what is faster there.'
+    )
+
+
+_SLOWER, _NAMED = 1.1, 3
+"""How much slower is worth a warning, since an estimate is not exact; how many ops it names."""
+
+
+def _named(node: Any) -> str:
+    return info(node).path or str(node.name)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,185 @@
+"""What is timed for pricing: a region of the qdq graph as the backend's kernel, and the same ops in float."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxq.backends.base import Backend
+from fxq.common.data import Batch
+from fxq.cost.cache import Call, Costs
+from fxq.cost.min_cut import HAIR
+from fxq.graph.info import NodeInfo, info
+from fxq.graph.query import is_op
+from fxq.graph.region import Region
+from fxq.graph.run import value_of
+from fxq.graph.unit import unit_of
+from fxq.graph.view import options_text
+from fxq.pipeline.context import Context
+from fxq.quant.qparams import QParams
+from fxq.recipe.recipe import Recipe
+from fxq.rewriting.rewriter import Rewriter, split_unit
+from fxq.runtime.binding import bind
+
+
+class Prober:
+    """Measures with one backend, and remembers (see `Costs`)."""
+
+    def __init__(self, backend: Backend, recipe: Recipe, costs: Costs) -> None:
+        self.backend, self.recipe, self.costs = backend, recipe, costs
+
+    def kernel(self, gm: fx.GraphModule, region: Region, ops: int | None = None) -> float:
+        """Seconds of a region of the qdq graph `gm` as the backend lowers it, on random integers.
+
+        Args:
+            gm: the graph's module.
+            region: the region.
+            ops: how many of its ops a kernel runs, the others running in float; None: all of them.
+        """
+        return self.costs.seconds(
+            self._kernel_key(region, ops), lambda: _call(self._lowered(gm, region.to_graph(), ops))
+        )
+
+    def fastest(self, gm: fx.GraphModule, region: Region, ways: Sequence[int]) -> int:
+        """How many of a region's ops a kernel best runs, of these numbers; see `choose_by_price` for rounds."""
+        parts = {ops: ops if ops < len(region.calls) else None for ops in ways}
+        keys = [self._kernel_key(region, part) for part in parts.values()]
+
+        def seconds() -> dict[int, float]:
+            return {ops: self.kernel(gm, region, part) for ops, part in parts.items()}
+
+        seconds()
+        self.costs.settle(keys)
+        found = seconds()
+        if max(found.values()) <= HAIR * min(found.values()) and self.costs.repeat(keys):
+            found = seconds()
+        return min(found, key=found.__getitem__)
+
+    def real(self, gm: fx.GraphModule, region: Region) -> float:
+        """Seconds of the ops of a region in float, with float weights, on random numbers."""
+        return self.costs.seconds(_float_key(region), lambda: _float_form(gm, region))
+
+    def knows(self, region: Region) -> bool:
+        """Whether a region has been measured before."""
+        return all(key in self.costs for key in self.keys(region))
+
+    def keys(self, region: Region) -> tuple[str, str]:
+        """What the costs of a region are kept under: as a kernel, and in float."""
+        return self._kernel_key(region), _float_key(region)
+
+    def _kernel_key(self, region: Region, ops: int | None = None) -> str:
+        """All that the time depends on: not the values of weights and scales, but whether a zero point is 0."""
+        parts = [f"{self.backend.name} {_threads()}: {_ops_on(region)} from", *map(_shape, map(info, region.inputs))]
+        for step in region.steps:
+            qp = step.about.qparams
+            if step.op == "get_attr":
+                parts.append(_shape(step.about))
+            elif is_op(step, "dequantize", "quantize") and qp is not None:
+                parts.append(f"{'at 0' if qp.z == 0 else 'shifted'} {qp.qmin}..{qp.qmax}")
+        some = [f"after {ops} ops"] if ops is not None else []
+        return " ".join([*parts, "to", _shape(info(region.last)), *some])
+
+    def quantize(self, elements: int) -> float:
+        """Seconds to quantize so many floats."""
+        return self._conversion("quantize", elements)
+
+    def dequantize(self, elements: int) -> float:
+        """Seconds to dequantize so many integers."""
+        return self._conversion("dequantize", elements)
+
+    def _conversion(self, op: str, elements: int) -> float:
+        def prepare(size: int) -> Call:
+            graph = fx.Graph()
+            rewriter = Rewriter(fx.GraphModule(nn.Module(), graph), self._context(), "probe")
+            x = graph.placeholder("x")
+            grid: dict[str, Any] = {"scale": 0.02, "zero_point": 3}
+            typed = ((size,), torch.float32), ((size,), torch.uint8)
+            real, integer = typed if op == "quantize" else reversed(typed)
+            rewriter.describe(x, shape=real[0], dtype=real[1])
+            node = rewriter.call(op, x, after=x, typed=integer, **grid)
+            rewriter.describe(node, qparams=QParams.per_tensor(0.02, 3, 0, 255))
+            graph.output(node)
+            return _call(self._lowered(rewriter.gm, graph))
+
+        return self.costs.of_size(f"{self.backend.name} {_threads()}: {op}", elements, prepare)
+
+    def _context(self) -> Context:
+        return Context(self.recipe, self.backend, nn.Module(), Batch(()))
+
+    def _lowered(self, gm: fx.GraphModule, graph: fx.Graph, ops: int | None = None) -> fx.GraphModule:
+        """A graph that uses the weights of `gm`, in the backend's kernels; its unit split after so many ops."""
+        copied = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            copies[node] = copied.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+        rewriter = Rewriter(fx.GraphModule(gm, copied), self._context(), "probe")
+        for node in [n for n in rewriter.nodes() if unit_of(rewriter.gm, n) is not None]:
+            split_unit(rewriter, node, ops)
+        self.backend.lower(rewriter)
+        rewriter.erase_unused()
+        rewriter.gm.recompile()
+        return rewriter.gm
+
+
+def _threads() -> str:
+    return f"{torch.get_num_threads()} threads"
+
+
+def _shape(about: NodeInfo) -> str:
+    return f"{str(about.dtype).removeprefix('torch.')}{list(about.shape or ())}"
+
+
+def _ops_on(region: Region) -> str:
+    """The ops with their options, and what they read, in that order."""
+    ops = " ".join(f"{call.op.name}({options_text(call.options)})" for call in region.calls)
+    return f"{ops} of {' '.join(_shape(info(n)) for n in region.node.all_input_nodes)}"
+
+
+def _float_key(region: Region) -> str:
+    return f"float {_threads()}: {_ops_on(region)}"
+
+
+def _float_form(gm: fx.GraphModule, region: Region) -> Call:
+    """The region's unit or op on random floats, as a bound graph calls it; its weights are the dequantized ones."""
+    node, given = region.node, dict[fx.Node, Any]()
+    for value in node.all_input_nodes:
+        if value.op == "get_attr":
+            given[value] = value_of(gm, value, {})
+        elif any(read.op == "get_attr" for read in value.all_input_nodes) and is_op(value, *_WEIGHTS):
+            given[value] = value_of(gm, value, {read: value_of(gm, read, {}) for read in value.all_input_nodes})
+        else:
+            about = info(value)
+            moved = about.qparams is not None or about.dtype is None
+            given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
+    args: Any = fx.node.map_arg(node.args, given.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
+    unit = unit_of(gm, node)
+    target: Any = node.target if unit is None else unit.callee()
+    return partial(target, *args, **kwargs)
+
+
+_WEIGHTS = ("dequantize", "dequantize_channel")
+
+
+def _call(gm: fx.GraphModule) -> Call:
+    """A lowered graph on random inputs, bound to them as it will be in the model."""
+    inputs = tuple(_random(info(n).shape, info(n).dtype) for n in gm.graph.nodes if n.op == "placeholder")
+    _, bound = bind(gm, inputs, {})
+    return partial(bound.run, *inputs)
+
+
+def _random(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Tensor:
+    """Random values, channels-last: as the values between kernels are. The user's generator stays where it was."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype is None or dtype.is_floating_point:
+        made = torch.randn(shape or (), dtype=dtype, generator=generator)
+    elif dtype is torch.uint8:
+        made = torch.randint(0, 100, shape or (), dtype=dtype, generator=generator)
+    else:  # a mask, an index
+        made = torch.zeros(shape or (), dtype=dtype)
+    return made.contiguous(memory_format=torch.channels_last) if made.dim() == 4 else made

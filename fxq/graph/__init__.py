@@ -1,0 +1,1 @@
+"""Reading a graph: its metadata, units and regions, and running it."""

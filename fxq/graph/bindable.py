@@ -1,0 +1,171 @@
+"""Modules that a bound graph calls without asking each time what there is to do (see `fxq/runtime/binding.py`)."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_TELLING = threading.Lock()
+_ABSENT = object()
+_VERSION = operator.attrgetter("_version")
+Members = Mapping[str, Any]
+"""The modules, parameters or buffers of a module, by name."""
+
+
+class Seen:
+    """The members of modules, and the values of the tensors among them, as they were when this was told of them.
+
+    A tensor says how often it was written to, and where its values lie: 0.1 us to ask both. What is written through
+    `tensor.data` or `tensor.numpy()` torch keeps no count of.
+
+    Args:
+        members: of a module, see `follow`.
+    """
+
+    def __init__(self, *members: Members) -> None:
+        self._members: list[tuple[Members, tuple[Any, ...]]] = []
+        self._tensors: list[Tensor] = []
+        self._written: list[Tensor] = []  # those that count it
+        self._versions: list[int] = []
+        self._places: list[int] = []
+        self._memory: list[Tensor] = []  # held, so that nothing else gets the same place
+        for each in members:
+            self.follow(each)
+
+    def follow(self, members: Members) -> None:
+        """Take in the members of another module as they are now."""
+        values = tuple(members.values())
+        self._members.append((members, values))
+        for tensor in values:
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                self._tensors.append(tensor)
+                self._places.append(tensor.data_ptr())
+                self._memory.append(tensor.detach())
+                if not tensor.is_inference():
+                    self._written.append(tensor)
+                    self._versions.append(tensor._version)
+
+    def holds(self) -> bool:
+        """Whether they are all the same, and no tensor was written to."""
+        return (
+            all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._members)
+            and list(map(_VERSION, self._written)) == self._versions
+            and list(map(Tensor.data_ptr, self._tensors)) == self._places
+        )
+
+
+class Watch:
+    """Whether any of some modules has changed: a hook, an attribute, a weight. They tell it (`Bindable.tell`).
+
+    Attributes:
+        changed: whether one has said so.
+        seen: their tensors.
+    """
+
+    def __init__(self) -> None:
+        self.changed = False
+        self.seen = Seen()
+
+
+class Bindable(nn.Module):
+    """A module that can be fixed to inputs of one kind, and that tells when it changes behind that."""
+
+    _watches: weakref.WeakSet[Watch] | None = None
+
+    def bind(self, *inputs: Any) -> Callable[..., Any]:
+        """What `forward` does with inputs of these shapes, strides and dtypes and as many threads as now.
+
+        Nobody looks at later inputs again: they must be as many, and alike. The default is `forward` itself.
+
+        Args:
+            inputs: what `forward` takes; the values make no difference.
+
+        Returns:
+            A function with the arguments and the value of `forward`.
+        """
+        return self.forward
+
+    def callee(self, *inputs: Any) -> Callable[..., Any]:
+        """What to call for inputs like these, until this module changes (see `tell`).
+
+        That is the module itself where hooks have to run, and its forward where a subclass, or whoever has put another
+        one in its place, did not write a `bind` that goes with it.
+
+        Args:
+            inputs: as for `bind`; none: inputs of any kind.
+        """
+        if self.is_hooked():
+            return self
+        goes_with = self.is_itself() and _depth(type(self), "bind") <= _depth(type(self), "forward")
+        return self.bind(*inputs) if inputs and goes_with else self.forward
+
+    def is_hooked(self) -> bool:
+        """Whether hooks have to run, so that nothing but a call of the module itself will do."""
+        return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
+
+    def is_itself(self) -> bool:
+        """Whether it does what its class does: no hooks, and no other forward in the place of its own."""
+        return not self.is_hooked() and "forward" not in vars(self)
+
+    def tell(self, watch: Watch) -> None:
+        """Tell `watch` when this module changes, and of its tensors."""
+        with _TELLING:
+            if self._watches is None:
+                self.__dict__["_watches"] = weakref.WeakSet()
+            assert self._watches is not None  # made just now
+            self._watches.add(watch)
+        watch.seen.follow(self._buffers)
+
+    def _changes(self) -> None:
+        if self._watches is None or self.is_hooked():  # with hooks it is called as it is, whatever it becomes
+            return
+        with _TELLING:
+            for watch in self._watches:
+                watch.changed = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get(name, _ABSENT) is not value:  # `eval()` sets what is set
+            self._changes()
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._changes()
+        super().__delattr__(name)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `nn.Module`."""
+        self._changes()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `nn.Module`."""
+        self._changes()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `nn.Module`."""
+        self._changes()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `nn.Module`."""
+        self._changes()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._changes()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_watches"}
+
+
+def _depth(cls: type, method: str) -> int:
+    """How far up in the bases of a class a method is defined; 0: in the class itself."""
+    return next(i for i, base in enumerate(cls.__mro__) if method in vars(base))

@@ -1,0 +1,142 @@
+"""What fxq knows about a node: the typed metadata under one key, and the decisions in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import fx
+
+from fxq.ops.table import META
+from fxq.quant.qparams import QParams
+from fxq.quant.spec import TensorSpec
+
+Fate = Literal["int8", "moves", "float"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an op or unit was measured to take, in microseconds.
+
+    Attributes:
+        float_us: in float, conversions around it left out.
+        int8_us: the same as the backend's integer kernel; None where there is none.
+        conversions_us: what the conversions around it take with it on integers, less what they take with it in float,
+            all other ops as they are decided. Below zero among integer ops, where a float op is what needs conversions.
+    """
+
+    float_us: float
+    int8_us: float | None = None
+    conversions_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `annotate` decided for one node.
+
+    Attributes:
+        fate: `int8` (runs on integers), `moves` (moves integers), or `float`.
+        reason: why it is float, or why the ops behind the kernel are; empty otherwise.
+        reads: the spec that it wants of each value that it reads as integers, by the value's name.
+        emits: the spec of its result where its kernel emits nothing but integers, else None.
+        overflows: whether its kernel adds products in int16, and they do not fit: activations or weights give up a bit.
+        kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
+        longer: for such a unit, how many ops another kernel runs, which is not always the faster one; 0: there is none.
+        exact: for a float op, whether it reads its inputs as they were before they were put on a grid.
+        fix: what the user can change to get another decision (a recipe line), or empty.
+        cost: what it takes either way, where `fallback` measured it.
+    """
+
+    fate: Fate
+    reason: str = ""
+    reads: Mapping[str, TensorSpec] | None = None
+    kernel_ops: int | None = None
+    longer: int = 0
+    fix: str = ""
+    cost: Cost | None = None
+    emits: TensorSpec | None = None
+    exact: bool = False
+    overflows: bool = False
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One integer form of a value. Edges of the same group can share scale and zero point, and do where it is good.
+
+    Attributes:
+        spec: what its consumers want.
+        group: number of the group.
+        source: whether the value is made here; otherwise it is only moved.
+        observed: whether an observer watches it: where it is made, where a part of other values is selected, and where
+            it may hold constants.
+        constants: what masks, pads and fills may have put among its values; no data.
+        qparams: its scale and zero point, once they are chosen.
+    """
+
+    spec: TensorSpec
+    group: int
+    source: bool
+    observed: bool = False
+    constants: tuple[float, ...] = ()
+    qparams: QParams | None = None
+
+
+class NodeInfo(NamedTuple):
+    """What fxq knows about a node, kept in `node.meta["fxq"]`. A named tuple: every edit makes a new one, quickly.
+
+    Attributes:
+        path: path of the innermost module whose forward made the node; empty for the model itself.
+        source: `file:line` of the user's code that made it.
+        shape: shape of its value, or None when the value is not a tensor.
+        dtype: dtype of its value, or None.
+        origins: names of the traced ops that it stands for.
+        parts: for a unit, the origins of each of its ops.
+        values: for a unit, shape and dtype of the value of each of its ops.
+        paths: for a unit, the module path of each of its ops.
+        made_by: the pass and rule that made it, with the rule's source line; empty for traced nodes.
+        plan: the decision of `annotate`, once it has run.
+        qparams: scale and zero point of its value when that is an integer tensor, or of the value it emulates.
+        edges: the integer forms that its value takes, one for each spec that a consumer wants.
+        body: for a kernel, the ops that it runs, as text.
+        memory: the blocks of memory that the tensors of its value lie in, by number; values with a block in common are
+            views of each other (see `fxq/graph/mutation.py`).
+        changes: the blocks that the traced node changes in place.
+        note: something the user should know about the node.
+    """
+
+    path: str = ""
+    source: str = ""
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    origins: tuple[str, ...] = ()
+    parts: tuple[tuple[str, ...], ...] = ()
+    values: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...] = ()
+    paths: tuple[str, ...] = ()
+    made_by: str = ""
+    plan: Plan | None = None
+    qparams: QParams | None = None
+    edges: tuple[Edge, ...] = ()
+    body: tuple[str, ...] = ()
+    memory: tuple[int, ...] = ()
+    changes: tuple[int, ...] = ()
+    note: str = ""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is a tensor."""
+        return self.shape is not None
+
+
+_NOTHING = NodeInfo()
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The typed metadata of `node`; empty metadata when it has none."""
+    return node.meta.get(META, _NOTHING)
+
+
+def set_info(node: fx.Node, **changes: Any) -> None:
+    """Replace fields of the node's metadata."""
+    node.meta[META] = info(node)._replace(**changes)

@@ -1,0 +1,55 @@
+"""A graph as plain data and back, for pickling: fx would trace the model again, and lose names and metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from fxq.ops.table import META
+
+NodeData = tuple[str, Any, Any, Any, str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Stands for the node of that number among the arguments of another."""
+
+    index: int
+
+
+def to_data(graph: fx.Graph) -> list[NodeData]:
+    """The nodes in order: op, target, args, kwargs, name, metadata."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+
+    def read(value: Any) -> Any:
+        return _Read(number[value]) if isinstance(value, fx.Node) else value
+
+    return [
+        (
+            n.op,
+            n.target,
+            map_aggregate(n.args, read),
+            map_aggregate(n.kwargs, read),
+            n.name,
+            {key: n.meta[key] for key in (META, "stack_trace") if key in n.meta},
+        )
+        for n in graph.nodes
+    ]
+
+
+def from_data(data: list[NodeData]) -> fx.Graph:
+    """Inverse of `to_data`."""
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+
+    def write(value: Any) -> Any:
+        return made[value.index] if isinstance(value, _Read) else value
+
+    for op, target, args, kwargs, name, meta in data:
+        node = graph.create_node(op, target, map_aggregate(args, write), map_aggregate(kwargs, write), name)
+        node.meta.update(meta)
+        made.append(node)
+    return graph

@@ -1,0 +1,164 @@
+"""A unit: one node that runs its small body graph. Fusion makes units; backends look inside them.
+
+A unit holds no weight: everything it needs is an input, so units of the same body share one module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from fxq.graph.bindable import Bindable
+from fxq.graph.plain_data import NodeData, from_data, to_data
+from fxq.graph.query import flat_nodes, op_of, options_of, submodule
+from fxq.ops.table import Op
+
+UNITS = "fxq_units"
+Role = Literal["activation", "weight", "bias", "other"]
+
+
+class Unit(Bindable, fx.GraphModule):
+    """A fused group of ops.
+
+    Attributes:
+        kind: the name of the rule that made it, e.g. `conv2d_relu`.
+        graph: the body: placeholders, canonical ops, one output.
+        pure: it only computes its value.
+    """
+
+    pure = True
+
+    def __init__(self, kind: str, graph: fx.Graph) -> None:
+        super().__init__({}, graph, class_name="Unit")
+        self.kind = kind
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        return Unit(self.kind, copy.deepcopy(self.graph))  # fx would return a plain GraphModule, without the kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unit, (self.kind, to_data(self.graph))
+
+
+def _unit(kind: str, data: list[NodeData]) -> Unit:
+    return Unit(kind, from_data(data))
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A value that an earlier op of the same unit makes: its position among the unit's ops."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One op of a unit (or a single op node), with where its arguments come from.
+
+    Attributes:
+        op: the row of the op table.
+        options: its options, defaults included.
+        tensors: for each tensor argument: the node of the outer graph, an `Inner` when an earlier op of the unit makes
+            it, a number, or None when it is not given.
+        name: name of the node in the body.
+    """
+
+    op: Op
+    options: dict[str, Any]
+    tensors: dict[str, Any]
+    name: str
+
+    @property
+    def activations(self) -> tuple[fx.Node | Inner, ...]:
+        """The values among its inputs that are neither numbers nor constants of the model, in order."""
+        values = [self.tensors.get(name) for name in self.op.quant.inputs]
+        flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
+        return tuple(v for v in flat if isinstance(v, Inner) or (isinstance(v, fx.Node) and v.op != "get_attr"))
+
+    @property
+    def computed(self) -> str | None:
+        """The first option that a value of the graph gives, as an argument of forward or a size: no kernel knows it."""
+        return next((name for name, value in self.options.items() for _ in flat_nodes(value)), None)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether each output element depends on one element of one activation (and, at most, on its channel)."""
+        return self.op.quant.pointwise and len(self.activations) == 1
+
+
+def calls_of(gm: fx.GraphModule, node: fx.Node) -> tuple[OpCall, ...]:
+    """The ops that a node runs, in order: one for a canonical op, several for a unit, none for anything else."""
+    op = op_of(node)
+    if op is not None:
+        return (OpCall(op, options_of(node), dict(zip(op.tensors, node.args, strict=False)), node.name),)
+    unit = unit_of(gm, node)
+    if unit is None:
+        return ()
+    return calls_among(unit.graph.nodes, dict(zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)))
+
+
+def calls_among(nodes: Iterable[fx.Node], outer: Mapping[fx.Node, Any] | None = None) -> tuple[OpCall, ...]:
+    """The ops that these nodes run as one unit, in order.
+
+    Args:
+        nodes: the nodes of its body; or the nodes of a graph that are to become one.
+        outer: what stands for those of its inputs that are nodes of the body.
+    """
+    known: dict[fx.Node, Any] = dict(outer or {})
+    calls: list[OpCall] = []
+    for node in nodes:
+        op = op_of(node)
+        if op is None:
+            continue
+        tensors = {name: _outside(value, known) for name, value in zip(op.tensors, node.args, strict=False)}
+        known[node] = Inner(len(calls))
+        calls.append(OpCall(op, options_of(node), tensors, node.name))
+    return tuple(calls)
+
+
+def _outside(value: Any, outer: dict[fx.Node, Any]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_outside(v, outer) for v in value]
+    return outer.get(value, value) if isinstance(value, fx.Node) else value
+
+
+def unit_of(gm: fx.GraphModule, node: fx.Node) -> Unit | None:
+    """The unit that a node runs, or None."""
+    module = submodule(gm, node)
+    return module if isinstance(module, Unit) else None
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor that a node reads from outside.
+
+    Attributes:
+        node: the node of the outer graph.
+        role: `activation`, `weight`, `bias`, or `other` (read in float whatever happens: statistics, PReLU slopes).
+        axis: the output-channel axis, for a weight.
+        call: index of the op that reads it.
+    """
+
+    node: fx.Node
+    role: Role
+    axis: int | None
+    call: int
+
+
+def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[Input]:
+    """Every tensor that the ops read from outside, in order, once per reading."""
+    for i, call in enumerate(calls):
+        quant = call.op.quant
+        for name, value in call.tensors.items():
+            role: Role = "other"
+            if name in quant.inputs:
+                role = "activation"
+            elif name == quant.weight:
+                role = "weight"
+            elif name == quant.bias:
+                role = "bias"
+            for node in flat_nodes(value):
+                yield Input(node, role, quant.axis if role == "weight" else None, i)

@@ -1,0 +1,207 @@
+"""A graph as plain data: what a snapshot keeps, what is printed, drawn and compared. Holds no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxq.graph.info import info
+from fxq.graph.query import makes_no_tensor, op_of, submodule
+from fxq.graph.unit import Unit
+from fxq.quant.observers import Observer
+
+KINDS = ("int8", "moves", "convert", "float", "observer", "op", "size", "constant", "io")
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One node as data.
+
+    Attributes:
+        name: the node's name in the graph.
+        kind: what it is, for colours: `int8` (integer compute), `moves` (moves integers), `convert` (quantize,
+            dequantize), `float` (stays in float, see `reason`), `observer`, `op` (not decided yet), `size` (sizes and
+            other plain values, checks: no op), `constant`, `io`.
+        label: the op, unit, kernel or module type.
+        body: for a unit or a kernel made from one, the ops inside.
+        options: the options that differ from the defaults, as text.
+        inputs: names of the nodes it reads, in order, repetitions kept.
+        text: its call as text, with constants inlined.
+        path: module path.  source: `file:line` of the user's code.  made_by: pass and rule that made it.
+        shape, dtype: of its value; None and "" when it is not a tensor.
+        scale, zero_point: as text; empty where there is none.
+        reason: why it is float.  note: anything else worth knowing.
+        origins: names of the traced ops it stands for.
+    """
+
+    name: str
+    kind: str
+    label: str
+    body: tuple[str, ...] = ()
+    options: str = ""
+    inputs: tuple[str, ...] = ()
+    text: str = ""
+    path: str = ""
+    source: str = ""
+    made_by: str = ""
+    shape: tuple[int, ...] | None = None
+    dtype: str = ""
+    scale: str = ""
+    zero_point: str = ""
+    reason: str = ""
+    note: str = ""
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GraphView:
+    """A graph as data: its nodes in execution order. `print(view)` is the graph as text, one line a node."""
+
+    nodes: tuple[NodeView, ...]
+    name: str = field(default="", compare=False)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, NodeView]:
+        """The nodes by name."""
+        return {node.name: node for node in self.nodes}
+
+    def __iter__(self) -> Iterator[NodeView]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, name: str) -> NodeView:
+        return self.by_name[name]
+
+    def __str__(self) -> str:
+        return "\n".join(node.text for node in self.nodes if node.kind != "constant")
+
+
+def view(gm: fx.GraphModule, name: str = "", known: dict[fx.Node, NodeView] | None = None) -> GraphView:
+    """The graph of `gm` as data.
+
+    Args:
+        gm: any `GraphModule`.
+        name: what to call the view in titles.
+        known: views of nodes that have not changed since they were made; read, and filled with the new ones.
+    """
+    nodes = []
+    for node in gm.graph.nodes:
+        made = known.get(node) if known is not None else None
+        if made is None:
+            made = _view_node(gm, node)
+            if known is not None:
+                known[node] = made
+        nodes.append(made)
+    return GraphView(tuple(nodes), name)
+
+
+def _view_node(gm: fx.GraphModule, node: fx.Node) -> NodeView:
+    about = info(node)
+    label, body, options, kind = _describe(gm, node)
+    qp = about.qparams
+    scale, zero_point = "", ""
+    if qp is not None:
+        per_tensor = qp.axis is None
+        scale = (
+            f"{qp.s:.4g}"
+            if per_tensor
+            else f"{float(qp.scale.min()):.3g}..{float(qp.scale.max()):.3g} (axis {qp.axis})"
+        )
+        zero_point = str(qp.z) if per_tensor else "0"
+    return NodeView(
+        name=node.name,
+        kind=kind,
+        label=label,
+        body=body,
+        options=options,
+        inputs=tuple(n.name for n in _inputs(node)),
+        text=_text(node, label, body, options),
+        path=about.path,
+        source=about.source,
+        made_by=about.made_by,
+        shape=about.shape,
+        dtype=str(about.dtype).removeprefix("torch.") if about.dtype is not None else "",
+        scale=scale,
+        zero_point=zero_point,
+        reason=about.plan.reason if about.plan is not None and kind != "size" else "",
+        note=about.note,
+        origins=about.origins,
+    )
+
+
+def _inputs(node: fx.Node) -> Iterator[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
+    return iter(found)
+
+
+def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], str, str]:
+    """Label, body, options and kind of a node."""
+    plan = info(node).plan
+    kind: str = "op" if plan is None else plan.fate
+    if node.op in ("placeholder", "output"):
+        return node.op.replace("placeholder", "input"), (), "", "io"
+    if node.op == "get_attr":
+        return str(node.target), (), "", "constant"
+    op = op_of(node)
+    if op is not None:
+        kind = "convert" if op.name in ("quantize", "dequantize", "dequantize_channel", "requantize") else kind
+        return op.name, (), options_text(node.kwargs), kind
+    module = submodule(gm, node)
+    if isinstance(module, Unit):
+        return module.kind, tuple(_body(module)), "", kind
+    if isinstance(module, Observer):
+        return type(module).__name__, (), str(module.spec), "observer"
+    if module is not None:
+        label = getattr(module, "name", None)
+        kind = getattr(module, "kind", kind)
+        return str(label) if isinstance(label, str) else type(module).__name__, info(node).body, "", kind
+    kind = "size" if makes_no_tensor(node) else kind
+    return getattr(node.target, "__name__", str(node.target)), (), options_text(node.kwargs), kind
+
+
+def _body(unit: Unit) -> Iterator[str]:
+    """The ops of a unit as text."""
+    for node in unit.graph.nodes:
+        op = op_of(node)
+        if op is not None:
+            options = options_text(node.kwargs)
+            yield f"{op.name}({options})" if options else op.name
+
+
+def options_text(kwargs: Mapping[str, Any]) -> str:
+    """Options as text: `stride=(2, 2), groups=4`."""
+    return ", ".join(f"{key}={_value(value)}" for key, value in kwargs.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"@{value.target}" if value.op == "get_attr" else value.name
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(_value(v) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k!r}: {_value(v)}" for k, v in value.items()) + "}"
+    return repr(value)
+
+
+def _text(node: fx.Node, label: str, body: tuple[str, ...], options: str) -> str:
+    if node.op == "placeholder":
+        return f"{node.name} = input"
+    arguments = ", ".join([*(_value(a) for a in node.args), *([options_text(node.kwargs)] if node.kwargs else [])])
+    if node.op == "output":
+        return f"return {_value(node.args[0])}"
+    receiver = {"call_method": ".", "call_module": "" if body else "module "}.get(node.op, "")
+    inside = f" {{{'; '.join(body)}}}" if any("(" in part for part in body) else ""
+    return f"{node.name} = {receiver}{label}({arguments}){inside}"

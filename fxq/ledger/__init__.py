@@ -1,0 +1,1 @@
+"""What became of every op, and how far the numbers are from the float model's."""

@@ -1,0 +1,133 @@
+"""Making the ledger: which nodes of the final graph stand for each op of the float model, and what that says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from torch import fx
+
+from fxq.common.isolation import seeded, untouched
+from fxq.errors import PassError
+from fxq.graph.info import Cost, info
+from fxq.graph.query import submodule
+from fxq.graph.unit import calls_of, unit_of
+from fxq.graph.view import NodeView
+from fxq.ledger.float_record import Record, record_of
+from fxq.ledger.layer_error import Measured, measure, measured_with
+from fxq.ledger.ledger import Entry, Ledger, speaking
+from fxq.ledger.remedies import IntegerEdges, Mending
+from fxq.pipeline.context import Context
+from fxq.pipeline.float_ops import Original, OriginalOp
+from fxq.pipeline.history import History
+
+
+def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[Ledger, Record]:
+    """The ledger of a finished pipeline, and the record. Runs both models once, on a recorded batch.
+
+    Args:
+        history: its snapshots.
+        gm: the graph that runs.
+        context: what the pipeline knows: the float model, the recorded samples.
+    """
+    original = context.original
+    if original is None:
+        raise PassError("the ledger needs the ops of the float model, which canonicalize keeps; it did not run.")
+    views = history[-1].graph.by_name
+    nodes = [n for n in gm.graph.nodes if info(n).origins and views[n.name].kind not in _NO_OPS]
+    workers = [_worker(gm, n, views[n.name], original, lowered=bool(context.regions)) for n in nodes]
+    runs: dict[str, list[_Worker]] = {}
+    absorbed: dict[str, _Worker] = {}
+    for worker in workers:
+        for name in worker.runs:
+            runs.setdefault(name, []).append(worker)
+        absorbed.update(dict.fromkeys(worker.absorbs, worker))
+    entries = [_entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops]
+    speakers, edges = speaking(entries), IntegerEdges(gm)
+    with untouched(context.model), seeded():  # both graphs share modules with the user's model
+        found = measure(original, gm, speakers, measured_with(context, original), edges.read)
+    mending = Mending(edges, entries)
+    mends = {speakers[n.name].row.name: mending.line(n) for n in nodes if n.name in speakers}
+    costs = {w.runs[0]: plan.cost for w in workers if w.runs and (plan := info(w.node).plan) and plan.cost}
+    entries = [replace(entry, mend=mends.get(entry.name, "")) for entry in entries]
+    ledger = Ledger(tuple(_with_numbers(entry, found, costs.get(entry.name)) for entry in entries))
+    return ledger, record_of(context.model, context.example, found.values)
+
+
+def _with_numbers(entry: Entry, found: Measured, cost: Cost | None) -> Entry:
+    """An entry with what was measured: of the ops of a unit, the last one has its SQNR, the first one its cost."""
+    times = {f.name: getattr(cost, f.name) for f in fields(Cost)} if cost is not None else {}
+    sqnr, own, fault = (d.get(entry.name) for d in (found.sqnr, found.own_sqnr, found.fault_sqnr))
+    return replace(entry, sqnr=sqnr, own_sqnr=own, fault_sqnr=fault, **times)
+
+
+_NO_OPS = ("convert", "size", "constant", "io", "observer")
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A node of the final graph that does what ops of the model did.
+
+    Attributes:
+        node: the node.
+        fate: what it does: `int8`, `moves` or `float`.
+        reason: why it is float.
+        fix: the recipe line that would change that, where one does.
+        runs: the ops that it runs, in execution order.
+        absorbs: the ops that went into the weights of these.
+    """
+
+    node: fx.Node
+    fate: str
+    reason: str
+    fix: str
+    runs: tuple[str, ...]
+    absorbs: tuple[str, ...]
+
+
+def _worker(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Original, lowered: bool) -> _Worker:
+    about, by_origin = info(node), original.by_origin
+    inside = about.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
+    parts = about.parts or (about.origins,)
+    runs: list[str] = []
+    absorbs: list[str] = []
+    for i, part in enumerate(parts):
+        known = list(dict.fromkeys(by_origin[o] for o in part if by_origin.get(o) in original.by_name))
+        named = [
+            name for name in known if len(parts) == len(inside) and original.by_name[name].op == inside[i]
+        ] or known
+        runs += named
+        absorbs += [name for name in known if name not in named]
+    fate, reason = view.kind, view.reason
+    if fate not in ("int8", "moves"):
+        fate, reason = "float", reason or view.note or "no pass has planned it"
+    elif lowered and _is_in_qdq_form(gm, node):
+        fate, reason = "float", reason or "stays in qdq form: the backend made no kernel of it"
+    return _Worker(node, fate, reason, about.plan.fix if about.plan else "", tuple(runs), tuple(absorbs))
+
+
+def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node of a lowered graph computes in float, between a dequantize and a quantize."""
+    module = submodule(gm, node)
+    if module is not None and unit_of(gm, node) is None:  # a kernel, whatever it gives
+        return False
+    dtype = info(node).dtype
+    return dtype is not None and dtype.is_floating_point
+
+
+def _entry(op: OriginalOp, workers: Sequence[_Worker], absorber: _Worker | None, context: Context) -> Entry:
+    plain = Entry(op.name, op.path, op.op, "folded", source=op.source, macs=op.macs)
+    if not workers and absorber is not None:
+        return replace(plain, into=absorber.node.name, reason=f"into {absorber.node.name}")
+    if not workers:
+        return replace(plain, reason=op.gone or "has no effect on the output")
+    worker = min(workers, key=lambda w: _FATES.index(w.fate))  # an op in several nodes is float where one of them is
+    into = workers[-1].node.name
+    if worker.fate == "float":
+        apart = worker.runs[0] != op.name and context.config_for(op.path, op.op)[0].is_float
+        fix = "" if apart else worker.fix  # the line for the first op of a unit takes that one out, not the others
+        return replace(plain, fate="float", into=into, reason=worker.reason, fix=fix)
+    return replace(plain, fate=worker.fate, into=into, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
+
+
+_FATES = ("float", "int8", "moves")

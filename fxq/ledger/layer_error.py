@@ -1,0 +1,131 @@
+"""How far every op of an integer model is from the float model's, and how the values of the float model lie."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxq.common.data import Batch, first_of
+from fxq.common.isolation import without_autocast
+from fxq.common.metrics import Agreement, sqnr
+from fxq.graph.info import info
+from fxq.ledger.float_record import Distribution, distribution
+from fxq.ledger.ledger import Speaker
+from fxq.ledger.side_by_side import Program, Value, rounded_at, side_by_side
+from fxq.pipeline.context import Context
+from fxq.pipeline.float_ops import Original
+from fxq.quant.qparams import QParams, dequantize, quantize
+
+log = logging.getLogger("fxq")
+
+
+@dataclass
+class Measured:
+    """Numbers by the name of an op in the ledger.
+
+    Attributes:
+        sqnr: dB of its value against the float model's, what happens before it included.
+        own_sqnr: the same where it runs on the float model's values.
+        fault_sqnr: the same without the rounding of its output where integer ops read that, for whom it is done.
+        values: the distribution of the float model's values.
+    """
+
+    sqnr: dict[str, float] = field(default_factory=dict)
+    own_sqnr: dict[str, float] = field(default_factory=dict)
+    fault_sqnr: dict[str, float] = field(default_factory=dict)
+    values: dict[str, Distribution] = field(default_factory=dict)
+
+
+def measured_with(context: Context, original: Original) -> list[Batch]:
+    """What to measure with, best first: the first recorded batch, of which one sample is enough for a large model."""
+    recorded = context.samples[:1]
+    if context.divisible and sum(op.macs for op in original.ops) > _LARGE:
+        recorded = [first_of(batch, 1) for batch in recorded]
+    return [*recorded, context.example]
+
+
+_LARGE = 100_000_000
+"""Multiply-accumulates. With more of them the values of one sample are many, and two forwards of four take a while."""
+
+
+def measure(
+    original: Original, gm: fx.GraphModule, speakers: Mapping[str, Speaker], batches: list[Batch], read: Set[fx.Node]
+) -> Measured:
+    """Compare the value of every node of an integer graph with the float model's.
+
+    Args:
+        original: the float model.
+        gm: the integer model.
+        speakers: the rows of the ledger that speak for its nodes, by the name of the node.
+        batches: inputs to try: the first that both models run on is used.
+        read: the nodes of `gm` whose integers an integer op reads.
+    """
+    for batch in batches:
+        try:
+            with torch.no_grad(), without_autocast():
+                return _measure(original, gm, speakers, batch, read)
+        except Exception as error:  # recorded are the first samples; where the first axis is none of samples, none fits
+            log.info("no SQNR of layers on %s: %s", batch, error)
+    log.warning("the ledger has no SQNR: the float and the int8 graph do not both run on recorded samples.")
+    return Measured()
+
+
+def _measure(
+    original: Original, gm: fx.GraphModule, speakers: Mapping[str, Speaker], batch: Batch, read: Set[fx.Node]
+) -> Measured:
+    found, ends = Measured(), ends_of(gm, speakers, original.nodes)
+    grids = {real: info(rounded_at(node)).qparams for node, real in ends.items()}
+    shown = {op.name: original.nodes[op.name] for op in original.ops if op.name in original.nodes}
+    shown |= {speakers[node.name].row.name: real for node, real in ends.items()}
+    names: dict[fx.Node, list[str]] = {}
+    for name, node in shown.items():
+        names.setdefault(node, []).append(name)
+
+    def see(node: fx.Node, value: Any) -> None:
+        seen = distribution(value, grids.get(node)) if node in names else None
+        if seen is not None:
+            found.values.update(dict.fromkeys(names[node], seen))
+
+    reference, compared = Program(original.gm, original.graph), Program(gm, gm.graph)
+    for value in side_by_side(reference, compared, ends, batch, own=True, see=see):
+        name = speakers[value.node.name].row.name
+        found.sqnr[name], found.own_sqnr[name] = sqnr(value.want, value.got), sqnr(value.want, value.own)
+        end = rounded_at(value.node)
+        grid = info(end).qparams if end in read else None
+        found.fault_sqnr[name] = _fault(value, grid) if grid is not None else found.own_sqnr[name]
+    return found
+
+
+def _fault(value: Value, grid: QParams) -> float:
+    """dB of what a node does wrong alone, its last rounding, onto this grid, left out.
+
+    The two errors do not depend on each other, so that their powers add. What is left may be little beside what is
+    taken away, and is not known better than to a hundredth of it.
+    """
+    alone, rounding, same = Agreement(), Agreement(), True
+    for want, own in zip(value.want, value.own or (), strict=True):
+        rounded = dequantize(quantize(want.to(torch.float32), grid), grid)
+        alone.add(want, own)
+        rounding.add(want, rounded)
+        same = same and torch.equal(rounded, own)
+    noise = 0.0 if same else max(alone.noise - rounding.noise, rounding.noise / 100)
+    return replace(alone, noise=noise).sqnr
+
+
+def ends_of(
+    gm: fx.GraphModule, speakers: Mapping[str, Speaker], reference: Mapping[str, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """The nodes of a final graph, and the node of a reference that makes the same value.
+
+    Args:
+        gm: the integer model.
+        speakers: the rows of its ledger that speak for its nodes.
+        reference: the reference's nodes, by the op whose value they make.
+    """
+    nodes = ((node, speakers.get(node.name)) for node in gm.graph.nodes)
+    return {n: reference[s.value.name] for n, s in nodes if s is not None and s.value.name in reference}

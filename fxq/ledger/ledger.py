@@ -1,0 +1,272 @@
+"""The ledger: what became of every op of the model, and why. `fxq/ledger/build.py` makes it."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fxq.quant.spec import ROLES, Role
+from fxq.text.cells import Cell, Column, Part, cells
+from fxq.text.queryable import Rows, decibels, layer_text
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One op of the model.
+
+    Attributes:
+        name: its node in the canonical graph; two calls of one module have two names.
+        path: its module path: of the module itself, or of the one whose forward calls the function.
+        op: what it is.
+        fate: `int8`, `moves` (moves integers), `float`, or `folded` (into another op's weights, or without an effect).
+        into: the node of the final graph that stands for it; the same one for the ops of a unit, and empty when it is
+            gone.
+        reason: why it is float, or where it went.
+        fix: the line of a recipe that would decide otherwise, as Python; empty where none can.
+        source: `file:line` of the model.
+        macs: multiply-accumulates for the batch that shapes were found with, see `fxq.graph.macs.macs_of`.
+        sqnr: dB of its output against the float model's on a recorded calibration batch, all that happens before it
+            included; infinite when they are equal. None where the value does not exist: inside a unit (the row of the
+            op that ends it has it), or no float tensor.
+        own_sqnr: the same for what the op does wrong alone: it runs on the float model's values of its inputs, on the
+            grids that it reads.
+        fault_sqnr: the same without the rounding of its output, which is done for those that read it as integers and
+            counts as theirs: the noise that `mend` takes away.
+        mend: the line of a recipe that takes this noise away, as Python: it puts the whole unit into float, and who
+            makes its inputs where others read the same integers. Empty where nothing in it runs on integers.
+        float_us, int8_us: measured microseconds of the op in float and on integers; for a unit, in the row of its first
+            op. None where nothing was measured.
+        conversions_us: microseconds that conversions around it take with it on integers, less those with it in float,
+            all others as they are.
+    """
+
+    name: str
+    path: str
+    op: str
+    fate: str
+    into: str = ""
+    reason: str = ""
+    fix: str = ""
+    source: str = ""
+    macs: int = 0
+    sqnr: float | None = None
+    own_sqnr: float | None = None
+    fault_sqnr: float | None = None
+    mend: str = ""
+    float_us: float | None = None
+    int8_us: float | None = None
+    conversions_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """The row that speaks for a node of the final graph.
+
+    Attributes:
+        row: the last of the ops that the node runs.
+        value: the op whose value the node makes: the same, or one behind it that went into its weights.
+    """
+
+    row: Entry
+    value: Entry
+
+
+def speaking(entries: Iterable[Entry]) -> dict[str, Speaker]:
+    """The rows that speak for the nodes of the final graph, by the node's name, in the order of the rows."""
+    found: dict[str, Speaker] = {}
+    for entry in entries:
+        known = found.pop(entry.into, None)
+        if entry.fate != "folded":
+            found[entry.into] = Speaker(entry, entry)
+        elif known is not None:
+            found[entry.into] = Speaker(known.row, entry)
+    return found
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """What has 7 bits, because kernels of this machine add pairs of products in 16 bits, which 8 bits of both overflow.
+
+    Attributes:
+        role: "weights" or "activations"; see `Recipe.narrow`.
+        sqnr: by the role that has 7 bits, dB of the qdq graph's output (see `Ledger.output_sqnr`); None where there is
+            no float output. Empty where the recipe names the role.
+    """
+
+    role: Role
+    sqnr: Mapping[Role, float | None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        found = [f"{decibels(self.sqnr[role])} dB with {role}" for role in ROLES if self.sqnr.get(role) is not None]
+        why = f"output of the qdq graph: {', '.join(found)}" if found else "the recipe says so"
+        return f"{self.role} have 7 bits where 8 overflow in this CPU's kernels; {why}"
+
+
+FATES = ("int8", "moves", "float", "folded")
+
+
+@dataclass(frozen=True, repr=False)
+class Ledger(Rows[Entry]):
+    """One entry per op of the model, in execution order. `print` shows a table.
+
+    Attributes:
+        entries: the rows.
+        output_sqnr: dB of the model's output against the float model's, over recorded calibration samples; of several,
+            that of the one that is furthest off. Infinite when they are equal, NaN where one is not finite and the
+            float model's is. None where there is no float output.
+        narrowed: what gave up a bit on this machine; None where nothing had to.
+
+    Example:
+        >>> ledger = Ledger((Entry("a", "a", "conv2d", "int8", macs=90), Entry("b", "b", "linear", "float", macs=10)))
+        >>> ledger.coverage, ledger.count("int8"), [e.name for e in ledger.where(fate="float")]
+        (0.9, 1, ['b'])
+        >>> ledger.where(op=("conv2d", "linear"), path="a*").sort("macs", reverse=True).count("int8")
+        1
+    """
+
+    entries: tuple[Entry, ...]
+    output_sqnr: float | None = None
+    narrowed: Narrowed | None = None
+    _name: ClassVar[str] = "ledger"
+    _key: ClassVar[str] = "ops"
+    _choices: ClassVar[Mapping[str, Sequence[str]]] = {"fate": FATES}
+
+    @property
+    def _row(self) -> type[Entry]:
+        return Entry
+
+    @property
+    def coverage(self) -> float:
+        """Share of the multiply-accumulates that run on integers, 0 to 1; 0 when there are none.
+
+        Counted are convolutions, linear layers, matrix products, attention, and modules that are kept as they are with
+        weights inside, see `fxq.graph.macs.macs_of`.
+        """
+        total = sum(e.macs for e in self.entries)
+        return sum(e.macs for e in self.entries if e.fate == "int8") / total if total else 0.0
+
+    def count(self, value: Any) -> int:
+        """Number of entries of that fate. Raises `InputError` where there is no such fate."""
+        self._check_value("fate", value)
+        return sum(e.fate == value for e in self.entries)
+
+    def worst(self, count: int = 5) -> Ledger:
+        """The layers that add most noise, as a table, worst first: those that a line of a recipe mends (`Entry.mend`).
+
+        The order is that of `Entry.fault_sqnr`: a layer is blamed for the grids of what it reads, and not for that of
+        its output, which another layer reads. For a function in front of a layer, its own line would change nothing.
+
+        Args:
+            count: at most so many.
+
+        Example:
+            >>> a = Entry("a", "a", "linear", "int8", fault_sqnr=44.0, mend="recipe.override('a', fxq.FLOAT)")
+            >>> b = Entry("b", "b", "linear", "int8", fault_sqnr=39.0, mend="recipe.override('b', fxq.FLOAT)")
+            >>> [(entry.path, entry.mend) for entry in Ledger((a, b)).worst(1)]
+            [('b', "recipe.override('b', fxq.FLOAT)")]
+        """
+        mended = self.where(lambda e: bool(e.mend) and e.fault_sqnr is not None and e.fault_sqnr < math.inf)
+        return mended._with(mended.sort("fault_sqnr").entries[:count])
+
+    def main_reason(self) -> str:
+        """The reason for float that weighs most, with its share: of the multiply-accumulates, where there are any."""
+        stay = self.where(fate="float")
+        if not stay:
+            return "the model has no op that could"
+        total = sum(e.macs for e in stay)
+        weights, counts = Counter[str](), Counter(e.reason for e in stay)
+        for entry in stay:
+            weights[entry.reason] += entry.macs if total else 1
+        reason, weight = weights.most_common(1)[0]
+        share = f", with {_percent(weight / sum(e.macs for e in self))} of the multiply-accumulates," if total else ""
+        return f"{counts[reason]} of {len(self)} ops{share} stay in float because: {reason}"
+
+    def _facts(self) -> dict[str, Any]:
+        found = self.narrowed
+        tried = {f"sqnr_narrow_{role}": value for role, value in found.sqnr.items()} if found is not None else {}
+        narrowed = {} if found is None else {"narrow": found.role, **tried}
+        return {"coverage": self.coverage, "output_sqnr": self.output_sqnr, **narrowed}
+
+    def _short(self) -> str:
+        weighed = f"; {self.coverage:.1%} of the multiply-accumulates in int8" if any(e.macs for e in self) else ""
+        found = self.output_sqnr
+        output = "" if found is None else f"; output {decibels(found)}{'' if found == math.inf else ' dB SQNR'}"
+        return ", ".join(f"{self.count(f)} {f}" for f in FATES) + weighed + output
+
+    def _parts(self) -> list[Part]:
+        fixes = Counter(e.fix for e in self.entries if e.fate == "float" and e.fix)
+        notes = {fix: f"[{i}]" for i, fix in enumerate((fix for fix, count in fixes.items() if count > 1), 1)}
+        table = self._table({**_COLUMNS, _WHY: lambda e: _why(e, notes)}, _ALWAYS, _look)
+        ways = [cells(Cell(note, "strong"), f" {fix}") for fix, note in notes.items()]
+        narrowed = [cells(str(self.narrowed))] if self.narrowed is not None else []
+        return [table, *ways, *narrowed, cells(self._short())]
+
+
+def _look(column: Column, entry: Entry) -> str:
+    """The fate is a badge; what is gone from the graph stands back."""
+    return "quiet" if entry.fate == "folded" else entry.fate if column is _FATE else ""
+
+
+def _percent(share: float) -> str:
+    """A share that is not all of it is not called 100 %."""
+    return f"{share:.0%}" if share in (0.0, 1.0) else f"{min(share, 0.9999):.2%}"
+
+
+def _why(entry: Entry, notes: Mapping[str, str]) -> str:
+    """Reason and way out of a float op: a note where several ops share it, else the line in one piece.
+
+    For int8 ops the line stands only in `fix`. Where float is faster for the conversions alone, it says what they cost.
+    """
+    reason = entry.reason + _converted(entry)
+    fix = notes.get(entry.fix, f"[{entry.fix}]") if entry.fate == "float" and entry.fix else ""
+    apart = " " if len(reason) + len(fix) < _WIDE else "\n"
+    return textwrap.fill(reason, _WIDE) + (apart + fix if fix else "")
+
+
+_WIDE = 78
+
+
+def _converted(entry: Entry) -> str:
+    """What the conversions of a float op cost that has the faster kernel; else empty."""
+    real, kernel, around = entry.float_us, entry.int8_us, entry.conversions_us
+    if (
+        entry.fate != "float"
+        or real is None
+        or kernel is None
+        or around is None
+        or not kernel <= real < kernel + around
+    ):
+        return ""
+    return f" (kernel {_time(kernel)} µs, conversions {_time(around)} µs; float {_time(real)} µs)"
+
+
+def _count(value: int) -> str:
+    """A number with three digits and a letter: 118M."""
+    if value == 0:
+        return ""
+    power = min((len(str(value)) - 1) // 3, 4)
+    return f"{value / 1000**power:.3g}{'kMGT'[power - 1] if power else ''}"
+
+
+def _time(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+_FATE = Column("runs as")
+_WHY = Column("why", give="fold", least=30)
+_COLUMNS: dict[Column, Callable[[Entry], str]] = {
+    Column("layer", give="start", least=20): lambda e: layer_text(e.name, e.path),
+    Column("op", give="end", least=16): lambda e: e.op,
+    _FATE: lambda e: e.fate,
+    Column("SQNR dB", "right"): lambda e: decibels(e.sqnr),
+    Column("own dB", "right"): lambda e: decibels(e.own_sqnr),
+    Column("MACs", "right", drop=2): lambda e: _count(e.macs),
+    Column("float µs", "right", drop=1): lambda e: _time(e.float_us),
+    Column("int8 µs", "right", drop=1): lambda e: _time(e.int8_us),
+}
+_ALWAYS = tuple(_COLUMNS)[:3]
+"""The columns that are there even when they are empty."""

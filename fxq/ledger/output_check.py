@@ -1,0 +1,105 @@
+"""The last check of `quantize`: what the finished model returns, against what the float model returns."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from fxq.common.data import Batch, first_of
+from fxq.common.isolation import copied, seeded, untouched, without_autocast
+from fxq.common.metrics import Agreement, tensors
+from fxq.errors import InputError, warn
+from fxq.ledger.ledger import Ledger
+from fxq.pipeline.context import Context
+from fxq.tracing.fidelity import run_model
+
+log = logging.getLogger("fxq")
+
+LARGE, FEW = 100_000_000, 8
+"""Multiply-accumulates of the example from which on a network is large, and how many samples it is compared on then."""
+WORST, NEAR = 3, 10.0
+"""How many layers a warning names, and how many dB above the output: those that are higher add little to its error."""
+
+
+def output_sqnr(gm: fx.GraphModule, context: Context, macs: int) -> float | None:
+    """SQNR of the outputs of a finished graph against the user's model, see `output_sqnrs`."""
+    return output_sqnrs([gm], context, macs)[0]
+
+
+def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context, macs: int = 0) -> list[float | None]:
+    """SQNR of the outputs of graphs against the user's model, over recorded calibration samples.
+
+    Of several float outputs, it is that of the one that is furthest off: boxes in pixels must not hide scores.
+
+    Args:
+        gms: the graphs; the user's model runs once for all of them.
+        context: the float model, the recorded samples, and the example for where the graph runs on none of them.
+        macs: multiply-accumulates of the float model on the example; of a large one, fewer samples are compared.
+
+    Returns:
+        dB for each graph, see `fxq.common.metrics.sqnr`; None where the model returns no float tensor.
+
+    Source: Krishnamoorthi 2018, section 3.
+    """
+    with torch.no_grad(), without_autocast():
+        try:
+            return _compared(gms, context, _samples(context, macs))
+        except (InputError, RuntimeError, IndexError, ValueError) as error:
+            # recorded are the first samples of a batch; where its first axis is none of samples, they fit no model
+            log.info("the output is compared on the example instead of recorded samples: %s", error)
+            return _compared(gms, context, [context.example])
+
+
+def _samples(context: Context, macs: int) -> Iterator[Batch]:
+    most = -(-FEW // max(len(context.samples), 1))
+    for batch in context.samples or [context.example]:
+        yield first_of(batch, most) if context.divisible and macs > LARGE else batch
+
+
+def _compared(
+    gms: Sequence[fx.GraphModule], context: Context, batches: Iterator[Batch] | list[Batch]
+) -> list[float | None]:
+    found: list[dict[int, Agreement]] = [{} for _ in gms]  # by the place of the output
+    for batch in batches:
+        results = [tensors(run_model(context.model, batch, context.recipe.concrete_args))]
+        for gm in gms:
+            given = copied(batch)  # a forward may change its inputs in place
+            with untouched(context.model), seeded():  # the graph shares leaves with the user's model
+                results.append(tensors(gm(*given.args, **given.kwargs)))
+        for place, (want, *gots) in enumerate(zip(*results, strict=True)):
+            if want.is_floating_point():
+                for outputs, got in zip(found, gots, strict=True):
+                    outputs.setdefault(place, Agreement()).add(want, got)
+    return [min((output.sqnr for output in outputs.values()), key=rank, default=None) for outputs in found]
+
+
+def rank(sqnr: float | None) -> float:
+    """How good an SQNR is: nothing is worse than NaN, and than none, of which nothing is known."""
+    return -math.inf if sqnr is None or math.isnan(sqnr) else sqnr
+
+
+def check_output(ledger: Ledger, least: float | None) -> None:
+    """Warn when the output is further from the float model's than `least` dB, with what would mend it.
+
+    Args:
+        ledger: of the finished model, with its `output_sqnr`.
+        least: the recipe's `min_sqnr`; None: never warn.
+    """
+    found = ledger.output_sqnr
+    if least is None or found is None or found >= least:
+        return
+    layers = ledger.worst(WORST)
+    # where none is near, small errors are left as their signals cancel out, or are drowned by others in the same tensor
+    layers = layers.where(lambda e: math.isnan(found) or e.fault_sqnr < found + NEAR) or layers
+    ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.fault_sqnr:.1f} dB): {e.mend}" for e in layers)
+    named = f" The layers whose own error is largest, and what mends it:{ways}\n" if ways else " "
+    text = "not finite where the float model's is" if math.isnan(found) else f"at {found:.1f} dB SQNR"
+    warn(
+        f"the output is {text}, against the float model on recorded calibration data; the recipe asks for {least:g} dB "
+        f"(min_sqnr).{named}Where a pass of your own is in the recipe: recipe.with_check() compares after every pass, "
+        "and names the one that changes the numbers. print(qmodel.ledger) shows all layers."
+    )

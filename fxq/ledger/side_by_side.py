@@ -1,0 +1,228 @@
+"""Two graphs of one model, run side by side and node by node: values that should be equal, pair by pair."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxq.common.data import Batch
+from fxq.common.isolation import copied
+from fxq.common.metrics import tensors
+from fxq.graph.info import info
+from fxq.graph.query import is_op, is_pure, submodule
+from fxq.graph.run import Stepper
+from fxq.quant.qparams import QParams, dequantize, quantize
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph to run.
+
+    Attributes:
+        gm: the module with its weights.
+        graph: the graph, `gm`'s own or another one that reads the same weights.
+    """
+
+    gm: fx.GraphModule
+    graph: fx.Graph
+
+    @cached_property
+    def overwrites(self) -> bool:
+        """Whether one of its nodes may change a value that another one made."""
+        return any(
+            info(n).changes or getattr(submodule(self.gm, n), "inplace", False) is True for n in self.graph.nodes
+        )
+
+    @cached_property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Copies of the modules that may keep something from call to call, by path; their weights are shared.
+
+        None of those that cannot be copied: then they are those of `gm`, and whoever else runs it sees what they keep.
+        """
+        found = {
+            str(n.target): self.gm.get_submodule(str(n.target))
+            for n in self.graph.nodes
+            if n.op == "call_module" and not is_pure(self.gm, n)
+        }
+        weights = {id(p): p for module in found.values() for p in module.parameters()}
+        try:
+            return copy.deepcopy(found, weights)
+        except Exception:  # whatever a module of the user holds: a lock, a file, a tensor with a history
+            return {}
+
+    @cached_property
+    def alone(self) -> Program:
+        """The same once more, for runs that keep nothing in common with those of this one."""
+        return Program(self.gm, self.graph)
+
+
+class _Run(Stepper):
+    """A run that is its own: other runs at the same time change neither its random numbers nor its modules."""
+
+    def __init__(self, program: Program, batch: Batch) -> None:
+        super().__init__(program.gm, program.graph, batch, program.modules)
+        self._random = torch.get_rng_state()
+
+    def step(self, node: fx.Node) -> Any:
+        """Run the next node; its value."""
+        torch.set_rng_state(self._random)
+        value = super().step(node)
+        self._random = torch.get_rng_state()
+        return value
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value as both graphs compute it: tensors of the same shapes, in floating point.
+
+    Attributes:
+        node: the node of the graph that is compared.
+        want: its reference.
+        got: what the graph made.
+        own: what the node makes of the reference's values of its inputs; None where that was not asked for.
+    """
+
+    node: fx.Node
+    want: list[Tensor]
+    got: list[Tensor]
+    own: list[Tensor] | None = None
+
+
+def side_by_side(
+    reference: Program,
+    compared: Program,
+    ends: Mapping[fx.Node, fx.Node],
+    batch: Batch,
+    own: bool = False,
+    see: Callable[[fx.Node, Any], None] | None = None,
+) -> Iterator[Value]:
+    """Run two graphs on a batch; their values, in the order in which the second one makes them.
+
+    Of each graph only the values still needed are held. A value is to be read before the next one is asked for. All
+    runs draw the same random numbers, and the modules of each keep what they keep from batch to batch to themselves.
+
+    Args:
+        reference: the float model, or another quantized one.
+        compared: the integer model.
+        ends: nodes of `compared`, and the node of `reference` that makes the same value, each once.
+        batch: the inputs.
+        own: also run each node of `compared` on the values of `reference`, on the grids that it reads: what it does
+            wrong alone, without what it inherits.
+        see: is called with every node of `reference` and its value.
+
+    Yields:
+        `Value`s. Those that are not comparable (no float tensors, another structure) are left out.
+    """
+    integer = _Run(compared, copied(batch))  # copies: a graph may change its inputs in place
+    alone = _Alone(compared.alone, copied(batch)) if own else None
+    real = _Wanted(reference, set(ends.values()), copied(batch), see)
+    rounded = {rounded_at(node): node for node in ends}
+    for node in compared.graph.nodes:
+        got = integer.step(node)
+        forced = alone.step(node) if alone is not None else None
+        end = rounded.get(node)
+        if end is not None:
+            want = real.value(ends[end])
+            value = _comparable(end, rounded_at(ends[end]), want, node, got, forced)
+            if value is not None:
+                yield value
+            if alone is not None and value is not None:
+                alone.put(node, value.want)
+    real.finish()
+
+
+def rounded_at(node: fx.Node) -> fx.Node:
+    """The quantize that alone reads a value, else the node itself: what an op in qdq form hands on."""
+    reader = next(iter(node.users), None)
+    plan = info(node).plan
+    integer = plan is not None and plan.fate != "float"
+    return reader if integer and len(node.users) == 1 and is_op(reader, "quantize") and reader is not None else node
+
+
+class _Wanted:
+    """The values of the reference as they are asked for; those that were passed by are held until then."""
+
+    def __init__(self, program: Program, wanted: set[fx.Node], batch: Batch, see: Any) -> None:
+        self._stepper, self._see = _Run(program, batch), see
+        self._wanted = {rounded_at(node) for node in wanted}
+        self._nodes = iter(program.graph.nodes)
+        self._held: dict[fx.Node, Any] = {}
+        self._keep = copied if program.overwrites else lambda value: value
+
+    def value(self, wanted: fx.Node) -> Any:
+        """The value of a node, once; the graph runs as far as it must."""
+        end = rounded_at(wanted)
+        while end not in self._held:
+            self._step(next(self._nodes))
+        return self._held.pop(end)
+
+    def finish(self) -> None:
+        """Run what is left, where somebody wants to see it."""
+        if self._see is not None:
+            for node in self._nodes:
+                self._step(node)
+
+    def _step(self, node: fx.Node) -> None:
+        value = self._stepper.step(node)
+        if node in self._wanted:
+            self._held[node] = self._keep(value)
+        if self._see is not None:
+            self._see(node, value)
+
+
+class _Alone:
+    """The compared graph on the values of the reference: every node makes its own mistakes only.
+
+    A value that the reference does not have (a conversion, a part of a unit) is computed from those that it has.
+    """
+
+    def __init__(self, program: Program, batch: Batch) -> None:
+        self._stepper = _Run(program, batch)
+        self._keep = copied if program.overwrites else lambda value: value
+
+    def step(self, node: fx.Node) -> Any:
+        """What the node makes of the reference's values."""
+        return self._stepper.step(node)
+
+    def put(self, node: fx.Node, want: Sequence[Tensor]) -> None:
+        """Let those that read the node read the reference's tensors instead, rounded to the node's grid."""
+        values, qp = self._stepper.values, info(node).qparams
+        if node not in values:
+            return
+        leaves, structure = pytree.tree_flatten(values[node])
+        if [t.shape for t in leaves if isinstance(t, Tensor)] == [t.shape for t in want]:
+            given = iter(want)
+            leaves = [self._like(v, next(given), qp) if isinstance(v, Tensor) else v for v in leaves]
+            values[node] = pytree.tree_unflatten(leaves, structure)
+
+    def _like(self, made: Tensor, want: Tensor, qp: QParams | None) -> Tensor:
+        if made.is_floating_point():
+            return self._keep(want.to(made.dtype))
+        return quantize(want.to(torch.float32), qp) if qp is not None else made
+
+
+def _plain(value: Any, qp: QParams | None) -> list[Tensor]:
+    """The tensors of a value, integers as the floats that they stand for."""
+    found = tensors(value)
+    return [dequantize(t, qp) if qp is not None and not t.is_floating_point() else t for t in found]
+
+
+def _comparable(node: fx.Node, reference: fx.Node, want: Any, rounded: fx.Node, got: Any, own: Any) -> Value | None:
+    qp = info(rounded).qparams
+    wants = _plain(want, info(reference).qparams)
+    gots, owns = _plain(got, qp), None if own is None else _plain(own, qp)
+    for others in (gots, owns):
+        if others is None:
+            continue
+        if not wants or [t.shape for t in wants] != [t.shape for t in others]:
+            return None
+        if not all(t.is_floating_point() for t in (*wants, *others)):
+            return None
+    return Value(node, wants, gots, owns)

@@ -1,0 +1,272 @@
+"""What differs between two graphs: nodes added, removed, changed and rewired, as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from fxq.errors import InputError
+from fxq.graph.view import GraphView, NodeView, view
+from fxq.picture.diff_summary import MARKS, story
+from fxq.picture.writing import picture_html
+from fxq.text.cells import Cell, Column, Part, Table, cells, plain
+from fxq.text.notebook import folded, html
+from fxq.text.printed import Printed
+
+FIELDS = ("kind", "label", "body", "options", "shape", "dtype", "scale", "zero_point")
+_SPOKEN = {"label": "op", "zero_point": "zero point"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A node before and after; `fields` are the names of the fields of `NodeView` that differ."""
+
+    before: NodeView
+    after: NodeView
+    fields: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.after.name
+
+    @property
+    def by_field(self) -> dict[str, str]:
+        """What changed, for each field: `dtype float32 → uint8`."""
+        pairs = ((f, _text(getattr(self.before, f)), _text(getattr(self.after, f))) for f in self.fields)
+        return {field: f"{_SPOKEN.get(field, field)} {old} → {new}" for field, old, new in pairs}
+
+
+@dataclass(frozen=True, repr=False)
+class Diff(Printed):
+    """What differs between two graphs. Nodes are the same when their names are; falsy when nothing differs.
+
+    In a terminal and a notebook, a long one is told as a story: what happened to many nodes alike stands in one line.
+    `to_text()` has every node, and is what `print` gives into a pipe.
+
+    Attributes:
+        before, after: the graphs.
+        added: names of nodes that only `after` has, in its order.
+        removed: names of nodes that only `before` has, in its order.
+        changed: nodes whose op, options, value or kind differs, in the order of `after`.
+        rewired: names of nodes whose inputs differ, in the order of `after`.
+    """
+
+    before: GraphView
+    after: GraphView
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[Change, ...]
+    rewired: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.added or self.removed or self.changed or self.rewired)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many nodes were added, removed, changed, rewired."""
+        return {kind: len(getattr(self, kind)) for kind in ("added", "removed", "changed", "rewired")}
+
+    @cached_property
+    def became(self) -> dict[str, tuple[str, ...]]:
+        """For each removed node, the added or changed nodes that stand for the same traced ops, if there are any."""
+        names = (*self.added, *(change.name for change in self.changed))
+        return self._heirs((name, _origins(self.after[name])) for name in names)
+
+    @cached_property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        """For each other removed node, the rewired nodes that stand for it now besides their own ops, if there are any.
+
+        A convolution stands for the batch norm that is folded into its weight.
+        """
+        both = ((name, self.before[name], self.after[name]) for name in self.rewired)
+        gained = ((name, (o for o in _origins(new) if o not in _origins(old))) for name, old, new in both)
+        return {name: heirs for name, heirs in self._heirs(gained).items() if name not in self.became}
+
+    def _heirs(self, stand_for: Iterable[tuple[str, Iterable[str]]]) -> dict[str, tuple[str, ...]]:
+        """For each removed node, which of the nodes stand for one of its origins; those without any are left out."""
+        heirs: dict[str, list[str]] = {}
+        for name, origins in stand_for:
+            for origin in origins:
+                heirs.setdefault(origin, []).append(name)
+        found = {
+            name: tuple(dict.fromkeys(heir for origin in _origins(self.before[name]) for heir in heirs.get(origin, ())))
+            for name in self.removed
+        }
+        return {name: successors for name, successors in found.items() if successors}
+
+    def __bool__(self) -> bool:
+        return not self.is_empty
+
+    def _short(self) -> str:
+        return plain([self._title()])
+
+    def to_text(self, full: bool = True) -> str:
+        """The text without colours, the same everywhere: every node, or (not `full`) what happened, alike together."""
+        return plain(self._parts() if full else self._brief())
+
+    def _title(self) -> tuple[Cell, ...]:
+        counts = [Cell(f"{number} {kind}", kind) for kind, number in self.counts.items() if number]
+        spaced = [cell for count in counts for cell in (Cell(", "), count)][1:]
+        return cells(f"{self._names}: ", *(spaced or cells("no difference")))
+
+    @property
+    def _names(self) -> str:
+        return f"{self.before.name or 'before'} → {self.after.name or 'after'}"
+
+    def _parts(self) -> list[Part]:
+        return self._told(list(self._rows()))
+
+    def _brief(self) -> list[Part]:
+        rows = list(self._rows())
+        if len(rows) <= _SCREEN:
+            return self._told(rows)
+        constants = list(self._constants())
+        how = cells(Cell('every node: print(diff.to_text()); a picture: diff.render("diff.svg")', "quiet"))
+        return [self._title(), story(self), *([Table(_COLUMNS, tuple(constants))] if constants else []), how]
+
+    def _told(self, rows: list[tuple[Cell, ...]]) -> list[Part]:
+        return [self._title(), *([Table(_COLUMNS, tuple(rows))] if rows else [])]
+
+    def _repr_html_(self) -> str:
+        """The counts, the changes as a table, and drawn."""
+        from fxq.picture.diff_picture import picture
+
+        title, *rest = self._brief()
+        image = picture_html(picture(self, 1, self._names), self.to_text(full=False), 'diff.render("diff.svg")')
+        return html([title]) + (folded("changes", html(rest), opened=True) if rest else "") + image
+
+    def render(self, path: str | Path, *, radius: int = 1, title: str = "") -> Path:
+        """Draw the changes and what is around them into a file: `.svg`, `.png`, `.pdf` or `.dot` by its ending.
+
+        Args:
+            path: the file to write. Its folder is made if missing.
+            radius: how many steps from a change an unchanged node may be; the others become "… n unchanged nodes".
+            title: what to write on top; the names of the two graphs by default.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            InputError: `radius` is negative.
+            RenderError: another ending, no `dot`, or the file cannot be written.
+        """
+        from fxq.picture.diff_picture import picture
+        from fxq.picture.writing import write
+
+        if radius < 0:
+            raise InputError(f"radius must be 0 or more, got {radius}.")
+        return write(picture(self, radius, title or self._names), path)
+
+    def _rows(self) -> Iterator[tuple[Cell, ...]]:
+        """The lines of the text: mark, name, op, what happened. Constants come last, a line for all of them."""
+        fates = {name: f"became {', '.join(heirs)}" for name, heirs in self.became.items()}
+        fates |= {name: f"went into {', '.join(heirs)}" for name, heirs in self.joined.items()}
+        for name in self.removed:
+            node = self.before[name]
+            if node.kind != "constant":
+                yield _row("removed", name, node.label, fates.get(name, ""))
+        for name in self.added:
+            node = self.after[name]
+            if node.kind != "constant":
+                yield _row("added", name, node.label, f"reads {', '.join(node.inputs)}" if node.inputs else "")
+        for change in self.changed:
+            if change.after.kind != "constant":
+                yield _row("changed", change.name, change.after.label, "; ".join(change.by_field.values()))
+        for name in self.rewired:
+            old, new = ", ".join(self.before[name].inputs), ", ".join(self.after[name].inputs)
+            yield _row("rewired", name, self.after[name].label, f"reads {old or 'nothing'} → {new or 'nothing'}")
+        yield from self._constants()
+
+    def _constants(self) -> Iterator[tuple[Cell, ...]]:
+        for mark, names in (
+            ("removed", [n for n in self.removed if self.before[n].kind == "constant"]),
+            ("added", [n for n in self.added if self.after[n].kind == "constant"]),
+            ("changed", [c.name for c in self.changed if c.after.kind == "constant"]),
+        ):
+            if names:
+                yield _row(mark, f"{len(names)} constants" if len(names) > 1 else names[0], "constant", _some(names))
+
+
+_SCREEN = 24
+"""Lines that a screen shows: longer differences are told as a story."""
+
+_COLUMNS = (Column(), Column(give="end", least=16), Column(give="end", least=12), Column(give="end", least=20))
+
+
+def _row(mark: str, name: str, op: str, what: str) -> tuple[Cell, ...]:
+    return cells(Cell(MARKS[mark], mark), name, op, what)
+
+
+def diff(before: Any, after: Any) -> Diff:
+    """What differs between two graphs.
+
+    Args:
+        before: a `Snapshot` of a history, a `GraphModule`, or a `GraphView`.
+        after: likewise.
+
+    Returns:
+        The difference: `print` it, or `render` it.
+
+    Raises:
+        InputError: an argument is none of these.
+
+    Example:
+        >>> from fxq.view import GraphView, NodeView
+        >>> before = GraphView((NodeView("a", "op", "relu", dtype="float32"),))
+        >>> after = GraphView((NodeView("a", "int8", "relu", dtype="uint8"),))
+        >>> print(diff(before, after))
+        before → after: 1 changed
+        ~  a  relu  kind op → int8; dtype float32 → uint8
+    """
+    old, new = _view_of(before, "before"), _view_of(after, "after")
+    both = [(old.by_name[node.name], node) for node in new if node.name in old.by_name]
+    changed = []
+    for left, right in both:
+        fields = tuple(field for field in FIELDS if getattr(left, field) != getattr(right, field))
+        if fields:
+            changed.append(Change(left, right, fields))
+    return Diff(
+        before=old,
+        after=new,
+        added=tuple(node.name for node in new if node.name not in old.by_name),
+        removed=tuple(node.name for node in old if node.name not in new.by_name),
+        changed=tuple(changed),
+        rewired=tuple(right.name for left, right in both if left.inputs != right.inputs),
+    )
+
+
+def _view_of(graph: Any, which: str) -> GraphView:
+    if isinstance(graph, GraphView):
+        return graph
+    if isinstance(graph, fx.GraphModule):
+        return view(graph)
+    inner = getattr(graph, "graph", None)
+    if isinstance(inner, GraphView):
+        return inner
+    raise InputError(
+        f"diff: {which} is a {type(graph).__name__}; it must be a snapshot of a history, a torch.fx GraphModule, or a "
+        "GraphView. Trace a plain module first: torch.fx.symbolic_trace(module)."
+    )
+
+
+def _origins(node: NodeView) -> tuple[str, ...]:
+    return node.origins or (node.name,)
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "") if len(names) > 1 else ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        numbers = all(isinstance(v, int) for v in value)
+        return ("×" if numbers else "; ").join(map(str, value)) or "none"
+    return str(value) if value not in ("", None) else "none"

@@ -1,0 +1,221 @@
+"""A difference as a picture: what changed in colour, what it replaced next to it, and a little of what is around."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+import networkx as nx
+
+from fxq.graph.view import GraphView, NodeView
+from fxq.picture.columns import Arrow, Box, Pen, Picture
+from fxq.picture.diff import Change, Diff
+from fxq.picture.graph_picture import constants_read, header, node_box
+from fxq.text.colours import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
+from fxq.text.colours import Change as Mark
+
+_KEPT, _NEW = Pen(), Pen(CHANGES["added"].colour, width=1.6)
+_OLD = Pen(CHANGES["removed"].colour, "dashed", 1.2)
+_BECAME = Pen(CHANGES["changed"].colour, "dotted", 1.4)
+_STUB = Look("…", "unchanged, left out", "#eceff2", QUIET, pill=True, border="dotted")
+_REPLACED = Look("replaced", "", "#8f8f8f", border="dashed")
+_UNCHANGED = Look("=", "unchanged, nearby", "#aab2ba", INK)
+_MOST_ROWS = 8
+_ARROWS = "arrows: green = new, red dashed = gone, brown dotted = became"
+
+
+def picture(diff: Diff, radius: int, title: str) -> Picture:
+    """The changes of `diff` and what is at most `radius` steps away from one, as boxes and arrows."""
+    if diff.is_empty:
+        label, height = box(_UNCHANGED, "no difference", [Line(f"{len(diff.after)} nodes, all the same", "value")])
+        return Picture(header(title, "no difference", []), (Box("no difference", label, height),), ())
+    union = _Union(diff)
+    kept = union.near_changes(radius)
+    boxes, home = union.boxes(kept)
+    arrows = _merged(Arrow(home[arrow.tail], home[arrow.head], arrow.pen) for arrow in union.arrows())
+    entries = [(look, f"{look.meaning} · {union.marked[mark]}") for mark, look in CHANGES.items() if union.marked[mark]]
+    elided, nearby = len(union.nodes) - len(kept), len(kept) - union.marked.total()
+    entries += [(_UNCHANGED, f"{_UNCHANGED.meaning} · {nearby}")] if nearby else []
+    entries += [(_STUB, f"{_STUB.meaning} · {elided}")] if elided else []
+    return Picture(header(title, _ARROWS, entries, union.summary()), tuple(boxes), arrows)
+
+
+class _Union:
+    """Both graphs in one, constants folded into who reads them.
+
+    Attributes:
+        order: names of all nodes, removed ones just before what they became.
+        mark: for each node that differs, how: a node that is both changed and rewired counts as changed.
+        marked: how many nodes have each mark.
+    """
+
+    def __init__(self, diff: Diff) -> None:
+        self.diff = diff
+        self.old_constants, self.new_constants = constants_read(diff.before), constants_read(diff.after)
+        self.nodes = {**_drawn(diff.before, self.old_constants), **_drawn(diff.after, self.new_constants)}
+        self.changes: dict[str, Change] = {change.name: change for change in diff.changed}
+        self.rewired = set(diff.rewired)
+        self.mark: dict[str, Mark] = {}
+        for mark, names in (
+            ("rewired", diff.rewired),
+            ("changed", self.changes),
+            ("added", diff.added),
+            ("removed", diff.removed),
+        ):
+            self.mark.update({name: mark for name in names if name in self.nodes})  # type: ignore[misc]
+        for name in self.nodes:
+            if name not in self.mark and any(
+                constant.name in self.changes for constant in self.new_constants.get(name, ())
+            ):
+                self.mark[name] = "changed"
+        self.marked = Counter(self.mark.values())
+        self.order = list(self._ordered())
+
+    def _ordered(self) -> Iterator[str]:
+        became = self.diff.became
+        before_heir: dict[str, list[str]] = defaultdict(list)
+        after_anchor: dict[str, list[str]] = defaultdict(list)
+        anchor = ""
+        removed = set(self.diff.removed)
+        for node in self.diff.before:
+            if node.name not in self.nodes:
+                continue
+            if node.name not in removed:
+                anchor = node.name
+            elif node.name in became:
+                before_heir[became[node.name][0]].append(node.name)
+            else:
+                after_anchor[anchor].append(node.name)
+        yield from after_anchor[""]
+        for node in self.diff.after:
+            yield from before_heir[node.name]
+            if node.name in self.nodes:
+                yield node.name
+            yield from after_anchor[node.name]
+
+    def arrows(self) -> Iterator[Arrow]:
+        """Every arrow of both graphs: those of `before` only, of `after` only, of both, and what became what."""
+        old, new = _edges(self.diff.before), _edges(self.diff.after)
+        for tail, head in new | old:
+            if tail in self.nodes and head in self.nodes:
+                pen = _KEPT if (tail, head) in old and (tail, head) in new else _NEW if (tail, head) in new else _OLD
+                yield Arrow(tail, head, pen)
+        for name, heirs in self.diff.became.items():
+            yield from (Arrow(name, heir, _BECAME) for heir in heirs if name in self.nodes and heir in self.nodes)
+
+    def near_changes(self, radius: int) -> set[str]:
+        """The nodes that differ and those at most `radius` steps from one, whichever way."""
+        graph: nx.Graph[str] = nx.Graph((arrow.tail, arrow.head) for arrow in self.arrows())
+        graph.add_nodes_from(self.nodes)
+        kept = set(self.mark)
+        for step, layer in enumerate(nx.bfs_layers(graph, kept) if kept else ()):
+            if step > radius:
+                break
+            kept.update(layer)
+        return kept
+
+    def boxes(self, kept: set[str]) -> tuple[list[Box], dict[str, str]]:
+        """The boxes in order, and for each node the box that it is in.
+
+        A node that is kept has its own; removed nodes that became the same share one; parts left out are one each.
+        """
+        home = {name: name for name in kept}
+        members: dict[str, list[str]] = defaultdict(list)
+        for name, heirs in self.diff.became.items():
+            if name in self.nodes:
+                members[f"became {' '.join(heirs)}"].append(name)
+        members = defaultdict(list, {key: names for key, names in members.items() if len(names) > 1})
+        for key, part in self._left_out(kept):
+            members[key].append(part)
+        home.update({name: key for key, names in members.items() for name in names})
+        boxes: dict[str, Box] = {}
+        for name in self.order:
+            key = home[name]
+            if key not in boxes:
+                boxes[key] = self._box(name) if key == name else self._group_box(key, members[key])
+        return list(boxes.values()), home
+
+    def _left_out(self, kept: set[str]) -> Iterator[tuple[str, str]]:
+        """Every node that is not kept, after a key of its part: connected, and not cut by a kept neighbour in order."""
+        position = {name: i for i, name in enumerate(self.order)}
+        graph: nx.Graph[str] = nx.Graph((arrow.tail, arrow.head) for arrow in self.arrows())
+        graph.add_nodes_from(self.nodes)
+        for i, part in enumerate(nx.connected_components(graph.subgraph(n for n in self.nodes if n not in kept))):
+            cuts = sorted({position[near] for name in part for near in graph[name] if near in kept})
+            for name in sorted(part, key=position.__getitem__):
+                yield f"left out {i} {bisect(cuts, position[name])}", name
+
+    def _box(self, name: str) -> Box:
+        node, mark = self.nodes[name], self.mark.get(name)
+        constants = (self.old_constants if mark == "removed" else self.new_constants).get(name, ())
+        return node_box(node, constants, mark, list(self._changes(name)))
+
+    def _group_box(self, key: str, names: list[str]) -> Box:
+        nodes = [self.nodes[name] for name in names]
+        tip = tooltip(node.text or node.name for node in nodes[:40])
+        if names[0] not in self.diff.became:
+            text = f"… {len(names)} unchanged node{'s' if len(names) > 1 else ''}"
+            label, height = box(_STUB, text, [])
+            return Box(key, label, height, tip)
+        lines = [Line(f"{node.label}  {node.name}", "value") for node in nodes]
+        label, height = box(_REPLACED, f"{len(nodes)} nodes", lines, "removed")
+        return Box(key, label, height, tip, nodes[0].path)
+
+    def _changes(self, name: str) -> Iterator[Line]:
+        """What changed, as few lines as fit. The body of a unit is in the box anyway."""
+        texts: list[str] = []
+        if name in self.changes:
+            texts += [text for field, text in self.changes[name].by_field.items() if field != "body"]
+        for constant in self.new_constants.get(name, ()):
+            if constant.name in self.changes:
+                what, fields = constant.label.rpartition(".")[2], self.changes[constant.name].by_field
+                texts += [f"{what} {fields[field]}" for field in ("shape", "dtype") if field in fields]
+        if name in self.rewired:
+            old, new = self.diff.before[name].inputs, self.diff.after[name].inputs
+            gone, come = [n for n in old if n not in new], [n for n in new if n not in old]
+            texts.append(f"reads {', '.join(gone) or '–'} → {', '.join(come) or '–'}")
+        line = ""
+        for text in texts:
+            if line and len(line) + len(text) > WIDEST:
+                yield Line(line, "change")
+                line = ""
+            line = f"{line}; {text}" if line else text
+        if line:
+            yield Line(line, "change")
+
+    def summary(self) -> dict[str, int]:
+        """The changes that happened more than once, most frequent first."""
+        replaced: dict[str, list[str]] = defaultdict(list)
+        for name, heirs in self.diff.became.items():
+            for heir in heirs:
+                replaced[heir].append(self.diff.before[name].label)
+        rows: Counter[str] = Counter()
+        for name in dict.fromkeys((*self.diff.added, *replaced)):
+            if name in self.nodes:
+                rows[f"{' + '.join(replaced[name]) or 'new'} → {self.diff.after[name].label}"] += 1
+        for name in self.diff.removed:
+            if name in self.nodes and name not in self.diff.became:
+                rows[f"{self.diff.before[name].label} → removed"] += 1
+        for change in self.diff.changed:
+            if change.name in self.nodes:
+                told = (change.by_field[field] for field in change.fields if field in ("kind", "label", "dtype"))
+                rows.update(f"{change.after.label}: {text}" for text in told)
+        return {text: count for text, count in rows.most_common(_MOST_ROWS) if count > 1}
+
+
+def _drawn(graph: GraphView, constants: Mapping[str, list[NodeView]]) -> dict[str, NodeView]:
+    folded = {constant.name for read in constants.values() for constant in read}
+    return {node.name: node for node in graph if node.name not in folded}
+
+
+def _merged(arrows: Iterable[Arrow]) -> tuple[Arrow, ...]:
+    """The arrows, each once. Where one thing became another, an old arrow between the two says nothing more."""
+    unique = dict.fromkeys(arrow for arrow in arrows if arrow.tail != arrow.head)
+    became = {(arrow.tail, arrow.head) for arrow in unique if arrow.pen is _BECAME}
+    kept = (arrow for arrow in unique if arrow.pen is not _OLD or (arrow.tail, arrow.head) not in became)
+    return tuple(kept)
+
+
+def _edges(graph: GraphView) -> dict[tuple[str, str], None]:
+    return dict.fromkeys((tail, node.name) for node in graph for tail in node.inputs)

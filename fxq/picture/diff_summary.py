@@ -1,0 +1,135 @@
+"""A difference in few lines: what happened to many nodes alike is told once, with their number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import networkx as nx
+
+from fxq.graph.view import NodeView
+from fxq.text.cells import Cell, Column, Table, cells
+
+if TYPE_CHECKING:
+    from fxq.picture.diff import Change, Diff
+
+MARKS = {"removed": "-", "added": "+", "changed": "~", "rewired": ">"}
+MOST = 30
+"""Most lines of a story."""
+
+Alike = tuple[str, str, str, str]
+"""The kind of change, the ops before and after, what else changed, and the pass and rule that did it."""
+
+_COLUMNS = (
+    Column(),
+    Column(align="right"),
+    Column(give="end", least=24),
+    Column(give="end", least=16, drop=1),
+    Column(give="end", least=20, drop=2),
+    Column(give="end", least=22, drop=3),
+)
+
+
+def story(diff: Diff) -> Table:
+    """A line for all nodes that changed alike: how many, what became of what, and which; most frequent first."""
+    groups: dict[Alike, list[str]] = {}
+    for alike, name in _events(diff):
+        groups.setdefault(alike, []).append(name)
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+    rows = [
+        cells(Cell(MARKS[mark], mark), f"{len(names)} ×", what, how, Cell(_range(names), "quiet"), Cell(by, "quiet"))
+        for (mark, what, how, by), names in ordered[:MOST]
+    ]
+    if len(ordered) > MOST:
+        rows.append(cells("", "", Cell(f"and {len(ordered) - MOST} more kinds of change", "quiet"), "", "", ""))
+    return Table(_COLUMNS, tuple(rows))
+
+
+def _events(diff: Diff) -> Iterator[tuple[Alike, str]]:
+    """Every change of a node that is no constant, and the name to know it by. A node is told of once."""
+    old, new = diff.before.by_name, diff.after.by_name
+    changes = {change.name: change for change in diff.changed}
+    place = {name: i for i, name in enumerate(old)}
+    done: set[str] = set()
+    for gone, heirs in _replaced(diff):
+        done.update((*gone, *heirs))
+        kept = [name for name in heirs if name in old]
+        replaced = sorted((*gone, *kept), key=place.__getitem__)
+        what = f"{_labels(old[name] for name in replaced)} → {_labels(new[name] for name in heirs)}"
+        how = "; ".join(_how(changes[name]) for name in kept if name in changes)
+        mark = "changed" if not changes.keys().isdisjoint(kept) else "rewired" if kept else "added"
+        yield (mark, what, how, _by(diff, heirs[0])), heirs[0]
+    for name in diff.removed:
+        if name not in done and old[name].kind != "constant":
+            yield ("removed", old[name].label, "", ""), name
+    for name in diff.added:
+        if name not in done and new[name].kind != "constant":
+            yield ("added", new[name].label, "", _by(diff, name)), name
+    for name, change in changes.items():
+        if name not in done and new[name].kind != "constant":
+            before, after = change.before.label, change.after.label
+            what = after if before == after else f"{before} → {after}"
+            yield ("changed", what, _how(change), _by(diff, name)), name
+    for name in diff.rewired:
+        if name not in done and name not in changes:
+            yield ("rewired", new[name].label, _reads(diff, name), _by(diff, name)), name
+
+
+def _replaced(diff: Diff) -> Iterator[tuple[list[str], list[str]]]:
+    """What was removed and what stands for it now, in the order of their graphs; all that hangs together at once."""
+    heirs_of = {**diff.became, **diff.joined}
+    graph: nx.Graph[str] = nx.Graph((name, heir) for name, heirs in heirs_of.items() for heir in heirs)
+    part_of = {name: i for i, part in enumerate(nx.connected_components(graph)) for name in part}
+    parts: dict[int, tuple[list[str], list[str]]] = {}
+    for side, view in enumerate((diff.before, diff.after)):
+        for node in view:
+            if node.name in part_of and (side or node.name not in diff.after.by_name):
+                parts.setdefault(part_of[node.name], ([], []))[side].append(node.name)
+    yield from parts.values()
+
+
+def _labels(nodes: Iterable[NodeView]) -> str:
+    """The ops, each once, with how many there are."""
+    counts = Counter(node.label for node in nodes)
+    return ", ".join(label if count == 1 else f"{count} {label}" for label, count in counts.items())
+
+
+def _how(change: Change) -> str:
+    """What changed but the op, in words that nodes share: numbers of one node are left out."""
+    told = (text.removeprefix(f"{key} ") for key, text in change.by_field.items() if key in ("kind", "dtype", "shape"))
+    texts = list(told)
+    if "scale" in change.fields or "zero_point" in change.fields:
+        before, after = change.before.scale, change.after.scale
+        texts.append("another scale" if before and after else "gets a scale" if after else "loses its scale")
+    if "options" in change.fields and change.before.label == change.after.label:
+        texts.append("options")
+    return "; ".join(texts)
+
+
+def _reads(diff: Diff, name: str) -> str:
+    """What a node reads instead of what, as ops."""
+    old, new = diff.before[name].inputs, diff.after[name].inputs
+    gone = [diff.before[n] for n in old if n not in new]
+    come = [diff.after[n] for n in new if n not in old]
+    sides = (_labels(_anonymous(nodes)) or "nothing" for nodes in (gone, come))
+    return f"reads {' → '.join(sides)}" if gone or come else "reads the same in another order"
+
+
+def _anonymous(nodes: Iterable[NodeView]) -> Iterator[NodeView]:
+    """The nodes, constants without the names of their weights."""
+    return (replace(node, label="constant") if node.kind == "constant" else node for node in nodes)
+
+
+def _by(diff: Diff, name: str) -> str:
+    """The pass and rule that made a node what it is, without the rule's source line; "" where it was so before."""
+    made = diff.after[name].made_by
+    known = diff.before.by_name.get(name)
+    return "" if known is not None and known.made_by == made else made.partition(" (")[0]
+
+
+def _range(names: list[str]) -> str:
+    return (
+        names[0] if len(names) == 1 else f"{names[0]}, {names[1]}" if len(names) == 2 else f"{names[0]} … {names[-1]}"
+    )

@@ -1,0 +1,163 @@
+"""A graph as a picture: every node a box coloured by kind, modules as frames, weights as a line in their reader."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fxq.graph.view import GraphView, NodeView
+from fxq.picture.columns import Arrow, Box, Picture
+from fxq.picture.writing import write
+from fxq.text.colours import INK, LOOKS, QUIET, Change, Line, Look, box, font, swatch, tooltip
+
+
+def render(graph: GraphView, path: str | Path, *, title: str = "") -> Path:
+    """Draw a graph into a file; its ending says how: `.svg`, `.png`, `.pdf` or `.dot`.
+
+    A `.dot` file is plain and needs no Graphviz; the other formats need `dot` and are laid out in columns.
+
+    Args:
+        graph: the graph; `fxq.graph.view.view` makes one from a `GraphModule`.
+        path: the file to write. Its folder is made if missing.
+        title: what to write on top; the graph's name by default.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        RenderError: another ending, no `dot`, or the file cannot be written.
+    """
+    return write(picture(graph, title or graph.name or "graph"), path)
+
+
+def picture(graph: GraphView, title: str) -> Picture:
+    """The graph as boxes and arrows."""
+    constants = constants_read(graph)
+    folded = {constant.name for group in constants.values() for constant in group}
+    drawn = [node for node in graph if node.name not in folded]
+    boxes = tuple(node_box(node, constants.get(node.name, ())) for node in drawn)
+    known = {node.name for node in drawn}
+    arrows = dict.fromkeys(Arrow(name, node.name) for node in drawn for name in node.inputs if name in known)
+    return Picture(_header(title, drawn), boxes, tuple(arrows))
+
+
+def constants_read(graph: GraphView) -> dict[str, list[NodeView]]:
+    """For each node, the weights and other constants that it reads."""
+    constants = {node.name: node for node in graph if node.kind == "constant"}
+    read: dict[str, list[NodeView]] = defaultdict(list)
+    for node in graph:
+        for name in dict.fromkeys(node.inputs):
+            if name in constants:
+                read[node.name].append(constants[name])
+    return dict(read)
+
+
+def node_box(
+    node: NodeView, constants: Sequence[NodeView] = (), change: Change | None = None, changes: Iterable[Line] = ()
+) -> Box:
+    """The box of a node; `change` frames it, `changes` are more lines that say what changed."""
+    look = LOOKS.get(node.kind, LOOKS["op"])
+    lines = [*(_pill_lines(node) if look.pill else _lines(node, constants)), *changes]
+    label, height = box(look, node.label or node.name, lines, change)
+    return Box(node.name, label, height, node_tooltip(node, constants), node.path)
+
+
+def _lines(node: NodeView, constants: Sequence[NodeView]) -> list[Line]:
+    lines = [Line(node.name, "name")]
+    if node.body:
+        lines += [Line(text, "value") for text in _body(node.body)]
+    if node.options:
+        lines.append(Line(_short(node.options)))
+    lines += [Line(text) for text in _weights(constants)]
+    if _value(node):
+        lines.append(Line(_value(node), "value"))
+    if node.scale:
+        lines.append(Line(_grid(node), "scale"))
+    if node.reason:
+        lines.append(Line(node.reason, "warn"))
+    return lines
+
+
+def _pill_lines(node: NodeView) -> list[Line]:
+    name = node.label if node.kind == "constant" else node.name
+    texts = [name, _value(node), _grid(node) if node.scale else ""]
+    return [Line(text) for text in texts if text]
+
+
+def _value(node: NodeView) -> str:
+    shape = "" if node.shape is None else "×".join(map(str, node.shape)) or "scalar"
+    return " · ".join(part for part in (shape, node.dtype) if part)
+
+
+def _grid(node: NodeView) -> str:
+    return f"scale {node.scale} · zp {node.zero_point or 0}"
+
+
+def _body(body: Sequence[str]) -> list[str]:
+    """The ops of a unit as one line, or a line each where they have options."""
+    if not any("(" in op for op in body):
+        return [" → ".join(body)]
+    return [("" if i == 0 else "→ ") + _short(op).replace("(", " ", 1).removesuffix(")") for i, op in enumerate(body)]
+
+
+def _short(options: str) -> str:
+    """Options with `(2, 2)` written as `2`."""
+    return re.sub(r"\((-?\d+)(?:, \1)*,?\)", r"\1", options)
+
+
+def _weights(constants: Sequence[NodeView]) -> list[str]:
+    """The constants of a node, those of one shape and type on one line."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for constant in constants:
+        dtype = "" if constant.dtype in ("", "float32") else f" {constant.dtype}"
+        per = " per channel" if "axis" in constant.scale else ""
+        shape = "×".join(map(str, constant.shape or ())) or "scalar"
+        groups[f"{shape}{dtype}{per}"].append(constant.label.rpartition(".")[2] or constant.name)
+    return [f"{', '.join(names)} {what}" for what, names in groups.items()]
+
+
+def node_tooltip(node: NodeView, constants: Sequence[NodeView] = ()) -> str:
+    """Everything about a node, for who points at it."""
+    facts = {
+        "module": node.path,
+        "kind": LOOKS[node.kind].meaning if node.kind in LOOKS else node.kind,
+        "source": node.source,
+        "made by": node.made_by,
+        "stands for": ", ".join(node.origins),
+        "reason": node.reason,
+        "note": node.note,
+        "inside": "; ".join(node.body),
+        "options": node.options,
+        "value": _value(node),
+        "grid": _grid(node) if node.scale else "",
+    }
+    weights = [f"{c.label}: {_value(c)}{', ' + _grid(c) if c.scale else ''}" for c in constants]
+    return tooltip([node.text or node.name, *(f"{key}: {fact}" for key, fact in facts.items() if fact), *weights])
+
+
+# ---- header
+
+
+def _header(title: str, nodes: Sequence[NodeView]) -> str:
+    counts = Counter(node.kind if node.kind in LOOKS else "op" for node in nodes)
+    entries = [(look, f"{look.meaning} · {counts[kind]}") for kind, look in LOOKS.items() if counts[kind]]
+    return header(title, f"{len(nodes)} nodes" if len(nodes) != 1 else "1 node", entries)
+
+
+def header(
+    title: str, subtitle: str, entries: Sequence[tuple[Look, str]], table: Mapping[str, int] | None = None
+) -> str:
+    """Title, legend, and a table of counts if there is one, as an HTML-like label."""
+    left = 'ALIGN="LEFT"'
+    rows = [
+        f"<TR><TD {left}>{font(title, 20, INK, bold=True)}   {font(subtitle, 12, QUIET)}</TD></TR>",
+    ]
+    for start in range(0, len(entries), 6):
+        cells = "".join(f"{swatch(look)}<TD>{font(text, 10, INK)}   </TD>" for look, text in entries[start : start + 6])
+        inner = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="2" CELLPADDING="3"><TR>{cells}</TR></TABLE>'
+        rows.append(f"<TR><TD {left}>{inner}</TD></TR>")
+    for text, count in (table or {}).items():
+        rows.append(f"<TR><TD {left}>{font(f'{count} ×', 10, INK, bold=True)}  {font(text, 10, INK)}</TD></TR>")
+    return f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="3">{"".join(rows)}</TABLE>'

@@ -1,0 +1,1 @@
+"""Running the passes: what they know, what is checked after each, and the history."""

@@ -1,0 +1,199 @@
+"""Ops that could run on integers, and which of them do beside their neighbours: what `annotate` decides with."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from fxq.backends.by_name import Support
+from fxq.graph.info import Plan
+from fxq.graph.unit import OpCall, inputs_of
+from fxq.quant.spec import TensorSpec
+
+UNREAD = "nothing reads integers from it"
+"""Why an op is float that could run on integers, but not for its own sake."""
+
+
+@dataclass(eq=False)
+class Candidate:
+    """An op that could run on integers.
+
+    Attributes:
+        calls: the ops of the node.
+        spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
+        support: what the backend says of it.
+        overflows: whether activations or weights must give up a bit.
+        wanted: the spec that a consumer wants of its value, or None.
+        reason: why it was turned down; empty while it stands.
+    """
+
+    calls: tuple[OpCall, ...]
+    spec: TensorSpec
+    support: Support
+    overflows: bool = False
+    wanted: TensorSpec | None = None
+    reason: str = ""
+
+    @property
+    def inputs(self) -> Mapping[fx.Node, None]:
+        """The nodes that its activations come from; what the ops behind the kernel read, they read in float."""
+        return self._inputs[self.ops]
+
+    @cached_property
+    def _inputs(self) -> Mapping[int, Mapping[fx.Node, None]]:
+        """The same for every number of ops that the kernel may run."""
+        made = {}
+        for ops in {self.support.ops, self._before_sum}:
+            reads = [i.node for i in inputs_of(self.calls[:ops]) if i.role == "activation"]
+            made[ops] = dict.fromkeys(node for node in reads if node.op != "get_attr")
+        return made
+
+    @cached_property
+    def _before_sum(self) -> int:
+        """How many ops of a layer's unit come before the first that reads a second activation.
+
+        All of a unit that begins with something else: a squeeze-and-excitation reads its input again.
+        """
+        if not self.calls[0].op.quant.heavy:
+            return self.support.ops
+        later = (i.call for i in inputs_of(self.calls[: self.support.ops]) if i.role == "activation" and i.call > 0)
+        return min(later, default=self.support.ops)
+
+    @property
+    def ops(self) -> int:
+        """How many ops the kernel runs, as things stand.
+
+        A layer's sum that nobody reads as integers is left to float: integers would do no more to the residual stream
+        of a transformer, where layer norms read the sums, than to round it once for every layer.
+        """
+        return self.support.ops if self.wanted is not None or not self.heavy else self._before_sum
+
+    @property
+    def heavy(self) -> bool:
+        """Worth a kernel for its own sake."""
+        return any(call.op.quant.heavy for call in self.calls)
+
+    @property
+    def moves(self) -> bool:
+        """Only moves data."""
+        return all(call.op.quant.kind == "moves" for call in self.calls)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs on integers, as things stand."""
+        return not self.reason and (self.heavy or self.wanted is not None)
+
+    @property
+    def reads(self) -> TensorSpec | None:
+        """What it wants of its inputs, as things stand: movers want what is wanted of them."""
+        if not self.runs:
+            return None
+        return self.wanted if self.moves else self.spec
+
+    def plan(self) -> Plan:
+        """The decision."""
+        spec = self.reads
+        if spec is None:
+            return Plan("float", self.reason or UNREAD)
+        reads = {n.name: spec for n in self.inputs}
+        if self.moves:
+            return Plan("moves", reads=reads)
+        emits = None if self.support.emits_float else self.spec
+        plan = Plan("int8", reads=reads, emits=emits, overflows=self.overflows)
+        if self.ops == len(self.calls):
+            return plan
+        if self.ops < self.support.ops:
+            return replace(plan, reason="nothing reads integers from the sum", kernel_ops=self.ops)
+        ours = self.support
+        return replace(plan, reason=ours.reason, kernel_ops=ours.ops, longer=ours.longer)
+
+
+class Settled:
+    """Candidates that follow their neighbours: wishes flow up from consumers, refusals flow down from producers.
+
+    At first all that is wished for runs. What would need a conversion made for it alone is turned down, which leaves
+    its neighbours fewer reasons to run, until nothing changes. No decision is ever taken back, so that the order does
+    not matter, and the time is linear in the edges of the graph.
+
+    Attributes:
+        candidates: all of them in the order of the graph, settled.
+    """
+
+    def __init__(self, candidates: dict[fx.Node, Candidate]) -> None:
+        self.candidates = candidates
+        self._users = {node: [*reversed(node.users)] for node in candidates}  # the last may wish, those that went never
+        self._stands: dict[fx.Node, tuple[Mapping[fx.Node, None], TensorSpec | None]] = {}
+        for node, candidate in reversed(candidates.items()):
+            candidate.wanted = self._wish(node)
+            self._stands[node] = _stand(candidate)
+        self._readers = Counter(value for inputs, _ in self._stands.values() for value in inputs)
+        todo = deque(candidates)
+        while todo:
+            node = todo.popleft()
+            candidate = candidates[node]
+            candidate.reason = candidate.reason or self._refusal(candidate, own=1)
+            todo += self._follow(node)
+
+    def would_run(self, node: fx.Node, candidate: Candidate) -> bool:
+        """Whether a node that is none of the candidates would run, were it this one."""
+        self._users[node] = [*reversed(node.users)]
+        candidate.wanted = self._wish(node)
+        return candidate.runs and not self._refusal(candidate, own=0)
+
+    def _wish(self, node: fx.Node) -> TensorSpec | None:
+        """The spec that the first consumer wants of a node's value; those that want none are forgotten."""
+        users = self._users[node]
+        while users:
+            user = self.candidates.get(users[-1])
+            if user is not None and node in user.inputs and user.reads is not None:
+                return user.reads
+            users.pop()
+        return None
+
+    def _refusal(self, candidate: Candidate, own: int) -> str:
+        """Why an op that runs would need a conversion made for it alone; empty where it does not.
+
+        `own` is how often it counts itself among the readers of its inputs.
+        """
+        if not candidate.runs or candidate.heavy:
+            return ""
+        if candidate.moves and not any(call.op.quant.narrows for call in candidate.calls):
+            return ""
+        for value in candidate.inputs:
+            producer = self.candidates.get(value)
+            if (producer is None or not producer.runs) and self._readers[value] <= own:
+                return f"its input %{value.name} is float, so float costs no conversion"
+        return ""
+
+    def _follow(self, first: fx.Node) -> list[fx.Node]:
+        """Let wishes follow what a node reads as things stand; the nodes that may have lost their reason to run."""
+        near: list[fx.Node] = []
+        todo = [first]
+        while todo:
+            node = todo.pop()
+            candidate = self.candidates[node]
+            candidate.wanted = self._wish(node)
+            (before, spec), (now, _) = self._stands[node], _stand(candidate)
+            if now is before and candidate.reads == spec:
+                continue
+            self._stands[node] = _stand(candidate)
+            for value in before:
+                if value in self.candidates and self._users[value][-1:] == [node]:
+                    todo.append(value)
+                if value not in now:
+                    self._readers[value] -= 1
+                    near += value.users if self._readers[value] == 1 else ()
+            near += () if candidate.runs else node.users
+        return [node for node in near if node in self.candidates]
+
+
+def _stand(candidate: Candidate) -> tuple[Mapping[fx.Node, None], TensorSpec | None]:
+    """What a candidate reads as integers, as things stand, and in which form."""
+    return (candidate.inputs if candidate.runs else _NOTHING), candidate.reads
+
+
+_NOTHING: Mapping[fx.Node, None] = {}

@@ -1,0 +1,119 @@
+"""What a run of the pipeline knows besides the graph: passes ask it through `rewriter.context`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from fxq.backends.base import Backend
+from fxq.common.data import Batch
+from fxq.errors import RecipeError
+from fxq.graph.info import info
+from fxq.graph.query import op_of
+from fxq.graph.region import Region
+from fxq.ops import OPS
+from fxq.pipeline.float_ops import Original
+from fxq.quant.spec import ROLES, QuantConfig, Role
+from fxq.recipe.pins import Pin
+from fxq.recipe.recipe import Recipe
+from fxq.recipe.selector import Selector
+
+
+@dataclass
+class Context:
+    """One run of the pipeline.
+
+    Attributes:
+        recipe: the recipe.
+        backend: the backend it resolved to.
+        model: the user's float model; never changed.
+        example: one batch of inputs: shapes are found and passes are checked with it.
+        types: module type by module path of the model.
+        samples: recorded calibration inputs.
+        divisible: whether the graph runs on some of the samples of a batch.
+        units: path of the unit module for each kind and body, so that equal bodies share one.
+        float_weights: path of the float weight or bias that a dequantized or corrected one stands for, by its node's
+            name.
+        regions: for each lowered node, by name, the qdq form it came from; for verify-lowering.
+        narrow: which role gives up a bit where kernels overflow with 8; the recipe's, and where that is "auto", the one
+            that `fxq.narrowing` tries.
+        progress: whether to show progress bars; None: on a terminal.
+        outputs: what the float model returns for `example`.
+        decided: what `fallback` decided of every op that could run either way.
+        written: module path and op of every call before canonicalize removed any; what selectors may select.
+        original: the ops of the float model and its canonical graph, for the ledger; None before canonicalize.
+    """
+
+    recipe: Recipe
+    backend: Backend
+    model: nn.Module
+    example: Batch
+    types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+    samples: list[Batch] = field(default_factory=list)
+    divisible: bool = True
+    units: dict[str, str] = field(default_factory=dict)
+    float_weights: dict[str, str] = field(default_factory=dict)
+    regions: dict[fx.Node, Region] = field(default_factory=dict)
+    narrow: Role = "activations"
+    progress: bool | None = None
+    outputs: Any = None
+    original: Original | None = None
+    decided: tuple[Pin, ...] = ()
+    written: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.narrow = next((role for role in ROLES if role == self.recipe.narrow), self.narrow)
+        if not self.types:
+            self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
+
+    def config_for(self, path: str, op: str) -> tuple[QuantConfig, Selector | None]:
+        """The recipe's config for an op at a module path, and the override that decided it."""
+        return self.recipe.config_for(path, (op,), self.types)
+
+    def override_line(self, path: str, op: str, config: str) -> str:
+        """The line of a recipe that gives one op another config.
+
+        A module that is the op goes by its path, a call in a module's own forward by op and path.
+        """
+        try:
+            spelled = OPS.of_module(self.model.get_submodule(path)) if path else None
+        except AttributeError:
+            spelled = None
+        if spelled is not None and spelled[0].name == op:
+            selector = repr(path)
+        else:
+            selector = f"fxq.op({op!r}, {path!r})" if path else f"fxq.op({op!r})"
+        return f"recipe.override({selector}, {config})"
+
+    def apart(self, nodes: Sequence[fx.Node]) -> str | None:
+        """Why ops may not become one, for the recipe; None when they may. A `refuse` for the rewriter.
+
+        It asks for float for some and integers for others; or for different specs, of ops that have a say in them: a
+        function of one tensor takes what it gets.
+        """
+        ops = [(op, info(n).path) for n in nodes if (op := op_of(n)) is not None]
+        configs = [(op, self.config_for(path, op.name)[0]) for op, path in ops]
+        follows = {op.name for op, _ in configs if op.quant.pointwise and len(op.quant.inputs) == 1}
+        specs = {config for op, config in configs if op.quant.kind == "computes" and op.name not in follows}
+        if len(specs) > 1 or len({config.is_float for _, config in configs}) > 1:
+            return "the recipe configures these ops differently"
+        return None
+
+    def check_selectors(self, ops: Collection[tuple[str, str]]) -> None:
+        """Raise `RecipeError` for an override whose selector selects nothing, with what looks most like it.
+
+        Args:
+            ops: module path and op name of each node of the canonical graph, before anything is folded or fused.
+        """
+        names = {op for _, op in ops if op}
+        for selector, _ in self.recipe.overrides:
+            if not any(selector.matches(path, (op,), self.types) for path, op in ops):
+                near = selector.near_misses(self.types, names)
+                raise RecipeError(
+                    f"the override for {selector} selects nothing in this model; "
+                    f"{'near: ' + ', '.join(near) if near else 'nothing looks like it'}. "
+                    "Paths are those of model.named_modules()."
+                )

@@ -1,0 +1,197 @@
+"""What happened to a model: one snapshot per pass, each with the graph as data. Holds no weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxq.errors import InputError, unknown
+from fxq.graph.view import GraphView, NodeView
+from fxq.picture.writing import picture_html
+from fxq.recipe.pass_base import Stage
+from fxq.rewriting.editor import Edit
+from fxq.rewriting.near_miss import NearMiss
+from fxq.text.cells import Cell, Column, Part, Table, cells
+from fxq.text.colours import LOOKS
+from fxq.text.notebook import html
+from fxq.text.printed import Printed
+
+
+@dataclass(frozen=True, repr=False)
+class Snapshot(Printed):
+    """The graph after one pass.
+
+    Attributes:
+        name: the pass.
+        seconds: how long it took, checks and the snapshot itself left out.
+        edits: what it changed, rule by rule.
+        graph: the graph after it, as data.
+        stage: the stage that the graph had reached.
+        sqnr: dB against the float model on the example input, where `check="numeric"` ran; else None.
+        near: the rules of this pass that almost matched, and why they did not.
+    """
+
+    name: str
+    seconds: float
+    edits: tuple[Edit, ...]
+    graph: GraphView
+    stage: Stage
+    sqnr: float | None = None
+    near: tuple[NearMiss, ...] = ()
+
+    def render(self, path: str | Path) -> Path:
+        """Draw the graph to a .svg, .png, .pdf or .dot file; the path. Raises `RenderError`."""
+        from fxq.picture.graph_picture import render
+
+        return render(self.graph, path, title=f"after {self.name}")
+
+    def count(self, *kinds: str) -> int:
+        """Number of nodes of these kinds (see `NodeView.kind`); weights are not counted when no kind is given."""
+        return sum(n.kind in kinds if kinds else n.kind != "constant" for n in self.graph)
+
+    def _parts(self) -> list[Part]:
+        title = cells(Cell(self.name, "strong"), f": {len(self.edits)} edits in {1e3 * self.seconds:.1f} ms")
+        return [title, _listing(self.graph)]
+
+    def _repr_html_(self) -> str:
+        """The title and the graph drawn, or its text."""
+        from fxq.picture.graph_picture import picture
+
+        title, *_ = self._parts()
+        how = f"history[{self.name!r}].render({self.name + '.svg'!r})"
+        return html([title]) + picture_html(picture(self.graph, f"after {self.name}"), str(self.graph), how)
+
+    def _short(self) -> str:
+        return f"{self.name}, {len(self.edits)} edits, {self.count()} nodes"
+
+
+@dataclass(repr=False)
+class History(Printed, Sequence[Snapshot]):
+    """The snapshots in order; `history["fuse"]` is the one after that pass. `print` shows a table.
+
+    Attributes:
+        snapshots: one per pass.
+        first_loss: name of the first pass that lost more than the recipe allows; None when none did, or when
+            `check="numeric"` did not run.
+    """
+
+    snapshots: list[Snapshot] = field(default_factory=list)
+    first_loss: str | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            for snapshot in self.snapshots:
+                if snapshot.name == index:
+                    return snapshot
+            raise InputError(unknown("pass in the history", index, self.names))
+        return self.snapshots[index]
+
+    def __len__(self) -> int:
+        return len(self.snapshots)
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return iter(self.snapshots)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the passes that ran, in order."""
+        return [s.name for s in self.snapshots]
+
+    def _short(self) -> str:
+        return f"{len(self)} passes" + (f", the last is {self.names[-1]}" if self else "")
+
+    def _parts(self) -> list[Part]:
+        parts: list[Part] = [_table(self)]
+        if self.first_loss is not None:
+            lost = cells(Cell(self.first_loss, "strong"), " is the first pass that lost more than the recipe allows")
+            parts.append(lost)
+        return parts
+
+
+# ---- tables
+
+
+def _table(history: History) -> Table:
+    """A row per pass, and where there is a terminal, how its time and what the graph holds compare, as bars."""
+    slowest = max((s.seconds for s in history), default=0.0) or 1.0
+    largest = max((s.count() for s in history), default=0) or 1
+    checked = any(s.sqnr is not None for s in history)
+    columns = (*_COLUMNS[:-1], *([_SQNR] if checked else []), _COLUMNS[-1])
+    rows = []
+    for step in history:
+        lost = step.name == history.first_loss
+        numbers = [_number(step.count(*kinds)) for kinds in ((), ("int8", "moves"), ("convert",), ("float",))]
+        loss = [] if not checked else [Cell("" if step.sqnr is None else f"{step.sqnr:.1f}", "removed" if lost else "")]
+        rows.append(
+            (
+                Cell(step.name, "strong" if lost else ""),
+                Cell(f"{1e3 * step.seconds:.1f}"),
+                Cell(bar=((step.seconds / slowest, "op"),)),
+                _number(len(step.edits)),
+                *numbers,
+                Cell(bar=_holds(step, largest)),
+                *loss,
+                Cell(_rules(step)),
+            )
+        )
+    return Table(columns, tuple(rows))
+
+
+_COLUMNS = (
+    Column("pass", give="end", least=16),
+    Column("ms", "right"),
+    Column("time", drop=2, extra=True, bars=8),
+    Column("edits", "right"),
+    Column("nodes", "right"),
+    Column("int8 ops", "right", look="int8"),
+    Column("conversions", "right", look="convert"),
+    Column("float ops", "right", look="float"),
+    Column("graph", drop=3, extra=True, bars=16),
+    Column("edits by rule", give="end", least=16, drop=4),
+)
+_SQNR = Column("SQNR dB", "right")
+_MOST_RULES = 3
+
+
+def _number(value: int) -> Cell:
+    return Cell(str(value), "" if value else "quiet")
+
+
+def _holds(step: Snapshot, largest: int) -> tuple[tuple[float, str], ...]:
+    """What the graph holds, kind by kind, beside the pass that left most nodes."""
+    counts = Counter(_kind(node) for node in step.graph if node.kind != "constant")
+    return tuple((counts[kind] / largest, kind) for kind in LOOKS if counts[kind])
+
+
+def _rules(step: Snapshot) -> str:
+    """The rules that made most of the edits; those outside any rule have the name of their pass."""
+    counts = Counter(edit.rule for edit in step.edits if edit.rule != step.name)
+    named = [f"{count} {rule}" for rule, count in counts.most_common(_MOST_RULES)]
+    return ", ".join([*named, f"{len(counts) - len(named)} more"] if len(counts) > len(named) else named)
+
+
+def _listing(graph: GraphView) -> Table:
+    """A line per node: its call, and in a terminal what it is, its value, and why it is float."""
+    nodes = [node for node in graph if node.kind != "constant"]
+    return Table(_LISTING, tuple(map(_node, nodes)))
+
+
+_LISTING = (
+    Column(extra=True),
+    Column(give="fold", least=40),
+    Column(extra=True, drop=1),
+    Column(extra=True, drop=2, give="end"),
+)
+
+
+def _kind(node: NodeView) -> str:
+    return node.kind if node.kind in LOOKS else "op"
+
+
+def _node(node: NodeView) -> tuple[Cell, ...]:
+    shape = "" if node.shape is None else "×".join(map(str, node.shape)) or "scalar"
+    value = Cell(f"{shape} {node.dtype}".strip(), "quiet")
+    return cells(Cell(LOOKS[_kind(node)].tag, _kind(node)), node.text, value, node.reason)

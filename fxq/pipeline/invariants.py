@@ -1,0 +1,135 @@
+"""The invariants of each stage. The manager checks them after every pass, on top of `graph.lint()`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from fxq.errors import PassError
+from fxq.graph.info import info
+from fxq.graph.place import where
+from fxq.graph.query import constant, is_op, op_of, submodule
+from fxq.graph.unit import unit_of
+from fxq.ops import OPS
+from fxq.quant.observers import Observer
+from fxq.recipe.pass_base import Stage
+
+Check = Callable[[fx.GraphModule, fx.Node], str | None]
+
+
+def check(gm: fx.GraphModule, stage: Stage, after: str) -> None:
+    """Raise `PassError` naming the pass `after` and the node that breaks the stage's invariants."""
+    try:
+        gm.graph.lint()
+    except (RuntimeError, ValueError) as error:
+        raise PassError(f"after {after}: the graph is invalid: {_lint(gm, error)}") from error
+    checks = _CHECKS[stage]
+    for node in gm.graph.nodes:
+        for wrong in checks:
+            reason = wrong(gm, node)
+            if reason is not None:
+                raise PassError(f"after {after}: {where(gm, node)}: {reason}")
+
+
+def _lint(gm: fx.GraphModule, error: Exception) -> str:
+    """What `graph.lint` says, without the graph that it prints; where it names a node, with that node's place."""
+    said = str(error).partition("\n")[0]
+    named = re.search(r"Node '?(\w+)", said)
+    node = next((n for n in gm.graph.nodes if named is not None and n.name == named[1]), None)
+    return f"{where(gm, node)}: {said}" if node is not None else said
+
+
+def _spelled_canonically(gm: fx.GraphModule, node: fx.Node) -> str | None:
+    if node.op in ("call_function", "call_method") and op_of(node) is None and not info(node).note:
+        found = OPS.of_call(node.target)
+        if found is not None and info(node).is_tensor and not _picks_of_unit(gm, node):
+            return f"is a spelling of {found[0].name}; canonicalize must rewrite it or note why not"
+    return None
+
+
+def _picks_of_unit(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node takes one of the values of a unit with several outputs."""
+    return (
+        node.target is operator.getitem and isinstance(node.args[0], fx.Node) and unit_of(gm, node.args[0]) is not None
+    )
+
+
+def _has_all_arguments(gm: fx.GraphModule, node: fx.Node) -> str | None:
+    op = op_of(node)
+    if op is None:
+        return None
+    unknown = [key for key in node.kwargs if key not in op.options]
+    if unknown:
+        return f"{op.name} has no option {unknown[0]!r}"
+    return (
+        None
+        if len(node.args) <= len(op.tensors)
+        else f"{op.name} takes {len(op.tensors)} tensors, not {len(node.args)}"
+    )
+
+
+def _unit_is_called_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
+    unit = unit_of(gm, node)
+    if unit is None:
+        return None
+    inputs = len(unit.graph.find_nodes(op="placeholder"))
+    return None if inputs == len(node.args) else f"the unit takes {inputs} inputs, the call gives {len(node.args)}"
+
+
+def _edges_are_observed(gm: fx.GraphModule, node: fx.Node) -> str | None:
+    for edge in info(node).edges:
+        if edge.observed and info(node).qparams is None:
+            watching = [u for u in _readers_through_observers(gm, node) if isinstance(submodule(gm, u), Observer)]
+            if not watching:
+                return f"its value is to be quantized ({edge.spec}) but no observer watches it"
+    return None
+
+
+def _readers_through_observers(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    found, todo = [], list(node.users)
+    while todo:
+        user = todo.pop()
+        if isinstance(submodule(gm, user), Observer):
+            found.append(user)
+            todo.extend(user.users)
+    return found
+
+
+def _no_observer_left(gm: fx.GraphModule, node: fx.Node) -> str | None:
+    return "an observer is left; run calibration and insert-qdq" if isinstance(submodule(gm, node), Observer) else None
+
+
+def _converts_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
+    if not is_op(node, "quantize", "dequantize", "dequantize_channel"):
+        return None
+    source = node.args[0]
+    dtype = info(source).dtype if isinstance(source, fx.Node) else None
+    if is_op(node, "quantize") and dtype is not None and not dtype.is_floating_point:
+        return f"quantizes %{source}, which is {dtype} already"
+    if not is_op(node, "quantize") and dtype not in (None, torch.uint8, torch.int8):
+        return f"dequantizes %{source}, which is {dtype}"
+    scale = constant(gm, node.args[1]) if is_op(node, "dequantize_channel") else node.kwargs.get("scale")
+    if scale is None:
+        return "has no scale. Run calibration first, or set the layer to float"
+    values = torch.as_tensor(scale)
+    if not bool((torch.isfinite(values) & (values > 0)).all()):
+        return "its scale is not a positive finite number"
+    return None
+
+
+_CANONICAL: list[Check] = [_spelled_canonically, _has_all_arguments]
+_FUSED: list[Check] = [*_CANONICAL, _unit_is_called_right]
+_QDQ: list[Check] = [*_FUSED, _no_observer_left, _converts_right]
+_CHECKS: dict[Stage, list[Check]] = {
+    Stage.NONE: [],
+    Stage.TRACED: [],
+    Stage.CANONICAL: _CANONICAL,
+    Stage.FUSED: _FUSED,
+    Stage.OBSERVED: [*_FUSED, _edges_are_observed],
+    Stage.QDQ: _QDQ,
+    Stage.LOWERED: [_no_observer_left, _unit_is_called_right],
+}

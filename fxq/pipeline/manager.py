@@ -1,0 +1,154 @@
+"""The pass manager: runs passes in order, checks the graph after each, and keeps the history."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxq.common.isolation import copied, untouched, without_autocast
+from fxq.common.metrics import loss, sqnr
+from fxq.common.source import source_of
+from fxq.errors import FxqError, PassError, warn, words_of
+from fxq.graph.place import where
+from fxq.graph.run import Stepper
+from fxq.graph.view import NodeView, view
+from fxq.pipeline.context import Context
+from fxq.pipeline.history import History, Snapshot
+from fxq.pipeline.invariants import check
+from fxq.quant.observers import Observer
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
+
+log = logging.getLogger("fxq")
+
+
+class PassManager:
+    """Runs passes over one graph.
+
+    Attributes:
+        gm: the graph's module; empty before the trace pass.
+        stage: the stage that the graph has reached.
+        history: one snapshot per pass that has run.
+        context: what passes may ask.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.gm = fx.GraphModule(nn.Module(), fx.Graph())
+        self.stage = Stage.NONE
+        self.history = History()
+        self._views: dict[fx.Node, NodeView] = {}
+        self._sqnr = float("inf")
+
+    def fork(self, **changes: Any) -> PassManager:
+        """A manager at the same point of the pipeline, with `changes` of the context, that goes its own way.
+
+        Of its graph the nodes are copies; modules and tensors, which passes replace but do not change, are shared.
+        """
+        names = dict(self.context.float_weights)
+        made = PassManager(replace(self.context, float_weights=names, units={}, regions={}, **changes))
+        made.gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        made.stage, made._sqnr = self.stage, self._sqnr
+        made.history = replace(self.history, snapshots=list(self.history))
+        return made
+
+    def run(self, passes: Iterable[Pass]) -> fx.GraphModule:
+        """Run the passes in order; the graph's module.
+
+        Raises:
+            PassError: a pass needs a later stage than the graph has reached, or left the graph invalid; one of the
+                user's raised an error, or left a graph that does not run on the example.
+        """
+        with untouched(self.context.model), torch.no_grad(), without_autocast():  # leaves may keep state
+            for step in passes:
+                self._run_one(step)
+        self.gm.recompile()
+        return self.gm
+
+    def _run_one(self, step: Pass) -> None:
+        if step.needs > self.stage:
+            raise PassError(
+                f"{step.name} needs the stage {step.needs}, but the graph is {self.stage}. "
+                "A pass that gives it was removed from the pipeline, or this one stands too early."
+            )
+        rewriter = Rewriter(self.gm, self.context, step.name, source_of(type(step).run))
+        start = time.perf_counter()
+        try:
+            step.run(rewriter)
+        except FxqError as error:
+            if _is_own(step):
+                raise
+            raise type(error)(f"{step.name} failed: {error}") from error
+        except Exception as error:
+            raise PassError(f"{step.name} failed: {type(error).__name__}: {words_of(error)}") from error
+        seconds = time.perf_counter() - start
+        self.gm = rewriter.gm
+        self.stage = max(self.stage, step.gives)
+        check(self.gm, self.stage, step.name)
+        if not _is_own(step):
+            self._try_out(step)
+        self._snapshot(step, rewriter, seconds)
+
+    def _try_out(self, step: Pass) -> None:
+        """Run the graph that a pass of the user's left on the example: later, nobody could tell whose fault it is."""
+        with observers_paused(self.gm):
+            stepper = Stepper(self.gm, self.gm.graph, copied(self.context.example))
+            for node in self.gm.graph.nodes:
+                try:
+                    stepper.step(node)
+                except Exception as error:  # whatever an op raises for what it cannot take
+                    raise PassError(
+                        f"after {step.name}: the graph does not run on the example: {where(self.gm, node)}: "
+                        f"{words_of(error)}"
+                    ) from error
+
+    def _snapshot(self, step: Pass, rewriter: Rewriter, seconds: float) -> None:
+        for node in rewriter.touched:
+            self._views.pop(node, None)
+        graph = view(self.gm, step.name, self._views)
+        value = self._measure(step) if self.context.recipe.check == "numeric" else None
+        edits, near = tuple(rewriter.edits), rewriter.near.all()
+        self.history.snapshots.append(Snapshot(step.name, seconds, edits, graph, self.stage, value, near))
+        log.info("%s: %d edits, %d nodes, %.1f ms", step.name, len(rewriter.edits), len(graph), 1e3 * seconds)
+
+    def _measure(self, step: Pass) -> float:
+        """SQNR of the graph against the float model on the example input; warns at the first pass that loses much."""
+        self.gm.recompile()
+        with torch.no_grad(), observers_paused(self.gm):
+            result = self.gm(*self.context.example.args, **self.context.example.kwargs)
+        value = sqnr(self.context.outputs, result)
+        lost = loss(self._sqnr, value)
+        if lost > self.context.recipe.max_loss and self.history.first_loss is None:
+            self.history.first_loss = step.name
+            warn(
+                f"{step.name} lost {lost:.1f} dB: the output is at {value:.1f} dB SQNR against the float model. "
+                f"Compare history[{step.name!r}] with the snapshot before it."
+            )
+        self._sqnr = value
+        return value
+
+
+def _is_own(step: Pass) -> bool:
+    """Whether a pass is one of fxq's, not of the user's."""
+    return type(step).__module__.partition(".")[0] == "fxq"
+
+
+@contextmanager
+def observers_paused(gm: nn.Module) -> Iterator[None]:
+    """Run a graph without its observers looking: what is measured must not count as calibration."""
+    found = [m for m in gm.modules() if isinstance(m, Observer)]
+    for observer in found:
+        observer.paused = True
+    try:
+        yield
+    finally:
+        for observer in found:
+            observer.paused = False

@@ -1,0 +1,1 @@
+"""Grids: what a recipe asks for, how ranges are found, and the arithmetic."""

@@ -1,0 +1,229 @@
+"""Quantization parameters and their arithmetic, and the operators `fxq::quantize` and `fxq::dequantize`.
+
+    x_q = clamp(round_half_even(x / scale) + zero_point, qmin, qmax)        x ~ (x_q - zero_point) * scale
+
+Source: Jacob et al. 2018, section 2.1, equation 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxq.common.isolation import autocast_on
+from fxq.errors import InputError
+from fxq.quant.spec import TensorSpec
+
+_LIB = torch.library.Library("fxq", "DEF")
+_LIB.define("quantize(Tensor x, float scale, int zero_point, int qmin, int qmax, ScalarType dtype) -> Tensor")
+_LIB.define("dequantize(Tensor q, float scale, int zero_point) -> Tensor")
+_CHANNEL = "Tensor scale, Tensor zero_point, int axis"
+_LIB.define(f"quantize.channel(Tensor x, {_CHANNEL}, int qmin, int qmax, ScalarType dtype) -> Tensor")
+_LIB.define(f"dequantize.channel(Tensor q, {_CHANNEL}) -> Tensor")
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """`x`, which is to be float32; what `torch.autocast` has made of float32 is converted back.
+
+    Raises:
+        InputError: it is of another type, for which the scale was not made.
+    """
+    if x.dtype == torch.float32:
+        return x
+    if x.dtype in (torch.float16, torch.bfloat16) and autocast_on():
+        return x.to(torch.float32)
+    given = str(x.dtype).removeprefix("torch.")
+    raise InputError(
+        f"an input of a quantized layer is {given}, of shape {tuple(x.shape)}; its scale is made for the float32 "
+        "values of the calibration data. Give the quantized model what the float model takes: x.float(), and images "
+        "of bytes scaled as for calibration, x.float() / 255."
+    )
+
+
+def _quantize(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int, dtype: torch.dtype) -> Tensor:
+    return _to_grid(as_float32(x), scale, zero_point, qmin, qmax, dtype)
+
+
+def _to_grid(
+    x: Tensor, scale: Tensor | float, zero_point: Tensor | int, qmin: int, qmax: int, dtype: torch.dtype
+) -> Tensor:
+    x = x.to(torch.float32)
+    if not isinstance(scale, Tensor):
+        scale = x.new_full((), scale)  # a true division on every device; some multiply by the inverse of a number
+    return torch.round(x / scale).add_(zero_point).clamp_(qmin, qmax).to(dtype)
+
+
+def _along(values: Tensor, axis: int, dim: int) -> Tensor:
+    """`values` (C,) shaped to broadcast along `axis` of a tensor with `dim` dimensions."""
+    shape = [1] * dim
+    shape[axis] = -1
+    return values.reshape(shape)
+
+
+def _quantize_channel(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, qmin: int, qmax: int, dtype: torch.dtype
+) -> Tensor:
+    return _to_grid(x, _along(scale, axis, x.dim()), _along(zero_point, axis, x.dim()), qmin, qmax, dtype)
+
+
+def _dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
+    return (q.to(torch.float32) - zero_point).mul_(scale)
+
+
+def _dequantize_channel(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
+    return (q.to(torch.float32) - _along(zero_point, axis, q.dim())).mul_(_along(scale, axis, q.dim()))
+
+
+_LIB.impl("quantize", _quantize, "CompositeExplicitAutograd")
+_LIB.impl("quantize.channel", _quantize_channel, "CompositeExplicitAutograd")
+_LIB.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
+_LIB.impl("dequantize.channel", _dequantize_channel, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fxq::quantize")
+def _(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+@torch.library.register_fake("fxq::quantize.channel")
+def _(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, qmin: int, qmax: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+@torch.library.register_fake("fxq::dequantize")
+def _(q: Tensor, scale: float, zero_point: int) -> Tensor:
+    return torch.empty_like(q, dtype=torch.float32)
+
+
+@torch.library.register_fake("fxq::dequantize.channel")
+def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
+    return torch.empty_like(q, dtype=torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class QParams:
+    """Scale and zero point of one tensor.
+
+    Attributes:
+        scale: float32, 0-d (per tensor) or (C,) (per channel), in float units per integer step, > 0.
+        zero_point: int32, same shape as `scale`: the integer that stands for float zero.
+        qmin: smallest integer of the grid.
+        qmax: largest integer of the grid.
+        dtype: storage type, `torch.uint8` or `torch.int8`.
+        axis: the channel axis, or None per tensor.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    qmin: int
+    qmax: int
+    dtype: torch.dtype
+    axis: int | None = None
+
+    @classmethod
+    def per_tensor(
+        cls, scale: float, zero_point: int, qmin: int = 0, qmax: int = 255, dtype: torch.dtype = torch.uint8
+    ) -> QParams:
+        """Parameters from plain numbers, on the CPU. `scale` is rounded to float32, the precision that kernels use."""
+        steps = torch.tensor(scale, dtype=torch.float32, device="cpu")
+        return cls(steps, torch.tensor(zero_point, dtype=torch.int32, device="cpu"), qmin, qmax, dtype)
+
+    @property
+    def s(self) -> float:
+        """The scale as a float. Per tensor only."""
+        return float(self.scale)
+
+    @property
+    def z(self) -> int:
+        """The zero point as an int. Per tensor only."""
+        return int(self.zero_point)
+
+    @property
+    def low(self) -> Tensor:
+        """The smallest float that the grid holds, same shape as `scale`."""
+        return (self.qmin - self.zero_point) * self.scale
+
+    @property
+    def high(self) -> Tensor:
+        """The largest float that the grid holds, same shape as `scale`."""
+        return (self.qmax - self.zero_point) * self.scale
+
+    def same_as(self, other: QParams | None) -> bool:
+        """Whether both put every float on the same integer."""
+        return other is not None and (
+            self is other
+            or (
+                (self.qmin, self.qmax, self.dtype, self.axis) == (other.qmin, other.qmax, other.dtype, other.axis)
+                and torch.equal(self.scale, other.scale)
+                and torch.equal(self.zero_point, other.zero_point)
+            )
+        )
+
+    def __str__(self) -> str:
+        if self.axis is None:
+            return f"scale={self.s:.4g} zero_point={self.z}"
+        return f"scale=[{float(self.scale.min()):.3g}..{float(self.scale.max()):.3g}] per channel (axis {self.axis})"
+
+
+def choose_qparams(low: Tensor, high: Tensor, spec: TensorSpec, axis: int | None = None) -> QParams:
+    """The parameters that cover [low, high] on the grid of `spec`. Float zero is always exactly representable.
+
+    Args:
+        low: smallest value, float32, 0-d (per tensor) or (C,) (per channel).
+        high: largest value, same shape.
+        spec: the grid.
+        axis: the channel axis when `low` is (C,), else None.
+
+    Returns:
+        `QParams`. A range that is exactly {0} gets scale 1. Scales too small for float32 division are raised to the
+        smallest normal float32.
+
+    Raises:
+        InputError: `low` or `high` is NaN or infinite, or low > high.
+
+    Example:
+        >>> choose_qparams(torch.tensor(-1.0), torch.tensor(1.55), TensorSpec()).z
+        100
+
+    Source: Jacob et al. 2018, section 3 (nudged zero point).
+    """
+    low, high = low.detach().to(torch.float64), high.detach().to(torch.float64)
+    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+        raise InputError("choose_qparams: the range holds NaN or Inf; look for them in the weights or the data.")
+    if bool((low > high).any()):
+        raise InputError("choose_qparams: low > high; the observer has seen no data.")
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    if spec.symmetric:
+        zero = (spec.qmin + spec.qmax + 1) // 2
+        scale = torch.maximum(-low / (zero - spec.qmin), high / (spec.qmax - zero))
+        zero_point = torch.full_like(scale, zero)
+    else:
+        scale = (high - low) / (spec.qmax - spec.qmin)
+        zero_point = torch.zeros_like(scale)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale).to(torch.float32)
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+    if not spec.symmetric:
+        zero_point = (spec.qmin - torch.round(low / scale.double())).clamp(spec.qmin, spec.qmax)
+    return QParams(scale, zero_point.to(torch.int32), spec.qmin, spec.qmax, spec.dtype, axis)
+
+
+def quantize(x: Tensor, qp: QParams) -> Tensor:
+    """`x` (float32, any shape) on the grid of `qp`: same shape, `qp.dtype`. Ties round to even.
+
+    Example:
+        >>> quantize(torch.tensor([0.0, 0.5, 9.0]), QParams.per_tensor(0.5, 3, 0, 15)).tolist()
+        [3, 4, 15]
+    """
+    if qp.axis is None:
+        return torch.ops.fxq.quantize.default(x, qp.s, qp.z, qp.qmin, qp.qmax, qp.dtype)
+    scale, zero_point = qp.scale.to(x.device), qp.zero_point.to(x.device)
+    return torch.ops.fxq.quantize.channel(x, scale, zero_point, qp.axis, qp.qmin, qp.qmax, qp.dtype)
+
+
+def dequantize(q: Tensor, qp: QParams) -> Tensor:
+    """Inverse of `quantize` up to rounding: float32, same shape as `q`."""
+    if qp.axis is None:
+        return torch.ops.fxq.dequantize.default(q, qp.s, qp.z)
+    return torch.ops.fxq.dequantize.channel(q, qp.scale.to(q.device), qp.zero_point.to(q.device), qp.axis)

@@ -1,0 +1,125 @@
+"""Strands: values that can share a grid, as ops hand them on, and the range that the grid has to cover."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fxq.quant.observers import Observer
+from fxq.quant.qparams import QParams
+
+FAR = 4.0
+"""A grid this many times as wide as the values on it leaves them two bits less: then they get one of their own."""
+
+REACH = 2.0
+"""How many times as wide a grid may become for the sake of constants: one bit. A layer in float costs more."""
+
+
+@dataclass(eq=False)
+class Strand:
+    """Values on one grid, as far as the graph has been gone through.
+
+    Attributes:
+        low, high: the range of the data, zero included.
+        finest: the smallest span of those among the values that somebody reads as they are.
+        observers: what has seen the values.
+        beside: strands whose values are brought to this grid, too.
+        constants: what masks, pads and fills bring in and the grid is to hold as well.
+    """
+
+    low: float = 0.0
+    high: float = 0.0
+    finest: float = math.inf
+    observers: list[Observer] = field(default_factory=list)
+    beside: list[Strand] = field(default_factory=list)
+    constants: set[float] = field(default_factory=set)
+    _into: Strand | None = None
+
+    @property
+    def span(self) -> float:
+        """How wide the range is."""
+        return self.high - self.low
+
+    def root(self) -> Strand:
+        """The strand that this one has become a part of."""
+        strand = self
+        while strand._into is not None:
+            if strand._into._into is not None:
+                strand._into = strand._into._into
+            strand = strand._into
+        return strand
+
+    def cover(self, other: Strand) -> None:
+        """Let the grid hold what another strand's does, while that keeps a grid of its own."""
+        self._widen(other)
+        self.beside += [other, *other.beside]
+
+    def join(self, other: Strand) -> Strand:
+        """Make one of two strands; the one that both have become."""
+        if self is other:
+            return self
+        large, small = (self, other) if len(self.observers) >= len(other.observers) else (other, self)
+        large._widen(small)
+        large.observers += small.observers
+        large.beside += small.beside
+        large.finest = min(large.finest, small.finest)
+        small._into = large
+        return large
+
+    def _widen(self, other: Strand) -> None:
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.constants |= other.constants
+
+    def keep(self, span: float) -> None:
+        """Somebody reads values of this span as they are."""
+        if span > 0:
+            self.finest = min(self.finest, span)
+
+    def reaches(self, constant: float) -> bool:
+        """Whether the grid can hold a constant without becoming much coarser; any where there is no other data."""
+        wider = max(self.high, constant) - min(self.low, constant)
+        return math.isfinite(constant) and (self.span == 0 or wider <= REACH * self.span)
+
+    def qparams(self, narrow: bool = False) -> QParams:
+        """The grid, when all of the graph has been gone through; `narrow`: with a bit less than 8."""
+        strands = dict.fromkeys([self, *(other.root() for other in self.beside)])
+        together = joined([strand.seen for strand in strands if strand.observers])
+        if narrow:
+            together = together.on(together.spec.narrowed)
+        return together.qparams(sorted(self.constants))
+
+    @cached_property
+    def seen(self) -> Observer:
+        """What all of its observers have seen; asked for when all of the graph has been gone through."""
+        return joined(self.observers)
+
+
+def joined(observers: Sequence[Observer]) -> Observer:
+    """An observer that stands for the tensors of all of them, which stay as they are."""
+    first, *others = observers
+    if others:
+        first = copy.deepcopy(first)
+        for other in others:
+            first.join(other)
+    return first
+
+
+def around(strands: Iterable[Strand]) -> Strand:
+    """A new strand as wide as all of these, which has seen nothing itself."""
+    made = Strand()
+    for strand in strands:
+        made._widen(strand)
+    return made
+
+
+def watching(observer: Observer) -> Strand:
+    """A strand for what an observer has seen.
+
+    Raises:
+        CalibrationError: it has seen no data.
+    """
+    low, high = observer.range()
+    return Strand(min(float(low), 0.0), max(float(high), 0.0), observers=[observer])

@@ -1,0 +1,1 @@
+"""What to quantize, how, and through which passes."""

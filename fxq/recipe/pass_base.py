@@ -1,0 +1,68 @@
+"""What a pass is, and the stages that passes move a graph through."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from fxq.rewriting.rewriter import Rewriter
+
+
+class Stage(enum.IntEnum):
+    """What the graph holds. A pass needs one stage and gives the same or a later one (`fxq/pipeline/invariants.py`)."""
+
+    NONE = 0
+    TRACED = 1
+    CANONICAL = 2
+    FUSED = 3
+    OBSERVED = 4
+    QDQ = 5
+    LOWERED = 6
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """One step of the pipeline: a frozen dataclass whose fields are its options.
+
+    A subclass sets `name`, `needs` and `gives`, and edits the graph through the rewriter it is given:
+
+        @dataclass(frozen=True)
+        class DropTanh(fxq.Pass):
+            '''Before: tanh(x)    After: x'''
+            name = "drop-tanh"
+            needs = gives = Stage.CANONICAL
+
+            def run(self, rewriter):
+                for node in rewriter.nodes("tanh"):
+                    rewriter.replace(node, node.args[0])
+
+    `recipe.insert_pass(DropTanh(), after="canonicalize")` puts it into the pipeline.
+    """
+
+    name: ClassVar[str] = ""
+    needs: ClassVar[Stage] = Stage.CANONICAL
+    gives: ClassVar[Stage] = Stage.CANONICAL
+
+    @abstractmethod
+    def run(self, rewriter: Rewriter) -> None:
+        """Edit the graph of `rewriter.gm` through the rewriter."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The pass's fields as plain data."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def changed_options(self) -> dict[str, Any]:
+        """The fields that differ from their default."""
+        defaults = {f.name: f.default for f in fields(self)}
+        return {k: v for k, v in self.options.items() if v != defaults[k]}
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{k}={v!r}" for k, v in self.changed_options.items())
+        return f"{self.name}({inside})" if inside else self.name

@@ -1,0 +1,121 @@
+"""The passes of a recipe, in order, and how a recipe changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fxq.common.source import import_name
+from fxq.errors import RecipeError, unknown
+from fxq.recipe.pass_base import Pass
+from fxq.text.cells import Cell, Column, Part, Table, cells
+from fxq.text.printed import Printed
+
+_PIPELINES: dict[str, tuple[Pass, ...]] = {}
+
+
+def register_pipeline(name: str, passes: Sequence[Pass]) -> None:
+    """Make a list of passes known as the pipeline of the preset `name`."""
+    _PIPELINES[name] = tuple(passes)
+
+
+@dataclass(frozen=True, repr=False)
+class Pipeline(Printed, Sequence[Pass]):
+    """The passes of a recipe, in order. `print` shows them with the stages they move the graph through."""
+
+    passes: tuple[Pass, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return self.passes[self.position(index)]
+        return self.passes[index]
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.passes)
+
+    def position(self, name: str) -> int:
+        """Index of the pass called `name`. Raises `RecipeError` with the nearest names."""
+        names = [p.name for p in self.passes]
+        if name not in names:
+            raise RecipeError(unknown("pass", name, names))
+        return names.index(name)
+
+    def _short(self) -> str:
+        return " → ".join(map(str, self.passes))
+
+    def _parts(self) -> list[Part]:
+        return [Table(_PASSES, tuple(_row(i, step) for i, step in enumerate(self.passes, 1)))]
+
+
+_PASSES = (Column(align="right"), Column(give="end"), Column(give="end", drop=1), Column(give="fold", least=30))
+
+
+def _row(number: int, step: Pass) -> tuple[Cell, ...]:
+    """Number, pass, the stages it leads from and to, and the first line of its docstring."""
+    stages = str(step.gives) if step.needs == step.gives else f"{step.needs} -> {step.gives}"
+    summary = (type(step).__doc__ or "").strip().partition("\n")[0]
+    return cells(Cell(f"{number}.", "quiet"), Cell(str(step), "strong"), stages, summary)
+
+
+@dataclass(frozen=True)
+class PipelineEdit:
+    """A pass inserted next to another one, or (when `inserted` is None) the pass `anchor` removed."""
+
+    anchor: str
+    inserted: Pass | None = None
+    after: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The edit as plain data. Raises `RecipeError` when a file cannot hold it."""
+        if self.inserted is None:
+            return {"remove": self.anchor}
+        cls = type(self.inserted)
+        if "<locals>" in cls.__qualname__:
+            raise RecipeError(f"the pass {self.inserted.name!r} is a class local to a function: a file cannot name it.")
+        data: dict[str, Any] = {
+            "insert": f"{cls.__module__}:{cls.__qualname__}",
+            "after" if self.after else "before": self.anchor,
+        }
+        options = self.inserted.changed_options
+        if None in options.values():
+            raise RecipeError(f"the pass {self.inserted.name!r} has an option that is None, which a file cannot hold.")
+        return {**data, "options": options} if options else data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PipelineEdit:
+        """Inverse of `to_dict`. Raises `RecipeError` naming unknown keys, passes, options."""
+        if "remove" in data:
+            return cls(data["remove"])
+        if "insert" not in data or ("after" in data) == ("before" in data):
+            raise RecipeError(
+                f"a [[pass]] entry has 'remove', or 'insert' with one of 'after' and 'before', not {dict(data)!r}."
+            )
+        made, options = import_name(data["insert"], Pass), data.get("options", {})
+        for key in options:
+            if key not in (known := [f.name for f in fields(made)]):
+                raise RecipeError(unknown(f"option of the pass {made.name!r}", key, known))
+        inserted = made(**options)
+        return cls(data["after"] if "after" in data else data["before"], inserted, "after" in data)
+
+
+def pipeline_of(preset: str, edits: Sequence[PipelineEdit] = ()) -> Pipeline:
+    """The pipeline of a preset, edited. Raises `RecipeError`: unknown preset or pass, or a pass inserted twice."""
+    if preset not in _PIPELINES:
+        raise RecipeError(unknown("preset", preset, _PIPELINES))
+    line = Pipeline(_PIPELINES[preset])
+    for edit in edits:
+        passes, at = list(line.passes), line.position(edit.anchor)
+        if edit.inserted is None:
+            del passes[at]
+        else:
+            if edit.inserted.name in [p.name for p in passes]:
+                raise RecipeError(
+                    f"the pipeline has a pass called {edit.inserted.name!r} already; give yours another name."
+                )
+            passes.insert(at + edit.after, edit.inserted)
+        line = Pipeline(tuple(passes))
+    return line

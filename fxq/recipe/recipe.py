@@ -1,0 +1,307 @@
+"""A recipe: what to quantize, how, for which backend, through which passes. Frozen; every method returns a new one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fxq.backends import by_name as backends
+from fxq.errors import RecipeError, unknown
+from fxq.quant.observers import OBSERVERS
+from fxq.quant.spec import ACTIVATION, ROLES, WEIGHT, QuantConfig, TensorSpec
+from fxq.recipe.pass_base import Pass
+from fxq.recipe.pins import Pin
+from fxq.recipe.pipeline import Pipeline, PipelineEdit, pipeline_of
+from fxq.recipe.selector import Selector, as_selector
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `fxq.quantize` is to do. Make one with a preset (`Recipe.static()`), then refine it.
+
+    Attributes:
+        preset: the preset it started from; decides the pipeline.
+        backend: name of the backend, or "auto" for the best one that this machine runs.
+        config: how a layer is quantized where no override speaks.
+        overrides: (selector, config) pairs; later ones win.
+        leaf_modules: path globs of modules that are not traced into: they run in float, as they are.
+        strict_trace: whether a module that cannot be traced is an error; else it becomes such a leaf, with a warning.
+        check_inputs: whether the quantized model refuses float inputs that hold NaN or Inf, at every call. Not -Inf: it
+            is what masks for attention hold.
+        concrete_args: arguments of forward, by name, that are fixed to a plain value; the graph checks them.
+        edits: passes inserted and removed.
+        optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
+            everything runs on integers that can; "decided": what `decided` says, and nothing is measured.
+        decided: what runs on integers with optimize="decided", see `QuantizedModel.recipe_as_decided`.
+        check: "none", or "numeric": after every pass, compare with the float model on the example input.
+        max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/common/metrics.py`).
+        narrow: what gives up a bit on CPUs whose kernels overflow with 8-bit activations times 8-bit weights (x86
+            without VNNI): "weights", "activations", or "auto": that with which the outputs have the higher SQNR against
+            the float model's, tried on recorded calibration samples. The ledger says what was chosen.
+        min_sqnr: decibels of SQNR against the float model below which `quantize` warns about the output; None: never.
+
+    Example:
+        >>> recipe = Recipe.static().override("head", fxq.FLOAT)
+        >>> Recipe.from_dict(recipe.to_dict()) == recipe
+        True
+    """
+
+    preset: str = "static"
+    backend: str = "auto"
+    config: QuantConfig = field(default_factory=QuantConfig)
+    overrides: tuple[tuple[Selector, QuantConfig], ...] = ()
+    leaf_modules: tuple[str, ...] = ()
+    strict_trace: bool = False
+    concrete_args: Mapping[str, Any] = field(default_factory=dict)
+    edits: tuple[PipelineEdit, ...] = ()
+    optimize: str = "speed"
+    decided: tuple[Pin, ...] = ()
+    check: str = "none"
+    max_loss: float = 30.0
+    min_sqnr: float | None = 12.0
+    narrow: str = "auto"
+    check_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.pipeline
+        if self.backend not in backends.NAMES:
+            raise RecipeError(unknown("backend", self.backend, backends.NAMES))
+        if self.optimize not in ("speed", "coverage", "decided"):
+            raise RecipeError(unknown("value of optimize", self.optimize, ["speed", "coverage", "decided"]))
+        if self.optimize == "decided" and not self.decided:
+            raise RecipeError(
+                'optimize="decided" needs decisions: take qmodel.recipe_as_decided() of a quantized model.'
+            )
+        if self.narrow not in (narrow := ("auto", *ROLES)):
+            raise RecipeError(unknown("value of narrow", self.narrow, narrow))
+        if self.check not in ("none", "numeric"):
+            raise RecipeError(unknown("check", self.check, ["none", "numeric"]))
+        if isinstance(self.min_sqnr, str) or self.min_sqnr != self.min_sqnr:
+            raise RecipeError(f"min_sqnr is {self.min_sqnr!r}; it must be a number of dB, or None for no check.")
+        for config in (self.config, *(c for _, c in self.overrides)):
+            for spec in (config.activation, config.weight):
+                if spec is not None and spec.observer not in OBSERVERS:
+                    raise RecipeError(unknown("observer", spec.observer, OBSERVERS))
+
+    @classmethod
+    def static(
+        cls,
+        *,
+        backend: str = "auto",
+        activation: TensorSpec = ACTIVATION,
+        weight: TensorSpec = WEIGHT,
+        correct_bias: bool = False,
+        optimize: str = "speed",
+        narrow: str = "auto",
+        strict_trace: bool = False,
+        check_inputs: bool = False,
+        leaf_modules: Iterable[str] = (),
+        concrete_args: Mapping[str, Any] | None = None,
+    ) -> Recipe:
+        """Post-training static quantization: activations by calibration, weights per channel. Needs data.
+
+        Args:
+            backend: "auto", "x86", "fbgemm", "qnnpack" or "reference".
+            activation: spec of all activations; the default is uint8 affine with the histogram observer.
+            weight: spec of all weights; the default is int8 symmetric per channel.
+            correct_bias: fit scale and bias of every layer to its float form (the preset "static_corrected").
+            optimize: "speed": what is faster in float on this machine stays in float (measured at the shapes of the
+                example inputs); "coverage": everything runs on integers that can.
+            narrow: "weights" or "activations": what gives up a bit on CPUs whose kernels overflow with 8 bits of both;
+                "auto": what costs less, tried on calibration data.
+            strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.
+            check_inputs: let the quantized model raise `InputError` on a float input that holds NaN or Inf; else such
+                an input gives finite numbers, as integers are neither. It reads every input once more.
+            leaf_modules: path globs of modules that are not traced into, as `leaf` adds them.
+            concrete_args: arguments of forward that are fixed to plain values, by name, as `fix_args` fixes them.
+
+        Example:
+            >>> Recipe.static(leaf_modules=["head.*"]) == Recipe.static().leaf("head.*")
+            True
+        """
+        if isinstance(leaf_modules, str):
+            raise RecipeError(f"leaf_modules is a list of path globs, not {leaf_modules!r}: write [{leaf_modules!r}].")
+        preset = "static_corrected" if correct_bias else "static"
+        config = QuantConfig(activation, weight)
+        recipe = cls(preset, backend, config, optimize=optimize, strict_trace=strict_trace, narrow=narrow)
+        recipe = replace(recipe, check_inputs=check_inputs)
+        return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
+
+    def override(self, selector: Any, config: QuantConfig) -> Recipe:
+        """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.
+
+        Args:
+            selector: a module path glob, `fxq.op(name)`, or an `nn.Module` type.
+            config: the configuration.
+        """
+        if not isinstance(config, QuantConfig):
+            raise RecipeError(
+                f"override({selector!r}, ...): the config is a fxq.QuantConfig or fxq.FLOAT, not {config!r}."
+            )
+        return replace(self, overrides=(*self.overrides, (as_selector(selector), config)))
+
+    def insert_pass(self, new: Pass, *, after: str | None = None, before: str | None = None) -> Recipe:
+        """Put a pass into the pipeline, after or before the pass of that name."""
+        if not isinstance(new, Pass):
+            raise RecipeError(f"insert_pass takes an instance of a fxq.Pass subclass, not {new!r}.")
+        if (after is None) == (before is None):
+            raise RecipeError("insert_pass: give exactly one of after= and before=.")
+        edit = PipelineEdit(str(after if after is not None else before), new, after is not None)
+        return replace(self, edits=(*self.edits, edit))
+
+    def without_pass(self, name: str) -> Recipe:
+        """Leave a pass out."""
+        return replace(self, edits=(*self.edits, PipelineEdit(name)))
+
+    def leaf(self, *paths: str) -> Recipe:
+        """Do not trace into these modules (path globs): they run in float, as they are."""
+        return replace(self, leaf_modules=(*self.leaf_modules, *paths))
+
+    def with_optimize(self, optimize: str) -> Recipe:
+        """Quantize for "speed", or for "coverage" (see `Recipe.static`), or as `decided` says ("decided")."""
+        return replace(self, optimize=optimize)
+
+    def fix_args(self, **values: Any) -> Recipe:
+        """Fix arguments of forward to plain values, for a graph that is made for them: `recipe.fix_args(mode="eval")`.
+
+        The quantized model takes them as its defaults, and raises `InputError` when it is called with others.
+        """
+        return replace(self, concrete_args={**self.concrete_args, **values})
+
+    def with_backend(self, backend: str) -> Recipe:
+        """The recipe for another backend."""
+        return replace(self, backend=backend)
+
+    def with_check(self, check: str = "numeric", max_loss: float = 30.0) -> Recipe:
+        """Compare the graph with the float model after every pass; warn when one pass loses more than `max_loss` dB."""
+        return replace(self, check=check, max_loss=max_loss)
+
+    def with_min_sqnr(self, min_sqnr: float | None) -> Recipe:
+        """Warn when the quantized model's outputs are below `min_sqnr` dB SQNR on calibration data; None: never."""
+        return replace(self, min_sqnr=min_sqnr)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The passes that this recipe runs, in order."""
+        return pipeline_of(self.preset, self.edits)
+
+    def config_for(
+        self, path: str, ops: Iterable[str], types: Mapping[str, type]
+    ) -> tuple[QuantConfig, Selector | None]:
+        """The config of a node and the override that decided it (None: the recipe's own). See `Selector.matches`."""
+        names = tuple(ops)
+        for selector, config in reversed(self.overrides):
+            if selector.matches(path, names, types):
+                return config, selector
+        return self.config, None
+
+    # ---- files
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as plain data, for `from_dict`. Defaults are left out."""
+        data: dict[str, Any] = {"preset": self.preset}
+        defaults = {f.name: f.default for f in fields(Recipe)}
+        for key in _OPTIONS:
+            value = getattr(self, key)
+            if value != defaults[key]:
+                data[key] = "none" if value is None else value
+        if self.concrete_args:
+            data["concrete_args"] = dict(self.concrete_args)
+        if self.leaf_modules:
+            data["leaf_modules"] = list(self.leaf_modules)
+        if self.config != QuantConfig():
+            data["config"] = self.config.to_dict()
+        if self.overrides:
+            data["override"] = [{**s.to_dict(), "config": c.to_dict()} for s, c in self.overrides]
+        if self.edits:
+            data["pass"] = [e.to_dict() for e in self.edits]
+        if self.decided:
+            data["decided"] = [pin.to_dict() for pin in self.decided]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
+        """Inverse of `to_dict`. Raises `RecipeError` naming unknown keys, presets, passes, observers."""
+        known = [*_PLAIN, "leaf_modules", "config", "override", "pass", "decided"]
+        for key in data:
+            if key not in known:
+                raise RecipeError(unknown("recipe key", key, known))
+            if not isinstance(data[key], _SHAPES.get(key, str)):
+                raise RecipeError(f"recipe key {key!r} has a value of the wrong shape: {data[key]!r}.")
+        tables = [*data.get("override", ()), *data.get("pass", ()), *data.get("decided", ())]
+        if not all(isinstance(table, Mapping) for table in tables):
+            raise RecipeError(
+                "override, pass and decided are lists of tables: [[override]], [[pass]], [[decided]] in a .toml file."
+            )
+        plain = {k: data[k] for k in _PLAIN if k in data}
+        if plain.get("min_sqnr") == "none":
+            plain["min_sqnr"] = None
+        return cls(
+            **plain,
+            config=QuantConfig.from_dict(data["config"]) if "config" in data else QuantConfig(),
+            overrides=tuple(
+                (Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())
+            ),
+            leaf_modules=tuple(data.get("leaf_modules", ())),
+            edits=tuple(PipelineEdit.from_dict(e) for e in data.get("pass", ())),
+            decided=tuple(Pin.from_dict(pin) for pin in data.get("decided", ())),
+        )
+
+    def to_toml(self) -> str:
+        """The recipe as TOML text. Raises `RecipeError` when it fixes an argument to something that no file holds."""
+        for name, value in self.concrete_args.items():
+            if not isinstance(value, (bool, int, float, str)):
+                raise RecipeError(f"concrete_args: a file cannot hold {name}={value!r}.")
+        return tomli_w.dumps(self.to_dict())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recipe to a `.toml` file."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Recipe:
+        """Read a recipe from a `.toml` file. Raises `RecipeError` when there is none or it is not TOML."""
+        try:
+            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from None
+
+
+_OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace", "check_inputs")
+_PLAIN = ("preset", *_OPTIONS, "concrete_args")
+_SHAPES: dict[str, Any] = {
+    "strict_trace": bool,
+    "check_inputs": bool,
+    "concrete_args": Mapping,
+    "max_loss": (int, float),
+    "min_sqnr": (int, float, str),
+    "config": (str, Mapping),
+    "leaf_modules": (list, tuple),
+    "override": (list, tuple),
+    "pass": (list, tuple),
+    "decided": (list, tuple),
+}
+
+
+def as_recipe(value: Any) -> Recipe:
+    """A recipe from what `fxq.quantize` takes: a `Recipe`, a preset's name, a dict, or a path to a `.toml` file."""
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, Mapping):
+        return Recipe.from_dict(value)
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".toml")):
+        return Recipe.load(value)
+    if isinstance(value, str):
+        return Recipe(preset=value)
+    raise RecipeError(f"a recipe is a fxq.Recipe, a preset's name, a dict or a path to a .toml file, not {value!r}.")

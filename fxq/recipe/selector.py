@@ -1,0 +1,124 @@
+"""Selectors: which ops of a model a recipe's override speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fxq.common.globs import crossing, path_matches
+from fxq.common.source import import_name
+from fxq.errors import RecipeError, nearest, unknown
+from fxq.ops import OPS
+
+
+@dataclass(frozen=True)
+class Selector:
+    """One way to select ops: by module path glob, by op name (below a path, if one is given), or by module type.
+
+    A path selects a module and everything inside it: `layer4` and `layer4.*` both cover `layer4.0.conv1`. `*` stops at
+    a dot, and `**` crosses dots: `layer.*.dense` is not `layer.0.output.dense`, which `layer.**.dense` is.
+    """
+
+    path: str | None = None
+    op: str | None = None
+    module: type[nn.Module] | None = None
+
+    def matches(self, path: str, ops: Iterable[str], types: Mapping[str, type]) -> bool:
+        """Whether a node is selected.
+
+        Args:
+            path: module path of the node.
+            ops: names of the ops that it runs.
+            types: module type by module path, for the whole model.
+        """
+        if self.op is not None and (self.op not in ops or self.path is None):
+            return self.op in ops
+        above = ancestors(path)
+        if self.module is not None:
+            return any(issubclass(types[p], self.module) for p in (*above, "") if p in types)
+        return bool(self.path) and any(path_matches(p, str(self.path)) for p in above or [""])
+
+    def near_misses(self, types: Mapping[str, type], ops: Iterable[str]) -> list[str]:
+        """What in the model looks most like this selector, for the error when it selects nothing."""
+        if self.op is not None:
+            return sorted(set(ops))
+        if self.module is not None:
+            return sorted({t.__name__ for p, t in types.items() if p})
+        paths = [p for p in types if p]
+        wide = crossing(str(self.path), paths)
+        near = [f"{wide!r}, as * stops at a dot"] if wide is not None else []
+        return near or nearest(str(self.path).rstrip("*").rstrip("."), paths, 5)
+
+    def to_dict(self) -> dict[str, str]:
+        """Plain data for a recipe file."""
+        if self.module is not None:
+            if "<locals>" in self.module.__qualname__:
+                raise RecipeError(
+                    f"the module type {self.module.__qualname__} is local to a function: a file cannot name it."
+                )
+            return {"module": f"{self.module.__module__}:{self.module.__qualname__}"}
+        return {key: value for key, value in (("op", self.op), ("path", self.path)) if value is not None}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Selector:
+        """Inverse of `to_dict`."""
+        known = ["path", "op", "module", "config"]
+        for key in data:
+            if key not in known:
+                raise RecipeError(unknown("override key", key, known))
+        given = {k: v for k, v in data.items() if k != "config"}
+        if len(given) != 1 and given.keys() != {"op", "path"}:
+            raise RecipeError(
+                f"an override needs one of path, op and module, or op and path together, not {sorted(given) or 'none'}."
+            )
+        for key, value in given.items():
+            if not isinstance(value, str):
+                raise RecipeError(f"an override's {key} is a string, not {value!r}.")
+        if "module" in given:
+            return cls(module=import_name(given["module"], nn.Module))
+        return op(given["op"], given.get("path")) if "op" in given else cls(path=given["path"])
+
+    def __str__(self) -> str:
+        if self.op is not None:
+            return f"fxq.op({self.op!r}, {self.path!r})" if self.path is not None else f"fxq.op({self.op!r})"
+        return self.module.__name__ if self.module is not None else repr(self.path)
+
+
+def op(name: str, path: str | None = None) -> Selector:
+    """Select every call of an op of the table; with a module path glob, those made there.
+
+    Raises:
+        RecipeError: unknown op; the nearest names are given.
+
+    Example:
+        >>> str(op("linear"))
+        "fxq.op('linear')"
+    """
+    if name not in OPS:
+        raise RecipeError(unknown("op", name, [o.name for o in OPS]))
+    return Selector(path=path, op=name)
+
+
+def as_selector(value: Any) -> Selector:
+    """A selector from what `Recipe.override` takes: a path glob, `fxq.op(...)`, or a module type."""
+    if isinstance(value, Selector):
+        return value
+    if isinstance(value, str):
+        return Selector(path=value)
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return Selector(module=value)
+    raise RecipeError(f"a selector is a module path glob, fxq.op(name) or an nn.Module type, not {value!r}.")
+
+
+def ancestors(path: str) -> list[str]:
+    """The path and every path above it, innermost first, the model itself ("") left out.
+
+    Example:
+        >>> ancestors("layer4.0.conv1")
+        ['layer4.0.conv1', 'layer4.0', 'layer4']
+    """
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in reversed(range(len(parts)))]

@@ -1,0 +1,84 @@
+"""The history of a model as data for the report page: every distinct node once, and what each pass made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
+from typing import Any
+
+from fxq.graph.view import NodeView
+from fxq.pipeline.history import History, Snapshot
+from fxq.text.colours import CHANGES, LOOKS
+
+_DEFAULTS = {f.name: f.default for f in fields(NodeView) if f.default is not MISSING}
+
+Data = dict[str, Any]
+
+
+class Nodes:
+    """The nodes of any number of graphs, each that looks the same kept once.
+
+    Attributes:
+        records: the nodes as plain data; fields that have their default are left out.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Data] = []
+        self._by_id: dict[int, int] = {}  # most snapshots share their views: looked up before their values are hashed
+        self._by_value: dict[NodeView, int] = {}
+
+    def index(self, node: NodeView) -> int:
+        """The place of a node among the records."""
+        known = self._by_id.get(id(node))
+        if known is None:
+            known = self._by_value.setdefault(node, len(self.records))
+            self._by_id[id(node)] = known
+            if known == len(self.records):
+                self.records.append(_record(node))
+        return known
+
+
+def _record(node: NodeView) -> Data:
+    values = ((f.name, getattr(node, f.name)) for f in fields(node))
+    return {name: value for name, value in values if value != _DEFAULTS.get(name, MISSING)}
+
+
+def passes(history: History, nodes: Nodes) -> list[Data]:
+    """One record a pass: time, nodes after it in order (their places among `nodes`), rewrites and near misses."""
+    return [_pass(snapshot, nodes) for snapshot in history]
+
+
+def _pass(snapshot: Snapshot, nodes: Nodes) -> Data:
+    about: Data = {
+        **graph_of(snapshot, nodes, snapshot.name),
+        "ms": round(1e3 * snapshot.seconds, 3),
+        "stage": str(snapshot.stage),
+        "rewrites": [vars(edit) for edit in snapshot.edits],
+        "near": [vars(miss) for miss in snapshot.near],
+    }
+    return about if snapshot.sqnr is None else {**about, "sqnr": number(snapshot.sqnr)}
+
+
+def graph_of(snapshot: Snapshot, nodes: Nodes, name: str) -> Data:
+    """The graph of a snapshot under a name, as a pass of which no more is known."""
+    return {"name": name, "nodes": [nodes.index(node) for node in snapshot.graph], "rewrites": [], "near": []}
+
+
+def looks() -> Data:
+    """How kinds of nodes and changes look, for the page: colours have one home, `fxq/text/colours.py`."""
+    return {"looks": _looks(LOOKS), "changes": _looks(CHANGES)}
+
+
+def _looks(table: Mapping[Any, Any]) -> Data:
+    return {name: asdict(look) for name, look in table.items()}
+
+
+def number(value: float, digits: int = 5) -> float | str:
+    """A number as JSON can say it, with so many digits: one that is not finite as text."""
+    short = float(f"{value:.{digits}g}")
+    return short if short - short == 0 else str(short)
+
+
+def numbers(values: Sequence[float], digits: int = 4) -> list[float | str]:
+    """Several of them."""
+    return [number(value, digits) for value in values]

@@ -1,0 +1,175 @@
+"""How long a quantized model takes beside the float one, and which of its nodes the time goes to."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxq.common.data import Batch, device_of
+from fxq.common.isolation import copied, seeded, untouched, without_autocast
+from fxq.common.metrics import tensors
+from fxq.common.train_mode import first_in_train_mode
+from fxq.errors import InputError, words_of
+from fxq.graph.run import Stepper
+from fxq.ledger.float_record import Input
+
+SECONDS, MOST = 0.7, 30
+"""How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Medians of repeated calls on one batch.
+
+    Attributes:
+        float_us, int8_us: microseconds of a call of either model, in turns; None where it was not timed.
+        why: why not; empty where nothing is missing.
+        batch: what was timed, and with how many threads.
+        nodes: microseconds by name of a node of the quantized model, run one by one. Kernels look at their inputs each
+            time, which those that the model's calls are bound to do not: a few microseconds of each.
+    """
+
+    float_us: float | None = None
+    int8_us: float | None = None
+    why: str = ""
+    batch: str = ""
+    nodes: Mapping[str, float] = field(default_factory=dict)
+
+
+def recorded_inputs(inputs: Sequence[Input], device: str) -> Batch:
+    """Inputs of the shapes and dtypes of a model's example: normal noise, and zeros for integers and flags.
+
+    Args:
+        inputs: those of the example, as `Record.inputs` has them.
+        device: where to make them.
+
+    Raises:
+        InputError: one of them was no plain tensor.
+    """
+    args, kwargs = list[Tensor](), dict[str, Tensor]()
+    for i, one in enumerate(inputs):
+        if one.shape is None or one.dtype is None:
+            what = repr(one.name) if one.name else str(i)
+            raise InputError(f"input {what} is no plain tensor; give example_inputs= to time the model with.")
+        make = torch.randn if one.dtype.is_floating_point else torch.zeros
+        value = make(one.shape, dtype=one.dtype, device=device)
+        if one.name:
+            kwargs[one.name] = value
+        else:
+            args.append(value)
+    return Batch(tuple(args), kwargs)
+
+
+def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> Latency:
+    """Time the quantized model, the float one where there is one, and every node of the first.
+
+    Args:
+        model: the quantized model.
+        real: the float model that it came from; None: it is gone.
+        batch: what to run them on.
+
+    Raises:
+        InputError: the quantized model does not run on the batch.
+    """
+    why = _not_timed(real, batch)
+    with torch.no_grad(), without_autocast(), seeded(), ExitStack() as kept:
+        for module in (model, *([real] if real is not None else [])):
+            kept.enter_context(untouched(module))
+        calls = {"int8": _call(model, batch)}
+        try:
+            calls["int8"]()
+        except Exception as error:  # whatever a module that was kept as it is raises
+            raise InputError(f"the model does not run on {batch}: {type(error).__name__}: {words_of(error)}") from error
+        if real is not None and not why:
+            try:
+                (call := _call(real, batch))()
+                calls["float"] = call
+            except Exception as error:
+                why = f"the float model does not run on {batch}: {type(error).__name__}: {words_of(error)}"
+        wait = _wait_for(device_of(model))
+        medians = interleaved(calls, wait)
+        nodes = _nodes(model, batch, wait)
+    count = torch.get_num_threads()
+    text = f"{str(batch)[1:-1]}, {count} {'thread' if count == 1 else 'threads'}"
+    return Latency(medians.get("float"), medians["int8"], why, text, nodes)
+
+
+def _wait_for(device: str) -> Callable[[], None]:
+    """Waits until a device has done what it was given; a CPU has by then."""
+    return (lambda: None) if device == "cpu" else torch.accelerator.synchronize
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], wait: Callable[[], None]) -> dict[str, float]:
+    """Median microseconds of each call. They take turns, so that a busy machine slows all of them alike.
+
+    In an order drawn anew: a call that always follows the same other one finds the caches as that one leaves them.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    names, order = list(calls), random.Random(0)
+    for _ in _rounds():
+        order.shuffle(names)
+        for name in names:
+            with _timed(times[name], wait):
+                calls[name]()
+    return {name: _median(found) for name, found in times.items()}
+
+
+def _nodes(model: fx.GraphModule, batch: Batch, wait: Callable[[], None]) -> dict[str, float]:
+    """Median microseconds of each node that computes something."""
+    times: dict[str, list[float]] = {n.name: [] for n in model.graph.nodes if n.op.startswith("call")}
+    for _ in _rounds():
+        stepper = Stepper(model, model.graph, copied(batch))
+        for node in model.graph.nodes:
+            if node.name in times:
+                with _timed(times[node.name], wait):
+                    stepper.step(node)
+            else:
+                stepper.step(node)
+    return {name: _median(found) for name, found in times.items()}
+
+
+def _rounds() -> Iterator[int]:
+    """Goes on for `SECONDS` or `MOST` rounds; one at least."""
+    end = time.perf_counter() + SECONDS
+    for i in range(MOST):
+        yield i
+        if time.perf_counter() >= end:
+            return
+
+
+@contextmanager
+def _timed(times: list[float], wait: Callable[[], None]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    wait()
+    times.append(time.perf_counter() - start)
+
+
+def _median(times: Sequence[float]) -> float:
+    """In microseconds; the first call, which packs weights, counts only where it is the only one."""
+    return 1e6 * statistics.median(times[1:] or times)
+
+
+def _call(model: nn.Module, batch: Batch) -> Callable[[], Any]:
+    given = copied(batch)  # a model may change its inputs in place
+    return lambda: model(*given.args, **given.kwargs)
+
+
+def _not_timed(real: nn.Module | None, batch: Batch) -> str:
+    """Why the float model cannot be timed on a batch; empty when it can."""
+    if real is None:
+        return "the float model is gone: the quantized model holds no more than a weak reference to it"
+    if first_in_train_mode(real) is not None:
+        return "the float model is in train mode"
+    where = {t.device.type for t in tensors((batch.args, batch.kwargs))}
+    if where and device_of(real) not in where:
+        return f"the float model is on {device_of(real)} and the inputs are on {', '.join(sorted(where))}"
+    return ""

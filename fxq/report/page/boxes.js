@@ -1,0 +1,161 @@
+/* What is written in the box of a node, and how large that makes it. The same lines as in `fxq/picture/graph_picture.py`. */
+
+const HEAD = { size: 13, weight: "bold", height: 24 };
+const LINE = { height: 15, sizes: { name: 10, value: 11.5, scale: 11, detail: 10, warn: 10, change: 10.5 } };
+const WIDEST = 38; // characters in a line
+const STRIP = 16; // height of the strip that says how a node changed
+const FONT = '"Helvetica Neue", Helvetica, Arial, "Liberation Sans", sans-serif';
+
+/** `role`: which of `LINE.sizes`, and of the colours of a theme. @typedef {{text: string, role: string}} Line */
+/** @typedef {{head: string, tag: string, pill: boolean, lines: readonly Line[], width: number, height: number}} Box */
+
+const fontOf = (size, weight = "") => `${weight ? weight + " " : ""}${size}px ${FONT}`;
+
+/** Width of a text in world units: a sum over its characters, which is near enough and much faster than measuring. */
+const textWidth = (() => {
+  const context = document.createElement("canvas").getContext("2d");
+  const widths = new Map(); // of each character, per font weight, at 100 px
+  return (text, size, weight = "") => {
+    let sum = 0;
+    for (const character of text) {
+      const key = weight + character;
+      if (!widths.has(key)) {
+        context.font = fontOf(100, weight);
+        widths.set(key, context.measureText(character).width);
+      }
+      sum += widths.get(key);
+    }
+    return (sum * size) / 100;
+  };
+})();
+
+/** `text` with its middle left out when it is longer than `most` characters, without line breaks. */
+function clip(text, most = WIDEST) {
+  const plain = text.replace(/[\u0000-\u001f\u007f-\u009f\u2028\u2029]+/g, " ");
+  if (plain.length <= most) return plain;
+  const tail = Math.floor(most / 3);
+  return `${plain.slice(0, most - tail - 1)}…${plain.slice(-tail)}`;
+}
+
+/** `64×32×8×8 · uint8` of a node. */
+function valueOf(node) {
+  const shape = node.shape === null ? "" : node.shape.join("×") || "scalar";
+  return [shape, node.dtype].filter(Boolean).join(" · ");
+}
+
+const gridOf = (node) => `scale ${node.scale} · zp ${node.zero_point || 0}`;
+
+/** Options with `(2, 2)` written as `2`. */
+const shortOptions = (options) => options.replace(/\((-?\d+)(?:, \1)*,?\)/g, "$1");
+
+/** The ops of a unit as one line, or a line each where they have options. */
+function bodyLines(body) {
+  if (!body.some((op) => op.includes("("))) return [body.join(" → ")];
+  return body.map((op, k) => (k ? "→ " : "") + shortOptions(op).replace("(", " ").replace(/\)$/, ""));
+}
+
+/** The constants of a node, those of one shape and type on one line. */
+function constantLines(constants) {
+  const groups = new Map();
+  for (const constant of constants) {
+    const dtype = constant.dtype === "" || constant.dtype === "float32" ? "" : ` ${constant.dtype}`;
+    const per = constant.scale.includes("axis") ? " per channel" : "";
+    const what = `${(constant.shape ?? []).join("×") || "scalar"}${dtype}${per}`;
+    groups.set(what, [...(groups.get(what) ?? []), lastPart(constant.label) || constant.name]);
+  }
+  return [...groups].map(([what, names]) => `${names.join(", ")} ${what}`);
+}
+
+/** The lines of a node's box, by how much they may take. @returns {Line[]} */
+function linesOf(node, constants) {
+  const pill = data.looks[node.kind].pill;
+  if (pill) {
+    const texts = [node.kind === "constant" ? node.label : node.name, valueOf(node), node.scale ? gridOf(node) : ""];
+    return texts.filter(Boolean).map((text) => ({ text: clip(text), role: "detail" }));
+  }
+  const lines = [{ text: node.name, role: "name" }];
+  if (node.body.length) for (const text of bodyLines(node.body)) lines.push({ text, role: "value" });
+  if (node.options) lines.push({ text: shortOptions(node.options), role: "detail" });
+  for (const text of constantLines(constants)) lines.push({ text, role: "detail" });
+  if (valueOf(node)) lines.push({ text: valueOf(node), role: "value" });
+  if (node.scale) lines.push({ text: gridOf(node), role: "scale" });
+  if (node.reason) lines.push({ text: node.reason, role: "warn" });
+  return lines.map(({ text, role }) => ({ text: clip(text), role }));
+}
+
+/** What changed, as few lines as fit. */
+function changeLines(texts) {
+  const lines = [];
+  for (const text of texts) {
+    const last = lines.length - 1;
+    if (last >= 0 && lines[last].length + text.length < WIDEST) lines[last] += `; ${text}`;
+    else lines.push(text);
+  }
+  return lines.map((text) => ({ text: clip(text), role: "change" }));
+}
+
+/** Boxes of nodes, by what is in them: passes share them. */
+const plainBoxes = new Map();
+
+/** The box of a node. `mark`: how it changed; `told`: what changed, as text.
+ * @param {NodeRecord} node @param {NodeRecord[]} constants @returns {Box} */
+function boxOf(node, constants, mark = "", told = EMPTY) {
+  const key = constants.length ? `${node.id} ${constants.map((c) => c.id).join(" ")}` : node.id;
+  let plain = plainBoxes.get(key);
+  if (!plain) plainBoxes.set(key, (plain = plainBox(node, constants)));
+  if (!mark) return plain;
+  const more = told.length ? changeLines(told) : EMPTY;
+  const height = plain.height + STRIP + more.length * LINE.height;
+  return { ...plain, lines: more.length ? [...plain.lines, ...more] : plain.lines, width: Math.max(plain.width, widthOf(more)), height };
+}
+
+function plainBox(node, constants) {
+  const look = data.looks[node.kind];
+  const lines = linesOf(node, constants);
+  const head = clip(node.label, 30);
+  const tag = look.pill ? "" : look.tag;
+  const width = textWidth(head, HEAD.size, HEAD.weight) + (tag ? textWidth(tag, 10) + 14 : 0) + 20;
+  const height = HEAD.height + lines.length * LINE.height + (lines.length ? 7 : 2);
+  return { head, tag, pill: look.pill, lines, width: Math.max(rounded(width), widthOf(lines)), height };
+}
+
+/** Few different widths: groups that are alike then have the same layout, which is made once. */
+const rounded = (width) => Math.max(120, Math.ceil(width / 30) * 30);
+
+/** How wide a box must be for its lines. @param {readonly Line[]} lines */
+function widthOf(lines) {
+  let width = 0;
+  for (const { text, role } of lines) width = Math.max(width, textWidth(text, LINE.sizes[role]) + 18);
+  return rounded(width);
+}
+
+/** How a box of several removed nodes looks: as in `fxq/picture/diff_picture.py`. */
+const REPLACED = { tag: "replaced", colour: "#8f8f8f", ink: "#ffffff", pill: false, border: "dashed" };
+
+/** The box of removed nodes that became the same: a line for each. @param {NodeRecord[]} nodes @returns {Box} */
+function replacedBox(nodes) {
+  const lines = nodes.map((node) => ({ text: clip(`${node.label}   ${node.name}`), role: "detail" }));
+  const head = `${nodes.length} nodes`;
+  return {
+    head,
+    tag: REPLACED.tag,
+    pill: false,
+    lines,
+    width: widthOf(lines),
+    height: HEAD.height + lines.length * LINE.height + 7 + STRIP,
+  };
+}
+
+/** Which of the nodes of a box stands at a height in it. @param {Item} item */
+function memberAt({ members, mark }, y) {
+  const line = Math.floor((y - HEAD.height - (mark ? STRIP : 0) - 3) / LINE.height);
+  return members[Math.max(0, Math.min(members.length - 1, line))];
+}
+
+/** The box of a collapsed group: its title, how many nodes, and of which kinds. @returns {Box} */
+function groupBox(title, count, marks) {
+  const text = clip(title, 30);
+  const told = Object.entries(marks).filter(([, n]) => n);
+  const width = Math.max(textWidth(text, HEAD.size, HEAD.weight) + 64, 170);
+  return { head: text, tag: "", pill: false, lines: EMPTY, width: rounded(width), height: 64 + (told.length ? STRIP : 0) };
+}

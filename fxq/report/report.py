@@ -1,0 +1,161 @@
+"""The report of a quantized model: one HTML file that shows the passes, the quality and the time."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fxq.common.data import as_batch, check_batch, device_of
+from fxq.common.files import as_path, write_file
+from fxq.common.metrics import nbytes
+from fxq.errors import InputError, RecipeError
+from fxq.graph.view import view
+from fxq.ledger.comparison import Comparison
+from fxq.ledger.quantized import Quantized
+from fxq.report.graph_data import Data, Nodes, graph_of, looks, number, passes
+from fxq.report.latency import Latency, recorded_inputs, time_models
+from fxq.report.page import page
+from fxq.report.value_data import values, weights
+
+
+def write_report(
+    model: Quantized,
+    path: str | os.PathLike[str],
+    comparison: Comparison | None = None,
+    example_inputs: Any = None,
+) -> Path:
+    """Write the report of a model: see `QuantizedModel.report`."""
+    file = as_path(path)
+    return write_page(report_data(model, comparison, example_inputs), file)
+
+
+def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
+    """Write the page of a comparison: see `Comparison.report`."""
+    if len(comparison.models) == 1:
+        return write_report(comparison.models[0], path, comparison)
+    return write_page(comparison_data(comparison), as_path(path))
+
+
+def write_page(data: Data, path: Path) -> Path:
+    """Write the page that shows `data` to a file. Raises `RenderError` where it cannot."""
+    return write_file(path, page(data).encode())
+
+
+def report_data(model: Quantized, comparison: Comparison | None = None, example_inputs: Any = None) -> Data:
+    """All that the page shows, as plain data; `fxq/report/page/core.js` says what stands where."""
+    _check_comparison(model, comparison)
+    nodes = Nodes()
+    steps = passes(model.history, nodes)
+    return {
+        **heading(model),
+        "kind": "model",
+        **looks(),
+        "nodes": nodes.records,
+        "passes": steps,
+        "ledger": ledger(model) if comparison is None else _measured_anew(ledger(model), comparison),
+        "measured": "recorded calibration samples" if comparison is None else _batches(comparison),
+        "values": values(model.record.values),
+        "weights": weights(model),
+        "time": _time(model, example_inputs),
+        "size": {"float_bytes": model.record.float_bytes, "int8_bytes": nbytes(model)},
+    }
+
+
+def comparison_data(comparison: Comparison) -> Data:
+    """The page of two quantized models: the graph as traced, that of each as it runs, and their layers side by side."""
+    models = dict(zip("ab", comparison.models, strict=True))
+    nodes = Nodes()
+    graphs = {"traced": models["a"].history[0], **{name: model.history[-1] for name, model in models.items()}}
+    found = json.loads(comparison.to_json())
+    return {
+        "version": 1,
+        "fxq": version("fxq"),
+        "kind": "compare",
+        "title": f"{models['b'].record.name}: {' against '.join(f'{k} ({_way(m)})' for k, m in models.items())}",
+        **looks(),
+        "nodes": nodes.records,
+        "passes": [graph_of(snapshot, nodes, name) for name, snapshot in graphs.items()],
+        "sides": [{"name": name, **heading(model), "ledger": ledger(model)} for name, model in models.items()],
+        "rows": found["layers"],
+        "output_sqnr": found["output_sqnr"],
+        "measured": _batches(comparison),
+    }
+
+
+def heading(model: Quantized) -> Data:
+    """What made the model."""
+    try:
+        recipe = model.recipe.to_toml()
+    except RecipeError as error:
+        recipe = f"# This recipe has no TOML: {error}"
+    return {"version": 1, "title": _title(model), "fxq": version("fxq"), "backend": model.backend, "recipe": recipe}
+
+
+def _title(model: Quantized) -> str:
+    return f"{model.record.name}, {_way(model)}"
+
+
+def _way(model: Quantized) -> str:
+    return f"{model.recipe.preset} on {model.backend}"
+
+
+def _batches(comparison: Comparison) -> str:
+    return f"{comparison.batches} batch{'' if comparison.batches == 1 else 'es'}"
+
+
+def ledger(model: Quantized) -> Data:
+    """The ledger's rows as plain data."""
+    data = json.loads(model.ledger.to_json())
+    return {"coverage": data["coverage"], "output_sqnr": data["output_sqnr"], "rows": data["ops"]}
+
+
+def _check_comparison(model: Quantized, comparison: Any) -> None:
+    if comparison is None:
+        return
+    if not isinstance(comparison, Comparison):
+        raise InputError(f"comparison is a {type(comparison).__name__}; give what fxq.compare returned.")
+    if len(comparison.models) != 1 or comparison.models[0] is not model:
+        whose = "two quantized models" if len(comparison.models) > 1 else "another model"
+        raise InputError(
+            f"the comparison is of {whose}; a report takes that of its own model with the float model: "
+            "fxq.compare(float_model, qmodel, data)."
+        )
+
+
+def _measured_anew(data: Data, comparison: Comparison) -> Data:
+    """The ledger with the numbers of a comparison; rows that it does not have have none."""
+    anew = json.loads(comparison.to_json())
+    found = {row["name"]: row for row in anew["layers"]}
+    rows = [{**row, **{key: found.get(row["name"], {}).get(key) for key in _NUMBERS}} for row in data["rows"]]
+    return {**data, "output_sqnr": anew["output_sqnr"], "rows": rows}
+
+
+_NUMBERS = ("sqnr", "own_sqnr", "cosine", "max_error")
+
+
+def _time(model: Quantized, example_inputs: Any) -> Data:
+    try:
+        if example_inputs is None:
+            batch = recorded_inputs(model.record.inputs, device_of(model))
+        else:
+            batch = as_batch(example_inputs, model, "example_inputs")
+            check_batch(batch, model, "example_inputs")
+        found = time_models(model, model.float_model, batch)
+    except InputError as error:
+        if example_inputs is not None:
+            raise
+        found = Latency(why=str(error))
+    views = view(model).by_name
+    return {
+        "float_us": found.float_us and number(found.float_us),
+        "int8_us": found.int8_us and number(found.int8_us),
+        "why": found.why,
+        "batch": found.batch,
+        "ops": [
+            {"name": name, "label": views[name].label, "kind": views[name].kind, "us": number(us)}
+            for name, us in found.nodes.items()
+        ],
+    }

@@ -1,0 +1,1 @@
+"""Changing a graph: patterns, matching, and edits that are counted and attributed."""

@@ -1,0 +1,331 @@
+"""Editing a graph: every edit is counted, and attributed to its rule and source line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxq.common.source import source_of
+from fxq.errors import PassError
+from fxq.graph.guards import check_fixed
+from fxq.graph.info import info, set_info
+from fxq.graph.query import is_pure, merge_origins, op_of, tensor_meta
+from fxq.ops import OPS
+from fxq.rewriting.match import Matcher
+from fxq.rewriting.near_miss import NearMisses
+
+DATA = "fxq_data"
+Typed = tuple["tuple[int, ...] | None", "torch.dtype | None"]
+KERNELS = "fxq_kernels"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit: which rule made it, where the rule is written, and the names of the nodes that went and came."""
+
+    rule: str
+    source: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+class Editor:
+    """Edits one graph on behalf of one pass.
+
+    Attributes:
+        gm: the module whose graph is edited.
+        context: recipe, backend, example inputs: what passes may ask (`fxq/pipeline/context.py`).
+        name: name of the pass, for attribution; edits outside any rule are its own.
+        edits: the edits so far, in order.
+        near: the rules that almost matched so far.
+        touched: nodes that were made or changed, so that their views are out of date.
+        names: names of the nodes.
+    """
+
+    def __init__(self, gm: fx.GraphModule, context: Any, name: str = "", source: str = "") -> None:
+        self.gm = gm
+        self.context = context
+        self.name = name
+        self.edits: list[Edit] = []
+        self.near = NearMisses()
+        self.touched: set[fx.Node] = set()
+        self.matcher = Matcher(gm)
+        self.names = {node.name for node in gm.graph.nodes}
+        self._rule = (name, source)  # of edits that no rule makes: the pass itself
+        self._open: Edit | None = None
+        self._constants = {str(n.target): n for n in gm.graph.nodes if n.op == "get_attr"}
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph that is edited."""
+        return self.gm.graph
+
+    def nodes(self, *ops: str) -> list[fx.Node]:
+        """The nodes that call one of these ops, in execution order; all nodes when none is named."""
+        if not ops:
+            return list(self.graph.nodes)
+        rows = {OPS[op] for op in ops}
+        return [n for n in self.graph.nodes if op_of(n) in rows]
+
+    # ---- edits
+
+    def update(
+        self, node: fx.Node, target: Any = None, args: Any = None, kwargs: Any = None, op: str | None = None
+    ) -> fx.Node:
+        """Change what a node calls or reads; its name, metadata and users stay."""
+        if op is not None:
+            node.op = op
+        if target is not None:
+            node.target = target
+        if args is not None:
+            node.args = args
+        if kwargs is not None:
+            node.kwargs = kwargs
+        self._count([node], [node])
+        self._made(node)
+        return node
+
+    def describe(self, node: fx.Node, **changes: Any) -> None:
+        """Change fields of a node's metadata (see `NodeInfo`). Not an edit of the graph."""
+        set_info(node, **changes)
+        self.touched.add(node)
+
+    def call(
+        self,
+        op: str,
+        *args: Any,
+        like: fx.Node | Sequence[fx.Node] = (),
+        before: fx.Node | None = None,
+        after: fx.Node | None = None,
+        name: str | None = None,
+        typed: Typed | None = None,
+        **options: Any,
+    ) -> fx.Node:
+        """Add a canonical call of an op of the table.
+
+        Args:
+            op: name of the op.
+            *args: its tensor arguments (nodes, or None).
+            like: the node or nodes that it stands for: module path, source line and origins come from them.
+            before: the node to put it in front of; default: the first node of `like`, else the insertion point.
+            after: the node to put it behind.
+            name: what to call the node, if the name is free.
+            typed: shape and dtype of its value, where they are known; else they are inferred.
+            **options: its options; those equal to the default are left out.
+        """
+        row = OPS[op]
+        plain, kwargs = row.canonical({**dict(zip(row.tensors, args, strict=False)), **row.options, **options})
+        return self.node(
+            "call_function",
+            row.target,
+            plain,
+            kwargs,
+            like=like,
+            before=before,
+            after=after,
+            name=name or op,
+            typed=typed,
+        )
+
+    def node(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        like: fx.Node | Sequence[fx.Node] = (),
+        before: fx.Node | None = None,
+        after: fx.Node | None = None,
+        name: str | None = None,
+        typed: Typed | None = None,
+    ) -> fx.Node:
+        """Add any node (see `call`). Shape and dtype are inferred for functions only: give them for modules."""
+        sources = [like] if isinstance(like, fx.Node) else list(like)
+        place = (
+            before if before is not None else _behind(after) if after is not None else sources[0] if sources else None
+        )
+        with self.graph.inserting_before(place) if place is not None else nullcontext():
+            node = self.graph.create_node(op, target, args, kwargs or {}, name)
+        first = info(sources[0]) if sources else None
+        if typed is None:
+            typed = infer(node) if op == "call_function" else (None, None)
+        set_info(
+            node,
+            path=first.path if first else "",
+            source=first.source if first else "",
+            origins=merge_origins(sources),
+            memory=tuple(dict.fromkeys(block for source in sources for block in info(source).memory)),
+            plan=first.plan if first else None,
+            shape=typed[0],
+            dtype=typed[1],
+        )
+        if sources and sources[0].stack_trace:
+            node.stack_trace = sources[0].stack_trace
+        if sources and "nn_module_stack" in sources[0].meta:
+            node.meta["nn_module_stack"] = sources[0].meta["nn_module_stack"]
+        self.names.add(node.name)
+        self._count([], [node])
+        self._made(node)
+        return node
+
+    def rename(self, node: fx.Node, name: str) -> None:
+        """Give a node the name of one that was erased: it stands for the same thing."""
+        self.names.discard(node.name)
+        self.names.add(name)
+        node.name = name
+        self.touched.add(node)
+        self.touched.update(node.users)
+
+    def replace(self, old: fx.Node, new: Any) -> None:
+        """Let everything that reads `old` read `new` instead, and erase `old`. `new` may be a node or a plain value."""
+        self.reroute(old, new)
+        self.erase(old)
+
+    def reroute(self, old: fx.Node, new: Any, only: Callable[[fx.Node], bool] | None = None) -> None:
+        """Let the users of `old` (those for which `only` is true) read `new` instead.
+
+        The check of the inputs goes on reading them as they come.
+        """
+        users = [u for u in old.users if u is not new and u.target is not check_fixed and (only is None or only(u))]
+        for user in users:
+            if isinstance(new, fx.Node):
+                user.replace_input_with(old, new)
+            else:
+                user.args = fx.node.map_arg(user.args, lambda n: new if n is old else n)
+                user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)
+            self.touched.add(user)
+            self.matcher.note(user)
+        if users:
+            self._count([old], [new] if isinstance(new, fx.Node) else [])
+
+    def erase(self, node: fx.Node) -> None:
+        """Remove a node that nobody reads. Raises `PassError` when somebody does."""
+        if node.users:
+            raise PassError(f"{self.name}: cannot erase %{node.name}: %{next(iter(node.users)).name} reads it.")
+        if node.op == "get_attr":
+            self._constants.pop(str(node.target), None)
+        self._count([node], [])
+        self.names.discard(node.name)
+        self.graph.erase_node(node)
+
+    def erase_unused(self) -> None:
+        """Erase every node that nobody reads and that does nothing but compute its value."""
+        for node in reversed(self.nodes()):
+            if not node.users and node.op not in ("placeholder", "output") and is_pure(self.gm, node):
+                self.erase(node)
+
+    # ---- weights and modules
+
+    def constant(
+        self, tensor: Tensor, name: str, before: fx.Node | None = None, like: fx.Node | Sequence[fx.Node] = ()
+    ) -> fx.Node:
+        """A `get_attr` node of a new tensor, kept as a buffer of the module. `name` is made unique."""
+        holder = self._holder(DATA)
+        key = _free(holder, name)
+        holder.register_buffer(key, tensor.detach())
+        return self.read(f"{DATA}.{key}", tensor, before=before, like=like)
+
+    def read(
+        self, path: str, tensor: Tensor, before: fx.Node | None = None, like: fx.Node | Sequence[fx.Node] = ()
+    ) -> fx.Node:
+        """The `get_attr` node of an attribute: the one that is there, or a new one."""
+        known = self._constants.get(path)
+        if known is not None and (before is None or known < before):
+            return known
+        name = path.removeprefix(f"{DATA}.").replace(".", "_")
+        node = self.node("get_attr", path, (), like=like, before=before, name=name)
+        shape, dtype = tensor_meta(tensor)
+        set_info(node, shape=shape, dtype=dtype, origins=(), plan=None, memory=())
+        self._constants[path] = node
+        return node
+
+    def module(self, module: nn.Module, name: str, folder: str = KERNELS) -> str:
+        """Keep `module` in the graph's module; the path to call it by. `name` is made unique."""
+        holder = self._holder(folder)
+        key = _free(holder, name)
+        holder.add_module(key, module)
+        return f"{folder}.{key}"
+
+    @contextmanager
+    def attributed(self, rule: str, source: str | Callable[..., Any]) -> Iterator[None]:
+        """Count everything done inside as one edit, made by this rule.
+
+        Args:
+            rule: its name.
+            source: `file:line` where it is written, or the function or class that it is.
+        """
+        source = source if isinstance(source, str) else source_of(source)
+        outer, self._rule = self._rule, (rule, source)
+        enclosing, self._open = self._open, Edit(rule, source, (), ())
+        try:
+            yield
+        finally:
+            done, self._open, self._rule = self._open, enclosing, outer
+            if done.before or done.after:
+                self.edits.append(
+                    Edit(rule, source, tuple(dict.fromkeys(done.before)), tuple(dict.fromkeys(done.after)))
+                )
+
+    def _count(self, before: Sequence[fx.Node], after: Sequence[fx.Node]) -> None:
+        gone, came = tuple(n.name for n in before), tuple(n.name for n in after)
+        if self._open is not None:
+            self._open = Edit(*self._rule, self._open.before + gone, self._open.after + came)
+        else:
+            self.edits.append(Edit(*self._rule, gone, came))
+
+    def _made(self, node: fx.Node) -> None:
+        rule, source = self._rule
+        name = self.name if rule == self.name else f"{self.name}: {rule}"
+        made = f"{name} ({source})" if source else name
+        set_info(node, made_by=made)
+        self.touched.add(node)
+        self.matcher.note(node)
+
+    def _holder(self, folder: str) -> nn.Module:
+        if not hasattr(self.gm, folder):
+            self.gm.add_module(folder, nn.Module())
+        return self.gm.get_submodule(folder)
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """The node to insert before in order to stand behind `node`: inputs and the check of them come first in a graph."""
+    place = node.next
+    while node.op == "placeholder" and (place.op == "placeholder" or place.target is check_fixed):
+        place = place.next
+    return place
+
+
+def _free(holder: nn.Module, name: str) -> str:
+    key = base = name.replace(".", "_")
+    count = 0
+    while hasattr(holder, key):
+        count += 1
+        key = f"{base}_{count}"
+    return key
+
+
+def infer(node: fx.Node) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+    """Shape and dtype of a function's value, computed on the meta device; (None, None) where that is not possible."""
+
+    def on_meta(value: fx.Node) -> Any:
+        about = info(value)
+        if about.shape is None:
+            raise _Unknown
+        return torch.empty(about.shape, dtype=about.dtype, device="meta")
+
+    try:
+        args = fx.node.map_arg(node.args, on_meta)
+        kwargs = fx.node.map_arg(node.kwargs, on_meta)
+        return tensor_meta(node.target(*args, **kwargs))  # type: ignore[operator]
+    except (_Unknown, RuntimeError, TypeError, NotImplementedError, ValueError):
+        return None, None
+
+
+class _Unknown(Exception):
+    """A value whose shape is not known takes part."""

@@ -1,0 +1,333 @@
+"""Matching a rule against the graph, and explaining why it did not match.
+
+Matching starts at the pattern's root and follows inputs; further outputs are found through the users of a value that is
+already bound, looked up by op. It is linear in the number of nodes: a pattern is small, every choice is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxq.errors import PatternError, unknown
+from fxq.graph.info import info
+from fxq.graph.mutation import Changes
+from fxq.graph.query import constant, flat_nodes, is_op, op_of, options_of
+from fxq.rewriting.near_miss import Refusal
+from fxq.rewriting.pattern import FUSIONS, Family, PatternNode, Rule
+
+_MOST_CANDIDATES = 16
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A bound value, as guards and replacements see it."""
+
+    gm: fx.GraphModule
+    value: Any
+
+    @property
+    def node(self) -> fx.Node:
+        """The graph node. Raises `PatternError` when the capture bound a number or None."""
+        if not isinstance(self.value, fx.Node):
+            raise PatternError(f"the capture is {self.value!r}, not a node of the graph.")
+        return self.value
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the argument is not given."""
+        return self.value is None
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the value; () for a number; None when it is not a tensor."""
+        return info(self.value).shape if isinstance(self.value, fx.Node) else None if self.value is None else ()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the value, or None when it is not a tensor."""
+        return info(self.value).dtype if isinstance(self.value, fx.Node) else None
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor, when the value is a weight or another constant of the model; else None."""
+        return constant(self.gm, self.value)
+
+
+@dataclass(eq=False)
+class Match:
+    """A rule bound to nodes of a graph. Captures are attributes: `m.x.shape`; `m.root` is the first output.
+
+    Attributes:
+        rule: the rule.
+        gm: the graph's module.
+        bound: pattern node -> graph node (or constant, for captures).
+    """
+
+    rule: Rule
+    gm: fx.GraphModule
+    bound: dict[PatternNode, Any]
+    captures: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.captures = {p.name: v for p, v in self.bound.items() if p.op is None}
+
+    def __getattr__(self, name: str) -> Captured:
+        captures = self.__dict__.get("captures", {})
+        if name in captures:
+            return Captured(self.gm, captures[name])
+        raise AttributeError(f"rule {self.rule.name!r} has no capture {name!r}; it has {', '.join(captures)}.")
+
+    @property
+    def root(self) -> Captured:
+        """The value of the pattern's first output."""
+        return Captured(self.gm, self.bound[self.rule.root])
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The graph nodes of the pattern's outputs, in order."""
+        return [self.bound[p] for p in self.rule.outputs]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The matched op nodes, in execution order."""
+        return sorted(v for p, v in self.bound.items() if p.op is not None)
+
+    def options(self, op: str) -> dict[str, Any]:
+        """The options of the matched node that calls `op`, defaults included."""
+        for p, v in self.bound.items():
+            if p.op is not None and p.name == op:
+                return options_of(v)
+        raise PatternError(f"rule {self.rule.name!r} has no op {op!r}.")
+
+
+class Matcher:
+    """Matches rules in one graph. `note(node)` after an edit that made or changed a node.
+
+    Attributes:
+        gm: the graph's module.
+        taken: nodes that no further match may contain.
+        changes: who changes memory in place.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.taken: set[fx.Node] = set()
+        self._users: dict[fx.Node, dict[str, deque[fx.Node]]] = {}
+        self.changes = Changes(gm.graph.nodes)
+
+    def note(self, node: fx.Node) -> None:
+        """Learn what a node that was made or changed reads and overwrites."""
+        self.changes.note(node)
+        op = op_of(node)
+        if op is not None:
+            for read in node.all_input_nodes:
+                if read in self._users:
+                    self._users[read].setdefault(op.name, deque()).append(node)
+
+    def match(self, rule: Rule, node: fx.Node, refusal: Refusal | None = None) -> Match | None:
+        """The match of `rule` with its root at `node`, or None. `refusal`, when given, learns the furthest failure."""
+        failed = refusal if refusal is not None else Refusal()
+        for bound in self._solve(rule, [(rule.root, node)], {}, 0, failed):
+            for complete in self._other_outputs(rule, bound, failed):
+                match = Match(rule, self.gm, complete)
+                reason = self._refused(match)
+                if reason is None:
+                    return match
+                failed.record(rule.size + 1, str, reason)
+        return None
+
+    def _solve(
+        self, rule: Rule, todo: list[tuple[Any, Any]], bound: dict[PatternNode, Any], matched: int, failed: Refusal
+    ) -> Iterator[dict[PatternNode, Any]]:
+        """The ways to bind what is to do, on top of what is bound, `matched` ops so far."""
+        if not todo:
+            yield bound
+            return
+        (pattern, value), rest = todo[0], todo[1:]
+        if not isinstance(pattern, PatternNode):
+            yield from self._solve_plain(rule, pattern, value, rest, bound, matched, failed)
+        elif pattern in bound:
+            if bound[pattern] is value or (not isinstance(value, fx.Node) and bound[pattern] == value):
+                yield from self._solve(rule, rest, bound, matched, failed)
+            else:
+                failed.record(matched, _unequal, pattern, bound[pattern], value)
+        elif pattern.op is None:
+            yield from self._solve(rule, rest, {**bound, pattern: value}, matched, failed)
+        elif not _fits(pattern, value):
+            failed.record(matched, _mismatch, pattern, value)
+        elif value in self.taken:
+            failed.record(matched, "%{0.name} belongs to another match".format, value)
+        elif value in bound.values():
+            failed.record(matched, "%{0.name} would be matched twice".format, value)
+        else:
+            for inputs in _orders(pattern, value):
+                yield from self._solve(rule, [*inputs, *rest], {**bound, pattern: value}, matched + 1, failed)
+
+    def _solve_plain(
+        self, rule: Rule, pattern: Any, value: Any, rest: list[Any], bound: Any, matched: int, failed: Refusal
+    ) -> Iterator[dict[PatternNode, Any]]:
+        """A list of pattern nodes against a list argument, or a constant against an equal one."""
+        if isinstance(pattern, (tuple, list)) and isinstance(value, (tuple, list)) and len(pattern) == len(value):
+            yield from self._solve(rule, [*zip(pattern, value, strict=True), *rest], bound, matched, failed)
+        elif not isinstance(value, fx.Node) and pattern == value:
+            yield from self._solve(rule, rest, bound, matched, failed)
+        else:
+            failed.record(matched, _unlike, pattern, value)
+
+    def _other_outputs(
+        self, rule: Rule, bound: dict[PatternNode, Any], failed: Refusal
+    ) -> Iterator[dict[PatternNode, Any]]:
+        missing = next((p for p in rule.outputs if p not in bound), None)
+        if missing is None:
+            yield bound
+            return
+        matched = sum(p.op is not None for p in bound)
+        for node in islice(self._candidates(missing, bound), _MOST_CANDIDATES):
+            for more in self._solve(rule, [(missing, node)], bound, matched, failed):
+                yield from self._other_outputs(rule, more, failed)
+        failed.record(matched, "no {0.name} that shares a value with the first output".format, missing)
+
+    def _candidates(self, wanted: PatternNode, bound: dict[PatternNode, Any]) -> Iterator[fx.Node]:
+        """Graph nodes that may be the output `wanted`: users, by op, of a value at its leaves that is bound."""
+        for p in wanted.inputs:
+            if isinstance(p, PatternNode) and isinstance(bound.get(p), fx.Node):
+                yield from self.users(bound[p], wanted.name)
+                return
+        for p in wanted.inputs:
+            if isinstance(p, PatternNode) and p.op is not None:
+                for inner in islice(self._candidates(p, bound), _MOST_CANDIDATES):
+                    yield from self.users(inner, wanted.name)
+                return
+
+    def users(self, node: fx.Node, op: str) -> Iterator[fx.Node]:
+        """The users of `node` that call `op` and are not taken. Those that are gone are dropped for good."""
+        if node not in self._users:
+            table: dict[str, deque[fx.Node]] = {}
+            for user in node.users:
+                row = op_of(user)
+                if row is not None:
+                    table.setdefault(row.name, deque()).append(user)
+            self._users[node] = table
+        found = self._users[node].get(op, deque())
+        while found and not self._is_free(found[0], node, op):
+            found.popleft()
+        return (user for user in list(islice(found, _MOST_CANDIDATES)) if self._is_free(user, node, op))
+
+    def _is_free(self, user: fx.Node, read: fx.Node, op: str) -> bool:
+        """Whether `user` still calls `op` on `read`, and may be matched."""
+        return user not in self.taken and is_op(user, op) and read in user.all_input_nodes and not user._erased
+
+    def _refused(self, match: Match) -> str | None:
+        nodes = {v for p, v in match.bound.items() if p.op is not None}
+        outputs = set(match.outputs)
+        both = next((n for value in match.captures.values() for n in flat_nodes(value) if n in nodes), None)
+        if both is not None:
+            return f"%{both.name} would be an input of the match and a part of it"
+        for node in nodes - outputs if match.rule.exclusive else ():
+            outside = next((user for user in node.users if user not in nodes), None)
+            if outside is not None:
+                return f"%{node.name} is also read by %{outside.name}"
+        last = max(outputs)
+        for node in outputs:
+            early = next((user for user in node.users if user not in nodes and user < last), None)
+            if early is not None:
+                return f"%{early.name} reads %{node.name} before %{last.name} is computed"
+        for value in match.captures.values():
+            for node in flat_nodes(value):
+                changer = self.changes.of(node)
+                if changer is not None:
+                    return f"%{node.name} is changed in place by %{changer.name}"
+        return next((guard.__name__ for guard in match.rule.guards if guard(match)), None)
+
+
+def _fits(pattern: PatternNode, value: Any) -> bool:
+    """Whether a graph value is a call of the pattern's op with its options."""
+    if not isinstance(value, fx.Node) or op_of(value) is not pattern.op:
+        return False
+    if not pattern.options:
+        return True
+    options = options_of(value)
+    return all(options[key] == wanted for key, wanted in pattern.options.items())
+
+
+def _mismatch(pattern: PatternNode, value: Any) -> str:
+    """Why a graph value does not fit."""
+    if not isinstance(value, fx.Node):
+        return f"the pattern wants {pattern.name}, the graph has {_show(value)}"
+    op = op_of(value)
+    if op is not pattern.op:
+        return (
+            f"the pattern wants {pattern.name}, %{value.name} is {op.name if op is not None else _show_target(value)}"
+        )
+    options = options_of(value)
+    key, wanted = next((key, wanted) for key, wanted in pattern.options.items() if options[key] != wanted)
+    return f"the pattern wants {pattern.name} with {key}={wanted!r}, %{value.name} has {options[key]!r}"
+
+
+def _unequal(pattern: PatternNode, first: Any, second: Any) -> str:
+    return f"{pattern.name} is used twice in the pattern, but {_show(first)} is not {_show(second)}"
+
+
+def _unlike(pattern: Any, value: Any) -> str:
+    return f"the pattern wants {pattern!r}, the graph has {_show(value)}"
+
+
+def _orders(pattern: PatternNode, node: fx.Node) -> Iterator[list[tuple[Any, Any]]]:
+    """The ways to pair the pattern's inputs with the node's: as written, and swapped where the op commutes."""
+    count = max(len(pattern.inputs), len(node.args))
+    inputs = [*pattern.inputs, *[None] * (count - len(pattern.inputs))]  # an argument left out must not be given
+    args = [*node.args, *[None] * (count - len(node.args))]
+    yield list(zip(inputs, args, strict=True))
+    if pattern.op is not None and pattern.op.commutes and len(pattern.inputs) == 2:
+        yield list(zip(inputs, args[1::-1], strict=True))
+
+
+def _show(value: Any) -> str:
+    return f"%{value.name}" if isinstance(value, fx.Node) else repr(value)
+
+
+def _show_target(node: fx.Node) -> str:
+    return (
+        node.op
+        if node.op in ("placeholder", "output")
+        else f"{node.op} {getattr(node.target, '__name__', node.target)}"
+    )
+
+
+def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) -> str:
+    """Why a rule matches at a node, or the furthest it got and why it stopped.
+
+    Args:
+        rule: a rule, or the name of a registered fusion.
+        gm: a graph at the canonical stage, e.g. from `fxq.run_passes(model, recipe, inputs, until="fold-batch-norm")`.
+        node: the node where the pattern's first output would be, or its name.
+
+    Returns:
+        One line of text.
+
+    Raises:
+        PatternError: unknown rule or node (nearest names given).
+    """
+    chosen = FUSIONS[rule] if isinstance(rule, str) else rule[0] if isinstance(rule, Family) else rule
+    place = node if isinstance(node, fx.Node) else _find(gm, node)
+    refusal = Refusal()
+    match = Matcher(gm).match(chosen, place, refusal)
+    where = f"{chosen.name} ({chosen.source}) at %{place.name}"
+    if match is not None:
+        return f"{where}: matches {', '.join('%' + n.name for n in match.nodes)}"
+    depth = f"{max(0, min(refusal.matched, chosen.size))} of {chosen.size} ops matched"
+    return f"{where}: no match ({depth}): {refusal.reason}"
+
+
+def _find(gm: fx.GraphModule, name: str) -> fx.Node:
+    by_name = {n.name: n for n in gm.graph.nodes}
+    if name not in by_name:
+        raise PatternError(unknown("node", name, by_name))
+    return by_name[name]

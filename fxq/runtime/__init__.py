@@ -1,0 +1,1 @@
+"""Running a quantized model: its graph bound to inputs of one kind."""

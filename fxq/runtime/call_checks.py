@@ -1,0 +1,82 @@
+"""Calls that a quantized model cannot serve: of tools that look inside the kernels, and with inputs that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+
+from fxq.common.data import Batch
+from fxq.errors import InputError
+from fxq.graph.info import info
+from fxq.graph.run import inputs_for
+
+OPAQUE = (
+    "Its kernels are packed for this machine; nothing that traces, maps or differentiates looks into them. Quantize "
+    'with backend="reference": that graph is made of operators only, with the same numbers but for rounding ties.'
+)
+"""What to do where a tool wants to look into kernels."""
+
+
+def has_kernels(gm: fx.GraphModule) -> bool:
+    """Whether any part of a graph runs in kernels, which take plain tensors and cannot be looked into."""
+    return any(getattr(module, "opaque", False) is True for module in gm.modules())
+
+
+def check_call(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call that would end in an error of PyTorch's, or leave something in the kernels that is no tensor.
+
+    Raises:
+        InputError: a tool traces, maps or differentiates the call; or an input is no tensor where one was before.
+    """
+    tool = _tool(args, kwargs)
+    if tool and has_kernels(gm):
+        raise InputError(f"{tool} does not go through a quantized model of this backend. {OPAQUE}")
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if any(str(node.target).startswith("*") for node in placeholders) or len(args) > len(placeholders):
+        return  # the call itself says what is wrong with it
+    for node, value in inputs_for(gm.graph, Batch(args, kwargs)).items():
+        shape = info(node).shape
+        if shape is None or isinstance(value, (Tensor, fx.Proxy)):
+            continue
+        missing = str(node.target) not in kwargs and placeholders.index(node) >= len(args)
+        if missing and not node.args:
+            continue  # the call itself says so
+        given = "left out" if missing else f"a {type(value).__name__}"
+        hint = " Give torch.from_numpy(x)." if given == "a ndarray" else ""
+        raise InputError(
+            f"input {str(node.target)!r} is {given}; the model takes a tensor there, such as the {list(shape)} that it "
+            f"was made with.{hint}"
+        )
+
+
+def _tool(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What watches a call and would look into kernels; empty where nothing does."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func (vmap, grad, ...)"
+    if any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
+        return "torch.fx tracing"
+    return "a tool that runs it on fake tensors" if detect_fake_mode((args, kwargs)) is not None else ""
+
+
+def compiled(gm: fx.GraphModule, plain: Callable[..., Any], kernels: bool, args: Any, kwargs: Any) -> Any:
+    """A call inside of `torch.compile` or `torch.export`: kernels stay as they are, outside of what is compiled.
+
+    Raises:
+        InputError: the model is exported, and has kernels.
+    """
+    if not kernels:
+        return plain(gm, *args, **kwargs)
+    if torch.compiler.is_exporting():
+        raise InputError(f"torch.export does not go through a quantized model of this backend. {OPAQUE}")
+    return _as_it_is(gm, args, kwargs)
+
+
+@torch.compiler.disable(reason=f"A quantized model runs as it is. {OPAQUE}")
+def _as_it_is(gm: fx.GraphModule, args: Any, kwargs: Any) -> Any:
+    return type(gm).forward(gm, *args, **kwargs)

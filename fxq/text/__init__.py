@@ -1,0 +1,1 @@
+"""Text and tables for a terminal, a notebook and files."""

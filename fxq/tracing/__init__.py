@@ -1,0 +1,1 @@
+"""From the user's model to a graph."""

@@ -1,0 +1,127 @@
+"""What a forward asks of traced values as plain ones (a branch, a number, a rank), and the checks that it stays so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxq.common.metrics import tensors
+from fxq.graph.guards import HOW, check_fixed, check_same, structure
+from fxq.tracing.failure import Untraceable, user_line, user_text
+from fxq.tracing.forward_arguments import Argument
+from fxq.tracing.proxies import Origin, Value
+
+Create = Callable[..., fx.Node]
+
+
+class Asked:
+    """The plain values that decided how a graph looks; the graph checks them when it is run.
+
+    Attributes:
+        create: makes a node of the graph.
+        within: the code that the trace runs in: lines of the user's code are looked for inside.
+        owner: what a message names where no line of the user's code asked.
+        squeezes: whether a `squeeze` was traced, so that ranks depend on sizes.
+        refusals: what no graph can hold, as far as a forward asked for it: it may catch the error.
+    """
+
+    def __init__(self, create: Create, within: CodeType, owner: str) -> None:
+        self.create, self.within, self.owner = create, within, owner
+        self.squeezes = False
+        self.refusals: list[Untraceable] = []
+        self._dtypes = self._ranks = False
+        self._guarded: set[tuple[fx.Node, str]] = set()
+        self._in_call: list[tuple[FrameType, int, fx.Node, tuple[fx.Node, str]]] = []
+        self._checked: dict[str, tuple[fx.Node, Any]] = {}
+        self._given: dict[str, tuple[fx.Node, Any]] = {}
+
+    def refuse(self, why: str, node: fx.Node) -> Untraceable:
+        """The error for what no graph can hold, remembered."""
+        self.refusals.append(Untraceable(why, node))
+        return self.refusals[-1]
+
+    def fix(self, value: Value, how: str, anyway: bool = False, frame: FrameType | None = None) -> Any:
+        """What the example has in the place of a traced value, as a plain one. The graph checks that it stays so.
+
+        Args:
+            value: the traced value.
+            how: what it is made, a key of `HOW`.
+            anyway: whether it may depend on data.
+            frame: the one that asked, where a function of torch may have, only to see what it is given.
+
+        Raises:
+            Untraceable: it depends on the data in a tensor.
+        """
+        if value._origin is Origin.DATA and not anyway and how not in ("len", "keys"):
+            raise self.refuse(f"{_ASKED.get(how, f'{how}() of')} a value that depends on the data", value.node)
+        result = HOW[how](value._value)
+        key = value.node, how
+        if value._origin is not Origin.CONSTANT and key not in self._guarded:
+            self._guarded.add(key)
+            place, line = user_line(self.within) or self.owner, user_text(self.within) or "its forward"
+            options = {"how": how, "place": place, "text": line}
+            check = self.create("call_function", check_same, (value.node, result), options)
+            if frame is not None:
+                self._in_call.append((frame, frame.f_lasti, check, key))
+        return result
+
+    def forget(self, frame: FrameType | None = None) -> None:
+        """Take back what was asked from the call that a frame is at: torch only looked which arguments it has."""
+        for asked, at, check, key in self._in_call:
+            if asked is frame and at == frame.f_lasti:
+                check.graph.erase_node(check)
+                self._guarded.remove(key)
+        self._in_call.clear()
+
+    def reads_dtype(self, value: Value) -> None:
+        """Have the graph check the dtypes of its inputs, as what it does depends on them."""
+        self._dtypes = self._dtypes or value._origin is not Origin.CONSTANT
+
+    def rank(self, value: Value) -> Any:
+        """The number of axes of a tensor, or of sizes, as it is on the example: a plain number, no node that reads it.
+
+        It follows from those of the inputs, which the graph then checks; where a `squeeze` drops what has size 1, from
+        sizes too, and it stays a traced value.
+        """
+        held = value._value
+        if self.squeezes:
+            return (
+                self.fix(value, "len")
+                if isinstance(held, torch.Size)
+                else value.tracer.create_proxy("call_method", "dim", (value,), {})
+            )
+        self._ranks = self._ranks or value._origin is not Origin.CONSTANT
+        return held.dim() if isinstance(held, Tensor) else len(held)
+
+    def give(self, entry: Argument, node: fx.Node) -> None:
+        """Note an input of the graph, and what it must be where the example decides that."""
+        name = entry.name.lstrip("*")
+        self._given[name] = node, entry.value
+        if entry.checked:
+            self._checked[name] = node, _any_length(node, entry.value if entry.fixed else structure(entry.value))
+
+    def add_checks(self, graph: fx.Graph) -> None:
+        """Have the graph check first that it is called as the example calls it, where that decided something."""
+        self.forget()  # the frames hold whatever the forward had at hand
+        checked = dict(self._checked)
+        for name, (node, value) in self._given.items() if self._dtypes or self._ranks else ():
+            if next(tensors(value), None) is not None:
+                checked[name] = node, _any_length(node, structure(value, self._dtypes, self._ranks))
+        if checked:
+            first = next(n for n in graph.nodes if n.op != "placeholder")
+            nodes = {name: node for name, (node, _) in checked.items()}
+            expected = {name: wanted for name, (_, wanted) in checked.items()}
+            with graph.inserting_before(first):
+                self.create("call_function", check_fixed, (nodes, expected), {})
+
+
+def _any_length(node: fx.Node, wanted: Any) -> Any:
+    """The structure of an input; that of `*args` is a tuple or a list alike."""
+    return ["any", *wanted[1:]] if str(node.target).startswith("*") else wanted
+
+
+_ASKED = {"bool": "a branch on", "len": "the length of"}

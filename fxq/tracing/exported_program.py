@@ -1,0 +1,204 @@
+"""An exported program (`torch.export`) as a module: its aten graph under the user's signature and module paths."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from fxq.common.source import import_name, short_path
+from fxq.errors import InputError, RecipeError
+from fxq.graph.guards import check_sizes
+from fxq.tracing.proxies import is_value
+
+_ASSERTIONS = ("_assert", "sym_constrain_range")
+
+
+class Exported(nn.Module):
+    """The module that runs an exported program. Tracing it gives the program's own nodes.
+
+    Attributes:
+        types: module types by path, as far as the program knows them.
+        at: the node of the program that runs; its path and source line are those of what is traced.
+    """
+
+    at: fx.Node | None
+
+    def __init__(self, program: ExportedProgram) -> None:
+        super().__init__()
+        inner = program.module(check_guards=False)  # sizes are checked here, with the words of fxq
+        _check(inner.graph)
+        for mine, its in (
+            (self._modules, inner._modules),
+            (self._parameters, inner._parameters),
+            (self._buffers, inner._buffers),
+        ):
+            mine.update(its)  # type: ignore[arg-type]
+        for module in self.modules():
+            module.training = False
+        self.at = None
+        self.types: dict[str, type[nn.Module]] = {"": nn.Module, **_types(inner.graph)}
+        self.forward = _Forward(self, inner, _sizes(inner.graph, program.range_constraints))
+
+    def place(self) -> tuple[str, str]:
+        """Module path and `file:line` of the node that runs."""
+        return (_path(self.at), _line(self.at)) if self.at is not None else ("", "")
+
+
+class _Forward:
+    """The forward of an exported program, with the signature of the model that it was made of."""
+
+    def __init__(self, owner: Exported, inner: fx.GraphModule, sizes: list[Any]) -> None:
+        self.owner, self.inner, self.sizes = owner, inner, sizes
+        codegen: Any = inner.graph._codegen
+        self.spec: Any = codegen.pytree_info
+        positional, named = self.spec.in_spec.children()
+        self.keywords: list[str] = list(named.context or ())
+        names = list(self.spec.orig_args)
+        kinds: list[Any] = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * positional.num_children
+        kinds += [inspect.Parameter.KEYWORD_ONLY] * len(self.keywords)
+        self.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter(n, k)
+                for n, k in zip(names[: positional.num_children] + self.keywords, kinds, strict=True)
+            ]
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.__signature__.bind(*args, **kwargs).arguments
+        named = {name: bound.pop(name) for name in self.keywords}
+        flat, spec = pytree.tree_flatten((tuple(bound.values()), named))
+        if spec != self.spec.in_spec:
+            raise InputError(f"the program was exported for inputs of the form {self.spec.in_spec}, and got {spec}.")
+        for value, (name, sizes) in zip(flat, self.sizes, strict=True):
+            if is_value(value) and sizes:
+                value.tracer.create_proxy("call_function", check_sizes, (value, name, sizes), {})
+            elif isinstance(value, Tensor) and sizes:
+                check_sizes(value, name, sizes)
+        return pytree.tree_unflatten(_Runner(self.inner, self.owner).run_flat(flat), self.spec.out_spec)
+
+
+class _Runner(fx.Interpreter):
+    """Runs the program's graph; its owner knows which node runs."""
+
+    def __init__(self, inner: fx.GraphModule, owner: Exported) -> None:
+        super().__init__(inner)
+        self.extra_traceback = False
+        self.owner = owner
+
+    def run_flat(self, inputs: list[Any]) -> list[Any]:
+        """The program's outputs, flat."""
+        try:
+            return list(self.run(*inputs, enable_io_processing=False))
+        finally:
+            self.owner.at = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; the exporter's assertions are left out: what they say of sizes is checked at the inputs."""
+        self.owner.at = n
+        if n.op == "call_function" and _name(n.target).startswith(_ASSERTIONS):
+            return None
+        if n.op == "call_function" and _name(n.target) == "wrap_with_set_grad_enabled":
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            return args[1](*args[2:])
+        return super().run_node(n)
+
+
+def _check(graph: fx.Graph) -> None:
+    """Refuse what no int8 graph can do: change the model's tensors or its inputs, or run in train mode."""
+    changed = [n for n in graph.nodes if n.op == "call_function" for n in _overwritten(n) if n.op != "call_function"]
+    if changed:
+        raise InputError(
+            f"the exported program changes {', '.join(str(n.target) for n in changed)} in place: a quantized graph "
+            "keeps no state between calls. Export the model in eval mode, without such changes, or give the model."
+        )
+    for node in graph.nodes:
+        at = _TRAINING.get(_name(node.target)) if node.op == "call_function" else None
+        if at is not None and node.args[at : at + 1] == (True,):
+            raise InputError(
+                f"the program was exported in train mode ({node.name}, {_line(node)}). Call model.eval() before "
+                "torch.export.export."
+            )
+
+
+_TRAINING = {"dropout": 2, "feature_dropout": 2, "alpha_dropout": 2, "batch_norm": 5}
+"""Position of the argument that says so."""
+
+
+def _overwritten(node: fx.Node) -> list[fx.Node]:
+    """What a node of the program changes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    written = [v for a, v in zip(schema.arguments, node.args, strict=False) if a.alias_info and a.alias_info.is_write]
+    return [v for v in written if isinstance(v, fx.Node)]
+
+
+def _name(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet))
+
+
+def _path(node: fx.Node) -> str:
+    """The module path of a node of the program."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return _plain(stack[-1][0]) if stack else ""
+
+
+def _plain(path: str) -> str:
+    if path.startswith("_empty_nn_module_stack"):
+        return ""
+    path = re.sub(r"@\d+$", "", path).removeprefix("L['self']")
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).strip(".")
+
+
+def _line(node: fx.Node) -> str:
+    """`file:line` of the model's code that a node comes from: the innermost outside torch."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(file, line) for file, line in places if "/torch/" not in file.replace("\\", "/")]
+    return f"{short_path(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def _types(graph: fx.Graph) -> dict[str, type[nn.Module]]:
+    found: dict[str, type[nn.Module]] = {}
+    for node in graph.nodes:
+        for path, kind in node.meta.get("nn_module_stack", {}).values():
+            if _plain(path) and _plain(path) not in found:
+                found[_plain(path)] = _type(kind)
+    return found
+
+
+def _type(kind: Any) -> type[nn.Module]:
+    if isinstance(kind, type):
+        return kind
+    module, _, name = str(kind).rpartition(".")
+    try:
+        cls: type[nn.Module] = import_name(f"{module}:{name}", nn.Module)
+    except RecipeError:  # a class local to a function
+        return nn.Module
+    return cls
+
+
+def _sizes(graph: fx.Graph, ranges: Mapping[Any, Any]) -> list[tuple[str, list[Any]]]:
+    """For each flat input, its name and sizes: a number where it is fixed, else the least and the most, if any."""
+    found = []
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        sizes = [_size(s, ranges) for s in value.shape] if isinstance(value, Tensor) else []
+        found.append((str(node.target), sizes))
+    return found
+
+
+def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
+    if isinstance(size, int):
+        return size
+    bounds = ranges.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+    if bounds is None:
+        return [0, None]
+    return [int(bounds.lower), int(bounds.upper) if bounds.upper < 2**31 else None]

@@ -1,0 +1,90 @@
+"""Whether a traced graph computes what the model computes, and which module it is that differs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxq.common.data import Batch
+from fxq.common.isolation import copied, seeded, untouched
+from fxq.common.metrics import tensors
+from fxq.tracing.forward_arguments import arguments
+
+
+def run_model(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> Any:
+    """What the float model returns for a copy of one batch, with the arguments that the recipe fixes."""
+    with untouched(model):
+        return _run(model, example, fixed)
+
+
+def _run(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> Any:
+    batch = copied(example)
+    late = {a.name: a.value for a in arguments(model, example, fixed)[len(batch.args) :] if a.fixed}
+    with seeded(), torch.inference_mode(False), torch.no_grad():
+        return model(*batch.args, **{**late, **batch.kwargs})
+
+
+def first_with_memory(model: nn.Module, example: Batch, fixed: Mapping[str, Any], paths: Collection[str]) -> str | None:
+    """Path of the first of these modules to return something else when the model runs again; None for none."""
+    runs: list[list[tuple[str, list[Tensor]]]] = []
+    with untouched(model):
+        for _ in range(2):
+            runs.append([])
+            handles = [model.get_submodule(p).register_forward_hook(partial(_note, runs[-1], p)) for p in paths]
+            try:
+                _run(model, example, fixed)
+            finally:
+                for handle in handles:
+                    handle.remove()
+    first, second = runs
+    return next((p for (p, got), (_, again) in zip(first, second, strict=False) if not same_values(got, again)), None)
+
+
+def _note(kept: list[tuple[str, list[Tensor]]], path: str, module: nn.Module, args: Any, result: Any) -> None:
+    kept.append((path, copied(list(tensors(result)))))
+
+
+def first_difference(
+    model: nn.Module, example: Batch, fixed: Mapping[str, Any], traced: list[tuple[str, list[Tensor]]]
+) -> str:
+    """Path of the innermost module whose traced forward returns something else than its own; empty for none.
+
+    Args:
+        model: the float model.
+        example: one batch.
+        fixed: arguments that the recipe fixes.
+        traced: path and tensors of each call of a traced module, in the order in which they return.
+    """
+    own: dict[str, deque[list[Tensor]]] = {path: deque() for path, _ in traced}
+    handles = [model.get_submodule(path).register_forward_hook(partial(_keep, own[path])) for path in own]
+    try:
+        run_model(model, example, fixed)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next((path for path, got in traced if not own[path] or not same_values(got, own[path].popleft())), "")
+
+
+def _keep(kept: deque[list[Tensor]], module: nn.Module, args: Any, result: Any) -> None:
+    kept.append(copied(list(tensors(result))))
+
+
+def same_values(got: Any, expected: Any) -> bool:
+    """Whether two results hold the same tensors, to rounding: 1e-3 of the largest element, NaN where NaN is."""
+    pairs = list(tensors(got)), list(tensors(expected))
+    return len(pairs[0]) == len(pairs[1]) and all(_close(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    if got.layout is not torch.strided or torch.equal(got, expected) or got.numel() == 0:
+        return True
+    a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (got, expected))
+    most = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * most, equal_nan=True)

@@ -1,0 +1,54 @@
+"""Which values share memory, and which nodes change it in place: seen in one run of the model, not told by names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fxq.common.metrics import tensors
+
+View = tuple[Any, ...]
+
+
+class Watch:
+    """Numbers the blocks of memory that one run uses.
+
+    A weak reference keeps the address of a block from being used again, not the block itself.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[StorageWeakRef, int] = {}
+        self._views: dict[fx.Node, View] = {}
+
+    def memory(self, value: Any) -> tuple[int, ...]:
+        """The blocks that the tensors inside a value lie in."""
+        blocks = (_block(t) for t in tensors(value))
+        return tuple(dict.fromkeys(self._numbers.setdefault(b, len(self._numbers)) for b in blocks if b is not None))
+
+    def versions(self, values: Any) -> list[tuple[Tensor, int]]:
+        """The tensors inside arguments, each with the number of times that it has been changed in place so far."""
+        return [(t, t._version) for t in tensors(values) if not t.is_inference()]
+
+    def changed(self, before: list[tuple[Tensor, int]]) -> tuple[int, ...]:
+        """The blocks of those tensors that have been changed since."""
+        return self.memory([t for t, version in before if t._version != version])
+
+    def see(self, node: fx.Node, value: Any) -> None:
+        """Note which part of which memory the value of a node is, and how it is laid out."""
+        block = _block(value) if isinstance(value, Tensor) else None
+        if block is not None:
+            part = value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
+            self._views[node] = (self._numbers.setdefault(block, len(self._numbers)), *part)
+
+    def same(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two values are the same part of the same memory, so that one can be read instead of the other."""
+        return a in self._views and self._views[a] == self._views.get(b)
+
+
+def _block(tensor: Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has none
+        return None

@@ -1,0 +1,347 @@
+"""What a forward sees while it is traced: proxies that also hold what they stand for on the example."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from enum import IntEnum
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+
+class Origin(IntEnum):
+    """What a value depends on: nothing that varies, sizes and plain arguments of the inputs, or the data in them."""
+
+    CONSTANT = 0
+    SIZES = 1
+    DATA = 2
+
+
+class Asks(Protocol):
+    """Who answers where a plain value is wanted (see `fxq/tracing/assumptions.py`)."""
+
+    def fix(self, value: Value, how: str, *, frame: FrameType | None = None) -> Any: ...
+
+    def forget(self, frame: FrameType) -> None: ...
+
+    def refuse(self, why: str, node: fx.Node) -> Exception: ...
+
+    def reads_dtype(self, value: Value) -> None: ...
+
+    def rank(self, value: Value) -> Any: ...
+
+
+class Traces(Protocol):
+    """What a value asks of its tracer."""
+
+    @property
+    def asked(self) -> Asks: ...
+
+    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def rows(self, value: Value) -> Iterator[Any]: ...
+
+
+_DTYPE_READS = frozenset({"dtype", "layout", "itemsize", "is_sparse", "is_quantized", "is_mkldnn", "is_nested"})
+_DTYPE_CALLS = frozenset({"is_floating_point", "is_complex", "is_signed", "element_size"})
+_RANK_READS = frozenset({"ndim", "dim", "ndimension"})
+_UNPACK = dis.opmap["UNPACK_SEQUENCE"]
+
+
+class Value(fx.Proxy):
+    """A proxy with the value that it has on the example.
+
+    Arithmetic, calls and attributes are recorded. Where a plain value is wanted (a branch, `int()`, `len()`, a loop),
+    the tracer gives that of the example and has the graph check it, or refuses, where it depends on data.
+    """
+
+    tracer: Any
+    __array_priority__ = 1000  # as of tensors: a numpy scalar in front of an operator leaves it to the value behind
+
+    def __init__(self, node: fx.Node, tracer: Traces, value: Any, origin: Origin) -> None:
+        super().__init__(node, tracer)  # type: ignore[arg-type]
+        self._value, self._origin = value, origin
+
+    @classmethod
+    def __torch_function__(cls, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = next(found_in((args, kwargs)))
+        value.tracer.asked.forget(sys._getframe(1))
+        return super().__torch_function__(called, types, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = self._value
+        if isinstance(value, Tensor) and name in _DTYPE_READS:
+            self.tracer.asked.reads_dtype(self)
+            return getattr(value, name)
+        if isinstance(value, Tensor) and name in _DTYPE_CALLS:
+            self.tracer.asked.reads_dtype(self)
+            return getattr(value, name)
+        if isinstance(value, Tensor) and name in _RANK_READS:
+            rank = self.tracer.asked.rank(self)
+            return rank if name == "ndim" else lambda: rank
+        if isinstance(value, Mapping) and name in ("items", "values", "get"):
+            return getattr(self._as_dict(), name)
+        found = getattr(value, name)
+        return None if found is None else Member(self, name, found)
+
+    def _as_dict(self) -> dict[Any, Any]:
+        return {key: self[key] for key in self.tracer.asked.fix(self, "keys")}  # type: ignore[index]
+
+    def keys(self) -> Any:
+        """The keys of a mapping, as they are on the example."""
+        return self._as_dict().keys()
+
+    def __bool__(self) -> bool:
+        return bool(self.tracer.asked.fix(self, "bool"))
+
+    def __int__(self) -> int:
+        return int(self.tracer.asked.fix(self, "int"))
+
+    def __index__(self) -> int:
+        return int(self.tracer.asked.fix(self, "index", frame=sys._getframe(1)))
+
+    def __float__(self) -> float:
+        return float(self.tracer.asked.fix(self, "float"))
+
+    def __complex__(self) -> complex:
+        return complex(self.tracer.asked.fix(self, "complex"))
+
+    def __round__(self, *digits: Any) -> Any:
+        return self.tracer.create_proxy("call_function", round, (self, *digits), {})
+
+    def __len__(self) -> int:
+        if isinstance(self._value, Tensor):
+            return int(self.tracer.create_proxy("call_method", "size", (self, 0), {}))
+        if isinstance(self._value, torch.Size):
+            return int(self.tracer.asked.rank(self))
+        return int(self.tracer.asked.fix(self, "len"))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self.tracer.asked.refuse("an assignment to a part of a tensor", self.node)
+
+    def __contains__(self, item: Any) -> bool:
+        if isinstance(self._value, Mapping):
+            return item in self.tracer.asked.fix(self, "keys")
+        return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
+
+    def __iter__(self) -> Iterator[Any]:
+        count = _unpacked(sys._getframe(1))
+        if count is not None:  # as many as the program says
+            if len(self._value) != count:
+                raise ValueError(f"{len(self._value)} values to unpack, {count} are expected")
+            return iter([self[i] for i in range(count)])  # type: ignore[index]
+        if isinstance(self._value, Tensor):
+            return self.tracer.rows(self)
+        if isinstance(self._value, Mapping):
+            return iter(self._as_dict())
+        return iter([self[i] for i in range(len(self))])  # type: ignore[index]
+
+
+class Member(Value):
+    """An attribute or method of a value; a node of its own only where it is not called."""
+
+    def __init__(self, root: Value, name: str, value: Any) -> None:
+        self.tracer, self._root, self._name, self._value = root.tracer, root, name, value
+        self._read: Value | None = None
+
+    def _made(self) -> Value:
+        if self._read is None:
+            self._read = self.tracer.create_proxy("call_function", getattr, (self._root, self._name), {})
+        return self._read
+
+    @property
+    def node(self) -> fx.Node:  # type: ignore[override]
+        """The node that reads it."""
+        return self._made().node
+
+    @property
+    def _origin(self) -> Origin:  # type: ignore[override]
+        return self._made()._origin
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tracer.create_proxy("call_method", self._name, (self._root, *args), kwargs)
+
+
+def _unpacked(frame: Any) -> int | None:
+    """How many values the statement `a, b = ...` that a frame is at takes; None when it is at another one."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return code[at + 1] if 0 <= at < len(code) and code[at] == _UNPACK else None
+
+
+def is_value(value: Any) -> bool:
+    """Whether this is a traced value."""
+    return type(value) is Value or type(value) is Member
+
+
+def found_in(values: Any) -> Iterator[Value]:
+    """The traced values inside nested arguments."""
+    if is_value(values):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from found_in(value)
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from found_in(value)
+    elif isinstance(values, slice):
+        yield from found_in((values.start, values.stop, values.step))
+
+
+def replaced(values: Any, by: Callable[[Any], Any]) -> Any:
+    """Nested arguments with everything in them that is no container replaced."""
+    if is_value(values):
+        return by(values)
+    if isinstance(values, (tuple, list)):
+        parts = [replaced(v, by) for v in values]
+        if hasattr(values, "_fields"):
+            return type(values)(*parts)
+        return type(values)(parts) if type(values) in (tuple, list) else parts
+    if type(values) is slice:
+        return slice(*(replaced(v, by) for v in (values.start, values.stop, values.step)))
+    if isinstance(values, Mapping):
+        return {key: replaced(value, by) for key, value in values.items()}
+    return by(values)
+
+
+def examples(values: Any) -> Iterator[Tensor]:
+    """Every tensor that traced values and tensors inside a result have on the example, in order."""
+    if is_value(values):
+        yield from examples(values._value)
+    elif isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from examples(value)
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from examples(value)
+    elif is_dataclass(values) and not isinstance(values, type):
+        for field in fields(values):
+            yield from examples(getattr(values, field.name))
+
+
+# ---- while a forward is traced
+
+_FACTORIES = (
+    "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "scalar_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros",
+)  # fmt: skip
+RANDOM = (
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "normal",
+    "multinomial",
+)  # fmt: skip
+"""Functions of torch whose value is another one at every call."""
+FILLS = (
+    "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_",
+)  # fmt: skip
+"""Methods that fill a tensor with random numbers."""
+_METHODS = ("expand", "narrow", "new_full", "new_ones", "new_zeros", "repeat", "reshape", "select", "to", "view")
+
+
+@contextmanager
+def visible(
+    record: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any], traces: Callable[[], bool]
+) -> Iterator[None]:
+    """Let the places where Python or torch would not see a traced value see it.
+
+    `isinstance(x, Tensor)` answers for the value that `x` stands for; torch's factories with a traced size, a tensor of
+    the model with a traced index or size, and random numbers (which are no constants) are recorded. As `torch.fx` does
+    for modules, this changes them for the whole process until the trace is done; without a traced value each of the
+    others does what it always does.
+
+    Args:
+        record: makes a node of its kind, what it calls, and the arguments.
+        traces: whether a forward is being traced, rather than a layer run on the example.
+    """
+    with ExitStack() as stack:
+        for name in _FACTORIES:
+            stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record)))
+        for name in RANDOM:
+            stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record, traces)))
+        for name in _METHODS:
+            stack.enter_context(_replaced_by(Tensor, name, _called(name, getattr(Tensor, name), record)))
+        for name in FILLS:
+            stack.enter_context(_replaced_by(Tensor, name, _called(name, getattr(Tensor, name), record, traces)))
+        stack.enter_context(_Indexing(record))
+        stack.enter_context(_replaced_by(builtins, "isinstance", _asked(builtins.isinstance)))
+        yield
+
+
+@contextmanager
+def _replaced_by(owner: Any, name: str, new: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, old)
+        else:
+            delattr(owner, name)
+
+
+def _recorded(function: Any, record: Any, anyway: Callable[[], bool] = lambda: False) -> Any:
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if anyway() or next(found_in((args, kwargs)), None) is not None:
+            return record("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return factory
+
+
+def _called(name: str, method: Any, record: Any, anyway: Callable[[], bool] = lambda: False) -> Any:
+    def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if anyway() or next(found_in((args, kwargs)), None) is not None:
+            return record("call_method", name, (self, *args), kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+class _Indexing(TorchFunctionMode):
+    """Records a tensor of the model with a traced index.
+
+    `Tensor.__getitem__` is not to be replaced, not even for a while: that fills a slot of the type which stays filled,
+    and from then on `torch.tensor([a, b])` takes tensors of no dimension for sequences, and fails.
+    """
+
+    def __init__(self, record: Any) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = next(found_in((args, kwargs)), None)
+        if value is not None:
+            value.tracer.asked.forget(sys._getframe(1))
+        if func is Tensor.__getitem__ and next(found_in(args[1]), None) is not None:
+            return self._record("call_function", operator.getitem, args, {})
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Run what no traced value gets into as it runs without a trace: torch's modules take other paths in a mode."""
+    with ExitStack() as stack:
+        if isinstance(_get_current_function_mode(), _Indexing):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def _asked(isinstance: Any) -> Any:
+    def answer(value: Any, kind: Any) -> bool:
+        found = isinstance(value, kind)
+        return found or ((type(value) is Value or type(value) is Member) and isinstance(value._value, kind))
+
+    return answer

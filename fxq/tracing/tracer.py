@@ -1,0 +1,397 @@
+"""The tracer: `torch.fx` with the example's values beside the proxies, so that what sizes decide can be decided."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from fxq.common.data import Batch
+from fxq.common.globs import path_matches
+from fxq.common.isolation import copied
+from fxq.errors import FxqError, InputError, TraceError, words_of
+from fxq.graph.guards import make_output
+from fxq.graph.info import set_info
+from fxq.graph.query import tensor_meta
+from fxq.ops import OPS
+from fxq.tracing.assumptions import Asked
+from fxq.tracing.dependence import origin_of
+from fxq.tracing.exported_program import Exported
+from fxq.tracing.failure import Untraceable, blame, user_line
+from fxq.tracing.forward_arguments import arguments, can_be_default, expanded
+from fxq.tracing.memory import Watch
+from fxq.tracing.proxies import Origin, Value, examples, found_in, is_value, replaced, unwatched, visible
+from fxq.tracing.tuples import apart, sliced
+from fxq.tracing.wrappers import wrapped
+
+_ONE_AT_A_TIME = threading.RLock()
+"""A trace replaces functions of torch until it is done: a second one would put back what the first has replaced."""
+
+
+class Tracer(fx.Tracer):
+    """Traces a model while running it on the example: module path, source line, shape and memory of every node.
+
+    A module that cannot be traced is kept as a leaf, and its path and the reason go into `broken`. The graph is right
+    only when nothing is in there: then it is to be traced again, with those modules among the leaves.
+
+    Attributes:
+        leaves: path globs of modules that are not traced into.
+        broken: the modules that cannot be traced, by path, each with the reason.
+        watch: which values share memory.
+        returned: the tensors that the model returns for the example, in order.
+        loops: whether a forward loops over the rows of a tensor.
+        unroll: whether such a loop is unrolled.
+        record: whether to keep what the traced modules return.
+        outputs: that, with the module's path, in the order in which they return.
+    """
+
+    def __init__(
+        self,
+        leaves: tuple[str, ...],
+        example: Batch,
+        fixed: Mapping[str, Any],
+        strict: bool = False,
+        unroll: bool = False,
+        record: bool = False,
+    ) -> None:
+        super().__init__()
+        self.leaves, self.example, self.fixed, self.strict = leaves, example, fixed, strict
+        self.unroll, self.loops = unroll, False
+        self.record, self.outputs = record, list[tuple[str, list[Tensor]]]()
+        self._hopeless: Exception | None = None
+        self.broken: dict[str, str] = {}
+        self.watch = Watch()
+        self.returned: list[Tensor] = []
+        self._running = False
+        self._thread = threading.get_ident()
+        self._copies: dict[Tensor, Tensor] = {}
+        self._read: dict[str, Value] = {}
+        self._folded: dict[nn.Module, Tensor] = {}
+        self._paths: dict[Tensor, str] = {}
+
+    def trace_model(self, model: nn.Module) -> fx.Graph:
+        """The graph.
+
+        Raises:
+            TraceError: the model itself, not a module in it, cannot be traced.
+            InputError: the model does not run on the example.
+        """
+        self.asked = Asked(self.create_node, _TRACE, type(model).__name__)
+        self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
+        try:
+            with _ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, self._traces):
+                graph = super().trace(model)  # inference tensors do not count their changes
+        except FxqError:
+            raise
+        except Exception as error:  # whatever the user's forward raises
+            raise TraceError(blame(model, error).error()) from error
+        self.asked.add_checks(self.graph)
+        self._erase_unused()
+        return graph
+
+    def _traces(self) -> bool:
+        """Whether a forward of the model is running, rather than a layer on the example or something else's thread."""
+        return not self._running and threading.get_ident() == self._thread
+
+    # ---- inputs and outputs
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """Forward's arguments: traced, or as what they are where the example fixes them."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        given = arguments(self.root, self.example, self.fixed)
+        inputs = [self._input(entry) if can_be_default(entry.default) else entry.value for entry in given]
+        for entry, value in zip(given, inputs, strict=True):  # all inputs come first in a graph
+            value = self._expand(value, value._value) if is_value(value) else value
+            if entry.name.startswith("*"):
+                args.extend(value)
+            elif entry.positional:
+                args.append(value)
+            elif value is not entry.value or not entry.left_out:  # what is left out stays so: decorators may look
+                kwargs[entry.name] = value
+
+        def forward(root: nn.Module) -> Any:
+            result = root.forward(*args, **kwargs)
+            self._check_swallowed(0)
+            self.returned = list(examples(result))
+            return result
+
+        return forward, [self.root]
+
+    def _input(self, entry: Any) -> Any:
+        node = self.create_node("placeholder", entry.name, entry.default, {})
+        held = copied(entry.value)
+        self._see(node, held)
+        self.asked.give(entry, node)
+        return held if entry.fixed else Value(node, self, held, Origin.SIZES)
+
+    def _expand(self, value: Value, held: Any) -> Any:
+        """A container of inputs as the container that it is, with traced values in it; plain values as they are."""
+        if isinstance(held, Tensor):
+            value._origin = Origin.DATA
+        return expanded(value, held, lambda key: self._expand(value[key], held[key]))  # type: ignore[index]
+
+    def _erase_unused(self) -> None:
+        """Erase reads of sizes and parts that only the trace needed."""
+        for node in reversed(self.graph.nodes):
+            if not node.users and node.meta.get(_IDLE):
+                self.graph.erase_node(node)
+            node.meta.pop(_IDLE, None)
+
+    # ---- nodes
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Any = None,
+    ) -> Any:
+        """Run a call on the example and record it; its value. What returns None is given as None."""
+        if kind == "call_function":
+            some = sliced(target, args)
+            if some is not None:
+                return some
+        if kind in ("call_function", "call_method"):
+            args, kwargs = apart(target, args, kwargs)
+        self.asked.forget()
+        self.asked.squeezes = self.asked.squeezes or target in _SQUEEZES
+        before = self._versions(args, kwargs)
+        result = self._run(kind, target, args, kwargs)
+        node: fx.Node = super().create_proxy(kind, target, args, kwargs, name, type_expr).node
+        changes = self.watch.changed(before)
+        self._see(node, result, changes)
+        for value in found_in((args, kwargs)) if changes else ():
+            self.watch.see(value.node, value._value)  # unsqueeze_ changes how its input is laid out
+        value = Value(node, self, result, origin_of(kind, target, args, kwargs))
+        if not changes and result is not None and not isinstance(result, Tensor) and kind != "call_module":
+            node.meta[_IDLE] = value._origin < Origin.DATA or target is operator.getitem
+        if result is None and target in (operator.getitem, getattr):
+            self.asked.fix(value, "none", anyway=True)
+        return None if result is None else value
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node with its module path and the line of user code that made it."""
+        node = super().create_node(kind, target, *args, **kwargs)
+        inside = list(node.meta.get("nn_module_stack", {}).values())
+        path = str(node.target) if node.op == "call_module" else str(inside[-1][0]) if inside else ""
+        source = "" if kind in ("placeholder", "output") else user_line(_TRACE)
+        if isinstance(self.root, Exported):
+            path, source = self.root.place()
+        set_info(node, path=path, source=source)
+        if kind == "output" and len(self.returned) == 1:
+            self._see(node, self.returned[0])
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        """A traced value, or anything that holds some, as an argument of a node."""
+        if is_value(a):
+            return a.node
+        if isinstance(a, Tensor):
+            return self._attribute(a)
+        if isinstance(a, np.generic):  # torch.fx would write np.float64(1.0) into code that knows no np
+            return super().create_arg(a.item())
+        own = isinstance(a, Mapping) and type(a).__module__ not in _PLAIN_MAPPINGS
+        if own or (is_dataclass(a) and not isinstance(a, type)):
+            held = {f.name: getattr(a, f.name) for f in fields(a)} if not isinstance(a, Mapping) else dict(a)
+            return self.create_proxy(
+                "call_function", make_output, (f"{type(a).__module__}:{type(a).__qualname__}", held), {}
+            ).node
+        try:
+            return super().create_arg(a)
+        except NotImplementedError:
+            raise Untraceable(_NO_ARGUMENT.format(kind=type(a).__name__), way=self._way_out()) from None
+
+    def _way_out(self) -> str:
+        """What to do about an object that no graph can hold."""
+        if "use_cache" in inspect.signature(self.root.forward).parameters:
+            return "Do without it: recipe.fix_args(use_cache=False), if it is the cache of a decoder."
+        return "Give and return tensors, and tuples, lists, dicts and dataclasses of them."
+
+    def _attribute(self, tensor: Tensor) -> fx.Node:
+        """The node that reads a tensor of the model, or one that a forward has made of nothing traced."""
+        path = self._paths.get(tensor)
+        node: Any = super().create_arg(tensor) if path is None else self.create_node("get_attr", path, (), {})
+        self._paths[tensor] = str(node.target)
+        self._see(node, self._copy(tensor))
+        return cast(fx.Node, node)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the model, the same one for each reader."""
+        if tensor not in self._copies:
+            self._copies[tensor] = copied(tensor)
+        return self._copies[tensor]
+
+    def _see(self, node: fx.Node, value: Any, changes: tuple[int, ...] = ()) -> None:
+        """Note shape, dtype and memory of a node's value."""
+        self.watch.see(node, value)
+        shape, dtype = tensor_meta(value)
+        set_info(node, shape=shape, dtype=dtype, memory=self.watch.memory(value), changes=changes)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """A parameter of the model as a traced value; all else as it is."""
+        path = self._paths.get(attr_val) if isinstance(attr_val, nn.Parameter) and self._traces() else None
+        if path is None:
+            return attr_val
+        if path not in self._read:
+            held = self._copy(attr_val)
+            node = self.create_node("get_attr", path, (), {})
+            self._see(node, held)
+            self._read[path] = Value(node, self, held, Origin.CONSTANT)
+        return self._read[path]
+
+    # ---- the run on the example
+
+    def _versions(self, args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
+        return self.watch.versions(replaced((args, kwargs), self._example))
+
+    def _example(self, value: Any) -> Any:
+        if is_value(value):
+            return value._value
+        return self._copy(value) if isinstance(value, Tensor) else value
+
+    def _run(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a call; errors name the layer and what it was given."""
+        values, named = replaced(args, self._example), replaced(kwargs, self._example)
+        outer, self._running = self._running, True
+        try:
+            with unwatched():
+                if kind == "call_method":
+                    return getattr(values[0], target)(*values[1:], **named)
+                called = self.root.get_submodule(target) if kind == "call_module" else target
+                if kind == "call_module" and _has_traced_weights(called):
+                    raise TraceError(_SWAPPED.format(path=target))
+                return called(*values, **named)
+        except TraceError:
+            raise
+        except Exception as error:
+            given = ", ".join(
+                f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in values if isinstance(a, Tensor)
+            )
+            path = target if kind == "call_module" else next((p for p, _ in reversed(self.module_stack.values())), "")
+            layer = f'layer "{path}"' if path else getattr(target, "__name__", str(target))
+            line = user_line(_TRACE)
+            place = f" ({line})" if line else ""
+            raise InputError(
+                f"the model does not run on the example: {layer}{place} got {given}: {words_of(error)}"
+            ) from error
+        finally:
+            self._running = outer
+
+    # ---- modules
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """The recipe's leaf modules, torch's own modules, and what the op table knows."""
+        if is_kept(module_qualified_name, self.leaves):
+            return True
+        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(m):
+            return False  # a forward set on the object is not that of its type, so what the table says does not hold
+        own = type(m).__mro__[1] if parametrize.is_parametrized(m) else type(m)
+        known = own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or own in _SPELLED_MODULES
+        return known and not _has_traced_weights(m)
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Trace into a module, or keep it as a leaf: where it is one, and where tracing into it fails."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        path = self.submodule_paths.get(m) if self.submodule_paths else None
+        inside = wrapped(m)
+        if inside is not None and (self._running or not is_kept(path or "", self.leaves)):
+            return inside(*args, **kwargs)
+        if m._compiled_call_impl is not None:  # by module.compile(): what it calls instead cannot be traced
+            forward = m._call_impl
+        if self._running:
+            return forward(*args, **kwargs)
+        if isinstance(m, parametrize.ParametrizationList):
+            return self._fold(m, forward, args, kwargs)
+        if path is None:  # made by a forward, or in a plain list: it has no path to call it by
+            return forward(*args, **kwargs)
+        stack, refusals = dict(self.module_stack), len(self.asked.refusals)
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+            self._check_swallowed(refusals)
+            if self.record and not self.is_leaf_module(m, path):
+                self.outputs.append((path, copied(list(examples(result)))))
+            return result
+        except Exception as error:
+            del self.asked.refusals[refusals:]
+            self.module_stack.clear()
+            self.module_stack.update(stack)
+            if self.strict or self.is_leaf_module(m, path):
+                raise
+            return self._keep(m, path, args, kwargs, error)
+
+    def _check_swallowed(self, known: int) -> None:
+        """Raise a refusal that a forward has caught in a `try`: what it did then is not what it does on data."""
+        if len(self.asked.refusals) > known:
+            raise self.asked.refusals[known]
+
+    def _keep(self, m: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """A module that cannot be traced, as a leaf. Raises the error again where it does not run as one either."""
+        try:
+            if error is self._hopeless:
+                raise error
+            kept = self.create_proxy("call_module", path, args, kwargs)
+        except InputError:
+            self._hopeless = error
+            raise error from None
+        self.broken[path] = blame(self.root, error).note()
+        return kept
+
+    def _fold(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A parametrized tensor of a module, computed once."""
+        if m not in self._folded:
+            self._running = True
+            try:
+                self._folded[m] = forward(*args, **kwargs).detach().clone()
+            finally:
+                self._running = False
+        return self._folded[m]
+
+    # ---- plain values
+
+    def rows(self, value: Value) -> Iterator[Any]:
+        """A loop over the rows of a tensor: unrolled where sizes decide what is in it, or nothing else is left."""
+        self.loops = True
+        if value._origin is Origin.DATA and not self.unroll:
+            raise self.asked.refuse("a loop over the rows of a tensor", value.node)
+        return iter([value[i] for i in range(len(value))])  # type: ignore[index]
+
+
+_TRACE = Tracer.trace_model.__code__
+_SQUEEZES = ("squeeze", "squeeze_", torch.squeeze)
+_PLAIN_MAPPINGS = ("builtins", "collections", "torch.fx.immutable_collections")
+_IDLE = "fxq_idle"
+"""Marks a node that does nothing but give a value, so that it can go when nobody reads it."""
+
+_SPELLED_MODULES = frozenset(
+    s.target for row in OPS for s in row.spellings if isinstance(s.target, type) and issubclass(s.target, nn.Module)
+)
+
+
+_NO_ARGUMENT = "an object of type {kind} is returned, or given to a layer, and no graph can hold it."
+_SWAPPED = (
+    'layer "{path}" is called with weights that the forward gives it (torch.func.functional_call), and a leaf is '
+    "called with its own: do not keep it as one, but a module that calls it, if any."
+)
+
+
+def _has_traced_weights(module: nn.Module) -> bool:
+    """Whether `torch.func.functional_call` has put traced values in the place of a module's tensors."""
+    return any(is_value(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+
+
+def is_kept(path: str, leaves: tuple[str, ...]) -> bool:
+    """Whether the recipe says that a module is not to be traced into."""
+    return any(path_matches(path, pattern) for pattern in leaves)

@@ -1,0 +1,166 @@
+"""A state dict is all that decides a quantized model's numbers: loaded, it gives exactly those; or it is refused."""
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.kernel import Kernel
+from fxq.backends.packed.quantized_tensors import has_engine
+from fxq.backends.qdq_form import InForm
+from fxq.common.metrics import tensors
+from fxq.errors import InputError
+from tests import models
+from tests.bound import functions, plain
+from tests.graphs import equal
+
+X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+BACKENDS = [
+    pytest.param("x86", marks=pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")),
+    pytest.param("fbgemm", marks=pytest.mark.skipif(not has_engine("fbgemm"), reason="needs fbgemm")),
+    "reference",
+]
+
+
+def network(seed=0, channels=8, stride=1):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1), nn.Hardswish(), nn.Conv2d(channels, 4, 3, stride=stride), nn.Sigmoid(),
+        nn.ConvTranspose2d(4, 4, 2), nn.Flatten(), nn.LazyLinear(5),
+    ).eval()  # fmt: skip
+
+
+def quantized(backend, seed=0, scale=1.0, recipe=None, **options):
+    model = network(seed, **options)
+    model(X)
+    recipe = recipe or fxq.Recipe.static(backend=backend, optimize="coverage", narrow="activations")
+    return fxq.quantize(model, recipe, data=[X * scale])
+
+
+def saved(state):
+    """Through a file, as PyTorch reads it by default: tensors and plain data."""
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loading_gives_exactly_the_other_model(backend):
+    mine, theirs = quantized(backend), quantized(backend, seed=1, scale=7.0)
+    for _ in range(3):
+        before = mine(X)
+    expected = theirs(X)
+    assert not torch.allclose(before, expected, rtol=0.1)
+    assert str(mine.load_state_dict(saved(theirs.state_dict()))) == "<All keys matched successfully>"
+    for _ in range(3):
+        assert torch.equal(mine(X), expected)
+    assert torch.equal(mine(3 * X), theirs(3 * X)) and torch.equal(copy.deepcopy(mine)(X), expected)
+    assert torch.equal(plain(mine, X), expected) and len(functions(mine)) == 1
+    for (path, one), (other_path, two) in zip(mine.qparams().items(), theirs.qparams().items(), strict=True):
+        assert path == other_path and equal(one.weight_scale, two.weight_scale) and equal(one.weight, two.weight)
+        assert (one.input_scale, one.input_zero_point) == (two.input_scale, two.input_zero_point)
+        assert (one.output_scale, one.output_zero_point) == (two.output_scale, two.output_zero_point)
+        assert equal(one.bias, two.bias)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", models.NETWORKS)
+def test_every_network_takes_over_the_numbers_of_another(backend, name):
+    """The other one has other ranges: its weights and its data are others."""
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", narrow="activations")
+    model, batch = models.build(name), models.batch(name)
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for module in other.modules():
+            for parameter in () if isinstance(module, nn.PReLU) else module.parameters(recurse=False):
+                parameter.mul_(0.5 + torch.rand(parameter.shape, generator=generator))
+    mine = fxq.quantize(model, recipe, data=[batch])
+    theirs = fxq.quantize(other, recipe, data=[models.batch(name, seed=2)])
+    mine.load_state_dict(theirs.state_dict())
+    expected = [*tensors(models.call(theirs, batch))]
+    for _ in range(3):
+        assert all(itertools.starmap(torch.equal, zip(tensors(models.call(mine, batch)), expected, strict=True)))
+
+
+DIFFERENT = {
+    "channels": ({"channels": 6}, "tensor '.*differs in its options, bits or shapes"),
+    "stride": ({"stride": 2}, "(tensor|kernel|node) '.*differs in its options, bits or shapes"),
+    "bits": ({"bits": 6}, "(tensor|kernel|node) '.*differs in its options, bits or shapes"),
+    "a layer in float": ({"float": True}, "node '.*' is '.*' there"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_another_structure_is_refused_by_name(backend, case):
+    options, words = DIFFERENT[case]
+    options = dict(options)
+    bits = options.pop("bits", 7)
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", activation=fxq.TensorSpec(bits=bits))
+    if options.pop("float", False):
+        recipe = recipe.override("0", fxq.FLOAT)
+    plain_recipe = fxq.Recipe.static(backend=backend, optimize="coverage", activation=fxq.TensorSpec(bits=7))
+    mine, theirs = quantized(backend, recipe=plain_recipe), quantized(backend, seed=1, recipe=recipe, **options)
+    for holder, other in ((mine, theirs), (nn.Sequential(mine), nn.Sequential(theirs))):
+        before = mine(X)
+        with pytest.raises(InputError, match=rf"the state dict is of another model than this one: .*{words}"):
+            holder.load_state_dict(other.state_dict())
+        assert torch.equal(mine(X), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_part_of_a_state_dict_is_refused(backend):
+    mine, theirs = quantized(backend), quantized(backend, seed=1)
+    state, before = theirs.state_dict(), mine(X)
+    for kept in (
+        {k: v for k, v in state.items() if "weight" in k},
+        {k: v for k, v in state.items() if k != "_extra_state"},
+    ):
+        with pytest.raises(InputError, match=r"has \d+ of \d+ entries of this quantized model, '.*' is not among them"):
+            mine.load_state_dict(kept, strict=False)
+    assert torch.equal(mine(X), before)
+    mine.load_state_dict({"another.weight": torch.ones(3)}, strict=False)  # nothing in it is of this model
+    assert torch.equal(mine(X), before)
+
+
+def test_grids_that_cannot_be_read_are_refused():
+    mine = quantized("reference")
+    state, before = mine.state_dict(), mine(X)
+    with pytest.raises(InputError, match=r"'_extra_state' .* does not hold the grids of a quantized model"):
+        mine.load_state_dict({**state, "_extra_state": state["_extra_state"][:-9]})
+    assert torch.equal(mine(X), before)
+
+
+def test_a_state_dict_holds_nothing_but_tensors():
+    state = quantized("reference").state_dict()
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    assert state["_extra_state"].dtype == torch.uint8
+
+
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+def test_forms_take_over_the_numbers_as_well():
+    """What a kernel runs as on another CPU is the model that was loaded."""
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage", activation=fxq.TensorSpec(bits=7))
+    mine, theirs = (quantized("x86", seed, scale, recipe) for seed, scale in ((0, 1.0), (1, 7.0)))
+    expected = theirs(X)
+    for stage in ("loaded, then in form", "in form, then loaded"):
+        model = copy.deepcopy(mine)
+        if stage.startswith("loaded"):
+            model.load_state_dict(theirs.state_dict())
+        for path, kernel in [(p, m) for p, m in model.fxq_kernels.named_children() if isinstance(m, Kernel)]:
+            model.fxq_kernels.set_submodule(path, InForm(kernel, "for the test"))
+        if stage.startswith("in form"):
+            before = model(X)  # every form has run, and keeps what it runs
+            assert not torch.equal(before, expected)
+            model.load_state_dict(theirs.state_dict())
+        torch.testing.assert_close(model(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+        for path, form in [(p, m) for p, m in model.fxq_kernels.named_children() if isinstance(m, InForm)]:
+            model.fxq_kernels.set_submodule(path, form.kernel())
+        assert torch.equal(model(X), expected)

@@ -1,0 +1,415 @@
+"""The integer kernels against float64 arithmetic written down independently."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxq.backends import cpu
+from fxq.backends.kernel import Kernel, Post
+from fxq.backends.plain.clamp_and_pad import Clamp, Pad
+from fxq.backends.plain.converters import dequantize, prelu_quantize, quantize
+from fxq.backends.plain.pool import MaxPool2d, Mean
+from fxq.backends.x86 import onednn_conv as x86_conv
+from fxq.backends.x86.onednn_binary import Add
+from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv3d import Conv3d
+from fxq.backends.x86.onednn_linear import Linear
+from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
+from fxq.backends.x86.transposed_conv import ConvTranspose2d
+from fxq.errors import BackendError, InputError
+from fxq.quant.qparams import QParams
+from tests.kernels import (
+    BYTE,
+    CHANNELS_LAST,
+    OUTS,
+    POSTS,
+    RESIDUAL,
+    ZERO_POINTS,
+    X,
+    activations,
+    agree,
+    bytes_,
+    copies,
+    real,
+    weight,
+)
+from tests.machine import QMAX
+
+pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_conv_of_any_shape(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    dims, groups, small = draw(st.sampled_from([1, 2, 2])), draw(st.sampled_from([1, 1, 2, 3])), st.integers(1, 4)
+    kernel, dilation = [draw(small) for _ in range(dims)], [draw(st.integers(1, 2)) for _ in range(dims)]
+    stride, padding = [draw(st.integers(1, 3)) for _ in range(dims)], [draw(st.integers(0, 4)) for _ in range(dims)]
+    size = [
+        draw(st.integers(max(1, d * (k - 1) + 1 - 2 * p), 12))
+        for k, d, p in zip(kernel, dilation, padding, strict=True)
+    ]
+    c_in, c_out, batch = draw(st.integers(1, 20)), draw(st.integers(1, 40)), draw(st.sampled_from([0, 1, 2]))
+    x = QParams.per_tensor(0.0217, draw(st.sampled_from(ZERO_POINTS)), 0, QMAX)
+    out = draw(st.sampled_from([None, *OUTS]))
+    residual = RESIDUAL if out is not None and draw(st.booleans()) else None
+    q, qp, w = weight(c_out * groups, c_in, *kernel, axis=draw(st.sampled_from([0, 0, None])))
+    bias = draw(st.sampled_from([None, torch.randn(c_out * groups)]))
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = Conv(q, qp, bias, x, out, residual=residual, **options)
+    image = activations(batch, c_in * groups, *size)
+    if dims == 2 and draw(st.booleans()):
+        image = image.contiguous(memory_format=CHANNELS_LAST)
+    reference = F.conv2d if dims == 2 else F.conv1d
+    y = reference(real(image, x), w, None if bias is None else bias.double(), **options)
+    if residual is None:
+        agree(conv(image), y, out)
+    else:
+        other = bytes_(*y.shape)
+        agree(conv(image, other), y + real(other, residual), out)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_transposed_conv_of_any_shape(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    kernel, stride = [draw(st.integers(1, 9)) for _ in "hw"], [draw(st.integers(1, 4)) for _ in "hw"]
+    padding, more = [draw(st.integers(0, 4)) for _ in "hw"], [draw(st.integers(0, s - 1)) for s in stride]
+    axes = zip(kernel, stride, padding, more, strict=True)
+    size = [draw(st.integers(max(1, (2 * p - k - o) // s + 2), 11)) for k, s, p, o in axes]
+    groups, out = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([None, *OUTS]))
+    channels = draw(st.integers(1, 4))
+    q, qp, w = weight(groups * draw(st.integers(1, 9)), channels, *kernel, axis=draw(st.sampled_from([1, 1, None])))
+    bias, options = torch.randn(channels * groups), {"stride": stride, "padding": padding, "output_padding": more}
+    conv = ConvTranspose2d(q, qp, bias, X, out, groups=groups, **options)
+    image = activations(draw(st.integers(0, 2)), q.shape[0], *size)
+    agree(conv(image), F.conv_transpose2d(real(image, X), w, bias.double(), groups=groups, **options), out)
+
+
+@pytest.mark.parametrize("out", [None, *OUTS], ids=str)
+@pytest.mark.parametrize("post", [name for name in POSTS if name in Conv.posts])
+def test_conv_posts(post, out):
+    q, qp, w = weight(24, 8, 3, 3)
+    conv = Conv(q, qp, None, X, out, padding=1, post=POSTS[post][0])
+    image = activations(2, 8, 17, 13)
+    agree(conv(image), POSTS[post][1](F.conv2d(real(image, X), w, padding=1)), out)
+
+
+@pytest.mark.parametrize("out", OUTS, ids=str)
+@pytest.mark.parametrize("post", [None, "relu", "relu6", "hardtanh"])
+@pytest.mark.parametrize("kind", ["conv", "linear"])
+def test_residual(kind, post, out):
+    rule, function = POSTS[post] if post else (None, lambda y: y)
+    q, qp, w = weight(24, 16, 1, 1) if kind == "conv" else weight(24, 16)
+    x = activations(2, 16, 9, 7) if kind == "conv" else activations(3, 5, 16)
+    y = F.conv2d(real(x, X), w) if kind == "conv" else F.linear(real(x, X), w)
+    other = bytes_(*y.shape)
+    kept = other.clone()
+    layer = Conv if kind == "conv" else Linear
+    y = function(y + real(other, RESIDUAL))
+    agree(layer(q, qp, None, X, out, post=rule, residual=RESIDUAL)(x, other), y, out)
+    assert torch.equal(other, kept)
+    agree(layer(q, qp, None, X, out, post=rule, residual=RESIDUAL, inplace=True)(x, other), y, out)
+    with pytest.raises(BackendError, match="residual"):
+        layer(q, qp, None, X, out, residual=RESIDUAL)(x, other[:1])
+    with pytest.raises(BackendError, match="residual"):
+        layer(q, qp, None, X, out, residual=RESIDUAL)(x)
+
+
+@pytest.mark.parametrize("out", [None, *OUTS], ids=str)
+@pytest.mark.parametrize("post", [None, *(name for name in POSTS if name in Linear.posts)])
+def test_linear(post, out):
+    rule, function = POSTS[post] if post else (None, lambda y: y)
+    q, qp, w = weight(40, 33)
+    linear = Linear(q, qp, torch.ones(40), X, out, post=rule)
+    for shape in [(33,), (0, 33), (7, 33), (2, 3, 5, 33)]:
+        x = activations(*shape)
+        agree(linear(x), function(F.linear(real(x, X), w, torch.ones(40).double())), out)
+    x = activations(33, 6).t()
+    assert torch.equal(linear(x), linear(x.contiguous()))
+    for other in copies(linear):
+        assert torch.equal(other(x), linear(x))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_linear_of_one_row_in_float(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    inputs, outputs = draw(st.integers(1, 300)), draw(st.integers(1, 300))
+    x = QParams.per_tensor(0.0217, draw(st.sampled_from(ZERO_POINTS)), 0, QMAX)
+    q, qp, w = weight(outputs, inputs, axis=draw(st.sampled_from([0, 0, None])))
+    bias = draw(st.sampled_from([None, torch.randn(outputs)]))
+    row = draw(st.sampled_from([activations(inputs), activations(2 * inputs)[::2], activations(inputs + 5)[5:]]))
+    linear = Linear(q, qp, bias, x, None)
+    y = F.linear(real(row, x), w, None if bias is None else bias.double())
+    for shape in [(inputs,), (1, inputs), (1, 1, 1, inputs)]:
+        agree(linear(row.reshape(shape)), y.view(*shape[:-1], outputs), None)
+    for strides in [(1, 1), (7 * inputs, 1)]:
+        agree(linear(row.contiguous().as_strided((1, inputs), strides)), y.view(1, -1), None)
+    for other in copies(linear):
+        assert not other._packed and torch.equal(other(row), linear(row))
+
+
+@pytest.mark.parametrize("residual", [None, RESIDUAL], ids=["alone", "residual"])
+@pytest.mark.parametrize("shape", [(0, 3, 33), (2, 0, 33), (0, 33)], ids=str)
+def test_linear_of_nothing(shape, residual):
+    for out in OUTS if residual else [None, *OUTS]:
+        linear = Linear(*weight(40, 33)[:2], None, X, out, residual=residual)
+        others = [bytes_(*shape[:-1], 40)] if residual else []
+        agree(linear(activations(*shape), *others), torch.zeros(*shape[:-1], 40, dtype=torch.float64), out)
+
+
+LAYERS = {
+    "linear": (Linear, (4, 8), {}, [(2, 16), (2, 4), (64,), (0, 3, 9), (2, 0), ()], r"takes 8 features"),
+    "residual": (Linear, (4, 8), {"residual": RESIDUAL}, [(2, 16), (0, 9)], r"takes 8 features"),
+    "conv1d": (Conv, (6, 4, 3), {}, [(1, 3, 9), (5, 9), (9,), (1, 1, 4, 9)], r"takes (4\.|3 dimensions, or 2)"),
+    "conv2d": (Conv, (6, 4, 3, 3), {}, [(1, 3, 9, 9), (0, 5, 9, 9), (3, 9, 9)], r"input with [0-9] channels; .* 4\."),
+    "dimensions": (Conv, (6, 4, 3, 3), {}, [(9, 9), (1, 1, 4, 9, 9)], r"takes 4 dimensions, or 3 without a batch"),
+    "groups": (Conv, (6, 4, 3, 3), {"groups": 2}, [(1, 4, 9, 9), (1, 12, 9, 9)], r"the layer takes 8\."),
+    "conv3d": (Conv3d, (6, 4, 3, 3, 3), {}, [(1, 3, 5, 5, 5), (5, 5, 5), (3, 5, 5, 5)], r"takes (4|5 dimensions)"),
+    "transposed": (ConvTranspose2d, (4, 6, 3, 3), {}, [(1, 3, 5, 5), (5, 5)], r"(takes 4\.|takes 4 dimensions)"),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_an_input_of_another_shape(layer):
+    """oneDNN speaks of primitive descriptors."""
+    kind, size, options, shapes, words = LAYERS[layer]
+    kernel = kind(*weight(*size, axis=kind.channel_axis)[:2], None, X, OUTS[0], **options)
+    for shape in shapes:
+        given = [activations(*shape), *([bytes_(*shape[:-1], 4)] if "residual" in options else [])]
+        with pytest.raises(InputError, match=words):
+            kernel(*given)
+
+
+def test_one_kernel_serves_every_input():
+    q, qp, w = weight(16, 6, 3, 3)
+    conv = Conv(q, qp, None, X, OUTS[0], padding=1)
+    inputs = [activations(n, 6, h, 9) for n, h in [(1, 8), (3, 8), (0, 8), (1, 20), (2, 1), (1, 8), (4, 30)]]
+    inputs += [
+        activations(2, 12, 9, 9)[:, ::2],
+        activations(2, 9, 9, 6).permute(0, 3, 1, 2),
+        activations(1, 6, 9, 18)[..., 3:12],
+    ]
+    for x in [*inputs, activations(6, 9, 9)]:
+        y = conv(x)
+        agree(y, F.conv2d(real(x, X), w, padding=1), OUTS[0])
+        assert x.dim() == 3 or y.is_contiguous(memory_format=CHANNELS_LAST)
+    assert len(conv._packed.of_sizes) <= conv.sizes_kept
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"groups": 8}, {"groups": 2, "padding": 1}, {"post": Post("leaky_relu", (0.1,))}]
+)
+def test_many_sizes_share_a_few_packed_weights(options, monkeypatch):
+    """Whatever size a weight was packed for, the numbers are those of a kernel that has seen no other."""
+    q, qp, _ = weight(8, 8 // options.get("groups", 1), 3, 3)
+    grid = QParams.per_tensor(0.0217, 50, 0, 127)
+    conv, packed = Conv(q, qp, torch.randn(8), grid, OUTS[1], **options), []
+    prepack = torch.ops.onednn.qconv_prepack
+    monkeypatch.setattr(x86_conv, "_onednn", Counting(packed, prepack))
+    sizes = [(1, h, 5 + 3 * h) for h in range(3, 9)] + [(n, 9, 9) for n in range(1, 5)] + [(1, 33, 40), (2, 56, 56)]
+    inputs = [torch.randint(0, 128, (n, 8, h, w_), dtype=torch.uint8) for n, h, w_ in sizes]
+    results = [conv(x) for x in inputs for _ in range(2)]
+    forms = 2 if options.get("groups", 1) > 1 and "post" in options else 1
+    assert len(packed) <= x86_conv.PACKED * forms
+    monkeypatch.undo()
+    for i, x in enumerate(inputs):
+        fresh = copies(conv)[0]
+        assert torch.equal(results[2 * i], fresh(x)) and torch.equal(results[2 * i + 1], fresh(x))
+
+
+class Counting:
+    """oneDNN's operators; it notes how often a weight is packed."""
+
+    def __init__(self, packed, prepack):
+        self.packed, self.prepack = packed, prepack
+
+    def qconv_prepack(self, *args):
+        self.packed.append(args)
+        return self.prepack(*args)
+
+    def __getattr__(self, name):
+        return getattr(torch.ops.onednn, name)
+
+
+def test_same_padding():
+    q, qp, w = weight(5, 4, 3, 5)
+    x = activations(1, 4, 9, 9)
+    agree(Conv(q, qp, None, X, None, padding="same")(x), F.conv2d(real(x, X), w, padding="same"), None)
+    assert Conv.refuses(kernel_size=(2, 3), padding="same") == "pads asymmetrically"
+
+
+def test_copies_compute_the_same_and_hold_nothing_packed():
+    x = activations(2, 8, 9, 7)
+    q, qp, _ = weight(8, 4, 3, 3)
+    kernels: list[Kernel] = [
+        Conv(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=Post("relu6")),
+        ConvTranspose2d(*weight(8, 3, 4, 4, axis=1)[:2], None, X, OUTS[0], stride=2, padding=1, post=Post("relu")),
+        MaxPool2d(3, 2, 1),
+        AvgPool2d(X, OUTS[0], 3, 2, 1),
+        Mean(X, None, (2, 3), keepdim=True),
+        AdaptiveAvgPool2d(X, OUTS[0], (3, None)),
+        AdaptiveAvgPool2d(X, None, (2, 3)),
+        Clamp(X, Post("relu6")),
+        Pad(X, (1, 2, 0, 3)),
+    ]
+    for kernel in kernels:
+        y = kernel(x)
+        for other in copies(kernel):
+            assert not other._packed
+            assert torch.equal(other(x), y)
+
+
+def test_pooling():
+    x = activations(2, 6, 13, 9)
+    for image in [x, x[:0], x.contiguous(memory_format=CHANNELS_LAST), x[:, ::2]]:
+        for ceil in (False, True):
+            y = F.max_pool2d(image.float(), 3, 2, 1, ceil_mode=ceil)
+            assert torch.equal(MaxPool2d(3, 2, 1, ceil_mode=ceil)(image).float(), y)
+        agree(AvgPool2d(X, OUTS[0], (3, 2), 2, (1, 0))(image), F.avg_pool2d(real(image, X), (3, 2), 2, (1, 0)), OUTS[0])
+        for size in [(13, 3), (1, 9), (4, 2), (None, 1)]:
+            y = F.adaptive_avg_pool2d(real(image, X), size)
+            agree(AdaptiveAvgPool2d(X, OUTS[0], size)(image), y, OUTS[0])
+            agree(AdaptiveAvgPool2d(X, None, size)(image), y, None)
+    assert torch.equal(MaxPool2d(3, 2, 1, dims=1)(x[0]).float(), F.max_pool1d(x[0].float(), 3, 2, 1))
+    agree(AvgPool2d(X, None, 3, 2, 1, dims=1)(x[0]), F.avg_pool1d(real(x[0], X), 3, 2, 1), None)
+
+
+@pytest.mark.parametrize("dim", [(2, 3), (-1,), (1,), 1, (0, 1, 2, 3), (-3, -2, -1)], ids=str)
+def test_mean_and_sum(dim):
+    x = bytes_(3, 6, 13, 9)
+    for image in [x, x.contiguous(memory_format=CHANNELS_LAST), x[:, ::2], x.transpose(1, 3)]:
+        for keepdim in (False, True):
+            for out in (None, OUTS[1]):
+                agree(Mean(BYTE, out, dim, keepdim)(image), real(image, BYTE).mean(dim, keepdim=keepdim), out)
+            wide = QParams.per_tensor(1.93, 100)
+            agree(Mean(BYTE, wide, dim, keepdim, total=True)(image), real(image, BYTE).sum(dim, keepdim=keepdim), wide)
+    long = bytes_(2, 70001)  # beyond what float32 sums exactly
+    agree(Mean(BYTE, OUTS[2], -1)(long), real(long, BYTE).mean(-1), OUTS[2])
+    agree(Mean(BYTE, OUTS[2], 0)(x[:1]), real(x[:1], BYTE).mean(0), OUTS[2])
+    assert Mean(BYTE, OUTS[0], (1, 2))(x[:0]).shape == (0, 9)
+    assert Mean(BYTE, OUTS[0], 0, total=True)(x[:0]).eq(OUTS[0].z).all()
+    with pytest.raises(BackendError, match="mean of no elements"):
+        Mean(BYTE, OUTS[0], 0)(x[:0])
+
+
+def test_clamp_and_pad():
+    x = bytes_(2, 6, 7, 9)
+    for name in ("relu", "relu6", "hardtanh"):
+        rule, function = POSTS[name]
+        agree(Clamp(BYTE, rule)(x), function(real(x, BYTE)), BYTE)
+    agree(Pad(BYTE, (1, 2, 3, 0))(x), F.pad(real(x, BYTE), (1, 2, 3, 0)), BYTE)
+    value = 7 * BYTE.s
+    agree(Pad(BYTE, (1, 2), value=value)(x), F.pad(real(x, BYTE), (1, 2), value=value), BYTE)
+    for mode in ("reflect", "replicate", "circular"):
+        agree(Pad(BYTE, (1, 2, 3, 0), mode)(x), F.pad(real(x, BYTE), (1, 2, 3, 0), mode), BYTE)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 4), (2, 3, 9, 7), (1, 40, 80, 90), (300, 1001)], ids=str)
+def test_conversions(shape):
+    for qp in OUTS:
+        x = torch.randn(shape) * 8
+        views = [x, x.transpose(0, 1), x[..., ::2], x.expand(2, *shape)[1]]
+        views += [x.contiguous(memory_format=CHANNELS_LAST)] if len(shape) == 4 else []
+        for view in views:
+            q = quantize(view, qp.s, qp.z, qp.qmax, qp.qmin)
+            agree(q, view.double(), qp)
+            assert torch.equal(dequantize(q, qp.s, qp.z), q.float().sub(qp.z).mul(qp.s))
+            assert len(shape) != 4 or q.is_contiguous(memory_format=CHANNELS_LAST)
+            slope = torch.rand(view.shape[1])
+            q = prelu_quantize(view, slope, qp.s, qp.z, qp.qmax, qp.qmin)
+            agree(q, F.prelu(view.double(), slope.double()), qp)
+
+
+def test_quantize_saturates():
+    x = torch.tensor([float("-inf"), -3e38, -1e9, -1.0, 0.0, 1.0, 1e9, 3e38, float("inf")])
+    assert quantize(x, 1e-30, 7, 127).tolist() == [0, 0, 0, 0, 7, 127, 127, 127, 127]
+    assert quantize(x, 0.5, 7, 255, 3).tolist() == [3, 3, 3, 5, 7, 9, 255, 255, 255]
+
+
+def _of(largest, *shape):
+    """An int8 weight with one number of this size."""
+    values = torch.zeros(shape, dtype=torch.int8)
+    values.view(-1)[0] = largest
+    return values, QParams.per_tensor(1.0, 0, -128, 127, torch.int8), None
+
+
+@pytest.mark.parametrize("largest", [127, -127, 65, -65, 64, -64])
+@pytest.mark.parametrize("qmax", [255, 127])
+def test_without_vnni_two_products_must_fit_int16(monkeypatch, largest, qmax):
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    x = QParams.per_tensor(0.1, 3, 0, qmax)
+    made = [
+        lambda: Conv(*_of(largest, 4, 2, 3, 3), x, None),
+        lambda: Conv(*_of(largest, 2, 1, 3, 3), x, None),
+        lambda: Conv3d(*_of(largest, 4, 2, 3, 3, 3), x, None),
+        lambda: Linear(*_of(largest, 4, 8), x, None),
+        lambda: ConvTranspose2d(*_of(largest, 2, 4, 3, 3), x, None),
+    ]
+    for make in made:
+        if 2 * qmax * abs(largest) < 2**15:
+            make()
+        else:
+            with pytest.raises(BackendError, match=f"up to {qmax} and weights up to {abs(largest)} overflow; use 7"):
+                make()
+
+
+@pytest.mark.skipif(not cpu.has_exact_depthwise(), reason="oneDNN adds a depthwise convolution's products in int16")
+def test_a_depthwise_convolution_takes_all_bits_on_any_cpu(monkeypatch):
+    exact = cpu.has_exact_depthwise()
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    monkeypatch.setattr(cpu, "has_exact_depthwise", lambda: exact)
+    x = torch.randint(250, 256, (2, 24, 9, 7), dtype=torch.uint8)
+    weight = torch.randint(100, 128, (24, 1, 3, 3)).to(torch.int8)
+    one = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
+    y = Conv(weight, one, None, QParams.per_tensor(1.0, 0), None, padding=1, groups=24)(x)
+    assert torch.equal(y.double(), F.conv2d(x.double(), weight.double(), padding=1, groups=24))
+
+
+def test_sums_and_averages_take_all_bits_on_any_cpu(monkeypatch):
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    grid = QParams.per_tensor(1.0, 0)
+    x = torch.randint(250, 256, (2, 24, 40, 40), dtype=torch.uint8)
+    assert torch.equal(AvgPool2d(grid, None, 2)(x), F.avg_pool2d(x.float(), 2))
+    added = Add(grid, grid, QParams.per_tensor(2.0, 0))(x, x.flip(1))
+    assert torch.equal(added, ((x.float() + x.flip(1)) / 2).round().to(torch.uint8))
+
+
+def test_refusals():
+    q, qp, _ = weight(4, 4, 3, 3)
+    shifted = QParams(qp.scale, torch.ones(4, dtype=torch.int32), -127, 127, torch.int8, 0)
+    signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
+    for arguments in [(q, shifted, None, X, None), (q, qp, None, signed, None), (q, qp, None, X, signed)]:
+        with pytest.raises(BackendError):
+            Conv(*arguments)
+    assert Conv.refuses(post=Post("gelu")) == "the kernel has no gelu"
+    assert Conv.refuses(post=Post("silu"), residual=True) == "silu after a residual"
+    assert Conv.refuses(kernel_size=(3, 3, 3)) == "3-d convolution has no kernel"
+    assert Conv.refuses(padding_mode="reflect") == "pads with mode 'reflect'"
+    assert Conv.refuses(residual=True, to_float=True) is not None
+    assert Conv.refuses(weight=weight(4, 4, axis=1)[1]) is not None
+    assert Linear.refuses(post=Post("prelu")) == "the kernel has no prelu"
+    assert ConvTranspose2d.refuses(dilation=2) is not None
+    assert AvgPool2d.refuses(ceil_mode=True) and AvgPool2d.refuses(divisor_override=2)
+    assert AvgPool2d.refuses(padding=1, count_include_pad=False) and not AvgPool2d.refuses(count_include_pad=False)
+    assert MaxPool2d.refuses(return_indices=True) == "returns indices"
+    assert Clamp.refuses(post=Post("relu"), x=X, out=OUTS[0]) and Clamp.refuses(post=Post("silu"))
+    assert Pad.refuses(mode="cubic") == "pads with mode 'cubic'"
+    assert Conv.refuses(x=X) is None

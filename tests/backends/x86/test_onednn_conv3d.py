@@ -1,0 +1,126 @@
+"""Convolutions over three axes and transposed ones over one, through two-dimensional kernels, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxq
+from fxq.backends import cpu
+from fxq.backends.kernel import Post
+from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv3d import Conv3d
+from fxq.backends.x86.transposed_conv import ConvTranspose1d
+from fxq.common.metrics import sqnr
+from fxq.errors import BackendError
+from tests.helpers import module
+from tests.kernels import OUTS, X, activations, agree, copies, real, weight
+from tests.machine import no_warnings
+
+pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_conv3d_of_any_shape(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    kernel, dilation = [draw(st.integers(1, 3)) for _ in "dhw"], [draw(st.integers(1, 2)) for _ in "dhw"]
+    stride, padding = [draw(st.integers(1, 3)) for _ in "dhw"], [draw(st.integers(0, 2)) for _ in "dhw"]
+    axes = zip(kernel, dilation, padding, strict=True)
+    size = [draw(st.integers(max(1, d * (k - 1) + 1 - 2 * p), 7)) for k, d, p in axes]
+    c_in, c_out, batch = draw(st.integers(1, 9)), draw(st.integers(1, 17)), draw(st.sampled_from([0, 1, 2]))
+    out, bias = draw(st.sampled_from([None, *OUTS])), draw(st.sampled_from([None, torch.randn(c_out * groups)]))
+    axis = draw(st.sampled_from([0, None])) if bias is not None else 0  # one scale and no bias: one tie many times
+    q, qp, w = weight(c_out * groups, c_in, *kernel, axis=axis)
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    image = activations(batch, c_in * groups, *size)
+    if draw(st.booleans()):
+        image = image.contiguous(memory_format=torch.channels_last_3d)
+    kept = image.clone()
+    y = F.conv3d(real(image, X), w, None if bias is None else bias.double(), **options)
+    agree(Conv3d(q, qp, bias, X, out, **options)(image), y, out)
+    slope = torch.rand(c_out * groups)
+    twice = Conv3d(q, qp, bias, X, out, post=Post("prelu"), slope=slope, **options)
+    agree(twice(image), F.prelu(y, slope.double()), out)
+    assert torch.equal(image, kept)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_transposed_conv1d_of_any_shape(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    kernel, stride, padding = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    more, groups = draw(st.integers(0, stride - 1)), draw(st.sampled_from([1, 1, 2, 3]))
+    length = draw(st.integers(max(1, (2 * padding - kernel - more) // stride + 2), 11))
+    q, qp, w = weight(groups * draw(st.integers(1, 9)), draw(st.integers(1, 4)), kernel, axis=1)
+    out, sizes = draw(st.sampled_from([None, *OUTS])), {"stride": stride, "padding": padding, "output_padding": more}
+    wide = {"stride": (1, stride), "padding": (0, padding), "output_padding": (0, more)}
+    conv = ConvTranspose1d(q.unsqueeze(2), qp, None, X, out, groups=groups, **wide)
+    signal = activations(draw(st.integers(0, 2)), q.shape[0], length)
+    y = F.conv_transpose1d(real(signal, X), w, groups=groups, **sizes)
+    agree(conv(signal), y, out)
+    if len(signal):
+        agree(conv(signal[0]), y[0], out)
+
+
+@pytest.mark.parametrize("out", [None, OUTS[1]], ids=str)
+@pytest.mark.parametrize("post", [p for p in Conv.posts if p not in ("prelu", "leaky_relu", "hardtanh")])
+def test_posts(post, out):
+    q, qp, w = weight(6, 4, 2, 3, 3)
+    image = activations(1, 4, 5, 6, 7)
+    y = getattr(F, post)(F.conv3d(real(image, X), w, padding=1))
+    conv = Conv3d(q, qp, None, X, out, padding=1, post=Post(post))
+    agree(conv(image), y, out)
+    agree(conv(image[0]), y[0], out)
+    for other in copies(conv):
+        assert not other._packed and torch.equal(other(image), conv(image))
+
+
+def test_refusals():
+    q, qp, _ = weight(4, 4, 2, 3, 3)
+    assert Conv3d.refuses(kernel_size=(2, 3, 3), padding="same") == "pads asymmetrically"
+    assert Conv3d.refuses(padding_mode="circular") == "pads with mode 'circular'"
+    assert Conv3d.refuses(post=Post("gelu")) == "the kernel has no gelu"
+    with pytest.raises(BackendError, match="depth 1 is smaller"):
+        Conv3d(q, qp, None, X, None)(activations(1, 4, 1, 5, 5))
+    with pytest.raises(BackendError, match="slopes of shape"):
+        Conv3d(q, qp, None, X, None, post=Post("prelu"))
+
+
+@no_warnings
+@pytest.mark.parametrize("dims", [1, 3])
+def test_through_the_pipeline(dims):
+    kinds = (nn.Conv1d, nn.ConvTranspose1d) if dims == 1 else (nn.Conv3d, nn.Conv3d)
+    layers = {"first": kinds[0](3, 8, 3, padding=1), "norm": (nn.BatchNorm1d, nn.BatchNorm3d)[dims == 3](8)}
+    layers |= {"last": kinds[1](8, 4, 3, stride=2), "other": kinds[0](3, 8, 3, padding=1)}
+    model = module(lambda m, x: m.last(torch.relu(m.norm(m.first(x) + m.other(x)))), **layers)
+    x = torch.randn(2, 3, *[7] * dims)
+    quantized = fxq.quantize(model, RECIPE, data=[x])
+    found = [type(m).__name__ for m in quantized.modules()]
+    assert {"Table", "ConvTranspose1d" if dims == 1 else "Conv3d"} <= set(found)
+    assert sqnr(model(x), quantized(x)) > 22
+
+
+@no_warnings
+@pytest.mark.parametrize("size", [5, 100])
+def test_batch_norm_of_its_own(size):
+    """Large tensors are scaled by a convolution, small ones looked up."""
+    layers = {"first": nn.Conv2d(3, 8, 3), "other": nn.Conv2d(3, 8, 3)}
+    layers["last"] = nn.Conv2d(8, 4, 3, padding=1)  # without padding, the norm would be folded into it
+    norm = nn.BatchNorm2d(8)
+    norm.running_mean, norm.running_var = torch.randn(8), torch.rand(8) + 0.1
+    norm.weight.data, norm.bias.data = torch.randn(8), torch.randn(8)
+    model = module(lambda m, x: m.last(m.norm(m.first(x) + m.other(x))), norm=norm, **layers)
+    x = torch.randn(2, 3, size, size)
+    quantized = fxq.quantize(model, RECIPE, data=[x])
+    found = [type(m).__name__ for m in quantized.modules()]
+    assert (found.count("Conv"), found.count("Table")) == ((3, 1) if size == 5 else (4, 0))
+    assert sqnr(model(x), quantized(x)) > 22

@@ -1,0 +1,267 @@
+"""Measured costs: what is measured, when, and how it is kept."""
+
+import json
+import logging
+import os
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxq.backends import cpu
+from fxq.cost import cache as costs
+from fxq.cost.cache import Costs, is_busy, measure
+
+
+def never():
+    raise AssertionError("this was measured before")
+
+
+def counted(calls, result=None):
+    """A `prepare` whose call counts itself."""
+    return lambda: lambda: calls.append(result)
+
+
+def test_measure_goes_on_until_runs_agree(monkeypatch):
+    """The clock of a busy machine: most runs are interrupted."""
+    runs = iter([0.5, 0.5, 3.0, 1.0, 1.1, 5.0, 1.2, 9.0, 1.05, 7.0, 1.2, 0.1])  # the first two are left out
+    now = [0.0]
+    monkeypatch.setattr(costs, "clock", lambda: lambda: now[0])
+    monkeypatch.setattr(costs, "LONGEST", 1e9)
+
+    def call():
+        now[0] += next(runs)
+
+    assert measure(call) == pytest.approx(1.0)
+    assert list(runs) == [9.0, 1.05, 7.0, 1.2, 0.1]
+
+
+def test_measure_gives_up_in_the_end(monkeypatch):
+    lengths = iter(range(10**6))
+    now = [0.0]
+    monkeypatch.setattr(costs, "clock", lambda: lambda: now[0])
+
+    def call():
+        now[0] += 0.01 * 2 ** next(lengths)
+
+    assert measure(call) == pytest.approx(0.04)
+
+
+def test_a_cost_is_measured_once(tmp_path):
+    known, calls = Costs(tmp_path / "costs.json"), []
+    assert "conv" not in known
+    first = known.seconds("conv", counted(calls))
+    assert calls and "conv" in known
+    assert known.seconds("conv", never) == first
+
+
+def test_costs_are_kept_between_sessions(tmp_path):
+    path = tmp_path / "deep" / "costs.json"
+    one, other = Costs(path), Costs(path)
+    seconds = one.seconds("conv", counted([]))
+    one.save()
+    other.seconds("linear", counted([]))
+    other.save()  # does not forget what the first one wrote
+    assert Costs(path).rounds == {"conv": [seconds], "linear": other.rounds["linear"]}
+    assert json.loads(path.read_text())["machine"] == costs.machine()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"machine": {}, "rounds": [1]}']
+    + ['{"machine": {}, "rounds": {"a": ' + rounds + "}}" for rounds in ('"b"', "null", "[]", "1")],
+)
+def test_a_broken_file_is_measured_anew(tmp_path, text, caplog):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING, "fxq"):
+        known = Costs(path)
+    assert "not readable" in caplog.text and known.rounds == {}
+    known.seconds("conv", counted([]))
+    known.save()
+    assert list(Costs(path).rounds) == ["conv"]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    known = Costs(tmp_path / "file" / "costs.json")
+    known.seconds("conv", counted([]))
+    with caplog.at_level(logging.INFO, "fxq"):
+        known.save()
+    assert "are not kept" in caplog.text
+
+
+def test_sizes_between_powers_of_four_lie_on_a_line(monkeypatch):
+    monkeypatch.setattr(costs, "measure", lambda call, cold: call() if cold else 0.0)
+    known, asked = Costs(), []
+
+    def prepare(size):
+        asked.append(size)
+        return lambda: 10.0 + size
+
+    assert [known.of_size("add", n, prepare) for n in (4096, 5000, 16383)] == pytest.approx([4106.0, 5010.0, 16393.0])
+    assert asked == [4096, 16384]
+    assert known.of_size("add", 0, prepare) == pytest.approx(4106.0)  # below, the call is all that counts
+    assert known.of_size("add", 16384, prepare) == pytest.approx(16394.0)
+
+
+# ---- rounds
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """`rounds(conv=[...])`: costs whose rounds measure these seconds, one after the other; time passes in sleeping."""
+    now = [0.0]
+    monkeypatch.setattr(costs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(costs.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def made(**seconds):
+        left = {key: iter(values) for key, values in seconds.items()}
+        monkeypatch.setattr(costs, "measure", lambda call, cold: next(left[call()]))
+        found = Costs()
+        for key in seconds:
+            found.seconds(key, lambda key=key: lambda: key)
+        return found
+
+    made.now = now
+    return made
+
+
+def test_what_two_rounds_agree_on_is_sure(rounds, monkeypatch):
+    monkeypatch.setattr(costs, "MOST", 5)
+    found = rounds(quiet=[1.0, 1.05, 1.3], noisy=[2.0, 3.0, 4.0, 1.0, 1.02], wild=[16.0, 8.0, 4.0, 2.0, 1.0])
+    found.settle()
+    assert found.rounds == {
+        "quiet": [1.0, 1.05, 1.3],
+        "noisy": [2.0, 3.0, 4.0, 1.0, 1.02],
+        "wild": [16.0, 8.0, 4.0, 2.0, 1.0],
+    }
+    assert found.seconds("noisy", never) == 1.0
+
+
+def test_calls_are_kept_as_long_as_there_is_room(monkeypatch, rounds):
+    monkeypatch.setattr(costs, "KEPT", 40)
+    made = []
+
+    def prepare(elements):
+        made.append(elements)
+        return partial(lambda x, ys: x, torch.zeros(elements), ys=[torch.zeros(1)])
+
+    found = rounds()
+    monkeypatch.setattr(costs, "measure", lambda call, cold: 1.0)
+    for elements in (8, 9, 0):  # 36 bytes fit, no 40 more, 4 do
+        found.seconds(f"{elements}", lambda elements=elements: prepare(elements))
+    found.settle()
+    assert made == [8, 9, 0] + [9] * (costs.LEAST - 1)
+
+
+def test_rounds_are_not_back_to_back(rounds):
+    found = rounds(conv=[1.0] * 9)
+    found.settle()
+    assert len(found.rounds["conv"]) == costs.LEAST and rounds.now[0] >= costs.APART * (costs.LEAST - 2)
+
+
+def test_conversions_get_all_rounds(monkeypatch, rounds):
+    found = rounds()
+    monkeypatch.setattr(costs, "measure", lambda call, cold: 1.0)
+    found.seconds("quantize", lambda: None, cold=True)
+    found.settle()
+    assert found.rounds["quantize"] == [1.0] * costs.MOST
+
+
+def test_what_is_close_is_measured_until_there_is_no_more_to_learn(rounds):
+    found = rounds(conv=[1.0] * 20, other=[1.0] * 20)
+    assert found.repeat(["conv", "never asked for"])
+    assert len(found.rounds["conv"]) == costs.MOST and len(found.rounds["other"]) == 1
+    assert not found.repeat(["conv"])
+
+
+def test_patience_ends(monkeypatch, rounds):
+    monkeypatch.setattr(costs, "PATIENCE", 2.5 * costs.APART)
+    found = rounds(conv=[2.0, 1.0, 0.5, 0.25, 0.1])
+    found.settle()
+    assert 1 < len(found.rounds["conv"]) < costs.MOST
+
+
+def test_what_an_earlier_session_was_sure_of_stays(tmp_path, monkeypatch, caplog):
+    """Else the same network would become another model when it is quantized again."""
+    path = tmp_path / "costs.json"
+    costs.write_rounds(path, {"sure": [1.0, 1.0, 1.0], "unsure": [1.0, 2.0, 4.0]})
+    monkeypatch.setattr(costs, "APART", 0.0)
+    monkeypatch.setattr(costs, "MOST", 5)
+    monkeypatch.setattr(costs, "measure", lambda call, cold: 3.0)
+    found = Costs(path)
+    for key in ("sure", "unsure"):
+        found.seconds(key, counted([]))
+    with caplog.at_level(logging.INFO, "fxq"):
+        found.settle()
+    assert not found.repeat(["sure"])
+    found.save()
+    assert Costs(path).rounds == {"sure": [1.0, 1.0, 1.0], "unsure": [1.0, 2.0, 4.0, 3.0, 3.0]}
+    assert "1 of 2 prices differ from round to round" in caplog.text
+
+
+def test_the_clock_counts_what_the_cpu_gave(monkeypatch):
+    """One thread: what other programs take does not count; several: they wait for each other."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    alone = costs.clock()
+    began = alone()
+    time.sleep(0.05)
+    assert (alone() - began < 0.04) is (os.name == "posix")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert costs.clock() is time.perf_counter
+
+
+# ---- the machine's file
+
+
+def test_the_file_belongs_to_this_machine(monkeypatch):
+    before, path = costs.machine(), costs.machine_path()
+    others = {"cpu_name": "another CPU", "has_vnni": not cpu.has_vnni(), "has_amx": not cpu.has_amx()}
+    for name, other in others.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, name, lambda other=other: other)
+            assert costs.machine() != before and costs.machine_path() != path
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert costs.machine_path() != path
+
+
+def test_edited_kernels_have_prices_of_their_own(tmp_path, monkeypatch):
+    package = tmp_path / "fxq"
+    shutil.copytree(Path(costs.__file__).parent, package, ignore=shutil.ignore_patterns("page", "__pycache__"))
+    monkeypatch.setattr(costs, "__file__", str(package / "costs.py"))
+
+    def code():
+        costs.kernels_code.cache_clear()
+        return costs.kernels_code()
+
+    try:
+        before = code()
+        (package / "report.py").write_text("# edited")  # takes no part in what is measured
+        assert code() == before
+        for name in ("backends/x86_conv.py", "ops/pointwise.py", "binding.py"):
+            (package / name).write_text((package / name).read_text() + "\n# edited\n")
+            assert code() != before
+            before = code()
+    finally:
+        costs.kernels_code.cache_clear()
+
+
+def test_what_a_busy_machine_took_is_not_kept(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "costs.json"
+    for busy in (True, False):
+        monkeypatch.setattr(costs, "is_busy", lambda busy=busy: busy)
+        found = costs.Costs(path)
+        assert found.seconds("a", lambda: lambda: None) > 0
+        with caplog.at_level("WARNING", logger="fxq"):
+            found.save()
+        assert ("not kept" in caplog.text) and path.exists() is not busy
+
+
+def test_a_machine_is_busy_where_more_wants_to_run_than_there_are_cores(monkeypatch):
+    for load, busy in ((0.0, False), (10.0 * os.cpu_count(), True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load), raising=False)
+        assert is_busy() is busy

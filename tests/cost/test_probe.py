@@ -1,0 +1,84 @@
+"""What is timed: kernels and float ops of every network's units run on random inputs, and keys say what matters."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.by_name import get_backend
+from fxq.backends.cpu import has_onednn_int8
+from fxq.cost.cache import Costs
+from fxq.cost.prices import has_known_shapes, regions_of
+from fxq.cost.probe import Prober
+from tests.graphs import until
+from tests.models import NETWORKS, batch, build
+
+pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+X86 = fxq.Recipe.static(backend="x86")
+
+
+def prober():
+    return Prober(get_backend("x86"), X86, Costs())
+
+
+def regions(model, inputs, recipe=X86):
+    gm = until(model, inputs, "propagate", recipe).gm
+    return gm, list(filter(has_known_shapes, regions_of(gm, list(gm.graph.nodes)).values()))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_unit_runs_both_ways(name):
+    gm, found = regions(build(name), batch(name))
+    before, code = list(gm.graph.nodes), gm.code
+    known = prober()
+    for region in found:
+        assert not known.knows(region) or len(known.costs.rounds) > 0
+        assert known.kernel(gm, region) > 0
+        assert known.real(gm, region) > 0
+        assert known.knows(region)
+    assert list(gm.graph.nodes) == before and gm.code == code
+
+
+@pytest.mark.parametrize("elements", [1, 1000, 300_000])
+def test_conversions_are_timed_with_the_backends_kernels(elements):
+    known = prober()
+    assert known.quantize(elements) > 0 and known.dequantize(elements) > 0
+    assert all(key.startswith("x86 ") for key in known.costs.rounds)
+
+
+def test_measuring_leaves_the_users_random_numbers_alone():
+    gm, found = regions(build("residual"), batch("residual"))
+    before, known = torch.get_rng_state(), prober()
+    for region in found:
+        known.kernel(gm, region)
+        known.real(gm, region)
+    known.quantize(1000)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Pair(nn.Module):
+    def __init__(self, *channels, bias=True):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, c, 3, bias=bias) for c in channels)
+
+    def forward(self, x):
+        return [layer(x) for layer in self.layers]
+
+
+def keys(*channels, size=8):
+    _, found = regions(Pair(*channels).eval(), torch.rand(1, 3, size, size))
+    return [prober()._kernel_key(region) for region in found]
+
+
+def test_equal_layers_are_measured_once_and_others_apart():
+    same, again = keys(4, 4)
+    assert same == again
+    assert keys(4)[0] == same
+    assert len({same, *keys(5), *keys(4, size=9)}) == 3
+
+
+def test_a_zero_point_of_zero_has_a_time_of_its_own():
+    recipe = fxq.Recipe.static(backend="x86", activation=fxq.TensorSpec(symmetric=True))
+    model = Pair(4).eval()
+    first, other = (prober()._kernel_key(regions(model, torch.rand(1, 3, 8, 8) - shift)[1][0]) for shift in (0.0, 0.5))
+    assert "at 0" in first and "shifted" in other and recipe.config.activation.symmetric

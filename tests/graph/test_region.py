@@ -1,0 +1,95 @@
+"""Regions: what a unit of the qdq graph computes with the conversions around it, read once and kept."""
+
+import gc
+
+import pytest
+import torch
+
+from fxq.cost.prices import regions_of
+from fxq.graph.info import info
+from fxq.graph.query import is_op
+from fxq.graph.region import read_region, run_region
+from tests.graphs import REFERENCE, until
+from tests.models import NETWORKS, batch, build
+
+
+def qdq(name):
+    return until(build(name), batch(name), "propagate", REFERENCE).gm
+
+
+def integers(region):
+    made = torch.Generator().manual_seed(0)
+    return {
+        node: torch.randint(0, 256, info(node).shape, dtype=torch.uint8, generator=made)
+        for node in region.inputs
+        if info(node).shape is not None
+    }
+
+
+def numbers(name, gm, region):
+    """What a region reads that is no tensor, such as a size of the input."""
+    if all(info(node).shape is not None for node in region.inputs):
+        return {}
+    run = torch.fx.Interpreter(gm, garbage_collect_values=False)
+    run.run(batch(name))
+    return {node: run.env[node] for node in region.inputs if info(node).shape is None}
+
+
+def first_conv(gm):
+    return next(region for region in regions_of(gm, list(gm.graph.nodes)).values() if region.out is not None)
+
+
+def test_the_steps_are_the_unit_with_its_conversions_in_order():
+    region = first_conv(qdq("residual"))
+    ops = [
+        step.op if step.op == "get_attr" else step.target.__name__ if callable(step.target) else "unit"
+        for step in region.steps
+    ]
+    assert ops[0] == "dequantize" and ops[-1] == "quantize" and ops[-2] in ("unit", "conv2d")
+    assert set(ops[1:-2]) == {"get_attr", "dequantize_channel"}
+    assert [step.node for step in region.steps[-2:]] == [region.node, region.out]
+    assert [n for step in region.steps for n in step.node.all_input_nodes if is_op(step, "dequantize")] == list(
+        region.inputs
+    )
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_region_computes_what_its_graph_does(name):
+    gm = qdq(name)
+    for region in regions_of(gm, list(gm.graph.nodes)).values():
+        made = {**integers(region), **numbers(name, gm, region)}
+        values = {node: made[node] for node in region.inputs}
+        own = torch.fx.GraphModule(gm, region.to_graph())
+        assert [n.name for n in own.graph.nodes][:-1] == [n.name for n in region.inputs] + [
+            s.name for s in region.steps
+        ]
+        got = run_region(gm, region, values).value
+        assert torch.equal(got, own(*values.values()))
+
+
+def test_edits_of_the_graph_do_not_reach_a_region():
+    gm = qdq("residual")
+    region = first_conv(gm)
+    values = integers(region)
+    before = run_region(gm, region, values).value
+    written = [(step.name, step.args, dict(step.kwargs)) for step in region.steps]
+    region.out.kwargs = {**region.out.kwargs, "scale": 1e9}
+    region.node.args = (region.inputs[0], *region.node.args[1:])
+    for step in reversed(region.steps):
+        if not step.node.users:
+            gm.graph.erase_node(step.node)
+        step.node.name = f"{step.node.name}_other"
+    assert [(step.name, step.args, step.kwargs) for step in region.steps] == written
+    assert torch.equal(run_region(gm, region, values).value, before)
+
+
+def test_a_region_leaves_nothing_to_the_collector():
+    gm = qdq("residual")
+    node = first_conv(gm).node
+    gc.collect()
+    gc.disable()
+    try:
+        read_region(gm, node)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

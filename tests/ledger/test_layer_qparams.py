@@ -1,0 +1,194 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fxq
+from fxq.ledger.layer_qparams import int32_bias
+from tests.helpers import module
+
+MINMAX = fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(observer="minmax"))
+
+
+@pytest.fixture(scope="module")
+def case():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 5)).eval()
+    data = [torch.randn(4, 3, 6, 6), torch.randn(4, 3, 6, 6)]
+    return model, data, fxq.quantize(model, MINMAX, data=data)
+
+
+def test_weights_are_symmetric_int8_per_channel(case):
+    model, _, qmodel = case
+    for name, layer in qmodel.qparams().items():
+        weight = model.get_submodule(name).weight.detach().double().numpy()
+        absmax = np.abs(weight).reshape(len(weight), -1).max(1)
+        assert layer.weight_scale.dtype == torch.float32 and layer.weight_scale.shape == (len(weight),)
+        np.testing.assert_allclose(layer.weight_scale.numpy(), absmax / 127, rtol=1e-7)
+        scale = layer.weight_scale.double().numpy().reshape(-1, *[1] * (weight.ndim - 1))
+        exact = weight / scale
+        off = np.abs(layer.weight.numpy() - exact)
+        assert layer.weight.dtype == torch.int8 and layer.weight.shape == weight.shape
+        assert off.max() <= 0.5 + 1e-5  # the nearest integer; float32 division may turn a tie
+        assert np.abs(layer.weight.numpy()).reshape(len(weight), -1).max(1).tolist() == [127] * len(weight)
+        assert layer.axis == 0 and layer.weight_zero_point.tolist() == [0] * len(weight)
+
+
+def test_biases_are_int32_on_the_scale_of_the_accumulator(case):
+    model, _, qmodel = case
+    for name, layer in qmodel.qparams().items():
+        bias = model.get_submodule(name).bias.detach().double().numpy()
+        scale = np.float64(layer.input_scale) * layer.weight_scale.double().numpy()
+        np.testing.assert_allclose(layer.bias_scale.double().numpy(), scale, rtol=1e-6)
+        assert layer.bias.dtype == torch.int32
+        assert np.abs(layer.bias.numpy() - bias / scale).max() <= 0.5 + np.abs(bias / scale).max() * 1e-6
+        np.testing.assert_allclose(layer.bias.numpy() * scale, bias, atol=float(scale.max()))
+
+
+def test_activations_have_the_scales_of_the_graph_and_of_the_data(case):
+    model, data, qmodel = case
+    conv, linear = qmodel.qparams()["0"], qmodel.qparams()["3"]
+    grids = {n.name: n.kwargs for n in qmodel.graph.nodes if "scale" in n.kwargs}
+    assert (conv.input_scale, conv.input_zero_point) == (
+        grids["input_1_q"]["scale"],
+        grids["input_1_q"]["zero_point"],
+    )
+    low, high = float(min(x.min() for x in data)), float(max(x.max() for x in data))
+    assert conv.input_scale == pytest.approx((high - low) / 255, rel=1e-6)
+    assert conv.input_zero_point == round(-low / conv.input_scale)
+    top = float(max(model[:2](x).detach().max() for x in data))
+    assert (conv.output_scale, conv.output_zero_point) == (pytest.approx(top / 255, rel=1e-6), 0)  # relu: from zero
+    assert (linear.input_scale, linear.input_zero_point) == (conv.output_scale, conv.output_zero_point)
+    assert (linear.output_scale, linear.output_zero_point) == (None, None)  # the model returns floats
+
+
+def test_the_integers_alone_compute_the_layer(case):
+    """Integer arithmetic of Jacob et al. on what qparams() returns, against the quantized model."""
+    _, data, qmodel = case
+    conv, linear = qmodel.qparams()["0"], qmodel.qparams()["3"]
+    x = np.clip(np.round(data[0].numpy() / np.float32(conv.input_scale)) + conv.input_zero_point, 0, 255)
+    x = torch.from_numpy(x.astype(np.int64) - conv.input_zero_point)
+    acc = F.conv2d(x.double(), conv.weight.double()) + conv.bias.double().reshape(1, -1, 1, 1)
+    real = acc * conv.bias_scale.double().reshape(1, -1, 1, 1)
+    hidden = torch.clamp(torch.round(torch.relu(real) / conv.output_scale), 0, 255)
+    acc = hidden.flatten(1) @ linear.weight.double().T + linear.bias
+    want = acc * linear.bias_scale.double()
+    got = qmodel(data[0]).double()
+    # a hidden value may round the other way (its bias is an integer here): at most a few steps of 1e-3 of the range
+    step = linear.input_scale * float(linear.weight_scale.max()) * 127
+    assert (got - want).abs().max() <= 3 * step
+
+
+@given(
+    st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8),
+    st.floats(2.0**-20, 1.0, width=32),
+)
+def test_the_formula_of_the_bias(bias, scale):
+    got = int32_bias(torch.tensor(bias), torch.tensor(scale))
+    want = np.clip(
+        np.round(np.array(bias, dtype=np.float32).astype(np.float64) / np.float64(scale)), -(2**31), 2**31 - 1
+    )
+    assert got.dtype == torch.int32 and got.tolist() == want.astype(np.int64).tolist()
+
+
+def test_a_bias_beyond_int32_is_clamped():
+    scale = torch.tensor([1e-12])
+    assert int32_bias(torch.tensor([1e3]), scale).tolist() == [2**31 - 1]
+    assert int32_bias(torch.tensor([-1e3]), scale).tolist() == [-(2**31)]
+
+
+def test_no_bias():
+    qmodel = fxq.quantize(nn.Sequential(nn.Linear(4, 2, bias=False)).eval(), MINMAX, data=[torch.randn(8, 4)])
+    assert qmodel.qparams()["0"].bias is None
+
+
+def test_per_tensor_weights():
+    recipe = fxq.Recipe.static(
+        backend="reference", weight=fxq.TensorSpec(signed=True, symmetric=True, observer="minmax")
+    )
+    model = nn.Sequential(nn.Linear(4, 2)).eval()
+    layer = fxq.quantize(model, recipe, data=[torch.randn(8, 4)]).qparams()["0"]
+    assert layer.axis is None and layer.weight_scale.shape == () == layer.weight_zero_point.shape
+    assert float(layer.weight_scale) == pytest.approx(float(model[0].weight.detach().abs().max()) / 127, rel=1e-7)
+
+
+def test_a_transposed_convolution_has_its_channels_on_the_second_axis():
+    model = nn.Sequential(nn.ConvTranspose2d(3, 5, 2)).eval()
+    layer = fxq.quantize(model, MINMAX, data=[torch.randn(2, 3, 4, 4)]).qparams()["0"]
+    assert layer.axis == 1 and layer.weight.shape == (3, 5, 2, 2)
+    want = model[0].weight.detach().abs().amax((0, 2, 3)) / 127
+    torch.testing.assert_close(layer.weight_scale, want, rtol=1e-6, atol=0)
+
+
+def test_a_module_called_twice_has_two_entries():
+    model = module(lambda self, x: self.fc(torch.relu(self.fc(x))), fc=nn.Linear(4, 4))
+    layers = fxq.quantize(model, MINMAX, data=[torch.randn(8, 4)]).qparams()
+    assert list(layers) == ["fc", "fc@2"]
+    assert torch.equal(layers["fc"].weight, layers["fc@2"].weight)
+    assert layers["fc"].output_scale == layers["fc@2"].input_scale != layers["fc"].input_scale
+
+
+def test_two_modules_that_share_a_weight():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    model = nn.Sequential(first, second).eval()
+    layers = fxq.quantize(model, MINMAX, data=[torch.randn(8, 4)]).qparams()
+    assert torch.equal(layers["0"].weight, layers["1"].weight)
+    assert not torch.equal(layers["0"].bias, layers["1"].bias)
+
+
+def test_a_functional_call_goes_by_its_node():
+    model = module(lambda self, x: F.linear(x, self.w), w=torch.randn(3, 4))
+    qmodel = fxq.quantize(model, MINMAX, data=[torch.randn(8, 4)])
+    assert list(qmodel.qparams()) == ["linear"]
+
+
+def test_a_folded_batch_norm_is_in_the_integers():
+    torch.manual_seed(1)
+    norm = nn.BatchNorm1d(3)
+    norm.running_mean.uniform_(-1, 1), norm.running_var.uniform_(0.5, 2)
+    nn.init.uniform_(norm.weight, 0.5, 2), nn.init.uniform_(norm.bias, -1, 1)
+    model = nn.Sequential(nn.Linear(4, 3), norm).eval()
+    layer = fxq.quantize(model, MINMAX, data=[torch.randn(8, 4)]).qparams()["0"]
+    gain = norm.weight.double() / torch.sqrt(norm.running_var.double() + norm.eps)
+    weight = model[0].weight.double() * gain[:, None]
+    bias = (model[0].bias.double() - norm.running_mean.double()) * gain + norm.bias.double()
+    step = layer.weight_scale.double()[:, None]
+    assert ((layer.weight.double() * step - weight).abs() <= 0.5001 * step).all()
+    assert ((layer.bias.double() * layer.bias_scale.double() - bias).abs() <= 0.51 * layer.bias_scale.double()).all()
+
+
+def test_float_layers_have_no_entry():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    qmodel = fxq.quantize(model, MINMAX.override("2", fxq.FLOAT), data=[torch.randn(8, 4)])
+    assert list(qmodel.qparams()) == ["0"]
+
+
+def test_what_is_handed_out_is_a_copy_of_the_table(case):
+    qmodel = case[2]
+    qmodel.qparams().clear()
+    assert list(qmodel.qparams()) == ["0", "3"]
+
+
+def test_every_backend_reports_the_same_integers(case):
+    model, data, qmodel = case
+    other = fxq.quantize(model, fxq.Recipe.static(activation=MINMAX.config.activation, narrow="activations"), data=data)
+    if other.history["insert-qdq"].graph["input_1_q"].scale != qmodel.history["insert-qdq"].graph["input_1_q"].scale:
+        pytest.skip("this machine's backend takes fewer bits")
+    for name, layer in qmodel.qparams().items():
+        assert torch.equal(other.qparams()[name].weight, layer.weight)
+        assert torch.equal(other.qparams()[name].bias, layer.bias)
+        assert other.qparams()[name].input_scale == layer.input_scale
+
+
+def test_weights_on_another_device_than_the_scales():
+    """Scales come from observers, on the CPU. A fake device refuses to mix as a real one does."""
+    with FakeTensorMode():
+        bias, scale = torch.empty(4, device="cuda"), torch.empty(4)
+        with pytest.raises(RuntimeError, match="device"):
+            bias / scale
+        assert int32_bias(bias, scale).device.type == "cpu"

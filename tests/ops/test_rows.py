@@ -1,0 +1,153 @@
+"""Every op of the table in every spelling, through the whole pipeline, between layers that make integers flow."""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import fxq
+from fxq.backends.cpu import has_onednn_int8
+from fxq.common.metrics import sqnr
+from fxq.ops import OPS
+from tests.cases_activations import ACTIVATIONS, FLOATS
+from tests.cases_arithmetic import ARITHMETIC
+from tests.cases_layers import LAYERS
+from tests.cases_movement import MOVEMENT, SELECTION
+from tests.cases_pooling import POOLING
+from tests.graphs import after, anonymous
+from tests.machine import BITS, decibels, portable
+from tests.opcases import Case
+
+CASES = [*LAYERS, *ACTIVATIONS, *FLOATS, *ARITHMETIC, *MOVEMENT, *SELECTION, *POOLING]
+
+CONVERSION = "made by the passes; a model that calls it is quantized already"
+OTHERWISE = "torch.fx traces it as another spelling, which has a case; only graphs from elsewhere hold it"
+UNTESTED = {
+    F.sigmoid: OTHERWISE,
+    F.tanh: OTHERWISE,
+    operator.iadd: OTHERWISE,
+    operator.imul: OTHERWISE,
+    operator.isub: OTHERWISE,
+    operator.itruediv: OTHERWISE,
+    torch.ops.fxq.quantize.default: CONVERSION,
+    torch.ops.fxq.dequantize.default: CONVERSION,
+    torch.ops.fxq.dequantize.channel: CONVERSION,
+}
+
+FOLDED = {"batch_norm", "dropout", "identity"}
+NO_KERNEL = {
+    *("conv_transpose3d", "matmul", "prelu", "unfold", "avg_pool3d"),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool3d"),
+}
+"""Ops that x86 has no kernel for."""
+
+
+FUSED = {"relu", "relu6", "hardtanh"}
+"""Movers that the layer before them takes along."""
+
+
+def fate_of(case: Case) -> str:
+    """What becomes of the op on x86."""
+    kind = OPS[case.op].quant.kind
+    if case.fate is not None:
+        return case.fate
+    if case.op in FOLDED:
+        return "folded"
+    if kind == "float" or case.op in NO_KERNEL:
+        return "float"
+    return "moves" if kind == "moves" and case.op not in FUSED else "int8"
+
+
+def test_every_spelling_has_a_case():
+    tested = {case.spelled for case in CASES}
+    missing = [f"{op.name}: {s.target}" for op in OPS for s in op.spellings if s.target not in tested | UNTESTED.keys()]
+    assert not missing, "add a case to tests/cases_*.py for each of these spellings"
+    known = {s.target for op in OPS for s in op.spellings}
+    assert not [case for case in CASES if case.spelled not in known]
+    assert UNTESTED.keys() <= known
+
+
+@cache
+def canonical(case: Case) -> tuple[nn.Module, Tensor, fx.GraphModule]:
+    """The model of a case, its data, and its canonical graph."""
+    model, x = case.build()
+    return model, x, after(model, x, "canonicalize")
+
+
+@cache
+def reference(case: Case, bits: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """The model of a case, its data, and what the reference backend makes of them."""
+    model, x = case.build()
+    quantized = fxq.quantize(model, portable(bits), data=[x])
+    with torch.no_grad():
+        return model, x, quantized(x)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_traced_graph_has_the_spelling(case):
+    """The case tests what it says: tracing leaves the spelling as it was written."""
+    gm = after(*case.build(), "trace")
+    called = {type(gm.get_submodule(n.target)) if n.op == "call_module" else n.target for n in gm.graph.nodes}
+    assert case.spelled in called
+
+
+def groups() -> dict[str, list[Case]]:
+    found: dict[str, list[Case]] = {}
+    for case in CASES:
+        found.setdefault(case.group or case.op, []).append(case)
+    return found
+
+
+@pytest.mark.parametrize("name", groups())
+def test_spellings_have_one_canonical_graph(name):
+    texts = {}
+    for case in groups()[name]:
+        texts[anonymous(canonical(case)[2])] = str(case)
+    assert len(texts) == 1, "\n\n".join(f"{case}:\n{graph}" for graph, case in texts.items())
+    if case.op not in FOLDED - {"batch_norm"}:
+        assert f" = {case.op}(" in next(iter(texts))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_canonical_op_is_the_original_one(case):
+    model, x, gm = canonical(case)
+    with torch.no_grad():
+        torch.testing.assert_close(gm(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+FIRST = [same[0] for same in groups().values()]
+"""One of each group: the others have the same canonical graph, so the same numbers."""
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_reference_backend_is_close_to_float(case):
+    model, x, got = reference(case, 8)
+    with torch.no_grad():
+        assert sqnr(model(x), got) > 28
+
+
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_x86_is_its_qdq_reference(case):
+    """The kernels against the qdq graph they were made from, and against the reference backend."""
+    model, x, portably = reference(case, BITS)
+    recipe = fxq.Recipe.static(backend="x86", narrow="activations")
+    quantized = fxq.quantize(model, recipe, data=[x])
+    qdq = fxq.quantize(model, recipe.without_pass("lower").without_pass("verify-lowering"), data=[x])
+    with torch.no_grad():
+        got, exact = quantized(x), qdq(x)
+        assert torch.equal(got, quantized(x))
+        assert got.shape == model(x).shape
+        # A tie moves one element by a step; the layer behind spreads it over a few outputs.
+        assert sqnr(exact, got) > 50
+        assert sqnr(portably, got) > decibels(30)
+    entries = quantized.ledger.where(lambda e: e.op == case.op and "behind" not in e.path and "before" not in e.path)
+    fates = [e.fate for e in entries]
+    expected = fate_of(case)
+    assert all(e.reason for e in entries if e.fate == "float")
+    assert fates == [expected] or (fates == [] and expected == "folded")

@@ -1,0 +1,187 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from fxq.graph.query import is_op
+from fxq.passes import CorrectBias, correct_bias
+from fxq.passes.correct_bias import _Moments
+from tests.helpers import REFERENCE
+
+CORRECTED = fxq.Recipe.static(backend="reference", correct_bias=True)
+
+
+def skewed(*shape):
+    """Weights that int8 rounds badly: one large entry per channel, many small ones of one sign."""
+    weight = torch.full(shape, 0.0017) + 0.0003 * torch.rand(shape)
+    weight[(slice(None), *(0 for _ in shape[1:]))] = 1.0
+    return nn.Parameter(weight)
+
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)).eval()
+    model[0].weight, model[2].weight = skewed(4, 3, 3, 3), skewed(4, 4, 3, 3)
+    return model
+
+
+X = [torch.rand(4, 3, 16, 16) for _ in range(4)]
+
+
+def test_the_mean_and_the_gain_of_every_channel_come_back():
+    model, fresh = network(), torch.rand(8, 3, 16, 16)
+    plain, corrected = (fxq.quantize(model, recipe, data=X) for recipe in (REFERENCE, CORRECTED))
+    with torch.no_grad():
+        wanted = model(fresh)
+        assert sqnr(wanted, corrected(fresh)) > sqnr(wanted, plain(fresh)) + 6  # dB
+        shift = (corrected(fresh) - wanted).mean((0, 2, 3))
+        assert shift.abs().max() < 1e-3 < (plain(fresh) - wanted).mean((0, 2, 3)).abs().max()
+
+
+def test_the_integers_stay_and_the_model_too():
+    model = network()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    plain, corrected = (fxq.quantize(model, recipe, data=X).qparams() for recipe in (REFERENCE, CORRECTED))
+    for path in ("0", "2"):
+        assert torch.equal(plain[path].weight, corrected[path].weight)
+        factor = corrected[path].weight_scale / plain[path].weight_scale
+        assert ((factor - 1).abs() < 0.1).all() and (factor != 1).any()  # _MOST
+        assert not torch.equal(plain[path].bias, corrected[path].bias)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_the_factor_is_the_least_squares_slope():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)).eval()
+    model[0].weight = skewed(4, 3, 3, 3)
+    x = torch.rand(4, 3, 16, 16)
+    plain = fxq.quantize(model, REFERENCE, data=[x]).qparams()["0"]
+    fitted = fxq.quantize(model, CORRECTED, data=[x]).qparams()["0"]
+    grid = (torch.round(x / plain.input_scale) + plain.input_zero_point).clamp(0, 255)
+    real = (grid - plain.input_zero_point).double() * plain.input_scale
+    weight = plain.weight.double() * plain.weight_scale.double().view(-1, 1, 1, 1)
+    got = nn.functional.conv2d(real, weight, padding=1).movedim(1, 0).flatten(1)
+    wanted = nn.functional.conv2d(x.double(), model[0].weight.double(), padding=1).movedim(1, 0).flatten(1)
+    for channel in range(4):
+        line = torch.stack([got[channel], torch.ones_like(got[channel])], 1)
+        slope = float(torch.linalg.lstsq(line, wanted[channel, :, None].detach()).solution[0])
+        assert abs(float(fitted.weight_scale[channel] / plain.weight_scale[channel]) - slope) < 1e-5
+
+
+def test_without_scale_only_the_bias_moves():
+    recipe = REFERENCE.insert_pass(CorrectBias(scale=False), after="insert-qdq")
+    plain, corrected = (fxq.quantize(network(), r, data=X).qparams() for r in (REFERENCE, recipe))
+    assert torch.equal(plain["0"].weight_scale, corrected["0"].weight_scale)
+    assert not torch.equal(plain["0"].bias, corrected["0"].bias)
+
+
+def test_what_it_leaves_alone():
+    few = fxq.quantize(nn.Sequential(nn.Linear(4, 4)).eval(), CORRECTED, data=[torch.rand(8, 4)])  # 8 values a channel
+    assert few.history["correct-bias"].edits == ()
+    without_bias = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)).eval()
+    assert fxq.quantize(without_bias, CORRECTED, data=X).history["correct-bias"].edits == ()
+
+
+def test_batches_of_any_size_count_as_one():
+    """Four samples of each batch are recorded; the sums over batches are those over all of them at once."""
+    model = network()
+    parts = [torch.rand(n, 3, 16, 16) + n for n in (1, 2, 1)]
+    together, apart = (fxq.quantize(model, CORRECTED, data=data).qparams() for data in ([torch.cat(parts)], parts))
+    for path in ("0", "2"):
+        for name in ("weight_scale", "bias"):
+            torch.testing.assert_close(getattr(apart[path], name), getattr(together[path], name), rtol=1e-5, atol=1e-6)
+
+
+def test_moments_are_those_of_all_pairs():
+    torch.manual_seed(0)
+    got, wanted = 1e4 + torch.randn(2, 3, 50, dtype=torch.float64)
+    found = _Moments()
+    for n in (slice(0, 7), slice(7, 7), slice(7, 50)):
+        found.add(got[:, n], wanted[:, n])
+    assert found.count == 50
+    for channel in range(3):
+        mean, cov = got[channel].mean(), torch.cov(torch.stack([got[channel], wanted[channel]])) * 49
+        assert abs(found.got[channel] - mean) < 1e-9 and abs(found.wanted[channel] - wanted[channel].mean()) < 1e-9
+        assert abs(found.spread[channel] - cov[0, 0]) < 1e-6 and abs(found.together[channel] - cov[0, 1]) < 1e-6
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_transposed_convolutions_with_groups(dims, groups):
+    """Groups share scales: the factor of a scale fits all channels that have it."""
+    torch.manual_seed(0)
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+    layer = kind(4, 8, 3, groups=groups)
+    layer.weight = nn.Parameter(skewed(8 // groups, 4, *[3] * dims).transpose(0, 1).contiguous())
+    model = nn.Sequential(layer).eval()
+    x = torch.rand(4, 4, *[{1: 40, 2: 9, 3: 5}[dims]] * dims)
+    plain, fitted = (fxq.quantize(model, recipe, data=[x]).qparams()["0"] for recipe in (REFERENCE, CORRECTED))
+    grid = (torch.round(x / plain.input_scale) + plain.input_zero_point).clamp(0, 255)
+    real = (grid - plain.input_zero_point).double() * plain.input_scale
+    scales = plain.weight_scale.double()
+    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+    got = function(real, plain.weight.double() * scales.view(1, -1, *[1] * dims), groups=groups)
+    wanted = function(x.double(), layer.weight.detach().double(), groups=groups)
+    got, wanted = (y.movedim(1, 0).reshape(groups, len(scales), -1) for y in (got, wanted))
+    for scale in range(len(scales)):
+        levels = torch.block_diag(*[torch.ones(got.shape[2], 1)] * groups).double()  # each group has its own shift
+        line = torch.cat([levels, got[:, scale].reshape(-1, 1)], 1)
+        slope = float(torch.linalg.lstsq(line, wanted[:, scale].reshape(-1, 1)).solution[-1])
+        assert abs(float(fitted.weight_scale[scale] / plain.weight_scale[scale]) - slope) < 1e-5
+    quantized = fxq.quantize(model, CORRECTED, data=[x])
+    assert sqnr(model(x), quantized(x)) > sqnr(model(x), fxq.quantize(model, REFERENCE, data=[x])(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), (8, 16, 16)),
+        (nn.Sequential(nn.Conv1d(6, 8, 3), nn.ReLU(), nn.Conv1d(8, 4, 3)), (6, 100)),
+        (nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), (16,)),
+        (nn.Sequential(nn.ConvTranspose2d(6, 4, 3, groups=2), nn.ReLU()), (6, 12, 12)),
+    ],
+    ids=["conv2d", "conv1d", "linear", "conv_transpose2d"],
+)
+def test_inputs_without_a_batch_axis(model, shape):
+    """Their first axis is none of samples, of which one could take a few."""
+    data = [torch.randn(shape) for _ in range(8)]
+    observed = fxq.calibrate(fxq.prepare(model.eval(), CORRECTED, data[0]), data)
+    assert not observed.manager.context.divisible
+    quantized = fxq.convert(observed)
+    assert len(quantized.history["correct-bias"].edits) > 0 or shape == (16,)
+    assert quantized.output_sqnr > 30
+
+
+def test_what_is_kept_is_what_is_still_read(monkeypatch):
+    """A deep network takes no more memory than a shallow one; weights are dequantized once for all batches."""
+    kept, weights = [], []
+    step = correct_bias._step
+
+    def counted(runs, node):
+        step(runs, node)
+        for run in runs:
+            kept.append(sum(n.op != "get_attr" and "int8" not in n.name for n in run.integer if n not in weights))
+        if is_op(node, "dequantize_channel"):
+            weights.append(node)
+            assert len({run.integer[node].data_ptr() for run in runs}) == 1
+
+    monkeypatch.setattr(correct_bias, "_step", counted)
+    layers = [module for _ in range(12) for module in (nn.Linear(16, 16), nn.ReLU())]
+    fxq.quantize(nn.Sequential(*layers).eval(), CORRECTED, data=[torch.randn(4, 16) for _ in range(16)])
+    assert len(weights) > 0 and max(kept) <= 4  # a value, its integers, their floats, the next value
+
+
+def test_a_change_in_place_is_made_once_in_each():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            return self.conv(x.add_(1.0))
+
+    model = Shifted().eval()
+    data = [torch.rand(4, 3, 16, 16) for _ in range(4)]
+    quantized = fxq.quantize(model, CORRECTED, data=[x.clone() for x in data])
+    assert sqnr(model(data[0].clone()), quantized(data[0].clone())) > 35

@@ -1,0 +1,406 @@
+"""fallback, the part that prices: which integer ops go back to float, and what the graph looks like then."""
+
+import warnings
+import zlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.backends.cpu import has_onednn_int8
+from fxq.common.metrics import sqnr
+from fxq.cost import cache as costs
+from fxq.graph.info import info
+from fxq.passes import Fallback
+from fxq.passes.fallback import CONVERTED, NOT_WORTH_IT
+from fxq.pipeline.candidates import UNREAD
+from tests.graphs import REFERENCE, again, equal, expected, idle, text, until
+from tests.models import NETWORKS, batch, build, call, settled
+
+pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+X86 = fxq.Recipe.static(backend="x86")
+
+
+def int8(key):
+    """Whether a kernel is priced, neither a float op nor a conversion."""
+    return not key.startswith("float") and "quantize" not in key
+
+
+class Three(nn.Module):
+    """Three layers, the second of which is small; something that moves data; a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.small, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 3)
+        self.head = nn.Linear(8 * 16, 5)
+
+    def forward(self, x):
+        x = F.relu(self.small(F.relu(self.a(x))))
+        return self.head(F.relu(self.b(x)).flatten(1))
+
+
+def three(recipe=X86):
+    model, x = settled(Three), torch.rand(2, 3, 8, 8)
+    return model, x, until(model, x, "fallback", recipe)
+
+
+def fates(manager):
+    return {n.label: n.kind for n in manager.history["fallback"].graph if n.kind in ("int8", "moves", "float")}
+
+
+def test_what_always_loses_runs_in_float_as_the_model_does(plant):
+    plant(lambda key: 9.0 if int8(key) else 1.0)
+    model, x, manager = three()
+    assert text(manager.gm) == expected("""
+        x = input
+        a_relu = conv2d_relu(x, @a.weight, @a.bias)
+        small_relu = conv2d_relu(a_relu, @small.weight, @small.bias)
+        b_relu = conv2d_relu(small_relu, @b.weight, @b.bias)
+        flatten = flatten(b_relu, start_dim=1)
+        head = linear(flatten, @head.weight, @head.bias)
+        return head
+    """)
+    assert equal(call(manager.gm, x), call(model, x))
+    assert again(manager, Fallback()) == []
+    edits = {edit.rule for edit in manager.history["fallback"].edits}
+    assert {"run_in_float", "read_float"} <= edits
+
+
+def test_one_small_layer_in_float_costs_its_conversions(plant):
+    """It saves 3 in float: not worth a dequantize of 1 and a quantize of 3, but worth one of each at 1."""
+    for quantize, kept in ((3.0, True), (1.0, False)):
+        plant(lambda key, q=quantize: q if "quantize" in key else (5.0 if "[4, 8, 1, 1]" in key else 1.0)
+              if int8(key) else (2.0 if "[4, 8, 1, 1]" in key else 9.0))  # fmt: skip
+        manager = three()[2]
+        lines = text(manager.gm)
+        assert ("small_relu = conv2d_relu(a_relu_dq, small_weight_dq" in lines) is kept
+        assert ("small_relu = conv2d_relu(a_relu, @small.weight" in lines) is not kept  # a emits float
+        assert "a_relu_q" in lines if kept else "a_relu_q" not in lines
+        assert "b_relu = conv2d_relu(small_relu_dq, b_weight_dq" in lines
+        assert again(manager, Fallback()) == []
+
+
+def test_what_moves_integers_moves_floats_again(plant):
+    plant(
+        lambda key: (
+            1.0 if "quantize" in key else 9.0 if int8(key) == any(s in key for s in ("flatten", "linear")) else 1.0
+        )
+    )
+    model, x, manager = three()
+    assert "flatten = flatten(b_relu_q, start_dim=1)" in text(manager.history["propagate"].graph)
+    assert text(manager.gm).splitlines()[-4:] == [
+        "b_relu = conv2d_relu(small_relu_dq, b_weight_dq, @b.bias)",
+        "flatten = flatten(b_relu, start_dim=1)",
+        "head = linear(flatten, @head.weight, @head.bias)",
+        "return head",
+    ]
+    assert sqnr(call(model, x), call(manager.gm, x)) > 30
+    assert again(manager, Fallback()) == []
+
+
+RESHAPES = {
+    "view of a size": lambda x: x.view(x.shape[0], -1),
+    "reshape to a length": lambda x: x.reshape(len(x), -1),
+    "two sizes": lambda x: x.view(x.size(0), x.shape[1] * x.shape[2], -1).transpose(1, 2).reshape(x.size(0), -1),
+    "flatten": lambda x: x.flatten(1),
+}
+
+
+class Flattened(nn.Module):
+    """A value without an integer form, reshaped by one of these, and a layer that may pay."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.loses = name, nn.Linear(3 * 8 * 8, 6)
+
+    def forward(self, x):
+        return self.loses(RESHAPES[self.name](torch.erf(x)))
+
+
+@pytest.mark.parametrize("name", RESHAPES)
+def test_a_reshape_between_float_ops_is_float_whatever_its_sizes_come_from(name, plant):
+    plant(lambda key: 9.0 if int8(key) else 1.0)
+    model, x = settled(lambda: Flattened(name)), torch.rand(2, 3, 8, 8)
+    manager = until(model, x, "fallback", X86)
+    assert "quantize" in text(manager.history["propagate"].graph)
+    assert "quantize" not in text(manager.gm)
+    assert equal(call(manager.gm, x), call(model, x))
+    assert again(manager, Fallback()) == []
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        qmodel = fxq.quantize(model, X86, data=[x])
+    assert equal(qmodel(x), model(x))
+    assert {(e.fate, e.reason) for e in qmodel.ledger if e.op in ("reshape", "flatten", "transpose")} == {
+        ("float", UNREAD)
+    }
+
+
+def test_text_of_a_reshape_to_a_size_before_and_after(plant):
+    plant(lambda key: 9.0 if int8(key) else 1.0)
+    manager = until(settled(lambda: Flattened("view of a size")), torch.rand(2, 3, 8, 8), "fallback", X86)
+    assert text(manager.history["propagate"].graph) == expected("""
+        x = input
+        erf = erf(x)
+        erf_q = quantize(erf, A)
+        getattr_1 = getattr(erf_q, 'shape')
+        getitem = getitem(getattr_1, 0)
+        view = reshape(erf_q, shape=(getitem, -1))
+        view_dq = dequantize(view, A)
+        loses_weight_dq = int8(loses_weight, axis=0)
+        loses = linear(view_dq, loses_weight_dq, @loses.bias)
+        return loses
+    """)
+    assert text(manager.gm) == expected("""
+        x = input
+        erf = erf(x)
+        getattr_1 = getattr(erf, 'shape')
+        getitem = getitem(getattr_1, 0)
+        view = reshape(erf, shape=(getitem, -1))
+        loses = linear(view, @loses.weight, @loses.bias)
+        return loses
+    """)
+
+
+@pytest.mark.parametrize("name", RESHAPES)
+def test_a_reshape_that_an_integer_layer_reads_moves_integers(name, plant):
+    plant(lambda key: 0.0 if int8(key) else 1.0)
+    model, x = settled(lambda: Flattened(name)), torch.rand(2, 3, 8, 8)
+    qmodel = fxq.quantize(model, X86, data=[x])
+    assert {e.fate for e in qmodel.ledger if e.op in ("reshape", "flatten", "transpose")} == {"moves"}
+    assert sqnr(call(model, x), call(qmodel, x)) > 30
+
+
+def test_who_reads_only_the_shape_of_a_layer_costs_it_no_rounding(plant):
+    """The layer pays, what follows does not: its kernel hands out floats, although a size is read of its value."""
+
+    class Sized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pays, self.loses = nn.Conv2d(3, 8, 3), nn.Linear(36, 6)
+
+        def forward(self, x):
+            y = self.pays(x)
+            return self.loses(y.view(y.shape[0], 8, -1))
+
+    plant(lambda key: 0.0 if "quantize" in key else 9.0 if int8(key) == ("linear" in key) else 1.0)
+    model, x = settled(Sized), torch.rand(2, 3, 8, 8)
+    assert text(until(model, x, "fallback", X86).gm).splitlines()[4:] == [
+        "pays = conv2d(x_dq, pays_weight_dq, @pays.bias)",
+        "getattr_1 = getattr(pays, 'shape')",
+        "getitem = getitem(getattr_1, 0)",
+        "view = reshape(pays, shape=(getitem, 8, -1))",
+        "loses = linear(view, @loses.weight, @loses.bias)",
+        "return loses",
+    ]
+
+
+class Reused(nn.Module):
+    """A reshaped value read by a layer that pays and by one that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.pays, self.loses = nn.Conv2d(3, 8, 3), nn.Conv2d(4, 8, 3), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        y = F.pixel_shuffle(self.a(x), 1).view(-1, 4, 6, 12)
+        return self.pays(y), self.loses(y)
+
+
+def test_mixed_readers_of_moved_data(plant):
+    """The reshape moves integers for one reader; the other reads their dequantized form."""
+    plant(lambda key: 0.5 if "quantize" in key else 9.0 if int8(key) == ("[2, 4, 1, 1]" in key) else 1.0)
+    model, x = settled(Reused), torch.rand(2, 3, 8, 8)
+    manager = until(model, x, "fallback", X86)
+    lines = text(manager.gm).splitlines()
+    assert (
+        "loses = conv2d(reshape_dq, @loses.weight, @loses.bias)" in lines
+        or "loses = conv2d(view_dq, @loses.weight, @loses.bias)" in lines
+    )
+    assert any(line.startswith("pays = conv2d(") and "pays_weight_dq" in line for line in lines)
+    assert sqnr(call(model, x), call(manager.gm, x)) > 30
+    assert again(manager, Fallback()) == []
+
+
+def test_no_decision_follows_from_one_round(monkeypatch):
+    """Here every round measures what the one before did, so that all is sure; but float and integers cost the same."""
+    known = costs.Costs()
+    monkeypatch.setattr(costs, "machine_costs", lambda: known)
+    monkeypatch.setattr(costs, "measure", lambda call, cold: 1e-6 if cold else 1e-3)
+    monkeypatch.setattr(costs, "APART", 0.0)
+    three()
+    assert {key for key in known.rounds if "quantize" in key} and {key for key in known.rounds if "conv2d" in key}
+    assert {len(rounds) for rounds in known.rounds.values()} == {costs.MOST}
+    known.rounds = {key: [1e-9] * costs.LEAST if int8(key) else rounds[:1] for key, rounds in known.rounds.items()}
+    three()
+    assert {len(rounds) for key, rounds in known.rounds.items() if "quantize" not in key} == {costs.LEAST}
+
+
+def test_costs_and_the_reason_are_on_record(plant):
+    plant(lambda key: 0.0 if "quantize" in key else 9.0 if int8(key) == ("linear" in key) else 1.5)
+    model, x, _ = three()
+    qmodel = fxq.quantize(model, X86, data=[x])
+    by_op = {entry.op: entry for entry in qmodel.ledger}
+    assert by_op["linear"].fate == "float" and by_op["linear"].reason == NOT_WORTH_IT
+    assert by_op["linear"].fix == 'recipe.with_optimize("coverage")'
+    assert by_op["conv2d"].fate == "int8"
+    plans = [n.meta["fxq"].plan for n in qmodel.graph.nodes if n.meta["fxq"].plan is not None]
+    assert {(p.cost.float_us, p.cost.int8_us) for p in plans if p.cost is not None} == {(9.0, 1.5), (1.5, 9.0)}
+
+
+def test_what_conversions_cost_is_on_record(plant):
+    """The layer's kernel saves 847 µs, and to quantize its input takes more than that; it emits float itself."""
+    plant(lambda key: 900.0 if "quantize" in key else (163.0 if int8(key) else 1010.0) if "linear" in key else 9.0)
+    model = nn.Sequential(nn.Softmax(-1), nn.Linear(6, 6), nn.Softmax(-1)).eval()
+    with pytest.warns(fxq.FxqWarning, match="1 of 3 ops, with 100% of the multiply-accumulates, stay in float"):
+        qmodel = fxq.quantize(model, X86, data=[torch.rand(4, 6)])
+    entry = qmodel.ledger[1]
+    assert (entry.fate, entry.float_us, entry.int8_us) == ("float", 1010.0, 163.0)
+    assert entry.conversions_us == pytest.approx(900.0)
+    assert entry.reason == CONVERTED
+
+
+def test_coverage_puts_prices_on_record_and_does_not_choose(plant):
+    plant(lambda key: 9.0 if int8(key) else 1.0)
+    manager = three(X86.with_optimize("coverage"))[2]
+    assert set(fates(manager).values()) == {"int8", "moves"}
+    plans = [n.meta["fxq"].plan for n in manager.gm.graph.nodes if n.meta["fxq"].plan is not None]
+    costs = {plan.cost for plan in plans if plan.fate != "float"}
+    assert {(cost.float_us, cost.int8_us) for cost in costs} == {(1.0, 9.0)}
+
+
+def test_coverage_says_when_it_is_slower_than_float(plant):
+    """Four ops in float: 1 µs each. On integers, the small layer takes 9 and the conversion in front 0.5."""
+    small = lambda key: int8(key) and "[4, 8, 1, 1]" in key  # noqa: E731
+    plant(lambda key: 0.5 if "quantize" in key else 9.0 if small(key) else 1.0)
+    model, x = settled(Three), torch.rand(2, 3, 8, 8)
+    said = (
+        r"estimated to take 2\.7 times as long as in float on this machine: 0\.0135 ms instead of 0\.005 ms\. "
+        r"What loses most: small \(0\.009 ms, in float 0\.001 ms\)\. recipe\.with_optimize\(\"speed\"\)"
+    )
+    with pytest.warns(fxq.FxqWarning, match=said):
+        fxq.quantize(model, X86.with_optimize("coverage"), data=[x])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        warnings.filterwarnings("ignore", message="nothing runs on integers|this CPU has no VNNI")
+        fxq.quantize(model, X86, data=[x])
+        plant(lambda key: 0.5 if "quantize" in key else 1.04)
+        fxq.quantize(model, X86.with_optimize("coverage"), data=[x])
+
+
+def test_coverage_says_when_conversions_alone_make_it_slower(plant):
+    plant(lambda key: 9.0 if "quantize" in key else 1.0)
+    with pytest.warns(fxq.FxqWarning, match="Its conversions cost more than its kernels save"):
+        fxq.quantize(settled(Three), X86.with_optimize("coverage"), data=[torch.rand(2, 3, 8, 8)])
+
+
+def test_the_reference_backend_asks_no_prices(monkeypatch):
+    monkeypatch.setattr(costs, "machine_costs", lambda: pytest.fail("prices were asked for"))
+    assert set(fates(three(REFERENCE)[2]).values()) == {"int8", "moves"}
+
+
+def test_ops_without_a_kernel_have_a_price_in_float(plant):
+    plant(lambda key: 0.0 if int8(key) else 2.0 if "softmax" in key else 1.0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1), nn.Linear(6, 3)).eval()
+    qmodel = fxq.quantize(model, X86, data=[torch.rand(4, 6)])
+    rows = {entry.op: (entry.fate, entry.float_us, entry.int8_us) for entry in qmodel.ledger}
+    assert rows == {"linear": ("int8", 1.0, 0.0), "softmax": ("float", 2.0, None)}
+    assert [e.op for e in qmodel.ledger.where(fate="float").sort("float_us", reverse=True)] == ["softmax"]
+
+
+def test_a_corrected_bias_goes_back_too(plant):
+    plant(lambda key: 9.0 if int8(key) else 1.0)
+    recipe = fxq.Recipe.static(backend="x86", correct_bias=True)
+    model, x = settled(Three), torch.rand(16, 3, 8, 8)
+    manager = until(model, x, "fallback", recipe)
+    assert "bias_corrected" in text(manager.history["correct-bias"].graph)
+    assert equal(call(manager.gm, x), call(model, x))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_mixture_is_right(name, seed, plant):
+    """Prices at random: whatever stays on integers, the graph runs and is near the model, before and after lowering."""
+    plant(lambda key: zlib.crc32(f"{seed} {key.partition(')')[0]}".encode()) % 7)  # the same whatever it emits
+    model, inputs = build(name), batch(name)
+    manager = until(model, inputs, "fallback", X86)
+    assert again(manager, Fallback()) == []
+    assert not idle(manager.history["fallback"].graph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)  # some prices leave nothing on integers
+        qmodel = fxq.quantize(model, X86, data=[inputs])
+    wanted = call(model, inputs)
+    for got in (call(manager.gm, inputs), call(qmodel, inputs)):
+        assert sqnr(wanted, got) > 18
+
+
+def test_a_kernel_that_cannot_be_timed_stays(monkeypatch, caplog):
+    def fail(self, key, prepare, cold=False):
+        raise RuntimeError("no such kernel")
+
+    class Failing(costs.Costs):
+        seconds = fail
+        of_size = lambda self, key, elements, prepare: 0.0  # noqa: E731
+
+    monkeypatch.setattr(costs, "machine_costs", Failing)
+    assert set(fates(three()[2]).values()) == {"int8", "moves"}
+    assert "cannot be timed (RuntimeError: no such kernel)" in caplog.text
+
+
+class Slopes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.act, self.b = nn.Conv2d(3, 8, 3), nn.PReLU(8), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        return self.b(self.act(self.a(x)))
+
+
+@pytest.mark.parametrize("whole", [2.0, 4.0])
+def test_the_faster_of_two_kernels_is_taken(whole, plant):
+    """conv + prelu: on integers with a second convolution, or the convolution alone and prelu in float."""
+    plant(lambda key: 9.0 if key.startswith("float") else 3.0 if "after 1" in key else whole if "prelu" in key else 1.0)
+    model, x = settled(Slopes), torch.rand(2, 3, 8, 8)
+    lines = text(until(model, x, "fallback", X86).gm).splitlines()
+    inside = "a_prelu = conv2d_prelu(x_dq, a_weight_dq, @a.bias, @act.weight)"
+    assert (inside in lines) is (whole < 3)
+    assert ("act = prelu(a, @act.weight)" in lines) is (whole > 3)
+    wanted = call(model, x)
+    assert sqnr(wanted, call(fxq.quantize(model, X86, data=[x]), x)) > 30
+
+
+def test_coverage_takes_the_kernel_with_more_ops():
+    model, x = settled(Slopes), torch.rand(2, 3, 8, 8)
+    manager = until(model, x, "fallback", X86.with_optimize("coverage"))
+    assert "a_prelu = conv2d_prelu(x_dq" in text(manager.gm)
+    assert again(manager, Fallback()) == []
+    entry = next(e for e in fxq.quantize(model, X86.with_optimize("coverage"), data=[x]).ledger if e.op == "prelu")
+    assert (entry.fate, entry.reason) == ("int8", "")
+
+
+class BesideCoarse(nn.Module):
+    """A fine value that is read as it is, and put beside a coarse one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        a = self.a(x)
+        return self.c(a), self.c(torch.cat([a, self.b(x)], 1)[:, 8:])
+
+
+@pytest.mark.parametrize(("requantize", "kept"), [(0.5, True), (50.0, False)])
+def test_a_conversion_to_a_coarser_grid_belongs_to_the_price_of_what_asks_for_it(plant, requantize, kept):
+    """Where the op is moved to float, it reads the fine integers."""
+    plant(lambda key: requantize if "requantize" in key else 0.1 if "quantize" in key else 1.0 if int8(key) else 9.0)
+    model, x = settled(BesideCoarse), torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        model.b.weight.mul_(1e3)
+    manager = until(model, x, "fallback", X86)
+    lines = text(manager.gm).splitlines()
+    assert any("requantize(a_q" in line for line in lines) is kept
+    assert any(line.startswith("cat = cat([a_q_dq, ") for line in lines) is not kept
+    cat = next(n for n in manager.gm.graph.nodes if n.name == "cat")
+    assert info(cat).plan.cost.int8_us == pytest.approx(1.0 + requantize)
+    assert min(sqnr(a, b) for a, b in zip(call(model, x), call(manager.gm, x), strict=True)) > 25

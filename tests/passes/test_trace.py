@@ -1,0 +1,413 @@
+"""trace: the model as a graph, with shapes; what cannot be traced; ops that overwrite their input."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from fxq.graph.info import info
+from tests.graphs import REFERENCE, after, equal, expected, text
+from tests.models import NETWORKS, batch, build, call, settled
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+
+    def forward(self, x):
+        x = self.stem(x)
+        return F.adaptive_avg_pool2d(x, 1).flatten(1) + 1
+
+
+def test_text_and_metadata():
+    model = Mixed().eval()
+    gm = after(model, torch.randn(2, 3, 8, 8), "trace")
+    assert text(gm) == expected("""
+        x = input
+        stem_0 = module Conv2d(x)
+        stem_1 = module ReLU(stem_0)
+        adaptive_avg_pool2d = adaptive_avg_pool2d(stem_1, 1)
+        flatten = .flatten(adaptive_avg_pool2d, 1)
+        add = add(flatten, 1)
+        return add
+    """)
+    nodes = {n.name: info(n) for n in gm.graph.nodes}
+    start = inspect.getsourcelines(Mixed.forward)[1]
+    assert (nodes["stem_0"].path, nodes["flatten"].path) == ("stem.0", "")
+    assert nodes["flatten"].source == f"passes/test_trace.py:{start + 2}"
+    assert (nodes["stem_1"].shape, nodes["stem_1"].dtype) == ((2, 4, 6, 6), torch.float32)
+    assert nodes["x"].shape == (2, 3, 8, 8)
+    assert nodes["add"].origins == ("add",)
+
+
+def test_a_plain_sequential_has_no_line_of_its_own():
+    """That of whoever quantizes it would say nothing of the model, and two calls would give two models."""
+    gm = after(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.rand(2, 4), "trace")
+    assert [(info(n).path, info(n).source) for n in gm.graph.nodes if n.op == "call_module"] == [("0", ""), ("1", "")]
+    with pytest.raises(fxq.InputError, match=r'layer "0" got float32 \[2, 5\]'):
+        after(nn.Sequential(nn.Linear(4, 4)).eval(), torch.rand(2, 5), "trace")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_traced_model_is_the_model(name):
+    model, inputs = build(name), batch(name)
+    gm = after(model, inputs, "trace")
+    assert equal(call(gm, inputs), call(model, inputs))
+    assert {p.data_ptr() for p in gm.parameters()} <= {p.data_ptr() for p in model.parameters()}
+
+
+# ---- what cannot be traced
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.fc(x)
+        if hidden.sum() > 0:
+            return hidden
+        return -hidden
+
+
+class Loop(nn.Module):
+    def forward(self, x):
+        for row in x:
+            x = x + row
+        return x
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.before, self.inner, self.behind = nn.Linear(4, 4), inner, nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.behind(self.inner(self.before(x)))
+
+
+@pytest.mark.parametrize(("inner", "line", "value"), [(Branch, 2, "%gt = gt(%sum_1)"), (Loop, 1, "%before")])
+def test_strict_tracing_refuses_control_flow(inner, line, value):
+    with pytest.raises(fxq.TraceError) as error:
+        after(Outer(inner()).eval(), torch.randn(3, 4), "trace", fxq.Recipe.static(strict_trace=True))
+    message = str(error.value)
+    number = inspect.getsourcelines(inner.forward)[1] + line
+    assert f"passes/test_trace.py:{number}" in message
+    assert 'in layer "inner"' in message
+    assert value in message
+    assert 'recipe.leaf("inner")' in message
+    assert "torch.where" in message
+
+
+def test_control_flow_in_the_model_itself_has_no_path():
+    with pytest.raises(fxq.TraceError, match=r'recipe\.leaf\("path\.of\.module"\)'):
+        after(Branch().eval(), torch.randn(3, 4), "trace")
+
+
+def test_a_leaf_runs_in_float():
+    model, x = settled(lambda: Outer(Branch())), torch.randn(64, 4)
+    quantized = fxq.quantize(model, REFERENCE.leaf("inner"), data=[x])
+    assert sqnr(call(model, x), call(quantized, x)) > 30
+    entry = next(e for e in quantized.ledger if e.path == "inner")
+    assert entry.fate == "float"
+    assert entry.reason
+    assert text(quantized.history["trace"].graph) == expected("""
+        x = input
+        before = module Linear(x)
+        inner = module Branch(before)
+        behind = module Linear(inner)
+        return behind
+    """)
+
+
+def test_a_leaf_that_is_not_there():
+    with pytest.raises(fxq.RecipeError, match=r"'iner' matches no module of the model; near: inner"):
+        after(Outer(Branch()).eval(), torch.randn(3, 4), "trace", REFERENCE.leaf("iner"))
+
+
+# ---- inputs
+
+
+def test_a_missing_input_is_named():
+    with pytest.raises(fxq.InputError, match="the model also needs y"):
+        after(build("several_inputs"), torch.randn(1, 3, 8, 8), "trace")
+
+
+def test_an_input_that_does_not_fit_names_the_layer():
+    with pytest.raises(
+        fxq.InputError, match=r'layer "stem\.0" \(tests/test_trace\.py:\d+\) got float32 \[1, 5, 8, 8\]'
+    ):
+        after(Mixed().eval(), torch.randn(1, 5, 8, 8), "trace")
+
+
+@pytest.mark.parametrize("steps", [lambda m, x: fxq.prepare(m, REFERENCE, x), lambda m, x: after(m, x, "trace")])
+def test_messages_end_where_they_end(steps):
+    """They ended with what torch.fx appends: the node, the whole traceback and an advert."""
+    with pytest.raises(fxq.InputError) as error:
+        steps(Mixed().eval(), torch.randn(1, 5, 8, 8))
+    assert "While executing" not in str(error.value)
+    assert "tlparse" not in str(error.value)
+
+
+def test_messages_of_an_interpreter_inside_the_model_are_cut():
+    class Interprets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gm = torch.fx.symbolic_trace(nn.Linear(4, 4))
+
+        def forward(self, x):
+            return torch.fx.Interpreter(self.gm).run(x)
+
+    model = nn.Sequential(Interprets(), nn.Linear(4, 2)).eval()
+    recipe = REFERENCE.leaf("0")
+    with pytest.raises(fxq.InputError, match=r'layer "0" .*shapes cannot be multiplied \(3x5 and 4x4\)$'):
+        fxq.prepare(model, recipe, torch.randn(3, 5))
+    with pytest.raises(fxq.InputError, match=r"data, batch 1 .*shapes cannot be multiplied \(3x5 and 4x4\)$"):
+        fxq.quantize(model, recipe, data=[torch.randn(3, 4), torch.randn(3, 5)])
+
+
+# ---- ops that overwrite their input
+
+
+class Overwrites(nn.Module):
+    """`change` overwrites its argument; what it returns is not looked at, and the argument is read again."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.hardsigmoid = nn.Hardsigmoid(inplace=True)
+        self.change = change
+
+    def forward(self, x):
+        y = self.fc(x)
+        early = y * 2
+        self.change(self, y)
+        return early + y
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, y: m.relu(y),
+        lambda m, y: m.hardsigmoid(y),
+        lambda m, y: F.relu(y, inplace=True),
+        lambda m, y: y.relu_(),
+        lambda m, y: y.add_(1.5),
+        lambda m, y: torch.ops.aten.mul_.Tensor(y, y),
+    ],
+)
+def test_later_readers_read_the_result(change):
+    model, x = settled(lambda: Overwrites(change)), torch.randn(64, 4)
+    gm = after(model, x, "trace")
+    early, changed, last = [n for n in gm.graph.nodes if n.op != "output"][2:]
+    assert early.args[0].name == "fc"
+    assert last.args == (early, changed)
+    canonical = after(model, x, "canonicalize")
+    assert equal(call(canonical, x), call(model, x))
+    assert "_(" not in text(canonical)  # no op with an in-place name is left
+    assert sqnr(call(model, x), call(fxq.quantize(model, REFERENCE, data=[x]), x)) > 30
+
+
+class ThroughView(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.rows = rows
+
+    def forward(self, x):
+        y = self.fc(x)
+        view = self.rows(y)
+        y.relu_()
+        return view + 1
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.view(-1),
+        lambda y: y[0],
+        lambda y: y.transpose(0, 1),
+        lambda y: y.unsqueeze(0),
+        lambda y: y.view(-1).reshape(4, -1),
+    ],
+)
+def test_a_change_read_through_a_view_is_refused(view):
+    with pytest.raises(fxq.TraceError, match=r"%relu_ .*changes %fc in place, and %add .*reads the same memory"):
+        after(ThroughView(view).eval(), torch.randn(3, 4), "trace")
+
+
+def test_a_change_of_a_view_is_refused():
+    class Model(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y[0].relu_()
+            return y
+
+    with pytest.raises(fxq.TraceError, match=r"%relu_ .*changes %getitem in place, and %output"):
+        after(Model().eval(), torch.randn(3, 4), "trace")
+
+
+def test_a_view_that_nobody_reads_later_is_fine():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            z = y.view(-1, 2).sum()
+            return y.relu_() + z
+
+    model, x = settled(Model), torch.randn(3, 4)
+    assert equal(call(after(model, x, "canonicalize"), x), call(model, x))
+
+
+SAME = [
+    lambda m, y: m.identity(y),
+    lambda m, y: m.dropout(y),
+    lambda m, y: F.dropout(y, training=False),
+    lambda m, y: y.float(),
+    lambda m, y: y.to(torch.float32),
+    lambda m, y: y.contiguous(),
+    lambda m, y: y.detach(),
+    lambda m, y: y.view(64, 4),
+    lambda m, y: y.T.T,  # torch.fx records an attribute where it is used
+]
+VIEWS = [
+    lambda m, y: m.flatten(y),
+    lambda m, y: m.unflatten(y),
+    lambda m, y: y.movedim(0, 1),
+    lambda m, y: torch.movedim(y, 0, 1),
+    lambda m, y: y.unflatten(1, (2, 2)),
+    lambda m, y: torch.narrow(y, 0, 0, 2),
+    lambda m, y: torch.select(y, 0, 1),
+    lambda m, y: torch.split(y, 2)[0],
+    lambda m, y: y.diagonal(),
+]
+
+
+class Aliased(nn.Module):
+    """Reads, behind a change in place, what it took before it."""
+
+    def __init__(self, take, change):
+        super().__init__()
+        self.fc, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.identity, self.dropout = nn.Identity(), nn.Dropout()
+        self.flatten, self.unflatten = nn.Flatten(0), nn.Unflatten(1, (2, 2))
+        self.take, self.change = take, change
+
+    def forward(self, x):
+        y = self.fc(x)
+        taken = self.take(self, y)
+        y = self.change(self, y)
+        return self.last(y), taken * 1
+
+
+CHANGES = [lambda m, y: m.relu(y), lambda m, y: y.add_(1.5), lambda m, y: y.fill_(2.0)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("take", SAME)
+def test_another_name_of_the_whole_value_is_read_as_the_result(take, change):
+    """An nn.Identity before an nn.ReLU(inplace=True) gave -0.3 dB, without a word."""
+    model, x = settled(lambda: Aliased(take, change)), torch.randn(64, 4)
+    assert equal(call(after(model, x, "canonicalize"), x), call(model, x))
+    assert sqnr(call(model, x), call(fxq.quantize(model, REFERENCE, data=[x]), x)) > 30
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("take", VIEWS)
+def test_any_view_is_known_as_one(take, change):
+    with pytest.raises(fxq.TraceError, match=r"changes %fc in place, and %.* reads the same memory through %"):
+        after(Aliased(take, change).eval(), torch.randn(64, 4), "trace")
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        x.mul_(2)
+        return x.sum()
+
+
+def test_a_leaf_that_changes_its_input_is_seen():
+    """It has no attribute `inplace` that would tell."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.doubles = nn.Linear(4, 4), Doubles()
+
+        def forward(self, x):
+            y = self.fc(x)
+            rows = y[0]
+            return self.doubles(y) + rows
+
+    with pytest.raises(fxq.TraceError, match=r"%doubles .*changes %fc in place, and %add .*through %getitem"):
+        after(Model().eval(), torch.randn(3, 4), "trace", REFERENCE.leaf("doubles"))
+
+
+def test_the_size_of_a_changed_value_may_be_read():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            view = y.view(2, -1)
+            return y.relu_().reshape(view.size(0), -1)
+
+    model, x = settled(Model), torch.randn(4, 4)
+    assert equal(call(after(model, x, "canonicalize"), x), call(model, x))
+
+
+def test_the_run_changes_nothing_of_the_user():
+    class Model(nn.Module):
+        def forward(self, x):
+            total = torch.zeros(4)
+            total += x.relu_().sum(0)
+            return total
+
+    model, x = Model().eval(), torch.randn(3, 4)
+    before = x.clone()
+    gm = after(model, x, "canonicalize")
+    assert torch.equal(x, before)
+    assert equal(call(gm, before.clone()), model(before.clone()))
+
+
+def test_a_change_of_the_models_own_tensor_is_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x):
+            return x + self.seen.add_(x.mean(0))
+
+    with pytest.raises(fxq.TraceError, match=r"%add_ .*changes 'seen', a tensor of the model, in place"):
+        after(Model().eval(), torch.randn(3, 4), "trace")
+
+
+def test_inference_mode():
+    with torch.inference_mode(), pytest.raises(fxq.TraceError, match="reads the same memory"):
+        after(Aliased(VIEWS[0], CHANGES[0]).eval(), torch.randn(64, 4), "trace")
+
+
+def test_setitem_is_refused():
+    """torch.fx does not record it."""
+
+    class Model(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y[0] = 0.0
+            return y
+
+    with pytest.raises(fxq.TraceError, match=r"test_trace\.py:\d+: an assignment to a part of a tensor"):
+        after(Model().eval(), torch.randn(3, 4), "trace")

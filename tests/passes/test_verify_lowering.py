@@ -1,0 +1,624 @@
+"""verify-lowering: a kernel that is wrong is found, warned about and put back."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import fxq
+from fxq.backends import lowering
+from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.kernel import Kernel
+from fxq.backends.packed import quantized_tensors as packed
+from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
+from fxq.backends.plain.pool import MaxPool2d
+from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_linear import Linear
+from fxq.common.metrics import sqnr
+from fxq.graph.info import info
+from fxq.graph.query import Step, is_op, submodule
+from fxq.graph.region import Result, read_region, run_region
+from fxq.ops import OPS
+from fxq.passes.verify_lowering import VerifyLowering, _Verifier, disagreement, magnitude
+from fxq.quant.qparams import QParams
+from tests.graphs import REFERENCE, again, equal, expected, kinds, text, until
+from tests.helpers import steps
+from tests.machine import decibels, quiet, told
+from tests.models import NETWORKS, batch, build, call
+
+X86 = fxq.Recipe.static(backend="x86")
+needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+
+
+def planted(monkeypatch, kernel, change):
+    """Let a kernel's forward return `change(result)`."""
+    forward = kernel.forward
+    monkeypatch.setattr(kernel, "forward", lambda self, *args: change(forward(self, *args)))
+
+
+@needs_x86
+@pytest.mark.parametrize("name", NETWORKS)
+def test_right_kernels_stay(name):
+    with quiet():
+        manager = until(build(name), batch(name), "verify-lowering", X86)
+    assert manager.history["verify-lowering"].edits == ()
+    assert text(manager.history["verify-lowering"].graph) == text(manager.history["lower"].graph)
+    assert again(manager, VerifyLowering()) == []
+
+
+def crooked(y):
+    return y + 2 if y.dtype == torch.uint8 else y * 1.01
+
+
+def raising(y):
+    raise RuntimeError("no primitive")
+
+
+def transposed(y):
+    return y.transpose(-1, -2)[..., :1]
+
+
+def other_dtype(y):
+    return y.to(torch.int16)
+
+
+def half_of_it(y):
+    """One step off in half of the elements: no tie explains that."""
+    y = y.clone()
+    y[::2] ^= 1
+    return y
+
+
+def not_a_number(y):
+    return y * float("nan") if y.dtype == torch.float32 else y + 2
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (crooked, "off by"),
+        (raising, "it raised RuntimeError: no primitive"),
+        (transposed, "it returns torch.uint8"),
+        (other_dtype, "it returns torch.int16"),
+    ],
+)
+def test_a_wrong_kernel_is_put_back(monkeypatch, change, why):
+    model, x = build("residual"), batch("residual")
+    right = fxq.quantize(model, X86.without_pass("lower").without_pass("verify-lowering"), data=[x])
+    planted(monkeypatch, Conv, change)
+    with pytest.warns(fxq.FxqWarning) as caught:
+        quantized = fxq.quantize(model, X86, data=[x])
+    convs = ["stem", "conv1", "conv2", "down", "conv3"]
+    first, *others = told(caught)
+    assert len(others) == len(convs) - 1
+    assert "x86.conv" in first
+    assert why in first
+    assert 'layer "stem", tests/models.py:' in first
+    assert "x86.conv" not in kinds(quantized)
+    assert "x86.linear" in kinds(quantized)
+    wrong = quantized.ledger.where(lambda e: "failed verification" in e.reason)
+    assert {e.path for e in wrong if e.op == "conv2d"} == set(convs)
+    assert all(e.fate == "float" for e in wrong)
+    # What was put back is the qdq form itself; only the kernels behind it differ.
+    assert sqnr(call(right, x), call(quantized, x)) > 60
+
+
+@needs_x86
+def test_text_of_what_is_put_back(monkeypatch):
+    planted(monkeypatch, Linear, crooked)
+    with pytest.warns(fxq.FxqWarning, match=r'%head \(.*layer "head".*the x86\.linear kernel is wrong on this machine'):
+        manager = until(build("residual"), batch("residual"), "verify-lowering", X86)
+    assert text(manager.gm) == expected("""
+        x = input
+        x_q = module cpu.quantize(x)
+        stem_relu = x86.conv(x_q)
+        conv1_relu = x86.conv(stem_relu)
+        conv2_add_relu = x86.conv(conv1_relu, stem_relu)
+        down = x86.conv(conv2_add_relu)
+        conv3_add_relu = x86.conv(conv2_add_relu, down)
+        mean = cpu.mean(conv3_add_relu)
+        mean_dq = dequantize(mean, A)
+        head_weight_dq = int8(head_weight, axis=0)
+        head = linear(mean_dq, head_weight_dq, @head.bias)
+        return head
+    """)
+    assert [e.rule for e in manager.history["verify-lowering"].edits] == ["put_back"]
+
+
+@needs_x86
+@pytest.mark.parametrize("change", [half_of_it, not_a_number])
+def test_other_wrong_kernels(monkeypatch, change):
+    planted(monkeypatch, MaxPool2d if change is half_of_it else Linear, change)
+    with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
+        quantized = fxq.quantize(build("spellings"), X86, data=[batch("spellings")])
+    assert ("cpu.max_pool2d" in kinds(quantized)) is (change is not_a_number)
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (half_of_it, "bound to the kind of its inputs it returns something else"),
+        (raising, "RuntimeError: no primitive"),
+    ],
+)
+def test_a_kernel_that_is_wrong_where_it_is_bound(monkeypatch, change, why):
+    bind = Conv.bind
+    monkeypatch.setattr(Conv, "bind", lambda self, *inputs: lambda *xs: change(bind(self, *inputs)(*xs)))
+    with pytest.warns(fxq.FxqWarning, match=why):
+        quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
+    assert not any(isinstance(m, Conv) for m in quantized.modules())
+
+
+@needs_x86
+def test_a_right_kernel_behind_a_wrong_one_stays(monkeypatch):
+    """Each kernel is judged on the right inputs, not on what a wrong one before it made of them."""
+    forward = Conv.forward
+    seen = []
+
+    def first_is_wrong(self, *args):
+        seen.append(self)
+        return forward(self, *args) + 2 if self is seen[0] else forward(self, *args)
+
+    monkeypatch.setattr(Conv, "forward", first_is_wrong)
+    with pytest.warns(fxq.FxqWarning) as caught:
+        quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
+    assert len(told(caught)) == 1
+    assert kinds(quantized).count("x86.conv") == 4
+
+
+@needs_x86
+def test_without_the_pass_the_wrong_kernel_stays(monkeypatch):
+    """The pass is what finds it."""
+    planted(monkeypatch, Linear, crooked)
+    quantized = fxq.quantize(build("residual"), X86.without_pass("verify-lowering"), data=[batch("residual")])
+    assert "x86.linear" in kinds(quantized)
+
+
+def test_nothing_to_verify_on_the_reference_backend():
+    manager = until(build("residual"), batch("residual"), "verify-lowering", REFERENCE)
+    assert manager.history["verify-lowering"].edits == ()
+    assert equal(call(manager.gm, batch("residual")), call(manager.gm, batch("residual")))
+
+
+# ---- what counts as a disagreement
+
+
+def integers(*values):
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def none():
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "wrong"),
+    [
+        (torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8), False),
+        (torch.zeros(1000, dtype=torch.uint8), (torch.arange(1000) < 1).to(torch.uint8), True),  # no rounding here
+        (integers(0, 5, 5), integers(255, 5, 5), True),
+        (integers(5, 5, 5), integers(5, 5), True),
+        (integers(5, 5, 5), torch.tensor([5.0, 5.0, 5.0]), True),
+        (torch.tensor([1.0, -100.0]), torch.tensor([1.0, -100.009]), False),
+        (torch.tensor([1.0, -100.0]), torch.tensor([1.0, -100.02]), True),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")]), True),
+        (torch.zeros(3), torch.full((3,), 1e-20), True),
+        (torch.zeros(0, 3), torch.zeros(0, 3), False),
+    ],
+)
+def test_disagreement(expected, got, wrong):
+    assert (disagreement(Result(expected), got, VerifyLowering(), none) is not None) is wrong
+
+
+@pytest.mark.parametrize(
+    ("real", "got", "wrong"),
+    [
+        ([1.4, 1.5, 2.5], (4, 4, 6), False),  # ties to even ...
+        ([1.5, 1.5, 2.5], (5, 4, 5), False),  # ... or the other way, and in as many elements as there are
+        ([1.5005], (4,), False),  # float32 arithmetic
+        ([1.52], (4,), True),
+        ([1.4, 1.4, 1.4], (5, 4, 4), True),  # a single element off by one step
+        ([300.0, -300.0], (15, 0), False),  # clamped
+        ([300.0, -300.0], (14, 0), True),
+        ([-300.0], (255,), True),  # 0 - 255 does not wrap
+        ([float("nan"), 1.0], (0, 4), False),
+    ],
+)
+def test_disagreement_with_a_real_value(real, got, wrong):
+    """The grid has 16 steps of 1/2, zero point 1: `real` is in steps above it."""
+    graph = fx.Graph()
+    grid = {"scale": 0.5, "zero_point": 3, "qmin": 0, "qmax": 15}
+    quantize = graph.call_function(OPS["quantize"].target, (graph.placeholder("x"),), grid)
+    expected = Result(torch.tensor(real) / 2, Step.of(quantize))
+    assert (disagreement(expected, integers(*got), VerifyLowering(), none) is not None) is wrong
+
+
+def test_zeros_are_compared_by_the_size_of_other_results():
+    """Terms that cancel leave a little, which is nothing beside what they were."""
+    expected, got = Result(torch.zeros(3)), torch.tensor([0.0, 1e-8, 0.0])
+    for size, wrong in [(1e-1, False), (1e-3, True)]:
+        assert (disagreement(expected, got, VerifyLowering(), lambda size=size: size) is not None) is wrong
+
+
+class Wide(nn.Module):
+    """Layers whose terms are large beside the results of the batch that kernels are verified on."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(64, 64, 3), nn.Conv2d(64, 8, 1)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Difference(nn.Module):
+    """A difference of large values that are nearly the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(64, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b((y + 1e6) - (y * 1.001 + 1e6))
+
+
+class Cancels(nn.Module):
+    """Weights that add up to zero, of an input that is nearly constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(64, 8, 3)
+        with torch.no_grad():
+            self.a.weight -= self.a.weight.mean((1, 2, 3), keepdim=True)
+
+    def forward(self, x):
+        return self.a(x)
+
+
+FAR = [
+    (Wide, [(0.0, 1.0), (0.0, 1e4)]),
+    (Wide, [(0.0, 1.0), (0.0, 1e6)]),
+    (Difference, [(0.0, 1.0)]),
+    (Cancels, [(1e6, 1e-3)]),
+]
+BACKENDS = ["x86", *(name for name in ("fbgemm",) if packed.has_engine(name))]
+
+
+@needs_x86
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("model", "batches"), FAR)
+def test_what_is_left_of_large_terms_is_as_inexact_as_they_are(model, batches, backend):
+    """No right kernel is accused where the grid is far wider than the values, or where its terms cancel."""
+    torch.manual_seed(0)
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", activation=fxq.TensorSpec(observer="minmax"))
+    data = [torch.randn(4, 64, 8, 8) * scale + mean for mean, scale in batches]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        warnings.filterwarnings("ignore", message="this CPU has no VNNI")
+        quantized = fxq.quantize(model().eval(), recipe.with_min_sqnr(None), data=data)
+    assert not quantized.history["verify-lowering"].edits
+
+
+@needs_x86
+@pytest.mark.parametrize("batches", [batches for model, batches in FAR if model is Wide])
+@pytest.mark.parametrize("change", [lambda y: y * 1.02, lambda y: y + y.abs().max() * 0.01, lambda y: y.roll(1, 1)])
+def test_a_wrong_kernel_is_found_there_all_the_same(monkeypatch, change, batches):
+    """By two in a hundred of the largest result that a batch of the grid's own size gives."""
+    data = [torch.randn(4, 64, 8, 8) * scale + mean for mean, scale in reversed(batches)]
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage", activation=fxq.TensorSpec(observer="minmax"))
+    planted(monkeypatch, Conv, lambda y: change(y) if y.dtype == torch.float32 else y)
+    with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
+        quantized = fxq.quantize(Wide().eval(), recipe, data=data)
+    assert [entry.fate for entry in quantized.ledger] == ["int8", "float"]
+
+
+def test_the_magnitude_of_what_is_summed():
+    """By hand, in float64: the sum of the products' absolute values, zero points included, and of what is added."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).eval()
+    manager = until(nn.Sequential(model).eval(), torch.randn(4, 5), "fallback", REFERENCE)
+    gm = manager.gm
+    node = next(n for n in gm.graph.nodes if is_op(n, "linear"))
+    region = read_region(gm, node)
+    (x,) = region.inputs
+    q = torch.randint(0, 256, (4, 5), dtype=torch.uint8)
+    qp = info(x).qparams
+    found = magnitude(gm, region, {x: q})
+    weight = run_region(gm, region, {x: torch.eye(5, dtype=torch.uint8) + qp.z}).value - model.bias
+    raw = (q.double() - qp.z).abs() + qp.z
+    expected = (raw @ weight.double().abs() + model.bias.double().abs()).max()
+    assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+@needs_x86
+def test_a_convolution_of_nothing_but_padding_is_not_accused():
+    """Its taps step over the one element that there is: zero, but for the rounding of the zero point's products."""
+    torch.manual_seed(0)
+    model = nn.Conv1d(6, 6, 2, padding=1, dilation=2, groups=6, bias=False).eval()
+    data = [(torch.rand(64, 6, 1) * 300 - 80,)]
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage").with_min_sqnr(None)
+    quantized = fxq.quantize(nn.Sequential(model).eval(), recipe, data=data)
+    assert [entry.fate for entry in quantized.ledger] == ["int8"]
+    assert float(quantized(*data[0]).abs().max()) < 1e-4
+
+
+def test_one_sample_that_the_lowered_graph_cannot_run(monkeypatch):
+    """Said where the float model runs on it, and only there."""
+    run_batch = _Verifier.run_batch
+
+    def of_several(self, batch):
+        if len(batch.args[0]) == 1:
+            raise RuntimeError("only several")
+        run_batch(self, batch)
+
+    monkeypatch.setattr(_Verifier, "run_batch", of_several)
+    model, x = build("residual"), batch("residual")
+    with pytest.warns(fxq.FxqWarning, match="does not run on .*as the float model does: RuntimeError: only several"):
+        fxq.quantize(model, X86, data=[x])
+
+
+class Several(nn.Module):
+    """Cannot run on one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x).view(2, -1, 4)
+
+
+def test_one_sample_that_the_model_cannot_run_is_no_matter():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        warnings.filterwarnings("ignore", message="this CPU has no VNNI")
+        fxq.quantize(Several().eval(), X86.with_optimize("coverage"), data=[torch.randn(4, 4)])
+
+
+@needs_x86
+def test_a_kernel_may_leave_a_little_where_the_result_is_zero():
+    """The input is all zeros on a grid whose zero is 255: the products and their correction cancel in float32."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 1, 1), nn.AvgPool2d(2), nn.ReLU6(), nn.ConvTranspose2d(1, 6, 2, bias=False)
+    network = nn.Sequential(*layers).eval()
+    with torch.no_grad():
+        network[0].weight.fill_(1.0)
+        network[0].bias.fill_(-2.0)
+    with quiet():
+        quantized = fxq.quantize(network, X86.with_min_sqnr(None), data=[torch.rand(2, 1, 4, 4)])
+    assert "x86.conv_transpose2d" in kinds(quantized)
+    assert not quantized.history["verify-lowering"].edits
+
+
+# ---- conversions, ties, residuals, single samples
+
+
+class TieProne(nn.Module):
+    """A PReLU reads what is on a grid: with a slope of 1/4, many of its values lie between two steps exactly."""
+
+    def __init__(self):
+        super().__init__()
+        self.c, self.act, self.d = nn.Conv2d(3, 4, 3), nn.PReLU(), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        y = self.c(x)
+        return self.d(torch.cat([y, self.act(y)], 1))
+
+
+@needs_x86
+def test_ties_are_no_error():
+    with quiet():
+        recipe = X86.override(fxq.op("prelu"), fxq.FLOAT)
+        quantized = fxq.quantize(TieProne().eval(), recipe, data=[torch.randn(4, 3, 16, 16)])
+    assert "cpu.prelu_quantize" in kinds(quantized)
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("kernel", "name", "recipe"),
+    [
+        (Quantize, "residual", X86),
+        (Dequantize, "squeeze_excite", X86.override(fxq.op("hardsigmoid"), fxq.FLOAT)),
+        (PReLUQuantize, "prelu_chain", X86),
+    ],
+)
+def test_wrong_conversions_are_put_back(monkeypatch, kernel, name, recipe):
+    model, x = build(name), batch(name)
+    right = fxq.quantize(model, recipe, data=[x])
+    assert kernel.name in kinds(right)
+    wanted = call(right, x)
+    planted(monkeypatch, kernel, lambda y: y // 2 if y.dtype == torch.uint8 else y / 2)
+    with pytest.warns(fxq.FxqWarning, match=rf"the {kernel.name} kernel is wrong on this machine"):
+        quantized = fxq.quantize(model, recipe, data=[x])
+    assert kernel.name not in kinds(quantized)
+    assert sqnr(wanted, call(quantized, x)) > 45
+
+
+@needs_x86
+def test_a_wrong_requantize_is_put_back(monkeypatch):
+    """No pass makes a requantize by itself: pairs with different grids, to the coarser one and back."""
+    model, x = ReadLater().eval(), torch.randn(4, 3, 8, 8)
+    recipe = X86.insert_pass(Coarser(), after="insert-qdq")
+    wanted = call(fxq.quantize(model, recipe, data=[x]), x)
+    planted(monkeypatch, Requantize, lambda y: y // 2)
+    with pytest.warns(fxq.FxqWarning, match=r"the cpu.requantize kernel is wrong") as caught:
+        quantized = fxq.quantize(model, recipe, data=[x])
+    assert len(told(caught)) == 2
+    assert sqnr(wanted, call(quantized, x)) > decibels(40)
+
+
+@dataclass(frozen=True)
+class Coarser(fxq.Pass):
+    """A second quantize and dequantize behind the first dequantize, on a coarser grid."""
+
+    name = "coarser"
+    needs = gives = fxq.Stage.QDQ
+
+    def run(self, rewriter):
+        first = rewriter.nodes("dequantize")[0]
+        qp = QParams.per_tensor(1.7 * info(first).qparams.s, 128)
+        grid = {"scale": qp.s, "zero_point": qp.z}
+        q = rewriter.call("quantize", first, after=first, name="second_q", **grid)
+        second = rewriter.call("dequantize", q, after=q, name="second_dq", **grid)
+        for node in (q, second):
+            rewriter.describe(node, qparams=qp)
+        rewriter.reroute(first, second, only=lambda user: user not in (q, second))
+
+
+class ReadLater(nn.Module):
+    """A residual that is read again behind the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        a = torch.relu(self.stem(x))
+        b = torch.relu(self.conv(x[:, :1].expand(-1, 4, -1, -1)) + a)
+        return self.head(torch.cat([a, b], 1))
+
+
+@needs_x86
+def test_a_residual_that_is_read_later_is_not_overwritten(monkeypatch):
+    model, x = ReadLater().eval(), torch.randn(4, 3, 8, 8)
+    right = fxq.quantize(model, X86, data=[x])
+    settle = lowering._settle_inplace
+
+    def always(rewriter):
+        settle(rewriter)
+        for kernel in rewriter.gm.modules():
+            if isinstance(kernel, Kernel) and kernel.inplace is not None:
+                kernel.inplace = True
+
+    monkeypatch.setattr(lowering, "_settle_inplace", always)
+    unverified = fxq.quantize(model, X86.without_pass("verify-lowering"), data=[x])
+    assert not equal(call(unverified, x), call(right, x))
+    with pytest.warns(
+        fxq.FxqWarning, match=r"kernel overwrites its residual, but %\w+ is in the same memory"
+    ) as caught:
+        quantized = fxq.quantize(model, X86, data=[x])
+    assert len(told(caught)) == 1
+    assert equal(call(quantized, x), call(right, x))
+    assert kinds(quantized) == kinds(right)
+
+
+@needs_x86
+def test_a_kernel_that_is_wrong_for_one_sample_only(monkeypatch):
+    """Kernels plan by input shape."""
+    planted(monkeypatch, Conv, lambda y: y if len(y) > 1 else y + 2)
+    with pytest.warns(fxq.FxqWarning, match="kernel is wrong"):
+        quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
+    assert "x86.conv" not in kinds(quantized)
+
+
+class Blocks(nn.Module):
+    """Residual blocks, so that kernels overwrite residuals."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(2, 2, 1) for _ in range(2 * blocks))
+
+    def forward(self, x):
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = torch.relu(second(first(x).relu()) + x)
+        return x
+
+
+@needs_x86
+def test_verification_takes_time_in_proportion_to_the_graph():
+    """What a residual may share memory with is not listed anew for each of them."""
+    calls = []
+    for blocks in (10, 20):
+        manager = until(Blocks(blocks).eval(), torch.rand(1, 2, 4, 4), "lower", X86)
+        assert len(manager.context.regions) == 4 * blocks + 1
+        calls.append(steps(lambda manager=manager: again(manager, VerifyLowering())))
+    assert calls[1] < 2.1 * calls[0]
+
+
+@dataclass(frozen=True)
+class Behind(fxq.Pass):
+    """A pass behind lower that does what it is given."""
+
+    edit: Any = None
+    name: ClassVar[str] = "behind"
+    needs: ClassVar[fxq.Stage] = fxq.Stage.LOWERED
+    gives: ClassVar[fxq.Stage] = fxq.Stage.LOWERED
+
+    def run(self, rewriter):
+        self.edit(rewriter)
+
+
+def rename_all(rewriter):
+    for i, node in enumerate(n for n in rewriter.nodes() if n.op == "call_module"):
+        rewriter.rename(node, f"k{i}")
+
+
+def merge_equal(rewriter):
+    first, second = (n for n in rewriter.nodes() if "max_pool" in str(n.target))
+    rewriter.replace(second, first)
+
+
+def make_anew(rewriter):
+    for old in rewriter.nodes():
+        if isinstance(submodule(rewriter.gm, old), Linear):
+            new = rewriter.node("call_module", old.target, old.args, like=old, before=old)
+            rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype, qparams=info(old).qparams)
+            rewriter.replace(old, new)
+
+
+class Pools(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return torch.add(F.max_pool2d(y, 2), F.max_pool2d(y, 2))
+
+
+def with_pass(edit):
+    return X86.with_optimize("coverage").insert_pass(Behind(edit), after="lower")
+
+
+@needs_x86
+def test_a_kernel_with_another_name_is_verified(monkeypatch):
+    planted(monkeypatch, Linear, lambda result: result + 3)
+    x = torch.rand(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    with pytest.warns(fxq.FxqWarning, match="x86.linear kernel is wrong"):
+        quantized = fxq.quantize(model, with_pass(rename_all), data=[x])
+    assert [e.fate for e in quantized.ledger if e.op == "linear"] == ["float", "float"]
+    assert (quantized(x) - model(x)).abs().max() < 0.1  # a few steps of 1/100
+
+
+@needs_x86
+def test_a_kernel_whose_inputs_became_one_is_verified(monkeypatch):
+    x = torch.rand(2, 3, 9, 9)
+    model = Pools().eval()
+    quantized = fxq.quantize(model, with_pass(merge_equal), data=[x])
+    assert sum("max_pool" in kind for kind in kinds(quantized)) == 1
+    assert (quantized(x) - model(x)).abs().max() < 0.1  # a few steps of 1/100
+
+
+@needs_x86
+def test_a_kernel_that_a_pass_has_made_is_said_not_to_be_verified():
+    x = torch.rand(4, 8)
+    with pytest.warns(fxq.FxqWarning, match="x86.linear kernel was put there behind lower.* is not verified"):
+        fxq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), with_pass(make_anew), data=[x])
+
+
+@needs_x86
+def test_a_kernel_that_reads_more_than_before_is_refused():
+    def read_more(rewriter):
+        node = next(n for n in rewriter.nodes() if isinstance(submodule(rewriter.gm, n), Linear))
+        rewriter.update(node, args=(*node.args, next(iter(rewriter.graph.nodes))))
+
+    with pytest.raises(fxq.PassError, match="made for 1 inputs and reads 2; a pass behind lower has changed it"):
+        fxq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), with_pass(read_more), data=[torch.rand(4, 8)])

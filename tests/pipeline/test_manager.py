@@ -1,0 +1,350 @@
+import gc
+import logging
+import math
+import pickle
+import re
+import types
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import fx, nn
+
+import fxq
+from fxq.errors import FxqWarning, InputError, PassError, RecipeError
+from fxq.graph.query import constant
+from fxq.passes import Annotate, Canonicalize, Fuse, InsertQdq, Trace
+from fxq.pipeline.manager import PassManager
+from fxq.recipe.pass_base import Pass, Stage
+from tests.helpers import REFERENCE, context, graph, text
+from tests.machine import quiet, told
+
+X = torch.linspace(-1, 1, 32).reshape(8, 4)
+CHECKED = REFERENCE.with_check("numeric")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+
+
+def managed(model=None, recipe=REFERENCE):
+    return PassManager(context(model or network(), X, recipe=recipe))
+
+
+# ---- stages
+
+
+def test_a_pass_that_needs_a_later_stage():
+    with pytest.raises(PassError, match="fuse needs the stage canonical, but the graph is none"):
+        managed().run([Fuse()])
+    manager = managed()
+    manager.run([Trace(), Canonicalize()])
+    with pytest.raises(PassError, match="insert-qdq needs the stage observed, but the graph is canonical"):
+        manager.run([InsertQdq()])
+    assert manager.history.names == ["trace", "canonicalize"]
+
+
+def test_the_stage_moves_forward_only():
+    manager = managed()
+    seen = []
+    for step in (Trace(), Canonicalize(), Fuse(), Annotate(), Canonicalize()):
+        manager.run([step])
+        seen.append(manager.stage)
+    assert seen == [Stage.TRACED, Stage.CANONICAL, Stage.FUSED, Stage.FUSED, Stage.FUSED]
+    assert [s.stage for s in manager.history] == seen
+
+
+def test_a_removed_pass_that_others_need_is_told():
+    with pytest.raises(PassError, match="annotate needs the stage fused, but the graph is canonical"):
+        fxq.prepare(network(), REFERENCE.without_pass("fuse"), X)
+    with pytest.raises(RecipeError, match="no pass that inserts observers"):
+        fxq.prepare(network(), REFERENCE.without_pass("insert-observers"), X)
+
+
+# ---- passes that go wrong
+
+
+@dataclass(frozen=True)
+class Misplace(Pass):
+    """Moves the first op behind its readers."""
+
+    name = "misplace"
+
+    def run(self, rewriter):
+        linear, relu, *_ = rewriter.nodes("linear", "relu")
+        relu.append(linear)
+
+
+@dataclass(frozen=True)
+class Respell(Pass):
+    """Adds an op in a spelling that is not canonical."""
+
+    name = "respell"
+
+    def run(self, rewriter):
+        (relu,) = rewriter.nodes("relu")
+        relu.target = torch.relu
+
+
+@dataclass(frozen=True)
+class Raise(Pass):
+    """Divides by zero."""
+
+    name = "raise"
+
+    def run(self, rewriter):
+        1 / 0  # noqa: B018
+
+
+@dataclass(frozen=True)
+class Complain(Pass):
+    """Raises an error of fxq."""
+
+    name = "complain"
+
+    def run(self, rewriter):
+        raise InputError("what, where, why, what to do")
+
+
+@dataclass(frozen=True)
+class Turn(Pass):
+    """Gives a layer what it cannot take."""
+
+    name = "turn"
+
+    def run(self, rewriter):
+        linear = rewriter.nodes("linear")[-1]
+        turned = rewriter.call("transpose", linear.args[0], before=linear, dim0=0, dim1=1)
+        rewriter.update(linear, args=(turned, *linear.args[1:]))
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "message"),
+    [
+        (Misplace(), PassError, "after misplace: the graph is invalid: .*_0"),
+        (Respell(), PassError, r"after respell: %_1 \(call_function, layer \"1\".*\): is a spelling of relu"),
+        (Raise(), PassError, "raise failed: ZeroDivisionError: division by zero"),
+        (Complain(), InputError, "^complain failed: what, where, why, what to do$"),
+        (
+            Turn(),
+            PassError,
+            r"^after turn: the graph does not run on the example: %_2 \(linear, layer \"2\"",
+        ),
+    ],
+)
+def test_a_pass_that_goes_wrong_is_named_with_the_node(step, error, message):
+    with pytest.raises(error, match=message):
+        fxq.prepare(network(), REFERENCE.insert_pass(step, after="canonicalize"), X[:5])
+
+
+@pytest.mark.parametrize("after", ["canonicalize", "fuse", "insert-observers", "insert-qdq"])
+def test_a_graph_that_does_not_run_is_told_at_once(after):
+    """It was told at the first batch, or by a later pass, without a word about the pass whose fault it is."""
+    with pytest.raises(PassError, match=r"^after turn: .* mat1 and mat2 shapes cannot be multiplied"):
+        fxq.quantize(network(), REFERENCE.insert_pass(Turn(), after=after), data=[X[:5]])
+
+
+def test_trying_out_is_no_calibration():
+    @dataclass(frozen=True)
+    class Idle(Pass):
+        """Does nothing."""
+
+        name = "idle"
+
+        def run(self, rewriter):
+            pass
+
+    with pytest.raises(fxq.CalibrationError, match="has seen no data"):
+        fxq.convert(fxq.prepare(network(), REFERENCE.insert_pass(Idle(), after="insert-observers"), X))
+
+
+def test_the_cause_is_kept():
+    with pytest.raises(PassError) as caught:
+        fxq.prepare(network(), REFERENCE.insert_pass(Raise(), after="canonicalize"), X)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_pass_is_abstract_without_run():
+    with pytest.raises(TypeError):
+        type("Nothing", (Pass,), {"name": "nothing"})()
+
+
+# ---- history
+
+
+def test_a_snapshot_per_pass_by_name_and_number():
+    manager = managed()
+    manager.run([Trace(), Canonicalize(), Fuse()])
+    history = manager.history
+    assert history.names == ["trace", "canonicalize", "fuse"] and len(history) == 3
+    assert history["fuse"] is history[2] is history[-1] and list(history)[1] is history["canonicalize"]
+    assert str(history["fuse"].graph) == text(manager.gm)
+    assert [e.rule for e in history["fuse"].edits] == ["linear_relu"]
+    assert all(s.seconds > 0 and s.sqnr is None for s in history)
+    with pytest.raises(InputError, match="unknown pass in the history 'fues'; did you mean 'fuse'"):
+        history["fues"]
+
+
+def test_a_snapshot_stays_as_it_was():
+    manager = managed()
+    manager.run([Trace(), Canonicalize()])
+    before = str(manager.history["canonicalize"].graph)
+    manager.run([Fuse()])
+    assert str(manager.history["canonicalize"].graph) == before != str(manager.history["fuse"].graph)
+
+
+def test_the_table():
+    history = fxq.quantize(network(), REFERENCE, data=[X]).history
+    header, _, *rows = str(history).splitlines()
+    assert re.split("  +", header) == [
+        *("pass", "ms", "edits", "nodes", "int8 ops", "conversions", "float ops", "edits by rule")
+    ]
+    assert [row.split()[0] for row in rows] == history.names
+    fused = dict(zip(history.names, (row.split() for row in rows), strict=True))["fuse"]
+    assert fused[2:7] == ["1", "4", "0", "0", "0"]  # edits; input, unit, linear and output; nothing is decided yet
+    assert fused[7:] == ["1", "linear_relu"]
+    decided = dict(zip(history.names, (row.split() for row in rows), strict=True))["insert-qdq"]
+    assert decided[4:] == ["2", "6", "0"]  # two layers; quantize, dequantize of input and between, two weights
+
+
+def test_the_table_shows_sqnr_where_it_was_measured():
+    history = fxq.quantize(network(), CHECKED, data=[X]).history
+    assert "  SQNR dB  " in str(history).splitlines()[0]
+    assert [s.sqnr for s in history][:2] == [math.inf, math.inf]
+
+
+def test_a_snapshot_prints_its_name_edits_and_graph():
+    manager = managed()
+    manager.run([Trace(), Canonicalize(), Fuse()])
+    first, *rest = str(manager.history["fuse"]).splitlines()
+    assert first.startswith("fuse: 1 edits in ") and "\n".join(rest) == text(manager.gm)
+
+
+def test_passes_are_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="fxq"):
+        managed().run([Trace(), Canonicalize()])
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["trace", "canonicalize"]
+
+
+def reachable(start):
+    """Every object that `start` refers to, code and types left out."""
+    skipped = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+    seen, todo = {}, [start]
+    while todo:
+        value = todo.pop()
+        if id(value) not in seen and not isinstance(value, skipped):
+            seen[id(value)] = value
+            todo.extend(gc.get_referents(value))
+    return list(seen.values())
+
+
+def test_snapshots_hold_no_tensors_modules_or_nodes():
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3)).eval()
+    history = fxq.quantize(model, REFERENCE, data=[torch.rand(1, 3, 8, 8)]).history
+    found = reachable(history)
+    assert any(isinstance(v, fxq.Snapshot) for v in found)  # the walk goes in
+    assert not [v for v in found if isinstance(v, (torch.Tensor, nn.Module, fx.Node, fx.Graph))]
+    assert len(pickle.dumps(history)) < 64 * 64 * 9 * 4 / 2  # less than half of one weight
+
+
+# ---- the numeric check
+
+
+@dataclass(frozen=True)
+class ScaleWeight(Pass):
+    """Multiplies the weight of the last linear layer, as a pass with a fault might."""
+
+    factor: float = 0.5
+    name = "scale-weight"
+
+    def run(self, rewriter):
+        last = rewriter.nodes("linear")[-1]
+        weight = constant(rewriter.gm, last.args[1])
+        new = rewriter.constant(weight * self.factor, "scaled", before=last)
+        rewriter.update(last, args=(last.args[0], new, *last.args[2:]))
+
+
+def single():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3, bias=False)).eval()
+
+
+def test_the_first_pass_that_loses_is_named():
+    recipe = CHECKED.insert_pass(ScaleWeight(), after="fold-batch-norm")
+    with pytest.warns(FxqWarning, match=r"^scale-weight lost 44\.0 dB: the output is at 6\.0 dB SQNR"):
+        history = fxq.quantize(single(), recipe, data=[X]).history
+    assert history.first_loss == "scale-weight"
+    assert str(history).endswith("scale-weight is the first pass that lost more than the recipe allows")
+    assert history["fold-batch-norm"].sqnr == math.inf
+    assert history["scale-weight"].sqnr == pytest.approx(20 * math.log10(2), abs=1e-5)  # half of the output is noise
+    assert history["insert-qdq"].sqnr == pytest.approx(6.02, abs=0.1)  # rounding adds nothing to that
+
+
+def test_no_pass_loses_more_than_is_allowed():
+    recipe = REFERENCE.with_min_sqnr(None).with_check("numeric", max_loss=45)
+    recipe = recipe.insert_pass(ScaleWeight(), after="fold-batch-norm")
+    with quiet():
+        assert fxq.quantize(single(), recipe, data=[X]).history.first_loss is None
+        assert fxq.quantize(network(), CHECKED, data=[X]).history.first_loss is None
+
+
+def test_only_the_first_loss_is_named():
+    class Again(ScaleWeight):
+        name = "scale-again"
+
+    recipe = REFERENCE.with_check("numeric", max_loss=0.5).with_min_sqnr(None)
+    recipe = recipe.insert_pass(ScaleWeight(), after="canonicalize").insert_pass(Again(), after="scale-weight")
+    with pytest.warns(FxqWarning) as warned:
+        assert fxq.quantize(single(), recipe, data=[X]).history.first_loss == "scale-weight"
+    assert len(told(warned)) == 1
+
+
+def test_results_that_are_not_finite_are_a_loss():
+    recipe = CHECKED.insert_pass(ScaleWeight(math.inf), after="fold-batch-norm")
+    with pytest.warns(FxqWarning, match="scale-weight lost inf dB"):
+        manager = fxq.api._manager(single(), recipe, X)
+        manager.run(recipe.pipeline[: recipe.pipeline.position("scale-weight") + 1])
+    assert manager.history.first_loss == "scale-weight"
+
+
+def test_measuring_is_no_calibration():
+    """The same scales with the check as without, though the example is far outside of the data."""
+    data = [X, X / 2]
+    plain = fxq.quantize(network(), REFERENCE, data=data, example_inputs=X * 100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FxqWarning)
+        checked = fxq.quantize(network(), CHECKED, data=data, example_inputs=X * 100)
+    assert str(checked.history["insert-qdq"].graph) == str(plain.history["insert-qdq"].graph)
+
+
+# ---- the user's model
+
+
+def test_the_float_model_is_not_changed():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten(), nn.Linear(64, 5)
+    ).eval()
+    model[5].weight.requires_grad_(False)
+    image = torch.rand(2, 3, 6, 6)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    tensors = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
+    grads = {name: p.requires_grad for name, p in model.named_parameters()}
+    modules = [(name, type(m), m.training, dict(m.__dict__)) for name, m in model.named_modules()]
+    want = model(image)
+    for recipe in (REFERENCE, CHECKED, fxq.Recipe.static()):
+        fxq.quantize(model, recipe, data=[image])
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert {name: id(value) for name, value in model.state_dict(keep_vars=True).items()} == tensors
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == grads
+    for (name, kind, training, attributes), (now, m) in zip(modules, model.named_modules(), strict=True):
+        assert (now, type(m), m.training) == (name, kind, training)
+        assert m.__dict__.keys() == attributes.keys()
+    assert torch.equal(model(image), want)
+
+
+def test_the_traced_graph_shares_the_models_parameters():
+    model = network()
+    gm = graph(model, X)
+    assert {id(p) for p in gm.parameters()} == {id(p) for p in model.parameters()}

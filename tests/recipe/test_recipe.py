@@ -1,0 +1,392 @@
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxq
+from fxq.errors import RecipeError
+from fxq.ops import OPS
+from fxq.passes import STATIC, Fuse, VerifyLowering
+from fxq.quant.observers import OBSERVERS
+from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.recipe import Recipe, as_recipe, tomllib
+
+NAMES = [p.name for p in STATIC]
+
+
+@dataclass(frozen=True)
+class Scale(Pass):
+    """A pass of the user's, with an option."""
+
+    factor: float = 1.0
+    name = "scale"
+    needs = gives = Stage.CANONICAL
+
+    def run(self, rewriter):
+        pass
+
+
+def names(recipe):
+    return [p.name for p in recipe.pipeline]
+
+
+# ---- building
+
+
+def test_a_recipe_is_frozen_and_every_method_returns_a_new_one():
+    recipe = Recipe.static()
+    others = [
+        recipe.override("head", FLOAT),
+        recipe.insert_pass(Scale(), after="fuse"),
+        recipe.without_pass("propagate"),
+        recipe.leaf("head"),
+        recipe.with_check(),
+    ]
+    assert recipe == Recipe.static() and all(other != recipe for other in others)
+    with pytest.raises(FrozenInstanceError):
+        recipe.backend = "x86"
+
+
+def test_presets_and_options():
+    spec = TensorSpec(bits=7, observer="minmax")
+    recipe = Recipe.static(backend="reference", activation=spec)
+    assert (recipe.preset, recipe.backend, recipe.config.activation) == ("static", "reference", spec)
+    assert recipe.config.weight == TensorSpec(signed=True, symmetric=True, per_channel=True, observer="minmax")
+    assert names(recipe) == NAMES
+
+
+def test_later_overrides_win():
+    low = QuantConfig(activation=TensorSpec(bits=4))
+    recipe = Recipe.static().override("layer*", FLOAT).override("layer1.conv", low).override(nn.Linear, FLOAT)
+    types = {"layer1": nn.Sequential, "layer1.conv": nn.Conv2d, "layer2": nn.Conv2d, "fc": nn.Linear, "o": nn.ReLU}
+    found = {path: recipe.config_for(path, (), types)[0] for path in types}
+    assert found == {"layer1": FLOAT, "layer1.conv": low, "layer2": FLOAT, "fc": FLOAT, "o": recipe.config}
+    again = recipe.override("*", recipe.config)
+    assert {again.config_for(path, (), types)[0] for path in types} == {recipe.config}
+
+
+def test_the_override_that_decided_is_told():
+    recipe = Recipe.static().override("a", FLOAT).override(fxq.op("relu"), FLOAT)
+    assert str(recipe.config_for("a", ("relu",), {})[1]) == "fxq.op('relu')"
+    assert str(recipe.config_for("a", ("linear",), {})[1]) == "'a'"
+    assert recipe.config_for("b", ("linear",), {})[1] is None
+
+
+def test_an_override_takes_a_config():
+    with pytest.raises(RecipeError, match=r"override\('head', ...\): the config is a fxq\.QuantConfig or fxq\.FLOAT"):
+        Recipe.static().override("head", TensorSpec())
+
+
+# ---- passes
+
+
+def test_a_pass_is_inserted_after_or_before():
+    at = NAMES.index("fuse")
+    assert names(Recipe.static().insert_pass(Scale(), after="fuse")) == [*NAMES[: at + 1], "scale", *NAMES[at + 1 :]]
+    assert names(Recipe.static().insert_pass(Scale(), before="fuse")) == [*NAMES[:at], "scale", *NAMES[at:]]
+
+
+def test_edits_apply_in_order():
+    recipe = (
+        Recipe.static().insert_pass(Scale(), after="fuse").without_pass("scale").insert_pass(Scale(2), before="fuse")
+    )
+    assert recipe.pipeline["scale"] == Scale(2) and names(recipe).index("scale") == NAMES.index("fuse")
+
+
+def test_a_pass_is_replaced_by_removing_it_first():
+    recipe = Recipe.static().without_pass("verify-lowering").insert_pass(VerifyLowering(tolerance=0.02), after="lower")
+    assert names(recipe) == NAMES and recipe.pipeline["verify-lowering"].tolerance == 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.without_pass("fues"), "unknown pass 'fues'; did you mean 'fuse'"),
+        (lambda r: r.insert_pass(Scale(), after="propogate"), "unknown pass 'propogate'; did you mean 'propagate'"),
+        (lambda r: r.without_pass("fuse").without_pass("fuse"), "unknown pass 'fuse'"),
+        (lambda r: r.insert_pass(Scale()), "exactly one of after= and before="),
+        (lambda r: r.insert_pass(Scale(), after="fuse", before="fuse"), "exactly one of after= and before="),
+        (lambda r: r.insert_pass(Scale, after="fuse"), "takes an instance of a fxq.Pass subclass"),
+        (lambda r: r.insert_pass(Fuse(), after="lower"), "the pipeline has a pass called 'fuse' already"),
+    ],
+)
+def test_a_wrong_change_of_the_pipeline(change, message):
+    with pytest.raises(RecipeError, match=message):
+        change(Recipe.static())
+
+
+def test_the_pipeline_prints_its_passes_with_stages_and_options():
+    lines = str(Recipe.static().insert_pass(Scale(0.5), after="fuse").pipeline).splitlines()
+    assert len(lines) == len(NAMES) + 1
+    assert lines[0].split()[:4] == ["1.", "trace", "none", "->"]
+    (line,) = [line for line in lines if "scale(" in line]
+    assert "scale(factor=0.5)" in line and "canonical" in line and "A pass of the user's, with an option." in line
+
+
+def test_a_pass_is_found_by_name_and_number():
+    pipeline = Recipe.static().pipeline
+    assert pipeline["fuse"] is pipeline[NAMES.index("fuse")] and len(pipeline) == len(NAMES)
+    assert [p.name for p in pipeline[:2]] == ["trace", "canonicalize"]
+
+
+# ---- unknown names
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Recipe(preset="statik"), RecipeError, "unknown preset 'statik'; did you mean 'static'"),
+        (lambda: as_recipe("sttic"), RecipeError, "unknown preset 'sttic'; did you mean 'static'"),
+        (lambda: Recipe.static().with_check("numerik"), RecipeError, "unknown check 'numerik'; did you mean 'numeric'"),
+        (
+            lambda: Recipe.static(activation=TensorSpec(observer="histgram")),
+            RecipeError,
+            "unknown observer 'histgram'; did you mean 'histogram'",
+        ),
+        (
+            lambda: Recipe.static().override("a", QuantConfig(weight=TensorSpec(signed=True, observer="minmx"))),
+            RecipeError,
+            "unknown observer 'minmx'; did you mean 'minmax'",
+        ),
+        (
+            lambda: Recipe.static(backend="x68"),
+            RecipeError,
+            "unknown backend 'x68'; did you mean 'x86'",
+        ),
+    ],
+)
+def test_an_unknown_name_names_the_nearest(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+# ---- specs
+
+
+@pytest.mark.parametrize("bits", [1, 9, 0, -8, 8.0, "8", None])
+def test_bits_out_of_range(bits):
+    with pytest.raises(RecipeError, match=r"bits is .*; it must be an integer from 2 to 8"):
+        TensorSpec(bits=bits)
+
+
+@pytest.mark.parametrize(
+    ("spec", "qmin", "qmax", "dtype"),
+    [
+        (TensorSpec(), 0, 255, torch.uint8),
+        (TensorSpec(bits=7), 0, 127, torch.uint8),
+        (TensorSpec(signed=True), -128, 127, torch.int8),
+        (TensorSpec(signed=True, symmetric=True), -127, 127, torch.int8),
+        (TensorSpec(bits=2, signed=True, symmetric=True), -1, 1, torch.int8),
+        (TensorSpec(bits=4, signed=True), -8, 7, torch.int8),
+    ],
+)
+def test_the_grid_of_a_spec(spec, qmin, qmax, dtype):
+    assert (spec.qmin, spec.qmax, spec.dtype) == (qmin, qmax, dtype)
+
+
+def test_a_config_is_whole_or_float():
+    assert FLOAT.is_float and not QuantConfig().is_float
+    with pytest.raises(RecipeError, match="give both activation and weight, or neither"):
+        QuantConfig(weight=None)
+    with pytest.raises(RecipeError, match="activations are quantized per tensor"):
+        QuantConfig(activation=TensorSpec(per_channel=True))
+
+
+# ---- files
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+observers = st.sampled_from(sorted(OBSERVERS))
+activations = st.builds(
+    TensorSpec, bits=st.integers(2, 8), signed=st.booleans(), symmetric=st.booleans(), observer=observers
+)
+weights = st.builds(
+    TensorSpec,
+    bits=st.integers(2, 8),
+    signed=st.booleans(),
+    symmetric=st.booleans(),
+    per_channel=st.booleans(),
+    observer=observers,
+)
+configs = st.just(FLOAT) | st.builds(QuantConfig, activation=activations, weight=weights)
+selectors = words | st.sampled_from([nn.Conv2d, nn.Linear]) | st.sampled_from([o.name for o in OPS]).map(fxq.op)
+backends = st.sampled_from(["auto", "x86", "reference"])
+
+
+@st.composite
+def recipes(draw):
+    recipe = Recipe(
+        backend=draw(backends),
+        config=draw(configs),
+        leaf_modules=tuple(draw(st.lists(words, max_size=2))),
+        check=draw(st.sampled_from(["none", "numeric"])),
+        max_loss=draw(st.floats(allow_nan=False)),
+    )
+    for selector, config in draw(st.lists(st.tuples(selectors, configs), max_size=3)):
+        recipe = recipe.override(selector, config)
+    if draw(st.booleans()):
+        where = draw(st.sampled_from(["after", "before"]))
+        made = VerifyLowering(draw(st.floats(0, 1)), draw(st.floats(0, 1)))
+        recipe = recipe.without_pass("verify-lowering").insert_pass(
+            made, **{where: draw(st.sampled_from(["fuse", "cleanup"]))}
+        )
+    return recipe
+
+
+@given(recipes())
+@settings(max_examples=100, deadline=None)
+def test_a_recipe_as_data_and_as_toml_and_back(recipe):
+    data = recipe.to_dict()
+    assert Recipe.from_dict(data) == recipe
+    assert tomllib.loads(recipe.to_toml()) == data
+    assert Recipe.from_dict(tomllib.loads(recipe.to_toml())) == recipe
+
+
+def test_a_recipe_in_a_file(tmp_path):
+    recipe = (
+        Recipe.static(backend="reference")
+        .override("layer4.*", FLOAT)
+        .override(fxq.op("linear"), QuantConfig(activation=TensorSpec(bits=7, observer="percentile")))
+        .without_pass("propagate")
+    )
+    path = tmp_path / "mine.toml"
+    recipe.save(path)
+    assert Recipe.load(path) == recipe == as_recipe(path) == as_recipe(str(path))
+    assert tomllib.loads(path.read_text())["override"][0] == {"path": "layer4.*", "config": "float"}
+    assert as_recipe(recipe) is recipe and as_recipe({}) == Recipe() == as_recipe("static")
+
+
+HAND_WRITTEN = """
+preset = "static"
+backend = "reference"
+leaf_modules = ["decoder"]
+
+[config]
+activation = { observer = "minmax" }
+weight = { signed = true, symmetric = true, per_channel = true, observer = "minmax" }
+
+[[override]]
+path = "head"
+config = "float"
+
+[[pass]]
+remove = "verify-lowering"
+
+[[pass]]
+insert = "fxq.passes:VerifyLowering"
+before = "cleanup"
+options = { tolerance = 0.1 }
+
+[[pass]]
+remove = "propagate"
+"""
+
+
+def test_a_hand_written_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(HAND_WRITTEN)
+    recipe = Recipe.load(path)
+    assert recipe == (
+        Recipe.static(backend="reference", activation=TensorSpec(observer="minmax"))
+        .override("head", FLOAT)
+        .leaf("decoder")
+        .without_pass("verify-lowering")
+        .insert_pass(VerifyLowering(tolerance=0.1), before="cleanup")
+        .without_pass("propagate")
+    )
+
+
+def test_a_pass_local_to_a_function_cannot_be_written():
+    class Local(Scale):
+        name = "local"
+
+    with pytest.raises(RecipeError, match="'local' is a class local to a function"):
+        Recipe.static().insert_pass(Local(), after="fuse").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"presett": "static"}, "unknown recipe key 'presett'; did you mean 'preset'"),
+        ({"preset": "statc"}, "unknown preset 'statc'"),
+        ({"config": {"activations": {}}}, "unknown quantization config key 'activations'; did you mean 'activation'"),
+        (
+            {"config": {"activation": {"bit": 8}, "weight": {}}},
+            "unknown field of activation 'bit'; did you mean 'bits'",
+        ),
+        ({"config": {"activation": 8}}, "activation must be a table of TensorSpec fields, not 8"),
+        ({"config": "int8"}, "a quantization config is 'float' or a table .*, not 'int8'"),
+        ({"override": [{"path": "head"}]}, "a quantization config is 'float' or a table .*, not None"),
+        ({"override": [{"config": "float"}]}, "one of path, op and module"),
+        ({"override": [{"op": "lineer", "config": "float"}]}, "unknown op 'lineer'; did you mean 'linear'"),
+        ({"pass": [{"remove": "fuze"}]}, "unknown pass 'fuze'; did you mean 'fuse'"),
+        ({"pass": [{"insert": "torch.nn:Linear", "after": "fuse"}]}, "'torch.nn:Linear' is not a Pass class"),
+        ({"pass": [{"insert": "fxq.passes:Lower"}]}, "'insert' with one of 'after' and 'before'"),
+        ({"pass": [{"insert": "fxq.passes:Lower", "after": "a", "before": "b"}]}, "'insert' with one of"),
+        ({"pass": [{}]}, r"a \[\[pass\]\] entry has 'remove'"),
+    ],
+)
+def test_bad_data(data, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_dict(data)
+
+
+def test_a_file_that_is_not_there_or_no_toml(tmp_path):
+    with pytest.raises(RecipeError, match=r"cannot read the recipe '.*none\.toml'"):
+        as_recipe(str(tmp_path / "none.toml"))
+    bad = tmp_path / "bad.toml"
+    bad.write_text("preset = ")
+    with pytest.raises(RecipeError, match=r"cannot read the recipe '.*bad\.toml': "):
+        Recipe.load(bad)
+    bad.write_bytes(b"\xff\xfe preset")
+    with pytest.raises(RecipeError, match="cannot read the recipe"):
+        Recipe.load(bad)
+
+
+@pytest.mark.parametrize("value", [3, None, nn.Linear, ["static"]])
+def test_what_is_no_recipe(value):
+    with pytest.raises(RecipeError, match=r"a recipe is a fxq\.Recipe, a preset's name, a dict or a path"):
+        as_recipe(value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"override": {"path": "head", "config": "float"}},  # [override] instead of [[override]]
+        {"override": ["head"]},
+        {"pass": "fuse"},
+        {"leaf_modules": "decoder"},
+        {"max_loss": "much"},
+        {"config": {"activation": {"signed": "yes"}, "weight": {}}},
+        {"pass": [{"insert": "fxq.passes:VerifyLowering", "after": "fuse", "options": {"tolerence": 2}}]},
+        {"override": [{"path": "head", "config": "float", "aftr": 1}]},
+        {"override": [{"path": 3, "config": "float"}]},
+        {"backend": 3},
+    ],
+)
+def test_data_of_the_wrong_shape_is_an_error_of_fxq(data):
+    with pytest.raises(RecipeError):
+        Recipe.from_dict(data)
+
+
+def test_what_tracing_is_told_survives_a_file(tmp_path):
+    recipe = Recipe.static(strict_trace=True).fix_args(mode="plain", gain=2, flag=False)
+    recipe.save(tmp_path / "r.toml")
+    assert Recipe.load(tmp_path / "r.toml") == recipe
+    assert Recipe.from_dict(recipe.fix_args(mask=None).to_dict()).concrete_args["mask"] is None
+    with pytest.raises(RecipeError, match="a file cannot hold mask=None"):
+        recipe.fix_args(mask=None).to_toml()
+    for wrong in ({"strict_trace": "yes"}, {"concrete_args": ["mode"]}):
+        with pytest.raises(RecipeError, match="has a value of the wrong shape"):
+            Recipe.from_dict(wrong)
+
+
+def test_static_takes_leaves_and_fixed_arguments():
+    recipe = Recipe.static(leaf_modules=["head.*", "neck"], concrete_args={"mode": "eval"}, strict_trace=True)
+    assert recipe == Recipe.static(strict_trace=True).leaf("head.*", "neck").fix_args(mode="eval")
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    with pytest.raises(RecipeError, match=r"list of path globs, not 'head': write \['head'\]"):
+        Recipe.static(leaf_modules="head")

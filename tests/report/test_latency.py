@@ -1,0 +1,147 @@
+"""Timing a quantized model beside its float model: what is timed, what is not and why, and no traces in the models."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.common.data import Batch, as_batch
+from fxq.errors import InputError
+from fxq.ledger.float_record import record_of
+from fxq.report import latency
+from fxq.report.latency import interleaved, recorded_inputs, time_models
+from tests.helpers import REFERENCE, module
+from tests.models import NETWORKS, batch, build
+
+
+@pytest.fixture(autouse=True)
+def two_rounds(monkeypatch):
+    monkeypatch.setattr(latency, "MOST", 2)
+
+
+@pytest.fixture(scope="module")
+def residual():
+    model = build("residual")
+    return model, fxq.quantize(model, REFERENCE, data=[batch("residual")])
+
+
+# ---- inputs
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_made_up_inputs_run_the_model(name):
+    model, record = build(name), record_of(build(name), as_batch(batch(name), build(name)), {})
+    made = recorded_inputs(record.inputs, "cpu")
+    model(*made.args, **made.kwargs)
+
+
+def made_up(*args, **kwargs):
+    return recorded_inputs(record_of(nn.Identity(), Batch(args, kwargs), {}).inputs, "cpu")
+
+
+def test_made_up_inputs_have_the_shapes_and_dtypes_of_the_example():
+    made = made_up(torch.zeros(100, 3), x=torch.zeros(50, 2, dtype=torch.float64))
+    assert (made.args[0].shape, made.args[0].dtype) == ((100, 3), torch.float32)
+    assert (made.kwargs["x"].shape, made.kwargs["x"].dtype) == ((50, 2), torch.float64)
+    assert made.args[0].std() > 0.5
+
+
+def test_integers_and_flags_are_zeros():
+    made = made_up(torch.tensor([3, 1]), torch.tensor([[True], [False]]))
+    assert made.args[0].tolist() == [0, 0] and made.args[0].dtype == torch.int64
+    assert made.args[1].tolist() == [[False], [False]]
+
+
+@pytest.mark.parametrize("nested", [[torch.rand(5, 4)], {"x": torch.rand(5, 4)}, 3, None])
+def test_inputs_that_are_no_tensors_are_not_made_up(nested):
+    with pytest.raises(InputError, match="input 1 is no plain tensor; give example_inputs="):
+        made_up(torch.rand(2), nested)
+    with pytest.raises(InputError, match="input 'x' is no plain tensor"):
+        made_up(x=nested)
+
+
+# ---- timing
+
+
+def test_both_models_and_every_node_that_computes_are_timed(residual):
+    model, qmodel = residual
+    found = time_models(qmodel, model, Batch((batch("residual"),)))
+    assert found.why == ""
+    assert found.float_us > 0 and found.int8_us > 0
+    assert list(found.nodes) == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
+    assert all(us > 0 for us in found.nodes.values())
+    count = torch.get_num_threads()
+    assert found.batch == f"float32[4, 3, 8, 8], {count} thread{'s' * (count > 1)}"
+
+
+def test_calls_take_turns_in_any_order_and_are_waited_for(monkeypatch):
+    monkeypatch.setattr(latency, "MOST", 20)
+    monkeypatch.setattr(latency, "SECONDS", 60.0)
+    order = []
+    found = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, lambda: order.append("wait"))
+    assert order[1::2] == ["wait"] * 40
+    rounds = list(zip(order[0::4], order[2::4], strict=True))
+    assert set(rounds) == {("a", "b"), ("b", "a")}
+    assert list(found) == ["a", "b"]
+
+
+def test_rounds_end_when_the_time_is_up(monkeypatch):
+    monkeypatch.setattr(latency, "SECONDS", 0.0)
+    calls = []
+    interleaved({"a": lambda: calls.append(0)}, lambda: None)
+    assert len(calls) == 1
+
+
+def test_a_float_model_that_is_gone_is_said(residual):
+    found = time_models(residual[1], None, Batch((batch("residual"),)))
+    assert found.float_us is None and found.int8_us > 0
+    assert "the float model is gone" in found.why
+
+
+def test_a_float_model_in_train_mode_is_not_run(residual):
+    _, qmodel = residual
+    model = build("residual").train()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("it was run"))
+    found = time_models(qmodel, model, Batch((batch("residual"),)))
+    assert (found.float_us, found.why) == (None, "the float model is in train mode")
+
+
+def test_a_float_model_elsewhere_is_not_run(residual):
+    model = build("residual").to("meta")
+    found = time_models(residual[1], model, Batch((batch("residual"),)))
+    assert found.why == "the float model is on meta and the inputs are on cpu"
+
+
+def test_a_float_model_that_fails_is_said(residual):
+    def broken(self, x):
+        raise ValueError("no such batch")
+
+    found = time_models(residual[1], module(broken), Batch((batch("residual"),)))
+    assert found.int8_us > 0
+    assert "float32[4, 3, 8, 8]): ValueError: no such batch" in found.why
+
+
+def test_inputs_that_the_quantized_model_refuses_are_an_error(residual):
+    with pytest.raises(InputError, match=r"the model does not run on \(float32\[2, 5\]\): "):
+        time_models(residual[1], None, Batch((torch.rand(2, 5),)))
+
+
+def test_models_inputs_and_the_generator_stay_as_they_were():
+    def forward(self, x):
+        self.calls += 1
+        self.seen.add_(1)
+        return self.layer(x.mul_(2)) + torch.rand(1)
+
+    model = module(forward, layer=nn.Linear(4, 4))
+    model.calls = 0
+    model.register_buffer("seen", torch.zeros(1))
+    qmodel = fxq.quantize(
+        module(lambda self, x: self.layer(x.mul_(2)), layer=model.layer), REFERENCE, data=[torch.rand(5, 4)]
+    )
+    x = torch.ones(5, 4)
+    state = torch.get_rng_state()
+    found = time_models(qmodel, model, Batch((x,)))
+    assert found.float_us > 0
+    assert (model.calls, model.seen.item()) == (0, 0)
+    assert torch.equal(x, torch.ones(5, 4))
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,0 +1,351 @@
+"""The data of the report page against the history, the ledger and the integers; what cannot be shown, and refusals."""
+
+import copy
+import json
+import math
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.errors import InputError, RenderError
+from fxq.report import latency
+from fxq.report.report import report_data, write_page
+from tests.helpers import REFERENCE, module
+from tests.models import NETWORKS, batch, build
+
+pytestmark = pytest.mark.any_cpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_round():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "MOST", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("residual")
+
+
+@pytest.fixture(scope="module")
+def qmodel(model):
+    return fxq.quantize(model, REFERENCE, data=[batch("residual")])
+
+
+@pytest.fixture(scope="module")
+def data(qmodel):
+    return report_data(qmodel)
+
+
+def written(path):
+    """The data in a report."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="fxq-data">(.*?)</script>', text, re.DOTALL).group(1))
+
+
+# ---- history
+
+
+def test_the_graph_after_every_pass_is_there_in_order(qmodel, data):
+    assert [p["name"] for p in data["passes"]] == qmodel.history.names
+    for step, snapshot in zip(data["passes"], qmodel.history, strict=True):
+        assert [data["nodes"][i]["name"] for i in step["nodes"]] == [node.name for node in snapshot.graph]
+        assert step["stage"] == str(snapshot.stage)
+        assert step["ms"] == pytest.approx(1e3 * snapshot.seconds, abs=1e-3)
+
+
+def test_nodes_say_all_that_their_views_say(qmodel, data):
+    last = {data["nodes"][i]["name"]: data["nodes"][i] for i in data["passes"][-1]["nodes"]}
+    defaults = {"body": (), "options": "", "inputs": (), "path": "", "source": "", "made_by": "", "shape": None}
+    defaults |= {"dtype": "", "scale": "", "zero_point": "", "reason": "", "note": "", "origins": ()}
+    for node in qmodel.history[-1].graph:
+        assert {**defaults, **last[node.name]} == vars(node)
+
+
+def test_nodes_that_look_the_same_are_there_once(qmodel, data):
+    views = {node for snapshot in qmodel.history for node in snapshot.graph}
+    assert len(data["nodes"]) == len(views)
+    assert sum(len(p["nodes"]) for p in data["passes"]) > 2 * len(views)
+
+
+def test_rewrites_are_the_edits(qmodel, data):
+    (fuse,) = [p for p in data["passes"] if p["name"] == "fuse"]
+    edits = qmodel.history["fuse"].edits
+    assert edits
+    assert fuse["rewrites"] == [vars(edit) for edit in edits]
+
+
+def test_rules_that_almost_matched_are_there_with_the_reason():
+    apart = REFERENCE.override(fxq.op("relu"), fxq.FLOAT)  # no unit of a convolution and a ReLU
+    found = fxq.quantize(build("residual"), apart, data=[batch("residual")])
+    misses = {s.name: [vars(miss) for miss in s.near] for s in found.history}
+    assert any(misses.values())
+    assert {p["name"]: p["near"] for p in report_data(found)["passes"]} == misses
+
+
+def test_losses_are_there_where_they_were_measured(data):
+    assert not any("sqnr" in p for p in data["passes"])
+    checked = fxq.quantize(build("residual"), REFERENCE.with_check("numeric"), data=[batch("residual")])
+    found = [p["sqnr"] for p in report_data(checked)["passes"]]
+    assert found[0] == "inf"
+    assert found[-1] == pytest.approx(checked.history[-1].sqnr, rel=1e-4)
+
+
+# ---- quality
+
+
+def test_the_ledger_is_there(qmodel, data):
+    assert data["ledger"]["coverage"] == qmodel.ledger.coverage
+    assert [row["name"] for row in data["ledger"]["rows"]] == [entry.name for entry in qmodel.ledger]
+    assert [row["sqnr"] for row in data["ledger"]["rows"]] == [entry.sqnr for entry in qmodel.ledger]
+
+
+def test_noise_of_each_layer_alone_is_there(qmodel, data):
+    assert [row["own_sqnr"] for row in data["ledger"]["rows"]] == [entry.own_sqnr for entry in qmodel.ledger]
+    assert any(row["own_sqnr"] for row in data["ledger"]["rows"])
+
+
+def test_values_of_the_float_model_are_there(qmodel, data):
+    assert data["values"].keys() == qmodel.record.values.keys() != set()
+    for name, seen in qmodel.record.values.items():
+        about = data["values"][name]
+        assert (about["low"], about["high"]) == pytest.approx((seen.low, seen.high), rel=1e-4)
+        assert about["counts"] == seen.counts
+        assert about["clip"] == (pytest.approx(seen.clip, rel=1e-4) if seen.clip else None)
+        assert about["outside"] == pytest.approx(seen.outside, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_int8_layer_shows_its_weights(name):
+    recipe = fxq.Recipe.static(backend="reference", optimize="coverage")
+    found = fxq.quantize(build(name), recipe, data=[batch(name)])
+    weights, layers = report_data(found)["weights"], found.qparams()
+    shown = sorted(((e.into, weights[e.name]) for e in found.ledger if e.name in weights), key=lambda pair: pair[0])
+    expected = sorted(layers.values(), key=lambda layer: layer.node)
+    assert [node for node, _ in shown] == [layer.node for layer in expected] != []
+    for layer, (_, about) in zip(expected, shown, strict=True):
+        assert about["axis"] == layer.axis
+        assert len(about["low"]) == (layer.weight.shape[layer.axis] if layer.axis is not None else 1)
+        assert sum(about["counts"]) == layer.weight.numel()
+
+
+def test_weight_ranges_are_those_of_the_integers(qmodel, data):
+    layer = next(iter(qmodel.qparams().values()))
+    (row,) = [entry for entry in qmodel.ledger if entry.into == layer.node and entry.macs]
+    about = data["weights"][row.name]
+    real = layer.weight * layer.weight_scale.view(-1, *[1] * (layer.weight.dim() - 1))
+    assert layer.axis == about["axis"] == 0
+    assert about["low"] == pytest.approx(real.flatten(1).amin(1).tolist(), rel=5e-3)
+    assert about["high"] == pytest.approx(real.flatten(1).amax(1).tolist(), rel=5e-3)
+    assert about["scale"] == pytest.approx(layer.weight_scale.tolist(), rel=5e-3)
+    assert about["range"] == pytest.approx([real.min().item(), real.max().item()], rel=5e-4)
+    assert sum(about["counts"]) == real.numel()
+    middle = about["range"][0] + (about["range"][1] - about["range"][0]) / 2
+    half = len(about["counts"]) // 2
+    assert sum(about["counts"][:half]) == pytest.approx((real < middle).sum().item(), abs=2)
+
+
+def test_a_weight_of_equal_values_is_one_bin():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    nn.init.zeros_(model[0].weight)
+    found = report_data(fxq.quantize(model, REFERENCE, data=[torch.rand(2, 4)]))
+    assert found["weights"]["_0"]["counts"] == [16]
+
+
+# ---- time and size
+
+
+def test_time_of_the_nodes_and_sizes_are_there(model, qmodel, data):
+    time = data["time"]
+    assert time["float_us"] > 0 and time["int8_us"] > 0 and time["why"] == ""
+    assert [op["name"] for op in time["ops"]] == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
+    assert {op["kind"] for op in time["ops"]} >= {"int8", "convert"}
+    assert "float32[4, 3, 8, 8]" in time["batch"]
+    assert data["size"] == {"float_bytes": fxq.nbytes(model), "int8_bytes": fxq.nbytes(qmodel)}
+
+
+def test_without_the_float_model_its_time_is_missing_and_its_size_is_not(qmodel, data):
+    found = report_data(copy.deepcopy(qmodel))
+    assert found["time"]["float_us"] is None
+    assert "the float model is gone" in found["time"]["why"]
+    assert found["size"] == data["size"]
+
+
+def test_example_inputs_are_what_is_timed(qmodel, tmp_path):
+    found = written(qmodel.report(tmp_path / "r.html", example_inputs=batch("residual", 2)))
+    assert "float32[2, 3, 8, 8]" in found["time"]["batch"]
+
+
+def test_inputs_that_are_no_plain_tensors_are_not_timed():
+    model = module(lambda self, inputs: self.layer(inputs["x"]), layer=nn.Linear(4, 4))
+    found = report_data(fxq.quantize(model, REFERENCE, data=[({"x": torch.rand(2, 4)},)]))
+    assert "input 0 is no plain tensor" in found["time"]["why"]
+    assert (found["time"]["int8_us"], found["time"]["ops"]) == (None, [])
+
+
+# ---- comparisons
+
+
+@pytest.fixture(scope="module")
+def comparison(model, qmodel):
+    return fxq.compare(model, qmodel, [batch("residual", seed=seed) for seed in (2, 3)])
+
+
+def test_numbers_of_a_comparison_replace_those_of_the_ledger(qmodel, data, comparison, tmp_path):
+    found = written(qmodel.report(tmp_path / "r.html", comparison=comparison))
+    wanted = {row.name: row for row in comparison}
+    rows = {row["name"]: row for row in found["ledger"]["rows"]}
+    assert {name for name, row in rows.items() if row["sqnr"] is not None} == wanted.keys() != set()
+    for name, row in wanted.items():
+        numbers = [rows[name][key] for key in ("sqnr", "own_sqnr", "cosine", "max_error")]
+        assert numbers == [row.sqnr, row.own_sqnr, row.cosine, row.max_error]
+    assert (data["measured"], found["measured"]) == ("recorded calibration samples", "2 batches")
+    assert found["values"] == json.loads(json.dumps(data["values"]))
+
+
+def test_a_comparison_with_the_float_model_reports_the_model(qmodel, comparison, tmp_path):
+    path = comparison.report(tmp_path / "new" / "c.html")
+    assert path == tmp_path / "new" / "c.html"
+    found = written(path)
+    assert (found["kind"], found["measured"]) == ("model", "2 batches")
+    assert [p["name"] for p in found["passes"]] == qmodel.history.names
+
+
+def test_two_quantized_models_stand_side_by_side(model, qmodel, tmp_path):
+    other = fxq.quantize(model, REFERENCE.override("head", fxq.FLOAT), data=[batch("residual")])
+    compared = fxq.compare(qmodel, other, [batch("residual")])
+    found = written(compared.report(tmp_path / "c.html"))
+    assert (found["kind"], found["measured"]) == ("compare", "1 batch")
+    assert found["title"] == "Residual: a (static on reference) against b (static on reference)"
+    graphs = {p["name"]: [found["nodes"][i]["name"] for i in p["nodes"]] for p in found["passes"]}
+    assert list(graphs) == ["traced", "a", "b"]
+    assert graphs["traced"] == [node.name for node in qmodel.history[0].graph]
+    assert graphs["a"] == [node.name for node in qmodel.history[-1].graph]
+    assert graphs["b"] == [node.name for node in other.history[-1].graph]
+    plain = [{key: "inf" if value == math.inf else value for key, value in vars(row).items()} for row in compared]
+    assert found["rows"] == plain
+    assert found["output_sqnr"] == compared.output_sqnr
+    a, b = found["sides"]
+    assert a["recipe"] == REFERENCE.to_toml() != b["recipe"]
+    assert [row["fate"] for row in b["ledger"]["rows"]] == [entry.fate for entry in other.ledger]
+
+
+def test_a_comparison_of_something_else_is_refused(model, qmodel, comparison, tmp_path):
+    other = fxq.quantize(model, REFERENCE, data=[batch("residual")])
+    with pytest.raises(InputError, match="the comparison is of another model"):
+        other.report(tmp_path / "r.html", comparison=comparison)
+    pair = fxq.compare(qmodel, other, [batch("residual")])
+    with pytest.raises(InputError, match=r"of two quantized models; .* fxq\.compare\(float_model, qmodel, data\)"):
+        other.report(tmp_path / "r.html", comparison=pair)
+    with pytest.raises(InputError, match=r"comparison is a list; give what fxq\.compare returned"):
+        other.report(tmp_path / "r.html", comparison=[1])
+    with pytest.raises(InputError, match="named by a str or a path"):
+        pair.report(3)
+
+
+# ---- the file
+
+
+def test_the_file_holds_the_data_and_folders_are_made(qmodel, data, tmp_path):
+    path = qmodel.report(tmp_path / "new" / "folder" / "report.html")
+    assert path == tmp_path / "new" / "folder" / "report.html"
+    found = written(path)
+    assert found.keys() == data.keys()
+    assert found["nodes"] == json.loads(json.dumps(data["nodes"]))
+    assert found["version"] == 1 and found["kind"] == "model"
+
+
+def test_what_made_the_model_is_there(data):
+    assert data["backend"] == "reference"
+    assert data["title"] == "Residual, static on reference"
+    assert fxq.Recipe.from_dict(_toml(data["recipe"])) == REFERENCE
+
+
+def _toml(text):
+    from fxq.recipe.recipe import tomllib
+
+    return tomllib.loads(text)
+
+
+def test_a_recipe_that_no_file_holds_is_said():
+    recipe = REFERENCE.fix_args(flag=None)
+    model = module(lambda self, x, flag=None: self.layer(x), layer=nn.Linear(4, 4))
+    found = report_data(fxq.quantize(model, recipe, data=[torch.rand(2, 4)]))
+    assert found["recipe"].startswith("# This recipe has no TOML: ")
+
+
+EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)"
+
+
+def test_names_are_data(tmp_path):
+    model = nn.Sequential()
+    model.add_module(EVIL, nn.Linear(4, 4))
+    model.add_module("naïve 層", nn.ReLU())
+    path = fxq.quantize(model.eval(), REFERENCE, data=[torch.rand(2, 4)]).report(tmp_path / "r.html")
+    assert "<img" not in path.read_text(encoding="utf-8")
+    assert {EVIL, "naïve 層"} <= {node.get("path") for node in written(path)["nodes"]}
+
+
+def test_a_file_name_that_is_no_text_can_be_written(tmp_path):
+    path = write_page({"title": "t", "source": "caf\udce9.py:3"}, tmp_path / "r.html")  # as Python decodes latin-1
+    assert written(path)["source"] == "caf\udce9.py:3"
+
+
+@pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_reports_the_same(qmodel, data, remake):
+    found = report_data(remake(qmodel))
+    assert {key for key in data if found[key] != data[key]} == {"time"}
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs"),
+    [
+        (lambda self, x: {"y": self.layer(x), "n": 3}, (torch.rand(2, 4),)),
+        (lambda self, x: (self.layer(x), x), (torch.rand(2, 4),)),
+        (lambda self, x, *rest: self.layer(x) + rest[0], (torch.rand(2, 4), torch.rand(4))),
+    ],
+    ids=["dict", "pair", "star"],
+)
+def test_models_of_any_form_have_a_report(forward, inputs, tmp_path):
+    found = fxq.quantize(module(forward, layer=nn.Linear(4, 4)), REFERENCE, data=[inputs])
+    assert len(written(found.report(tmp_path / "r.html"))["passes"]) == len(found.history)
+
+
+def test_a_model_that_stays_in_float_has_a_report(tmp_path):
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        found = fxq.quantize(nn.Sequential(nn.Softmax(1)).eval(), REFERENCE, data=[torch.rand(2, 4)])
+    about = written(found.report(tmp_path / "r.html"))
+    assert (about["weights"], about["ledger"]["coverage"]) == ({}, 0.0)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("path", [None, 3, b"r.html"])
+def test_what_is_no_path_is_refused(qmodel, path):
+    with pytest.raises(InputError, match="named by a str or a path"):
+        qmodel.report(path)
+
+
+def test_a_file_that_cannot_be_written_is_said(qmodel, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RenderError, match=r"cannot write .*file"):
+        qmodel.report(tmp_path / "file" / "r.html")
+    with pytest.raises(RenderError, match="cannot write"):
+        qmodel.report(tmp_path)
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(RenderError, match="cannot write"):
+            qmodel.report(tmp_path / name)
+
+
+def test_wrong_example_inputs_are_refused(qmodel, tmp_path):
+    with pytest.raises(InputError, match="example_inputs: str is no batch"):
+        qmodel.report(tmp_path / "r.html", example_inputs="x")
+    with pytest.raises(InputError, match=r"the model does not run on \(float32\[2, 5\]\)"):
+        qmodel.report(tmp_path / "r.html", example_inputs=torch.rand(2, 5))
+    assert not list(tmp_path.iterdir())

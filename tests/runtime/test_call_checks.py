@@ -1,0 +1,153 @@
+"""Tools that look inside a quantized model, and inputs that are none: they work, or a message says what does."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq import errors
+from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.packed.quantized_tensors import has_engine
+from fxq.errors import InputError
+from tests.helpers import module
+
+X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+KERNELS = [
+    pytest.param("x86", marks=pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")),
+    pytest.param("fbgemm", marks=pytest.mark.skipif(not has_engine("fbgemm"), reason="needs fbgemm")),
+]
+
+
+def quantized(backend, x=X, **options):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(144, 5)
+    model = nn.Sequential(*layers).eval()
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage", **options), data=[x])
+    for _ in range(3):
+        qmodel(x)
+    return qmodel
+
+
+TOOLS = {
+    "torch.jit.trace": lambda q: torch.jit.trace(q, X),
+    "torch.export": lambda q: torch.export.export(q, (X,)).module(),
+    "torch.func.vmap": lambda q: lambda x: torch.func.vmap(lambda image: q(image[None])[0])(x),
+    "make_fx": lambda q: torch.fx.experimental.proxy_tensor.make_fx(q, tracing_mode="fake")(X),
+    "torch.fx": torch.fx.symbolic_trace,
+    "jacrev": lambda q: torch.func.jacrev(lambda x: q(x).sum())(X),
+}
+IN_THE_REFERENCE = [name for name in TOOLS if name not in ("make_fx", "jacrev")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("check_inputs", [False, True])
+def test_a_tool_that_looks_into_kernels_is_refused(backend, tool, check_inputs):
+    qmodel = quantized(backend, check_inputs=check_inputs)
+    before = qmodel(X)
+    with pytest.raises(InputError, match='Quantize with backend="reference"'):
+        TOOLS[tool](qmodel)(X)
+    assert torch.equal(qmodel(X), before) and torch.equal(type(qmodel).forward.__wrapped__(qmodel, X), before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("tool", IN_THE_REFERENCE)
+def test_the_reference_goes_through(tool):
+    qmodel = quantized("reference")
+    expected = qmodel(X)
+    assert torch.equal(TOOLS[tool](qmodel)(X), expected) and torch.equal(qmodel(X), expected)
+
+
+@pytest.mark.parametrize("backend", [*KERNELS, "reference"])
+def test_a_compiled_model_runs_as_it_is(backend):
+    qmodel = quantized(backend)
+    expected, part = qmodel(X), qmodel(X[:1])
+    around = module(lambda self, x: self.inner(x * 2 / 2).relu() + 1, inner=qmodel)
+    torch._dynamo.reset()
+    try:
+        compiled, inside = torch.compile(qmodel, backend="eager"), torch.compile(around, backend="aot_eager")
+        for _ in range(3):
+            assert torch.equal(compiled(X), expected) and torch.equal(compiled(X[:1]), part)
+            torch.testing.assert_close(inside(X), expected.relu() + 1, rtol=0, atol=0)
+        if backend != "reference":
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match='Quantize with backend="reference"'):
+                torch.compile(qmodel, backend="eager", fullgraph=True)(X)
+    finally:
+        torch._dynamo.reset()
+    assert torch.equal(qmodel(X), expected)
+
+
+WRONG = {"int": 3, "NoneType": None, "list": [X], "ndarray": X.numpy(), "str": "image.png"}
+
+
+@pytest.mark.parametrize("backend", [*KERNELS, "reference"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_input_that_is_no_tensor_is_named(backend, kind):
+    qmodel = quantized(backend)
+    for _ in range(3):
+        with pytest.raises(InputError, match=rf"input 'input' is a {kind}; the model takes a tensor there") as said:
+            qmodel(WRONG[kind])
+    assert ("torch.from_numpy" in str(said.value)) == (kind == "ndarray")
+    with pytest.raises(InputError, match="input 'input' is a "):
+        qmodel(input=WRONG[kind])
+
+
+def test_inputs_with_defaults_may_be_anything():
+    def forward(self, x, mask=None):
+        y = self.fc(x)
+        return y if mask is None else y * mask
+
+    qmodel = fxq.quantize(
+        module(forward, fc=nn.Linear(4, 4)), fxq.Recipe.static(backend="reference"), data=[torch.rand(3, 4)]
+    )
+    assert torch.equal(qmodel(torch.ones(3, 4)), qmodel(torch.ones(3, 4), None))
+
+
+@pytest.mark.parametrize("backend", [*KERNELS, "reference"])
+def test_an_optional_tensor_that_the_graph_was_made_with_is_needed(backend):
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage")
+    model = module(lambda self, x, z=None: self.b(self.a(x) + z), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    qmodel = fxq.quantize(model, recipe, data=[{"x": torch.rand(3, 4), "z": torch.rand(3, 4)}])
+    for args, words in (((), "left out"), ((None,), "a NoneType"), ((3,), "a int")):
+        with pytest.raises(InputError, match=f"input 'z' is {words}; the model takes a tensor there"):
+            qmodel(torch.rand(3, 4), *args)
+    assert qmodel(torch.rand(3, 4), z=torch.rand(3, 4)).shape == (3, 4)
+
+
+# ---- what a user sees of fxq
+
+
+def test_dir_lists_what_is_public():
+    shown = {name for name in dir(fxq) if not name.startswith("_")}
+    assert shown == set(fxq.__all__) and "quantize" in shown and "binding" not in shown
+    assert all(hasattr(fxq, name) for name in dir(fxq))
+
+
+def test_a_warning_points_at_the_users_line():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        errors.warn("from here")
+        fxq.quantize(nn.Sequential(nn.Tanh()).eval(), fxq.Recipe.static(backend="reference"), data=[X])
+    assert [warning.filename for warning in said] == [__file__, __file__]
+
+
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+def test_a_cpu_without_vnni_is_told_once():
+    """In a process of its own, and of the user's line."""
+    code = (
+        "import warnings, torch, fxq\n"
+        "warnings.simplefilter('always')\n"
+        "for _ in range(3):\n"
+        "    fxq.quantize(torch.nn.Linear(8, 8).eval(), fxq.Recipe.static(backend='x86'), data=[torch.rand(4, 8)])\n"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    lines = [line for line in done.stderr.splitlines() if "no VNNI" in line]
+    assert len(lines) == 1 and lines[0].startswith("<string>:4: FxqWarning")
