@@ -21,7 +21,7 @@ from fxq.common.progress import progress_bar
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, RecipeError, warn
 from fxq.ledger.build import ledger_of
-from fxq.ledger.comparison import Comparison, Reference, compare_with, quantized_reference
+from fxq.ledger.comparison import Baseline, Comparison, compare_with, quantized_reference
 from fxq.ledger.float_record import checksums
 from fxq.ledger.narrowing import narrowed
 from fxq.ledger.output_check import check_output, output_sqnr
@@ -193,7 +193,7 @@ def _check_compared(a: Any, b: Any) -> None:
         raise InputError(f"a is on {device_of(a)}, b on {device_of(b)}; move one of them with .to(...).")
 
 
-def _float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Reference:
+def _float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseline:
     """The float model's canonical graph, made as when `b` was."""
     manager = _manager(model, b.recipe, first)
     line = manager.context.recipe.pipeline
@@ -217,7 +217,7 @@ def _float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Refer
             f"a has other weights than the model that b was made from, {changed[0]!r} for one ({len(changed)} of "
             f"{len(now)} parameters): what is compared is not only what quantization did."
         )
-    return Reference(Program(original.gm, original.graph), original.nodes)
+    return Baseline(Program(original.gm, original.graph), original.nodes)
 
 
 def _phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pass]]:

@@ -88,7 +88,7 @@ values reach both ends of the grid."""
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerCheck:
     """What one backend does with one probe.
 
     Attributes:
@@ -123,7 +123,7 @@ class Diagnosis(Printed):
     """
 
     machine: dict[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[LayerCheck, ...]
     auto: str
     why: str
 
@@ -155,7 +155,7 @@ _COLUMNS = (
 _LOOKS = {"right": "added", "wrong": "removed", "part": "changed", "avoided": "rewired"}
 
 
-def _cells(row: Row) -> tuple[Cell, ...]:
+def _cells(row: LayerCheck) -> tuple[Cell, ...]:
     verdict = Cell(row.verdict, _LOOKS.get(row.verdict, "float"))
     kernels, why = (textwrap.fill(text, width) for text, width in ((", ".join(row.kernels), 30), (row.why, 50)))
     return cells(row.backend, row.probe, verdict, kernels, _us(row.int8_us), _us(row.float_us), why)
@@ -218,13 +218,13 @@ def _auto() -> tuple[str, str]:
     raise BackendError("no backend runs on this machine.")  # reference runs on any
 
 
-def _probe_backend(name: str, advance: Callable[[], None]) -> list[Row]:
+def _probe_backend(name: str, advance: Callable[[], None]) -> list[LayerCheck]:
     try:
         backend = backends.get_backend(name)
     except BackendError as error:
         if name not in backends.NAMES:
             raise
-        return [Row(name, "(all)", "float", why=words_of(error))]
+        return [LayerCheck(name, "(all)", "float", why=words_of(error))]
     rows = []
     for probe in PROBES:
         rows.append(_probe(name, probe))
@@ -232,7 +232,7 @@ def _probe_backend(name: str, advance: Callable[[], None]) -> list[Row]:
     return rows + [_spring(name, trap) for trap in backend.traps()]
 
 
-def _probe(backend: str, probe: Probe) -> Row:
+def _probe(backend: str, probe: Probe) -> LayerCheck:
     """One layer through the whole pipeline, calibrated on the numbers that it is tried on."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -242,24 +242,24 @@ def _probe(backend: str, probe: Probe) -> Row:
     try:
         quantized = quantize(model, recipe, data=[inputs], progress=False)
     except FxqError as error:
-        return Row(backend, probe.name, "wrong", why=words_of(error))
+        return LayerCheck(backend, probe.name, "wrong", why=words_of(error))
     entries = [e for e in quantized.ledger if e.fate == "float"]
     wrong = next((e.reason for e in entries if "verification" in e.reason), None)
     int8, real = (1e6 * measure(lambda run=run: run(*inputs)) for run in (quantized, model))  # type: ignore[misc]
     kernels = tuple(dict.fromkeys(n.label for n in quantized.history[-1].graph if n.kind == "int8"))
     if wrong is not None:
-        return Row(backend, probe.name, "wrong", kernels, int8, real, wrong)
+        return LayerCheck(backend, probe.name, "wrong", kernels, int8, real, wrong)
     reason = "; ".join(dict.fromkeys(e.reason for e in entries))
     verdict = "right" if not entries else "part" if quantized.ledger.count("int8") else "float"
-    return Row(backend, probe.name, verdict, kernels, int8, real, reason)
+    return LayerCheck(backend, probe.name, verdict, kernels, int8, real, reason)
 
 
-def _spring(backend: str, trap: Trap) -> Row:
+def _spring(backend: str, trap: Trap) -> LayerCheck:
     """A kernel of PyTorch that fxq does not call, because it is wrong on some machines: is it, here?"""
     try:
         right = trap.is_right()
     except Exception as error:  # whatever a kernel raises
-        return Row(backend, trap.kernel, "avoided", why=f"it raises {type(error).__name__}; {trap.instead}")
+        return LayerCheck(backend, trap.kernel, "avoided", why=f"it raises {type(error).__name__}; {trap.instead}")
     if right:
-        return Row(backend, trap.kernel, "right", why=f"wrong on other machines; {trap.instead}")
-    return Row(backend, trap.kernel, "avoided", why=f"its numbers are wrong; {trap.instead}")
+        return LayerCheck(backend, trap.kernel, "right", why=f"wrong on other machines; {trap.instead}")
+    return LayerCheck(backend, trap.kernel, "avoided", why=f"its numbers are wrong; {trap.instead}")

@@ -21,7 +21,7 @@ from fxq.backends import cpu
 from fxq.backends.by_name import devices_of
 from fxq.backends.other_machine import fit
 from fxq.backends.saved_state import check_same, state_of, take_over
-from fxq.common.attributes import Handed
+from fxq.common.attributes import FloatAttributes
 from fxq.common.data import Batch, check_finite, first_of
 from fxq.common.isolation import autocast_on
 from fxq.common.metrics import nbytes
@@ -166,7 +166,7 @@ class QuantizedModel(Quantized):
 
     _decided: tuple[Pin, ...]
     kinds_kept: int
-    _handed: Handed
+    _handed: FloatAttributes
     _float: weakref.ref[nn.Module] | None = None
 
     def __init__(self, root: Any, graph: fx.Graph, class_name: str = "QuantizedModel") -> None:
@@ -190,7 +190,7 @@ class QuantizedModel(Quantized):
             record=record,
             kinds_kept=KEPT,
             _decided=context.decided,
-            _handed=Handed.of(context.model),
+            _handed=FloatAttributes.of(context.model),
         )
         model._float = weakref.ref(context.model)
         return model.eval()

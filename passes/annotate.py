@@ -16,7 +16,7 @@ from fxq.errors import BackendError
 from fxq.graph.info import Plan, info
 from fxq.graph.mutation import Changes
 from fxq.graph.query import constant, reads_only_metadata, submodule
-from fxq.graph.unit import Input, OpCall, calls_of, inputs_of
+from fxq.graph.unit import OpCall, UnitInput, calls_of, inputs_of
 from fxq.ops import OPS
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
@@ -208,7 +208,7 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _unfit_input(gm: fx.GraphModule, first: OpCall, read: Input, changes: Changes) -> str | None:
+def _unfit_input(gm: fx.GraphModule, first: OpCall, read: UnitInput, changes: Changes) -> str | None:
     about, changer = info(read.node), changes.of(read.node)
     if read.role in ("weight", "bias"):
         tensor = constant(gm, read.node)

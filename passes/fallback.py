@@ -10,7 +10,7 @@ from torch import fx
 
 from fxq.common.progress import progress_bar
 from fxq.cost import cache as costs
-from fxq.cost.min_cut import Key, Value, conversions_of
+from fxq.cost.min_cut import Key, PricedValue, conversions_of
 from fxq.cost.prices import (
     choose_by_price,
     emits_float,
@@ -127,7 +127,7 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
                 _run_in_float(rewriter, node, UNREAD if node in idle else slower)
 
 
-def _drop_idle(integers: set[Key], values: Sequence[Value], nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Take out of `integers` what only moves data that no integer op reads, also through others; all such nodes.
 
     To move integers costs no less then, and loses a rounding.

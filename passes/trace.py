@@ -22,7 +22,7 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.selector import Selector, ancestors
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import first_difference, first_with_memory, run_model, same_values
-from fxq.tracing.memory import Watch
+from fxq.tracing.memory import MemoryWatch
 from fxq.tracing.tracer import Tracer, is_kept
 
 
@@ -205,7 +205,7 @@ def _check_hooks(model: nn.Module) -> None:
         )
 
 
-def _functionalize(rewriter: Rewriter, watch: Watch) -> Iterator[Break]:
+def _functionalize(rewriter: Rewriter, watch: MemoryWatch) -> Iterator[Break]:
     """Let every later reader of a value that an op overwrites with its result read that result instead.
 
     With that, the in-place spelling of a table op can be replaced by the plain one. A later reader of the same memory
@@ -225,7 +225,9 @@ def _functionalize(rewriter: Rewriter, watch: Watch) -> Iterator[Break]:
             known.setdefault(block, []).append(node)
 
 
-def _still_read(rewriter: Rewriter, watch: Watch, order: dict[fx.Node, int], node: fx.Node, value: fx.Node) -> bool:
+def _still_read(
+    rewriter: Rewriter, watch: MemoryWatch, order: dict[fx.Node, int], node: fx.Node, value: fx.Node
+) -> bool:
     """Let the readers of `value` behind `node`, which changes its memory, read the result; whether any are left."""
     if value.op == "get_attr":
         _check_state(node, value)

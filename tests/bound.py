@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.runtime.binding import Bindings
 
 # What gives up a bit without VNNI is not left to a measurement: two models of one network are to have the same grids.
@@ -38,5 +38,5 @@ def functions(qmodel):
     return [bound for bound in bindings(qmodel)._known.values() if bound is not None]
 
 
-def first_kernel(qmodel, kind=Conv):
+def first_kernel(qmodel, kind=OnednnConv):
     return next(name for name, kernel in qmodel.fxq_kernels.named_children() if isinstance(kernel, kind))

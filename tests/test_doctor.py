@@ -12,7 +12,7 @@ import fxq
 from fxq.backends import by_name as backends
 from fxq.backends import cpu
 from fxq.backends.packed import quantized_tensors as packed
-from fxq.backends.packed.fbgemm import Linear
+from fxq.backends.packed.fbgemm import FbgemmLinear
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.errors import BackendError
 
@@ -58,8 +58,8 @@ def test_rows(few):
 
 @needs_fbgemm
 def test_a_wrong_kernel_is_reported(few, monkeypatch):
-    forward = Linear.forward
-    monkeypatch.setattr(Linear, "forward", lambda self, x: forward(self, x) * 1.01)
+    forward = FbgemmLinear.forward
+    monkeypatch.setattr(FbgemmLinear, "forward", lambda self, x: forward(self, x) * 1.01)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         conv, linear, *_ = fxq.doctor(["fbgemm"]).rows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxq.errors import BackendError, InputError
-from fxq.graph.bindable import Bindable, Seen, Watch
+from fxq.graph.bindable import Bindable, ModuleWatch, Seen
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import fits_int16
 from fxq.runtime.call_checks import OPAQUE
@@ -60,7 +60,7 @@ def decode(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-class Packed:
+class PackedTensors:
     """What a kernel has made of its tensors, which cannot be copied; it holds for as long as they are as they were.
 
     Attributes:
@@ -105,7 +105,7 @@ class Kernel(Bindable):
     """Whether it overwrites its second input, a residual; None: it has none."""
     form: Form | None = None
     """What it stands for, where it was made of the qdq graph."""
-    _packed: Packed | None = None
+    _packed: PackedTensors | None = None
 
     def config(self) -> dict[str, Any]:
         """The options as plain data: numbers, strings, tuples, dicts, None."""
@@ -143,7 +143,7 @@ class Kernel(Bindable):
             pass
         return found
 
-    def _packed_now(self) -> Packed:
+    def _packed_now(self) -> PackedTensors:
         packed = self._packed
         if packed is None or not packed.seen.holds():
             if any(type(tensor) not in _PLAIN for tensor in self._buffers.values()):
@@ -151,7 +151,7 @@ class Kernel(Bindable):
             own_memory(self._buffers)
             if packed is not None:
                 self._check_edit(packed.about)
-            packed = self.__dict__["_packed"] = Packed(self._buffers)
+            packed = self.__dict__["_packed"] = PackedTensors(self._buffers)
         return packed
 
     def _check_edit(self, before: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ class Kernel(Bindable):
         self._modules.update(other._modules)
         self.__dict__.pop("_packed", None)
 
-    def tell(self, watch: Watch) -> None:
+    def tell(self, watch: ModuleWatch) -> None:
         """As in `Bindable`."""
         own_memory(self._buffers)
         super().tell(watch)

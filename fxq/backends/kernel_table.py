@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxq.backends.kernel import Kernel, Post, bounds
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
-from fxq.backends.plain.lookup import Table
+from fxq.backends.plain.lookup import Lookup
 from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool2d, MaxPool3d, Mean
 from fxq.backends.whole_units import whole_unit
 from fxq.errors import BackendError
@@ -71,19 +71,19 @@ class Operands:
     layers: tuple[tuple[Weight | None, Tensor | None], ...] = ()
 
 
-def row_for(parts: Parts, rows: Mapping[str, Row]) -> Row | None:
+def row_for(parts: Parts, rows: Mapping[str, KernelRow]) -> KernelRow | None:
     """The row of a unit that was taken apart."""
     return row_of(parts.first, rows) if parts.whole is None else rows[parts.whole]
 
 
-def row_of(call: OpCall, rows: Mapping[str, Row]) -> Row | None:
+def row_of(call: OpCall, rows: Mapping[str, KernelRow]) -> KernelRow | None:
     """The row of an op. A function of one element is looked up, where the table has nothing better for it."""
     found = rows.get(call.op.name)
     by_a_constant = len(call.op.quant.inputs) == 2  # the row is for two tensors
     return LOOKED_UP if call.pointwise and (found is None or by_a_constant) else found
 
 
-def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, Row]) -> Parts | None:
+def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, KernelRow]) -> Parts | None:
     """The leading ops of a unit that one kernel runs: the first op, an add to it, an activation function.
 
     Of these, the ops behind the kernel may read the last value only: it is the one that the kernel hands out. Or all
@@ -131,7 +131,7 @@ Judge = Callable[[Parts, fx.Node], "str | None"]
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """How ops become kernels.
 
     Attributes:
@@ -276,27 +276,28 @@ def looked_up(parts: Parts, operands: Operands) -> Kernel:
         y: Tensor = op.target(*(given.get(n) for n in op.tensors), **parts.first.options)
         return y.clamp(low, high)
 
-    return Table.of(function, op.name, operands.grids[0], operands.out, channels)
+    return Lookup.of(function, op.name, operands.grids[0], operands.out, channels)
 
 
-NATIVE = Row(None, never)
+NATIVE = KernelRow(None, never)
 """An op that runs on integers as it stands."""
-LOOKED_UP = Row(looked_up, _table_refuses, CLAMPS)
-"""A function of one tensor: see `Table`."""
-PLAIN: dict[str, Row] = {
-    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), Row(_max_pool, never)),
+LOOKED_UP = KernelRow(looked_up, _table_refuses, CLAMPS)
+"""A function of one tensor: see `Lookup`."""
+PLAIN: dict[str, KernelRow] = {
+    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), KernelRow(_max_pool, never)),
     **dict.fromkeys(
-        ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), Row(_adaptive_max, _adaptive_max_refuses)
+        ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+        KernelRow(_adaptive_max, _adaptive_max_refuses),
     ),
     **dict.fromkeys(
-        ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), Row(global_mean, _adaptive_refuses)
+        ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), KernelRow(global_mean, _adaptive_refuses)
     ),
-    "mean": Row(_mean, never),
-    "sum": Row(_mean, never),
-    "relu": Row(_clamp, never),
-    "relu6": Row(_clamp, never),
-    "hardtanh": Row(_clamp, never),
-    "pad": Row(_pad, _pad_refuses),
+    "mean": KernelRow(_mean, never),
+    "sum": KernelRow(_mean, never),
+    "relu": KernelRow(_clamp, never),
+    "relu6": KernelRow(_clamp, never),
+    "hardtanh": KernelRow(_clamp, never),
+    "pad": KernelRow(_pad, _pad_refuses),
     **dict.fromkeys(("flatten", "unflatten", "reshape", "permute", "transpose", "contiguous"), NATIVE),
     **dict.fromkeys(("squeeze", "unsqueeze", "expand", "expand_as"), NATIVE),
     **dict.fromkeys(("getitem", "chunk", "split", "tensor_split", "index_select", "cat", "stack"), NATIVE),

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
 from fxq.backends.kernel import Kernel, WeightedKernel, slope_refused, sums_refused
-from fxq.backends.kernel_table import Operands, Parts, Row, row_for, take_apart
+from fxq.backends.kernel_table import KernelRow, Operands, Parts, row_for, take_apart
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, PassError
@@ -30,7 +30,7 @@ class RowBackend(Backend):
 
     @property
     @abstractmethod
-    def rows(self) -> Mapping[str, Row]:
+    def rows(self) -> Mapping[str, KernelRow]:
         """The table."""
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:
@@ -79,7 +79,7 @@ def _supports_either(gm: fx.GraphModule, parts: Parts) -> Support:
     )
 
 
-def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> None:
+def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]) -> None:
     region = read_region(rewriter.gm, node)
     parts = take_apart(region.calls, rows) if region is not None else None
     if region is None or parts is None or parts.ops != len(region.calls):
@@ -102,7 +102,7 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> N
         rewriter.describe(node, plan=Plan("float", f"stays in qdq form: {kernel}"))
 
 
-def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, Row]) -> None:
+def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]) -> None:
     """Run the first op of a unit on integers and the others in float, where no kernel takes the unit whole."""
     plan = info(node).plan
     if plan is None:

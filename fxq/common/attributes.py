@@ -22,7 +22,7 @@ _NOT_DATA = (nn.Module, Tensor, torch.UntypedStorage, torch.TypedStorage, np.nda
 
 
 @dataclass(frozen=True)
-class Handed:
+class FloatAttributes:
     """Attributes of a float model.
 
     Attributes:
@@ -34,7 +34,7 @@ class Handed:
     left: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Handed:
+    def of(cls, model: nn.Module) -> FloatAttributes:
         """What a float model has besides what every module has."""
         handed = cls()
         for name, value in _attributes(model):

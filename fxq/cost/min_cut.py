@@ -33,7 +33,7 @@ class Priced:
 
 
 @dataclass(frozen=True)
-class Value:
+class PricedValue:
     """A value between ops, and what its conversions cost.
 
     Attributes:
@@ -63,7 +63,7 @@ class Value:
         return total + self.dequantize if mixed and read < len(self.distinct) else total
 
 
-def seconds_of(integers: Collection[Key], ops: Iterable[Priced], values: Iterable[Value]) -> float:
+def seconds_of(integers: Collection[Key], ops: Iterable[Priced], values: Iterable[PricedValue]) -> float:
     """What a choice costs in all, in seconds: what `cheapest` minimizes.
 
     Args:
@@ -77,7 +77,7 @@ def seconds_of(integers: Collection[Key], ops: Iterable[Priced], values: Iterabl
     return total
 
 
-def conversions_of(integers: Collection[Key], values: Iterable[Value]) -> dict[Key, float]:
+def conversions_of(integers: Collection[Key], values: Iterable[PricedValue]) -> dict[Key, float]:
     """For each op, the seconds that conversions take with it on integers, less those with it in float.
 
     Args:
@@ -99,7 +99,7 @@ def conversions_of(integers: Collection[Key], values: Iterable[Value]) -> dict[K
     return found
 
 
-def cheapest(ops: Sequence[Priced], values: Sequence[Value]) -> set[Key]:
+def cheapest(ops: Sequence[Priced], values: Sequence[PricedValue]) -> set[Key]:
     """The ops that run on integers in the cheapest choice (see `seconds_of`).
 
     Ops whose gain, or loss, is larger than all conversions around them are decided at once. What is left falls into
@@ -120,7 +120,7 @@ def cheapest(ops: Sequence[Priced], values: Sequence[Value]) -> set[Key]:
     return {key for key, runs in problem.decided.items() if runs}
 
 
-def by_a_hair(ops: Sequence[Priced], values: Sequence[Value]) -> set[Key]:
+def by_a_hair(ops: Sequence[Priced], values: Sequence[PricedValue]) -> set[Key]:
     """The ops that would run another way if all prices of the way they run were a little higher (`HAIR`)."""
     more = cheapest([replace(op, real=op.real * HAIR) for op in ops], values)
     return more - cheapest([replace(op, int8=op.int8 * HAIR) for op in ops], values)
@@ -129,7 +129,7 @@ def by_a_hair(ops: Sequence[Priced], values: Sequence[Value]) -> set[Key]:
 class _Readers:
     """How many ops read a value, and how many of them are decided: it may have very many."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: PricedValue) -> None:
         self.count = len(set(value.readers))
         self.int8, self.real = 0, int(None in value.readers)
 
@@ -155,12 +155,12 @@ class _Readers:
 class _Problem:
     """The ops with what has been decided so far."""
 
-    def __init__(self, ops: Sequence[Priced], values: Sequence[Value]) -> None:
+    def __init__(self, ops: Sequence[Priced], values: Sequence[PricedValue]) -> None:
         self.ops = {op.key: op for op in ops}
         self.decided: dict[Key, bool] = {}
         self.readers = {id(v): _Readers(v) for v in values}
-        self.made: dict[Key, list[Value]] = {key: [] for key in self.ops}
-        self.read: dict[Key, list[Value]] = {key: [] for key in self.ops}
+        self.made: dict[Key, list[PricedValue]] = {key: [] for key in self.ops}
+        self.read: dict[Key, list[PricedValue]] = {key: [] for key in self.ops}
         for value in values:
             if value.producer is not None:
                 self.made[value.producer].append(value)
@@ -283,7 +283,7 @@ class _Network:
         known = self.graph.get_edge_data(tail, head, {"capacity": 0.0})
         self.graph.add_edge(tail, head, capacity=known["capacity"] + capacity)
 
-    def add_value(self, value: Value) -> None:
+    def add_value(self, value: PricedValue) -> None:
         """The conversions of a value, with a node for "some reader is integer" and one for "all readers are"."""
         producer, some, every = self.end(value.producer), ("some", id(value)), ("every", id(value))
         for reader in dict.fromkeys(map(self.end, value.readers)):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from fxq.cost.min_cut import Key, Priced, Value, by_a_hair, cheapest, seconds_of
+from fxq.cost.min_cut import Key, Priced, PricedValue, by_a_hair, cheapest, seconds_of
 from fxq.cost.probe import Prober
 from fxq.graph.info import info
 from fxq.graph.query import CONVERSIONS, is_op, made_by, reads_only_metadata
@@ -71,7 +71,7 @@ def choose_by_price(
     regions: dict[fx.Node, Region],
     prober: Prober,
     ops: list[Priced],
-) -> tuple[list[Priced], list[Value], set[Key]]:
+) -> tuple[list[Priced], list[PricedValue], set[Key]]:
     """The ops and the values with prices that are sure, and the ops that run on integers in the cheapest choice.
 
     Prices that differ from round to round are measured again, and so are those that decide by a hair.
@@ -121,7 +121,7 @@ def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> I
 
 def priced_values(
     gm: fx.GraphModule, nodes: Sequence[fx.Node], regions: dict[fx.Node, Region], prober: Prober
-) -> list[Value]:
+) -> list[PricedValue]:
     """The values between ops, with what it costs to convert them."""
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
@@ -137,7 +137,7 @@ def priced_values(
             continue
         elements = math.prod(info(maker).shape or ())
         values.append(
-            Value(
+            PricedValue(
                 maker if maker in regions else None,
                 tuple(reader if reader in regions else None for reader in found),
                 prober.quantize(elements),
@@ -158,7 +158,7 @@ def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def slower_than_float(
-    ops: Sequence[Priced], values: Sequence[Value], integers: Collection[Any], left: float
+    ops: Sequence[Priced], values: Sequence[PricedValue], integers: Collection[Any], left: float
 ) -> str | None:
     """What to say where the ops that run on integers make the model slower than it is in float; None where not.
 

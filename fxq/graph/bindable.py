@@ -60,7 +60,7 @@ class Seen:
         )
 
 
-class Watch:
+class ModuleWatch:
     """Whether any of some modules has changed: a hook, an attribute, a weight. They tell it (`Bindable.tell`).
 
     Attributes:
@@ -76,7 +76,7 @@ class Watch:
 class Bindable(nn.Module):
     """A module that can be fixed to inputs of one kind, and that tells when it changes behind that."""
 
-    _watches: weakref.WeakSet[Watch] | None = None
+    _watches: weakref.WeakSet[ModuleWatch] | None = None
 
     def bind(self, *inputs: Any) -> Callable[..., Any]:
         """What `forward` does with inputs of these shapes, strides and dtypes and as many threads as now.
@@ -113,7 +113,7 @@ class Bindable(nn.Module):
         """Whether it does what its class does: no hooks, and no other forward in the place of its own."""
         return not self.is_hooked() and "forward" not in vars(self)
 
-    def tell(self, watch: Watch) -> None:
+    def tell(self, watch: ModuleWatch) -> None:
         """Tell `watch` when this module changes, and of its tensors."""
         with _TELLING:
             if self._watches is None:

@@ -132,7 +132,7 @@ def unit_of(gm: fx.GraphModule, node: fx.Node) -> Unit | None:
 
 
 @dataclass(frozen=True)
-class Input:
+class UnitInput:
     """One tensor that a node reads from outside.
 
     Attributes:
@@ -148,7 +148,7 @@ class Input:
     call: int
 
 
-def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[Input]:
+def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[UnitInput]:
     """Every tensor that the ops read from outside, in order, once per reading."""
     for i, call in enumerate(calls):
         quant = call.op.quant
@@ -161,4 +161,4 @@ def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[Input]:
             elif name == quant.bias:
                 role = "bias"
             for node in flat_nodes(value):
-                yield Input(node, role, quant.axis if role == "weight" else None, i)
+                yield UnitInput(node, role, quant.axis if role == "weight" else None, i)

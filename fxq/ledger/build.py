@@ -15,7 +15,7 @@ from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
 from fxq.ledger.float_record import Record, record_of
 from fxq.ledger.layer_error import Measured, measure, measured_with
-from fxq.ledger.ledger import Entry, Ledger, speaking
+from fxq.ledger.ledger import Entry, Ledger, rows_by_node
 from fxq.ledger.remedies import IntegerEdges, Mending
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import Original, OriginalOp
@@ -43,7 +43,7 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
             runs.setdefault(name, []).append(worker)
         absorbed.update(dict.fromkeys(worker.absorbs, worker))
     entries = [_entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops]
-    speakers, edges = speaking(entries), IntegerEdges(gm)
+    speakers, edges = rows_by_node(entries), IntegerEdges(gm)
     with untouched(context.model), seeded():  # both graphs share modules with the user's model
         found = measure(original, gm, speakers, measured_with(context, original), edges.read)
     mending = Mending(edges, entries)

@@ -19,7 +19,7 @@ from fxq.common.metrics import Agreement
 from fxq.errors import InputError
 from fxq.graph.info import info
 from fxq.ledger.layer_error import ends_of
-from fxq.ledger.ledger import FATES, Speaker, speaking
+from fxq.ledger.ledger import FATES, NodeRow, rows_by_node
 from fxq.ledger.output_check import rank
 from fxq.ledger.quantized import Quantized
 from fxq.ledger.side_by_side import Program, side_by_side
@@ -180,7 +180,7 @@ _DISTANCE: dict[Column, Callable[[Any], str]] = {
 
 
 @dataclass(frozen=True)
-class Reference:
+class Baseline:
     """What a quantized model is compared with.
 
     Attributes:
@@ -199,19 +199,19 @@ class Reference:
         return _output(self.program.graph)
 
 
-def quantized_reference(a: Quantized, b: Quantized) -> Reference:
+def quantized_reference(a: Quantized, b: Quantized) -> Baseline:
     """`a` as a reference for `b`. Raises `InputError` when they have no layer in common."""
     nodes = {n.name: n for n in a.graph.nodes}
-    theirs = {s.value.name: (s.value, nodes[into]) for into, s in speaking(a.ledger).items() if into in nodes}
+    theirs = {s.value.name: (s.value, nodes[into]) for into, s in rows_by_node(a.ledger).items() if into in nodes}
     ours = {e.name: (e.path, e.op) for e in b.ledger}  # not the line: files move
     same = {name: node for name, (e, node) in theirs.items() if ours.get(name) == (e.path, e.op)}
-    if not same and (theirs or speaking(b.ledger)):
+    if not same and (theirs or rows_by_node(b.ledger)):
         raise InputError("a and b are not made from the same model: no layer of one is a layer of the other.")
-    return Reference(Program(a, a.graph), same, a)
+    return Baseline(Program(a, a.graph), same, a)
 
 
 def compare_with(
-    reference: Reference,
+    reference: Baseline,
     b: Quantized,
     batches: Iterable[Batch],
     advance: Callable[[], None],
@@ -229,9 +229,9 @@ def compare_with(
     Raises:
         InputError: the models do not run on a batch, or do not compute the same values.
     """
-    speakers = speaking(b.ledger)
+    speakers = rows_by_node(b.ledger)
     ends = {**ends_of(b, speakers, reference.nodes), _output(b.graph): reference.output}
-    known = speaking(reference.model.ledger) if reference.model is not None else {}
+    known = rows_by_node(reference.model.ledger) if reference.model is not None else {}
     sums, count, compared = _Sums(own=reference.model is None), 0, Program(b, b.graph)
     with torch.no_grad(), without_autocast(), seeded():
         for i, batch in enumerate(batches):
@@ -274,7 +274,7 @@ class _Sums:
                 alone.add(want, got)
 
 
-def _check_shapes(ends: Mapping[fx.Node, fx.Node], speakers: Mapping[str, Speaker], sums: _Sums) -> None:
+def _check_shapes(ends: Mapping[fx.Node, fx.Node], speakers: Mapping[str, NodeRow], sums: _Sums) -> None:
     """Raise where two values could be compared when the model was quantized, and cannot now."""
     for node, real in ends.items():
         speaker = speakers.get(node.name)
@@ -286,7 +286,7 @@ def _check_shapes(ends: Mapping[fx.Node, fx.Node], speakers: Mapping[str, Speake
             )
 
 
-def _row(speaker: Speaker, other: Speaker | None, found: Agreement, alone: Agreement) -> LayerRow | PairRow:
+def _row(speaker: NodeRow, other: NodeRow | None, found: Agreement, alone: Agreement) -> LayerRow | PairRow:
     row = speaker.row
     about, apart = (row.name, row.path, row.op), (found.cosine, found.max_error)
     if other is None:

@@ -41,7 +41,7 @@ class Distribution:
 
 
 @dataclass(frozen=True)
-class Input:
+class RecordedInput:
     """One input of the float model.
 
     Attributes:
@@ -68,7 +68,7 @@ class Record:
     """
 
     values: Mapping[str, Distribution]
-    inputs: tuple[Input, ...]
+    inputs: tuple[RecordedInput, ...]
     float_bytes: int
     name: str
     weights: Mapping[str, int]
@@ -102,9 +102,9 @@ def checksums(model: nn.Module) -> dict[str, int]:
     return {name: zlib.crc32(values.view(torch.uint8).numpy().tobytes()) for name, values in some}
 
 
-def _input(name: str, value: Any) -> Input:
+def _input(name: str, value: Any) -> RecordedInput:
     plain = isinstance(value, Tensor)
-    return Input(name, tuple(value.shape) if plain else None, value.dtype if plain else None)
+    return RecordedInput(name, tuple(value.shape) if plain else None, value.dtype if plain else None)
 
 
 def distribution(value: Any, grid: QParams | None = None) -> Distribution | None:

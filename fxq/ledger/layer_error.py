@@ -15,8 +15,8 @@ from fxq.common.isolation import without_autocast
 from fxq.common.metrics import Agreement, sqnr
 from fxq.graph.info import info
 from fxq.ledger.float_record import Distribution, distribution
-from fxq.ledger.ledger import Speaker
-from fxq.ledger.side_by_side import Program, Value, rounded_at, side_by_side
+from fxq.ledger.ledger import NodeRow
+from fxq.ledger.side_by_side import ComparedValue, Program, rounded_at, side_by_side
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import Original
 from fxq.quant.qparams import QParams, dequantize, quantize
@@ -54,7 +54,7 @@ _LARGE = 100_000_000
 
 
 def measure(
-    original: Original, gm: fx.GraphModule, speakers: Mapping[str, Speaker], batches: list[Batch], read: Set[fx.Node]
+    original: Original, gm: fx.GraphModule, speakers: Mapping[str, NodeRow], batches: list[Batch], read: Set[fx.Node]
 ) -> Measured:
     """Compare the value of every node of an integer graph with the float model's.
 
@@ -76,7 +76,7 @@ def measure(
 
 
 def _measure(
-    original: Original, gm: fx.GraphModule, speakers: Mapping[str, Speaker], batch: Batch, read: Set[fx.Node]
+    original: Original, gm: fx.GraphModule, speakers: Mapping[str, NodeRow], batch: Batch, read: Set[fx.Node]
 ) -> Measured:
     found, ends = Measured(), ends_of(gm, speakers, original.nodes)
     grids = {real: info(rounded_at(node)).qparams for node, real in ends.items()}
@@ -101,7 +101,7 @@ def _measure(
     return found
 
 
-def _fault(value: Value, grid: QParams) -> float:
+def _fault(value: ComparedValue, grid: QParams) -> float:
     """dB of what a node does wrong alone, its last rounding, onto this grid, left out.
 
     The two errors do not depend on each other, so that their powers add. What is left may be little beside what is
@@ -118,7 +118,7 @@ def _fault(value: Value, grid: QParams) -> float:
 
 
 def ends_of(
-    gm: fx.GraphModule, speakers: Mapping[str, Speaker], reference: Mapping[str, fx.Node]
+    gm: fx.GraphModule, speakers: Mapping[str, NodeRow], reference: Mapping[str, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
     """The nodes of a final graph, and the node of a reference that makes the same value.
 

@@ -63,7 +63,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Speaker:
+class NodeRow:
     """The row that speaks for a node of the final graph.
 
     Attributes:
@@ -75,15 +75,15 @@ class Speaker:
     value: Entry
 
 
-def speaking(entries: Iterable[Entry]) -> dict[str, Speaker]:
+def rows_by_node(entries: Iterable[Entry]) -> dict[str, NodeRow]:
     """The rows that speak for the nodes of the final graph, by the node's name, in the order of the rows."""
-    found: dict[str, Speaker] = {}
+    found: dict[str, NodeRow] = {}
     for entry in entries:
         known = found.pop(entry.into, None)
         if entry.fate != "folded":
-            found[entry.into] = Speaker(entry, entry)
+            found[entry.into] = NodeRow(entry, entry)
         elif known is not None:
-            found[entry.into] = Speaker(known.row, entry)
+            found[entry.into] = NodeRow(known.row, entry)
     return found
 
 

@@ -79,7 +79,7 @@ class _Run(Stepper):
 
 
 @dataclass(frozen=True)
-class Value:
+class ComparedValue:
     """One value as both graphs compute it: tensors of the same shapes, in floating point.
 
     Attributes:
@@ -102,7 +102,7 @@ def side_by_side(
     batch: Batch,
     own: bool = False,
     see: Callable[[fx.Node, Any], None] | None = None,
-) -> Iterator[Value]:
+) -> Iterator[ComparedValue]:
     """Run two graphs on a batch; their values, in the order in which the second one makes them.
 
     Of each graph only the values still needed are held. A value is to be read before the next one is asked for. All
@@ -118,7 +118,7 @@ def side_by_side(
         see: is called with every node of `reference` and its value.
 
     Yields:
-        `Value`s. Those that are not comparable (no float tensors, another structure) are left out.
+        `ComparedValue`s. Those that are not comparable (no float tensors, another structure) are left out.
     """
     integer = _Run(compared, copied(batch))  # copies: a graph may change its inputs in place
     alone = _Alone(compared.alone, copied(batch)) if own else None
@@ -214,7 +214,9 @@ def _plain(value: Any, qp: QParams | None) -> list[Tensor]:
     return [dequantize(t, qp) if qp is not None and not t.is_floating_point() else t for t in found]
 
 
-def _comparable(node: fx.Node, reference: fx.Node, want: Any, rounded: fx.Node, got: Any, own: Any) -> Value | None:
+def _comparable(
+    node: fx.Node, reference: fx.Node, want: Any, rounded: fx.Node, got: Any, own: Any
+) -> ComparedValue | None:
     qp = info(rounded).qparams
     wants = _plain(want, info(reference).qparams)
     gots, owns = _plain(got, qp), None if own is None else _plain(own, qp)
@@ -225,4 +227,4 @@ def _comparable(node: fx.Node, reference: fx.Node, want: Any, rounded: fx.Node, 
             return None
         if not all(t.is_floating_point() for t in (*wants, *others)):
             return None
-    return Value(node, wants, gots, owns)
+    return ComparedValue(node, wants, gots, owns)

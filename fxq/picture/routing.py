@@ -52,7 +52,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Edge:
+class RoutedEdge:
     """An edge inside a column, between DOT names: an arrow, or an end of a wire."""
 
     name: str
@@ -70,11 +70,11 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Column:
+class SheetColumn:
     """A column: its part of the module tree, its edges, and the points where wires arrive and leave."""
 
     group: Group
-    edges: list[Edge]
+    edges: list[RoutedEdge]
     arriving: list[str]
     leaving: list[str]
 
@@ -94,18 +94,18 @@ class Column:
         return text
 
 
-def cut(picture: Picture, names: dict[str, str], count: int) -> tuple[list[Column], list[Wire]]:
+def cut(picture: Picture, names: dict[str, str], count: int) -> tuple[list[SheetColumn], list[Wire]]:
     """The picture in about `count` columns, and the wires between them."""
     runs = columns(picture, count)
     where = {box.key: c for c, part in enumerate(runs) for box in part}
     groups = divided(nest(picture.boxes), where)
-    made = [Column(groups.get(c, Group("")), [], [], []) for c in range(len(runs))]
+    made = [SheetColumn(groups.get(c, Group("")), [], [], []) for c in range(len(runs))]
     crossing: dict[tuple[str, Pen], list[Arrow]] = defaultdict(list)
     for i, arrow in enumerate(picture.arrows):
         tail, head = where[arrow.tail], where[arrow.head]
         if tail == head:
             ends = (names[arrow.tail], names[arrow.head])
-            made[tail].edges.append(Edge(f"edge-{i}", *ends, arrow.pen, f"{arrow.tail} → {arrow.head}"))
+            made[tail].edges.append(RoutedEdge(f"edge-{i}", *ends, arrow.pen, f"{arrow.tail} → {arrow.head}"))
         else:
             crossing[arrow.tail, arrow.pen].append(arrow)
     wires = []
@@ -113,12 +113,12 @@ def cut(picture: Picture, names: dict[str, str], count: int) -> tuple[list[Colum
         wire = Wire(i, key, pen, where[key], tuple(sorted({where[arrow.head] for arrow in arrows})))
         wires.append(wire)
         made[wire.column].leaving.append(wire.exit)
-        made[wire.column].edges.append(Edge(f"exit-{i}", names[key], wire.exit, pen, key, "leaves"))
+        made[wire.column].edges.append(RoutedEdge(f"exit-{i}", names[key], wire.exit, pen, key, "leaves"))
         for c in wire.heads:
             made[c].arriving.append(wire.entry(c))
         for j, arrow in enumerate(arrows):
             c, tip = where[arrow.head], f"{arrow.tail} → {arrow.head}"
-            made[c].edges.append(Edge(f"entry-{i}-{j}", wire.entry(c), names[arrow.head], pen, tip, "arrives"))
+            made[c].edges.append(RoutedEdge(f"entry-{i}-{j}", wire.entry(c), names[arrow.head], pen, tip, "arrives"))
     return made, wires
 
 
@@ -133,7 +133,7 @@ class Sheet:
         size: width and height, points.
     """
 
-    columns: list[Column]
+    columns: list[SheetColumn]
     names: dict[str, str]
     placed: dict[str, Attributes]
     points: dict[str, Point]
@@ -185,7 +185,7 @@ def _placed(picture: Picture, names: dict[str, str], count: int) -> Sheet:
     return Sheet(made, names, placed, points, lines, size)
 
 
-def _laid_out(column: Column, names: dict[str, str]) -> dict[str, Any]:
+def _laid_out(column: SheetColumn, names: dict[str, str]) -> dict[str, Any]:
     """What `dot` makes of a column. One process a column: `dot` 2.43 can crash on the second graph of a stream."""
     try:
         return dict(json.loads(run(column.source(names), "json0")))

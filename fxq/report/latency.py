@@ -19,7 +19,7 @@ from fxq.common.metrics import tensors
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, words_of
 from fxq.graph.run import Stepper
-from fxq.ledger.float_record import Input
+from fxq.ledger.float_record import RecordedInput
 
 SECONDS, MOST = 0.7, 30
 """How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
@@ -44,7 +44,7 @@ class Latency:
     nodes: Mapping[str, float] = field(default_factory=dict)
 
 
-def recorded_inputs(inputs: Sequence[Input], device: str) -> Batch:
+def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
     """Inputs of the shapes and dtypes of a model's example: normal noise, and zeros for integers and flags.
 
     Args:

@@ -24,7 +24,7 @@ from torch.fx.graph import CodeGen
 from torch.nn.modules import module as every_module
 
 from fxq.common.data import Batch
-from fxq.graph.bindable import Bindable, Watch
+from fxq.graph.bindable import Bindable, ModuleWatch
 from fxq.graph.query import read_attribute, submodule
 from fxq.graph.run import inputs_for, last_uses
 from fxq.runtime.call_checks import check_call
@@ -138,7 +138,7 @@ class Bound:
 
     run: Forward
     source: str
-    watch: Watch
+    watch: ModuleWatch
 
     def holds(self) -> bool:
         """Whether the modules that it calls are the same, and as they were."""
@@ -181,7 +181,7 @@ class _Binder:
         self.names: dict[fx.Node, str] = {}
         self.constants: dict[str, Any] = {}
         self.lines: list[str] = []
-        self.watch = Watch()
+        self.watch = ModuleWatch()
         self._known: dict[int, str] = {}
         self._prefix = "_"
         while any(str(node.target).startswith(self._prefix) for node in self.values):  # names of the user's

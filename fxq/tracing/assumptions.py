@@ -13,12 +13,12 @@ from fxq.common.metrics import tensors
 from fxq.graph.guards import HOW, check_fixed, check_same, structure
 from fxq.tracing.failure import Untraceable, user_line, user_text
 from fxq.tracing.forward_arguments import Argument
-from fxq.tracing.proxies import Origin, Value
+from fxq.tracing.proxies import Origin, TracedValue
 
 Create = Callable[..., fx.Node]
 
 
-class Asked:
+class Assumptions:
     """The plain values that decided how a graph looks; the graph checks them when it is run.
 
     Attributes:
@@ -44,7 +44,7 @@ class Asked:
         self.refusals.append(Untraceable(why, node))
         return self.refusals[-1]
 
-    def fix(self, value: Value, how: str, anyway: bool = False, frame: FrameType | None = None) -> Any:
+    def fix(self, value: TracedValue, how: str, anyway: bool = False, frame: FrameType | None = None) -> Any:
         """What the example has in the place of a traced value, as a plain one. The graph checks that it stays so.
 
         Args:
@@ -77,11 +77,11 @@ class Asked:
                 self._guarded.remove(key)
         self._in_call.clear()
 
-    def reads_dtype(self, value: Value) -> None:
+    def reads_dtype(self, value: TracedValue) -> None:
         """Have the graph check the dtypes of its inputs, as what it does depends on them."""
         self._dtypes = self._dtypes or value._origin is not Origin.CONSTANT
 
-    def rank(self, value: Value) -> Any:
+    def rank(self, value: TracedValue) -> Any:
         """The number of axes of a tensor, or of sizes, as it is on the example: a plain number, no node that reads it.
 
         It follows from those of the inputs, which the graph then checks; where a `squeeze` drops what has size 1, from

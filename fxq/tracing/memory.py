@@ -12,7 +12,7 @@ from fxq.common.metrics import tensors
 View = tuple[Any, ...]
 
 
-class Watch:
+class MemoryWatch:
     """Numbers the blocks of memory that one run uses.
 
     A weak reference keeps the address of a block from being used again, not the block itself.

@@ -29,15 +29,15 @@ class Origin(IntEnum):
 class Asks(Protocol):
     """Who answers where a plain value is wanted (see `fxq/tracing/assumptions.py`)."""
 
-    def fix(self, value: Value, how: str, *, frame: FrameType | None = None) -> Any: ...
+    def fix(self, value: TracedValue, how: str, *, frame: FrameType | None = None) -> Any: ...
 
     def forget(self, frame: FrameType) -> None: ...
 
     def refuse(self, why: str, node: fx.Node) -> Exception: ...
 
-    def reads_dtype(self, value: Value) -> None: ...
+    def reads_dtype(self, value: TracedValue) -> None: ...
 
-    def rank(self, value: Value) -> Any: ...
+    def rank(self, value: TracedValue) -> Any: ...
 
 
 class Traces(Protocol):
@@ -48,7 +48,7 @@ class Traces(Protocol):
 
     def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
-    def rows(self, value: Value) -> Iterator[Any]: ...
+    def rows(self, value: TracedValue) -> Iterator[Any]: ...
 
 
 _DTYPE_READS = frozenset({"dtype", "layout", "itemsize", "is_sparse", "is_quantized", "is_mkldnn", "is_nested"})
@@ -57,7 +57,7 @@ _RANK_READS = frozenset({"ndim", "dim", "ndimension"})
 _UNPACK = dis.opmap["UNPACK_SEQUENCE"]
 
 
-class Value(fx.Proxy):
+class TracedValue(fx.Proxy):
     """A proxy with the value that it has on the example.
 
     Arithmetic, calls and attributes are recorded. Where a plain value is wanted (a branch, `int()`, `len()`, a loop),
@@ -148,14 +148,14 @@ class Value(fx.Proxy):
         return iter([self[i] for i in range(len(self))])  # type: ignore[index]
 
 
-class Member(Value):
+class Member(TracedValue):
     """An attribute or method of a value; a node of its own only where it is not called."""
 
-    def __init__(self, root: Value, name: str, value: Any) -> None:
+    def __init__(self, root: TracedValue, name: str, value: Any) -> None:
         self.tracer, self._root, self._name, self._value = root.tracer, root, name, value
-        self._read: Value | None = None
+        self._read: TracedValue | None = None
 
-    def _made(self) -> Value:
+    def _made(self) -> TracedValue:
         if self._read is None:
             self._read = self.tracer.create_proxy("call_function", getattr, (self._root, self._name), {})
         return self._read
@@ -181,10 +181,10 @@ def _unpacked(frame: Any) -> int | None:
 
 def is_value(value: Any) -> bool:
     """Whether this is a traced value."""
-    return type(value) is Value or type(value) is Member
+    return type(value) is TracedValue or type(value) is Member
 
 
-def found_in(values: Any) -> Iterator[Value]:
+def found_in(values: Any) -> Iterator[TracedValue]:
     """The traced values inside nested arguments."""
     if is_value(values):
         yield values
@@ -342,6 +342,6 @@ def unwatched() -> Iterator[None]:
 def _asked(isinstance: Any) -> Any:
     def answer(value: Any, kind: Any) -> bool:
         found = isinstance(value, kind)
-        return found or ((type(value) is Value or type(value) is Member) and isinstance(value._value, kind))
+        return found or ((type(value) is TracedValue or type(value) is Member) and isinstance(value._value, kind))
 
     return answer

@@ -22,13 +22,13 @@ from fxq.graph.guards import make_output
 from fxq.graph.info import set_info
 from fxq.graph.query import tensor_meta
 from fxq.ops import OPS
-from fxq.tracing.assumptions import Asked
+from fxq.tracing.assumptions import Assumptions
 from fxq.tracing.dependence import origin_of
 from fxq.tracing.exported_program import Exported
 from fxq.tracing.failure import Untraceable, blame, user_line
 from fxq.tracing.forward_arguments import arguments, can_be_default, expanded
-from fxq.tracing.memory import Watch
-from fxq.tracing.proxies import Origin, Value, examples, found_in, is_value, replaced, unwatched, visible
+from fxq.tracing.memory import MemoryWatch
+from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, replaced, unwatched, visible
 from fxq.tracing.tuples import apart, sliced
 from fxq.tracing.wrappers import wrapped
 
@@ -68,12 +68,12 @@ class Tracer(fx.Tracer):
         self.record, self.outputs = record, list[tuple[str, list[Tensor]]]()
         self._hopeless: Exception | None = None
         self.broken: dict[str, str] = {}
-        self.watch = Watch()
+        self.watch = MemoryWatch()
         self.returned: list[Tensor] = []
         self._running = False
         self._thread = threading.get_ident()
         self._copies: dict[Tensor, Tensor] = {}
-        self._read: dict[str, Value] = {}
+        self._read: dict[str, TracedValue] = {}
         self._folded: dict[nn.Module, Tensor] = {}
         self._paths: dict[Tensor, str] = {}
 
@@ -84,7 +84,7 @@ class Tracer(fx.Tracer):
             TraceError: the model itself, not a module in it, cannot be traced.
             InputError: the model does not run on the example.
         """
-        self.asked = Asked(self.create_node, _TRACE, type(model).__name__)
+        self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
             with _ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, self._traces):
@@ -131,9 +131,9 @@ class Tracer(fx.Tracer):
         held = copied(entry.value)
         self._see(node, held)
         self.asked.give(entry, node)
-        return held if entry.fixed else Value(node, self, held, Origin.SIZES)
+        return held if entry.fixed else TracedValue(node, self, held, Origin.SIZES)
 
-    def _expand(self, value: Value, held: Any) -> Any:
+    def _expand(self, value: TracedValue, held: Any) -> Any:
         """A container of inputs as the container that it is, with traced values in it; plain values as they are."""
         if isinstance(held, Tensor):
             value._origin = Origin.DATA
@@ -174,7 +174,7 @@ class Tracer(fx.Tracer):
         self._see(node, result, changes)
         for value in found_in((args, kwargs)) if changes else ():
             self.watch.see(value.node, value._value)  # unsqueeze_ changes how its input is laid out
-        value = Value(node, self, result, origin_of(kind, target, args, kwargs))
+        value = TracedValue(node, self, result, origin_of(kind, target, args, kwargs))
         if not changes and result is not None and not isinstance(result, Tensor) and kind != "call_module":
             node.meta[_IDLE] = value._origin < Origin.DATA or target is operator.getitem
         if result is None and target in (operator.getitem, getattr):
@@ -248,7 +248,7 @@ class Tracer(fx.Tracer):
             held = self._copy(attr_val)
             node = self.create_node("get_attr", path, (), {})
             self._see(node, held)
-            self._read[path] = Value(node, self, held, Origin.CONSTANT)
+            self._read[path] = TracedValue(node, self, held, Origin.CONSTANT)
         return self._read[path]
 
     # ---- the run on the example
@@ -361,7 +361,7 @@ class Tracer(fx.Tracer):
 
     # ---- plain values
 
-    def rows(self, value: Value) -> Iterator[Any]:
+    def rows(self, value: TracedValue) -> Iterator[Any]:
         """A loop over the rows of a tensor: unrolled where sizes decide what is in it, or nothing else is left."""
         self.loops = True
         if value._origin is Origin.DATA and not self.unroll:

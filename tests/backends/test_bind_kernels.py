@@ -13,11 +13,11 @@ from fxq.backends.kernel import Kernel, Post
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
-from fxq.backends.plain.lookup import Table
+from fxq.backends.plain.lookup import Lookup
 from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool2d, MaxPool3d, Mean
 from fxq.backends.x86 import onednn_binary as x86_elementwise
-from fxq.backends.x86.onednn_conv import Conv
-from fxq.backends.x86.onednn_linear import Linear
+from fxq.backends.x86.onednn_conv import OnednnConv
+from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86.squeeze_excite import Excite
 from tests.kernels import OUTS, RESIDUAL, X, activations, weight
@@ -33,12 +33,12 @@ def conv(**options: object) -> Kernel:
     per_group = 8 // options.get("groups", 1)  # type: ignore[operator]
     values, qparams, _ = weight(8, per_group, size, size)  # type: ignore[arg-type]
     out = options.pop("out", OUT)
-    return Conv(values, qparams, torch.randn(8), X, out, **options)  # type: ignore[arg-type]
+    return OnednnConv(values, qparams, torch.randn(8), X, out, **options)  # type: ignore[arg-type]
 
 
 def linear(features: int, **options: object) -> Kernel:
     values, qparams, _ = weight(5, features)
-    return Linear(values, qparams, torch.randn(5), X, options.pop("out", OUT), **options)  # type: ignore[arg-type]
+    return OnednnLinear(values, qparams, torch.randn(5), X, options.pop("out", OUT), **options)  # type: ignore[arg-type]
 
 
 def excite(out: object = OUT) -> Kernel:
@@ -75,17 +75,17 @@ OF_IMAGES = {
     "sum": lambda: Mean(X, NARROW, (-1,), total=True),
     "squeeze_excite": lambda: excite(),
     "squeeze_excite to float": lambda: excite(None),
-    "table": lambda: Table.of(torch.sigmoid, "sigmoid", X, OUT),
-    "table per channel": lambda: Table.of(lambda x: x * SLOPES, "scale", X, OUT, 8),
+    "table": lambda: Lookup.of(torch.sigmoid, "sigmoid", X, OUT),
+    "table per channel": lambda: Lookup.of(lambda x: x * SLOPES, "scale", X, OUT, 8),
 }
 OF_TWO = {
     "add": lambda: arithmetic.Add(X, RESIDUAL, OUT),
     "sub": lambda: arithmetic.Add(X, RESIDUAL, NARROW, sign=-1),
     "mul": lambda: arithmetic.Mul(X, RESIDUAL, OUT),
-    "x86 add": lambda: x86_elementwise.Add(X, RESIDUAL, OUT),
-    "x86 sub": lambda: x86_elementwise.Add(X, RESIDUAL, OUT, sign=-1),
-    "x86 add in place": lambda: x86_elementwise.Add(X, RESIDUAL, OUT, inplace=True),
-    "x86 mul": lambda: x86_elementwise.Mul(X, RESIDUAL, NARROW),
+    "x86 add": lambda: x86_elementwise.OnednnAdd(X, RESIDUAL, OUT),
+    "x86 sub": lambda: x86_elementwise.OnednnAdd(X, RESIDUAL, OUT, sign=-1),
+    "x86 add in place": lambda: x86_elementwise.OnednnAdd(X, RESIDUAL, OUT, inplace=True),
+    "x86 mul": lambda: x86_elementwise.OnednnMul(X, RESIDUAL, NARROW),
     "conv add": lambda: conv(residual=RESIDUAL),
     "conv add relu": lambda: conv(residual=RESIDUAL, post=Post("relu"), out=NARROW),
     "conv add in place": lambda: conv(residual=RESIDUAL, inplace=True, size=3, padding=1),

@@ -12,7 +12,7 @@ from fxq.backends import cpu
 from fxq.backends import other_machine as elsewhere
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import InForm
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import BackendError, FxqWarning
 from tests import elsewhere as other_process
@@ -100,7 +100,7 @@ def test_nothing_happens_where_all_fit(recwarn):
 
 
 def test_the_same_machine_does_not_ask(monkeypatch):
-    monkeypatch.setattr(Conv, "check", refuse)
+    monkeypatch.setattr(OnednnConv, "check", refuse)
     qmodel = quantized()
     assert torch.equal(pickle.loads(pickle.dumps(qmodel))(X), qmodel(X))
 
@@ -108,7 +108,7 @@ def test_the_same_machine_does_not_ask(monkeypatch):
 def test_kernels_that_do_not_fit_run_in_their_form(monkeypatch):
     qmodel = quantized()
     written = pickled_elsewhere(qmodel)
-    monkeypatch.setattr(Conv, "check", refuse)
+    monkeypatch.setattr(OnednnConv, "check", refuse)
     with pytest.warns(
         FxqWarning, match=r"2 of its \d+ kernels .*: not here \(2 times, '0' for one\)\. They run"
     ) as said:
@@ -135,7 +135,7 @@ def test_kernels_come_back_where_they_fit():
     qmodel = quantized()
     written = pickled_elsewhere(qmodel)
     with pytest.MonkeyPatch.context() as there:
-        there.setattr(Conv, "check", refuse)
+        there.setattr(OnednnConv, "check", refuse)
         with pytest.warns(FxqWarning, match="2 of its"):
             other = pickle.loads(written)
     back = pickle.loads(pickled_elsewhere(other))
@@ -145,11 +145,11 @@ def test_kernels_come_back_where_they_fit():
 
 def test_a_form_has_the_tensors_of_its_kernel_as_they_are(monkeypatch):
     qmodel = quantized()
-    conv = next(k for k in kernels(qmodel) if isinstance(k, Conv))
+    conv = next(k for k in kernels(qmodel) if isinstance(k, OnednnConv))
     conv.bias.mul_(-2)
     expected = qmodel(X)
     written = pickled_elsewhere(qmodel)
-    monkeypatch.setattr(Conv, "check", refuse)
+    monkeypatch.setattr(OnednnConv, "check", refuse)
     with pytest.warns(FxqWarning, match="another machine"):
         other = pickle.loads(written)
     torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
@@ -162,13 +162,13 @@ def test_a_form_has_the_tensors_of_its_kernel_as_they_are(monkeypatch):
 def test_a_kernel_that_is_wrong_here_is_found(monkeypatch):
     qmodel = quantized()
     written, expected = pickled_elsewhere(qmodel), qmodel(X)
-    right = Conv._plan
+    right = OnednnConv._plan
 
     def wrong(self, shape):
         plan = right(self, shape)
         return plan._replace(run=lambda *x: plan.run(*x) // 2)
 
-    monkeypatch.setattr(Conv, "_plan", wrong)
+    monkeypatch.setattr(OnednnConv, "_plan", wrong)
     with pytest.warns(FxqWarning, match=r"it is off by \d+ steps"):
         other = pickle.loads(written)
     torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
@@ -176,10 +176,10 @@ def test_a_kernel_that_is_wrong_here_is_found(monkeypatch):
 
 def test_a_kernel_without_a_form_is_refused(monkeypatch):
     qmodel = quantized()
-    conv = next(k for k in kernels(qmodel) if isinstance(k, Conv))
+    conv = next(k for k in kernels(qmodel) if isinstance(k, OnednnConv))
     conv.form = None
     written = pickled_elsewhere(qmodel)
-    monkeypatch.setattr(Conv, "check", refuse)
+    monkeypatch.setattr(OnednnConv, "check", refuse)
     with pytest.raises(
         BackendError, match=r"x86\.conv, which was put there by hand, does not run right here: not here"
     ):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.common.attributes import Handed
+from fxq.common.attributes import FloatAttributes
 from fxq.errors import FxqError, NoAttributeError
 from tests.helpers import REFERENCE, module
 
@@ -144,7 +144,7 @@ def test_a_data_set_is_not_read_to_its_end():
     """What a model holds may be larger than the memory, and made when it is asked for."""
     model = Model().eval()
     model.images = Images()
-    assert "more than 1 MiB" in Handed.of(model).left["images"]
+    assert "more than 1 MiB" in FloatAttributes.of(model).left["images"]
     assert 0 < model.images.read < 100
 
 

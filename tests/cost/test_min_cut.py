@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.cost import min_cut as pricing
-from fxq.cost.min_cut import Priced, Value, cheapest, conversions_of, seconds_of
+from fxq.cost.min_cut import Priced, PricedValue, cheapest, conversions_of, seconds_of
 from tests.helpers import steps
 
 pytestmark = pytest.mark.any_cpu
@@ -32,7 +32,9 @@ def graphs(draw):
         later = [*range(0 if producer is None else producer + 1, n), None]
         readers = draw(st.lists(st.sampled_from(later), min_size=1, max_size=3))
         values.append(
-            Value(producer, tuple(readers), draw(price), draw(price), producer is not None and draw(st.booleans()))
+            PricedValue(
+                producer, tuple(readers), draw(price), draw(price), producer is not None and draw(st.booleans())
+            )
         )
     return ops, values
 
@@ -60,8 +62,8 @@ def test_conversions_of_an_op_are_those_that_it_makes_the_difference_for(graph):
 
 def test_an_island_that_costs_more_than_it_saves_is_left_in_float():
     ops = [Priced("conv", 3.0, 5.0)]
-    dear = [Value(None, ("conv",), 2.0, 0.0), Value("conv", (None,), 0.0, 1.0)]
-    cheap = [Value(None, ("conv",), 1.0, 0.0), Value("conv", (None,), 0.0, 0.5)]
+    dear = [PricedValue(None, ("conv",), 2.0, 0.0), PricedValue("conv", (None,), 0.0, 1.0)]
+    cheap = [PricedValue(None, ("conv",), 1.0, 0.0), PricedValue("conv", (None,), 0.0, 0.5)]
     assert cheapest(ops, dear) == set()
     assert cheapest(ops, cheap) == {"conv"}
 
@@ -70,19 +72,23 @@ def test_neighbours_carry_an_op_that_loses_alone():
     """The pool between two convolutions costs more as integers, but less than the conversions around it."""
     ops = [Priced("a", 1.0, 9.0), Priced("pool", 2.0, 1.0), Priced("b", 1.0, 9.0)]
     values = [
-        Value(None, ("a",), 1.0, 0.0),
-        Value("a", ("pool",), 3.0, 3.0),
-        Value("pool", ("b",), 3.0, 3.0),
-        Value("b", (None,), 0.0, 1.0),
+        PricedValue(None, ("a",), 1.0, 0.0),
+        PricedValue("a", ("pool",), 3.0, 3.0),
+        PricedValue("pool", ("b",), 3.0, 3.0),
+        PricedValue("b", (None,), 0.0, 1.0),
     ]
     assert cheapest(ops, values) == {"a", "pool", "b"}
 
 
 def test_a_kernel_that_emits_float_pays_for_mixed_readers_only():
     ops = [Priced("conv", 1.0, 3.0), Priced("next", 1.0, 9.0)]
-    alone = [Value(None, ("conv",), 0.5, 0.0), Value("conv", (None,), 9.0, 9.0, emits=True)]
+    alone = [PricedValue(None, ("conv",), 0.5, 0.0), PricedValue("conv", (None,), 9.0, 9.0, emits=True)]
     assert seconds_of({"conv"}, ops[:1], alone) == 1.5
-    mixed = [alone[0], Value("conv", ("next", None), 9.0, 9.0, emits=True), Value("next", (None,), 0.0, 0.0)]
+    mixed = [
+        alone[0],
+        PricedValue("conv", ("next", None), 9.0, 9.0, emits=True),
+        PricedValue("next", (None,), 0.0, 0.0),
+    ]
     assert seconds_of({"conv", "next"}, ops, mixed) == 1.0 + 1.0 + 0.5 + 9.0
 
 
@@ -90,7 +96,7 @@ def chain(n, seed=0):
     """Ops in a row of which none is clear by itself."""
     draw = random.Random(seed)
     ops = [Priced(i, 1.0 + 0.3 * draw.random(), 1.0 + 0.3 * draw.random()) for i in range(n)]
-    return ops, [Value(i - 1 if i else None, (i if i < n else None,), 0.5, 0.5) for i in range(n + 1)]
+    return ops, [PricedValue(i - 1 if i else None, (i if i < n else None,), 0.5, 0.5) for i in range(n + 1)]
 
 
 @pytest.mark.parametrize("window", [10, 40])
@@ -112,7 +118,10 @@ def test_twice_the_ops_take_twice_the_steps(monkeypatch):
 def fan(n):
     """Ops in a row that all read one value besides."""
     ops = [Priced(i, 1.0, 4.0) for i in range(n)]
-    return ops, [Value(None, tuple(range(n)), 1.0, 1.0), *(Value(i, (i + 1,), 0.1, 0.1) for i in range(n - 1))]
+    return ops, [
+        PricedValue(None, tuple(range(n)), 1.0, 1.0),
+        *(PricedValue(i, (i + 1,), 0.1, 0.1) for i in range(n - 1)),
+    ]
 
 
 def test_a_value_with_very_many_readers():

@@ -15,7 +15,7 @@ from torch import nn
 import fxq
 from fxq.common.data import Batch
 from fxq.common.metrics import nbytes
-from fxq.ledger.float_record import BINS, MOST, Distribution, Input, checksums, distribution
+from fxq.ledger.float_record import BINS, MOST, Distribution, RecordedInput, checksums, distribution
 from fxq.quant.qparams import QParams
 from tests.helpers import REFERENCE, module
 
@@ -156,7 +156,7 @@ def test_values_that_are_clipped_count():
 
 
 def test_inputs_and_size(qmodel):
-    assert qmodel.record.inputs == (Input("", (2, 3, 8, 8), torch.float32),)
+    assert qmodel.record.inputs == (RecordedInput("", (2, 3, 8, 8), torch.float32),)
     assert qmodel.record.float_bytes == nbytes(net()) == 4 * (12 + 4 + 4 * 4 + 20 + 5) + 8  # and a batch counter
 
     def forward(self, x, mask=None, *, scale=1.0):
@@ -166,9 +166,9 @@ def test_inputs_and_size(qmodel):
     given = {"x": torch.randn(3, 4), "mask": torch.ones(3, dtype=torch.int64), "scale": 2.0}
     inputs = fxq.quantize(model, REFERENCE, data=[given]).record.inputs
     assert inputs == (
-        Input("x", (3, 4), torch.float32),
-        Input("mask", (3,), torch.int64),
-        Input("scale", None, None),
+        RecordedInput("x", (3, 4), torch.float32),
+        RecordedInput("mask", (3,), torch.int64),
+        RecordedInput("scale", None, None),
     )
 
 

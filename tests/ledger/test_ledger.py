@@ -15,7 +15,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.cpu import has_onednn_int8
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.common.metrics import sqnr
 from fxq.cost import cache as costs
 from fxq.ledger.ledger import Entry, Ledger
@@ -125,8 +125,8 @@ def test_int8_means_a_kernel():
 
 @needs_x86
 def test_what_failed_verification_is_float_and_keeps_its_name(monkeypatch):
-    forward = Conv.forward
-    monkeypatch.setattr(Conv, "forward", lambda self, *args: forward(self, *args) + 2)
+    forward = OnednnConv.forward
+    monkeypatch.setattr(OnednnConv, "forward", lambda self, *args: forward(self, *args) + 2)
     with pytest.warns(fxq.FxqWarning, match="wrong on this machine"):
         qmodel = fxq.quantize(net(), X86, data=[X])
     wrong = qmodel.ledger.where(path="block**", fate="float")

@@ -12,7 +12,7 @@ from fxq.backends.cpu import has_onednn_int8
 from fxq.common.data import Batch
 from fxq.graph.info import set_info
 from fxq.ledger.layer_error import ends_of
-from fxq.ledger.ledger import speaking
+from fxq.ledger.ledger import rows_by_node
 from fxq.ledger.side_by_side import Program, side_by_side
 from tests.graphs import until
 from tests.helpers import REFERENCE, module
@@ -46,7 +46,7 @@ def programs(model, recipe, data):
     """The float and the integer program of a model, its quantized form, and where they meet."""
     qmodel = fxq.quantize(model, recipe, data=[data])
     original = until(model, data, "decompose", recipe).context.original
-    ends = ends_of(qmodel, speaking(qmodel.ledger), original.nodes)
+    ends = ends_of(qmodel, rows_by_node(qmodel.ledger), original.nodes)
     return Program(original.gm, original.graph), Program(qmodel, qmodel.graph), ends, qmodel
 
 
@@ -163,7 +163,7 @@ def test_a_value_that_is_overwritten_before_it_is_asked_for_was_copied():
 def test_a_quantized_model_agrees_with_itself(recipe):
     qmodel = fxq.quantize(built(Residual), recipe, data=[X])
     program = Program(qmodel, qmodel.graph)
-    ends = {n: n for n in qmodel.graph.nodes if n.name in speaking(qmodel.ledger)}
+    ends = {n: n for n in qmodel.graph.nodes if n.name in rows_by_node(qmodel.ledger)}
     found = run(program, program, ends, X)
     assert set(found) >= {"stem_relu", "conv_add_relu", "mean", "head"}
     for want, got, _ in found.values():

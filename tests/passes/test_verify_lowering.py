@@ -16,8 +16,8 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.plain.pool import MaxPool2d
-from fxq.backends.x86.onednn_conv import Conv
-from fxq.backends.x86.onednn_linear import Linear
+from fxq.backends.x86.onednn_conv import OnednnConv
+from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.query import Step, is_op, submodule
@@ -90,7 +90,7 @@ def not_a_number(y):
 def test_a_wrong_kernel_is_put_back(monkeypatch, change, why):
     model, x = build("residual"), batch("residual")
     right = fxq.quantize(model, X86.without_pass("lower").without_pass("verify-lowering"), data=[x])
-    planted(monkeypatch, Conv, change)
+    planted(monkeypatch, OnednnConv, change)
     with pytest.warns(fxq.FxqWarning) as caught:
         quantized = fxq.quantize(model, X86, data=[x])
     convs = ["stem", "conv1", "conv2", "down", "conv3"]
@@ -110,7 +110,7 @@ def test_a_wrong_kernel_is_put_back(monkeypatch, change, why):
 
 @needs_x86
 def test_text_of_what_is_put_back(monkeypatch):
-    planted(monkeypatch, Linear, crooked)
+    planted(monkeypatch, OnednnLinear, crooked)
     with pytest.warns(fxq.FxqWarning, match=r'%head \(.*layer "head".*the x86\.linear kernel is wrong on this machine'):
         manager = until(build("residual"), batch("residual"), "verify-lowering", X86)
     assert text(manager.gm) == expected("""
@@ -133,7 +133,7 @@ def test_text_of_what_is_put_back(monkeypatch):
 @needs_x86
 @pytest.mark.parametrize("change", [half_of_it, not_a_number])
 def test_other_wrong_kernels(monkeypatch, change):
-    planted(monkeypatch, MaxPool2d if change is half_of_it else Linear, change)
+    planted(monkeypatch, MaxPool2d if change is half_of_it else OnednnLinear, change)
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
         quantized = fxq.quantize(build("spellings"), X86, data=[batch("spellings")])
     assert ("cpu.max_pool2d" in kinds(quantized)) is (change is not_a_number)
@@ -148,24 +148,24 @@ def test_other_wrong_kernels(monkeypatch, change):
     ],
 )
 def test_a_kernel_that_is_wrong_where_it_is_bound(monkeypatch, change, why):
-    bind = Conv.bind
-    monkeypatch.setattr(Conv, "bind", lambda self, *inputs: lambda *xs: change(bind(self, *inputs)(*xs)))
+    bind = OnednnConv.bind
+    monkeypatch.setattr(OnednnConv, "bind", lambda self, *inputs: lambda *xs: change(bind(self, *inputs)(*xs)))
     with pytest.warns(fxq.FxqWarning, match=why):
         quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
-    assert not any(isinstance(m, Conv) for m in quantized.modules())
+    assert not any(isinstance(m, OnednnConv) for m in quantized.modules())
 
 
 @needs_x86
 def test_a_right_kernel_behind_a_wrong_one_stays(monkeypatch):
     """Each kernel is judged on the right inputs, not on what a wrong one before it made of them."""
-    forward = Conv.forward
+    forward = OnednnConv.forward
     seen = []
 
     def first_is_wrong(self, *args):
         seen.append(self)
         return forward(self, *args) + 2 if self is seen[0] else forward(self, *args)
 
-    monkeypatch.setattr(Conv, "forward", first_is_wrong)
+    monkeypatch.setattr(OnednnConv, "forward", first_is_wrong)
     with pytest.warns(fxq.FxqWarning) as caught:
         quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
     assert len(told(caught)) == 1
@@ -175,7 +175,7 @@ def test_a_right_kernel_behind_a_wrong_one_stays(monkeypatch):
 @needs_x86
 def test_without_the_pass_the_wrong_kernel_stays(monkeypatch):
     """The pass is what finds it."""
-    planted(monkeypatch, Linear, crooked)
+    planted(monkeypatch, OnednnLinear, crooked)
     quantized = fxq.quantize(build("residual"), X86.without_pass("verify-lowering"), data=[batch("residual")])
     assert "x86.linear" in kinds(quantized)
 
@@ -313,7 +313,7 @@ def test_a_wrong_kernel_is_found_there_all_the_same(monkeypatch, change, batches
     """By two in a hundred of the largest result that a batch of the grid's own size gives."""
     data = [torch.randn(4, 64, 8, 8) * scale + mean for mean, scale in reversed(batches)]
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage", activation=fxq.TensorSpec(observer="minmax"))
-    planted(monkeypatch, Conv, lambda y: change(y) if y.dtype == torch.float32 else y)
+    planted(monkeypatch, OnednnConv, lambda y: change(y) if y.dtype == torch.float32 else y)
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
         quantized = fxq.quantize(Wide().eval(), recipe, data=data)
     assert [entry.fate for entry in quantized.ledger] == ["int8", "float"]
@@ -512,7 +512,7 @@ def test_a_residual_that_is_read_later_is_not_overwritten(monkeypatch):
 @needs_x86
 def test_a_kernel_that_is_wrong_for_one_sample_only(monkeypatch):
     """Kernels plan by input shape."""
-    planted(monkeypatch, Conv, lambda y: y if len(y) > 1 else y + 2)
+    planted(monkeypatch, OnednnConv, lambda y: y if len(y) > 1 else y + 2)
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong"):
         quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
     assert "x86.conv" not in kinds(quantized)
@@ -567,7 +567,7 @@ def merge_equal(rewriter):
 
 def make_anew(rewriter):
     for old in rewriter.nodes():
-        if isinstance(submodule(rewriter.gm, old), Linear):
+        if isinstance(submodule(rewriter.gm, old), OnednnLinear):
             new = rewriter.node("call_module", old.target, old.args, like=old, before=old)
             rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype, qparams=info(old).qparams)
             rewriter.replace(old, new)
@@ -589,7 +589,7 @@ def with_pass(edit):
 
 @needs_x86
 def test_a_kernel_with_another_name_is_verified(monkeypatch):
-    planted(monkeypatch, Linear, lambda result: result + 3)
+    planted(monkeypatch, OnednnLinear, lambda result: result + 3)
     x = torch.rand(4, 8)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
     with pytest.warns(fxq.FxqWarning, match="x86.linear kernel is wrong"):
@@ -617,7 +617,7 @@ def test_a_kernel_that_a_pass_has_made_is_said_not_to_be_verified():
 @needs_x86
 def test_a_kernel_that_reads_more_than_before_is_refused():
     def read_more(rewriter):
-        node = next(n for n in rewriter.nodes() if isinstance(submodule(rewriter.gm, n), Linear))
+        node = next(n for n in rewriter.nodes() if isinstance(submodule(rewriter.gm, n), OnednnLinear))
         rewriter.update(node, args=(*node.args, next(iter(rewriter.graph.nodes))))
 
     with pytest.raises(fxq.PassError, match="made for 1 inputs and reads 2; a pass behind lower has changed it"):

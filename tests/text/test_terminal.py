@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 import fxq
-from fxq.doctor import Diagnosis, Row
+from fxq.doctor import Diagnosis, LayerCheck
 from fxq.graph.view import GraphView, NodeView
 from fxq.ledger.ledger import Entry, Ledger
 from fxq.picture.diff import diff
@@ -53,7 +53,10 @@ HISTORY = History(
     first_loss="lower",
 )
 DIAGNOSIS = Diagnosis(
-    {"CPU": "some " * 30}, (Row("x86", "conv2d", "right", ("x86.conv",), 1.0, 2.0, "because " * 20),), "x86", "it runs"
+    {"CPU": "some " * 30},
+    (LayerCheck("x86", "conv2d", "right", ("x86.conv",), 1.0, 2.0, "because " * 20),),
+    "x86",
+    "it runs",
 )
 DIFF = diff(HISTORY[0], HISTORY[1])
 PRINTED = [HISTORY, HISTORY[1], DIFF, LEDGER, fxq.Recipe.static().pipeline, DIAGNOSIS]

@@ -11,7 +11,7 @@ from torch import fx
 from fxq.backends import cpu
 from fxq.backends.base import Trap
 from fxq.backends.kernel import is_depthwise
-from fxq.backends.kernel_table import Row
+from fxq.backends.kernel_table import KernelRow
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
@@ -32,13 +32,13 @@ class _Fbgemm:
         return depthwise or not cpu.has_vnni()
 
 
-class Conv(_Fbgemm, packed_conv.Conv):
+class FbgemmConv(_Fbgemm, packed_conv.PackedConv):
     """conv1d, conv2d, conv3d."""
 
     name: ClassVar[str] = "fbgemm.conv"
 
 
-class ConvTranspose(_Fbgemm, packed_conv.ConvTranspose):
+class FbgemmConvTranspose(_Fbgemm, packed_conv.PackedConvTranspose):
     """conv_transpose1d, conv_transpose2d, conv_transpose3d.
 
     In torch 2.13 the shortcut that two dimensions take is wrong, by up to 255 steps: kernels 2 high, stride 1 or 2,
@@ -55,28 +55,28 @@ class ConvTranspose(_Fbgemm, packed_conv.ConvTranspose):
         return "fbgemm's transposed convolution takes one scale for the whole weight"
 
 
-class Linear(_Fbgemm, packed_linear.Linear):
+class FbgemmLinear(_Fbgemm, packed_linear.PackedLinear):
     """A linear layer, into uint8 or float32."""
 
     name: ClassVar[str] = "fbgemm.linear"
     emits_float: ClassVar[bool] = True
 
 
-class Add(packed_linear.Binary):
+class FbgemmAdd(packed_linear.PackedBinary):
     """a + b."""
 
     name: ClassVar[str] = "fbgemm.add"
     op: ClassVar[str] = "add"
 
 
-class Mul(packed_linear.Binary):
+class FbgemmMul(packed_linear.PackedBinary):
     """a * b."""
 
     name: ClassVar[str] = "fbgemm.mul"
     op: ClassVar[str] = "mul"
 
 
-ROWS: dict[str, Row] = table(Conv, ConvTranspose, Linear, Add, Mul)
+ROWS: dict[str, KernelRow] = table(FbgemmConv, FbgemmConvTranspose, FbgemmLinear, FbgemmAdd, FbgemmMul)
 
 
 class Fbgemm(PackedBackend):
@@ -90,7 +90,7 @@ class Fbgemm(PackedBackend):
     name: ClassVar[str] = "fbgemm"
 
     @property
-    def rows(self) -> Mapping[str, Row]:
+    def rows(self) -> Mapping[str, KernelRow]:
         """See `packed_rows.py`."""
         return ROWS
 

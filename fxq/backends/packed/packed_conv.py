@@ -14,7 +14,7 @@ from fxq.backends.plain.converters import dense
 from fxq.quant.qparams import QParams
 
 
-class Conv(PackedKernel):
+class PackedConv(PackedKernel):
     """conv1d, conv2d and conv3d: uint8 in, uint8 out.
 
     Args:
@@ -88,7 +88,7 @@ class Conv(PackedKernel):
         return self._finish(op(as_quint8(x, *self._input), weight, *self._output))
 
 
-class ConvTranspose(PackedKernel):
+class PackedConvTranspose(PackedKernel):
     """Transposed convolution of 1 to 3 dimensions: uint8 in, uint8 out.
 
     Args:

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from fxq.backends.kernel import Kernel
-from fxq.backends.kernel_table import CLAMPS, PLAIN, Operands, Parts, Row, kernel_size_of, never, weighted
+from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, Operands, Parts, kernel_size_of, never, weighted
 from fxq.backends.lowering import RowBackend
-from fxq.backends.packed.packed_conv import Conv, ConvTranspose
-from fxq.backends.packed.packed_linear import Binary, Linear
+from fxq.backends.packed.packed_conv import PackedConv, PackedConvTranspose
+from fxq.backends.packed.packed_linear import PackedBinary, PackedLinear
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.errors import BackendError
 from fxq.ops.table import Op
@@ -27,7 +27,7 @@ class PackedBackend(RowBackend):
 
     @property
     @abstractmethod
-    def rows(self) -> Mapping[str, Row]:
+    def rows(self) -> Mapping[str, KernelRow]:
         """The table."""
 
     def check_machine(self) -> None:
@@ -45,8 +45,12 @@ class PackedBackend(RowBackend):
 
 
 def table(
-    conv: type[Conv], transpose: type[ConvTranspose], linear: type[Linear], add: type[Binary], mul: type[Binary]
-) -> dict[str, Row]:
+    conv: type[PackedConv],
+    transpose: type[PackedConvTranspose],
+    linear: type[PackedLinear],
+    add: type[PackedBinary],
+    mul: type[PackedBinary],
+) -> dict[str, KernelRow]:
     """The rows of an engine, from its kernels."""
 
     def conv_refuses(parts: Parts, node: fx.Node) -> str | None:
@@ -66,7 +70,7 @@ def table(
     def make_linear(parts: Parts, operands: Operands) -> Kernel:
         return linear(*weighted(operands), post=parts.post)
 
-    def binary(kernel: type[Binary]) -> Any:
+    def binary(kernel: type[PackedBinary]) -> Any:
         def make(parts: Parts, operands: Operands) -> Kernel:
             if operands.out is None:
                 raise BackendError("its result is wanted in float")
@@ -74,8 +78,8 @@ def table(
 
         return make
 
-    convolution = Row(make_conv, conv_refuses, CLAMPS, emits_float=False)
-    transposed = Row(make_transpose, transpose_refuses, CLAMPS, emits_float=False)
+    convolution = KernelRow(make_conv, conv_refuses, CLAMPS, emits_float=False)
+    transposed = KernelRow(make_transpose, transpose_refuses, CLAMPS, emits_float=False)
     return {
         **PLAIN,
         "conv1d": convolution,
@@ -84,7 +88,7 @@ def table(
         "conv_transpose1d": transposed,
         "conv_transpose2d": transposed,
         "conv_transpose3d": transposed,
-        "linear": Row(make_linear, never, CLAMPS, emits_float=linear.emits_float),
-        "add": Row(binary(add), never, CLAMPS, emits_float=False),
-        "mul": Row(binary(mul), never, CLAMPS, emits_float=False),
+        "linear": KernelRow(make_linear, never, CLAMPS, emits_float=linear.emits_float),
+        "add": KernelRow(binary(add), never, CLAMPS, emits_float=False),
+        "mul": KernelRow(binary(mul), never, CLAMPS, emits_float=False),
     }

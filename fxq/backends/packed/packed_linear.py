@@ -14,7 +14,7 @@ from fxq.backends.plain.converters import dense, dequantize
 from fxq.quant.qparams import QParams
 
 
-class Linear(PackedKernel):
+class PackedLinear(PackedKernel):
     """Linear layer over the last dimension: uint8 in, uint8 out, or float32 where the engine has it.
 
     Args:
@@ -80,7 +80,7 @@ class Linear(PackedKernel):
         return y if self.post is None else y.clamp_(*bounds(self.post))  # type: ignore[misc]
 
 
-class Binary(Kernel):
+class PackedBinary(Kernel):
     """a + b or a * b, uint8 on two grids, broadcast.
 
     The engine does not matter: where qnnpack is selected, PyTorch's sum of equal shapes is qnnpack's.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from fxq.backends.base import Trap
-from fxq.backends.kernel_table import Row
+from fxq.backends.kernel_table import KernelRow
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
@@ -22,13 +22,13 @@ class _Qnnpack:
     sums_bias: ClassVar[bool] = True
 
 
-class Conv(_Qnnpack, packed_conv.Conv):
+class QnnpackConv(_Qnnpack, packed_conv.PackedConv):
     """conv1d, conv2d, conv3d."""
 
     name: ClassVar[str] = "qnnpack.conv"
 
 
-class ConvTranspose(_Qnnpack, packed_conv.ConvTranspose):
+class QnnpackConvTranspose(_Qnnpack, packed_conv.PackedConvTranspose):
     """conv_transpose1d, conv_transpose2d."""
 
     name: ClassVar[str] = "qnnpack.conv_transpose"
@@ -44,27 +44,27 @@ class ConvTranspose(_Qnnpack, packed_conv.ConvTranspose):
         return "qnnpack's grouped transposed convolution takes one scale for the whole weight" if groups > 1 else None
 
 
-class Linear(_Qnnpack, packed_linear.Linear):
+class QnnpackLinear(_Qnnpack, packed_linear.PackedLinear):
     """A linear layer."""
 
     name: ClassVar[str] = "qnnpack.linear"
 
 
-class Add(packed_linear.Binary):
+class QnnpackAdd(packed_linear.PackedBinary):
     """a + b."""
 
     name: ClassVar[str] = "qnnpack.add"
     op: ClassVar[str] = "add"
 
 
-class Mul(packed_linear.Binary):
+class QnnpackMul(packed_linear.PackedBinary):
     """a * b."""
 
     name: ClassVar[str] = "qnnpack.mul"
     op: ClassVar[str] = "mul"
 
 
-ROWS: dict[str, Row] = table(Conv, ConvTranspose, Linear, Add, Mul)
+ROWS: dict[str, KernelRow] = table(QnnpackConv, QnnpackConvTranspose, QnnpackLinear, QnnpackAdd, QnnpackMul)
 
 
 class Qnnpack(PackedBackend):
@@ -73,7 +73,7 @@ class Qnnpack(PackedBackend):
     name: ClassVar[str] = "qnnpack"
 
     @property
-    def rows(self) -> Mapping[str, Row]:
+    def rows(self) -> Mapping[str, KernelRow]:
         """See `packed_rows.py`."""
         return ROWS
 

@@ -19,7 +19,7 @@ _PAIRS = 32768
 """From this number of elements on, a table over pairs of bytes is faster than one over bytes."""
 
 
-class Table(Kernel):
+class Lookup(Kernel):
     """Any elementwise function of one uint8 tensor: what it gives for each of the 256 integers, looked up.
 
     Exactly `quantize(function(dequantize(x)))`. Measured against that (AVX512-VNNI, one thread, us; the function is a
@@ -62,7 +62,7 @@ class Table(Kernel):
     @classmethod
     def of(
         cls, function: Callable[[Tensor], Tensor], name: str, x: QParams, out: QParams | None, channels: int = 0
-    ) -> Table:
+    ) -> Lookup:
         """The table of a float function.
 
         Args:

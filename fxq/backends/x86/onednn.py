@@ -76,7 +76,7 @@ def check_overflow(name: str, x: QParams, weight: Tensor, depthwise: bool = Fals
         refuse(name, overflow_refused(x, weight))
 
 
-class Packed(NamedTuple):
+class PackedWeight(NamedTuple):
     """A weight in oneDNN's layout, with what goes with it."""
 
     weight: Tensor

@@ -13,7 +13,7 @@ from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.binary import is_gate
 from fxq.backends.plain.converters import WHOLE, dense
 from fxq.backends.x86.onednn import epilogue, target
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
 
 _onednn = torch.ops.onednn
@@ -21,7 +21,7 @@ _SUM, _SUM_INPLACE, _GATE = 65536, 32768, 65536
 """From how many elements on (of one sample, for a gate) a convolution is the faster way."""
 
 
-class Add(arithmetic.Add):
+class OnednnAdd(arithmetic.Add):
     """a + b or a - b, uint8 with two different grids; a large one through a convolution that only adds.
 
     An identity depthwise 1 x 1 convolution of one with the other as its residual. Measured (AVX512-VNNI, one thread,
@@ -66,7 +66,7 @@ class Add(arithmetic.Add):
         # Which channel an element belongs to is of no importance: take as many channels as fill a vector register.
         channels = next(c for c in (self._channels, 32, 16, 8, 4, 2, 1) if a.numel() % c == 0)
         key = channels, overwrites
-        conv: Conv = self._kept(key, lambda: self._conv(channels, overwrites))
+        conv: OnednnConv = self._kept(key, lambda: self._conv(channels, overwrites))
         swaps = self.sign != 1
         (n, *rest), is_image = a.shape, a.dim() == 4
         run = conv.bind(*(_as_image(x, channels) for x in ((b, a) if swaps else (a, b))))
@@ -78,13 +78,13 @@ class Add(arithmetic.Add):
 
         return summed
 
-    def _conv(self, channels: int, inplace: bool) -> Conv:
+    def _conv(self, channels: int, inplace: bool) -> OnednnConv:
         """The convolution of the operand with the sign, with the other as its residual."""
         one = torch.full((channels, 1, 1, 1), self.sign, dtype=torch.int8, device="cpu")
         unit = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
         x, residual = (self.a, self.b) if self.sign == 1 else (self.b, self.a)
         options: dict[str, Any] = {"groups": channels, "post": self.post, "residual": residual, "inplace": inplace}
-        return Conv(one, unit, None, x, self.out, **options)
+        return OnednnConv(one, unit, None, x, self.out, **options)
 
 
 def _as_image(x: Tensor, channels: int) -> Tensor:
@@ -93,7 +93,7 @@ def _as_image(x: Tensor, channels: int) -> Tensor:
     return x.view(1, 1, -1, channels).permute(0, 3, 1, 2)
 
 
-class Mul(arithmetic.Mul):
+class OnednnMul(arithmetic.Mul):
     """a * b, broadcast; a large image times a value per channel through a convolution with that value as its scale.
 
     The weights are ones, so they are packed once; scale and bias are arguments of the kernel. Measured (AVX512-VNNI,

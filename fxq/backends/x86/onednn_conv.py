@@ -31,7 +31,7 @@ from fxq.backends.kernel import (
 from fxq.backends.plain.converters import is_image
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.conv_shape import Geometry, geometry
-from fxq.backends.x86.onednn import Packed, check_image, check_overflow, epilogue, target
+from fxq.backends.x86.onednn import PackedWeight, check_image, check_overflow, epilogue, target
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
 
@@ -40,7 +40,7 @@ PACKED = 4
 """Sizes of images that a weight is packed for."""
 
 
-class Plan(NamedTuple):
+class ConvPlan(NamedTuple):
     """How a convolution runs for one input shape.
 
     Attributes:
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
     run: Callable[..., Tensor]
 
 
-class Conv(WeightedKernel):
+class OnednnConv(WeightedKernel):
     """conv1d and conv2d: uint8 in, uint8 or float32 out, channels-last out.
 
     The kernel is told that the input's zero point is 0: it is folded into the bias, and unless it
@@ -188,7 +188,7 @@ class Conv(WeightedKernel):
         ]
         return first_reason(reasons)
 
-    def _plan(self, shape: torch.Size) -> Plan:
+    def _plan(self, shape: torch.Size) -> ConvPlan:
         """The plan for inputs of `shape` (N, C, H, W)."""
         check_image(self.name, shape, 2, self.weight.shape[1] * self.groups)
         found = geometry(
@@ -205,7 +205,7 @@ class Conv(WeightedKernel):
         run = self._epilogue.behind(self._prelu(calls, found.shape) if self._doubles else calls[0])
         if any(found.pad):
             run = _padded(run, Padding(shape, found.pad, self.x.z))
-        return Plan(found.shape, run)
+        return ConvPlan(found.shape, run)
 
     def _call(self, form: tuple[Tensor, Tensor, Tensor], found: Geometry, which: int) -> Callable[..., Tensor]:
         """oneDNN's convolution with the weight, scale and bias of one of the forms."""
@@ -247,7 +247,7 @@ class Conv(WeightedKernel):
         half = all(p <= (d * (k - 1) + 1) // 2 for p, k, d in zip(self.padding, kernel, self.dilation, strict=True))
         return self.x.z == 0 and half and (self.groups == 1 or is_depthwise(self.weight.shape, self.groups))
 
-    def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, found: Geometry, which: int) -> Packed:
+    def _pack(self, weight: Tensor, scale: Tensor, bias: Tensor, found: Geometry, which: int) -> PackedWeight:
         """The weight packed for images of this size or, behind the first few sizes, of the nearest of those.
 
         oneDNN takes any, and lays a weight out again at every call where it wants it otherwise. That is rare, and much
@@ -263,7 +263,7 @@ class Conv(WeightedKernel):
                 packs[image] = _onednn.qconv_prepack(weight, scale, self.x.s, 0, *found.arguments, found.image)
             else:
                 image = min(list(packs), key=lambda known: abs(math.prod(known) - math.prod(found.image)))
-        return Packed(packs[image], scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), bias)
+        return PackedWeight(packs[image], scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), bias)
 
     def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: channels-last images go straight to oneDNN."""
@@ -288,9 +288,9 @@ class Conv(WeightedKernel):
         y = y if dims == 2 else y.squeeze(2)
         return y if batched else y.squeeze(0)
 
-    def _planned(self, shape: torch.Size) -> Plan:
+    def _planned(self, shape: torch.Size) -> ConvPlan:
         """The plan for images of a shape."""
-        plan: Plan = self._kept_for((shape, torch.get_num_threads()), lambda: self._plan(shape))
+        plan: ConvPlan = self._kept_for((shape, torch.get_num_threads()), lambda: self._plan(shape))
         return plan
 
     def _prelu(self, calls: list[Callable[..., Tensor]], shape: torch.Size) -> Callable[..., Tensor]:

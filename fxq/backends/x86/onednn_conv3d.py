@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxq.backends.kernel import Post, WeightedKernel, padding_refused, pair, refuse
 from fxq.backends.x86.onednn import check_image
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
 
@@ -80,15 +80,15 @@ class Conv3d(WeightedKernel):
         post: Post | None = None,
     ) -> str | None:
         """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
-        return padding_refused(padding, padding_mode, kernel_size, dilation) or Conv.refuses(post=post)
+        return padding_refused(padding, padding_mode, kernel_size, dilation) or OnednnConv.refuses(post=post)
 
-    def _conv(self) -> Conv:
+    def _conv(self) -> OnednnConv:
         """The convolution; its input channels are (channel, tap of the depth)."""
         weight = self.weight.flatten(1, 2)
         axis = 0 if self.weight_scale.dim() else None
         zero = self.weight_scale.new_zeros(self.weight_scale.shape).int()
         qparams = QParams(self.weight_scale, zero, -128, 127, weight.dtype, axis)
-        return Conv(
+        return OnednnConv(
             weight, qparams, self.bias, self.x, self.out, stride=self.stride[1:], padding=self.padding[1:],
             dilation=self.dilation[1:], groups=self.groups, post=self.post, slope=self.slope,
         )  # fmt: skip

@@ -19,14 +19,14 @@ from fxq.backends.kernel import (
     refuse,
     weight_refused,
 )
-from fxq.backends.x86.onednn import Packed, check_overflow, epilogue, target
+from fxq.backends.x86.onednn import PackedWeight, check_overflow, epilogue, target
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
 
 _onednn = torch.ops.onednn
 
 
-class Linear(WeightedKernel):
+class OnednnLinear(WeightedKernel):
     """Linear layer over the last dimension: uint8 in, uint8 or float32 out, any leading dimensions.
 
     One row that becomes floats, as behind a network that sees one picture, is an integer matrix product with the scales
@@ -107,10 +107,10 @@ class Linear(WeightedKernel):
         ]
         return first_reason(reasons)
 
-    def _pack(self) -> Packed:
+    def _pack(self) -> PackedWeight:
         scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()
         packed = _onednn.qlinear_prepack(self.weight, None)  # a shape makes no difference in time
-        return Packed(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), self.bias)
+        return PackedWeight(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), self.bias)
 
     def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: which of the two ways it goes is decided, and the weights are packed."""
@@ -149,7 +149,7 @@ class Linear(WeightedKernel):
                 return y if is_row else y.view(*x.shape[:-1], -1)
 
             return multiply
-        packed: Packed = self._kept("", self._pack)
+        packed: PackedWeight = self._kept("", self._pack)
         if self.residual is not None:
             return self._epilogue.behind(lambda x, residual: self._add(x, residual, packed))
         op, rest = _onednn.qlinear_pointwise.default, (*self._input, *packed, *self._output, *self._epilogue[:3])
@@ -162,7 +162,7 @@ class Linear(WeightedKernel):
         bias = -shift if self.bias is None else self.bias.double() - shift
         return self.weight.t(), scale.float(), bias.float()
 
-    def _add(self, x: Tensor, residual: Tensor | None, packed: Packed) -> Tensor:
+    def _add(self, x: Tensor, residual: Tensor | None, packed: PackedWeight) -> Tensor:
         """The layer with a residual."""
         *weight, bias = packed
         shape = (*x.shape[:-1], self.weight.shape[0])

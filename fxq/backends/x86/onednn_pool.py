@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxq.backends.kernel import Kernel, activation_refused, first_reason, pair, refuse
 from fxq.backends.plain.converters import dequantize, quantize
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
 
 
@@ -69,12 +69,12 @@ class AvgPool2d(Kernel):
         ]
         return first_reason(reasons)
 
-    def _conv(self, channels: int) -> Conv:
+    def _conv(self, channels: int) -> OnednnConv:
         ones = torch.ones(channels, 1, *self.kernel_size, dtype=torch.int8, device="cpu")
         scale = 1.0 / ones[0, 0].numel()
         options: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "groups": channels}
         qparams = QParams.per_tensor(scale, 0, -128, 127, torch.int8)
-        return Conv(ones, qparams, None, self.x, self.out, **options)
+        return OnednnConv(ones, qparams, None, self.x, self.out, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L) -> `out`'s grid or float32, channels-last."""
@@ -84,9 +84,9 @@ class AvgPool2d(Kernel):
         """As in `Bindable`: the convolution, bound."""
         return self._conv_for(x).bind(x)
 
-    def _conv_for(self, x: Tensor) -> Conv:
+    def _conv_for(self, x: Tensor) -> OnednnConv:
         channels = x.shape[-1 - self.dims]
-        conv: Conv = self._kept(channels, lambda: self._conv(channels))
+        conv: OnednnConv = self._kept(channels, lambda: self._conv(channels))
         return conv
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxq.backends.kernel import Kernel, activation_refused, first_reason, refuse
 from fxq.backends.x86.onednn import check_image
-from fxq.backends.x86.onednn_binary import Mul
+from fxq.backends.x86.onednn_binary import OnednnMul
 from fxq.quant.qparams import QParams
 
 _INPLACE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -77,7 +77,7 @@ class Excite(Kernel):
             self.register_buffer(f"{name}_scale", scale.detach().to(torch.float32))
             self.register_buffer(f"{name}_bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
         self.x, self.out, self.function, self.gate = x, out, function, gate
-        self._product = None if out is None else Mul(x, _UNIT, out)
+        self._product = None if out is None else OnednnMul(x, _UNIT, out)
 
     @classmethod
     def refuses(cls, *, x: QParams | None = None, out: QParams | None = None) -> str | None:

@@ -20,7 +20,7 @@ from fxq.backends.kernel import (
     weight_refused,
 )
 from fxq.backends.x86.onednn import check_image, check_overflow
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
 
@@ -133,7 +133,7 @@ class ConvTranspose2d(WeightedKernel):
         reasons = [
             f"{dims}-d transposed convolution has no kernel" if dims != 2 else None,
             "dilated transposed convolution has no kernel" if any(d != 1 for d in pair(dilation, dims)) else None,
-            post_refused(post, Conv.posts, residual=False),
+            post_refused(post, OnednnConv.posts, residual=False),
             slope_refused(slope),
             weight_refused(weight, cls.channel_axis),
             activation_refused("the input", x),
@@ -145,7 +145,7 @@ class ConvTranspose2d(WeightedKernel):
         sizes = self.weight.shape[2:], self.stride, self.padding, self.output_padding
         return [taps(*axis) for axis in zip(*sizes, strict=True)]
 
-    def _conv(self) -> Conv:
+    def _conv(self) -> OnednnConv:
         """The convolution; its channels are (group, phase in height, phase in width, channel of the group)."""
         weight, plan = self.weight, self._plan()
         for axis, (tap, stride, padding) in enumerate(zip(plan, self.stride, self.padding, strict=True), start=2):
@@ -160,7 +160,7 @@ class ConvTranspose2d(WeightedKernel):
         bias = None if self.bias is None else _per_phase(self.bias, *repeat)
         slope = self.slope if self.slope is None or len(self.slope) == 1 else _per_phase(self.slope, *repeat)
         pad = [tap.pad for tap in plan]
-        return Conv(
+        return OnednnConv(
             weight, qparams, bias, self.x, self.out, padding=pad, groups=self.groups, post=self.post, slope=slope
         )  # fmt: skip
 

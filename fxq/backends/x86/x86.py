@@ -15,7 +15,7 @@ from torch import fx
 from fxq.backends import cpu
 from fxq.backends.base import Trap
 from fxq.backends.kernel import is_depthwise
-from fxq.backends.kernel_table import Row
+from fxq.backends.kernel_table import KernelRow
 from fxq.backends.lowering import RowBackend
 from fxq.backends.x86.onednn import adds_in_int16
 from fxq.backends.x86.x86_kernels import ROWS
@@ -53,7 +53,7 @@ class X86(RowBackend):
         return (Trap("onednn::qadd, values above 127", "sums run in other kernels", _qadd_is_right),)
 
     @property
-    def rows(self) -> Mapping[str, Row]:
+    def rows(self) -> Mapping[str, KernelRow]:
         """See `x86_rows.py`."""
         return ROWS
 

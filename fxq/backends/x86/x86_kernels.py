@@ -12,9 +12,9 @@ from fxq.backends.kernel_table import (
     CLAMPS,
     LOOKED_UP,
     PLAIN,
+    KernelRow,
     Operands,
     Parts,
-    Row,
     global_mean,
     kernel_size_of,
     looked_up,
@@ -24,10 +24,10 @@ from fxq.backends.kernel_table import (
     weighted,
 )
 from fxq.backends.whole_units import EXCITE
-from fxq.backends.x86.onednn_binary import Add, Mul
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_binary import OnednnAdd, OnednnMul
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
-from fxq.backends.x86.onednn_linear import Linear
+from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86.squeeze_excite import Excite
 from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
@@ -38,7 +38,7 @@ from fxq.quant.qparams import QParams
 
 def _conv_refuses(parts: Parts, node: fx.Node) -> str | None:
     options = parts.first.options
-    return Conv.refuses(
+    return OnednnConv.refuses(
         kernel_size=kernel_size_of(parts), padding=options["padding"], padding_mode=options["padding_mode"],
         dilation=options["dilation"], post=parts.post, residual=parts.residual is not None,
     )  # fmt: skip
@@ -46,15 +46,15 @@ def _conv_refuses(parts: Parts, node: fx.Node) -> str | None:
 
 def _conv(parts: Parts, operands: Operands) -> Kernel:
     options = {k: v for k, v in parts.first.options.items() if k != "padding_mode"}
-    return Conv(*weighted(operands), **options, post=parts.post, residual=second(operands), slope=operands.slope)
+    return OnednnConv(*weighted(operands), **options, post=parts.post, residual=second(operands), slope=operands.slope)
 
 
 def _linear_refuses(parts: Parts, node: fx.Node) -> str | None:
-    return Linear.refuses(post=parts.post, residual=parts.residual is not None)
+    return OnednnLinear.refuses(post=parts.post, residual=parts.residual is not None)
 
 
 def _linear(parts: Parts, operands: Operands) -> Kernel:
-    return Linear(*weighted(operands), post=parts.post, residual=second(operands))
+    return OnednnLinear(*weighted(operands), post=parts.post, residual=second(operands))
 
 
 def _transpose_refuses(parts: Parts, node: fx.Node) -> str | None:
@@ -111,7 +111,7 @@ def _batch_norm(parts: Parts, operands: Operands) -> Kernel:
     weight = torch.ones(shape[1], *[1] * (len(shape) - 1), dtype=torch.int8, device="cpu")
     qparams = QParams(scale.float(), torch.zeros(shape[1], dtype=torch.int32, device="cpu"), -128, 127, torch.int8, 0)
     shift = (beta.double() - mean * scale).float()
-    return Conv(weight, qparams, shift, operands.grids[0], operands.out, groups=shape[1], post=parts.post)
+    return OnednnConv(weight, qparams, shift, operands.grids[0], operands.out, groups=shape[1], post=parts.post)
 
 
 AFFINE = 65536
@@ -139,16 +139,16 @@ def _adaptive(parts: Parts, operands: Operands) -> Kernel:
 
 
 def _of_two_refuses(parts: Parts, node: fx.Node) -> str | None:
-    return Add.refuses(post=parts.post)
+    return OnednnAdd.refuses(post=parts.post)
 
 
 def _add(parts: Parts, operands: Operands) -> Kernel:
     sign = -1 if parts.first.op.name == "sub" else 1
-    return Add(operands.grids[0], operands.grids[-1], wanted(operands), post=parts.post, sign=sign)
+    return OnednnAdd(operands.grids[0], operands.grids[-1], wanted(operands), post=parts.post, sign=sign)
 
 
 def _mul(parts: Parts, operands: Operands) -> Kernel:
-    return Mul(operands.grids[0], operands.grids[-1], wanted(operands), post=parts.post)
+    return OnednnMul(operands.grids[0], operands.grids[-1], wanted(operands), post=parts.post)
 
 
 def _excite(parts: Parts, operands: Operands) -> Kernel:
@@ -162,21 +162,21 @@ def _excite(parts: Parts, operands: Operands) -> Kernel:
     return Excite(**tensors, x=operands.grids[0], out=operands.out, function=function, gate=gate)  # type: ignore[arg-type]
 
 
-_CONV_ROW = Row(_conv, _conv_refuses, Conv.posts, adds=True, twice=Conv.twice)
-ROWS: dict[str, Row] = {
+_CONV_ROW = KernelRow(_conv, _conv_refuses, OnednnConv.posts, adds=True, twice=OnednnConv.twice)
+ROWS: dict[str, KernelRow] = {
     **PLAIN,
     "conv1d": _CONV_ROW,
     "conv2d": _CONV_ROW,
-    "linear": Row(_linear, _linear_refuses, Linear.posts, adds=True),
-    "conv_transpose2d": Row(_transpose, _transpose_refuses, Conv.posts, twice=Conv.twice),
-    "conv_transpose1d": Row(_transpose1d, _transpose1d_refuses, Conv.posts, twice=Conv.twice),
-    "conv3d": Row(_conv3d, _conv3d_refuses, Conv.posts, twice=Conv.twice),
-    "batch_norm": Row(_batch_norm, LOOKED_UP.refuses, CLAMPS),
-    "avg_pool1d": Row(_avg_pool, _avg_pool_refuses),
-    "avg_pool2d": Row(_avg_pool, _avg_pool_refuses),
-    "adaptive_avg_pool2d": Row(_adaptive, never),
-    "add": Row(_add, _of_two_refuses, CLAMPS),
-    "sub": Row(_add, _of_two_refuses, CLAMPS),
-    "mul": Row(_mul, _of_two_refuses, CLAMPS),
-    EXCITE: Row(_excite, never),
+    "linear": KernelRow(_linear, _linear_refuses, OnednnLinear.posts, adds=True),
+    "conv_transpose2d": KernelRow(_transpose, _transpose_refuses, OnednnConv.posts, twice=OnednnConv.twice),
+    "conv_transpose1d": KernelRow(_transpose1d, _transpose1d_refuses, OnednnConv.posts, twice=OnednnConv.twice),
+    "conv3d": KernelRow(_conv3d, _conv3d_refuses, OnednnConv.posts, twice=OnednnConv.twice),
+    "batch_norm": KernelRow(_batch_norm, LOOKED_UP.refuses, CLAMPS),
+    "avg_pool1d": KernelRow(_avg_pool, _avg_pool_refuses),
+    "avg_pool2d": KernelRow(_avg_pool, _avg_pool_refuses),
+    "adaptive_avg_pool2d": KernelRow(_adaptive, never),
+    "add": KernelRow(_add, _of_two_refuses, CLAMPS),
+    "sub": KernelRow(_add, _of_two_refuses, CLAMPS),
+    "mul": KernelRow(_mul, _of_two_refuses, CLAMPS),
+    EXCITE: KernelRow(_excite, never),
 }

@@ -158,12 +158,12 @@ def test_linear_into_float(engine):
     q, qp, w = weight(24, 16)
     if engine == "qnnpack":
         with pytest.raises(BackendError, match="wanted in float32"):
-            qnnpack.Linear(q, qp, bias, x, None)
+            qnnpack.QnnpackLinear(q, qp, bias, x, None)
         return
     image = integers(x, 3, 5, 16)
     for post, function in ((None, lambda y: y), POSTS["relu"], POSTS["hardtanh"]):
         agree(
-            fbgemm.Linear(q, qp, bias, x, None, post=post)(image),
+            fbgemm.FbgemmLinear(q, qp, bias, x, None, post=post)(image),
             function(F.linear(real(image, x), w, bias.double())),
             None,
         )
@@ -295,7 +295,7 @@ def test_depthwise_convolutions_give_up_a_bit_on_fbgemm(engine, narrow):
     with quiet():
         quantized = fxq.quantize(model, replace(static(engine), narrow=narrow), data=[x])
     assert kinds(quantized) == ["cpu.quantize", *[f"{engine}.conv"] * 3, "cpu.dequantize"]
-    grids = [module.x.qmax for module in quantized.modules() if isinstance(module, packed_conv.Conv)]
+    grids = [module.x.qmax for module in quantized.modules() if isinstance(module, packed_conv.PackedConv)]
     weights = [int(layer.weight.abs().max()) for layer in quantized.qparams().values()]
     overflows = [engine == "fbgemm" and (depthwise or not cpu.has_vnni()) for depthwise in (False, True, False)]
     assert grids == [127 if narrow == "activations" and over else 255 for over in overflows]

@@ -23,8 +23,8 @@ from tests.machine import no_warnings
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 POSTS = {None: lambda y: y, Post("relu"): F.relu, Post("hardtanh", (-0.4, 3.1)): lambda y: y.clamp(-0.4, 3.1)}
-ADDS = arithmetic.Add, x86_elementwise.Add
-MULS = arithmetic.Mul, x86_elementwise.Mul
+ADDS = arithmetic.Add, x86_elementwise.OnednnAdd
+MULS = arithmetic.Mul, x86_elementwise.OnednnMul
 # Products have scales of their own; no multiple of theirs is a tie on these grids.
 PRODUCTS = [QParams.per_tensor(0.0287, 101), QParams.per_tensor(0.0511, 33, 7, 127)]
 
@@ -97,11 +97,11 @@ def test_large(shape, monkeypatch):
 
 def test_one_tensor_twice_and_overwritten():
     a, b = bytes_(2, 8, 9, 7), bytes_(2, 8, 9, 7)
-    agree(x86_elementwise.Add(BYTE, BYTE, OUTS[0])(a, a), 2 * real(a, BYTE), OUTS[0])
-    agree(x86_elementwise.Mul(BYTE, BYTE, PRODUCTS[0])(a, a), real(a, BYTE) ** 2, PRODUCTS[0])
+    agree(x86_elementwise.OnednnAdd(BYTE, BYTE, OUTS[0])(a, a), 2 * real(a, BYTE), OUTS[0])
+    agree(x86_elementwise.OnednnMul(BYTE, BYTE, PRODUCTS[0])(a, a), real(a, BYTE) ** 2, PRODUCTS[0])
     for sign in (1, -1):
         y = real(a, BYTE) + sign * real(b, RESIDUAL)
-        kernel = x86_elementwise.Add(BYTE, RESIDUAL, OUTS[0], sign=sign, inplace=True)
+        kernel = x86_elementwise.OnednnAdd(BYTE, RESIDUAL, OUTS[0], sign=sign, inplace=True)
         agree(kernel(a.clone(), b.clone()), y, OUTS[0])
 
 
@@ -140,5 +140,5 @@ def test_through_the_pipeline(forward):
     layers = {"first": nn.Conv2d(3, 8, 3), "gate": nn.Conv2d(8, 8, 1), "last": nn.Conv2d(8, 4, 3)}
     model, x = module(forward, **layers), torch.randn(2, 3, 20, 20)
     quantized = fxq.quantize(model, fxq.Recipe.static(backend="x86").with_optimize("coverage"), data=[x])
-    assert any(isinstance(m, x86_elementwise.Mul) for m in quantized.modules())
+    assert any(isinstance(m, x86_elementwise.OnednnMul) for m in quantized.modules())
     assert sqnr(model(x), quantized(x)) > 25

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.plain.lookup import Table
+from fxq.backends.plain.lookup import Lookup
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
@@ -50,25 +50,25 @@ def by_definition(function, q, x: QParams, out: QParams | None):
 def test_all_integers_on_any_grid(data):
     name = data.draw(st.sampled_from(sorted(FUNCTIONS)))
     x, out = grid(data.draw), data.draw(st.sampled_from([None, "grid"])) and grid(data.draw)
-    table = Table.of(FUNCTIONS[name], name, x, out)
+    table = Lookup.of(FUNCTIONS[name], name, x, out)
     q = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(table(q), by_definition(FUNCTIONS[name], q, x, out))
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 1000, 32768, 40001, 300_003])
 def test_any_size(size):
-    table, q = Table.of(torch.sigmoid, "sigmoid", BYTE, OUTS[0]), bytes_(size + 3)
+    table, q = Lookup.of(torch.sigmoid, "sigmoid", BYTE, OUTS[0]), bytes_(size + 3)
     for start in (0, 1, 3):  # a table over pairs reads from even places only
         part = q[start : start + size]
         assert torch.equal(table(part), by_definition(torch.sigmoid, part, BYTE, OUTS[0]))
-    real = Table.of(torch.sigmoid, "sigmoid", BYTE, None)
+    real = Lookup.of(torch.sigmoid, "sigmoid", BYTE, None)
     # PyTorch's sigmoid differs in the last bit between the vector and the rest of a tensor.
     torch.testing.assert_close(real(q), torch.sigmoid((q.float() - BYTE.z) * BYTE.scale), rtol=1e-6, atol=0)
 
 
 def test_layouts():
-    table, slope = Table.of(F.gelu, "gelu", BYTE, OUTS[1]), torch.rand(6) * 3 - 1
-    each = Table.of(lambda x: F.prelu(x, slope), "prelu", BYTE, OUTS[1], channels=6)
+    table, slope = Lookup.of(F.gelu, "gelu", BYTE, OUTS[1]), torch.rand(6) * 3 - 1
+    each = Lookup.of(lambda x: F.prelu(x, slope), "prelu", BYTE, OUTS[1], channels=6)
     for n in (0, 1, 3):
         q = bytes_(n, 6, 9, 7)
         views = [q, q.contiguous(memory_format=torch.channels_last), bytes_(n, 12, 9, 7)[:, ::2], q[..., 0, 0]]
@@ -86,16 +86,16 @@ def test_layouts():
 
 def test_refusals():
     signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
-    assert Table.refuses(x=signed) and Table.refuses(x=BYTE, out=signed) and Table.refuses(x=BYTE, out=BYTE) is None
+    assert Lookup.refuses(x=signed) and Lookup.refuses(x=BYTE, out=signed) and Lookup.refuses(x=BYTE, out=BYTE) is None
     with pytest.raises(BackendError, match="NaN"):
-        Table.of(torch.log, "log", BYTE, OUTS[0])
+        Lookup.of(torch.log, "log", BYTE, OUTS[0])
     zero_to = QParams.per_tensor(0.1, 0, 0, 127)
-    assert Table.of(torch.sqrt, "sqrt", QParams.per_tensor(0.1, 20, 20, 255), zero_to)(bytes_(9)).shape == (9,)
+    assert Lookup.of(torch.sqrt, "sqrt", QParams.per_tensor(0.1, 20, 20, 255), zero_to)(bytes_(9)).shape == (9,)
     with pytest.raises(BackendError, match="turns"):
-        Table.of(lambda x: x.sum(), "sum", BYTE, OUTS[0])
+        Lookup.of(lambda x: x.sum(), "sum", BYTE, OUTS[0])
     with pytest.raises(BackendError, match="a table is"):
-        Table(torch.zeros(256), "sigmoid", BYTE, OUTS[0])
-    each = Table.of(lambda x: x, "identity", BYTE, BYTE, channels=3)
+        Lookup(torch.zeros(256), "sigmoid", BYTE, OUTS[0])
+    each = Lookup.of(lambda x: x, "identity", BYTE, BYTE, channels=3)
     with pytest.raises(BackendError, match="3 channels"):
         each(bytes_(1, 4, 2, 2))
 
@@ -121,7 +121,7 @@ def test_functions_between_layers(name):
     model = module(lambda m, x: m.last(MIDDLES[name](m.first(x) + m.other(x))), **layers())
     x = torch.randn(2, 3, 10, 10)
     quantized = fxq.quantize(model, RECIPE, data=[x])
-    assert [m.function for m in quantized.modules() if isinstance(m, Table)] != []
+    assert [m.function for m in quantized.modules() if isinstance(m, Lookup)] != []
     assert sqnr(model(x), quantized(x)) > 22
 
 
@@ -139,7 +139,7 @@ def test_constants_per_channel(op, shape):
 
     model, x = module(forward, constant=constant, **layers()), torch.randn(2, 3, 10, 10)
     quantized = fxq.quantize(model, RECIPE, data=[x])
-    assert [tuple(m.table.shape) for m in quantized.modules() if isinstance(m, Table)] == [(8, 256)]
+    assert [tuple(m.table.shape) for m in quantized.modules() if isinstance(m, Lookup)] == [(8, 256)]
     assert sqnr(model(x), quantized(x)) > 22
 
 
@@ -147,4 +147,4 @@ def test_constants_per_channel(op, shape):
 def test_constants_along_other_axes_stay_in_float():
     model = module(lambda m, x: m.last((m.first(x) + m.other(x)) * m.row), row=torch.rand(8) + 0.2, **layers())
     quantized = fxq.quantize(model, RECIPE, data=[torch.randn(2, 3, 10, 10)])
-    assert not any(isinstance(m, Table) for m in quantized.modules())
+    assert not any(isinstance(m, Lookup) for m in quantized.modules())

@@ -14,10 +14,10 @@ from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.converters import dequantize, prelu_quantize, quantize
 from fxq.backends.plain.pool import MaxPool2d, Mean
 from fxq.backends.x86 import onednn_conv as x86_conv
-from fxq.backends.x86.onednn_binary import Add
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_binary import OnednnAdd
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
-from fxq.backends.x86.onednn_linear import Linear
+from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86.transposed_conv import ConvTranspose2d
 from fxq.errors import BackendError, InputError
@@ -70,7 +70,7 @@ def test_conv_of_any_shape(data):
     q, qp, w = weight(c_out * groups, c_in, *kernel, axis=draw(st.sampled_from([0, 0, None])))
     bias = draw(st.sampled_from([None, torch.randn(c_out * groups)]))
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    conv = Conv(q, qp, bias, x, out, residual=residual, **options)
+    conv = OnednnConv(q, qp, bias, x, out, residual=residual, **options)
     image = activations(batch, c_in * groups, *size)
     if dims == 2 and draw(st.booleans()):
         image = image.contiguous(memory_format=CHANNELS_LAST)
@@ -102,10 +102,10 @@ def test_transposed_conv_of_any_shape(data):
 
 
 @pytest.mark.parametrize("out", [None, *OUTS], ids=str)
-@pytest.mark.parametrize("post", [name for name in POSTS if name in Conv.posts])
+@pytest.mark.parametrize("post", [name for name in POSTS if name in OnednnConv.posts])
 def test_conv_posts(post, out):
     q, qp, w = weight(24, 8, 3, 3)
-    conv = Conv(q, qp, None, X, out, padding=1, post=POSTS[post][0])
+    conv = OnednnConv(q, qp, None, X, out, padding=1, post=POSTS[post][0])
     image = activations(2, 8, 17, 13)
     agree(conv(image), POSTS[post][1](F.conv2d(real(image, X), w, padding=1)), out)
 
@@ -120,7 +120,7 @@ def test_residual(kind, post, out):
     y = F.conv2d(real(x, X), w) if kind == "conv" else F.linear(real(x, X), w)
     other = bytes_(*y.shape)
     kept = other.clone()
-    layer = Conv if kind == "conv" else Linear
+    layer = OnednnConv if kind == "conv" else OnednnLinear
     y = function(y + real(other, RESIDUAL))
     agree(layer(q, qp, None, X, out, post=rule, residual=RESIDUAL)(x, other), y, out)
     assert torch.equal(other, kept)
@@ -132,11 +132,11 @@ def test_residual(kind, post, out):
 
 
 @pytest.mark.parametrize("out", [None, *OUTS], ids=str)
-@pytest.mark.parametrize("post", [None, *(name for name in POSTS if name in Linear.posts)])
+@pytest.mark.parametrize("post", [None, *(name for name in POSTS if name in OnednnLinear.posts)])
 def test_linear(post, out):
     rule, function = POSTS[post] if post else (None, lambda y: y)
     q, qp, w = weight(40, 33)
-    linear = Linear(q, qp, torch.ones(40), X, out, post=rule)
+    linear = OnednnLinear(q, qp, torch.ones(40), X, out, post=rule)
     for shape in [(33,), (0, 33), (7, 33), (2, 3, 5, 33)]:
         x = activations(*shape)
         agree(linear(x), function(F.linear(real(x, X), w, torch.ones(40).double())), out)
@@ -156,7 +156,7 @@ def test_linear_of_one_row_in_float(data):
     q, qp, w = weight(outputs, inputs, axis=draw(st.sampled_from([0, 0, None])))
     bias = draw(st.sampled_from([None, torch.randn(outputs)]))
     row = draw(st.sampled_from([activations(inputs), activations(2 * inputs)[::2], activations(inputs + 5)[5:]]))
-    linear = Linear(q, qp, bias, x, None)
+    linear = OnednnLinear(q, qp, bias, x, None)
     y = F.linear(real(row, x), w, None if bias is None else bias.double())
     for shape in [(inputs,), (1, inputs), (1, 1, 1, inputs)]:
         agree(linear(row.reshape(shape)), y.view(*shape[:-1], outputs), None)
@@ -170,18 +170,30 @@ def test_linear_of_one_row_in_float(data):
 @pytest.mark.parametrize("shape", [(0, 3, 33), (2, 0, 33), (0, 33)], ids=str)
 def test_linear_of_nothing(shape, residual):
     for out in OUTS if residual else [None, *OUTS]:
-        linear = Linear(*weight(40, 33)[:2], None, X, out, residual=residual)
+        linear = OnednnLinear(*weight(40, 33)[:2], None, X, out, residual=residual)
         others = [bytes_(*shape[:-1], 40)] if residual else []
         agree(linear(activations(*shape), *others), torch.zeros(*shape[:-1], 40, dtype=torch.float64), out)
 
 
 LAYERS = {
-    "linear": (Linear, (4, 8), {}, [(2, 16), (2, 4), (64,), (0, 3, 9), (2, 0), ()], r"takes 8 features"),
-    "residual": (Linear, (4, 8), {"residual": RESIDUAL}, [(2, 16), (0, 9)], r"takes 8 features"),
-    "conv1d": (Conv, (6, 4, 3), {}, [(1, 3, 9), (5, 9), (9,), (1, 1, 4, 9)], r"takes (4\.|3 dimensions, or 2)"),
-    "conv2d": (Conv, (6, 4, 3, 3), {}, [(1, 3, 9, 9), (0, 5, 9, 9), (3, 9, 9)], r"input with [0-9] channels; .* 4\."),
-    "dimensions": (Conv, (6, 4, 3, 3), {}, [(9, 9), (1, 1, 4, 9, 9)], r"takes 4 dimensions, or 3 without a batch"),
-    "groups": (Conv, (6, 4, 3, 3), {"groups": 2}, [(1, 4, 9, 9), (1, 12, 9, 9)], r"the layer takes 8\."),
+    "linear": (OnednnLinear, (4, 8), {}, [(2, 16), (2, 4), (64,), (0, 3, 9), (2, 0), ()], r"takes 8 features"),
+    "residual": (OnednnLinear, (4, 8), {"residual": RESIDUAL}, [(2, 16), (0, 9)], r"takes 8 features"),
+    "conv1d": (OnednnConv, (6, 4, 3), {}, [(1, 3, 9), (5, 9), (9,), (1, 1, 4, 9)], r"takes (4\.|3 dimensions, or 2)"),
+    "conv2d": (
+        OnednnConv,
+        (6, 4, 3, 3),
+        {},
+        [(1, 3, 9, 9), (0, 5, 9, 9), (3, 9, 9)],
+        r"input with [0-9] channels; .* 4\.",
+    ),
+    "dimensions": (
+        OnednnConv,
+        (6, 4, 3, 3),
+        {},
+        [(9, 9), (1, 1, 4, 9, 9)],
+        r"takes 4 dimensions, or 3 without a batch",
+    ),
+    "groups": (OnednnConv, (6, 4, 3, 3), {"groups": 2}, [(1, 4, 9, 9), (1, 12, 9, 9)], r"the layer takes 8\."),
     "conv3d": (Conv3d, (6, 4, 3, 3, 3), {}, [(1, 3, 5, 5, 5), (5, 5, 5), (3, 5, 5, 5)], r"takes (4|5 dimensions)"),
     "transposed": (ConvTranspose2d, (4, 6, 3, 3), {}, [(1, 3, 5, 5), (5, 5)], r"(takes 4\.|takes 4 dimensions)"),
 }
@@ -200,7 +212,7 @@ def test_an_input_of_another_shape(layer):
 
 def test_one_kernel_serves_every_input():
     q, qp, w = weight(16, 6, 3, 3)
-    conv = Conv(q, qp, None, X, OUTS[0], padding=1)
+    conv = OnednnConv(q, qp, None, X, OUTS[0], padding=1)
     inputs = [activations(n, 6, h, 9) for n, h in [(1, 8), (3, 8), (0, 8), (1, 20), (2, 1), (1, 8), (4, 30)]]
     inputs += [
         activations(2, 12, 9, 9)[:, ::2],
@@ -221,7 +233,7 @@ def test_many_sizes_share_a_few_packed_weights(options, monkeypatch):
     """Whatever size a weight was packed for, the numbers are those of a kernel that has seen no other."""
     q, qp, _ = weight(8, 8 // options.get("groups", 1), 3, 3)
     grid = QParams.per_tensor(0.0217, 50, 0, 127)
-    conv, packed = Conv(q, qp, torch.randn(8), grid, OUTS[1], **options), []
+    conv, packed = OnednnConv(q, qp, torch.randn(8), grid, OUTS[1], **options), []
     prepack = torch.ops.onednn.qconv_prepack
     monkeypatch.setattr(x86_conv, "_onednn", Counting(packed, prepack))
     sizes = [(1, h, 5 + 3 * h) for h in range(3, 9)] + [(n, 9, 9) for n in range(1, 5)] + [(1, 33, 40), (2, 56, 56)]
@@ -252,15 +264,15 @@ class Counting:
 def test_same_padding():
     q, qp, w = weight(5, 4, 3, 5)
     x = activations(1, 4, 9, 9)
-    agree(Conv(q, qp, None, X, None, padding="same")(x), F.conv2d(real(x, X), w, padding="same"), None)
-    assert Conv.refuses(kernel_size=(2, 3), padding="same") == "pads asymmetrically"
+    agree(OnednnConv(q, qp, None, X, None, padding="same")(x), F.conv2d(real(x, X), w, padding="same"), None)
+    assert OnednnConv.refuses(kernel_size=(2, 3), padding="same") == "pads asymmetrically"
 
 
 def test_copies_compute_the_same_and_hold_nothing_packed():
     x = activations(2, 8, 9, 7)
     q, qp, _ = weight(8, 4, 3, 3)
     kernels: list[Kernel] = [
-        Conv(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=Post("relu6")),
+        OnednnConv(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=Post("relu6")),
         ConvTranspose2d(*weight(8, 3, 4, 4, axis=1)[:2], None, X, OUTS[0], stride=2, padding=1, post=Post("relu")),
         MaxPool2d(3, 2, 1),
         AvgPool2d(X, OUTS[0], 3, 2, 1),
@@ -357,10 +369,10 @@ def test_without_vnni_two_products_must_fit_int16(monkeypatch, largest, qmax):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     x = QParams.per_tensor(0.1, 3, 0, qmax)
     made = [
-        lambda: Conv(*_of(largest, 4, 2, 3, 3), x, None),
-        lambda: Conv(*_of(largest, 2, 1, 3, 3), x, None),
+        lambda: OnednnConv(*_of(largest, 4, 2, 3, 3), x, None),
+        lambda: OnednnConv(*_of(largest, 2, 1, 3, 3), x, None),
         lambda: Conv3d(*_of(largest, 4, 2, 3, 3, 3), x, None),
-        lambda: Linear(*_of(largest, 4, 8), x, None),
+        lambda: OnednnLinear(*_of(largest, 4, 8), x, None),
         lambda: ConvTranspose2d(*_of(largest, 2, 4, 3, 3), x, None),
     ]
     for make in made:
@@ -379,7 +391,7 @@ def test_a_depthwise_convolution_takes_all_bits_on_any_cpu(monkeypatch):
     x = torch.randint(250, 256, (2, 24, 9, 7), dtype=torch.uint8)
     weight = torch.randint(100, 128, (24, 1, 3, 3)).to(torch.int8)
     one = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
-    y = Conv(weight, one, None, QParams.per_tensor(1.0, 0), None, padding=1, groups=24)(x)
+    y = OnednnConv(weight, one, None, QParams.per_tensor(1.0, 0), None, padding=1, groups=24)(x)
     assert torch.equal(y.double(), F.conv2d(x.double(), weight.double(), padding=1, groups=24))
 
 
@@ -388,7 +400,7 @@ def test_sums_and_averages_take_all_bits_on_any_cpu(monkeypatch):
     grid = QParams.per_tensor(1.0, 0)
     x = torch.randint(250, 256, (2, 24, 40, 40), dtype=torch.uint8)
     assert torch.equal(AvgPool2d(grid, None, 2)(x), F.avg_pool2d(x.float(), 2))
-    added = Add(grid, grid, QParams.per_tensor(2.0, 0))(x, x.flip(1))
+    added = OnednnAdd(grid, grid, QParams.per_tensor(2.0, 0))(x, x.flip(1))
     assert torch.equal(added, ((x.float() + x.flip(1)) / 2).round().to(torch.uint8))
 
 
@@ -398,18 +410,18 @@ def test_refusals():
     signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
     for arguments in [(q, shifted, None, X, None), (q, qp, None, signed, None), (q, qp, None, X, signed)]:
         with pytest.raises(BackendError):
-            Conv(*arguments)
-    assert Conv.refuses(post=Post("gelu")) == "the kernel has no gelu"
-    assert Conv.refuses(post=Post("silu"), residual=True) == "silu after a residual"
-    assert Conv.refuses(kernel_size=(3, 3, 3)) == "3-d convolution has no kernel"
-    assert Conv.refuses(padding_mode="reflect") == "pads with mode 'reflect'"
-    assert Conv.refuses(residual=True, to_float=True) is not None
-    assert Conv.refuses(weight=weight(4, 4, axis=1)[1]) is not None
-    assert Linear.refuses(post=Post("prelu")) == "the kernel has no prelu"
+            OnednnConv(*arguments)
+    assert OnednnConv.refuses(post=Post("gelu")) == "the kernel has no gelu"
+    assert OnednnConv.refuses(post=Post("silu"), residual=True) == "silu after a residual"
+    assert OnednnConv.refuses(kernel_size=(3, 3, 3)) == "3-d convolution has no kernel"
+    assert OnednnConv.refuses(padding_mode="reflect") == "pads with mode 'reflect'"
+    assert OnednnConv.refuses(residual=True, to_float=True) is not None
+    assert OnednnConv.refuses(weight=weight(4, 4, axis=1)[1]) is not None
+    assert OnednnLinear.refuses(post=Post("prelu")) == "the kernel has no prelu"
     assert ConvTranspose2d.refuses(dilation=2) is not None
     assert AvgPool2d.refuses(ceil_mode=True) and AvgPool2d.refuses(divisor_override=2)
     assert AvgPool2d.refuses(padding=1, count_include_pad=False) and not AvgPool2d.refuses(count_include_pad=False)
     assert MaxPool2d.refuses(return_indices=True) == "returns indices"
     assert Clamp.refuses(post=Post("relu"), x=X, out=OUTS[0]) and Clamp.refuses(post=Post("silu"))
     assert Pad.refuses(mode="cubic") == "pads with mode 'cubic'"
-    assert Conv.refuses(x=X) is None
+    assert OnednnConv.refuses(x=X) is None

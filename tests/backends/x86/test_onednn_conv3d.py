@@ -12,7 +12,7 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.kernel import Post
-from fxq.backends.x86.onednn_conv import Conv
+from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
 from fxq.backends.x86.transposed_conv import ConvTranspose1d
 from fxq.common.metrics import sqnr
@@ -72,7 +72,7 @@ def test_transposed_conv1d_of_any_shape(data):
 
 
 @pytest.mark.parametrize("out", [None, OUTS[1]], ids=str)
-@pytest.mark.parametrize("post", [p for p in Conv.posts if p not in ("prelu", "leaky_relu", "hardtanh")])
+@pytest.mark.parametrize("post", [p for p in OnednnConv.posts if p not in ("prelu", "leaky_relu", "hardtanh")])
 def test_posts(post, out):
     q, qp, w = weight(6, 4, 2, 3, 3)
     image = activations(1, 4, 5, 6, 7)

@@ -5,7 +5,7 @@ import torch
 
 from fxq.backends import cpu
 from fxq.backends.cpu import has_onednn_int8
-from fxq.backends.x86.onednn_linear import Linear
+from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.quant.qparams import QParams
 from tests.kernels import real, weight
 
@@ -21,7 +21,7 @@ def test_one_row_is_right_either_way(shape, quick, monkeypatch):
     monkeypatch.setattr(cpu, "has_int_mm", lambda: quick)
     q, qp, w = weight(40, 33)
     bias = torch.randn(40)
-    linear = Linear(q, qp, bias, X, None)
+    linear = OnednnLinear(q, qp, bias, X, None)
     x = torch.randint(0, 128, shape, dtype=torch.uint8)
     wanted = real(x, X) @ w.T + bias.double()
     for got in (linear(x), linear.bind(x)(x)):
