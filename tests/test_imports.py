@@ -160,6 +160,12 @@ def test_no_two_files_have_one_name():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_no_two_public_classes_have_one_name():
+    classes = [n.name for name in MODULES if ours(name) for n in TREES[name].body if isinstance(n, ast.ClassDef)]
+    names = Counter(name for name in classes if not name.startswith("_"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_nothing_is_imported_under_a_second_name():
     """With the root on the path, `import passes` would load every pass twice."""
 
