@@ -3,6 +3,7 @@
 import gc
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from fxq.backends.by_name import get_backend
 from fxq.common.data import Batch
 from fxq.graph.view import view
 from fxq.pipeline.context import Context
+from fxq.pipeline.manager import PassManager
+from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
 REFERENCE = fxq.Recipe.static(backend="reference")
@@ -35,9 +38,20 @@ def context(model, *inputs, recipe=REFERENCE):
     return Context(recipe, get_backend(recipe.backend), model, Batch(inputs))
 
 
+def managed(model, *inputs, recipe=REFERENCE):
+    """A manager that has run no pass yet."""
+    return PassManager(context(model, *inputs, recipe=recipe))
+
+
 def rewriter(gm, *inputs, name="the-test"):
     """A rewriter of a graph, outside any pass."""
     return Rewriter(gm, context(gm, *inputs), name)
+
+
+def run(gm, *inputs):
+    """The result of an edited graph."""
+    gm.recompile()
+    return gm(*inputs)
 
 
 def text(gm):
@@ -53,6 +67,18 @@ def lines(written):
 def node(gm, name):
     """The node of that name."""
     return next(n for n in gm.graph.nodes if n.name == name)
+
+
+@dataclass(frozen=True)
+class Scale(Pass):
+    """A pass of the user's, with an option."""
+
+    factor: float = 1.0
+    name = "scale"
+    needs = gives = Stage.CANONICAL
+
+    def run(self, rewriter):
+        pass
 
 
 def steps(work):

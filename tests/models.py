@@ -278,6 +278,17 @@ class Shapes(nn.Module):
         return self.fc(x)
 
 
+def two_linears() -> nn.Module:
+    """4 features in, 3 out."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+
+
+def conv_block(stride: int = 1) -> nn.Module:
+    """2 channels in and out."""
+    return nn.Sequential(nn.Conv2d(2, 2, 3, padding=1, stride=stride), nn.ReLU())
+
+
 @dataclass(frozen=True)
 class Network:
     """How to make a network and a batch of n samples for it."""

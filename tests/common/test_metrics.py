@@ -5,8 +5,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from fxq.common.metrics import CEILING, Agreement, loss, sqnr, tensors
+import fxq
+from fxq.common.metrics import CEILING, Agreement, loss, nbytes, sqnr, tensors
+from tests.helpers import REFERENCE
 
 numbers = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=20)
 
@@ -126,3 +129,36 @@ def test_tensors_in_order_whatever_they_are_nested_in():
     a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
     assert [id(t) for t in tensors({"x": [a, (b, None)], "y": 3, "z": {"w": c}})] == [id(a), id(b), id(c)]
     assert list(tensors(None)) == list(tensors("text")) == []
+
+
+def test_counts_parameters_and_buffers():
+    norm = nn.BatchNorm1d(4)  # weight, bias, mean and variance of 4 floats, and an int64
+    assert nbytes(norm) == 4 * 4 * 4 + 8
+
+
+def test_counts_what_is_shared_once():
+    layer = nn.Linear(8, 8, bias=False)
+    assert nbytes(nn.ModuleList([layer, nn.Linear(8, 8, bias=False), layer])) == 2 * 8 * 8 * 4
+    tied = nn.Linear(8, 8, bias=False)
+    tied.weight = nn.Parameter(layer.weight.detach())  # another parameter on the same memory
+    assert nbytes(nn.ModuleList([layer, tied])) == 8 * 8 * 4
+
+
+def test_a_model_without_tensors_takes_nothing():
+    assert nbytes(nn.ReLU()) == 0
+
+
+def test_int8_weights_take_a_quarter():
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval()
+    qmodel = fxq.quantize(model, REFERENCE, data=[torch.rand(4, 256)])
+    weights = 2 * 256 * 256
+    assert weights <= nbytes(qmodel) <= 1.1 * weights  # scales and biases come on top
+    assert nbytes(model) >= 4 * weights
+
+
+def test_infinity_where_it_should_be_is_no_error():
+    found, want = Agreement(), torch.tensor([3.0, -math.inf, 4.0, math.inf])
+    found.add(want, torch.tensor([3.0, -math.inf, 4.5, math.inf]))
+    assert (found.sqnr, found.max_error) == (20.0, 0.5)
+    found.add(want, -want)
+    assert math.isnan(found.sqnr)

@@ -14,7 +14,7 @@ from fxq.common.metrics import sqnr
 from fxq.errors import RecipeError
 from fxq.ledger.ledger import Narrowed
 from fxq.pipeline.manager import PassManager
-from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec, fits_int16
+from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
 from tests.models import settled
 
 pytestmark = [
@@ -183,10 +183,3 @@ def test_a_recipe_names_a_role():
         fxq.Recipe.static(narrow="weight")
     recipe = fxq.Recipe.static(narrow="weights")
     assert recipe.to_dict()["narrow"] == "weights" and fxq.Recipe.from_dict(recipe.to_dict()) == recipe
-
-
-@pytest.mark.parametrize("activation", [255, 128, 127])
-@pytest.mark.parametrize("weight", [127, 64, 63])
-def test_what_fits_int16(activation, weight):
-    worst = torch.tensor([activation * weight] * 2).sum()
-    assert fits_int16(activation, weight) == (worst <= torch.iinfo(torch.int16).max)

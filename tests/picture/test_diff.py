@@ -1,4 +1,3 @@
-import shutil
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,43 +6,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxq.errors import InputError, RenderError
+from fxq.errors import InputError
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.diff import Diff, diff
 from fxq.picture.diff_picture import picture
+from tests.pictures import FUSED, chain, changed, keys
 
 pytestmark = pytest.mark.any_cpu
-
-needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's `dot` on the PATH")
-
-
-def chain(length, name="chain"):
-    """input → op0 → op1 → ... → output"""
-    nodes = [NodeView("x", "io", "input")]
-    for i in range(length):
-        before = nodes[-1].name
-        nodes.append(
-            NodeView(f"op{i}", "op", "relu", inputs=(before,), dtype="float32", shape=(1, 8), origins=(f"op{i}",))
-        )
-    return GraphView((*nodes, NodeView("output", "io", "output", inputs=(nodes[-1].name,))), name)
-
-
-def changed(graph, **changes):
-    """The graph with some nodes replaced; None removes one."""
-    nodes = [changes.get(node.name, node) for node in graph]
-    return GraphView(tuple(node for node in nodes if node is not None), "after")
-
-
-def keys(drawn):
-    return [box.key for box in drawn.boxes]
-
-
-FUSED = changed(
-    chain(6),
-    op2=None,
-    op3=NodeView("fused", "op", "relu_relu", ("relu", "relu"), inputs=("op1",), origins=("op2", "op3")),
-    op4=replace(chain(6)["op4"], inputs=("fused",)),
-)
 
 
 def test_every_class_of_difference():
@@ -120,35 +89,6 @@ def test_refuses_anything_else_and_says_what_it_takes(wrong):
         diff(chain(1), wrong)
 
 
-@pytest.mark.parametrize(("radius", "around"), [(0, 0), (1, 2), (3, 6)])
-def test_radius_keeps_the_neighbourhood(radius, around):
-    before = chain(40)
-    found = diff(before, changed(before, op20=replace(before["op20"], dtype="uint8")))
-    drawn = picture(found, radius, "t")
-    nodes = [key for key in keys(drawn) if not key.startswith("left out")]
-    assert nodes == [f"op{i}" for i in range(20 - around // 2, 21 + around // 2)]
-    first, last = (box for box in drawn.boxes if box.key.startswith("left out"))
-    assert f"… {21 - around // 2} unchanged nodes" in first.label  # the input and op0 to op19, less those kept
-    assert f"… {20 - around // 2} unchanged nodes" in last.label
-    assert keys(drawn)[0] == first.key and keys(drawn)[-1] == last.key
-
-
-def test_a_radius_below_zero_is_refused(tmp_path):
-    with pytest.raises(InputError, match="radius"):
-        diff(chain(1), chain(2)).render(tmp_path / "d.dot", radius=-1)
-
-
-def test_removed_nodes_stand_next_to_what_they_became():
-    drawn = picture(diff(chain(6), FUSED), 1, "t")
-    i = keys(drawn).index("fused")
-    assert keys(drawn)[i - 1] == "became fused"
-    assert "op2" in drawn.boxes[i - 1].label and "op3" in drawn.boxes[i - 1].label
-    pens = {(arrow.tail, arrow.head): arrow.pen.style for arrow in drawn.arrows}
-    assert pens["became fused", "fused"] == "dotted"
-    assert pens["op1", "became fused"] == pens["became fused", "op4"] == "dashed"
-    assert pens["op1", "fused"] == pens["fused", "op4"] == pens["op4", "op5"] == "solid"
-
-
 def test_a_change_of_a_weight_shows_in_its_reader():
     def graph(dtype):
         weight = NodeView("w", "constant", "fc.weight", shape=(4, 4), dtype=dtype)
@@ -164,38 +104,6 @@ def test_a_change_everywhere_is_summed_up():
     after = GraphView(tuple(replace(n, label="relu6") if n.label == "relu" else n for n in before))
     header = picture(diff(before, after), 1, "t").header
     assert "50 ×" in header and "op relu → relu6" in header
-
-
-def test_legend_shows_only_what_is_there():
-    header = picture(diff(chain(6), FUSED), 1, "t").header
-    assert "+ added" in header and "− removed" in header and "&gt; rewired" in header and "~ changed" not in header
-
-
-@needs_dot
-@pytest.mark.parametrize("ending", [".svg", ".png", ".pdf", ".dot"])
-def test_renders(tmp_path, ending):
-    path = diff(chain(6), FUSED).render(tmp_path / f"d{ending}")
-    assert path.stat().st_size > 500
-
-
-@needs_dot
-def test_no_difference_renders_a_small_picture_that_says_so(tmp_path):
-    text = diff(chain(60), chain(60)).render(tmp_path / "d.svg").read_text()
-    assert "no difference" in text and text.count('class="node"') == 2  # the header and one box
-
-
-@needs_dot
-def test_many_changes_are_laid_out_in_columns(tmp_path):
-    before = chain(120)
-    after = GraphView(tuple(replace(n, label="relu6") if n.label == "relu" else n for n in before))
-    svg = diff(before, after).render(tmp_path / "d.svg").read_text()
-    width, height = (float(svg.split(f'{side}="')[1].split("pt")[0]) for side in ("width", "height"))
-    assert 1 < width / height < 2.5
-
-
-def test_a_wrong_ending_is_refused(tmp_path):
-    with pytest.raises(RenderError, match=r"\.svg, \.png, \.pdf, \.dot"):
-        diff(chain(1), chain(2)).render(tmp_path / "d.jpg")
 
 
 def test_time_grows_with_the_nodes_not_their_square():

@@ -1,65 +1,21 @@
-import shutil
-import subprocess
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from fxq.errors import RenderError
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture import dot as dot_module
-from fxq.picture import routing as sheet
-from fxq.picture.columns import Box, Group, Picture, columns, nest
+from fxq.picture.columns import Picture, columns
 from fxq.picture.graph_picture import picture, render
-from fxq.text.colours import CHANGES, LOOKS, clip, escape
+from fxq.text.colours import CHANGES, LOOKS
+from tests.pictures import needs_dot, network, small
 
 pytestmark = pytest.mark.any_cpu
 
-needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's `dot` on the PATH")
+
 NASTY = '<img src=x onerror=alert(1)> "quoted" {braces|bars} \\N \\l &amp; 猫 é'
-
-
-def small():
-    """A bit of every kind."""
-    return GraphView(
-        (
-            NodeView("x", "io", "input", shape=(1, 3, 8, 8), dtype="float32"),
-            NodeView("w", "constant", "conv.weight", shape=(64, 3, 7, 7), dtype="int8", scale="0.1..0.2 (axis 0)"),
-            NodeView("q", "convert", "quantize", inputs=("x",), dtype="uint8", scale="0.02", zero_point="128"),
-            NodeView(
-                "conv", "int8", "conv2d_relu", ("conv2d(stride=(2, 2))", "relu"), inputs=("q", "w"), path="body.conv"
-            ),
-            NodeView("flat", "moves", "flatten", inputs=("conv",), path="body.flat"),
-            NodeView("seen", "observer", "Histogram", inputs=("flat",), path="body.flat"),
-            NodeView("slope", "float", "prelu", inputs=("seen",), reason="no int8 kernel", source="net.py:41"),
-            NodeView(
-                "late", "op", "add", inputs=("slope", "slope"), options="alpha=2", made_by="fuse", origins=("a", "b")
-            ),
-            NodeView("size", "size", "size", inputs=("slope",)),
-            NodeView("unread", "constant", "left.over", shape=(2,)),
-            NodeView("output", "io", "output", inputs=("late",)),
-        ),
-        "small",
-    )
-
-
-def network(blocks):
-    """Residual blocks `layer<i>.<j>`: three ops and an add each."""
-    nodes, last = [NodeView("x", "io", "input")], "x"
-    for i in range(blocks):
-        path, start = f"layer{i // 4}.{i % 4}", last
-        for part in ("conv1", "conv2", "conv3"):
-            name = f"{path}.{part}".replace(".", "_")
-            shape = (1, 64, 56, 56)
-            nodes.append(
-                NodeView(name, "int8", "conv2d", inputs=(last,), path=f"{path}.{part}", shape=shape, dtype="uint8")
-            )
-            last = name
-        nodes.append(NodeView(f"add{i}", "int8", "add", inputs=(last, start), path=path))
-        last = f"add{i}"
-    return GraphView((*nodes, NodeView("output", "io", "output", inputs=(last,))), "network")
 
 
 def size_of(svg):
@@ -84,24 +40,10 @@ def test_other_endings_are_refused(tmp_path, name):
         render(small(), tmp_path / name)
 
 
-def test_without_dot_svg_says_how_to_install_it_and_dot_text_works(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RenderError, match=r"apt install graphviz.*brew install graphviz.*\.dot"):
-        render(small(), tmp_path / "g.svg")
-    assert not (tmp_path / "g.svg").exists()
-    assert "conv2d_relu" in render(small(), tmp_path / "g.dot").read_text()
-
-
 def test_a_path_that_cannot_be_written_is_an_error_of_ours(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RenderError, match="cannot write"):
         render(small(), tmp_path / "file" / "g.dot")
-
-
-@needs_dot
-def test_dot_text_is_good_dot(tmp_path):
-    path = render(network(3), tmp_path / "g.dot")
-    subprocess.run(["dot", "-Tsvg", str(path), "-o", str(tmp_path / "g.svg")], check=True, timeout=60)
 
 
 def test_boxes_say_everything():
@@ -166,72 +108,10 @@ def test_model_text_reads_as_text(tmp_path):
     render(GraphView((odd, *others, controls)), tmp_path / "g.png", title=NASTY)
 
 
-@pytest.mark.parametrize("text", ["", "\x00", 'a<b>&"\\'])
-def test_escaped_text_is_never_empty_nor_markup(text):
-    assert escape(text) and not set(escape(text)) & set('<>"\\\x00')
-
-
-def test_long_names_are_clipped_in_the_middle():
-    assert clip("a" * 30 + "b" * 30, 20) == "a" * 13 + "…" + "b" * 6
-
-
 # ---- modules
 
 
-def _paths(group):
-    return [_paths_of(item) for item in group.items if isinstance(item, Group)]
-
-
-def _paths_of(group):
-    return (group.path, _paths(group)) if _paths(group) else group.path
-
-
-def boxes(*where):
-    return [Box(f"b{i}", "x", 40, path=path) for i, path in enumerate(where)]
-
-
-def test_modules_nest():
-    tree = nest(boxes("", "a.0.c", "a.0.d", "a.0.e", "a.1.c", "a.1.d", "a.1.e", ""))
-    assert _paths(tree) == [("a", ["a.0", "a.1"])]
-
-
-def test_a_module_with_one_child_is_named_once():
-    assert _paths(nest(boxes("features.0.x", "features.0.y", "features.0.z"))) == ["features.0"]
-
-
-def test_small_modules_have_no_frame():
-    assert _paths(nest(boxes("a", "a", "b", "b"))) == []
-
-
-def test_a_node_without_a_path_belongs_where_its_neighbours_are():
-    assert nest(boxes("a.0", "a.0", "", "a.0", "b")).items[0].size == 4
-
-
-def test_a_module_called_again_later_gets_a_second_frame():
-    assert _paths(nest(boxes("a", "a", "a", "b", "b", "b", "a", "a", "a"))) == ["a", "b", "a"]
-
-
-@needs_dot
-def test_modules_are_clusters_of_the_svg(tmp_path):
-    svg = render(network(4), tmp_path / "g.svg").read_text()
-    assert svg.count('class="cluster"') >= 4 and ">layer0.3<" in svg
-
-
 # ---- columns
-
-
-def test_columns_keep_the_order_and_cut_between_modules():
-    drawn = picture(network(12), "t")
-    runs = columns(drawn, 4)
-    assert [box for run in runs for box in run] == list(drawn.boxes)
-    assert len(runs) == 4
-    for run in runs[:-1]:
-        assert run[-1].key.startswith("add")
-
-
-def test_columns_are_alike_in_height():
-    heights = [len(run) for run in columns(picture(network(40), "t"), 8)]
-    assert max(heights) <= 2 * min(heights)
 
 
 @needs_dot
@@ -239,44 +119,6 @@ def test_columns_are_alike_in_height():
 def test_a_long_network_has_the_shape_of_a_slide(tmp_path, blocks):
     width, height = size_of(render(network(blocks), tmp_path / "g.svg").read_text())
     assert 1.1 < width / height < 2.3
-
-
-@needs_dot
-def test_a_value_read_everywhere_reaches_every_column():
-    graph = network(16)
-    view = GraphView(tuple(replace(n, inputs=(*n.inputs, "x")) if n.label == "add" else n for n in graph))
-    placed = sheet.lay_out(picture(view, "t"))
-    from_x = [column for wire, column, _ in placed.lines if wire.tail == "x"]
-    assert sorted(from_x) == list(range(1, len(placed.columns)))
-    for wire, column, corners in placed.lines:
-        assert corners[0] == placed.points[wire.exit] and corners[-1] == placed.points[wire.entry(column)]
-        for (x, y), (u, v) in pairwise(corners):
-            assert x == u or y == v
-
-
-@needs_dot
-def test_boxes_do_not_overlap():
-    placed = sheet.lay_out(picture(network(20), "t"))
-    frames = [
-        [float(n) for n in where["bb"].split(",")]
-        for name, where in placed.placed.items()
-        if name.startswith("cluster 0")
-    ]
-    assert len(frames) > 4
-    for i, (a, b, c, d) in enumerate(frames):
-        assert not any(a < g and e < c and b < h and f < d for e, f, g, h in frames[i + 1 :])
-
-
-@needs_dot
-def test_where_dot_fails_with_frames_the_column_is_drawn_without(tmp_path, monkeypatch):
-    def run(text, form, **options):
-        if form == "json0" and 'subgraph "cluster' in text:
-            raise RenderError("dot failed: assertion")
-        return dot_module.run(text, form, **options)
-
-    monkeypatch.setattr(sheet, "run", run)
-    svg = render(network(8), tmp_path / "g.svg").read_text()
-    assert 'class="cluster"' not in svg and "layer0_3_conv1" in svg
 
 
 # ---- time

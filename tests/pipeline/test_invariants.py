@@ -4,8 +4,7 @@ from torch import fx, nn
 
 import fxq
 from fxq.errors import PassError
-from fxq.graph.info import Edge, info, set_info
-from fxq.graph.place import where
+from fxq.graph.info import Edge, set_info
 from fxq.ops import OPS
 from fxq.pipeline.invariants import check
 from fxq.quant.spec import TensorSpec
@@ -62,17 +61,6 @@ def test_lint_at_every_stage(stage):
     assert late.name in broken(gm, stage)
     assert f"%{late.name} (call_function" in broken(gm, stage)  # the reader's place
     assert "\n" not in broken(gm, stage)  # not the whole graph
-
-
-def test_where_names_node_op_layer_and_line():
-    gm = at(Stage.CANONICAL)
-    assert where(gm, node(gm, "fc")) == f'%fc (linear, layer "fc", {info(node(gm, "fc")).source})'
-    assert info(node(gm, "fc")).source.startswith("pipeline/test_invariants.py:")
-    fused = at(Stage.FUSED)
-    assert where(fused, node(fused, "fc_relu")).startswith(
-        '%fc_relu (linear_relu, layer "fc", pipeline/test_invariants.py:'
-    )
-    assert where(gm, node(gm, "x")) == "%x (placeholder)"
 
 
 @pytest.mark.parametrize("stage", [Stage.CANONICAL, Stage.FUSED, Stage.OBSERVED, Stage.QDQ], ids=str)

@@ -321,24 +321,6 @@ def test_minmax_merge_per_channel():
     assert same_state(empty, two)
 
 
-@given(values=batch, shift=st.integers(0, 40))
-@settings(max_examples=60, deadline=None)
-def test_coarser_bins_are_exactly_the_sums_of_finer_ones(values, shift):
-    exponent = histogram.exponent_for(float(values.abs().max()))
-    fine = histogram.count(values, exponent)
-    assert int(fine.sum()) == len(values)
-    if exponent + shift <= 120:
-        assert torch.equal(histogram.coarsen(fine, shift), histogram.count(values, exponent + shift))
-
-
-def test_counts_are_those_of_numpy():
-    x = torch.randn(300_000, generator=torch.Generator().manual_seed(0))  # more than one chunk
-    exponent = histogram.exponent_for(float(x.abs().max()))
-    edges = np.arange(1 - histogram.SIDE, histogram.SIDE + 1)
-    index = np.trunc(x.double().numpy() / 2.0**exponent)
-    np.testing.assert_array_equal(histogram.count(x, exponent), np.histogram(index, edges)[0])
-
-
 @pytest.mark.parametrize("name", list(OBSERVERS))
 def test_state_does_not_grow(name):
     observer = observed(name, [torch.ones(4)])

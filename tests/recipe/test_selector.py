@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.common.source import import_name
 from fxq.errors import RecipeError
 from fxq.recipe.selector import Selector, ancestors, as_selector, op
 from tests.helpers import REFERENCE, module
@@ -123,12 +122,6 @@ def test_a_type_local_to_a_function_cannot_be_written():
 def test_bad_data(data, message):
     with pytest.raises(RecipeError, match=message):
         Selector.from_dict(data)
-
-
-def test_import_name_finds_nested_classes():
-    assert import_name("torch.nn:Conv2d", nn.Module) is nn.Conv2d
-    with pytest.raises(RecipeError, match="is not a Linear class"):
-        import_name("torch.nn:Conv2d", nn.Linear)
 
 
 # ---- a selector that selects nothing

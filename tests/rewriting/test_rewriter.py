@@ -2,27 +2,19 @@ import inspect
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fxq
 from fxq.errors import FxqError, PassError, PatternError
-from fxq.graph.info import info, set_info
-from fxq.graph.query import op_of
+from fxq.graph.info import info
 from fxq.graph.unit import calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
-from fxq.rewriting.rewriter import make_unit
-from tests.helpers import REFERENCE, graph, lines, module, node, restored_fusions, rewriter, steps, text
+from tests.helpers import REFERENCE, graph, lines, module, node, restored_fusions, rewriter, run, steps, text
 
 pytestmark = pytest.mark.any_cpu
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 IMAGE = torch.linspace(-1, 1, 50).reshape(1, 2, 5, 5)
-
-
-def run(gm, *inputs):
-    gm.recompile()
-    return gm(*inputs)
 
 
 @rewrite
@@ -89,53 +81,6 @@ def test_readers_are_rerouted_wherever_they_hold_the_value(new):
     assert reader.kwargs == {"key": put, "other": {"a": [put], "b": x}}
     assert one.output_node().args == ((put, reader),)
     assert not y.users and set(w.users) == ({reader, one.output_node()} if put is w else set())
-
-
-@pytest.mark.parametrize(
-    ("forward", "modules"),
-    [
-        (lambda self, x: [torch.relu(torch.sigmoid(x)) for _ in range(2)], 1),
-        (lambda self, x: [torch.relu(torch.sigmoid(x)), torch.relu(torch.tanh(x))], 2),
-        (lambda self, x: [F.hardtanh(torch.relu(x), 0.0, top) for top in (1.0, 1.0000001)], 2),
-        (lambda self, x: [torch.relu(x) - x, x - torch.relu(x)], 2),
-        (lambda self, x: [torch.relu(x) * two for two in (2, 2.0)], 2),
-    ],
-    ids=["equal", "op", "option", "order", "number"],
-)
-def test_units_share_a_module_where_their_bodies_are_equal(forward, modules):
-    gm = graph(module(forward), X)
-    want = [forward(None, X)[i] for i in range(2)]
-    hand, ops = rewriter(gm), [n for n in gm.graph.nodes if n.op == "call_function"]
-    made = [make_unit(hand, pair, pair[-1:], "pair") for pair in (ops[:2], ops[2:])]
-    assert len({unit.target for unit in made}) == modules
-    assert all(torch.equal(a, b) for a, b in zip(run(gm, X), want, strict=True))
-
-
-def test_units_of_other_outputs_are_other_units():
-    gm = graph(module(lambda self, x: [torch.relu(torch.sigmoid(x)) for _ in range(4)]), X)
-    hand, ops = rewriter(gm), [n for n in gm.graph.nodes if n.op == "call_function"]
-    pairs = [ops[i : i + 2] for i in range(0, 8, 2)]
-    outputs = [pairs[0][1:], pairs[1][1:], pairs[2], pairs[3][::-1]]
-    made = [make_unit(hand, pair, read, "pair") for pair, read in zip(pairs, outputs, strict=True)]
-    assert made[0].target == made[1].target
-    assert len({unit.target for unit in made}) == 3
-    assert all(torch.equal(value, torch.relu(torch.sigmoid(X))) for value in run(gm, X))
-
-
-class Block(nn.Module):
-    def forward(self, x):
-        return x - torch.tanh(x)  # the marked line
-
-
-def test_metadata_survives_a_rewrite():
-    gm = graph(nn.Sequential(nn.Linear(4, 4), Block()).eval(), X)
-    rewriter(gm).apply(shrink_from_tanh)
-    about = info(node(gm, "tanhshrink"))
-    first = inspect.getsourcelines(Block)[1]
-    assert (about.path, about.source) == ("1", f"rewriting/test_rewriter.py:{first + 2}")
-    assert (about.shape, about.dtype) == ((3, 4), torch.float32)
-    assert about.origins == ("tanh", "sub")
-    assert node(gm, "tanhshrink").meta["nn_module_stack"]
 
 
 def test_the_shape_of_a_new_node_is_that_of_its_value():
@@ -359,51 +304,7 @@ def test_a_replacement_with_an_unknown_op():
 # ---- the editor
 
 
-def test_a_node_that_is_read_cannot_be_erased():
-    gm = graph(module(lambda self, x: torch.relu(x) + 1), X)
-    with pytest.raises(PassError, match="the-test: cannot erase %relu: %add reads it"):
-        rewriter(gm).erase(node(gm, "relu"))
-
-
-def test_unused_nodes_go_unless_they_do_something():
-    def forward(self, x):
-        y = x * 2
-        torch.sigmoid(torch.relu(y))
-        torch._assert_async(y.sum())
-        return y
-
-    gm = graph(module(forward), X, until="trace")
-    rewriter(gm).erase_unused()
-    assert "_assert_async" in text(gm)  # what it does is not known, so it stays
-    gm = graph(module(forward), X)
-    assert "sigmoid" not in text(gm) and "relu" not in text(gm)
-
-
-def test_constants_get_names_of_their_own_and_are_read_once():
-    gm = graph(module(lambda self, x: torch.relu(x)), X)
-    hand = rewriter(gm)
-    relu = node(gm, "relu")
-    one = hand.constant(torch.ones(2), "fc.weight", before=relu)
-    two = hand.constant(torch.zeros(2), "fc.weight", before=relu)
-    assert (one.target, two.target) == ("fxq_data.fc_weight", "fxq_data.fc_weight_1")
-    assert hand.read("fxq_data.fc_weight", torch.ones(2), before=relu) is one
-    assert torch.equal(gm.fxq_data.fc_weight_1, torch.zeros(2))
-    assert (info(one).shape, info(one).dtype) == ((2,), torch.float32)
-
-
-def test_a_call_leaves_out_defaults_and_takes_after_its_origin():
-    gm = graph(module(lambda self, x: torch.relu(x)), X)
-    relu = node(gm, "relu")
-    made = rewriter(gm).call("hardtanh", node(gm, "x"), like=relu, min_val=-1.0, max_val=3.0)
-    assert made.kwargs == {"max_val": 3.0} and made.next is relu
-    assert info(made).origins == ("relu",) and info(made).source == info(relu).source
-
-
 # ---- fusing
-
-
-def conv_block(stride=1):
-    return nn.Sequential(nn.Conv2d(2, 2, 3, padding=1, stride=stride), nn.ReLU())
 
 
 def residual(self, x):
@@ -459,26 +360,6 @@ def test_two_fusions_that_want_the_same_node():
     """)
 
 
-def test_units_of_the_same_body_share_one_module():
-    model = nn.Sequential(conv_block(), conv_block(), conv_block(stride=2)).eval()
-    gm = graph(model, IMAGE)
-    rewriter(gm).fuse(FUSIONS.largest_first())
-    first, second, third = [n for n in gm.graph.nodes if n.op == "call_module"]
-    assert first.target == second.target != third.target
-    assert not list(unit_of(gm, first).parameters()) and not list(unit_of(gm, first).buffers())
-    assert torch.equal(run(gm, IMAGE), model(IMAGE))
-
-
-def test_the_metadata_of_a_unit_is_that_of_its_ops():
-    gm = graph(nn.Sequential(conv_block()).eval(), IMAGE)
-    rewriter(gm).fuse(FUSIONS.largest_first())
-    (unit,) = [n for n in gm.graph.nodes if n.op == "call_module"]
-    about = info(unit)
-    assert (about.origins, about.parts) == (("_0_0", "_0_1"), (("_0_0",), ("_0_1",)))
-    assert (about.path, about.shape, about.dtype) == ("0.0", (1, 2, 5, 5), torch.float32)
-    assert about.made_by.startswith("the-test: conv2d_relu (patterns/conv.py:")
-
-
 @pytest.fixture
 def fusions():
     with restored_fusions() as rules:
@@ -507,28 +388,6 @@ def test_a_unit_of_several_outputs(fusions):
         return mul
     """)
     assert torch.equal(run(gm, X), model(X))
-
-
-def test_opening_a_unit_undoes_fusing():
-    model = nn.Sequential(conv_block(), conv_block(stride=2)).eval()
-    gm = graph(model, IMAGE)
-    before = text(gm)
-    origins = {n.name: info(n).origins for n in gm.graph.nodes}
-    hand = rewriter(gm)
-    hand.fuse(FUSIONS.largest_first())
-    assert text(gm) != before
-    for unit in [n for n in gm.graph.nodes if unit_of(gm, n) is not None]:
-        made = hand.open_unit(unit)
-        assert [op_of(n).name for n in made] == ["conv2d", "relu"]
-    assert text(gm) == before
-    assert {n.name: info(n).origins for n in gm.graph.nodes} == origins
-    assert torch.equal(run(gm, IMAGE), model(IMAGE))
-
-
-def test_opening_what_is_no_unit():
-    gm = graph(module(lambda self, x: torch.relu(x)), X)
-    with pytest.raises(PassError, match="the-test: %relu is no unit"):
-        rewriter(gm).open_unit(node(gm, "relu"))
 
 
 def test_a_users_fusion_end_to_end(fusions):
@@ -596,10 +455,17 @@ def test_fusing_is_linear(make):
     assert len(large.edits) == 200
 
 
-def test_metadata_is_typed_and_lives_under_one_key():
-    gm = graph(module(lambda self, x: torch.relu(x)), X)
-    relu = node(gm, "relu")
-    set_info(relu, note="seen")
-    assert relu.meta["fxq"].note == "seen" and info(relu).shape == (3, 4)
-    with pytest.raises(ValueError, match="colour"):
-        set_info(relu, colour="red")
+class Block(nn.Module):
+    def forward(self, x):
+        return x - torch.tanh(x)  # the marked line
+
+
+def test_metadata_survives_a_rewrite():
+    gm = graph(nn.Sequential(nn.Linear(4, 4), Block()).eval(), X)
+    rewriter(gm).apply(shrink_from_tanh)
+    about = info(node(gm, "tanhshrink"))
+    first = inspect.getsourcelines(Block)[1]
+    assert (about.path, about.source) == ("1", f"rewriting/test_rewriter.py:{first + 2}")
+    assert (about.shape, about.dtype) == ((3, 4), torch.float32)
+    assert about.origins == ("tanh", "sub")
+    assert node(gm, "tanhshrink").meta["nn_module_stack"]

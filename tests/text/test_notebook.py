@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -21,10 +20,11 @@ from fxq.rewriting.editor import Edit
 from fxq.text.cells import Cell, Column, Table, cells
 from fxq.text.notebook import folded, html, text_html
 from tests.helpers import REFERENCE
+from tests.pictures import needs_dot
 
 pytestmark = pytest.mark.any_cpu
 
-needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's `dot` on the PATH")
+
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 EVIL = "<img src=x onerror=alert(1)>\"'</pre></script><script>alert(2)</script>&lt;"
 VOID = ("meta", "br", "img")

@@ -1,0 +1,20 @@
+"""Import paths and places in source files."""
+
+import pytest
+from torch import nn
+
+from fxq.common.source import import_name, short_path
+from fxq.errors import RecipeError
+from fxq.rewriting.pattern import FUSIONS
+
+
+def test_import_name_finds_nested_classes():
+    assert import_name("torch.nn:Conv2d", nn.Module) is nn.Conv2d
+    with pytest.raises(RecipeError, match="is not a Linear class"):
+        import_name("torch.nn:Conv2d", nn.Linear)
+
+
+def test_sources_say_nothing_about_the_machine():
+    assert short_path("/home/someone/project/nets/resnet.py") == "nets/resnet.py"
+    assert short_path("net.py") == "net.py"
+    assert all(rule.source.startswith("patterns/") for rule in FUSIONS)

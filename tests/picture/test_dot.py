@@ -1,0 +1,45 @@
+"""Pictures as Graphviz text, and drawn by dot."""
+
+import subprocess
+
+import pytest
+
+from fxq.errors import RenderError
+from fxq.picture import dot as dot_module
+from fxq.picture import routing as sheet
+from fxq.picture.graph_picture import render
+from tests.pictures import needs_dot, network, small
+
+pytestmark = pytest.mark.any_cpu
+
+
+def test_without_dot_svg_says_how_to_install_it_and_dot_text_works(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RenderError, match=r"apt install graphviz.*brew install graphviz.*\.dot"):
+        render(small(), tmp_path / "g.svg")
+    assert not (tmp_path / "g.svg").exists()
+    assert "conv2d_relu" in render(small(), tmp_path / "g.dot").read_text()
+
+
+@needs_dot
+def test_dot_text_is_good_dot(tmp_path):
+    path = render(network(3), tmp_path / "g.dot")
+    subprocess.run(["dot", "-Tsvg", str(path), "-o", str(tmp_path / "g.svg")], check=True, timeout=60)
+
+
+@needs_dot
+def test_modules_are_clusters_of_the_svg(tmp_path):
+    svg = render(network(4), tmp_path / "g.svg").read_text()
+    assert svg.count('class="cluster"') >= 4 and ">layer0.3<" in svg
+
+
+@needs_dot
+def test_where_dot_fails_with_frames_the_column_is_drawn_without(tmp_path, monkeypatch):
+    def run(text, form, **options):
+        if form == "json0" and 'subgraph "cluster' in text:
+            raise RenderError("dot failed: assertion")
+        return dot_module.run(text, form, **options)
+
+    monkeypatch.setattr(sheet, "run", run)
+    svg = render(network(8), tmp_path / "g.svg").read_text()
+    assert 'class="cluster"' not in svg and "layer0_3_conv1" in svg

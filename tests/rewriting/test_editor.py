@@ -1,0 +1,80 @@
+"""The edits of one graph: what is erased, made, renamed and kept."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxq.errors import PassError
+from fxq.graph.info import info
+from fxq.graph.query import op_of
+from fxq.graph.unit import unit_of
+from fxq.rewriting.pattern import FUSIONS
+from tests.helpers import graph, module, node, rewriter, run, text
+from tests.models import conv_block
+
+pytestmark = pytest.mark.any_cpu
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+IMAGE = torch.linspace(-1, 1, 50).reshape(1, 2, 5, 5)
+
+
+def test_a_node_that_is_read_cannot_be_erased():
+    gm = graph(module(lambda self, x: torch.relu(x) + 1), X)
+    with pytest.raises(PassError, match="the-test: cannot erase %relu: %add reads it"):
+        rewriter(gm).erase(node(gm, "relu"))
+
+
+def test_unused_nodes_go_unless_they_do_something():
+    def forward(self, x):
+        y = x * 2
+        torch.sigmoid(torch.relu(y))
+        torch._assert_async(y.sum())
+        return y
+
+    gm = graph(module(forward), X, until="trace")
+    rewriter(gm).erase_unused()
+    assert "_assert_async" in text(gm)  # what it does is not known, so it stays
+    gm = graph(module(forward), X)
+    assert "sigmoid" not in text(gm) and "relu" not in text(gm)
+
+
+def test_constants_get_names_of_their_own_and_are_read_once():
+    gm = graph(module(lambda self, x: torch.relu(x)), X)
+    hand = rewriter(gm)
+    relu = node(gm, "relu")
+    one = hand.constant(torch.ones(2), "fc.weight", before=relu)
+    two = hand.constant(torch.zeros(2), "fc.weight", before=relu)
+    assert (one.target, two.target) == ("fxq_data.fc_weight", "fxq_data.fc_weight_1")
+    assert hand.read("fxq_data.fc_weight", torch.ones(2), before=relu) is one
+    assert torch.equal(gm.fxq_data.fc_weight_1, torch.zeros(2))
+    assert (info(one).shape, info(one).dtype) == ((2,), torch.float32)
+
+
+def test_a_call_leaves_out_defaults_and_takes_after_its_origin():
+    gm = graph(module(lambda self, x: torch.relu(x)), X)
+    relu = node(gm, "relu")
+    made = rewriter(gm).call("hardtanh", node(gm, "x"), like=relu, min_val=-1.0, max_val=3.0)
+    assert made.kwargs == {"max_val": 3.0} and made.next is relu
+    assert info(made).origins == ("relu",) and info(made).source == info(relu).source
+
+
+def test_opening_a_unit_undoes_fusing():
+    model = nn.Sequential(conv_block(), conv_block(stride=2)).eval()
+    gm = graph(model, IMAGE)
+    before = text(gm)
+    origins = {n.name: info(n).origins for n in gm.graph.nodes}
+    hand = rewriter(gm)
+    hand.fuse(FUSIONS.largest_first())
+    assert text(gm) != before
+    for unit in [n for n in gm.graph.nodes if unit_of(gm, n) is not None]:
+        made = hand.open_unit(unit)
+        assert [op_of(n).name for n in made] == ["conv2d", "relu"]
+    assert text(gm) == before
+    assert {n.name: info(n).origins for n in gm.graph.nodes} == origins
+    assert torch.equal(run(gm, IMAGE), model(IMAGE))
+
+
+def test_opening_what_is_no_unit():
+    gm = graph(module(lambda self, x: torch.relu(x)), X)
+    with pytest.raises(PassError, match="the-test: %relu is no unit"):
+        rewriter(gm).open_unit(node(gm, "relu"))
