@@ -12,9 +12,18 @@ from torch import Tensor, nn
 import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel
-from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool3d
+from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool3d, Mean
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
+from fxq.quant.qparams import QParams
+from tests.kernels import (
+    BYTE,
+    CHANNELS_LAST,
+    OUTS,
+    agree,
+    bytes_,
+    real,
+)
 
 
 def layouts(x: Tensor) -> list[Tensor]:
@@ -84,3 +93,21 @@ def test_no_float_round_trip(conv, shape, pool):
     assert not [name for name in kernels if name.endswith("dequantize")]
     qdq = fxq.quantize(model, recipe.without_pass("lower").without_pass("verify-lowering"), data=[x])
     assert sqnr(qdq(x), quantized(x)) > 50  # a tie in the first layer moves an element by a step
+
+
+@pytest.mark.parametrize("dim", [(2, 3), (-1,), (1,), 1, (0, 1, 2, 3), (-3, -2, -1)], ids=str)
+def test_mean_and_sum(dim):
+    x = bytes_(3, 6, 13, 9)
+    for image in [x, x.contiguous(memory_format=CHANNELS_LAST), x[:, ::2], x.transpose(1, 3)]:
+        for keepdim in (False, True):
+            for out in (None, OUTS[1]):
+                agree(Mean(BYTE, out, dim, keepdim)(image), real(image, BYTE).mean(dim, keepdim=keepdim), out)
+            wide = QParams.per_tensor(1.93, 100)
+            agree(Mean(BYTE, wide, dim, keepdim, total=True)(image), real(image, BYTE).sum(dim, keepdim=keepdim), wide)
+    long = bytes_(2, 70001)  # beyond what float32 sums exactly
+    agree(Mean(BYTE, OUTS[2], -1)(long), real(long, BYTE).mean(-1), OUTS[2])
+    agree(Mean(BYTE, OUTS[2], 0)(x[:1]), real(x[:1], BYTE).mean(0), OUTS[2])
+    assert Mean(BYTE, OUTS[0], (1, 2))(x[:0]).shape == (0, 9)
+    assert Mean(BYTE, OUTS[0], 0, total=True)(x[:0]).eq(OUTS[0].z).all()
+    with pytest.raises(BackendError, match="mean of no elements"):
+        Mean(BYTE, OUTS[0], 0)(x[:0])

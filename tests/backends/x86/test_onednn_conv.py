@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from fxq.backends import cpu
 from fxq.backends.kernel import Kernel, Post
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
-from fxq.backends.plain.converters import dequantize, prelu_quantize, quantize
 from fxq.backends.plain.pool import MaxPool2d, Mean
 from fxq.backends.x86 import onednn_conv as x86_conv
-from fxq.backends.x86.onednn_binary import OnednnAdd
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
 from fxq.backends.x86.onednn_linear import OnednnLinear
@@ -23,7 +21,6 @@ from fxq.backends.x86.transposed_conv import ConvTranspose2d
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
 from tests.kernels import (
-    BYTE,
     CHANNELS_LAST,
     OUTS,
     POSTS,
@@ -83,24 +80,6 @@ def test_conv_of_any_shape(data):
         agree(conv(image, other), y + real(other, residual), out)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_transposed_conv_of_any_shape(data):
-    draw = data.draw
-    torch.manual_seed(draw(st.integers(0, 1000)))
-    kernel, stride = [draw(st.integers(1, 9)) for _ in "hw"], [draw(st.integers(1, 4)) for _ in "hw"]
-    padding, more = [draw(st.integers(0, 4)) for _ in "hw"], [draw(st.integers(0, s - 1)) for s in stride]
-    axes = zip(kernel, stride, padding, more, strict=True)
-    size = [draw(st.integers(max(1, (2 * p - k - o) // s + 2), 11)) for k, s, p, o in axes]
-    groups, out = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([None, *OUTS]))
-    channels = draw(st.integers(1, 4))
-    q, qp, w = weight(groups * draw(st.integers(1, 9)), channels, *kernel, axis=draw(st.sampled_from([1, 1, None])))
-    bias, options = torch.randn(channels * groups), {"stride": stride, "padding": padding, "output_padding": more}
-    conv = ConvTranspose2d(q, qp, bias, X, out, groups=groups, **options)
-    image = activations(draw(st.integers(0, 2)), q.shape[0], *size)
-    agree(conv(image), F.conv_transpose2d(real(image, X), w, bias.double(), groups=groups, **options), out)
-
-
 @pytest.mark.parametrize("out", [None, *OUTS], ids=str)
 @pytest.mark.parametrize("post", [name for name in POSTS if name in OnednnConv.posts])
 def test_conv_posts(post, out):
@@ -129,50 +108,6 @@ def test_residual(kind, post, out):
         layer(q, qp, None, X, out, residual=RESIDUAL)(x, other[:1])
     with pytest.raises(BackendError, match="residual"):
         layer(q, qp, None, X, out, residual=RESIDUAL)(x)
-
-
-@pytest.mark.parametrize("out", [None, *OUTS], ids=str)
-@pytest.mark.parametrize("post", [None, *(name for name in POSTS if name in OnednnLinear.posts)])
-def test_linear(post, out):
-    rule, function = POSTS[post] if post else (None, lambda y: y)
-    q, qp, w = weight(40, 33)
-    linear = OnednnLinear(q, qp, torch.ones(40), X, out, post=rule)
-    for shape in [(33,), (0, 33), (7, 33), (2, 3, 5, 33)]:
-        x = activations(*shape)
-        agree(linear(x), function(F.linear(real(x, X), w, torch.ones(40).double())), out)
-    x = activations(33, 6).t()
-    assert torch.equal(linear(x), linear(x.contiguous()))
-    for other in copies(linear):
-        assert torch.equal(other(x), linear(x))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_linear_of_one_row_in_float(data):
-    draw = data.draw
-    torch.manual_seed(draw(st.integers(0, 1000)))
-    inputs, outputs = draw(st.integers(1, 300)), draw(st.integers(1, 300))
-    x = QParams.per_tensor(0.0217, draw(st.sampled_from(ZERO_POINTS)), 0, QMAX)
-    q, qp, w = weight(outputs, inputs, axis=draw(st.sampled_from([0, 0, None])))
-    bias = draw(st.sampled_from([None, torch.randn(outputs)]))
-    row = draw(st.sampled_from([activations(inputs), activations(2 * inputs)[::2], activations(inputs + 5)[5:]]))
-    linear = OnednnLinear(q, qp, bias, x, None)
-    y = F.linear(real(row, x), w, None if bias is None else bias.double())
-    for shape in [(inputs,), (1, inputs), (1, 1, 1, inputs)]:
-        agree(linear(row.reshape(shape)), y.view(*shape[:-1], outputs), None)
-    for strides in [(1, 1), (7 * inputs, 1)]:
-        agree(linear(row.contiguous().as_strided((1, inputs), strides)), y.view(1, -1), None)
-    for other in copies(linear):
-        assert not other._packed and torch.equal(other(row), linear(row))
-
-
-@pytest.mark.parametrize("residual", [None, RESIDUAL], ids=["alone", "residual"])
-@pytest.mark.parametrize("shape", [(0, 3, 33), (2, 0, 33), (0, 33)], ids=str)
-def test_linear_of_nothing(shape, residual):
-    for out in OUTS if residual else [None, *OUTS]:
-        linear = OnednnLinear(*weight(40, 33)[:2], None, X, out, residual=residual)
-        others = [bytes_(*shape[:-1], 40)] if residual else []
-        agree(linear(activations(*shape), *others), torch.zeros(*shape[:-1], 40, dtype=torch.float64), out)
 
 
 LAYERS = {
@@ -289,73 +224,6 @@ def test_copies_compute_the_same_and_hold_nothing_packed():
             assert torch.equal(other(x), y)
 
 
-def test_pooling():
-    x = activations(2, 6, 13, 9)
-    for image in [x, x[:0], x.contiguous(memory_format=CHANNELS_LAST), x[:, ::2]]:
-        for ceil in (False, True):
-            y = F.max_pool2d(image.float(), 3, 2, 1, ceil_mode=ceil)
-            assert torch.equal(MaxPool2d(3, 2, 1, ceil_mode=ceil)(image).float(), y)
-        agree(AvgPool2d(X, OUTS[0], (3, 2), 2, (1, 0))(image), F.avg_pool2d(real(image, X), (3, 2), 2, (1, 0)), OUTS[0])
-        for size in [(13, 3), (1, 9), (4, 2), (None, 1)]:
-            y = F.adaptive_avg_pool2d(real(image, X), size)
-            agree(AdaptiveAvgPool2d(X, OUTS[0], size)(image), y, OUTS[0])
-            agree(AdaptiveAvgPool2d(X, None, size)(image), y, None)
-    assert torch.equal(MaxPool2d(3, 2, 1, dims=1)(x[0]).float(), F.max_pool1d(x[0].float(), 3, 2, 1))
-    agree(AvgPool2d(X, None, 3, 2, 1, dims=1)(x[0]), F.avg_pool1d(real(x[0], X), 3, 2, 1), None)
-
-
-@pytest.mark.parametrize("dim", [(2, 3), (-1,), (1,), 1, (0, 1, 2, 3), (-3, -2, -1)], ids=str)
-def test_mean_and_sum(dim):
-    x = bytes_(3, 6, 13, 9)
-    for image in [x, x.contiguous(memory_format=CHANNELS_LAST), x[:, ::2], x.transpose(1, 3)]:
-        for keepdim in (False, True):
-            for out in (None, OUTS[1]):
-                agree(Mean(BYTE, out, dim, keepdim)(image), real(image, BYTE).mean(dim, keepdim=keepdim), out)
-            wide = QParams.per_tensor(1.93, 100)
-            agree(Mean(BYTE, wide, dim, keepdim, total=True)(image), real(image, BYTE).sum(dim, keepdim=keepdim), wide)
-    long = bytes_(2, 70001)  # beyond what float32 sums exactly
-    agree(Mean(BYTE, OUTS[2], -1)(long), real(long, BYTE).mean(-1), OUTS[2])
-    agree(Mean(BYTE, OUTS[2], 0)(x[:1]), real(x[:1], BYTE).mean(0), OUTS[2])
-    assert Mean(BYTE, OUTS[0], (1, 2))(x[:0]).shape == (0, 9)
-    assert Mean(BYTE, OUTS[0], 0, total=True)(x[:0]).eq(OUTS[0].z).all()
-    with pytest.raises(BackendError, match="mean of no elements"):
-        Mean(BYTE, OUTS[0], 0)(x[:0])
-
-
-def test_clamp_and_pad():
-    x = bytes_(2, 6, 7, 9)
-    for name in ("relu", "relu6", "hardtanh"):
-        rule, function = POSTS[name]
-        agree(Clamp(BYTE, rule)(x), function(real(x, BYTE)), BYTE)
-    agree(Pad(BYTE, (1, 2, 3, 0))(x), F.pad(real(x, BYTE), (1, 2, 3, 0)), BYTE)
-    value = 7 * BYTE.s
-    agree(Pad(BYTE, (1, 2), value=value)(x), F.pad(real(x, BYTE), (1, 2), value=value), BYTE)
-    for mode in ("reflect", "replicate", "circular"):
-        agree(Pad(BYTE, (1, 2, 3, 0), mode)(x), F.pad(real(x, BYTE), (1, 2, 3, 0), mode), BYTE)
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (0, 4), (2, 3, 9, 7), (1, 40, 80, 90), (300, 1001)], ids=str)
-def test_conversions(shape):
-    for qp in OUTS:
-        x = torch.randn(shape) * 8
-        views = [x, x.transpose(0, 1), x[..., ::2], x.expand(2, *shape)[1]]
-        views += [x.contiguous(memory_format=CHANNELS_LAST)] if len(shape) == 4 else []
-        for view in views:
-            q = quantize(view, qp.s, qp.z, qp.qmax, qp.qmin)
-            agree(q, view.double(), qp)
-            assert torch.equal(dequantize(q, qp.s, qp.z), q.float().sub(qp.z).mul(qp.s))
-            assert len(shape) != 4 or q.is_contiguous(memory_format=CHANNELS_LAST)
-            slope = torch.rand(view.shape[1])
-            q = prelu_quantize(view, slope, qp.s, qp.z, qp.qmax, qp.qmin)
-            agree(q, F.prelu(view.double(), slope.double()), qp)
-
-
-def test_quantize_saturates():
-    x = torch.tensor([float("-inf"), -3e38, -1e9, -1.0, 0.0, 1.0, 1e9, 3e38, float("inf")])
-    assert quantize(x, 1e-30, 7, 127).tolist() == [0, 0, 0, 0, 7, 127, 127, 127, 127]
-    assert quantize(x, 0.5, 7, 255, 3).tolist() == [3, 3, 3, 5, 7, 9, 255, 255, 255]
-
-
 def _of(largest, *shape):
     """An int8 weight with one number of this size."""
     values = torch.zeros(shape, dtype=torch.int8)
@@ -393,15 +261,6 @@ def test_a_depthwise_convolution_takes_all_bits_on_any_cpu(monkeypatch):
     one = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
     y = OnednnConv(weight, one, None, QParams.per_tensor(1.0, 0), None, padding=1, groups=24)(x)
     assert torch.equal(y.double(), F.conv2d(x.double(), weight.double(), padding=1, groups=24))
-
-
-def test_sums_and_averages_take_all_bits_on_any_cpu(monkeypatch):
-    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
-    grid = QParams.per_tensor(1.0, 0)
-    x = torch.randint(250, 256, (2, 24, 40, 40), dtype=torch.uint8)
-    assert torch.equal(AvgPool2d(grid, None, 2)(x), F.avg_pool2d(x.float(), 2))
-    added = OnednnAdd(grid, grid, QParams.per_tensor(2.0, 0))(x, x.flip(1))
-    assert torch.equal(added, ((x.float() + x.flip(1)) / 2).round().to(torch.uint8))
 
 
 def test_refusals():

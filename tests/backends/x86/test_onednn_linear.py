@@ -1,16 +1,34 @@
-"""Linear layers of one row into float: a product of integers where PyTorch has a quick one, else oneDNN's layer."""
+"""Linear layers against float64, and those of one row into float, for which PyTorch may have a quicker product."""
+
+from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fxq.backends import cpu
 from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.quant.qparams import QParams
-from tests.kernels import real, weight
+from tests.kernels import (
+    OUTS,
+    POSTS,
+    RESIDUAL,
+    ZERO_POINTS,
+    X,
+    activations,
+    agree,
+    bytes_,
+    copies,
+    real,
+    weight,
+)
+from tests.machine import QMAX
 
 pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
-X = QParams.per_tensor(0.0217, 51, 0, 127)  # a grid that every CPU takes
+SMALL = QParams.per_tensor(0.0217, 51, 0, 127)  # a grid that every CPU takes
 
 
 @pytest.mark.parametrize("shape", [(33,), (1, 33), (1, 1, 33)])
@@ -21,10 +39,54 @@ def test_one_row_is_right_either_way(shape, quick, monkeypatch):
     monkeypatch.setattr(cpu, "has_int_mm", lambda: quick)
     q, qp, w = weight(40, 33)
     bias = torch.randn(40)
-    linear = OnednnLinear(q, qp, bias, X, None)
+    linear = OnednnLinear(q, qp, bias, SMALL, None)
     x = torch.randint(0, 128, shape, dtype=torch.uint8)
-    wanted = real(x, X) @ w.T + bias.double()
+    wanted = real(x, SMALL) @ w.T + bias.double()
     for got in (linear(x), linear.bind(x)(x)):
         assert got.shape == (*shape[:-1], 40) and got.dtype == torch.float32
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
     assert bool(asked) is quick
+
+
+@pytest.mark.parametrize("out", [None, *OUTS], ids=str)
+@pytest.mark.parametrize("post", [None, *(name for name in POSTS if name in OnednnLinear.posts)])
+def test_linear(post, out):
+    rule, function = POSTS[post] if post else (None, lambda y: y)
+    q, qp, w = weight(40, 33)
+    linear = OnednnLinear(q, qp, torch.ones(40), X, out, post=rule)
+    for shape in [(33,), (0, 33), (7, 33), (2, 3, 5, 33)]:
+        x = activations(*shape)
+        agree(linear(x), function(F.linear(real(x, X), w, torch.ones(40).double())), out)
+    x = activations(33, 6).t()
+    assert torch.equal(linear(x), linear(x.contiguous()))
+    for other in copies(linear):
+        assert torch.equal(other(x), linear(x))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_linear_of_one_row_in_float(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    inputs, outputs = draw(st.integers(1, 300)), draw(st.integers(1, 300))
+    x = QParams.per_tensor(0.0217, draw(st.sampled_from(ZERO_POINTS)), 0, QMAX)
+    q, qp, w = weight(outputs, inputs, axis=draw(st.sampled_from([0, 0, None])))
+    bias = draw(st.sampled_from([None, torch.randn(outputs)]))
+    row = draw(st.sampled_from([activations(inputs), activations(2 * inputs)[::2], activations(inputs + 5)[5:]]))
+    linear = OnednnLinear(q, qp, bias, x, None)
+    y = F.linear(real(row, x), w, None if bias is None else bias.double())
+    for shape in [(inputs,), (1, inputs), (1, 1, 1, inputs)]:
+        agree(linear(row.reshape(shape)), y.view(*shape[:-1], outputs), None)
+    for strides in [(1, 1), (7 * inputs, 1)]:
+        agree(linear(row.contiguous().as_strided((1, inputs), strides)), y.view(1, -1), None)
+    for other in copies(linear):
+        assert not other._packed and torch.equal(other(row), linear(row))
+
+
+@pytest.mark.parametrize("residual", [None, RESIDUAL], ids=["alone", "residual"])
+@pytest.mark.parametrize("shape", [(0, 3, 33), (2, 0, 33), (0, 33)], ids=str)
+def test_linear_of_nothing(shape, residual):
+    for out in OUTS if residual else [None, *OUTS]:
+        linear = OnednnLinear(*weight(40, 33)[:2], None, X, out, residual=residual)
+        others = [bytes_(*shape[:-1], 40)] if residual else []
+        agree(linear(activations(*shape), *others), torch.zeros(*shape[:-1], 40, dtype=torch.float64), out)
