@@ -65,6 +65,13 @@ def untouched(model: nn.Module) -> Iterator[Touched]:
                 if buffer._version != version:
                     touched.buffers.append(name)
                     buffer.copy_(value)
+                elif _has_other_values(buffer, value):
+                    buffer.copy_(value)
+
+
+def _has_other_values(buffer: Tensor, value: Tensor) -> bool:
+    """Whether a buffer was written to: `batch_norm` counts no change of the statistics that it is given."""
+    return buffer.layout is torch.strided and not buffer.is_meta and not torch.equal(buffer, value)
 
 
 def _contents(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_a_branch_on_a_size_is_checked():
         close(module(by_channels, a=nn.Identity(), b=conv()), X) if False else close(module(by_channels, a=conv()), X)
     )
     with pytest.raises(
-        fxq.InputError, match=r"test_tracing\.py:\d+: .*`if x.shape\[1\] == 3:` is True, and here it is Fal"
+        fxq.InputError, match=r"test_tracer\.py:\d+: .*`if x.shape\[1\] == 3:` is True, and here it is Fal"
     ):
         qmodel(torch.rand(2, 4, 8, 8))
     assert qmodel(X[:2]).shape == (2, 3, 8, 8)
@@ -346,7 +346,7 @@ def test_a_branch_of_the_model_itself_is_refused():
     def helper(y):
         return y if y.sum() > 0 else -y
 
-    with pytest.raises(fxq.TraceError, match=r"test_tracing\.py:\d+: a branch on .*%gt = gt\(%sum_1\).*Two ways out"):
+    with pytest.raises(fxq.TraceError, match=r"test_tracer\.py:\d+: a branch on .*%gt = gt\(%sum_1\).*Two ways out"):
         close(module(lambda self, x: helper(self.a(x)), a=conv()), X)
 
 
