@@ -62,8 +62,10 @@ def test_kernels_are_their_qdq_form_at_any_batch_size(name, n):
     quantized = fxq.quantize(model, X86, data=data)
     qdq = fxq.quantize(model, qdq_form(X86), data=data)
     inputs = smooth(name, n, seed=5)
-    assert sqnr(call(qdq, inputs), call(quantized, inputs)) > 50
-    assert equal(call(quantized, inputs), call(quantized, inputs))
+    first = call(quantized, inputs)
+    assert sqnr(call(qdq, inputs), first) > 50
+    for _ in range(2):  # the second call binds the kernels, and the third runs what is bound
+        assert equal(call(quantized, inputs), first)
 
 
 @needs_x86

@@ -61,13 +61,12 @@ output_padding=(1, 1))
 @pytest.mark.parametrize("backend", ["reference", pytest.param("x86", marks=needs_x86)])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_lose_nothing(name, backend):
-    """Opening a unit changes nothing; a rounding that is left out only helps."""
+    """Not a bit, where nothing is float but what stands behind a kernel in a unit."""
     model, inputs = build(name), batch(name)
     recipe = fxq.Recipe.static(backend=backend)
     before = call(until(model, inputs, "propagate", recipe).gm, inputs)
     manager = until(model, inputs, "fallback", recipe)
-    got, wanted = call(manager.gm, inputs), call(model, inputs)
-    assert equal(got, before) or sqnr(wanted, got) > sqnr(wanted, before) - 1
+    assert equal(call(manager.gm, inputs), before)
     assert again(manager, Fallback()) == []
 
 
