@@ -256,7 +256,7 @@ def _slices(m: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return second.args[0].kwargs["index"], second.kwargs["index"]
 
 
-@rewrite("same_padding_{conv}", conv=("conv1d", "conv2d", "conv3d"))
+@rewrite("same_padding_{conv}", conv=OPS.family("conv"))
 def same_padding(op: Any, x: Any, w: Any, b: Any, *, conv: str) -> Any:
     """padding='same' of a convolution."""
     return op[conv](x, w, b, padding="same", padding_mode="zeros")
@@ -274,7 +274,7 @@ def _same(op: Any, m: Any) -> Any:
     return op[conv](op.pad(m.x, pad=pad), m.w, m.b, **{**options, "padding": (0,) * len(left)})
 
 
-@rewrite("padding_mode_{conv}_{mode}", conv=("conv1d", "conv2d", "conv3d"), mode=("circular", "reflect", "replicate"))
+@rewrite("padding_mode_{conv}_{mode}", conv=OPS.family("conv"), mode=("circular", "reflect", "replicate"))
 def padding_mode(op: Any, x: Any, w: Any, b: Any, *, conv: str, mode: str) -> Any:
     """A convolution that pads other than with zeros."""
     return op[conv](x, w, b, padding_mode=mode)

@@ -25,9 +25,6 @@ from fxq.rewriting.rewriter import Rewriter
 log = logging.getLogger("fxq")
 Key = tuple[fx.Node, TensorSpec]
 
-_MASKING = ("add", "sub", "where", "masked_fill")
-"""Ops that a mask can be applied by."""
-
 _GAP = 0.9
 """An empty stretch that takes this much of a range leaves the values on either side less than 26 of 256 integers."""
 
@@ -229,7 +226,7 @@ class _Chooser:
     def _is_masked(self, node: fx.Node) -> bool:
         """Whether a node puts together what the network computes and what it is given, as a mask is."""
         calls = calls_of(self.gm, node)
-        if not calls or calls[-1].op.name not in _MASKING:
+        if not calls or not calls[-1].op.quant.masks:
             return False
         read = [v for v in calls[-1].tensors.values() if isinstance(v, (Inner, fx.Node))]
         given = [isinstance(v, fx.Node) and unobserved(self.gm, v) in self._given for v in read]

@@ -181,9 +181,7 @@ class _SideBySide:
         def result(env: dict[fx.Node, Any]) -> Tensor:
             tensors = {k: env[v] if isinstance(v, fx.Node) else v for k, v in call.tensors.items()}
             made: Tensor = call.op.target(**tensors, **call.options)
-            weight_rank = tensors[call.op.quant.weight or ""].dim()
-            axis = -1 if call.op.name == "linear" else made.dim() - weight_rank + 1
-            return made.movedim(axis, 0).reshape(channels, made.numel() // channels).double()
+            return made.movedim(call.op.quant.channels or 0, 0).reshape(channels, made.numel() // channels).double()
 
         return result(self.integer), result(self.real)
 

@@ -8,11 +8,12 @@ function as a table. Slopes (prelu, leaky_relu) are fused: they keep the signs a
 from __future__ import annotations
 
 from fxq.graph.info import info
+from fxq.ops import OPS
 from fxq.rewriting.pattern import fusion
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "leaky_relu")
-CONVS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-ADDING = ("conv1d", "conv2d", "conv3d")
+ADDING = OPS.family("conv")
+CONVS = (*ADDING, *OPS.family("conv_transpose"))
 
 
 @fusion("{conv}_{act}", conv=CONVS, act=ACTIVATIONS)

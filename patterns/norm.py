@@ -8,8 +8,8 @@ from torch import Tensor
 from fxq.ops import OPS
 from fxq.rewriting.pattern import rewrite
 
-BEFORE = ("conv1d", "conv2d", "conv3d", "linear", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-BEHIND = ("conv1d", "conv2d", "conv3d", "linear")
+BEHIND = (*OPS.family("conv"), "linear")
+BEFORE = (*BEHIND, *OPS.family("conv_transpose"))
 
 
 @rewrite("fold_batch_norm_{layer}", layer=BEFORE)

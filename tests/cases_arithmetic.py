@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.opcases import aten, cases, function, method, spelled
+from tests.opcases import aten, cases, function, method, normal, spelled
 
 
 def iadd(x: Any, y: Any, m: Any) -> Any:
@@ -73,6 +73,15 @@ ARITHMETIC = [
             function(f, lambda x, y, m, f=f: getattr(x, f)(y.mT) if isinstance(f, str) else f(x, y.mT))
             for f in (torch.matmul, operator.matmul, torch.bmm, "matmul", "bmm", aten.matmul.default, aten.bmm.default)
         ),
+        layout="sequences",
+    ),
+    *cases(
+        "baddbmm",
+        *(
+            function(f, lambda x, y, m, f=f: f(m.bias, x, y.mT, alpha=0.5), bias=normal(4, 4, 4))
+            for f in (torch.baddbmm, aten.baddbmm.default)
+        ),
+        method("baddbmm", lambda x, y, m: m.bias.baddbmm(x, y.mT, alpha=0.5), bias=normal(4, 4, 4)),
         layout="sequences",
     ),
     *cases(

@@ -106,6 +106,7 @@ LAYERS = [
             function(f, lambda x, m, f=f: f(m.bias, x, m.weight), weight=normal(8, 6), bias=normal(6))
             for f in (torch.addmm, aten.addmm.default)
         ),
+        method("addmm", lambda x, m: m.bias.addmm(x, m.weight), weight=normal(8, 6), bias=normal(6)),
         layout="rows",
         group="linear_addmm",
     ),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.info import info
-from fxq.graph.query import constant, fills_like, flat_nodes, is_op, options_of
+from fxq.graph.query import constant, fills_like, flat_nodes, op_of, options_of
 from fxq.graph.unit import Inner, OpCall, calls_of
 from fxq.ops.registry import as_tuple
 from fxq.ops.table import Quant
@@ -107,23 +107,23 @@ def _filled(node: fx.Node) -> Iterator[float]:
         yield float(torch.tensor(float(value)))
 
 
-_MAX_POOLS = ("max_pool1d", "max_pool2d", "max_pool3d")
-
-
 def _nobody_sees(node: fx.Node, value: float) -> bool:
     """Whether what a pad brings in is below all data wherever it is read: by max pools whose windows all hold data.
 
     A grid holds zero and all data, so a negative number outside of it is below them, and its lowest integer does as
     well.
     """
-    if value >= 0 or not is_op(node, "pad") or not node.users:
+    op = op_of(node)
+    if value >= 0 or op is None or op.quant.surrounds is None or not node.users:
         return False
-    return all(is_op(user, *_MAX_POOLS) and _all_hold_data(node, user) for user in node.users)
+    sides = options_of(node)[op.quant.surrounds]
+    readers = [(user, op_of(user)) for user in node.users]
+    return all(op is not None and op.quant.maximum and _all_hold_data(node, sides, user) for user, op in readers)
 
 
-def _all_hold_data(pad: fx.Node, pool: fx.Node) -> bool:
+def _all_hold_data(pad: fx.Node, sides: Any, pool: fx.Node) -> bool:
     """Whether every window of a max pool behind a pad reaches into what the pad was put around, whatever its size."""
-    shape, sides, options = info(pad).shape, options_of(pad)["pad"], options_of(pool)
+    shape, options = info(pad).shape, options_of(pool)
     if shape is None or not all(isinstance(side, int) for side in sides):
         return False
     rank = len(options["kernel_size"])

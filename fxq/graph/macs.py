@@ -1,76 +1,40 @@
-"""Multiply-accumulates of an op, from shapes: what `ledger.coverage` weighs ops by."""
+"""Multiply-accumulates of a call, from shapes: what `ledger.coverage` weighs ops by."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from torch import Tensor, fx, nn
 
 from fxq.graph.info import info
 from fxq.graph.query import flat_nodes, op_of, submodule
-
-Shape = tuple[int, ...]
+from fxq.ops import OPS
+from fxq.ops.table import Shape
 
 
 def macs_of(gm: fx.GraphModule, node: fx.Node) -> int:
     """Multiply-accumulates of one call, for the batch that the shapes were found with; 0 where there are none.
 
-    convolution          values of its output x weights of one output channel
-    its transpose        values of its input x weights of one input channel
-    linear, matmul, bmm  values of its output x length of the inner axis
-    attention            queries x keys x (length of a query + length of a value), for each head
+    an op                what the `macs` of its row says
     an unknown module    for each weight inside: its values x the positions that the module works on. This is exact for
                          recurrent layers and for layers that keep the positions, and an estimate for others.
 
-    Other ops (norms, activations, additions) count as 0: beside these they are small, and it is these that integer
-    kernels are for.
+    Ops that say nothing (norms, activations, additions) count as 0: beside the others they are small, and it is these
+    that integer kernels are for.
     """
     if node.op == "call_module":
         return _module_macs(node, submodule(gm, node))
-    op = op_of(node)
-    label = op.name if op is not None else str(getattr(node.target, "__name__", node.target))
-    formula = _FORMULAS.get(label)
+    spelled = OPS.of_call(node.target) if node.op in ("call_function", "call_method") else None
+    op = op_of(node) or (spelled[0] if spelled is not None else None)  # a call that stays as it is written
     shapes = [info(a).shape if isinstance(a, fx.Node) else None for a in node.args]
     out = info(node).shape
-    if formula is None or out is None:
+    if op is None or op.macs is None or out is None:
         return 0
     try:
-        return int(formula(out, *shapes))
+        return int(op.macs(out, *shapes))
     except (TypeError, IndexError):  # a shape that is not known, or a call that is written in a way of its own
         return 0
-
-
-def _conv(out: Shape, _: Any, weight: Shape, *__: Any) -> int:
-    return math.prod(out) * math.prod(weight[1:])
-
-
-def _conv_transpose(_: Shape, x: Shape, weight: Shape, *__: Any) -> int:
-    return math.prod(x) * math.prod(weight[1:])
-
-
-def _product(out: Shape, x: Shape, *_: Any) -> int:
-    """A linear layer or a matrix product: x (..., inner)."""
-    return math.prod(out) * x[-1]
-
-
-def _added_product(out: Shape, _: Any, x: Shape, *__: Any) -> int:
-    """addmm, baddbmm: the first argument is what is added."""
-    return math.prod(out) * x[-1]
-
-
-def _attention(_: Shape, query: Shape, key: Shape, value: Shape, *__: Any) -> int:
-    return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-_FORMULAS: dict[str, Callable[..., int]] = {
-    **{f"conv{n}d": _conv for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
-    **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm"), _product),
-    **dict.fromkeys(("addmm", "baddbmm"), _added_product),
-    "scaled_dot_product_attention": _attention,
-}
 
 
 def _module_macs(node: fx.Node, module: nn.Module | None) -> int:

@@ -137,7 +137,7 @@ class UnitInput:
 
     Attributes:
         node: the node of the outer graph.
-        role: `activation`, `weight`, `bias`, or `other` (read in float whatever happens: statistics, PReLU slopes).
+        role: `activation`, `weight`, `bias`, or `other` (read in float whatever happens: statistics, slopes).
         axis: the output-channel axis, for a weight.
         call: index of the op that reads it.
     """

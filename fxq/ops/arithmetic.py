@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.ops.registry import aten, row
-from fxq.ops.table import Arguments, computes, float_only, moves, shape_of, spell
+from fxq.ops.table import Arguments, Shape, computes, float_only, moves, shape_of, spell
 
 
 def _tensor_first(bound: Arguments) -> Arguments:
@@ -38,7 +39,7 @@ _BINARY = ("x", "other")
 @row(
     *_commuting(torch.add, operator.add, operator.iadd, "add", "add_"),
     *_commuting(aten.add.Tensor, aten.add.Scalar, aten.add_.Tensor),
-    quant=computes(*_BINARY, pointwise=True, unless=_alpha_one),
+    quant=computes(*_BINARY, pointwise=True, masks=True, unless=_alpha_one),
     commutes=True,
 )
 def add(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
@@ -61,7 +62,7 @@ def _swapped(bound: Arguments) -> Arguments:
     aten.sub.Scalar,
     aten.sub_.Tensor,
     *(spell(t, None, _swapped) for t in (torch.rsub, aten.rsub.Scalar, aten.rsub.Tensor)),
-    quant=computes(*_BINARY, pointwise=True, unless=_alpha_one),
+    quant=computes(*_BINARY, pointwise=True, masks=True, unless=_alpha_one),
 )
 def sub(x: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     """x - alpha * other, broadcast."""
@@ -118,6 +119,11 @@ def minimum(x: Tensor, other: Tensor) -> Tensor:
     return torch.minimum(x, other)
 
 
+def product_macs(out: Shape, x: Shape, *_: Any) -> int:
+    """Values of the output x length of the inner axis, the last one of x."""
+    return math.prod(out) * x[-1]
+
+
 @row(
     torch.matmul,
     torch.bmm,
@@ -128,17 +134,32 @@ def minimum(x: Tensor, other: Tensor) -> Tensor:
     "mm",
     *(spell(t) for t in (aten.matmul.default, aten.bmm.default, aten.mm.default)),
     quant=computes(*_BINARY, heavy=True),
+    macs=product_macs,
 )
 def matmul(x: Tensor, other: Tensor) -> Tensor:
     """x (..., M, K), other (..., K, N) -> (..., M, N). With a constant `other`, canonicalize makes it a linear."""
     return torch.matmul(x, other)
 
 
+def _added_macs(out: Shape, bias: Shape, *factors: Shape) -> int:
+    return product_macs(out, *factors)
+
+
 @row(
-    spell(torch.addmm, "bias x other"),
-    spell(aten.addmm.default, "bias x other"),
+    *(spell(t, "bias x other") for t in (torch.addmm, "addmm", aten.addmm.default)),
     quant=float_only(*_BINARY),
+    macs=_added_macs,
 )
 def addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta * bias + alpha * x @ other. With a constant `other`, canonicalize makes it a linear."""
     return torch.addmm(bias, x, other, beta=beta, alpha=alpha)
+
+
+@row(
+    *(spell(t, "bias x other") for t in (torch.baddbmm, "baddbmm", aten.baddbmm.default)),
+    quant=float_only(*_BINARY),
+    macs=_added_macs,
+)
+def baddbmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """beta * bias + alpha * x @ other, of three axes each."""
+    return torch.baddbmm(bias, x, other, beta=beta, alpha=alpha)

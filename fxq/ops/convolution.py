@@ -1,18 +1,19 @@
-"""Rows of the op table: convolutions."""
+"""Rows of the op table: convolutions, a family of one for each number of spatial axes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxq.ops.registry import as_tuple, aten, row
-from fxq.ops.table import Arguments, Instead, computes, spell
+from fxq.ops.registry import RANKS, as_tuple, aten, named, row
+from fxq.ops.table import Arguments, Instead, Shape, computes, spell
 
 
-def _conv(n: int) -> Any:
+def _tuples(n: int) -> Any:
     """Options of an n-dimensional convolution as n-tuples, so that every way to write them gives the same graph."""
 
     def adapt(bound: Arguments) -> Arguments:
@@ -25,18 +26,6 @@ def _conv(n: int) -> Any:
     return adapt
 
 
-_CONV = "x weight bias stride padding dilation groups padding_mode"
-_ATEN_CONV = "x weight bias stride padding dilation transposed output_padding groups"
-
-
-def _convolve(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    mode = options.pop("padding_mode")
-    if mode == "zeros":
-        return function(x, weight, bias, **options)
-    padded = F.pad(x, conv_padding(weight.shape, options["padding"], options["dilation"]), mode=mode)
-    return function(padded, weight, bias, **{**options, "padding": 0})
-
-
 def conv_padding(weight_shape: Sequence[int], padding: Any, dilation: Sequence[int]) -> tuple[int, ...]:
     """The padding of a convolution in `F.pad`'s order (last axis first, left then right); 'same' pads right first."""
     if padding == "same":
@@ -47,176 +36,104 @@ def conv_padding(weight_shape: Sequence[int], padding: Any, dilation: Sequence[i
     return tuple(p for pair in reversed(sides) for p in pair)
 
 
-_CONV_QUANT = computes("x", weight="weight", bias="bias", axis=0, heavy=True)
-
-
 def _any_convolution(bound: Arguments) -> Instead:
     """aten.convolution is all of them: the number of strides and a flag say which."""
     n, transposed = len(bound["stride"]), bound.pop("transposed")
     if transposed:
-        return Instead(f"conv_transpose{n}d", _conv_transpose(n)(bound))
+        return Instead(f"conv_transpose{n}d", _transposed_tuples(n)(bound))
     bound.pop("output_padding", None)
-    return Instead(f"conv{n}d", _conv(n)(bound))
+    return Instead(f"conv{n}d", _tuples(n)(bound))
 
 
-@row(
-    spell(aten.convolution.default, _ATEN_CONV, _any_convolution),
-    spell(nn.Conv1d, _CONV, _conv(1)),
-    spell(F.conv1d, _CONV, _conv(1)),
-    spell(aten.conv1d.default, _CONV, _conv(1)),
-    spell(aten.conv1d.padding, _CONV, _conv(1)),
-    quant=_CONV_QUANT,
-)
-def conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Any = (1,),
-    padding: Any = (0,),
-    dilation: Any = (1,),
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> Tensor:
-    """x (N, C, L), weight (O, C/groups, K), bias (O,) -> (N, O, L')."""
-    return _convolve(
-        F.conv1d,
-        x,
-        weight,
-        bias,
-        {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "padding_mode": padding_mode},
+_CONV = "x weight bias stride padding dilation groups padding_mode"
+_CONVS = "nn.Conv{n}d F.conv{n}d aten.conv{n}d.default aten.conv{n}d.padding"
+_ATEN_CONV = "x weight bias stride padding dilation transposed output_padding groups"
+_ANY = spell(aten.convolution.default, _ATEN_CONV, _any_convolution)
+
+
+def _macs(out: Shape, x: Shape, weight: Shape, *_: Any) -> int:
+    """Values of the output x weights of one output channel."""
+    return math.prod(out) * math.prod(weight[1:])
+
+
+def _conv(n: int) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = getattr(F, f"conv{n}d")
+
+    @row(
+        *(spell(t, _CONV, _tuples(n)) for t in named(_CONVS, n)),
+        *([_ANY] if n == 1 else []),  # a spelling belongs to one op, and this one hands on to the others
+        quant=computes("x", weight="weight", bias="bias", axis=0, channels=-n - 1, heavy=True),
+        macs=_macs,
+        rank=n,
     )
+    def conv(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        stride: Any = (1,) * n,
+        padding: Any = (0,) * n,
+        dilation: Any = (1,) * n,
+        groups: int = 1,
+        padding_mode: str = "zeros",
+    ) -> Tensor:
+        """x (N, C, *size), weight (O, C/groups, *kernel), bias (O,) -> (N, O, *size')."""
+        if padding_mode != "zeros":
+            x = F.pad(x, conv_padding(weight.shape, padding, dilation), mode=padding_mode)
+            padding = 0
+        return function(x, weight, bias, stride, padding, dilation, groups)
+
+    return conv
 
 
-@row(
-    spell(nn.Conv2d, _CONV, _conv(2)),
-    spell(F.conv2d, _CONV, _conv(2)),
-    spell(aten.conv2d.default, _CONV, _conv(2)),
-    spell(aten.conv2d.padding, _CONV, _conv(2)),
-    quant=_CONV_QUANT,
-)
-def conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Any = (1, 1),
-    padding: Any = (0, 0),
-    dilation: Any = (1, 1),
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> Tensor:
-    """x (N, C, H, W), weight (O, C/groups, KH, KW), bias (O,) -> (N, O, H', W')."""
-    return _convolve(
-        F.conv2d,
-        x,
-        weight,
-        bias,
-        {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "padding_mode": padding_mode},
-    )
+conv1d, conv2d, conv3d = map(_conv, RANKS)
 
 
-@row(
-    spell(nn.Conv3d, _CONV, _conv(3)),
-    spell(F.conv3d, _CONV, _conv(3)),
-    spell(aten.conv3d.default, _CONV, _conv(3)),
-    spell(aten.conv3d.padding, _CONV, _conv(3)),
-    quant=_CONV_QUANT,
-)
-def conv3d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Any = (1, 1, 1),
-    padding: Any = (0, 0, 0),
-    dilation: Any = (1, 1, 1),
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> Tensor:
-    """x (N, C, D, H, W), weight (O, C/groups, KD, KH, KW), bias (O,) -> (N, O, D', H', W')."""
-    return _convolve(
-        F.conv3d,
-        x,
-        weight,
-        bias,
-        {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "padding_mode": padding_mode},
-    )
-
-
-_CONVT = "x weight bias stride padding output_padding groups dilation"
-_CONVT_QUANT = computes("x", weight="weight", bias="bias", axis=1, heavy=True)
-
-
-def _conv_transpose(n: int) -> Any:
+def _transposed_tuples(n: int) -> Any:
     def adapt(bound: Arguments) -> Arguments | str:
         if bound.pop("padding_mode", "zeros") != "zeros":
             return "pads other than with zeros"
-        bound = _conv(n)(bound)
+        bound = _tuples(n)(bound)
         bound["output_padding"] = as_tuple(bound.get("output_padding", 0), n)
         return bound
 
     return adapt
 
 
-@row(
-    spell(nn.ConvTranspose1d, _CONVT + " padding_mode", _conv_transpose(1)),
-    spell(F.conv_transpose1d, _CONVT, _conv_transpose(1)),
-    spell(aten.conv_transpose1d.default, _CONVT, _conv_transpose(1)),
-    quant=_CONVT_QUANT,
-)
-def conv_transpose1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Any = (1,),
-    padding: Any = (0,),
-    output_padding: Any = (0,),
-    dilation: Any = (1,),
-    groups: int = 1,
-) -> Tensor:
-    """x (N, C, L), weight (C, O/groups, K), bias (O,) -> (N, O, L')."""
-    return F.conv_transpose1d(x, weight, bias, stride, padding, output_padding, groups, dilation)
+_CONVT = "x weight bias stride padding output_padding groups dilation"
+_CONVTS = "F.conv_transpose{n}d aten.conv_transpose{n}d."
 
 
-@row(
-    spell(nn.ConvTranspose2d, _CONVT + " padding_mode", _conv_transpose(2)),
-    spell(F.conv_transpose2d, _CONVT, _conv_transpose(2)),
-    spell(aten.conv_transpose2d.input, _CONVT, _conv_transpose(2)),
-    quant=_CONVT_QUANT,
-)
-def conv_transpose2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Any = (1, 1),
-    padding: Any = (0, 0),
-    output_padding: Any = (0, 0),
-    dilation: Any = (1, 1),
-    groups: int = 1,
-) -> Tensor:
-    """x (N, C, H, W), weight (C, O/groups, KH, KW), bias (O,) -> (N, O, H', W')."""
-    return F.conv_transpose2d(x, weight, bias, stride, padding, output_padding, groups, dilation)
+def _transposed_macs(out: Shape, x: Shape, weight: Shape, *_: Any) -> int:
+    """Values of the input x weights of one input channel."""
+    return math.prod(x) * math.prod(weight[1:])
 
 
-@row(
-    spell(nn.ConvTranspose3d, _CONVT + " padding_mode", _conv_transpose(3)),
-    spell(F.conv_transpose3d, _CONVT, _conv_transpose(3)),
-    spell(aten.conv_transpose3d.input, _CONVT, _conv_transpose(3)),
-    quant=_CONVT_QUANT,
-)
-def conv_transpose3d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Any = (1, 1, 1),
-    padding: Any = (0, 0, 0),
-    output_padding: Any = (0, 0, 0),
-    dilation: Any = (1, 1, 1),
-    groups: int = 1,
-) -> Tensor:
-    """x (N, C, D, H, W), weight (C, O/groups, KD, KH, KW), bias (O,) -> (N, O, D', H', W')."""
-    return F.conv_transpose3d(x, weight, bias, stride, padding, output_padding, groups, dilation)
+def _conv_transpose(n: int) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = getattr(F, f"conv_transpose{n}d")
+
+    @row(
+        *(spell(t, _CONVT + " padding_mode", _transposed_tuples(n)) for t in named("nn.ConvTranspose{n}d", n)),
+        *(spell(t, _CONVT, _transposed_tuples(n)) for t in named(_CONVTS + ("default" if n == 1 else "input"), n)),
+        quant=computes("x", weight="weight", bias="bias", axis=1, channels=-n - 1, heavy=True),
+        macs=_transposed_macs,
+        rank=n,
+    )
+    def conv_transpose(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        stride: Any = (1,) * n,
+        padding: Any = (0,) * n,
+        output_padding: Any = (0,) * n,
+        dilation: Any = (1,) * n,
+        groups: int = 1,
+    ) -> Tensor:
+        """x (N, C, *size), weight (C, O/groups, *kernel), bias (O,) -> (N, O, *size')."""
+        return function(x, weight, bias, stride, padding, output_padding, groups, dilation)
+
+    return conv_transpose
+
+
+conv_transpose1d, conv_transpose2d, conv_transpose3d = map(_conv_transpose, RANKS)

@@ -139,7 +139,7 @@ _WHERE = "condition x other"
 @row(
     *(spell(t, _WHERE) for t in (torch.where, aten.where.self)),
     spell("where", "x condition other"),
-    quant=float_only("x", "other", fills=("x", "other")),
+    quant=float_only("x", "other", fills=("x", "other"), masks=True),
 )
 def where(condition: Tensor, x: Tensor, other: Tensor) -> Tensor:
     """x where the condition holds, else other."""
@@ -149,7 +149,7 @@ def where(condition: Tensor, x: Tensor, other: Tensor) -> Tensor:
 @row(
     *(spell(t, "x mask value") for t in (torch.masked_fill, "masked_fill", "masked_fill_")),
     *(spell(t, "x mask value") for t in (aten.masked_fill.Scalar, aten.masked_fill.Tensor)),
-    quant=float_only("x", fills=("value",)),
+    quant=float_only("x", fills=("value",), masks=True),
 )
 def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
     """x, with `value` where the mask holds."""

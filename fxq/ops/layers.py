@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxq.ops.registry import OPS, aten, pick_values, row
-from fxq.ops.table import Arguments, computes, float_only, spell
+from fxq.ops.arithmetic import product_macs
+from fxq.ops.registry import OPS, aten, named, pick_values, row
+from fxq.ops.table import Arguments, Shape, computes, float_only, spell
 
 OPS.leaf("lstm", nn.LSTM)
 OPS.leaf("gru", nn.GRU)
@@ -21,7 +23,13 @@ OPS.leaf("rnn_cell", nn.RNNCell)
 _FLOAT = float_only("x")
 
 
-@row(nn.Linear, F.linear, aten.linear.default, quant=computes("x", weight="weight", bias="bias", axis=0, heavy=True))
+@row(
+    nn.Linear,
+    F.linear,
+    aten.linear.default,
+    quant=computes("x", weight="weight", bias="bias", axis=0, channels=-1, heavy=True),
+    macs=product_macs,
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K), weight (O, K), bias (O,) -> (..., O)."""
     return F.linear(x, weight, bias)
@@ -43,12 +51,8 @@ _NORM_NATIVE = "x weight bias running_mean running_var momentum eps"
 
 
 @row(
-    spell(nn.BatchNorm1d, _NORM, _eval_norm),
-    spell(nn.BatchNorm2d, _NORM, _eval_norm),
-    spell(nn.BatchNorm3d, _NORM, _eval_norm),
-    spell(F.batch_norm, _NORM, _eval_norm),
-    spell(torch.batch_norm, _NORM_ATEN, _eval_norm),
-    spell(aten.batch_norm.default, _NORM_ATEN, _eval_norm),
+    *(spell(t, _NORM, _eval_norm) for t in (*named("nn.BatchNorm{n}d"), F.batch_norm)),
+    *(spell(t, _NORM_ATEN, _eval_norm) for t in (torch.batch_norm, aten.batch_norm.default)),
     spell(aten._native_batch_norm_legit_no_training.default, _NORM_NATIVE, _eval_norm, pick_values),
     quant=computes("x", pointwise=True),
 )
@@ -132,8 +136,7 @@ _INSTANCE_ATEN = "x weight bias running_mean running_var use_input_stats momentu
 
 
 @row(
-    *(spell(t, _INSTANCE, _instance) for t in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)),
-    spell(F.instance_norm, _INSTANCE, _instance),
+    *(spell(t, _INSTANCE, _instance) for t in (*named("nn.InstanceNorm{n}d"), F.instance_norm)),
     spell(aten.instance_norm.default, _INSTANCE_ATEN, _instance),
     quant=_FLOAT,
 )
@@ -170,7 +173,17 @@ def embedding(x: Tensor, weight: Tensor) -> Tensor:
 OPS.leaf("embedding_bag", nn.EmbeddingBag)
 
 
-@row(F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default, quant=float_only("x", "key", "value"))
+def _attention_macs(out: Shape, query: Shape, key: Shape, value: Shape, *_: Any) -> int:
+    """Queries x keys x (length of a query + length of a value), for each head."""
+    return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+@row(
+    F.scaled_dot_product_attention,
+    aten.scaled_dot_product_attention.default,
+    quant=float_only("x", "key", "value"),
+    macs=_attention_macs,
+)
 def scaled_dot_product_attention(
     x: Tensor,
     key: Tensor,

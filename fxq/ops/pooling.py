@@ -1,14 +1,14 @@
-"""Rows of the op table: pooling."""
+"""Rows of the op table: pooling, a family of one for each number of axes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxq.ops.registry import as_tuple, aten, pick_values, row
+from fxq.ops.registry import RANKS, as_tuple, named, pick_values, row
 from fxq.ops.sizes import is_all_of
 from fxq.ops.table import Arguments, Instead, computes, moves, spell
 
@@ -42,115 +42,60 @@ def _is_plain(bound: Arguments, n: int) -> bool:
 
 _MAX_POOL = "x kernel_size stride padding dilation ceil_mode return_indices"
 _AVG_POOL = "x kernel_size stride padding ceil_mode count_include_pad divisor_override"
+_MAX_POOLS = "nn.MaxPool{n}d F.max_pool{n}d torch.max_pool{n}d aten.max_pool{n}d.default"
+_AVG_POOLS = "nn.AvgPool{n}d F.avg_pool{n}d aten.avg_pool{n}d.default"
 
 
-@row(
-    spell(nn.MaxPool1d, _MAX_POOL, _pool(1, "max")),
-    spell(F.max_pool1d, _MAX_POOL, _pool(1, "max")),
-    spell(torch.max_pool1d, _MAX_POOL, _pool(1, "max")),
-    spell(aten.max_pool1d.default, _MAX_POOL, _pool(1, "max")),
-    quant=moves("x", selects=True),
-)
-def max_pool1d(
-    x: Tensor, *, kernel_size: Any, stride: Any, padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
-) -> Tensor:
-    """x (N, C, L) -> (N, C, L')."""
-    return F.max_pool1d(x, kernel_size, stride, padding, dilation, ceil_mode)
+def _max_pool(n: int) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = getattr(F, f"max_pool{n}d")
+    both = named("aten.max_pool{n}d_with_indices.default", n) if n > 1 else []
+
+    @row(
+        *(spell(t, _MAX_POOL, _pool(n, "max")) for t in named(_MAX_POOLS, n)),
+        *(spell(t, _MAX_POOL, _pool(n, "max"), pick_values) for t in both),
+        quant=moves("x", selects=True, maximum=True),
+        rank=n,
+    )
+    def max_pool(
+        x: Tensor,
+        *,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any = (0,) * n,
+        dilation: Any = (1,) * n,
+        ceil_mode: bool = False,
+    ) -> Tensor:
+        """x (N, C, *size) -> (N, C, *size')."""
+        return function(x, kernel_size, stride, padding, dilation, ceil_mode)
+
+    return max_pool
 
 
-@row(
-    spell(nn.MaxPool2d, _MAX_POOL, _pool(2, "max")),
-    spell(F.max_pool2d, _MAX_POOL, _pool(2, "max")),
-    spell(torch.max_pool2d, _MAX_POOL, _pool(2, "max")),
-    spell(aten.max_pool2d.default, _MAX_POOL, _pool(2, "max")),
-    spell(aten.max_pool2d_with_indices.default, _MAX_POOL, _pool(2, "max"), pick_values),
-    quant=moves("x", selects=True),
-)
-def max_pool2d(
-    x: Tensor, *, kernel_size: Any, stride: Any, padding: Any = (0, 0), dilation: Any = (1, 1), ceil_mode: bool = False
-) -> Tensor:
-    """x (N, C, H, W) -> (N, C, H', W')."""
-    return F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
+max_pool1d, max_pool2d, max_pool3d = map(_max_pool, RANKS)
 
 
-@row(
-    spell(nn.MaxPool3d, _MAX_POOL, _pool(3, "max")),
-    spell(F.max_pool3d, _MAX_POOL, _pool(3, "max")),
-    spell(torch.max_pool3d, _MAX_POOL, _pool(3, "max")),
-    spell(aten.max_pool3d.default, _MAX_POOL, _pool(3, "max")),
-    spell(aten.max_pool3d_with_indices.default, _MAX_POOL, _pool(3, "max"), pick_values),
-    quant=moves("x", selects=True),
-)
-def max_pool3d(
-    x: Tensor,
-    *,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any = (0, 0, 0),
-    dilation: Any = (1, 1, 1),
-    ceil_mode: bool = False,
-) -> Tensor:
-    """x (N, C, D, H, W) -> (N, C, D', H', W')."""
-    return F.max_pool3d(x, kernel_size, stride, padding, dilation, ceil_mode)
+def _avg_pool(n: int) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = getattr(F, f"avg_pool{n}d")
+
+    @row(*(spell(t, _AVG_POOL, _pool(n, "avg")) for t in named(_AVG_POOLS, n)), quant=computes("x"), rank=n)
+    def avg_pool(
+        x: Tensor,
+        *,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any = (0,) * n,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Tensor:
+        """x (N, C, *size) -> (N, C, *size')."""
+        last = () if divisor_override is None else (divisor_override,)  # avg_pool1d does not take it
+        return function(x, kernel_size, stride, padding, ceil_mode, count_include_pad, *last)
+
+    return avg_pool
 
 
-@row(
-    spell(nn.AvgPool1d, "x kernel_size stride padding ceil_mode count_include_pad", _pool(1, "avg")),
-    spell(F.avg_pool1d, "x kernel_size stride padding ceil_mode count_include_pad", _pool(1, "avg")),
-    spell(aten.avg_pool1d.default, "x kernel_size stride padding ceil_mode count_include_pad", _pool(1, "avg")),
-    quant=computes("x"),
-)
-def avg_pool1d(
-    x: Tensor,
-    *,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any = (0,),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-) -> Tensor:
-    """x (N, C, L) -> (N, C, L')."""
-    return F.avg_pool1d(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
-
-
-@row(
-    spell(nn.AvgPool2d, _AVG_POOL, _pool(2, "avg")),
-    spell(F.avg_pool2d, _AVG_POOL, _pool(2, "avg")),
-    spell(aten.avg_pool2d.default, _AVG_POOL, _pool(2, "avg")),
-    quant=computes("x"),
-)
-def avg_pool2d(
-    x: Tensor,
-    *,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any = (0, 0),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Tensor:
-    """x (N, C, H, W) -> (N, C, H', W')."""
-    return F.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-
-
-@row(
-    spell(nn.AvgPool3d, _AVG_POOL, _pool(3, "avg")),
-    spell(F.avg_pool3d, _AVG_POOL, _pool(3, "avg")),
-    spell(aten.avg_pool3d.default, _AVG_POOL, _pool(3, "avg")),
-    quant=computes("x"),
-)
-def avg_pool3d(
-    x: Tensor,
-    *,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any = (0, 0, 0),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Tensor:
-    """x (N, C, D, H, W) -> (N, C, D', H', W')."""
-    return F.avg_pool3d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, RANKS)
 
 
 def _adaptive(n: int) -> Any:
@@ -163,64 +108,39 @@ def _adaptive(n: int) -> Any:
 
 
 _SIZE = "x output_size"
-_MAX_SIZE = "x output_size return_indices"
 
 
-@row(
-    *(spell(t, _SIZE, _adaptive(1)) for t in (nn.AdaptiveAvgPool1d, F.adaptive_avg_pool1d)),
-    spell(aten.adaptive_avg_pool1d.default, _SIZE, _adaptive(1)),
-    quant=computes("x"),
-)
-def adaptive_avg_pool1d(x: Tensor, *, output_size: Any) -> Tensor:
-    """x (N, C, L) -> (N, C, *output_size)."""
-    return F.adaptive_avg_pool1d(x, output_size)
+def _adaptive_avg_pool(n: int) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = getattr(F, f"adaptive_avg_pool{n}d")
+    names = "nn.AdaptiveAvgPool{n}d F.adaptive_avg_pool{n}d aten.adaptive_avg_pool{n}d.default"
+    names += " aten._adaptive_avg_pool{n}d.default" if n > 1 else ""
+
+    @row(*(spell(t, _SIZE, _adaptive(n)) for t in named(names, n)), quant=computes("x"), rank=n)
+    def adaptive_avg_pool(x: Tensor, *, output_size: Any) -> Tensor:
+        """x (N, C, *size) -> (N, C, *output_size)."""
+        return function(x, output_size)
+
+    return adaptive_avg_pool
 
 
-@row(
-    *(spell(t, _SIZE, _adaptive(2)) for t in (nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)),
-    *(spell(t, _SIZE, _adaptive(2)) for t in (aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)),
-    quant=computes("x"),
-)
-def adaptive_avg_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
-    """x (N, C, H, W) -> (N, C, *output_size)."""
-    return F.adaptive_avg_pool2d(x, output_size)
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = map(_adaptive_avg_pool, RANKS)
 
 
-@row(
-    *(spell(t, _SIZE, _adaptive(3)) for t in (nn.AdaptiveAvgPool3d, F.adaptive_avg_pool3d)),
-    *(spell(t, _SIZE, _adaptive(3)) for t in (aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d.default)),
-    quant=computes("x"),
-)
-def adaptive_avg_pool3d(x: Tensor, *, output_size: Any) -> Tensor:
-    """x (N, C, D, H, W) -> (N, C, *output_size)."""
-    return F.adaptive_avg_pool3d(x, output_size)
+def _adaptive_max_pool(n: int) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = getattr(F, f"adaptive_max_pool{n}d")
+    names = "nn.AdaptiveMaxPool{n}d F.adaptive_max_pool{n}d"
+
+    @row(
+        *(spell(t, _SIZE + " return_indices", _adaptive(n)) for t in named(names, n)),
+        *(spell(t, _SIZE, _adaptive(n), pick_values) for t in named("aten.adaptive_max_pool{n}d.default", n)),
+        quant=moves("x", selects=True),
+        rank=n,
+    )
+    def adaptive_max_pool(x: Tensor, *, output_size: Any) -> Tensor:
+        """x (N, C, *size) -> (N, C, *output_size)."""
+        return function(x, output_size)
+
+    return adaptive_max_pool
 
 
-@row(
-    *(spell(t, _MAX_SIZE, _adaptive(1)) for t in (nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)),
-    spell(aten.adaptive_max_pool1d.default, _SIZE, _adaptive(1), pick_values),
-    quant=moves("x", selects=True),
-)
-def adaptive_max_pool1d(x: Tensor, *, output_size: Any) -> Tensor:
-    """x (N, C, L) -> (N, C, *output_size)."""
-    return F.adaptive_max_pool1d(x, output_size)
-
-
-@row(
-    *(spell(t, _MAX_SIZE, _adaptive(2)) for t in (nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)),
-    spell(aten.adaptive_max_pool2d.default, _SIZE, _adaptive(2), pick_values),
-    quant=moves("x", selects=True),
-)
-def adaptive_max_pool2d(x: Tensor, *, output_size: Any) -> Tensor:
-    """x (N, C, H, W) -> (N, C, *output_size)."""
-    return F.adaptive_max_pool2d(x, output_size)
-
-
-@row(
-    *(spell(t, _MAX_SIZE, _adaptive(3)) for t in (nn.AdaptiveMaxPool3d, F.adaptive_max_pool3d)),
-    spell(aten.adaptive_max_pool3d.default, _SIZE, _adaptive(3), pick_values),
-    quant=moves("x", selects=True),
-)
-def adaptive_max_pool3d(x: Tensor, *, output_size: Any) -> Tensor:
-    """x (N, C, D, H, W) -> (N, C, *output_size)."""
-    return F.adaptive_max_pool3d(x, output_size)
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = map(_adaptive_max_pool, RANKS)

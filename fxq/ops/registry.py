@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +13,15 @@ from fxq.ops.table import Arguments, OpTable
 OPS = OpTable()
 row = OPS.row
 aten = torch.ops.aten
+
+RANKS = (1, 2, 3)
+"""Of the ops of a family, such as conv1d, conv2d and conv3d: how many axes they work along."""
+_ROOTS = SimpleNamespace(torch=torch, nn=torch.nn, F=torch.nn.functional, aten=aten)
+
+
+def named(names: str, *ranks: int) -> list[Any]:
+    """What torch has under these names for one rank, or for all three: `named("nn.Conv{n}d F.conv{n}d", 2)`."""
+    return [attrgetter(name)(_ROOTS) for n in ranks or RANKS for name in names.format(n=n).split()]
 
 
 def as_tuple(value: Any, n: int) -> tuple[Any, ...]:

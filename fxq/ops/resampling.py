@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.registry import as_tuple, aten, row
+from fxq.ops.registry import as_tuple, aten, named, row
 from fxq.ops.table import Arguments, float_only, moves, spell
 
 
@@ -30,22 +30,19 @@ def _unknown_value(arguments: Mapping[str, Any]) -> str | None:
     return None if known else "pads with a value that is known at run time only"
 
 
-def _pads(mode: str, *targets: Any) -> Any:
+def _pads(mode: str, targets: str) -> Any:
     names = "x padding value" if mode == "constant" else "x padding"
-    return (spell(target, names, _pad_module(mode)) for target in targets)
+    return (spell(target, names, _pad_module(mode)) for target in named(targets))
 
 
 @row(
     *(spell(t, "x pad mode value", _pad_function) for t in (F.pad, aten.pad.default)),
-    *_pads("constant", nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
-    *_pads("constant", nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
-    *_pads("reflect", nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
-    *_pads("reflect", aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default),
-    *_pads("replicate", nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
-    *_pads("replicate", aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
-    *_pads("circular", nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
+    *_pads("constant", "nn.ZeroPad{n}d nn.ConstantPad{n}d"),
+    *_pads("reflect", "nn.ReflectionPad{n}d aten.reflection_pad{n}d.default"),
+    *_pads("replicate", "nn.ReplicationPad{n}d aten.replication_pad{n}d.default"),
+    *_pads("circular", "nn.CircularPad{n}d"),
     spell(aten.constant_pad_nd.default, "x pad value"),
-    quant=moves("x", fills=("value",), unless=_unknown_value),
+    quant=moves("x", fills=("value",), surrounds="pad", unless=_unknown_value),
 )
 def pad(x: Tensor, *, pad: Any, mode: str = "constant", value: float = 0.0) -> Tensor:
     """Pad the last axes: `pad` is (left, right) of the last axis, then of the one before."""
@@ -78,7 +75,7 @@ def _upsampling(mode: str) -> Any:
 
 
 _INTERPOLATE = "x size scale_factor mode align_corners recompute_scale_factor antialias"
-_UPSAMPLE = (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)
+_UPSAMPLE = named("aten.upsample_nearest{n}d")
 
 
 @row(

@@ -17,6 +17,7 @@ META = "fxq"
 """The key in `node.meta` of what fxq knows about a node (see `fxq/graph/query.py`)."""
 
 Arguments = dict[str, Any]
+Shape = tuple[int, ...]
 Adapter = Callable[[Arguments], "Arguments | Instead | str"]
 Pick = Callable[[Arguments, Any], "Arguments | Instead | str"]
 
@@ -34,6 +35,7 @@ class Quant:
         weight: name of the argument that is a weight, if any.
         bias: name of the argument that is a bias, if any.
         axis: the output-channel axis of the weight.
+        channels: the axis of these channels in the output, counted from its end.
         heavy: worth an int8 kernel for its own sake; light ops only follow their neighbours.
         pointwise: each output element depends on one input element alone (and, at most, on its channel), so that a
             table with an entry for each integer is an exact kernel. With two inputs: where one of them is a constant.
@@ -44,6 +46,10 @@ class Quant:
         selects: hands on a part of the values only, whose range may be much narrower than that of all of them.
         fills: names of the arguments whose numbers, and constants, stand among the values of the output as they are:
             what a pad or a mask brings in.
+        surrounds: name of the option that says how many of these numbers stand around the input, in `F.pad`'s order.
+        maximum: the largest value of each window (options kernel_size, padding, dilation and ceil_mode) is the output,
+            so that what is below all others in its window is not seen.
+        masks: a mask can be applied by it: by adding large numbers, or by choosing between values.
         unless: given all arguments, the reason why this call does not fit `kind`, or None.
     """
 
@@ -52,6 +58,7 @@ class Quant:
     weight: str | None = None
     bias: str | None = None
     axis: int | None = None
+    channels: int | None = None
     heavy: bool = False
     pointwise: bool = False
     layout: bool = False
@@ -59,6 +66,9 @@ class Quant:
     narrows: bool = False
     selects: bool = False
     fills: tuple[str, ...] = ()
+    surrounds: str | None = None
+    maximum: bool = False
+    masks: bool = False
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
 
@@ -138,6 +148,8 @@ class Op:
         spellings: every way to write the op.
         quant: how it takes part in quantization.
         commutes: the first two tensor arguments can be swapped.
+        macs: its multiply-accumulates, from the shapes of its output and of its tensor arguments; None: so few that
+            they are not counted (norms, activations, additions).
     """
 
     name: str
@@ -145,6 +157,7 @@ class Op:
     spellings: tuple[Spelling, ...]
     quant: Quant
     commutes: bool = False
+    macs: Callable[..., int] | None = None
     tensors: tuple[str, ...] = field(init=False)
     options: dict[str, Any] = field(init=False)
 
@@ -250,13 +263,25 @@ class OpTable:
         return op
 
     def row(
-        self, *spellings: Any, quant: Quant, commutes: bool = False, name: str = ""
+        self,
+        *spellings: Any,
+        quant: Quant,
+        commutes: bool = False,
+        macs: Callable[..., int] | None = None,
+        name: str = "",
+        rank: int | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: make the function below the canonical form of an op, named after it where no `name` is given."""
+        """Decorator: make the function below the canonical form of an op, named after it where no `name` is given.
+
+        With a `rank`, the function is one of a family, made inside another function: `conv` of rank 2 is `conv2d`, and
+        the module that it is in has to know it under this name.
+        """
 
         def register(target: Callable[..., Any]) -> Callable[..., Any]:
+            if rank is not None:
+                target.__name__ = target.__qualname__ = f"{target.__name__}{rank}d"
             made = tuple(s if isinstance(s, Spelling) else Spelling(s) for s in spellings)
-            self.add(Op(name or target.__name__, target, made, quant, commutes))
+            self.add(Op(name or target.__name__, target, made, quant, commutes, macs))
             return target
 
         return register
@@ -265,6 +290,10 @@ class OpTable:
         if name not in self._rows:
             raise FxqError(unknown("op", name, self._rows))
         return self._rows[name]
+
+    def family(self, name: str) -> tuple[str, str, str]:
+        """The names of the ops of 1, 2 and 3 dimensions: of "conv" they are "conv1d", "conv2d" and "conv3d"."""
+        return self[f"{name}1d"].name, self[f"{name}2d"].name, self[f"{name}3d"].name
 
     def __contains__(self, name: str) -> bool:
         return name in self._rows

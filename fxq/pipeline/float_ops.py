@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -132,7 +133,8 @@ def _is_op(node: fx.Node) -> bool:
     """Whether a node is an op of the model: a call that gives tensors, and not only takes one out of a tuple."""
     if not node.op.startswith("call") or is_check(node) or makes_no_tensor(node):
         return False
-    return not (label(node) == "getitem" and isinstance(node.args[0], fx.Node) and info(node.args[0]).shape is None)
+    taken = node.args[0] if node.target is operator.getitem else None
+    return not (isinstance(taken, fx.Node) and info(taken).shape is None)
 
 
 def _op(rewriter: Rewriter, node: fx.Node, gone: str) -> OriginalOp:

@@ -49,17 +49,14 @@ def _is_fixed(value: Any) -> bool:
     """
     node = value.node
     found = OPS.of_call(node.target)
-    if found is None or found[1].pick is None or not all(isinstance(part, Tensor) for part in value._value):
+    cuts = found is not None and found[1].pick is not None and found[0].quant.view  # several views are parts
+    if found is None or not cuts or not all(isinstance(part, Tensor) for part in value._value):
         return False
     bound = found[0].bind_raw(found[1], node.args, node.kwargs)
     dim = bound.get("dim", 0) if isinstance(bound, dict) else None
-    if not isinstance(bound, dict) or not isinstance(dim, int) or found[0].name not in _CUTS:
+    if not isinstance(bound, dict) or not isinstance(dim, int):
         return False
     rank = len(info(bound["x"]).shape or ())
     counted = "chunks" in bound or "sections" in bound or isinstance(bound.get("sizes"), (tuple, list))
     axis = dim % max(rank, 1)
     return axis > 0 and (counted or (axis == 1 and rank > 3))
-
-
-_CUTS = ("chunk", "split", "tensor_split", "getitem")
-"""Whose spellings with several results cut a tensor along an axis (unbind is getitem)."""

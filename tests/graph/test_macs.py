@@ -46,6 +46,8 @@ CASES = {
     "operator": (of(lambda a, b: a @ b), torch.randn(4, 5), torch.randn(5, 6)),
     "bmm": (of(torch.bmm), torch.randn(3, 4, 5), torch.randn(3, 5, 6)),
     "addmm": (of_three(torch.addmm), torch.randn(4, 6), torch.randn(4, 5), torch.randn(5, 6)),
+    "baddbmm": (of_three(torch.baddbmm), torch.randn(3, 4, 6), torch.randn(3, 4, 5), torch.randn(3, 5, 6)),
+    "added to": (of_three(lambda a, b, c: a.addmm(b, c)), torch.randn(4, 6), torch.randn(4, 5), torch.randn(5, 6)),
     "nothing": (nn.ReLU(), X2),
 }
 

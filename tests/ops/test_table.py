@@ -1,4 +1,6 @@
 import inspect
+import pickle
+import sys
 
 import pytest
 import torch
@@ -238,11 +240,48 @@ def test_a_rows_roles_are_arguments_of_its_function(row):
     quant = row.quant
     for name in (*quant.inputs, quant.weight, quant.bias):
         assert name is None or name in row.tensors
-    assert (quant.axis is not None) == (quant.weight is not None)
+    assert (quant.axis is not None) == (quant.channels is not None) == (quant.weight is not None)
+    assert quant.surrounds is None or (quant.surrounds in row.options and quant.fills)
+    assert not quant.maximum or row.options.keys() >= {"kernel_size", "padding", "dilation", "ceil_mode"}
     for spelling in row.spellings:
         assert OPS.of_call(spelling.target) == (row, spelling)
     assert OPS.of_target(row.target) is row
     assert OPS.of_call(row.target) is None or OPS.of_call(row.target)[0] is row
+
+
+FAMILIES = ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_functions_of_a_family_are_found_by_their_names(name):
+    """fx writes them into code by module and name, and pickle finds them so."""
+    assert OPS.family(name) == (f"{name}1d", f"{name}2d", f"{name}3d")
+    for op in OPS.family(name):
+        target = OPS[op].target
+        assert getattr(sys.modules[target.__module__], op) is target
+        assert pickle.loads(pickle.dumps(target)) is target
+
+
+def test_no_family_of_a_name():
+    with pytest.raises(FxqError, match="unknown op 'linear1d'"):
+        OPS.family("linear")
+
+
+WEIGHTED = [row for row in OPS if row.quant.weight is not None]
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("row", WEIGHTED, ids=lambda row: row.name)
+def test_the_output_channels_of_a_layer(row, batch):
+    """A bias goes to its channel of the output, and a channel of the weight decides on that channel alone."""
+    rank = len(row.options.get("stride", ()))
+    x, weight, bias = torch.randn(*batch, 4, *[5] * rank), torch.randn(4, 4, *[3] * rank), torch.zeros(4)
+    channels = row.target(x, weight, bias).movedim(row.quant.channels, 0)
+    added = row.target(x, weight, torch.arange(4.0)).movedim(row.quant.channels, 0) - channels
+    torch.testing.assert_close(added, torch.arange(4.0).reshape(4, *[1] * (added.dim() - 1)).expand_as(added))
+    weight.select(row.quant.axis, 1).zero_()
+    changed = row.target(x, weight, bias).movedim(row.quant.channels, 0) != channels
+    assert changed.reshape(4, -1).any(1).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("row", [row for row in OPS if row.commutes], ids=lambda row: row.name)
