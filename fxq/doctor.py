@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich.text import Text
 from torch import Tensor, nn
 
 from fxq.api import quantize
@@ -21,8 +22,8 @@ from fxq.cost import price_file as prices
 from fxq.cost.cache import measure, read_rounds
 from fxq.errors import BackendError, FxqError, words_of
 from fxq.recipe.recipe import Recipe
-from fxq.text.cells import Cell, Column, Part, Table, cells
 from fxq.text.printed import Printed
+from fxq.text.tables import Column, Part, Table, line, row, text
 
 
 @dataclass(frozen=True)
@@ -135,30 +136,28 @@ class Diagnosis(Printed):
         return f"{len(self.rows)} layers tried, auto is {self.auto}"
 
     def _parts(self) -> list[Part]:
-        machine = Table(
-            (Column(), Column(give="fold")), tuple(cells(Cell(k, "quiet"), v) for k, v in self.machine.items())
-        )
-        rows = Table(_COLUMNS, tuple(map(_cells, self.rows)))
-        auto = cells('backend="auto" is ', Cell(self.auto, "strong"), f": {self.why}")
-        return [machine, cells(), rows, cells(), auto]
+        machine = Table((Column(), Column(give="fold")), [row(text(k, "quiet"), v) for k, v in self.machine.items()])
+        auto = line('backend="auto" is ', text(self.auto, "strong"), f": {self.why}")
+        return [machine, line(), Table(_COLUMNS, [_cells(check) for check in self.rows]), line(), auto]
 
 
 _COLUMNS = (
     Column("backend"),
-    Column("layer", give="end", least=16),
+    Column("layer"),
     Column("int8"),
     Column("kernels", give="fold", drop=1),
     Column("int8 us", "right"),
     Column("float us", "right"),
-    Column("why", give="fold", least=24),
+    Column("why", give="fold"),
 )
 _LOOKS = {"right": "added", "wrong": "removed", "part": "changed", "avoided": "rewired"}
 
 
-def _cells(row: LayerCheck) -> tuple[Cell, ...]:
-    verdict = Cell(row.verdict, _LOOKS.get(row.verdict, "float"))
-    kernels, why = (textwrap.fill(text, width) for text, width in ((", ".join(row.kernels), 30), (row.why, 50)))
-    return cells(row.backend, row.probe, verdict, kernels, _us(row.int8_us), _us(row.float_us), why)
+def _cells(check: LayerCheck) -> list[Text]:
+    verdict = text(check.verdict, _LOOKS.get(check.verdict, "float"))
+    kernels = text(textwrap.fill(", ".join(check.kernels), 30), breaks=True)
+    why = text(textwrap.fill(check.why, 50), breaks=True)
+    return row(check.backend, check.probe, verdict, kernels, _us(check.int8_us), _us(check.float_us), why)
 
 
 def _us(value: float | None) -> str:

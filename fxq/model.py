@@ -40,8 +40,8 @@ from fxq.recipe.recipe import Recipe
 from fxq.report.report import write_report
 from fxq.runtime.binding import KEPT, Bindings
 from fxq.runtime.call_checks import check_call, compiled, has_kernels
-from fxq.text.cells import Cell, cells
 from fxq.text.notebook import folded, html
+from fxq.text.tables import line, text
 
 log = logging.getLogger("fxq")
 
@@ -84,10 +84,8 @@ class ObservedModel(fx.GraphModule):
 
     def _repr_html_(self) -> str:
         """In a notebook: how far it is, and the passes so far."""
-        title = cells(
-            Cell("ObservedModel", "strong"), f": {self.batches_seen} batch{'' if self.batches_seen == 1 else 'es'} seen"
-        )
-        return html([title]) + self.history._repr_html_()
+        seen = f": {self.batches_seen} batch{'' if self.batches_seen == 1 else 'es'} seen"
+        return html([line(text("ObservedModel", "strong"), seen)]) + self.history._repr_html_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ObservedModel:
         manager = copy.copy(self.manager)
@@ -369,7 +367,7 @@ class QuantizedModel(Quantized):
             f"{self.ledger.coverage:.1%} of the multiply-accumulates in int8",
             f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB",
         )
-        shown = html([cells(Cell("QuantizedModel", "strong"), f": {', '.join(facts)}")])
+        shown = html([line(text("QuantizedModel", "strong"), f": {', '.join(facts)}")])
         if floats:
             *parts, _ = floats._parts()  # without totals: those of a part would mislead
             shown += folded(f"{len(floats)} ops in float, and why", html(parts), opened=True)

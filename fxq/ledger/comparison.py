@@ -23,8 +23,8 @@ from fxq.ledger.ledger import FATES, NodeRow, rows_by_node
 from fxq.ledger.output_check import rank
 from fxq.ledger.quantized import Quantized
 from fxq.ledger.side_by_side import Program, side_by_side
-from fxq.text.cells import Column, Part, cells
 from fxq.text.queryable import Rows, decibels, layer_text
+from fxq.text.tables import Column, Part, text
 
 
 @dataclass(frozen=True)
@@ -139,36 +139,25 @@ class Comparison(Rows[Any]):
 
     def _parts(self) -> list[Part]:
         columns = {**_LAYER, **(_FLOAT if len(self.models) == 1 else _PAIR), **_DISTANCE}
-        return [self._table(columns, tuple(columns), _look), cells(self._short())]
+        return [self._table(columns), text(self._short())]
 
 
 def _words(value: float) -> str:
     return "the last bit" if value == math.inf else f"{value:.1f} dB"
 
 
-def _look(column: Column, row: Any) -> str:
-    """The fate is a badge."""
-    return str(_FATES[column](row)) if column in _FATES else ""
-
-
-_RUNS, _RUNS_A, _RUNS_B = Column("runs as"), Column("a runs as"), Column("b runs as")
-_FATES: dict[Column, Callable[[Any], str]] = {
-    _RUNS: lambda row: row.fate,
-    _RUNS_A: lambda row: row.fate_a,
-    _RUNS_B: lambda row: row.fate_b,
-}
 _LAYER: dict[Column, Callable[[Any], str]] = {
-    Column("layer", give="start", least=20): lambda row: layer_text(row.name, row.path),
-    Column("op", give="end", least=16): lambda row: row.op,
+    Column("layer", give="start"): lambda row: layer_text(row.name, row.path),
+    Column("op"): lambda row: row.op,
 }
 _FLOAT: dict[Column, Callable[[Any], str]] = {
-    _RUNS: _FATES[_RUNS],
+    Column("runs as", coloured=True): lambda row: row.fate,
     Column("SQNR dB", "right"): lambda row: decibels(row.sqnr),
     Column("own dB", "right"): lambda row: decibels(row.own_sqnr),
 }
 _PAIR: dict[Column, Callable[[Any], str]] = {
-    _RUNS_A: _FATES[_RUNS_A],
-    _RUNS_B: _FATES[_RUNS_B],
+    Column("a runs as", coloured=True): lambda row: row.fate_a,
+    Column("b runs as", coloured=True): lambda row: row.fate_b,
     Column("b to a", "right"): lambda row: decibels(row.sqnr),
     Column("a to float", "right", drop=1): lambda row: decibels(row.sqnr_a),
     Column("b to float", "right", drop=1): lambda row: decibels(row.sqnr_b),

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fxq.quant.spec import ROLES, Role
-from fxq.text.cells import Cell, Column, Part, cells
 from fxq.text.queryable import Rows, decibels, layer_text
+from fxq.text.tables import Column, Part, line, text
 
 
 @dataclass(frozen=True)
@@ -200,15 +200,11 @@ class Ledger(Rows[Entry]):
     def _parts(self) -> list[Part]:
         fixes = Counter(e.fix for e in self.entries if e.fate == "float" and e.fix)
         notes = {fix: f"[{i}]" for i, fix in enumerate((fix for fix, count in fixes.items() if count > 1), 1)}
-        table = self._table({**_COLUMNS, _WHY: lambda e: _why(e, notes)}, _ALWAYS, _look)
-        ways = [cells(Cell(note, "strong"), f" {fix}") for fix, note in notes.items()]
-        narrowed = [cells(str(self.narrowed))] if self.narrowed is not None else []
-        return [table, *ways, *narrowed, cells(self._short())]
-
-
-def _look(column: Column, entry: Entry) -> str:
-    """The fate is a badge; what is gone from the graph stands back."""
-    return "quiet" if entry.fate == "folded" else entry.fate if column is _FATE else ""
+        columns = {**_COLUMNS, _WHY: lambda e: _why(e, notes)}
+        table = self._table(columns, lambda e: "quiet" if e.fate == "folded" else "")
+        fixes_once = [line(text(note, "strong"), f" {fix}") for fix, note in notes.items()]
+        narrowed = [text(str(self.narrowed))] if self.narrowed is not None else []
+        return [table, *fixes_once, *narrowed, text(self._short())]
 
 
 def _percent(share: float) -> str:
@@ -256,17 +252,14 @@ def _time(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-_FATE = Column("runs as")
-_WHY = Column("why", give="fold", least=30)
+_WHY = Column("why", give="fold", optional=True)
 _COLUMNS: dict[Column, Callable[[Entry], str]] = {
-    Column("layer", give="start", least=20): lambda e: layer_text(e.name, e.path),
-    Column("op", give="end", least=16): lambda e: e.op,
-    _FATE: lambda e: e.fate,
-    Column("SQNR dB", "right"): lambda e: decibels(e.sqnr),
-    Column("own dB", "right"): lambda e: decibels(e.own_sqnr),
-    Column("MACs", "right", drop=2): lambda e: _count(e.macs),
-    Column("float µs", "right", drop=1): lambda e: _time(e.float_us),
-    Column("int8 µs", "right", drop=1): lambda e: _time(e.int8_us),
+    Column("layer", give="start"): lambda e: layer_text(e.name, e.path),
+    Column("op"): lambda e: e.op,
+    Column("runs as", coloured=True): lambda e: e.fate,
+    Column("SQNR dB", "right", optional=True): lambda e: decibels(e.sqnr),
+    Column("own dB", "right", optional=True): lambda e: decibels(e.own_sqnr),
+    Column("MACs", "right", drop=2, optional=True): lambda e: _count(e.macs),
+    Column("float µs", "right", drop=1, optional=True): lambda e: _time(e.float_us),
+    Column("int8 µs", "right", drop=1, optional=True): lambda e: _time(e.int8_us),
 }
-_ALWAYS = tuple(_COLUMNS)[:3]
-"""The columns that are there even when they are empty."""

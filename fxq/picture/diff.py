@@ -8,15 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
 from torch import fx
 
 from fxq.errors import InputError
 from fxq.graph.view import GraphView, NodeView, view
 from fxq.picture.diff_summary import MARKS, story
 from fxq.picture.writing import picture_html
-from fxq.text.cells import Cell, Column, Part, Table, cells, plain
 from fxq.text.notebook import folded, html
 from fxq.text.printed import Printed
+from fxq.text.tables import Column, Part, Table, line, plain, row, text
 
 FIELDS = ("kind", "label", "body", "options", "shape", "dtype", "scale", "zero_point")
 _SPOKEN = {"label": "op", "zero_point": "zero point"}
@@ -112,10 +113,9 @@ class Diff(Printed):
         """The text without colours, the same everywhere: every node, or (not `full`) what happened, alike together."""
         return plain(self._parts() if full else self._brief())
 
-    def _title(self) -> tuple[Cell, ...]:
-        counts = [Cell(f"{number} {kind}", kind) for kind, number in self.counts.items() if number]
-        spaced = [cell for count in counts for cell in (Cell(", "), count)][1:]
-        return cells(f"{self._names}: ", *(spaced or cells("no difference")))
+    def _title(self) -> Text:
+        counts = [text(f"{number} {kind}", kind) for kind, number in self.counts.items() if number]
+        return line(f"{self._names}: ", Text(", ").join(counts) if counts else "no difference")
 
     @property
     def _names(self) -> str:
@@ -129,11 +129,11 @@ class Diff(Printed):
         if len(rows) <= _SCREEN:
             return self._told(rows)
         constants = list(self._constants())
-        how = cells(Cell('every node: print(diff.to_text()); a picture: diff.render("diff.svg")', "quiet"))
-        return [self._title(), story(self), *([Table(_COLUMNS, tuple(constants))] if constants else []), how]
+        how = text('every node: print(diff.to_text()); a picture: diff.render("diff.svg")', "quiet")
+        return [self._title(), story(self), *([Table(_COLUMNS, constants)] if constants else []), how]
 
-    def _told(self, rows: list[tuple[Cell, ...]]) -> list[Part]:
-        return [self._title(), *([Table(_COLUMNS, tuple(rows))] if rows else [])]
+    def _told(self, rows: list[list[Text]]) -> list[Part]:
+        return [self._title(), *([Table(_COLUMNS, rows)] if rows else [])]
 
     def _repr_html_(self) -> str:
         """The counts, the changes as a table, and drawn."""
@@ -165,7 +165,7 @@ class Diff(Printed):
             raise InputError(f"radius must be 0 or more, got {radius}.")
         return write(picture(self, radius, title or self._names), path)
 
-    def _rows(self) -> Iterator[tuple[Cell, ...]]:
+    def _rows(self) -> Iterator[list[Text]]:
         """The lines of the text: mark, name, op, what happened. Constants come last, a line for all of them."""
         fates = {name: f"became {', '.join(heirs)}" for name, heirs in self.became.items()}
         fates |= {name: f"went into {', '.join(heirs)}" for name, heirs in self.joined.items()}
@@ -185,7 +185,7 @@ class Diff(Printed):
             yield _row("rewired", name, self.after[name].label, f"reads {old or 'nothing'} → {new or 'nothing'}")
         yield from self._constants()
 
-    def _constants(self) -> Iterator[tuple[Cell, ...]]:
+    def _constants(self) -> Iterator[list[Text]]:
         for mark, names in (
             ("removed", [n for n in self.removed if self.before[n].kind == "constant"]),
             ("added", [n for n in self.added if self.after[n].kind == "constant"]),
@@ -198,11 +198,11 @@ class Diff(Printed):
 _SCREEN = 24
 """Lines that a screen shows: longer differences are told as a story."""
 
-_COLUMNS = (Column(), Column(give="end", least=16), Column(give="end", least=12), Column(give="end", least=20))
+_COLUMNS = (Column(),) * 4
 
 
-def _row(mark: str, name: str, op: str, what: str) -> tuple[Cell, ...]:
-    return cells(Cell(MARKS[mark], mark), name, op, what)
+def _row(mark: str, name: str, op: str, what: str) -> list[Text]:
+    return row(text(MARKS[mark], mark), name, op, what)
 
 
 def diff(before: Any, after: Any) -> Diff:

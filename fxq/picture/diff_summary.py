@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import networkx as nx
 
 from fxq.graph.view import NodeView
-from fxq.text.cells import Cell, Column, Table, cells
+from fxq.text.tables import Column, Table, row, text
 
 if TYPE_CHECKING:
     from fxq.picture.diff import Change, Diff
@@ -22,14 +22,7 @@ MOST = 30
 Alike = tuple[str, str, str, str]
 """The kind of change, the ops before and after, what else changed, and the pass and rule that did it."""
 
-_COLUMNS = (
-    Column(),
-    Column(align="right"),
-    Column(give="end", least=24),
-    Column(give="end", least=16, drop=1),
-    Column(give="end", least=20, drop=2),
-    Column(give="end", least=22, drop=3),
-)
+_COLUMNS = (Column(), Column(align="right"), Column(), Column(drop=1), Column(drop=2), Column(drop=3))
 
 
 def story(diff: Diff) -> Table:
@@ -39,12 +32,12 @@ def story(diff: Diff) -> Table:
         groups.setdefault(alike, []).append(name)
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     rows = [
-        cells(Cell(MARKS[mark], mark), f"{len(names)} ×", what, how, Cell(_range(names), "quiet"), Cell(by, "quiet"))
+        row(text(MARKS[mark], mark), f"{len(names)} ×", what, how, text(_range(names), "quiet"), text(by, "quiet"))
         for (mark, what, how, by), names in ordered[:MOST]
     ]
     if len(ordered) > MOST:
-        rows.append(cells("", "", Cell(f"and {len(ordered) - MOST} more kinds of change", "quiet"), "", "", ""))
-    return Table(_COLUMNS, tuple(rows))
+        rows.append(row("", "", text(f"and {len(ordered) - MOST} more kinds of change", "quiet"), "", "", ""))
+    return Table(_COLUMNS, rows)
 
 
 def _events(diff: Diff) -> Iterator[tuple[Alike, str]]:

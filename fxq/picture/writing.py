@@ -10,8 +10,8 @@ from fxq.errors import RenderError
 from fxq.picture.columns import Picture
 from fxq.picture.dot import HEADER, add_arrow, add_group, digraph, run, source
 from fxq.picture.routing import lay_out, spline
-from fxq.text.cells import visible
 from fxq.text.notebook import BORDER, text_html
+from fxq.text.tables import visible
 
 FORMATS = (".svg", ".png", ".pdf", ".dot")
 _PIXELS_WIDE = 1800  # of a small picture

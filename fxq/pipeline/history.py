@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from fxq.errors import InputError, unknown
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.writing import picture_html
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.editor import Edit
 from fxq.rewriting.near_miss import NearMiss
-from fxq.text.cells import Cell, Column, Part, Table, cells
 from fxq.text.colours import LOOKS
 from fxq.text.notebook import html
 from fxq.text.printed import Printed
+from fxq.text.tables import Column, Part, Table, bar, line, row, text
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +55,7 @@ class Snapshot(Printed):
         return sum(n.kind in kinds if kinds else n.kind != "constant" for n in self.graph)
 
     def _parts(self) -> list[Part]:
-        title = cells(Cell(self.name, "strong"), f": {len(self.edits)} edits in {1e3 * self.seconds:.1f} ms")
+        title = line(text(self.name, "strong"), f": {len(self.edits)} edits in {1e3 * self.seconds:.1f} ms")
         return [title, _listing(self.graph)]
 
     def _repr_html_(self) -> str:
@@ -106,8 +108,8 @@ class History(Printed, Sequence[Snapshot]):
     def _parts(self) -> list[Part]:
         parts: list[Part] = [_table(self)]
         if self.first_loss is not None:
-            lost = cells(Cell(self.first_loss, "strong"), " is the first pass that lost more than the recipe allows")
-            parts.append(lost)
+            told = " is the first pass that lost more than the recipe allows"
+            parts.append(line(text(self.first_loss, "strong"), told))
         return parts
 
 
@@ -124,40 +126,40 @@ def _table(history: History) -> Table:
     for step in history:
         lost = step.name == history.first_loss
         numbers = [_number(step.count(*kinds)) for kinds in ((), ("int8", "moves"), ("convert",), ("float",))]
-        loss = [] if not checked else [Cell("" if step.sqnr is None else f"{step.sqnr:.1f}", "removed" if lost else "")]
+        sqnr = text("" if step.sqnr is None else f"{step.sqnr:.1f}", "removed" if lost else "")
         rows.append(
-            (
-                Cell(step.name, "strong" if lost else ""),
-                Cell(f"{1e3 * step.seconds:.1f}"),
-                Cell(bar=((step.seconds / slowest, "op"),)),
+            row(
+                text(step.name, "strong" if lost else ""),
+                f"{1e3 * step.seconds:.1f}",
+                bar(8, (step.seconds / slowest, "op")),
                 _number(len(step.edits)),
                 *numbers,
-                Cell(bar=_holds(step, largest)),
-                *loss,
-                Cell(_rules(step)),
+                bar(16, *_holds(step, largest)),
+                *([sqnr] if checked else []),
+                _rules(step),
             )
         )
-    return Table(columns, tuple(rows))
+    return Table(columns, rows)
 
 
 _COLUMNS = (
-    Column("pass", give="end", least=16),
+    Column("pass"),
     Column("ms", "right"),
-    Column("time", drop=2, extra=True, bars=8),
+    Column("time", drop=2, extra=True),
     Column("edits", "right"),
     Column("nodes", "right"),
     Column("int8 ops", "right", look="int8"),
     Column("conversions", "right", look="convert"),
     Column("float ops", "right", look="float"),
-    Column("graph", drop=3, extra=True, bars=16),
-    Column("edits by rule", give="end", least=16, drop=4),
+    Column("graph", drop=3, extra=True),
+    Column("edits by rule", drop=4),
 )
 _SQNR = Column("SQNR dB", "right")
 _MOST_RULES = 3
 
 
-def _number(value: int) -> Cell:
-    return Cell(str(value), "" if value else "quiet")
+def _number(value: int) -> Text:
+    return text(str(value), "" if value else "quiet")
 
 
 def _holds(step: Snapshot, largest: int) -> tuple[tuple[float, str], ...]:
@@ -175,23 +177,17 @@ def _rules(step: Snapshot) -> str:
 
 def _listing(graph: GraphView) -> Table:
     """A line per node: its call, and in a terminal what it is, its value, and why it is float."""
-    nodes = [node for node in graph if node.kind != "constant"]
-    return Table(_LISTING, tuple(map(_node, nodes)))
+    return Table(_LISTING, [_node(node) for node in graph if node.kind != "constant"])
 
 
-_LISTING = (
-    Column(extra=True),
-    Column(give="fold", least=40),
-    Column(extra=True, drop=1),
-    Column(extra=True, drop=2, give="end"),
-)
+_LISTING = (Column(extra=True), Column(give="fold"), Column(extra=True, drop=1), Column(extra=True, drop=2))
 
 
 def _kind(node: NodeView) -> str:
     return node.kind if node.kind in LOOKS else "op"
 
 
-def _node(node: NodeView) -> tuple[Cell, ...]:
+def _node(node: NodeView) -> list[Text]:
     shape = "" if node.shape is None else "×".join(map(str, node.shape)) or "scalar"
-    value = Cell(f"{shape} {node.dtype}".strip(), "quiet")
-    return cells(Cell(LOOKS[_kind(node)].tag, _kind(node)), node.text, value, node.reason)
+    value = text(f"{shape} {node.dtype}".strip(), "quiet")
+    return row(text(LOOKS[_kind(node)].tag, _kind(node)), node.text, value, node.reason)

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rich.text import Text
+
 from fxq.common.source import import_name
 from fxq.errors import RecipeError, unknown
 from fxq.recipe.pass_base import Pass
-from fxq.text.cells import Cell, Column, Part, Table, cells
 from fxq.text.printed import Printed
+from fxq.text.tables import Column, Part, Table, row, text
 
 _PIPELINES: dict[str, tuple[Pass, ...]] = {}
 
@@ -48,17 +50,17 @@ class Pipeline(Printed, Sequence[Pass]):
         return " → ".join(map(str, self.passes))
 
     def _parts(self) -> list[Part]:
-        return [Table(_PASSES, tuple(_row(i, step) for i, step in enumerate(self.passes, 1)))]
+        return [Table(_PASSES, [_row(i, step) for i, step in enumerate(self.passes, 1)])]
 
 
-_PASSES = (Column(align="right"), Column(give="end"), Column(give="end", drop=1), Column(give="fold", least=30))
+_PASSES = (Column(align="right"), Column(), Column(drop=1), Column(give="fold"))
 
 
-def _row(number: int, step: Pass) -> tuple[Cell, ...]:
+def _row(number: int, step: Pass) -> list[Text]:
     """Number, pass, the stages it leads from and to, and the first line of its docstring."""
     stages = str(step.gives) if step.needs == step.gives else f"{step.needs} -> {step.gives}"
     summary = (type(step).__doc__ or "").strip().partition("\n")[0]
-    return cells(Cell(f"{number}.", "quiet"), Cell(str(step), "strong"), stages, summary)
+    return row(text(f"{number}.", "quiet"), text(str(step), "strong"), stages, summary)
 
 
 @dataclass(frozen=True)

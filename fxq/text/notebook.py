@@ -5,20 +5,26 @@ Whatever comes from the model is data: it is escaped here, and nowhere before.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from html import escape
 
-from fxq.text.cells import BADGES, Cell, Column, Part, Table, lines_of, visible
+from rich.console import Console
+from rich.text import Text
+
+from fxq.text.tables import Part, Table, line, visible
 
 BORDER = "1px solid rgba(128,128,128,.35)"
-_ROLES = {"quiet": "opacity:.6", "strong": "font-weight:600"}
 _SCROLLS = "max-height:36em;overflow:auto"
-_GRID = "border-collapse:collapse;margin:0;white-space:nowrap;font-size:inherit;color:inherit"
+_GRID = "border-collapse:collapse;margin:0;font-size:inherit;color:inherit"
+_GROUND = ";border-radius:3px;padding:0 .4em"
+_BAR = ";font-size:.7em;letter-spacing:-.04em"  # lower than its row, and without gaps between the blocks
+_CONSOLE = Console(file=io.StringIO())  # what rich looks styles up in; nothing is written to it
 
 
 def html(parts: Sequence[Part]) -> str:
     """Lines and tables as HTML."""
-    inner = "".join(_table(part) if isinstance(part, Table) else f"<div>{_line(part)}</div>" for part in parts)
+    inner = "".join(_table(part) if isinstance(part, Table) else f"<div>{_text(part)}</div>" for part in parts)
     return f'<div style="font-size:13px;line-height:1.5">{inner}</div>'
 
 
@@ -34,46 +40,30 @@ def text_html(text: str) -> str:
     return f'<pre style="{_SCROLLS};font-size:12px">{shown}</pre>'
 
 
-def _line(line: Sequence[Cell]) -> str:
-    return "".join(map(_span, line))
-
-
-def _span(cell: Cell, folds: bool = False) -> str:
-    text = escape(" ".join(lines_of(cell)) if folds else visible(cell.text))
-    look = cell.badge
-    if look is not None and text:
-        return f'<span style="background:{look.colour};color:{look.ink};border-radius:3px;padding:0 .4em">{text}</span>'
-    return f'<span style="{_ROLES[cell.look]}">{text}</span>' if cell.look in _ROLES else text
+def _text(text: Text) -> str:
+    """Text in rich's styles. What is dim is faint instead: the grey of rich is made for one ground."""
+    pieces = []
+    for words, style, _ in line(text).render(_CONSOLE):
+        css = "" if style is None else "opacity:.6" if style.dim else style.get_html_style()
+        if style is not None and style.color:
+            css += _GROUND if style.bgcolor else _BAR
+        pieces.append(f'<span style="{css}">{escape(words)}</span>' if css else escape(words))
+    return "".join(pieces)
 
 
 def _table(table: Table) -> str:
-    head = "".join(_th(column) for column in table.columns) if table.headed else ""
-    body = "".join(f"<tr>{''.join(map(_td, row, table.columns))}</tr>" for row in table.rows)
-    thead = f"<thead><tr>{head}</tr></thead>" if head else ""
-    return f'<div style="{_SCROLLS};margin:.4em 0"><table style="{_GRID}">{thead}<tbody>{body}</tbody></table></div>'
+    styles = [
+        f"text-align:{column.align};padding:.1em .6em;white-space:"
+        + ("normal;min-width:20em" if column.give == "fold" else "nowrap")
+        for column in table.columns
+    ]
 
+    def row(tag: str, cells: Sequence[Text], border: str = "") -> str:
+        pairs = zip(styles, map(_text, cells), strict=True)
+        inner = "".join(f'<{tag} style="{style}{border}">{text}</{tag}>' for style, text in pairs)
+        return f"<tr>{inner}</tr>"
 
-def _th(column: Column) -> str:
-    text = _span(Cell(BADGES[column.look].tag, column.look) if column.look else Cell(column.header))
-    return f'<th style="{_aligned(column)};border-bottom:{BORDER}">{text}</th>'
-
-
-def _td(cell: Cell, column: Column) -> str:
-    if column.bars:
-        return f'<td style="{_aligned(column)}">{_bar(cell, column.bars)}</td>'
-    folds = column.give == "fold"
-    wraps = ";white-space:normal;min-width:20em" if folds else ""
-    return f'<td style="{_aligned(column)}{wraps}">{_span(cell, folds)}</td>'
-
-
-def _aligned(column: Column) -> str:
-    return f"text-align:{column.align};padding:.1em .6em"
-
-
-def _bar(cell: Cell, size: int) -> str:
-    pieces = "".join(
-        f'<span style="display:inline-block;height:.8em;width:{share * size / 2:.2f}em;'
-        f'background:{BADGES[look].colour}"></span>'
-        for share, look in cell.bar
-    )
-    return f'<span style="white-space:nowrap">{pieces}</span>'
+    head = row("th", [c.title for c in table.columns], f";border-bottom:{BORDER}") if table.headed else ""
+    body = "".join(row("td", cells) for cells in table.rows)
+    grid = f'<table style="{_GRID}"><thead>{head}</thead><tbody>{body}</tbody></table>'
+    return f'<div style="{_SCROLLS};margin:.4em 0">{grid}</div>'

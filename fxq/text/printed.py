@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fxq.text.cells import Part, plain
+from rich.text import Text
+
 from fxq.text.notebook import html
+from fxq.text.tables import Part, plain
 from fxq.text.terminal import shown
 
 
@@ -39,10 +41,8 @@ class Printed:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._short()}>"
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Text:
         """For `rich.print`, which would take a name like "[red]" for markup."""
-        from rich.text import Text
-
         return Text.from_ansi(str(self))
 
     def _repr_html_(self) -> str:

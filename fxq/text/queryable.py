@@ -11,11 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, fields, replace
 from typing import Any, ClassVar, TypeVar
 
+from rich.text import Text
+
 from fxq.common.files import as_path, write_file
 from fxq.common.globs import path_matches, text_matches
 from fxq.errors import InputError, unknown
-from fxq.text.cells import Cell, Column, Table
 from fxq.text.printed import Printed
+from fxq.text.tables import Column, Table, text
 
 Row = TypeVar("Row")
 Same = TypeVar("Same", bound="Rows[Any]")
@@ -131,16 +133,15 @@ class Rows(Printed, Sequence[Row]):
             f'{self._name}.where({field}="{value}"), {self._name}.where(lambda entry: entry.op == "linear").'
         )
 
-    def _table(
-        self,
-        texts: Mapping[Column, Callable[[Row], str]],
-        always: Collection[Column],
-        look: Callable[[Column, Row], str],
-    ) -> Table:
-        """The rows as text. Columns that would be empty are left out, but for those that are always there."""
-        columns = [c for c, text in texts.items() if c in always or any(text(e) for e in self.entries)]
-        rows = tuple(tuple(Cell(texts[c](e), look(c, e)) for c in columns) for e in self.entries)
-        return Table(tuple(columns), rows)
+    def _table(self, values: Mapping[Column, Callable[[Row], str]], look: Callable[[Row], str] = lambda e: "") -> Table:
+        """The rows as text, each in a look."""
+
+        def cell(column: Column, entry: Row) -> Text:
+            value = values[column](entry)
+            return text(value, look(entry) or (value if column.coloured else ""), breaks=column.give == "fold")
+
+        columns = [c for c, value in values.items() if not c.optional or any(map(value, self.entries))]
+        return Table(columns, [[cell(c, e) for c in columns] for e in self.entries])
 
     def _check_fields(self, names: Collection[str]) -> None:
         for name in names:

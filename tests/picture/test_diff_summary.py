@@ -7,7 +7,7 @@ import fxq
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.diff import diff
 from fxq.picture.diff_summary import MOST, story
-from fxq.text.cells import plain
+from fxq.text.tables import plain
 from tests.helpers import REFERENCE, steps
 
 

@@ -17,8 +17,8 @@ from fxq.picture.writing import MOST_BOXES
 from fxq.pipeline.history import History, Snapshot
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.editor import Edit
-from fxq.text.cells import Cell, Column, Table, cells
 from fxq.text.notebook import folded, html, text_html
+from fxq.text.tables import Column, Table, bar, row, text
 from tests.helpers import REFERENCE
 from tests.pictures import needs_dot
 
@@ -87,14 +87,16 @@ def test_a_table():
     columns = (
         Column("name"),
         Column("n", "right", look="int8"),
-        Column("bar", extra=True, bars=10),
+        Column("bar", extra=True),
         Column("why", give="fold"),
     )
-    page = Page(html([Table(columns, (cells("a<b", Cell("1", "float"), Cell(bar=((0.5, "op"),)), "one\ntwo"),))]))
+    cells = row("a<b", text("1", "float"), bar(10, (0.5, "op")), text("one\ntwo", breaks=True))
+    page = Page(html([Table(columns, [cells])]))
     assert page.tags.count("th") == page.tags.count("td") == 4
-    assert page.text == "nameint8barwhy" + "a<b" + "1" + "one two"
+    assert page.text == "nameint8barwhy" + "a<b" + "1" + "█████" + "one\ntwo"
     styles = [value for name, value in page.attributes if name == "style"]
-    assert any("width:2.50em" in style for style in styles) and any("background:#c8500a" in style for style in styles)
+    assert any("background-color: #c8500a" in style for style in styles)
+    assert any("color: #6f7780" in style for style in styles)
 
 
 def test_what_folds_away():
@@ -107,8 +109,8 @@ def test_no_colour_of_text_is_fixed_but_on_a_ground_of_its_own():
     """A notebook may be light or dark: text takes its colour, or brings its ground along."""
     page = Page(LEDGER._repr_html_())
     for name, value in page.attributes:
-        if name == "style" and re.search(r"(^|;)color:(?!inherit)", value):
-            assert "background:" in value
+        if name == "style" and re.search(r"(^|; ?)color:(?!inherit)", value):
+            assert "background-color:" in value
 
 
 LEDGER = Ledger(
