@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxq.common.metrics import tensors
+from fxq.common.trees import mapped
 from fxq.errors import CalibrationError, FxqError, InputError, words_of
 
 
@@ -180,15 +181,10 @@ def first_of(batch: Batch, most: int) -> Batch:
     """
     sizes = {t.shape[0] for t in tensors((batch.args, batch.kwargs)) if t.dim() > 0}
     cut = slice(0, most) if len(sizes) == 1 else slice(None)
-    return Batch(_cut(batch.args, cut), _cut(dict(batch.kwargs), cut))
 
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach()[cut].clone() if leaf.dim() > 0 else leaf.detach().clone()
 
-def _cut(value: Any, cut: slice) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()[cut].clone() if value.dim() > 0 else value.detach().clone()
-    if isinstance(value, (tuple, list)):
-        parts = [_cut(v, cut) for v in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple
-    if isinstance(value, Mapping):
-        return {k: _cut(v, cut) for k, v in value.items()}
-    return value
+    return Batch(mapped(batch.args, copy), mapped(batch.kwargs, copy))

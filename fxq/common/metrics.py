@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fxq.common.trees import leaves
 
 CEILING = 50.0
 """dB. SQNR of one 8-bit rounding of a full-range signal; losses above it are float noise and are not counted."""
@@ -114,17 +116,7 @@ def loss(before: float, after: float) -> float:
 
 def tensors(values: Any) -> Iterator[Tensor]:
     """Every tensor inside nested tuples, lists, mappings and dataclasses, in order."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from tensors(value)
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from tensors(value)
-    elif is_dataclass(values) and not isinstance(values, type):
-        for field in fields(values):
-            yield from tensors(getattr(values, field.name))
+    return (leaf for leaf in leaves(values) if isinstance(leaf, Tensor))
 
 
 def nbytes(model: nn.Module) -> int:

@@ -85,16 +85,9 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def flat_nodes(values: Any) -> Iterator[fx.Node]:
     """Every node inside nested arguments, in order, repetitions kept."""
-    if isinstance(values, fx.Node):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from flat_nodes(value)
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from flat_nodes(value)
-    elif isinstance(values, slice):
-        yield from flat_nodes((values.start, values.stop, values.step))
+    found: list[fx.Node] = []
+    fx.node.map_arg(values, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
+    return iter(found)
 
 
 def read_attribute(root: nn.Module, path: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxq.graph.info import info
-from fxq.graph.query import makes_no_tensor, op_of, submodule
+from fxq.graph.query import flat_nodes, makes_no_tensor, op_of, submodule
 from fxq.graph.unit import Unit
 from fxq.quant.observers import Observer
 
@@ -121,7 +121,7 @@ def _view_node(gm: fx.GraphModule, node: fx.Node) -> NodeView:
         label=label,
         body=body,
         options=options,
-        inputs=tuple(n.name for n in _inputs(node)),
+        inputs=tuple(n.name for n in flat_nodes((node.args, node.kwargs))),
         text=_text(node, label, body, options),
         path=about.path,
         source=about.source,
@@ -134,12 +134,6 @@ def _view_node(gm: fx.GraphModule, node: fx.Node) -> NodeView:
         note=about.note,
         origins=about.origins,
     )
-
-
-def _inputs(node: fx.Node) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
-    return iter(found)
 
 
 def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxq.common.metrics import tensors
 from fxq.graph.query import op_of, reads_only_metadata
 
 _NAMESPACES = frozenset({"aten", "prims", "fxq", "onednn", "quantized", "mkldnn"})
@@ -89,13 +90,7 @@ def _is_known(node: fx.Node, called: Any) -> bool:
 
 def holds_tensor(values: Any) -> bool:
     """Whether there is a tensor among arguments."""
-    if isinstance(values, (tuple, list)):
-        return any(map(holds_tensor, values))
-    if isinstance(values, dict):
-        return any(map(holds_tensor, values.values()))
-    if isinstance(values, slice):
-        return holds_tensor((values.start, values.stop, values.step))
-    return isinstance(values, Tensor)
+    return next(tensors(values), None) is not None
 
 
 def _all_tensors(value: Any) -> bool:

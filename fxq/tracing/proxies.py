@@ -8,7 +8,6 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
 from enum import IntEnum
 from types import FrameType
 from typing import Any, Protocol
@@ -16,6 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+from fxq.common.metrics import tensors
+from fxq.common.trees import leaves, mapped
 
 
 class Origin(IntEnum):
@@ -186,49 +188,18 @@ def is_value(value: Any) -> bool:
 
 def found_in(values: Any) -> Iterator[TracedValue]:
     """The traced values inside nested arguments."""
-    if is_value(values):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from found_in(value)
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from found_in(value)
-    elif isinstance(values, slice):
-        yield from found_in((values.start, values.stop, values.step))
+    return filter(is_value, leaves(values, is_value))
 
 
 def replaced(values: Any, by: Callable[[Any], Any]) -> Any:
     """Nested arguments with everything in them that is no container replaced."""
-    if is_value(values):
-        return by(values)
-    if isinstance(values, (tuple, list)):
-        parts = [replaced(v, by) for v in values]
-        if hasattr(values, "_fields"):
-            return type(values)(*parts)
-        return type(values)(parts) if type(values) in (tuple, list) else parts
-    if type(values) is slice:
-        return slice(*(replaced(v, by) for v in (values.start, values.stop, values.step)))
-    if isinstance(values, Mapping):
-        return {key: replaced(value, by) for key, value in values.items()}
-    return by(values)
+    return mapped(values, by, is_value)
 
 
 def examples(values: Any) -> Iterator[Tensor]:
     """Every tensor that traced values and tensors inside a result have on the example, in order."""
-    if is_value(values):
-        yield from examples(values._value)
-    elif isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from examples(value)
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from examples(value)
-    elif is_dataclass(values) and not isinstance(values, type):
-        for field in fields(values):
-            yield from examples(getattr(values, field.name))
+    for leaf in leaves(values, is_value):
+        yield from tensors(leaf._value if is_value(leaf) else leaf)
 
 
 # ---- while a forward is traced

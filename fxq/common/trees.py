@@ -1,0 +1,68 @@
+"""Nested containers: tuples, lists, mappings, slices and dataclasses.
+
+`torch.utils._pytree` takes a mapping of an unknown class, a dataclass and a slice for leaves; a model's inputs and
+outputs are such things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+
+def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
+    """All that is inside nested containers and is none itself, in order.
+
+    Args:
+        value: a container, or a leaf.
+        is_leaf: whether something is a leaf, whatever else it is.
+
+    Example:
+        >>> list(leaves({"x": (1, [2]), "y": slice(3)}))
+        [1, 2, None, 3, None]
+    """
+    if is_leaf(value):
+        yield value
+        return
+    if isinstance(value, (tuple, list)):
+        parts: Any = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, slice):
+        parts = value.start, value.stop, value.step
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    else:
+        yield value
+        return
+    for part in parts:
+        yield from leaves(part, is_leaf)
+
+
+def mapped(value: Any, by: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = lambda value: False) -> Any:
+    """New containers like those that are nested in a value, with `by(leaf)` in the place of every leaf.
+
+    Tuples keep their class; lists and mappings become plain ones, which may be changed. Dataclasses are leaves.
+
+    Args:
+        value: a container, or a leaf.
+        by: makes the new leaf of the old one.
+        is_leaf: whether something is a leaf, whatever else it is.
+
+    Example:
+        >>> mapped({"x": (1, [2]), "y": 3}, lambda number: number + 1)
+        {'x': (2, [3]), 'y': 4}
+    """
+    if is_leaf(value):
+        return by(value)
+    if isinstance(value, tuple):
+        parts = [mapped(part, by, is_leaf) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, list):
+        return [mapped(part, by, is_leaf) for part in value]
+    if isinstance(value, Mapping):
+        return {key: mapped(part, by, is_leaf) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(mapped(part, by, is_leaf) for part in (value.start, value.stop, value.step)))
+    return by(value)
