@@ -13,7 +13,7 @@ from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.graph.info import info
 from fxq.graph.query import CONVERSIONS, constant, is_op, read_attribute
-from fxq.graph.run import inputs_for, last_uses, value_of
+from fxq.graph.run import Runner
 from fxq.graph.unit import OpCall, calls_of
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
@@ -47,9 +47,8 @@ class CorrectBias(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Run the float and the integer graph side by side on all recorded samples, node by node."""
         context: Context = rewriter.context
-        last = last_uses(rewriter.graph)
         with torch.no_grad():
-            runs = [_SideBySide(rewriter, batch, last) for batch in context.samples or [context.example]]
+            runs = [_SideBySide.of(rewriter, batch) for batch in context.samples or [context.example]]
             for node in rewriter.nodes():
                 plan = info(node).plan
                 calls = calls_of(rewriter.gm, node) if plan is not None and plan.fate == "int8" else ()
@@ -82,7 +81,7 @@ class CorrectBias(Pass):
         for made in changed:
             _step(runs, made)
         for run in runs:
-            run.real[new] = bias  # the float layer keeps its own
+            run.real.values[new] = bias  # the float layer keeps its own
 
     def _factor(self, found: _Moments, weight: fx.Node) -> Tensor:
         """The slope of the line through (got, wanted) for each scale of the weight; 1 where there is none to fit.
@@ -149,41 +148,51 @@ def _rescale(rewriter: Rewriter, weight: fx.Node, factor: Tensor) -> list[fx.Nod
     return [scale, weight]
 
 
+class _Integers(Runner):
+    """A batch in integer arithmetic. Weights, which take no memory in the form that the model holds, are kept."""
+
+    def free(self, node: fx.Node) -> None:
+        """Let go of a value that nobody reads any more."""
+        if node.op != "get_attr":
+            super().free(node)
+
+
+class _Floats(_Integers):
+    """A batch in float: conversions left out, weights as they were, by the name of the node that reads them."""
+
+    def __init__(self, gm: fx.GraphModule, batch: Batch, weights: Mapping[str, str]) -> None:
+        super().__init__(gm, batch)
+        self._weights = weights
+
+    def compute(self, node: fx.Node) -> Any:
+        """The value of a node."""
+        if node.name in self._weights:
+            return read_attribute(self.gm, self._weights[node.name])
+        return self.values[node.args[0]] if is_op(node, *CONVERSIONS) else super().compute(node)  # type: ignore[index]
+
+
+@dataclass
 class _SideBySide:
-    """The values of one batch in integer arithmetic, and in float: conversions left out, weights as they were.
+    """A batch in both."""
 
-    A value goes when the last node that reads it has run.
-    """
+    integer: _Integers
+    real: _Floats
 
-    def __init__(self, rewriter: Rewriter, batch: Batch, last: Mapping[fx.Node, list[fx.Node]]) -> None:
-        self.gm, self.weights, self._last = rewriter.gm, rewriter.context.float_weights, last
-        self.integer, self.real = (inputs_for(self.gm.graph, copied(batch)) for _ in range(2))
+    @classmethod
+    def of(cls, rewriter: Rewriter, batch: Batch) -> _SideBySide:
+        """Both at the start of the graph."""
+        gm, weights = rewriter.gm, rewriter.context.float_weights
+        return cls(_Integers(gm, copied(batch)), _Floats(gm, copied(batch), weights))
 
-    def step(self, node: fx.Node) -> None:
-        """Compute a node in both."""
-        self.integer[node] = value_of(self.gm, node, self.integer)
-        if node.name in self.weights:
-            self.real[node] = read_attribute(self.gm, self.weights[node.name])
-        elif is_op(node, *CONVERSIONS):
-            self.real[node] = self.real[node.args[0]]  # type: ignore[index]
-        else:
-            self.real[node] = value_of(self.gm, node, self.real)
-
-    def forget(self, node: fx.Node) -> None:
-        """Let go of what only this node still had to read. Weights in the form that the model holds take no memory."""
-        for dead in self._last.get(node, ()):
-            if dead.op != "get_attr":
-                del self.integer[dead], self.real[dead]
-
-    def results(self, call: OpCall, channels: int) -> tuple[Tensor, Tensor]:
+    def results(self, call: OpCall, channels: int) -> list[Tensor]:
         """What a layer computes in integers and in float: float64, (channels, values per channel) each."""
-
-        def result(env: dict[fx.Node, Any]) -> Tensor:
-            tensors = {k: env[v] if isinstance(v, fx.Node) else v for k, v in call.tensors.items()}
+        found = []
+        for run in (self.integer, self.real):
+            tensors = {k: run.values[v] if isinstance(v, fx.Node) else v for k, v in call.tensors.items()}
             made: Tensor = call.op.target(**tensors, **call.options)
-            return made.movedim(call.op.quant.channels or 0, 0).reshape(channels, made.numel() // channels).double()
-
-        return result(self.integer), result(self.real)
+            axis = call.op.quant.channels or 0
+            found.append(made.movedim(axis, 0).reshape(channels, made.numel() // channels).double())
+        return found
 
 
 def _dequantizes(node: fx.Node) -> bool:
@@ -192,13 +201,13 @@ def _dequantizes(node: fx.Node) -> bool:
 
 def _step(runs: Sequence[_SideBySide], node: fx.Node) -> None:
     """Compute a node for every batch; a weight once for all of them."""
-    first, *others = runs
-    if all(read.op == "get_attr" for read in node.all_input_nodes) and (node.op == "get_attr" or _dequantizes(node)):
-        first.step(node)
-        for run in others:
-            run.integer[node], run.real[node] = first.integer[node], first.real[node]
-    elif node.op != "placeholder":
+    weight = node.op == "get_attr" or is_op(node, "dequantize", "dequantize_channel")
+    if weight and all(read.op == "get_attr" for read in node.all_input_nodes):
+        integer, real = runs[0].integer.compute(node), runs[0].real.compute(node)
         for run in runs:
-            run.step(node)
-    for run in runs:
-        run.forget(node)
+            run.integer.put(node, integer)
+            run.real.put(node, real)
+    else:
+        for run in runs:
+            run.integer.step(node)
+            run.real.step(node)

@@ -19,7 +19,7 @@ from fxq.graph.info import Plan
 from fxq.graph.place import where
 from fxq.graph.query import CONVERSIONS, is_op, options_of, submodule
 from fxq.graph.region import Region, Result, run_region
-from fxq.graph.run import inputs_for, value_of
+from fxq.graph.run import Runner, value_of
 from fxq.graph.unit import inputs_of
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
@@ -89,10 +89,10 @@ class VerifyLowering(Pass):
 
     def _compare(self, rewriter: Rewriter, batch: Batch, certain: bool = False) -> _Found | None:
         """What is wrong on one batch; None where the graph does not run on it (an error if it is `certain` to)."""
-        verifier = _Verifier(rewriter.gm, rewriter.context.regions, self)
+        verifier = _Verifier(rewriter.gm, batch, rewriter.context.regions, self)
         try:
             with torch.no_grad():
-                verifier.run_batch(batch)
+                verifier.run()
         except FxqError as error:
             if certain or not isinstance(error, InputError):  # the graph may be made for other sizes than those
                 raise
@@ -135,7 +135,7 @@ class _Found:
     overwrites: dict[fx.Node, str] = field(default_factory=dict)
 
 
-class _Verifier(fx.Interpreter):
+class _Verifier(Runner):
     """Runs the lowered graph; next to every kernel, its qdq form on the same inputs.
 
     Attributes:
@@ -143,76 +143,71 @@ class _Verifier(fx.Interpreter):
         held: whose memory lives longer than a run, by address: inputs and weights.
     """
 
-    def __init__(self, gm: fx.GraphModule, regions: dict[fx.Node, Region], rules: VerifyLowering) -> None:
-        super().__init__(gm)
-        self.extra_traceback = False  # fxq's own messages say where
-        self.gm, self.regions, self.rules, self.found = gm, regions, rules, _Found()
-        self.held: dict[int, str] = {}
-
-    def run_batch(self, batch: Batch) -> None:
-        """Run on one recorded batch."""
-        given: list[Any] = []
-        for node, value in inputs_for(self.gm.graph, batch).items():
-            given += value if str(node.target).startswith("*") else [value]  # the interpreter collects `*args` itself
-        held = {"a weight": [*self.gm.parameters(), *self.gm.buffers()], "an input of the model": given}
+    def __init__(self, gm: fx.GraphModule, batch: Batch, regions: dict[fx.Node, Region], rules: VerifyLowering) -> None:
+        super().__init__(gm, batch)
+        self.regions, self.rules, self.found = regions, rules, _Found()
+        held = {"a weight": [*gm.parameters(), *gm.buffers()], "an input of the model": list(self.values.values())}
         self.held = {_memory(tensor): name for name, values in held.items() for tensor in tensors(values)}
-        self.run(*given)
 
-    def run_node(self, n: fx.Node) -> Any:
+    def compute(self, node: fx.Node) -> Any:
         """The kernel's value when it is right, the reference's when it is not."""
-        region = self.regions.get(n)
+        region = self.regions.get(node)
         if region is None:
-            return super().run_node(n)
-        values = {read: self.env[now] for read, now in inputs_now(self.gm, n, region)}
+            return super().compute(node)
+        values = {read: self.values[now] for read, now in inputs_now(self.gm, node, region)}
         expected = run_region(self.gm, region, values)
         try:
-            got = self._run_kernel(n)
-            later = self._run_bound(n, got)
+            got = self._run_kernel(node)
+            later = self._run_bound(node, got)
         except FxqError:
             raise
         except Exception as error:
-            self.found.wrong.setdefault(n, f"it raised {type(error).__name__}: {words_of(error)}")
+            self.found.wrong.setdefault(node, f"it raised {type(error).__name__}: {words_of(error)}")
             return expected.value
         why = disagreement(expected, got, self.rules, lambda: magnitude(self.gm, region, values))
         if why is None and not _same(later, got):
             why = "bound to the kind of its inputs it returns something else"
         if why is not None:
-            self.found.wrong.setdefault(n, why)
+            self.found.wrong.setdefault(node, why)
             return expected.value
         return got
 
-    def _run_kernel(self, n: fx.Node) -> Any:
+    def _run_kernel(self, node: fx.Node) -> Any:
         """The kernel's value. A residual that it overwrites is a copy, so that the others still see the right one."""
-        kernel = submodule(self.gm, n)
-        if kernel is None or getattr(kernel, "inplace", None) is not True or len(n.args) < 2:
-            return super().run_node(n)
-        residual = n.args[1]
+        kernel = submodule(self.gm, node)
+        if kernel is None or getattr(kernel, "inplace", None) is not True or len(node.args) < 2:
+            return super().compute(node)
+        residual = node.args[1]
         assert isinstance(residual, fx.Node)
-        reader = self._reader(n, self.env[residual])
+        reader = self._reader(node, self.values[residual])
         if reader is not None:
-            self.found.overwrites.setdefault(n, f"{reader} is in the same memory and still needed")
-        return kernel(*self._arguments(n, kernel))
+            self.found.overwrites.setdefault(node, f"{reader} is in the same memory and still needed")
+        return kernel(*self._arguments(node, kernel))
 
-    def _arguments(self, n: fx.Node, kernel: nn.Module) -> list[Any]:
+    def _arguments(self, node: fx.Node, kernel: nn.Module) -> list[Any]:
         """The values that the kernel takes, a copy of one that it overwrites."""
-        args: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in n.args]
+        args: list[Any] = [self.values[a] if isinstance(a, fx.Node) else a for a in node.args]
         if getattr(kernel, "inplace", None) is True and len(args) > 1:
             args[1] = args[1].clone()
         return args
 
-    def _run_bound(self, n: fx.Node, got: Any) -> Any:
+    def _run_bound(self, node: fx.Node, got: Any) -> Any:
         """The kernel's value where it is bound to its inputs, as in all calls of a model but its first ones."""
-        kernel = submodule(self.gm, n)
-        if not isinstance(kernel, Bindable) or n.kwargs:
+        kernel = submodule(self.gm, node)
+        if not isinstance(kernel, Bindable) or node.kwargs:
             return got
-        args = self._arguments(n, kernel)
+        args = self._arguments(node, kernel)
         return kernel.callee(*args)(*args)
 
-    def _reader(self, n: fx.Node, residual: Tensor) -> str | None:
-        """Which value that is needed besides or after the residual of `n` shares its memory; None when none does."""
+    def _reader(self, node: fx.Node, residual: Tensor) -> str | None:
+        """Which value that is needed besides or after the residual of `node` shares its memory; None when none does."""
         memory = _memory(residual)
-        dead = self.user_to_last_uses.get(n, [])
-        needed = {f"%{m.name}": v for m, v in self.env.items() if m not in dead or (m in n.args and m is not n.args[1])}
+        dead = self.last.get(node, ())
+        needed = {
+            f"%{m.name}": v
+            for m, v in self.values.items()
+            if m not in dead or (m in node.args and m is not node.args[1])
+        }
         shared = (name for name, value in needed.items() if any(_memory(t) == memory for t in tensors(value)))
         return next(shared, self.held.get(memory))
 

@@ -1,4 +1,4 @@
-"""Running a graph node by node, where `fx.Interpreter` costs too much or does too little."""
+"""Running a graph node by node. `fx.Interpreter` lists all modules first, and knows no keyword inputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def value_of(
     gm: fx.GraphModule,
     node: fx.Node | Step,
     env: Mapping[fx.Node, Any],
-    instead: Mapping[str, nn.Module] | None = None,
+    modules: Mapping[str, nn.Module] | None = None,
 ) -> Any:
     """The value of a node other than a placeholder, from those of the nodes it reads; the output's is its argument.
 
-    `instead` has modules to call in the place of those of `gm`, by path.
+    `modules` has some to call in the place of those of `gm`, by path.
     """
     if node.op == "get_attr":
         return read_attribute(gm, str(node.target))
@@ -31,7 +31,7 @@ def value_of(
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     target: Any = node.target
     if node.op == "call_module":
-        target = (instead or {}).get(str(target)) or gm.get_submodule(str(target))
+        target = (modules or {}).get(str(target)) or gm.get_submodule(str(target))
     return target(*args, **kwargs)
 
 
@@ -59,29 +59,53 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-class Stepper:
+class Runner:
     """Runs a graph node by node on one batch; a value goes when the last node that reads it has run.
 
+    Subclasses that do more override `compute`, which gives the value of a node, `step`, or `free`.
+
     Attributes:
+        gm: the module with the weights.
         graph: the graph.
         values: the values that are still needed, by node.
-        instead: modules to call in the place of those of `gm`, by path.
+        last: by node, the values that it is the last one to read.
+        modules: modules to call in the place of those of `gm`, by path.
     """
 
     def __init__(
-        self, gm: fx.GraphModule, graph: fx.Graph, batch: Batch, instead: Mapping[str, nn.Module] | None = None
+        self,
+        gm: fx.GraphModule,
+        batch: Batch,
+        graph: fx.Graph | None = None,
+        modules: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        self.gm, self.graph, self.instead = gm, graph, instead
-        self.values = inputs_for(graph, batch)
-        self._last = last_uses(graph)
+        self.gm, self.graph, self.modules = gm, graph if graph is not None else gm.graph, modules
+        self.values = inputs_for(self.graph, batch)
+        self.last = last_uses(self.graph)
+
+    def run(self) -> Any:
+        """Run all nodes; what the graph returns."""
+        value = None
+        for node in self.graph.nodes:
+            value = self.step(node)
+        return value
 
     def step(self, node: fx.Node) -> Any:
         """Run the next node; its value."""
-        if node.op == "placeholder":
-            return self.values[node]
-        value = value_of(self.gm, node, self.values, self.instead)
+        return self.values[node] if node.op == "placeholder" else self.put(node, self.compute(node))
+
+    def compute(self, node: fx.Node) -> Any:
+        """The value of a node, from those of the nodes that it reads."""
+        return value_of(self.gm, node, self.values, self.modules)
+
+    def put(self, node: fx.Node, value: Any) -> Any:
+        """Take this for the value of the next node, which has been run; the value."""
         if node.users:
             self.values[node] = value
-        for dead in self._last.get(node, ()):
-            del self.values[dead]
+        for dead in self.last.get(node, ()):
+            self.free(dead)
         return value
+
+    def free(self, node: fx.Node) -> None:
+        """Let go of a value that nobody reads any more."""
+        del self.values[node]

@@ -17,7 +17,7 @@ from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.graph.info import info
 from fxq.graph.query import is_op, is_pure, submodule
-from fxq.graph.run import Stepper
+from fxq.graph.run import Runner
 from fxq.quant.qparams import QParams, dequantize, quantize
 
 
@@ -63,17 +63,18 @@ class Program:
         return Program(self.gm, self.graph)
 
 
-class _Run(Stepper):
+class _Run(Runner):
     """A run that is its own: other runs at the same time change neither its random numbers nor its modules."""
 
     def __init__(self, program: Program, batch: Batch) -> None:
-        super().__init__(program.gm, program.graph, batch, program.modules)
+        super().__init__(program.gm, copied(batch), program.graph, program.modules)  # it may change its inputs in place
+        self.kept: Callable[[Any], Any] = copied if program.overwrites else lambda value: value
         self._random = torch.get_rng_state()
 
-    def step(self, node: fx.Node) -> Any:
-        """Run the next node; its value."""
+    def compute(self, node: fx.Node) -> Any:
+        """The value of a node."""
         torch.set_rng_state(self._random)
-        value = super().step(node)
+        value = super().compute(node)
         self._random = torch.get_rng_state()
         return value
 
@@ -120,9 +121,8 @@ def side_by_side(
     Yields:
         `ComparedValue`s. Those that are not comparable (no float tensors, another structure) are left out.
     """
-    integer = _Run(compared, copied(batch))  # copies: a graph may change its inputs in place
-    alone = _Alone(compared.alone, copied(batch)) if own else None
-    real = _Wanted(reference, set(ends.values()), copied(batch), see)
+    integer, alone = _Run(compared, batch), _Alone(compared.alone, batch) if own else None
+    real = _Wanted(reference, set(ends.values()), batch, see)
     rounded = {rounded_at(node): node for node in ends}
     for node in compared.graph.nodes:
         got = integer.step(node)
@@ -134,7 +134,7 @@ def side_by_side(
             if value is not None:
                 yield value
             if alone is not None and value is not None:
-                alone.put(node, value.want)
+                alone.take(node, value.want)
     real.finish()
 
 
@@ -146,65 +146,55 @@ def rounded_at(node: fx.Node) -> fx.Node:
     return reader if integer and len(node.users) == 1 and is_op(reader, "quantize") and reader is not None else node
 
 
-class _Wanted:
+class _Wanted(_Run):
     """The values of the reference as they are asked for; those that were passed by are held until then."""
 
     def __init__(self, program: Program, wanted: set[fx.Node], batch: Batch, see: Any) -> None:
-        self._stepper, self._see = _Run(program, batch), see
-        self._wanted = {rounded_at(node) for node in wanted}
-        self._nodes = iter(program.graph.nodes)
-        self._held: dict[fx.Node, Any] = {}
-        self._keep = copied if program.overwrites else lambda value: value
+        super().__init__(program, batch)
+        self._see, self._wanted = see, {rounded_at(node) for node in wanted}
+        self._nodes, self._held = iter(program.graph.nodes), dict[fx.Node, Any]()
 
     def value(self, wanted: fx.Node) -> Any:
         """The value of a node, once; the graph runs as far as it must."""
         end = rounded_at(wanted)
         while end not in self._held:
-            self._step(next(self._nodes))
+            self.step(next(self._nodes))
         return self._held.pop(end)
 
     def finish(self) -> None:
         """Run what is left, where somebody wants to see it."""
-        if self._see is not None:
-            for node in self._nodes:
-                self._step(node)
+        for node in self._nodes if self._see is not None else ():
+            self.step(node)
 
-    def _step(self, node: fx.Node) -> None:
-        value = self._stepper.step(node)
+    def step(self, node: fx.Node) -> Any:
+        """Run the next node; its value."""
+        value = super().step(node)
         if node in self._wanted:
-            self._held[node] = self._keep(value)
+            self._held[node] = self.kept(value)
         if self._see is not None:
             self._see(node, value)
+        return value
 
 
-class _Alone:
+class _Alone(_Run):
     """The compared graph on the values of the reference: every node makes its own mistakes only.
 
     A value that the reference does not have (a conversion, a part of a unit) is computed from those that it has.
     """
 
-    def __init__(self, program: Program, batch: Batch) -> None:
-        self._stepper = _Run(program, batch)
-        self._keep = copied if program.overwrites else lambda value: value
-
-    def step(self, node: fx.Node) -> Any:
-        """What the node makes of the reference's values."""
-        return self._stepper.step(node)
-
-    def put(self, node: fx.Node, want: Sequence[Tensor]) -> None:
+    def take(self, node: fx.Node, want: Sequence[Tensor]) -> None:
         """Let those that read the node read the reference's tensors instead, rounded to the node's grid."""
-        values, qp = self._stepper.values, info(node).qparams
-        if node not in values:
+        if node not in self.values:
             return
-        leaves, structure = pytree.tree_flatten(values[node])
+        leaves, structure = pytree.tree_flatten(self.values[node])
         if [t.shape for t in leaves if isinstance(t, Tensor)] == [t.shape for t in want]:
-            given = iter(want)
+            given, qp = iter(want), info(node).qparams
             leaves = [self._like(v, next(given), qp) if isinstance(v, Tensor) else v for v in leaves]
-            values[node] = pytree.tree_unflatten(leaves, structure)
+            self.values[node] = pytree.tree_unflatten(leaves, structure)
 
     def _like(self, made: Tensor, want: Tensor, qp: QParams | None) -> Tensor:
         if made.is_floating_point():
-            return self._keep(want.to(made.dtype))
+            return self.kept(want.to(made.dtype))
         return quantize(want.to(torch.float32), qp) if qp is not None else made
 
 

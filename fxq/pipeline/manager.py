@@ -18,7 +18,7 @@ from fxq.common.metrics import loss, sqnr
 from fxq.common.source import source_of
 from fxq.errors import FxqError, PassError, warn, words_of
 from fxq.graph.place import where
-from fxq.graph.run import Stepper
+from fxq.graph.run import Runner
 from fxq.graph.view import NodeView, view
 from fxq.pipeline.context import Context
 from fxq.pipeline.history import History, Snapshot
@@ -100,10 +100,10 @@ class PassManager:
     def _try_out(self, step: Pass) -> None:
         """Run the graph that a pass of the user's left on the example: later, nobody could tell whose fault it is."""
         with observers_paused(self.gm):
-            stepper = Stepper(self.gm, self.gm.graph, copied(self.context.example))
+            runner = Runner(self.gm, copied(self.context.example))
             for node in self.gm.graph.nodes:
                 try:
-                    stepper.step(node)
+                    runner.step(node)
                 except Exception as error:  # whatever an op raises for what it cannot take
                     raise PassError(
                         f"after {step.name}: the graph does not run on the example: {where(self.gm, node)}: "

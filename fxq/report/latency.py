@@ -18,7 +18,7 @@ from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import tensors
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, words_of
-from fxq.graph.run import Stepper
+from fxq.graph.run import Runner
 from fxq.ledger.float_record import RecordedInput
 
 SECONDS, MOST = 0.7, 30
@@ -126,13 +126,10 @@ def _nodes(model: fx.GraphModule, batch: Batch, wait: Callable[[], None]) -> dic
     """Median microseconds of each node that computes something."""
     times: dict[str, list[float]] = {n.name: [] for n in model.graph.nodes if n.op.startswith("call")}
     for _ in _rounds():
-        stepper = Stepper(model, model.graph, copied(batch))
+        runner = Runner(model, copied(batch))
         for node in model.graph.nodes:
-            if node.name in times:
-                with _timed(times[node.name], wait):
-                    stepper.step(node)
-            else:
-                stepper.step(node)
+            with _timed(times.get(node.name, []), wait):
+                runner.step(node)
     return {name: _median(found) for name, found in times.items()}
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
 from fxq.graph.info import info
 from fxq.graph.query import constant, flat_nodes, is_check, op_of, reads_only_metadata
+from fxq.graph.run import value_of
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.rewriter import Rewriter
 
@@ -32,7 +31,7 @@ def fold_constant(rewriter: Rewriter, node: fx.Node) -> bool:
     changes = rewriter.matcher.changes
     if info(node).changes or any(changes.of(n) is not None for n in (*read, node)):
         return False
-    value = _value(node, dict(zip(read, tensors, strict=True)))
+    value = _value(rewriter.gm, node, dict(zip(read, tensors, strict=True)))
     if value is None or value.numel() > max(_LARGEST, _GROWTH * sum(t.numel() for t in tensors if t is not None)):
         return False
     with rewriter.attributed("fold_constant", fold_constant):
@@ -41,18 +40,12 @@ def fold_constant(rewriter: Rewriter, node: fx.Node) -> bool:
     return True
 
 
-def _value(node: fx.Node, given: dict[fx.Node, Tensor | None]) -> Tensor | None:
+def _value(gm: fx.GraphModule, node: fx.Node, given: dict[fx.Node, Tensor | None]) -> Tensor | None:
     """What the call gives; None where that is no tensor, or is left to chance."""
-    args: Any = fx.node.map_arg(node.args, lambda n: given[n])
-    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: given[n])
     device = next((t.device for t in given.values() if t is not None), torch.device("cpu"))
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         state = _state(device)
-        if node.op == "call_method":
-            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            target: Any = node.target
-            value = target(*args, **kwargs)
+        value = value_of(gm, node, given)
         chance = not torch.equal(state, _state(device))
     return value.detach() if isinstance(value, Tensor) and not chance else None
 

@@ -12,9 +12,11 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from fxq.common.data import Batch
 from fxq.common.source import import_name, short_path
 from fxq.errors import InputError, RecipeError
 from fxq.graph.guards import check_sizes
+from fxq.graph.run import Runner
 from fxq.tracing.proxies import is_value
 
 _ASSERTIONS = ("_assert", "sym_constrain_range")
@@ -81,33 +83,32 @@ class _Forward:
                 value.tracer.create_proxy("call_function", check_sizes, (value, name, sizes), {})
             elif isinstance(value, Tensor) and sizes:
                 check_sizes(value, name, sizes)
-        return pytree.tree_unflatten(_Runner(self.inner, self.owner).run_flat(flat), self.spec.out_spec)
+        return pytree.tree_unflatten(_ProgramRunner(self.inner, self.owner, flat).outputs(), self.spec.out_spec)
 
 
-class _Runner(fx.Interpreter):
+class _ProgramRunner(Runner):
     """Runs the program's graph; its owner knows which node runs."""
 
-    def __init__(self, inner: fx.GraphModule, owner: Exported) -> None:
-        super().__init__(inner)
-        self.extra_traceback = False
+    def __init__(self, inner: fx.GraphModule, owner: Exported, inputs: list[Any]) -> None:
+        super().__init__(inner, Batch(tuple(inputs)))
         self.owner = owner
 
-    def run_flat(self, inputs: list[Any]) -> list[Any]:
+    def outputs(self) -> list[Any]:
         """The program's outputs, flat."""
         try:
-            return list(self.run(*inputs, enable_io_processing=False))
+            return list(self.run())
         finally:
             self.owner.at = None
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node; the exporter's assertions are left out: what they say of sizes is checked at the inputs."""
-        self.owner.at = n
-        if n.op == "call_function" and _name(n.target).startswith(_ASSERTIONS):
+    def compute(self, node: fx.Node) -> Any:
+        """The value of a node; None for the exporter's assertions: what they say of sizes is checked at the inputs."""
+        self.owner.at, name = node, _name(node.target) if node.op == "call_function" else ""
+        if name.startswith(_ASSERTIONS):
             return None
-        if n.op == "call_function" and _name(n.target) == "wrap_with_set_grad_enabled":
-            args, _ = self.fetch_args_kwargs_from_env(n)
+        if name == "wrap_with_set_grad_enabled":
+            args: Any = fx.node.map_arg(node.args, self.values.__getitem__)
             return args[1](*args[2:])
-        return super().run_node(n)
+        return super().compute(node)
 
 
 def _check(graph: fx.Graph) -> None:

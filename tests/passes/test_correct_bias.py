@@ -161,10 +161,11 @@ def test_what_is_kept_is_what_is_still_read(monkeypatch):
     def counted(runs, node):
         step(runs, node)
         for run in runs:
-            kept.append(sum(n.op != "get_attr" and "int8" not in n.name for n in run.integer if n not in weights))
+            values = [n for n in run.integer.values if n not in weights]
+            kept.append(sum(n.op != "get_attr" and "int8" not in n.name for n in values))
         if is_op(node, "dequantize_channel"):
             weights.append(node)
-            assert len({run.integer[node].data_ptr() for run in runs}) == 1
+            assert len({run.integer.values[node].data_ptr() for run in runs}) == 1
 
     monkeypatch.setattr(correct_bias, "_step", counted)
     layers = [module for _ in range(12) for module in (nn.Linear(16, 16), nn.ReLU())]

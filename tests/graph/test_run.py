@@ -1,0 +1,73 @@
+"""Running a graph node by node."""
+
+import weakref
+
+import torch
+from torch import fx, nn
+
+from fxq.common.data import Batch
+from fxq.graph.run import Runner, inputs_for, last_uses
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x, y, z=2):
+        x = self.linear(x).relu()
+        return [torch.cat([x, y * self.scale], 1), z]
+
+
+X, Y = torch.randn(2, 4), torch.randn(2, 4)
+
+
+def test_it_computes_what_the_graph_does():
+    gm = fx.symbolic_trace(Net())
+    for batch in (Batch((X, Y)), Batch((X,), {"y": Y, "z": 3})):
+        got, expected = Runner(gm, batch).run(), gm(*batch.args, **batch.kwargs)
+        assert torch.equal(got[0], expected[0]) and got[1] == expected[1]
+
+
+def test_inputs():
+    graph = fx.Graph()
+    x, others = graph.placeholder("x"), graph.placeholder("*others")
+    assert inputs_for(graph, Batch((1, 2, 3))) == {x: 1, others: [2, 3]}
+    k = graph.placeholder("k", default_value=4)
+    assert inputs_for(graph, Batch((1,), {"k": 5})) == {x: 1, others: [], k: 5}
+
+
+def test_values_go_when_they_have_been_read_for_the_last_time():
+    gm = fx.symbolic_trace(nn.Sequential(*[nn.ReLU() for _ in range(5)]))
+    runner, alive, most = Runner(gm, Batch((X.clone(),))), [], 0
+    for node in gm.graph.nodes:
+        alive.append(weakref.ref(runner.step(node)))
+        most = max(most, sum(ref() is not None for ref in alive))
+    assert most == 1 and runner.values == {}
+    assert [len(read) for read in last_uses(gm.graph).values()] == [1] * 6
+
+
+def test_other_modules_and_another_graph():
+    gm = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.ReLU()))
+    assert torch.equal(Runner(gm, Batch((X,)), modules={"0": nn.Identity(), "1": nn.Identity()}).run(), X)
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    assert Runner(gm, Batch((X,)), graph).run() is X
+
+
+def test_hooks():
+    """A subclass sees every node, gives a value of its own, and keeps what would go."""
+    gm = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    freed = []
+
+    class Doubled(Runner):
+        def compute(self, node):
+            value = super().compute(node)
+            return 2 * value if node.op == "call_module" else value
+
+        def free(self, node):
+            freed.append(node.name)
+
+    runner = Doubled(gm, Batch((X,)))
+    assert torch.equal(runner.run(), 2 * torch.relu(2 * gm.get_submodule("0")(X)))
+    assert freed == ["input_1", "_0", "_1"] and [n.name for n in runner.values] == freed
