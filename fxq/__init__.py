@@ -22,6 +22,7 @@ from fxq.ledger.ledger import Ledger
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.picture.diff import Diff, diff
 from fxq.pipeline.history import History, Snapshot
+from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -55,6 +56,7 @@ __all__ = [
     "Ledger",
     "Match",
     "ObservedModel",
+    "Observer",
     "Pass",
     "PassError",
     "PatternError",

@@ -17,7 +17,7 @@ from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
 from fxq.recipe.pass_base import Pass
-from fxq.recipe.pipeline import register_pipeline
+from fxq.recipe.pipeline import PipelineEdit, register_option, register_pipeline
 
 STATIC: tuple[Pass, ...] = (
     Trace(),
@@ -38,16 +38,11 @@ STATIC: tuple[Pass, ...] = (
     Cleanup(),
 )
 
-STATIC_CORRECTED: tuple[Pass, ...] = tuple(
-    step for known in STATIC for step in ((known, CorrectBias()) if isinstance(known, InsertQdq) else (known,))
-)
-
 register_pipeline("static", STATIC)
-register_pipeline("static_corrected", STATIC_CORRECTED)
+register_option("correct_bias", PipelineEdit("insert-qdq", CorrectBias()))
 
 __all__ = [
     "STATIC",
-    "STATIC_CORRECTED",
     "Annotate",
     "Canonicalize",
     "ChooseGrids",

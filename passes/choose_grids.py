@@ -16,7 +16,7 @@ from fxq.graph.info import Edge, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import reads_of, reads_only_metadata, submodule, unobserved
 from fxq.graph.unit import Inner, calls_of, inputs_of
-from fxq.quant.observers import Observer
+from fxq.quant.observer_base import Observer
 from fxq.quant.spec import TensorSpec
 from fxq.quant.strands import FAR, Strand, around, watching
 from fxq.recipe.pass_base import Pass, Stage

@@ -28,7 +28,7 @@ class CorrectBias(Pass):
     Keeps: the integers of the weight. k and c are the least-squares line from what the integers compute to what the
     float layer computes, on the recorded samples, layer by layer behind the corrected ones. With `scale=False`, k is 1
     and c the mean error.
-    In the pipeline of the preset "static_corrected": `Recipe.static(correct_bias=True)`.
+    Behind insert-qdq with `Recipe.static(correct_bias=True)`.
     Source: Nagel et al. 2019, section 4.2 and appendix D (empirical bias correction); the factor is the same idea for
     the second moment.
 

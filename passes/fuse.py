@@ -14,13 +14,12 @@ from fxq.graph.query import op_of
 from fxq.graph.unit import calls_among
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.rewriting.pattern import FUSIONS
 from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Turn what the registered fusion patterns match into units, largest pattern first.
+    """Turn what the fusion patterns match, fxq's and the recipe's, into units, largest pattern first.
 
     Before: relu(conv2d(x, w, b))    After: conv2d_relu(x, w, b), one node that runs both
     Keeps: the output, exactly. A node belongs to one unit. Ops that the recipe configures differently stay apart,
@@ -42,7 +41,7 @@ class Fuse(Pass):
                 return f"the backend {context.backend.name} wants these ops apart"
             return context.apart(nodes) or _left_over(rewriter, nodes)
 
-        rewriter.fuse(FUSIONS.largest_first(), refuse)
+        rewriter.fuse(context.recipe.fusion_rules(), refuse)
 
 
 def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node]) -> str | None:

@@ -13,7 +13,8 @@ from fxq.graph.info import Edge, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, made_by, reads_only_metadata, submodule
 from fxq.graph.unit import calls_of, inputs_of
-from fxq.quant.observers import Observer, make_observer
+from fxq.quant.observer_base import Observer
+from fxq.quant.observers import make_observer
 from fxq.quant.qparams import QParams, quantize
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -121,7 +122,7 @@ def _convert_weights(rewriter: Rewriter) -> None:
             spec = spec.narrowed
         for read in inputs_of(calls):
             if read.role == "weight" and spec is not None:
-                axis = read.axis if spec.per_channel else None
+                axis = read.axis if spec.per == "channel" else None
                 key = (read.node, spec, axis)
                 known = made.get(key)
                 if known is None:

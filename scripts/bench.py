@@ -66,7 +66,7 @@ def fsrcnn(seconds: float) -> Iterator[Number]:
     """The demo's super-resolution network: PSNR on the held-out regions, latency, size."""
     case = CASES["fsrcnn"]()
     model = case.model
-    qmodel = made_for(case.timed, model, "static_corrected", case.data)
+    qmodel = made_for(case.timed, model, fxq.Recipe.static(correct_bias=True), case.data)
     pairs = held_out_pairs()
     with torch.no_grad():
         losses = {name: psnr(model(low), high) - psnr(qmodel(low), high) for name, (low, high) in pairs.items()}
@@ -123,7 +123,7 @@ def chain(seconds: float) -> Iterator[Number]:
     yield Number("chain of 800", "quantize, s", whole, most=8.0, detail=detail)
 
 
-def made_for(x: Tensor, model: nn.Module, recipe: str, data: Sequence[Tensor]) -> fxq.QuantizedModel:
+def made_for(x: Tensor, model: nn.Module, recipe: str | fxq.Recipe, data: Sequence[Tensor]) -> fxq.QuantizedModel:
     """The model quantized for inputs like `x` on one thread: both decide what is faster in float."""
     with threads(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)  # that nothing pays as int8 for a single digit

@@ -137,7 +137,7 @@ def test_with_vnni_they_have_8_bits_and_nothing_is_said():
 # ---- specs and observers
 
 SPEC = fxq.TensorSpec(observer="minmax")
-WEIGHT = fxq.TensorSpec(signed=True, symmetric=True, per_channel=True, observer="minmax")
+WEIGHT = fxq.TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -182,7 +182,7 @@ def test_fewer_bits_lose_about_six_decibels_each():
     losses = {}
     for bits in (4, 6, 8):
         spec = fxq.TensorSpec(bits=bits)
-        weight = fxq.TensorSpec(bits=bits, signed=True, symmetric=True, per_channel=True, observer="minmax")
+        weight = fxq.TensorSpec(bits=bits, signed=True, symmetric=True, per="channel", observer="minmax")
         recipe = fxq.Recipe.static(backend="reference", activation=spec, weight=weight)
         quantized = fxq.quantize(model, recipe, data=[inputs])
         losses[bits] = sqnr(call(model, inputs), call(quantized, inputs))

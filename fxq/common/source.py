@@ -28,13 +28,30 @@ def short_path(filename: str) -> str:
 
 def import_name(name: str, base: type) -> Any:
     """The class that `package.module:Class` names. Raises `RecipeError` when there is none, or it is no `base`."""
-    module, _, qualname = name.partition(":")
+    value = imported(name)
+    if not (isinstance(value, type) and issubclass(value, base)):
+        raise RecipeError(f"{name!r} is not a {base.__name__} class.")
+    return value
+
+
+def imported(name: str) -> Any:
+    """What `package.module:Name` names. Raises `RecipeError` when there is nothing."""
+    module, _, qualname = str(name).partition(":")
     try:
         value: Any = importlib.import_module(module)
         for part in qualname.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise RecipeError(f"cannot import {name!r} (written package.module:Class): {error}.") from None
-    if not (isinstance(value, type) and issubclass(value, base)):
-        raise RecipeError(f"{name!r} is not a {base.__name__} class.")
+        raise RecipeError(f"cannot import {name!r} (written package.module:Name): {error}.") from None
     return value
+
+
+def import_path(value: Any, what: str) -> str:
+    """`package.module:Name` of a class or function; `what` it is called in the error.
+
+    Raises:
+        RecipeError: it is local to a function, so that no import finds it.
+    """
+    if "<locals>" in value.__qualname__:
+        raise RecipeError(f"{what} is local to a function: a file cannot name it.")
+    return f"{value.__module__}:{value.__qualname__}"

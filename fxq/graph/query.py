@@ -17,7 +17,7 @@ from fxq.graph.guards import check_fixed, check_same, check_sizes
 from fxq.graph.info import NodeInfo, Plan, info
 from fxq.ops import OPS
 from fxq.ops.table import META, Op
-from fxq.quant.observers import Observer
+from fxq.quant.observer_base import Observer
 from fxq.quant.spec import TensorSpec
 
 

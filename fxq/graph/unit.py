@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx
 
@@ -16,9 +16,9 @@ from fxq.graph.bindable import Bindable
 from fxq.graph.plain_data import NodeData, from_data, to_data
 from fxq.graph.query import flat_nodes, op_of, options_of, submodule
 from fxq.ops.table import Op
+from fxq.quant.spec import Role
 
 UNITS = "fxq_units"
-Role = Literal["activation", "weight", "bias", "other"]
 
 
 class Unit(Bindable, fx.GraphModule):
@@ -137,13 +137,13 @@ class UnitInput:
 
     Attributes:
         node: the node of the outer graph.
-        role: `activation`, `weight`, `bias`, or `other` (read in float whatever happens: statistics, slopes).
+        role: what it is to the op; None for what is read in float whatever happens (statistics, PReLU slopes).
         axis: the output-channel axis, for a weight.
         call: index of the op that reads it.
     """
 
     node: fx.Node
-    role: Role
+    role: Role | None
     axis: int | None
     call: int
 
@@ -153,12 +153,6 @@ def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[UnitInput]:
     for i, call in enumerate(calls):
         quant = call.op.quant
         for name, value in call.tensors.items():
-            role: Role = "other"
-            if name in quant.inputs:
-                role = "activation"
-            elif name == quant.weight:
-                role = "weight"
-            elif name == quant.bias:
-                role = "bias"
+            role = quant.role(name)
             for node in flat_nodes(value):
                 yield UnitInput(node, role, quant.axis if role == "weight" else None, i)

@@ -13,7 +13,7 @@ from torch import fx
 from fxq.graph.info import info
 from fxq.graph.query import flat_nodes, makes_no_tensor, op_of, submodule
 from fxq.graph.unit import Unit
-from fxq.quant.observers import Observer
+from fxq.quant.observer_base import Observer
 
 KINDS = ("int8", "moves", "convert", "float", "observer", "op", "size", "constant", "io")
 

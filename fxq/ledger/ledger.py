@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fxq.quant.spec import ROLES, Role
+from fxq.quant.spec import NARROW, Narrow
 from fxq.text.queryable import Rows, decibels, layer_text
 from fxq.text.tables import Column, Part, line, text
 
@@ -97,11 +97,11 @@ class Narrowed:
             no float output. Empty where the recipe names the role.
     """
 
-    role: Role
-    sqnr: Mapping[Role, float | None] = field(default_factory=dict)
+    role: Narrow
+    sqnr: Mapping[Narrow, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        found = [f"{decibels(self.sqnr[role])} dB with {role}" for role in ROLES if self.sqnr.get(role) is not None]
+        found = [f"{decibels(self.sqnr[role])} dB with {role}" for role in NARROW if self.sqnr.get(role) is not None]
         why = f"output of the qdq graph: {', '.join(found)}" if found else "the recipe says so"
         return f"{self.role} have 7 bits where 8 overflow in this CPU's kernels; {why}"
 

@@ -10,7 +10,7 @@ from fxq.graph.info import info
 from fxq.ledger.ledger import Narrowed
 from fxq.ledger.output_check import output_sqnrs, rank
 from fxq.pipeline.manager import PassManager
-from fxq.quant.spec import ROLES
+from fxq.quant.spec import NARROW
 from fxq.recipe.pass_base import Pass
 
 log = logging.getLogger("fxq")
@@ -33,7 +33,7 @@ def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager,
     if manager.context.recipe.narrow != "auto":
         manager.run(passes)
         return manager, Narrowed(manager.context.narrow)
-    forks = {role: manager.fork(narrow=role) for role in ROLES}
+    forks = {role: manager.fork(narrow=role) for role in NARROW}
     with warnings.catch_warnings():
         for fork in forks.values():
             fork.run(passes)

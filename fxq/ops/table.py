@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxq.errors import FxqError, unknown
+from fxq.quant.spec import Role
 
 Kind = Literal["computes", "moves", "float"]
 META = "fxq"
@@ -70,6 +71,12 @@ class Quant:
     maximum: bool = False
     masks: bool = False
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
+
+    def role(self, name: str) -> Role | None:
+        """What the argument of that name is to the op; None for one that is read in float whatever happens."""
+        if name in self.inputs:
+            return "activation"
+        return {self.weight: "weight", self.bias: "bias"}.get(name)  # type: ignore[return-value]
 
 
 def computes(*inputs: str, **options: Any) -> Quant:

@@ -16,7 +16,7 @@ from fxq.graph.query import op_of
 from fxq.graph.region import Region
 from fxq.ops import OPS
 from fxq.pipeline.float_ops import Original
-from fxq.quant.spec import ROLES, QuantConfig, Role
+from fxq.quant.spec import NARROW, Narrow, QuantConfig
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector
@@ -57,7 +57,7 @@ class Context:
     units: dict[str, str] = field(default_factory=dict)
     float_weights: dict[str, str] = field(default_factory=dict)
     regions: dict[fx.Node, Region] = field(default_factory=dict)
-    narrow: Role = "activations"
+    narrow: Narrow = "activations"
     progress: bool | None = None
     outputs: Any = None
     original: Original | None = None
@@ -65,7 +65,7 @@ class Context:
     written: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.narrow = next((role for role in ROLES if role == self.recipe.narrow), self.narrow)
+        self.narrow = next((role for role in NARROW if role == self.recipe.narrow), self.narrow)
         if not self.types:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
 

@@ -15,7 +15,7 @@ from fxq.graph.place import where
 from fxq.graph.query import constant, is_op, op_of, submodule
 from fxq.graph.unit import unit_of
 from fxq.ops import OPS
-from fxq.quant.observers import Observer
+from fxq.quant.observer_base import Observer
 from fxq.recipe.pass_base import Stage
 
 Check = Callable[[fx.GraphModule, fx.Node], str | None]

@@ -23,7 +23,7 @@ from fxq.graph.view import NodeView, view
 from fxq.pipeline.context import Context
 from fxq.pipeline.history import History, Snapshot
 from fxq.pipeline.invariants import check
-from fxq.quant.observers import Observer
+from fxq.quant.observer_base import Observer
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 

@@ -1,28 +1,39 @@
-"""What a recipe asks of one tensor (`TensorSpec`) and of one layer (`QuantConfig`)."""
+"""What a recipe asks of one tensor (`TensorSpec`) and of the tensors of one layer, by role (`QuantConfig`)."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from fxq.errors import RecipeError, unknown
 
+PER = ("tensor", "channel", "row")
+Range = Literal["calibrated", "measured", "fixed", "learned"]
+
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """How one tensor is to be quantized.
+    """How one tensor is to be quantized. What is not built yet of this is refused where a recipe is made.
 
     Attributes:
         bits: width of the integer grid, 2 to 8. Storage is always one byte.
         signed: int8 storage if true, uint8 otherwise.
         symmetric: the grid is symmetric around float zero: zero point 0 (signed) or the middle of the range (unsigned).
-        per_channel: one scale per output channel instead of one per tensor. The axis is the op's (see `fxq/ops/`).
-        observer: name of the observer that finds the range (see `fxq/quant/observers.py`).
+        per: what has a scale of its own: the whole "tensor"; each output "channel" (the axis is the op's, see
+            `fxq/ops/`); each "row", which is a token; or each block of that many values along the input channels.
+        observer: the observer that finds a calibrated range, with its options: "minmax", "moving_average:0.01",
+            "histogram", "percentile:99.99", or the import path of one of your own, "my_package.ranges:MyObserver"
+            (see `fxq/quant/observers.py`).
+        range: where the range comes from: "calibrated" (an observer on calibration data, or on a weight itself),
+            "measured" at run time, "fixed", or "learned".
+
+    Raises:
+        RecipeError: a value that no spec can have.
 
     Example:
-        >>> TensorSpec(bits=7).qmax, TensorSpec(signed=True, symmetric=True).qmin
+        >>> TensorSpec(bits=7).qmax, TensorSpec(signed=True, symmetric=True, per="channel").qmin
         (127, -127)
 
     Source: Jacob et al. 2018, section 2.1 (affine); Krishnamoorthi 2018, section 2 (symmetric, per channel).
@@ -31,15 +42,20 @@ class TensorSpec:
     bits: int = 8
     signed: bool = False
     symmetric: bool = False
-    per_channel: bool = False
+    per: Literal["tensor", "channel", "row"] | int = "tensor"
     observer: str = "histogram"
+    range: Range = "calibrated"
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise RecipeError(f"TensorSpec: bits is {self.bits!r}; it must be an integer from 2 to 8.")
-        for key, kind in (("signed", bool), ("symmetric", bool), ("per_channel", bool), ("observer", str)):
+        for key, kind in (("signed", bool), ("symmetric", bool), ("observer", str)):
             if not isinstance(getattr(self, key), kind):
                 raise RecipeError(f"TensorSpec: {key} is {getattr(self, key)!r}; it must be a {kind.__name__}.")
+        if self.per not in PER and (type(self.per) is not int or self.per < 1):
+            raise RecipeError(f"{unknown('value of per in TensorSpec', self.per, PER)} Or a block size, such as 64.")
+        if self.range not in get_args(Range):
+            raise RecipeError(unknown("value of range in TensorSpec", self.range, get_args(Range)))
 
     @property
     def narrowed(self) -> TensorSpec:
@@ -65,8 +81,8 @@ class TensorSpec:
 
     def __str__(self) -> str:
         parts = [f"{'int' if self.signed else 'uint'}{self.bits}", "symmetric" if self.symmetric else "affine"]
-        parts += ["per-channel"] if self.per_channel else []
-        return f"{' '.join(parts)} ({self.observer})"
+        parts += [f"per-{self.per}"] if self.per != "tensor" else []
+        return f"{' '.join(parts)} ({self.observer if self.range == 'calibrated' else self.range})"
 
 
 NARROW_BITS = 7
@@ -85,19 +101,27 @@ def fits_int16(activation: int, weight: int) -> bool:
     return 2 * activation * weight < 2**15
 
 
-Role = Literal["activations", "weights"]
-ROLES: tuple[Role, ...] = ("activations", "weights")
+Narrow = Literal["activations", "weights"]
+NARROW: tuple[Narrow, ...] = get_args(Narrow)
+"""What can give up a bit."""
+
+Role = Literal["activation", "weight", "bias", "state"]
+ROLES: tuple[Role, ...] = get_args(Role)
+"""What a tensor is to the op that reads it, as its row in the op table says."""
+
 ACTIVATION = TensorSpec()
-WEIGHT = TensorSpec(signed=True, symmetric=True, per_channel=True, observer="minmax")
+WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How one layer is to be quantized: its input activations and its weight. `FLOAT` leaves it alone.
+    """How one layer is to be quantized: a spec for each role, or None for float. `FLOAT` leaves the layer alone.
 
     Attributes:
-        activation: spec of the layer's activation inputs; None together with `weight=None` means float.
-        weight: spec of the layer's weight, if it has one.
+        activation: of the layer's inputs.
+        weight: of the layer's weight, if it has one.
+        bias: of its bias. None: as the kernel takes it, int32 with the product of the two scales, or float.
+        state: of what a recurrent layer hands on from step to step.
 
     Example:
         >>> QuantConfig(activation=TensorSpec(observer="minmax")).is_float
@@ -106,17 +130,23 @@ class QuantConfig:
 
     activation: TensorSpec | None = ACTIVATION
     weight: TensorSpec | None = WEIGHT
+    bias: TensorSpec | None = None
+    state: TensorSpec | None = None
 
     def __post_init__(self) -> None:
-        if (self.activation is None) != (self.weight is None):
-            raise RecipeError("QuantConfig: give both activation and weight, or neither (that is fxq.FLOAT).")
-        if self.activation is not None and self.activation.per_channel:
-            raise RecipeError("QuantConfig: activations are quantized per tensor; per_channel=True is for weights.")
+        for role in ROLES:
+            if not isinstance(self.of(role), TensorSpec | None):
+                raise RecipeError(f"QuantConfig: {role} is a fxq.TensorSpec or None, not {self.of(role)!r}.")
+
+    def of(self, role: Role) -> TensorSpec | None:
+        """The spec for a role; None for float."""
+        spec: TensorSpec | None = getattr(self, role)
+        return spec
 
     @property
     def is_float(self) -> bool:
         """Whether the layer stays in float."""
-        return self.activation is None
+        return all(self.of(role) is None for role in ROLES)
 
     @property
     def fits_int16(self) -> bool:
@@ -126,31 +156,37 @@ class QuantConfig:
         return fits_int16(self.activation.qmax, self.weight.qmax)
 
     def to_dict(self) -> dict[str, Any] | str:
-        """Plain data for a recipe file: `"float"`, or the two specs as dicts."""
-        if self.activation is None or self.weight is None:
+        """Plain data for a recipe file: `"float"`, or by role a spec as a dict, or `"float"`."""
+        if self.is_float:
             return "float"
-        return {"activation": asdict(self.activation), "weight": asdict(self.weight)}
+        written = [role for role in ROLES if self.of(role) or QuantConfig().of(role)]
+        return {role: asdict(spec) if (spec := self.of(role)) is not None else "float" for role in written}
 
     @classmethod
     def from_dict(cls, data: object) -> QuantConfig:
-        """Inverse of `to_dict`. Raises `RecipeError` naming an unknown key."""
+        """Inverse of `to_dict`; takes `per_channel` of older files, too. Raises `RecipeError` naming an unknown key."""
         if data == "float":
             return FLOAT
         if not isinstance(data, dict):
-            raise RecipeError(f"a quantization config is 'float' or a table with activation and weight, not {data!r}.")
-        specs = {key: _spec_from_dict(key, value) for key, value in data.items()}
-        return cls(**specs)
+            raise RecipeError(f"a quantization config is 'float' or a table with a table for each role, not {data!r}.")
+        return cls(**{key: _spec_from_dict(key, value) for key, value in data.items()})
 
 
-def _spec_from_dict(key: str, value: object) -> TensorSpec:
-    if key not in ("activation", "weight"):
-        raise RecipeError(unknown("quantization config key", key, ["activation", "weight"]))
+def _spec_from_dict(role: str, value: object) -> TensorSpec | None:
+    if role not in ROLES:
+        raise RecipeError(unknown("quantization config key", role, ROLES))
+    if value == "float":
+        return None
     if not isinstance(value, dict):
-        raise RecipeError(f"{key} must be a table of TensorSpec fields, not {value!r}.")
+        raise RecipeError(f"{role} must be a table of TensorSpec fields, or 'float', not {value!r}.")
+    value = dict(value)
+    if "per_channel" in value and "per" not in value:  # how files of version 0.1 say it
+        old = value.pop("per_channel")
+        value["per"] = {"True": "channel", "False": "tensor"}.get(str(old), old)
     known = [f.name for f in fields(TensorSpec)]
     for name in value:
         if name not in known:
-            raise RecipeError(unknown(f"field of {key}", name, known))
+            raise RecipeError(unknown(f"field of {role}", name, known))
     return TensorSpec(**value)
 
 

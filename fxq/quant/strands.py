@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fxq.quant.observers import Observer
+from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams
 
 FAR = 4.0

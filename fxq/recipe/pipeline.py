@@ -8,18 +8,29 @@ from typing import Any
 
 from rich.text import Text
 
-from fxq.common.source import import_name
+from fxq.common.source import import_name, import_path
 from fxq.errors import RecipeError, unknown
 from fxq.recipe.pass_base import Pass
 from fxq.text.printed import Printed
 from fxq.text.tables import Column, Part, Table, row, text
 
 _PIPELINES: dict[str, tuple[Pass, ...]] = {}
+_OPTIONS: dict[str, PipelineEdit] = {}
 
 
 def register_pipeline(name: str, passes: Sequence[Pass]) -> None:
     """Make a list of passes known as the pipeline of the preset `name`."""
     _PIPELINES[name] = tuple(passes)
+
+
+def register_option(name: str, edit: PipelineEdit) -> None:
+    """Make an edit of the pipeline known as the option `name` of a recipe."""
+    _OPTIONS[name] = edit
+
+
+def edit_for(option: str) -> PipelineEdit:
+    """What an option does to the pipeline."""
+    return _OPTIONS[option]
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,13 +86,8 @@ class PipelineEdit:
         """The edit as plain data. Raises `RecipeError` when a file cannot hold it."""
         if self.inserted is None:
             return {"remove": self.anchor}
-        cls = type(self.inserted)
-        if "<locals>" in cls.__qualname__:
-            raise RecipeError(f"the pass {self.inserted.name!r} is a class local to a function: a file cannot name it.")
-        data: dict[str, Any] = {
-            "insert": f"{cls.__module__}:{cls.__qualname__}",
-            "after" if self.after else "before": self.anchor,
-        }
+        insert = import_path(type(self.inserted), f"the class of the pass {self.inserted.name!r}")
+        data: dict[str, Any] = {"insert": insert, "after" if self.after else "before": self.anchor}
         options = self.inserted.changed_options
         if None in options.values():
             raise RecipeError(f"the pass {self.inserted.name!r} has an option that is None, which a file cannot hold.")

@@ -12,13 +12,15 @@ from typing import Any
 import tomli_w
 
 from fxq.backends import by_name as backends
+from fxq.common.source import import_path
 from fxq.errors import RecipeError, unknown
-from fxq.quant.observers import OBSERVERS
-from fxq.quant.spec import ACTIVATION, ROLES, WEIGHT, QuantConfig, TensorSpec
+from fxq.quant.spec import ACTIVATION, NARROW, WEIGHT, QuantConfig, TensorSpec
+from fxq.recipe.not_built import check_config, check_preset
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
-from fxq.recipe.pipeline import Pipeline, PipelineEdit, pipeline_of
+from fxq.recipe.pipeline import Pipeline, PipelineEdit, edit_for, pipeline_of
 from fxq.recipe.selector import Selector, as_selector
+from fxq.rewriting.pattern import FUSIONS, Family, Rule
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,6 +43,7 @@ class Recipe:
             is what masks for attention hold.
         concrete_args: arguments of forward, by name, that are fixed to a plain value; the graph checks them.
         edits: passes inserted and removed.
+        fusions: import paths of fusions besides fxq's own, as `with_fusions` adds them.
         optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
             everything runs on integers that can; "decided": what `decided` says, and nothing is measured.
         decided: what runs on integers with optimize="decided", see `QuantizedModel.recipe_as_decided`.
@@ -65,6 +68,7 @@ class Recipe:
     strict_trace: bool = False
     concrete_args: Mapping[str, Any] = field(default_factory=dict)
     edits: tuple[PipelineEdit, ...] = ()
+    fusions: tuple[str, ...] = ()
     optimize: str = "speed"
     decided: tuple[Pin, ...] = ()
     check: str = "none"
@@ -74,7 +78,8 @@ class Recipe:
     check_inputs: bool = False
 
     def __post_init__(self) -> None:
-        _ = self.pipeline
+        check_preset(self.preset)
+        _ = self.pipeline, FUSIONS.plus(self.fusions)
         if self.backend not in backends.NAMES:
             raise RecipeError(unknown("backend", self.backend, backends.NAMES))
         if self.optimize not in ("speed", "coverage", "decided"):
@@ -83,16 +88,15 @@ class Recipe:
             raise RecipeError(
                 'optimize="decided" needs decisions: take qmodel.recipe_as_decided() of a quantized model.'
             )
-        if self.narrow not in (narrow := ("auto", *ROLES)):
+        if self.narrow not in (narrow := ("auto", *NARROW)):
             raise RecipeError(unknown("value of narrow", self.narrow, narrow))
         if self.check not in ("none", "numeric"):
             raise RecipeError(unknown("check", self.check, ["none", "numeric"]))
         if isinstance(self.min_sqnr, str) or self.min_sqnr != self.min_sqnr:
             raise RecipeError(f"min_sqnr is {self.min_sqnr!r}; it must be a number of dB, or None for no check.")
-        for config in (self.config, *(c for _, c in self.overrides)):
-            for spec in (config.activation, config.weight):
-                if spec is not None and spec.observer not in OBSERVERS:
-                    raise RecipeError(unknown("observer", spec.observer, OBSERVERS))
+        check_config(self.config, "the recipe")
+        for selector, config in self.overrides:
+            check_config(config, f"the override for {selector}")
 
     @classmethod
     def static(
@@ -115,7 +119,7 @@ class Recipe:
             backend: "auto", "x86", "fbgemm", "qnnpack" or "reference".
             activation: spec of all activations; the default is uint8 affine with the histogram observer.
             weight: spec of all weights; the default is int8 symmetric per channel.
-            correct_bias: fit scale and bias of every layer to its float form (the preset "static_corrected").
+            correct_bias: fit scale and bias of every layer to its float form: inserts the pass correct-bias.
             optimize: "speed": what is faster in float on this machine stays in float (measured at the shapes of the
                 example inputs); "coverage": everything runs on integers that can.
             narrow: "weights" or "activations": what gives up a bit on CPUs whose kernels overflow with 8 bits of both;
@@ -132,10 +136,15 @@ class Recipe:
         """
         if isinstance(leaf_modules, str):
             raise RecipeError(f"leaf_modules is a list of path globs, not {leaf_modules!r}: write [{leaf_modules!r}].")
-        preset = "static_corrected" if correct_bias else "static"
-        config = QuantConfig(activation, weight)
-        recipe = cls(preset, backend, config, optimize=optimize, strict_trace=strict_trace, narrow=narrow)
-        recipe = replace(recipe, check_inputs=check_inputs)
+        recipe = cls(
+            backend=backend,
+            config=QuantConfig(activation, weight),
+            edits=(edit_for("correct_bias"),) if correct_bias else (),
+            optimize=optimize,
+            strict_trace=strict_trace,
+            narrow=narrow,
+            check_inputs=check_inputs,
+        )
         return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
@@ -163,6 +172,20 @@ class Recipe:
     def without_pass(self, name: str) -> Recipe:
         """Leave a pass out."""
         return replace(self, edits=(*self.edits, PipelineEdit(name)))
+
+    def with_fusions(self, *fusions: Family | str) -> Recipe:
+        """Fuse also what patterns of your own match: functions decorated with `fxq.fusion`, or their import paths.
+
+        Raises:
+            RecipeError: one is not a fusion, or cannot be imported, as what is local to a function.
+            PatternError: the name of one is taken by another.
+
+        Example:
+            >>> Recipe.static().with_fusions("fxq.patterns.conv:conv_prelu").fusions
+            ('fxq.patterns.conv:conv_prelu',)
+        """
+        paths = (import_path(f.function, "the fusion") if isinstance(f, Family) else f for f in fusions)
+        return replace(self, fusions=(*self.fusions, *paths))
 
     def leaf(self, *paths: str) -> Recipe:
         """Do not trace into these modules (path globs): they run in float, as they are."""
@@ -196,6 +219,10 @@ class Recipe:
         """The passes that this recipe runs, in order."""
         return pipeline_of(self.preset, self.edits)
 
+    def fusion_rules(self) -> list[Rule]:
+        """The rules that fuse with this recipe, in the order in which they are tried."""
+        return FUSIONS.plus(self.fusions).largest_first()
+
     def config_for(
         self, path: str, ops: Iterable[str], types: Mapping[str, type]
     ) -> tuple[QuantConfig, Selector | None]:
@@ -218,8 +245,9 @@ class Recipe:
                 data[key] = "none" if value is None else value
         if self.concrete_args:
             data["concrete_args"] = dict(self.concrete_args)
-        if self.leaf_modules:
-            data["leaf_modules"] = list(self.leaf_modules)
+        for key in _LISTS:
+            if getattr(self, key):
+                data[key] = list(getattr(self, key))
         if self.config != QuantConfig():
             data["config"] = self.config.to_dict()
         if self.overrides:
@@ -232,8 +260,8 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
-        """Inverse of `to_dict`. Raises `RecipeError` naming unknown keys, presets, passes, observers."""
-        known = [*_PLAIN, "leaf_modules", "config", "override", "pass", "decided"]
+        """Inverse of `to_dict`, for older files too. Raises `RecipeError` naming unknown keys, presets, passes, ..."""
+        known = [*_PLAIN, *_LISTS, "config", "override", "pass", "decided"]
         for key in data:
             if key not in known:
                 raise RecipeError(unknown("recipe key", key, known))
@@ -247,6 +275,9 @@ class Recipe:
         plain = {k: data[k] for k in _PLAIN if k in data}
         if plain.get("min_sqnr") == "none":
             plain["min_sqnr"] = None
+        edits = tuple(PipelineEdit.from_dict(e) for e in data.get("pass", ()))
+        if plain.get("preset") == "static_corrected":  # how files of version 0.1 say it
+            plain["preset"], edits = "static", (edit_for("correct_bias"), *edits)
         return cls(
             **plain,
             config=QuantConfig.from_dict(data["config"]) if "config" in data else QuantConfig(),
@@ -254,7 +285,8 @@ class Recipe:
                 (Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())
             ),
             leaf_modules=tuple(data.get("leaf_modules", ())),
-            edits=tuple(PipelineEdit.from_dict(e) for e in data.get("pass", ())),
+            fusions=tuple(data.get("fusions", ())),
+            edits=edits,
             decided=tuple(Pin.from_dict(pin) for pin in data.get("decided", ())),
         )
 
@@ -280,6 +312,7 @@ class Recipe:
 
 _OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace", "check_inputs")
 _PLAIN = ("preset", *_OPTIONS, "concrete_args")
+_LISTS = ("leaf_modules", "fusions")
 _SHAPES: dict[str, Any] = {
     "strict_trace": bool,
     "check_inputs": bool,
@@ -288,6 +321,7 @@ _SHAPES: dict[str, Any] = {
     "min_sqnr": (int, float, str),
     "config": (str, Mapping),
     "leaf_modules": (list, tuple),
+    "fusions": (list, tuple),
     "override": (list, tuple),
     "pass": (list, tuple),
     "decided": (list, tuple),

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fxq.common.globs import crossing, path_matches
-from fxq.common.source import import_name
+from fxq.common.source import import_name, import_path
 from fxq.errors import RecipeError, nearest, unknown
 from fxq.ops import OPS
 
@@ -55,11 +55,7 @@ class Selector:
     def to_dict(self) -> dict[str, str]:
         """Plain data for a recipe file."""
         if self.module is not None:
-            if "<locals>" in self.module.__qualname__:
-                raise RecipeError(
-                    f"the module type {self.module.__qualname__} is local to a function: a file cannot name it."
-                )
-            return {"module": f"{self.module.__module__}:{self.module.__qualname__}"}
+            return {"module": import_path(self.module, f"the module type {self.module.__qualname__}")}
         return {key: value for key, value in (("op", self.op), ("path", self.path)) if value is not None}
 
     @classmethod

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fxq.common.names import is_writable
-from fxq.common.source import source_of
-from fxq.errors import FxqError, PatternError, unknown
+from fxq.common.source import imported, source_of
+from fxq.errors import FxqError, PatternError, RecipeError, unknown
 from fxq.ops import OPS
 from fxq.ops.table import Op
 
@@ -147,6 +147,22 @@ class RuleSet:
     def __init__(self) -> None:
         self._rules: dict[str, Rule] = {}
 
+    def plus(self, paths: Iterable[str]) -> RuleSet:
+        """A set with more fusions, which import paths name.
+
+        Raises:
+            RecipeError: a path cannot be imported, or names no fusion.
+            PatternError: the name of a rule is taken by another.
+        """
+        made = RuleSet()
+        made._rules = dict(self._rules)
+        for path in paths:
+            family = imported(path)
+            if not isinstance(family, Family) or any(rule.replacement is not None for rule in family):
+                raise RecipeError(f"{path!r} is not a fusion: decorate the function with fxq.fusion.")
+            made.add(family)
+        return made
+
     def add(self, family: Family) -> None:
         """Register all rules of a family. A name that another function has taken is an error.
 
@@ -185,11 +201,13 @@ class RuleSet:
 FUSIONS = RuleSet()
 
 
-def fusion(name: Any = None, **variants: Sequence[str]) -> Any:
+def fusion(name: Any = None, *, everywhere: bool = True, **variants: Sequence[str]) -> Any:
     """Decorator: register a plain function as a fusion pattern. What it matches becomes one unit of that name.
 
     Args:
         name: the rule's name; may hold `{parameter}` for each keyword-only parameter. Default: the function's name.
+        everywhere: whether it is used from now on with every recipe; else only with those that name it, see
+            `Recipe.with_fusions`.
         **variants: the ops that each keyword-only parameter stands for.
 
     Returns:
@@ -211,7 +229,8 @@ def fusion(name: Any = None, **variants: Sequence[str]) -> Any:
 
     def register(function: Callable[..., Any]) -> Family:
         family = _family(function, name, variants)
-        FUSIONS.add(family)
+        if everywhere:
+            FUSIONS.add(family)
         return family
 
     return register

@@ -93,7 +93,7 @@ def test_nothing_is_tried_where_nothing_overflows(monkeypatch):
 
     monkeypatch.setattr(PassManager, "fork", fork)
     model, data = exact_weights()
-    seven = TensorSpec(bits=7, signed=True, symmetric=True, per_channel=True, observer="minmax")
+    seven = TensorSpec(bits=7, signed=True, symmetric=True, per="channel", observer="minmax")
     recipes = [
         replace(X86, narrow="weights"),
         X86.with_backend("reference"),
@@ -113,7 +113,7 @@ def test_nothing_is_tried_where_nothing_overflows(monkeypatch):
 @pytest.mark.parametrize("narrow", ["activations", "weights"])
 def test_bits_that_an_override_asks_for_are_kept(narrow):
     model, data = exact_weights()
-    six = QuantConfig(weight=TensorSpec(bits=6, signed=True, symmetric=True, per_channel=True, observer="minmax"))
+    six = QuantConfig(weight=TensorSpec(bits=6, signed=True, symmetric=True, per="channel", observer="minmax"))
     quantized = fxq.quantize(model, replace(X86, narrow=narrow).override("2", six), data=data)
     largest = {path: int(layer.weight.abs().max()) for path, layer in quantized.qparams().items()}
     assert largest == {"0": 127 if narrow == "activations" else 63, "2": 31}

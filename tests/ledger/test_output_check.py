@@ -70,7 +70,9 @@ def test_a_pass_that_changes_the_numbers_is_seen():
 
 def test_the_layers_with_the_largest_error_are_named_with_the_line_that_mends_them():
     model = net()
-    coarse = fxq.QuantConfig(activation=fxq.TensorSpec(bits=2), weight=fxq.TensorSpec(2, True, True, True, "minmax"))
+    coarse = fxq.QuantConfig(
+        activation=fxq.TensorSpec(bits=2), weight=fxq.TensorSpec(2, True, True, "channel", "minmax")
+    )
     recipe = REFERENCE.override("2", coarse)
     with pytest.warns(fxq.FxqWarning, match="output is at") as caught:
         qmodel = fxq.quantize(model, recipe, data=[X])

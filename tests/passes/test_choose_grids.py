@@ -11,7 +11,7 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import ChooseGrids
-from fxq.quant.observers import Observer
+from fxq.quant.observer_base import Observer
 from tests.graphs import MINMAX, REFERENCE, again, until
 from tests.models import settled
 

@@ -9,7 +9,7 @@ from torch import nn
 import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.passes import Cleanup
-from fxq.quant.observers import Observer
+from fxq.quant.observer_base import Observer
 from tests.graphs import REFERENCE, again, equal, text, until
 from tests.models import NETWORKS, batch, build, call
 

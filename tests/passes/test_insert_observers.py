@@ -8,7 +8,7 @@ from torch import nn
 import fxq
 from fxq.graph.info import info
 from fxq.graph.query import submodule
-from fxq.quant.observers import Observer
+from fxq.quant.observer_base import Observer
 from tests.graphs import MINMAX, REFERENCE, after, equal, expected, text
 from tests.models import NETWORKS, batch, build, call, settled
 

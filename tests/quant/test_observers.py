@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 from fxq.errors import CalibrationError, InputError, RecipeError
 from fxq.quant import histogram
-from fxq.quant.observers import OBSERVERS, Histogram, MinMax, MovingAverage, Observer, Percentile, flat, make_observer
+from fxq.quant.observer_base import Observer, flat
+from fxq.quant.observers import OBSERVERS, Histogram, MinMax, MovingAverage, Percentile, make_observer
 from fxq.quant.qparams import QParams, choose_qparams
 from fxq.quant.spec import TensorSpec
 
@@ -195,7 +196,7 @@ def test_percentile_is_that_of_the_values():
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     observer = observed("percentile", [x])
     width = 2.0 ** int(observer.exponent)
-    low, high = observer._clipped(*observer.range())
+    low, high = observer.clipped(*observer.range())
     assert abs(float(low) - np.percentile(x, 0.01)) <= width
     assert abs(float(high) - np.percentile(x, 99.99)) <= width
     assert float(observer.qparams().high) == pytest.approx(float(high), rel=0.01)
@@ -203,9 +204,9 @@ def test_percentile_is_that_of_the_values():
 
 def test_percentile_of_one_sided_data_clips_one_end():
     x = torch.arange(1, 100_001).float()
-    low, high = observed("percentile", [x])._clipped(x.min(), x.max())
+    low, high = observed("percentile", [x]).clipped(x.min(), x.max())
     assert float(low) == 1.0 and float(high) == pytest.approx(99_990, abs=32)
-    low, high = observed("percentile", [-x])._clipped(-x.max(), -x.min())
+    low, high = observed("percentile", [-x]).clipped(-x.max(), -x.min())
     assert float(low) == pytest.approx(-99_990, abs=32) and float(high) == -1.0
 
 
@@ -436,7 +437,61 @@ def test_other_types_are_refused(dtype):
 def test_per_channel_histogram_is_refused():
     for name in ("histogram", "percentile"):
         with pytest.raises(RecipeError, match=f"conv1.*{name!r} observer.*observer='minmax'"):
-            make_observer(TensorSpec(per_channel=True, observer=name), axis=0, name="conv1's weight")
+            make_observer(TensorSpec(per="channel", observer=name), axis=0, name="conv1's weight")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "option", "value"),
+    [
+        ("percentile", Percentile, "percent", 99.99),
+        ("percentile:90", Percentile, "percent", 90.0),
+        ("percentile:percent=90", Percentile, "percent", 90.0),
+        ("fxq.quant.observers:Percentile:90", Percentile, "percent", 90.0),
+        ("moving_average", MovingAverage, "momentum", 0.01),
+        ("moving_average:0.5", MovingAverage, "momentum", 0.5),
+    ],
+)
+def test_options_in_the_text(text, kind, option, value):
+    observer = make_observer(TensorSpec(observer=text))
+    assert type(observer) is kind and getattr(observer, option) == value
+    assert getattr(copy.deepcopy(observer), option) == getattr(observer.on(TensorSpec(bits=4)), option) == value
+
+
+def test_options_count():
+    x = torch.arange(1001).float()
+    ends = [float(make_observer(TensorSpec(observer=f"percentile:{p}"))(x).max()) for p in (90, 100)]
+    assert ends == [1000.0, 1000.0]
+    for percent, expected in ((90, 900.0), (100, 1000.0)):
+        observer = make_observer(TensorSpec(observer=f"percentile:{percent}"))
+        observer(x)
+        assert float(observer.qparams().high) == pytest.approx(expected, abs=2)
+    average = make_observer(TensorSpec(observer="moving_average:0.5"))
+    for value in (0.0, 4.0, 8.0):
+        average(torch.tensor([value]))
+    assert [float(end) for end in average.range()] == [5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("percentile:precent=9", "unknown option of the observer Percentile 'precent'; did you mean 'percent'"),
+        ("percentile:99,98", "unknown option of the observer Percentile '98'"),
+        ("minmax:3", "unknown option of the observer MinMax '3'.* Known: none"),
+        ("percentile:high", "percent is 'high'; it must be from 50 to 100"),
+        ("percentile:nan", "percent is 'nan'; it must be from 50 to 100"),
+        ("percentile:101", "percent is '101'; it must be from 50 to 100"),
+        ("moving_average:2", "momentum is '2'; it must be from 0 to 1"),
+        ("percentle:99", "unknown observer 'percentle'; did you mean 'percentile'"),
+        ("fxq.quant.observers:Histgram", "cannot import 'fxq.quant.observers:Histgram'"),
+        ("torch.nn:Linear", "'torch.nn:Linear' is not a Observer class"),
+    ],
+)
+def test_wrong_options_and_names_are_refused(text, message):
+    with pytest.raises(RecipeError, match=message):
+        make_observer(TensorSpec(observer=text))
+    if text == "percentile:101":
+        with pytest.raises(RecipeError, match="percent is 101"):
+            Percentile(SPEC, percent=101)
 
 
 def test_unknown_observer():

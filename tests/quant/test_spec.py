@@ -26,23 +26,35 @@ def test_bits_out_of_range(bits):
         TensorSpec(bits=bits)
 
 
-@pytest.mark.parametrize("config", [FLOAT, QuantConfig(), QuantConfig(TensorSpec(bits=7, observer="minmax"), WEIGHT)])
+PLANNED = [
+    QuantConfig(None),
+    QuantConfig(weight=None),
+    QuantConfig(None, WEIGHT, TensorSpec(per=64), TensorSpec(per="row")),
+]
+
+
+@pytest.mark.parametrize(
+    "config", [FLOAT, QuantConfig(), QuantConfig(TensorSpec(bits=7, observer="minmax"), WEIGHT), *PLANNED]
+)
 def test_config_survives_as_data(config):
     assert QuantConfig.from_dict(config.to_dict()) == config
     assert config.is_float == (config is FLOAT)
 
 
 def test_config_refusals():
-    with pytest.raises(RecipeError, match="per tensor"):
-        QuantConfig(activation=WEIGHT)
-    with pytest.raises(RecipeError, match="both activation and weight"):
-        QuantConfig(activation=None)
     with pytest.raises(RecipeError, match=r"'bitz'.*did you mean 'bits'"):
         QuantConfig.from_dict({"activation": {"bitz": 8}})
     with pytest.raises(RecipeError, match=r"'weights'.*did you mean 'weight'"):
         QuantConfig.from_dict({"weights": {}})
     assert str(ACTIVATION) == "uint8 affine (histogram)"
     assert str(WEIGHT) == "int8 symmetric per-channel (minmax)"
+    assert str(TensorSpec(per=64, range="measured")) == "uint8 affine per-64 (measured)"
+
+
+@pytest.mark.parametrize("per", [0, -1, True, 2.0, "64", None])
+def test_what_is_no_per(per):
+    with pytest.raises(RecipeError, match="unknown value of per in TensorSpec"):
+        TensorSpec(per=per)
 
 
 @pytest.mark.parametrize("activation", [255, 128, 127])

@@ -1,4 +1,6 @@
-from dataclasses import FrozenInstanceError
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ from torch import nn
 import fxq
 from fxq.errors import RecipeError
 from fxq.ops import OPS
-from fxq.passes import STATIC, VerifyLowering
-from fxq.quant.observers import OBSERVERS
-from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
+from fxq.passes import STATIC, CorrectBias, VerifyLowering
+from fxq.quant.observers import OBSERVERS, Histogram
+from fxq.quant.spec import ACTIVATION, FLOAT, ROLES, WEIGHT, QuantConfig, TensorSpec
 from fxq.recipe.recipe import Recipe, as_recipe, tomllib
 from tests.helpers import Scale
 
@@ -43,7 +45,7 @@ def test_presets_and_options():
     spec = TensorSpec(bits=7, observer="minmax")
     recipe = Recipe.static(backend="reference", activation=spec)
     assert (recipe.preset, recipe.backend, recipe.config.activation) == ("static", "reference", spec)
-    assert recipe.config.weight == TensorSpec(signed=True, symmetric=True, per_channel=True, observer="minmax")
+    assert recipe.config.weight == TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
     assert names(recipe) == NAMES
 
 
@@ -92,6 +94,26 @@ def test_an_override_takes_a_config():
             "unknown observer 'minmx'; did you mean 'minmax'",
         ),
         (
+            lambda: Recipe.static(activation=TensorSpec(observer="percentile:precent=99")),
+            RecipeError,
+            "unknown option of the observer Percentile 'precent'; did you mean 'percent'",
+        ),
+        (
+            lambda: Recipe.static(activation=TensorSpec(observer="percentile:0.1")),
+            RecipeError,
+            "observer Percentile: percent is '0.1'; it must be from 50 to 100",
+        ),
+        (
+            lambda: TensorSpec(per="chanel"),
+            RecipeError,
+            "unknown value of per in TensorSpec 'chanel'; did you mean 'channel'.*a block size, such as 64",
+        ),
+        (
+            lambda: TensorSpec(range="lerned"),
+            RecipeError,
+            "unknown value of range in TensorSpec 'lerned'; did you mean 'learned'",
+        ),
+        (
             lambda: Recipe.static(backend="x68"),
             RecipeError,
             "unknown backend 'x68'; did you mean 'x86'",
@@ -127,18 +149,17 @@ def test_the_grid_of_a_spec(spec, qmin, qmax, dtype):
     assert (spec.qmin, spec.qmax, spec.dtype) == (qmin, qmax, dtype)
 
 
-def test_a_config_is_whole_or_float():
-    assert FLOAT.is_float and not QuantConfig().is_float
-    with pytest.raises(RecipeError, match="give both activation and weight, or neither"):
-        QuantConfig(weight=None)
-    with pytest.raises(RecipeError, match="activations are quantized per tensor"):
-        QuantConfig(activation=TensorSpec(per_channel=True))
+def test_a_config_has_a_spec_or_none_for_each_role():
+    assert FLOAT.is_float and not QuantConfig().is_float and not QuantConfig(weight=None).is_float
+    assert [QuantConfig().of(role) for role in ROLES] == [ACTIVATION, WEIGHT, None, None]
+    with pytest.raises(RecipeError, match=r"weight is a fxq\.TensorSpec or None, not 8"):
+        QuantConfig(weight=8)
 
 
 # ---- files
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-observers = st.sampled_from(sorted(OBSERVERS))
+observers = st.sampled_from([*OBSERVERS, "percentile:99.9", "moving_average:momentum=0.5"])
 activations = st.builds(
     TensorSpec, bits=st.integers(2, 8), signed=st.booleans(), symmetric=st.booleans(), observer=observers
 )
@@ -147,7 +168,7 @@ weights = st.builds(
     bits=st.integers(2, 8),
     signed=st.booleans(),
     symmetric=st.booleans(),
-    per_channel=st.booleans(),
+    per=st.sampled_from(["tensor", "channel"]),
     observer=observers,
 )
 configs = st.just(FLOAT) | st.builds(QuantConfig, activation=activations, weight=weights)
@@ -238,11 +259,134 @@ def test_a_hand_written_file(tmp_path):
     )
 
 
+OLD = """
+preset = "static_corrected"
+
+[config]
+activation = { bits = 7, signed = false, symmetric = false, per_channel = false, observer = "minmax" }
+weight = { bits = 8, signed = true, symmetric = true, per_channel = true, observer = "minmax" }
+
+[[override]]
+path = "head"
+config = { activation = { observer = "moving_average" }, weight = { signed = true, per_channel = false } }
+
+[[pass]]
+insert = "fxq.passes:VerifyLowering"
+after = "correct-bias"
+"""
+
+
+def test_a_file_of_version_0_1(tmp_path):
+    path = tmp_path / "old.toml"
+    path.write_text(OLD.replace("[[pass]]", '[[pass]]\nremove = "verify-lowering"\n\n[[pass]]'))
+    recipe = Recipe.load(path)
+    head = QuantConfig(TensorSpec(observer="moving_average"), TensorSpec(signed=True))
+    assert recipe == (
+        Recipe.static(activation=TensorSpec(bits=7, observer="minmax"), correct_bias=True)
+        .override("head", head)
+        .without_pass("verify-lowering")
+        .insert_pass(VerifyLowering(), after="correct-bias")
+    )
+    recipe.save(path)
+    assert "per_channel" not in path.read_text() and Recipe.load(path) == recipe
+    with pytest.raises(RecipeError, match="unknown value of per in TensorSpec 'yes'"):
+        Recipe.from_dict({"config": {"weight": {"per_channel": "yes"}}})
+
+
+def test_correct_bias_is_an_option_that_inserts_a_pass():
+    recipe = Recipe.static(correct_bias=True)
+    at = NAMES.index("insert-qdq") + 1
+    assert names(recipe) == [*NAMES[:at], "correct-bias", *NAMES[at:]] and recipe.preset == "static"
+    assert recipe == Recipe.static().insert_pass(CorrectBias(), after="insert-qdq")
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+# ---- what users add is named by import path
+
+
+class Tenth(Histogram):
+    """An observer of the user's, with an option: a share of the range is kept."""
+
+    options: ClassVar = {"share": (0.0, 1.0)}
+    share = 0.1
+
+    def clipped(self, low, high):
+        return self.share * low, self.share * high
+
+
+@fxq.fusion(everywhere=False)
+def tanh_of_linear(op, x, w, b):
+    return op.tanh(op.linear(x, w, b))
+
+
+@fxq.rewrite
+def tanh_twice(op, x):
+    return op.tanh(op.tanh(x))
+
+
+@tanh_twice.becomes
+def tanh_once(op, m):
+    return op.tanh(m.x)
+
+
+def test_what_a_user_adds_is_saved_loaded_and_gives_the_same_model(tmp_path):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).eval(), torch.randn(8, 4)
+    spec = TensorSpec(observer=f"{__name__}:Tenth:0.2")
+    plain = Recipe.static(backend="reference", activation=spec).with_min_sqnr(None)
+    recipe = plain.with_fusions(tanh_of_linear).insert_pass(Scale(2.0), after="decompose")
+    assert recipe.fusions == (f"{__name__}:tanh_of_linear",)
+    assert recipe == replace(recipe, fusions=()).with_fusions(*recipe.fusions)
+    recipe.save(tmp_path / "r.toml")
+    loaded = Recipe.load(tmp_path / "r.toml")
+    assert loaded == recipe
+    one, two, without = (fxq.quantize(model, r, data=[x]) for r in (recipe, loaded, plain))
+    assert torch.equal(one(x), two(x))
+    assert str(one.history["fuse"].graph) == str(two.history["fuse"].graph)
+    found = ["tanh_of_linear" in m.history["fuse"].to_text() for m in (one, two, without)]
+    assert found == [True, True, False]
+    usual = fxq.quantize(model, replace(recipe, config=QuantConfig()), data=[x])
+    assert not torch.equal(one(x), usual(x))  # the observer counts
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Recipe.static().with_fusions("no_such_module:rule"), "cannot import 'no_such_module:rule'"),
+        (lambda: Recipe.static().with_fusions("torch.nn:Linear"), "'torch.nn:Linear' is not a fusion"),
+        (lambda: Recipe.static().with_fusions(tanh_twice), "tanh_twice' is not a fusion: decorate .* with fxq.fusion"),
+        (lambda: Recipe.from_dict({"fusions": [3]}), "cannot import 3"),
+        (lambda: Recipe.from_dict({"fusions": "a:b"}), "'fusions' has a value of the wrong shape"),
+        (
+            lambda: Recipe.static(activation=TensorSpec(observer="no_such.module:Mine")),
+            "cannot import 'no_such.module:M",
+        ),
+        (lambda: Recipe.static(activation=TensorSpec(observer="torch.nn:Linear")), "not a Observer class"),
+        (
+            lambda: Recipe.static(activation=TensorSpec(observer=f"{__name__}:Tenth:2")),
+            "observer Tenth: share is '2'; it must be from 0 to 1",
+        ),
+    ],
+)
+def test_what_a_user_adds_must_be_there(make, message):
+    with pytest.raises(RecipeError, match=message):
+        make()
+
+
+def test_a_fusion_local_to_a_function_cannot_be_named():
+    @fxq.fusion(everywhere=False)
+    def local(op, x):
+        return op.relu(op.tanh(x))
+
+    with pytest.raises(RecipeError, match="the fusion is local to a function"):
+        Recipe.static().with_fusions(local)
+
+
 def test_a_pass_local_to_a_function_cannot_be_written():
     class Local(Scale):
         name = "local"
 
-    with pytest.raises(RecipeError, match="'local' is a class local to a function"):
+    with pytest.raises(RecipeError, match="the class of the pass 'local' is local to a function"):
         Recipe.static().insert_pass(Local(), after="fuse").to_dict()
 
 
@@ -256,7 +400,7 @@ def test_a_pass_local_to_a_function_cannot_be_written():
             {"config": {"activation": {"bit": 8}, "weight": {}}},
             "unknown field of activation 'bit'; did you mean 'bits'",
         ),
-        ({"config": {"activation": 8}}, "activation must be a table of TensorSpec fields, not 8"),
+        ({"config": {"activation": 8}}, "activation must be a table of TensorSpec fields, or 'float', not 8"),
         ({"config": "int8"}, "a quantization config is 'float' or a table .*, not 'int8'"),
         ({"override": [{"path": "head"}]}, "a quantization config is 'float' or a table .*, not None"),
         ({"override": [{"config": "float"}]}, "one of path, op and module"),

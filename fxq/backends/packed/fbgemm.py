@@ -112,7 +112,7 @@ class Fbgemm(PackedBackend):
     def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
         """Per-tensor weights for transposed convolutions."""
         if calls[0].op.name.startswith("conv_transpose") and config.weight is not None:
-            config = replace(config, weight=replace(config.weight, per_channel=False))
+            config = replace(config, weight=replace(config.weight, per="tensor"))
         return config
 
     def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:

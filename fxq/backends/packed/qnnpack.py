@@ -85,5 +85,5 @@ class Qnnpack(PackedBackend):
         """Per-tensor weights for transposed convolutions with groups."""
         call = calls[0]
         if call.op.name.startswith("conv_transpose") and call.options["groups"] > 1 and config.weight is not None:
-            config = replace(config, weight=replace(config.weight, per_channel=False))
+            config = replace(config, weight=replace(config.weight, per="tensor"))
         return config

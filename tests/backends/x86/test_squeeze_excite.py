@@ -126,11 +126,11 @@ def returned(m, x):
 
 @no_warnings
 @pytest.mark.parametrize("forward", [excited, returned], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_through_the_pipeline(forward, per_channel):
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+def test_through_the_pipeline(forward, per):
     """One kernel, verified; with a result in integers and in float, weights per tensor and per channel."""
     model, x = module(forward, **LAYERS), torch.randn(2, 3, 20, 20)
-    spec = fxq.TensorSpec(signed=True, symmetric=True, per_channel=per_channel, observer="minmax")
+    spec = fxq.TensorSpec(signed=True, symmetric=True, per=per, observer="minmax")
     recipe = fxq.Recipe.static(backend="x86", weight=spec).with_optimize("coverage")
     quantized = fxq.quantize(model, recipe, data=[x])
     (made,) = (m for m in quantized.modules() if isinstance(m, Excite))

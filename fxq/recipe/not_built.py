@@ -1,0 +1,58 @@
+"""What a recipe can say that fxq cannot do yet: refused by name where the recipe is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxq.errors import RecipeError
+from fxq.quant.observers import observer_named
+from fxq.quant.spec import ROLES, QuantConfig, Role, TensorSpec
+
+
+def check_preset(preset: str) -> None:
+    """Raise `RecipeError` for a preset that is planned, and for one that fxq had."""
+    if preset in ("dynamic", "weight_only", "qat"):
+        raise RecipeError(f'the preset "{preset}" is not built yet: use "static", with calibration data.')
+    if preset == "static_corrected":
+        raise RecipeError('the preset "static_corrected" is now an option: write fxq.Recipe.static(correct_bias=True).')
+
+
+def check_config(config: QuantConfig, where: str) -> None:
+    """Raise `RecipeError` when a config asks for an observer that does not exist, or for what is not built yet.
+
+    Args:
+        config: a config of a recipe.
+        where: what in the recipe asks for it.
+    """
+    for spec in map(config.of, ROLES):
+        if spec is not None:
+            observer_named(spec.observer)
+    for reason in _missing(config):
+        raise RecipeError(f"{where}: {reason}")
+
+
+def _missing(config: QuantConfig) -> Iterator[str]:
+    if config.is_float:
+        return
+    for role in ROLES:
+        if config.of(role) is not None and role not in _PER:
+            yield f"a grid of its own for the {role} is not built yet: leave {role}=None."
+    if config.activation is None:
+        yield "integer weights with float activations are not built yet: give activation a spec, or use fxq.FLOAT."
+    if config.weight is None:
+        yield "integer activations with float weights are not built yet: give weight a spec, or use fxq.FLOAT."
+    for role in _PER:
+        spec = config.of(role)
+        if spec is not None:
+            yield from _missing_of(role, spec)
+
+
+_PER: dict[Role, tuple[str, ...]] = {"activation": ("tensor",), "weight": ("tensor", "channel")}
+
+
+def _missing_of(role: Role, spec: TensorSpec) -> Iterator[str]:
+    if spec.range != "calibrated":
+        yield f'range="{spec.range}" for the {role} is not built yet: use range="calibrated".'
+    if spec.per not in _PER[role]:
+        use = " or ".join(f'per="{per}"' for per in _PER[role])
+        yield f"per={spec.per!r} for the {role} is not built yet: use {use}."

@@ -1,0 +1,54 @@
+"""What a recipe can say that is not built yet is refused by name, before anything runs."""
+
+from dataclasses import replace
+
+import pytest
+
+import fxq
+from fxq.errors import RecipeError
+from fxq.quant.spec import ACTIVATION, WEIGHT
+
+CASES = {
+    "weight-only": (fxq.QuantConfig(activation=None), "integer weights with float activations"),
+    "activations alone": (fxq.QuantConfig(weight=None), "integer activations with float weights"),
+    "bias": (fxq.QuantConfig(bias=fxq.TensorSpec()), "a grid of its own for the bias .*: leave bias=None"),
+    "state": (fxq.QuantConfig(state=fxq.TensorSpec()), "a grid of its own for the state .*: leave state=None"),
+    "per token": (
+        fxq.QuantConfig(replace(ACTIVATION, per="row")),
+        "per='row' for the activation .*: use per=\"tensor\"",
+    ),
+    "per channel": (fxq.QuantConfig(replace(ACTIVATION, per="channel")), "per='channel' for the activation"),
+    "groups": (
+        fxq.QuantConfig(weight=replace(WEIGHT, bits=4, per=64)),
+        'per=64 for the weight .*: use per="tensor" or per="channel"',
+    ),
+    "dynamic": (fxq.QuantConfig(replace(ACTIVATION, range="measured")), 'range="measured" for the activation'),
+    "training": (fxq.QuantConfig(weight=replace(WEIGHT, range="learned")), 'range="learned" for the weight'),
+    "fixed": (fxq.QuantConfig(replace(ACTIVATION, range="fixed")), 'range="fixed" .*: use range="calibrated"'),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), CASES.values(), ids=CASES)
+def test_a_config(config, message):
+    assert fxq.QuantConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(RecipeError, match=f"^the override for 'head': .*{message}"):
+        fxq.Recipe.static().override("head", config)
+    with pytest.raises(RecipeError, match=f"^the recipe: .*{message}") as caught:
+        fxq.Recipe.from_dict({"config": config.to_dict()})
+    assert "not built yet" in str(caught.value)
+
+
+@pytest.mark.parametrize("preset", ["dynamic", "weight_only", "qat"])
+def test_a_preset(preset):
+    with pytest.raises(RecipeError, match=f'the preset "{preset}" is not built yet: use "static"'):
+        fxq.Recipe(preset=preset)
+
+
+def test_a_preset_that_was():
+    with pytest.raises(RecipeError, match=r"write fxq\.Recipe\.static\(correct_bias=True\)"):
+        fxq.Recipe(preset="static_corrected")
+
+
+def test_what_is_built():
+    for per in ("tensor", "channel"):
+        assert fxq.Recipe.static(weight=replace(WEIGHT, per=per)).override("head", fxq.FLOAT)
