@@ -22,7 +22,8 @@ def check_names(model: nn.Module, kind: type[fx.GraphModule]) -> None:
     Raises:
         InputError: names it, and says what to do.
     """
-    own = {*dir(kind), *kind.__annotations__, "meta"} - {*dir(nn.Module)}
+    declared = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())}
+    own = {*dir(kind), *declared, "meta"} - {*dir(nn.Module), *nn.Module.__annotations__}
     for name in (*model._modules, *model._parameters, *model._buffers):
         if name in own:
             raise InputError(

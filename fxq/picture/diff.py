@@ -219,7 +219,7 @@ def diff(before: Any, after: Any) -> Diff:
         InputError: an argument is none of these.
 
     Example:
-        >>> from fxq.view import GraphView, NodeView
+        >>> from fxq.graph.view import GraphView, NodeView
         >>> before = GraphView((NodeView("a", "op", "relu", dtype="float32"),))
         >>> after = GraphView((NodeView("a", "int8", "relu", dtype="uint8"),))
         >>> print(diff(before, after))
