@@ -191,9 +191,15 @@ def prelu(pick: Picks, x: Tensor) -> nn.Module:
     return nn.PReLU(pick(1, x.shape[1]))
 
 
-@form("addmm", lambda m, x: torch.addmm(m.bias, x, m.weight))
+@form("addmm", lambda m, x: torch.addmm(m.bias, x, m.weight), lambda m, x: m.bias.addmm(x, m.weight))
 def addmm(pick: Picks, x: Tensor) -> nn.Module | None:
     return Options(weight=torch.randn(x.shape[1], 4) / 2, bias=torch.randn(4)) if x.dim() == 2 else None
+
+
+@form("baddbmm", lambda m, x, other: torch.baddbmm(m.bias, x, other), reads=2)
+def baddbmm(pick: Picks, x: Tensor, other: Tensor) -> nn.Module | None:
+    fits = x.dim() == other.dim() == 3 and (len(x), x.shape[-1]) == (len(other), other.shape[-2])
+    return Options(bias=torch.randn(1)) if fits else None
 
 
 @form("layer_norm", called, lambda m, x: F.layer_norm(x, m.normalized_shape, m.weight, m.bias))

@@ -234,7 +234,7 @@ def test_every_row_of_the_table_is_drawn_or_listed():
 def test_every_spelling_is_drawn_somewhere(op):
     """Behind a layer that reads one of the inputs: no form is left out for good."""
     layers = {"image": "conv2d", "sequence": "conv1d", "rows": "linear", "volume": "conv3d"}
-    between = ["sigmoid"] if op in UNBOUNDED else ["einsum"] if op == "matmul" else []
+    between = ["sigmoid"] if op in UNBOUNDED else ["einsum"] if op in ("matmul", "baddbmm") else []
     for spelling in range(len(FORMS[op].spellings)):
         steps = [(*map(Step, (layer, *between)), Step(op, spelling=spelling)) for layer in layers.values()]
         drawn = [Plan((inputs,), behind).build()[0].lines for inputs, behind in zip(layers, steps, strict=True)]
