@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fxq.backends.kernel import Kernel, Post, bounds
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
+from fxq.backends.plain.converters import PReLUQuantize
 from fxq.backends.plain.lookup import Lookup
 from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool2d, MaxPool3d, Mean
 from fxq.backends.whole_units import whole_unit
@@ -18,6 +19,7 @@ from fxq.errors import BackendError
 from fxq.graph.info import info
 from fxq.graph.region import Weight
 from fxq.graph.unit import Inner, OpCall
+from fxq.ops import OPS
 from fxq.quant.qparams import QParams
 
 CLAMPS = ("relu", "relu6", "hardtanh")
@@ -77,8 +79,10 @@ def row_for(parts: Parts, rows: Mapping[str, KernelRow]) -> KernelRow | None:
 
 
 def row_of(call: OpCall, rows: Mapping[str, KernelRow]) -> KernelRow | None:
-    """The row of an op. A function of one element is looked up, where the table has nothing better for it."""
+    """The row of an op. Where the table has none: what only moves runs as it stands, a function of one is looked up."""
     found = rows.get(call.op.name)
+    if found is None and call.op.quant.layout:
+        return NATIVE
     by_a_constant = len(call.op.quant.inputs) == 2  # the row is for two tensors
     return LOOKED_UP if call.pointwise and (found is None or by_a_constant) else found
 
@@ -105,8 +109,7 @@ def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, KernelRow]) -> Part
     after = calls[last.ops] if last.ops < len(calls) else None
     fits = after is not None and after.op.name in allowed and after.computed is None
     if after is not None and fits and after.tensors["x"] == Inner(last.ops - 1):
-        slope = after.tensors["weight"] if after.op.name == "prelu" else None
-        parts.append(replace(last, post=post_of(after), ops=last.ops + 1, slope=slope))
+        parts.append(replace(last, post=post_of(after), ops=last.ops + 1, slope=after.tensors.get("weight")))
     return next(p for p in reversed(parts) if p.ops == 1 or not _reads_inside(calls, p.ops))
 
 
@@ -284,25 +287,16 @@ NATIVE = KernelRow(None, never)
 LOOKED_UP = KernelRow(looked_up, _table_refuses, CLAMPS)
 """A function of one tensor: see `Lookup`."""
 PLAIN: dict[str, KernelRow] = {
-    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), KernelRow(_max_pool, never)),
-    **dict.fromkeys(
-        ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
-        KernelRow(_adaptive_max, _adaptive_max_refuses),
-    ),
-    **dict.fromkeys(
-        ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), KernelRow(global_mean, _adaptive_refuses)
-    ),
+    **dict.fromkeys(OPS.family("max_pool"), KernelRow(_max_pool, never)),
+    **dict.fromkeys(OPS.family("adaptive_max_pool"), KernelRow(_adaptive_max, _adaptive_max_refuses)),
+    **dict.fromkeys(OPS.family("adaptive_avg_pool"), KernelRow(global_mean, _adaptive_refuses)),
     "mean": KernelRow(_mean, never),
     "sum": KernelRow(_mean, never),
     "relu": KernelRow(_clamp, never),
     "relu6": KernelRow(_clamp, never),
     "hardtanh": KernelRow(_clamp, never),
     "pad": KernelRow(_pad, _pad_refuses),
-    **dict.fromkeys(("flatten", "unflatten", "reshape", "permute", "transpose", "contiguous"), NATIVE),
-    **dict.fromkeys(("squeeze", "unsqueeze", "expand", "expand_as"), NATIVE),
-    **dict.fromkeys(("getitem", "chunk", "split", "tensor_split", "index_select", "cat", "stack"), NATIVE),
-    **dict.fromkeys(("flip", "roll", "repeat", "repeat_interleave", "interpolate"), NATIVE),
-    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"), NATIVE),
-    **dict.fromkeys(("amax", "amin", "maximum", "minimum"), NATIVE),
 }
-"""What runs on plain uint8 tensors without an engine, on any CPU."""
+"""What runs on plain uint8 tensors without an engine, on any CPU, besides what `row_of` knows from the op's row."""
+QUANTIZING: dict[str, Callable[[Tensor, QParams], Kernel]] = {"prelu": PReLUQuantize}
+"""Functions of a tensor and a weight that a quantize behind them is computed along with."""

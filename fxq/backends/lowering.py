@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
 from fxq.backends.kernel import Kernel, WeightedKernel, slope_refused, sums_refused
-from fxq.backends.kernel_table import KernelRow, Operands, Parts, row_for, take_apart
-from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
+from fxq.backends.kernel_table import QUANTIZING, KernelRow, Operands, Parts, row_for, take_apart
+from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, PassError
 from fxq.graph.info import Plan, info
@@ -166,19 +166,21 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[f
 
 
 def _lower_conversion(rewriter: Rewriter, node: fx.Node) -> None:
-    """Replace a conversion of activations by its quick form; a PReLU in front of a quantize goes along."""
+    """Replace a conversion of activations by its quick form; what has a kernel together with a quantize goes along."""
     qp, source = info(node).qparams, node.args[0]
     if qp is None or qp.dtype != torch.uint8 or not isinstance(source, fx.Node) or source.op == "get_attr":
         return
-    region = read_region(rewriter.gm, source) if is_op(source, "prelu") else None
-    slope = constant(rewriter.gm, argument(source, "weight")) if region is not None else None
+    op = op_of(source)
+    both = QUANTIZING.get(op.name) if op is not None else None
+    region = read_region(rewriter.gm, source) if both is not None else None
+    weight = constant(rewriter.gm, argument(source, "weight")) if region is not None else None
     if is_op(node, "dequantize"):
         _convert(rewriter, node, Dequantize(qp), source)
     elif is_op(node, "requantize"):
         before = QParams.per_tensor(node.kwargs["from_scale"], node.kwargs["from_zero_point"])  # type: ignore[arg-type]
         _convert(rewriter, node, Requantize(before, qp), source)
-    elif len(source.users) == 1 and slope is not None and region is not None:
-        _replace(rewriter, region, PReLUQuantize(slope, qp), region.inputs)
+    elif both is not None and len(source.users) == 1 and weight is not None and region is not None:
+        _replace(rewriter, region, both(weight, qp), region.inputs)
     else:
         _convert(rewriter, node, Quantize(qp), source)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.registry import as_tuple, aten, row
+from fxq.ops.registry import as_tuple, aten, named, row
 from fxq.ops.table import Arguments, Instead, dtype_of, moves, shape_of, spell
 
 _VIEW = moves("x", layout=True, view=True)
@@ -202,12 +202,11 @@ def _dropout(bound: Arguments) -> Arguments | str:
 
 
 _DROPOUT = "x p training inplace"
-_DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, F.dropout, F.alpha_dropout, F.feature_alpha_dropout)
 
 
 @row(
-    *(spell(t, _DROPOUT, _dropout) for t in (*_DROPOUT_MODULES, *_DROPOUTS)),
+    *(spell(t, _DROPOUT, _dropout) for t in (*_DROPOUTS, *named("nn.Dropout{n}d F.dropout{n}d"))),
     *(spell(t, "x p training", _dropout) for t in (torch.dropout, aten.dropout.default)),
     quant=_VIEW,
 )

@@ -17,6 +17,7 @@ from fxq.backends.packed.packed_conv import PackedConv, PackedConvTranspose
 from fxq.backends.packed.packed_linear import PackedBinary, PackedLinear
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.errors import BackendError
+from fxq.ops import OPS
 from fxq.ops.table import Op
 
 
@@ -82,12 +83,8 @@ def table(
     transposed = KernelRow(make_transpose, transpose_refuses, CLAMPS, emits_float=False)
     return {
         **PLAIN,
-        "conv1d": convolution,
-        "conv2d": convolution,
-        "conv3d": convolution,
-        "conv_transpose1d": transposed,
-        "conv_transpose2d": transposed,
-        "conv_transpose3d": transposed,
+        **dict.fromkeys(OPS.family("conv"), convolution),
+        **dict.fromkeys(OPS.family("conv_transpose"), transposed),
         "linear": KernelRow(make_linear, never, CLAMPS, emits_float=linear.emits_float),
         "add": KernelRow(binary(add), never, CLAMPS, emits_float=False),
         "mul": KernelRow(binary(mul), never, CLAMPS, emits_float=False),
