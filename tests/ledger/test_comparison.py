@@ -443,7 +443,7 @@ def test_text():
         LayerRow("f", "f", "erf", "float", 31.0, math.inf, 0.9991, 12.5),
     )
     qmodel = fxq.quantize(net(), REFERENCE, data=batches())
-    found = fxq.Comparison(rows, 31.0, 8, (qmodel,))
+    found = fxq.Comparison(rows, 31.0, 8, (qmodel,), None)
     assert found.to_text() == (
         "layer    op    runs as      SQNR dB    own dB    cosine    max error\n"
         "-------  ----  ---------  ---------  --------  --------  -----------\n"
@@ -452,7 +452,7 @@ def test_text():
         "the output agrees to 31.0 dB; least f, 31.0 dB; 8 batches"
     )
     row = PairRow("f", "f", "erf", "float", "int8", 30.0, None, 35.5, 1.0, 0.0)
-    assert fxq.Comparison((row,), None, 1, (qmodel, qmodel)).to_text() == (
+    assert fxq.Comparison((row,), None, 1, (qmodel, qmodel), None).to_text() == (
         "layer    op    a runs as    b runs as      b to a    a to float    b to float    cosine    max error\n"
         "-------  ----  -----------  -----------  --------  ------------  ------------  --------  -----------\n"
         "f        erf   float        int8             30.0                        35.5   1.00000            0\n"
@@ -462,7 +462,7 @@ def test_text():
 
 def test_the_worst_is_what_is_no_number():
     rows = [LayerRow(n, n, "relu", "int8", value, 1.0, 1.0, 0.0) for n, value in (("a", 3.0), ("b", math.nan))]
-    found = fxq.Comparison(tuple(rows), None, 1, (fxq.quantize(net(), REFERENCE, data=batches()),))
+    found = fxq.Comparison(tuple(rows), None, 1, (fxq.quantize(net(), REFERENCE, data=batches()),), None)
     assert found.worst.name == "b"
     assert found.where(name="z").worst is None and found.where(name="z").to_text().endswith("no layers; 1 batch")
 
