@@ -228,7 +228,7 @@ def _probe_backend(name: str, advance: Callable[[], None]) -> list[LayerCheck]:
     for probe in PROBES:
         rows.append(_probe(name, probe))
         advance()
-    return rows + [_spring(name, trap) for trap in backend.traps()]
+    return rows + [_try_trap(name, trap) for trap in backend.traps()]
 
 
 def _probe(backend: str, probe: Probe) -> LayerCheck:
@@ -253,7 +253,7 @@ def _probe(backend: str, probe: Probe) -> LayerCheck:
     return LayerCheck(backend, probe.name, verdict, kernels, int8, real, reason)
 
 
-def _spring(backend: str, trap: Trap) -> LayerCheck:
+def _try_trap(backend: str, trap: Trap) -> LayerCheck:
     """A kernel of PyTorch that fxq does not call, because it is wrong on some machines: is it, here?"""
     try:
         right = trap.is_right()

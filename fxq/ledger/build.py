@@ -43,11 +43,11 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
             runs.setdefault(name, []).append(worker)
         absorbed.update(dict.fromkeys(worker.absorbs, worker))
     entries = [_entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops]
-    speakers, edges = rows_by_node(entries), IntegerEdges(gm)
+    node_rows, edges = rows_by_node(entries), IntegerEdges(gm)
     with untouched(context.model), seeded():  # both graphs share modules with the user's model
-        found = measure(original, gm, speakers, measured_with(context, original), edges.read)
+        found = measure(original, gm, node_rows, measured_with(context, original), edges.read)
     mending = Mending(edges, entries)
-    mends = {speakers[n.name].row.name: mending.line(n) for n in nodes if n.name in speakers}
+    mends = {node_rows[n.name].row.name: mending.line(n) for n in nodes if n.name in node_rows}
     costs = {w.runs[0]: plan.cost for w in workers if w.runs and (plan := info(w.node).plan) and plan.cost}
     entries = [replace(entry, mend=mends.get(entry.name, "")) for entry in entries]
     ledger = Ledger(tuple(_with_numbers(entry, found, costs.get(entry.name)) for entry in entries))
@@ -124,8 +124,8 @@ def _entry(op: OriginalOp, workers: Sequence[_Worker], absorber: _Worker | None,
     worker = min(workers, key=lambda w: _FATES.index(w.fate))  # an op in several nodes is float where one of them is
     into = workers[-1].node.name
     if worker.fate == "float":
-        apart = worker.runs[0] != op.name and context.config_for(op.path, op.op)[0].is_float
-        fix = "" if apart else worker.fix  # the line for the first op of a unit takes that one out, not the others
+        later = worker.runs[0] != op.name and context.config_for(op.path, op.op)[0].is_float
+        fix = "" if later else worker.fix  # the line for the first op of a unit takes that one out, not the others
         return replace(plain, fate="float", into=into, reason=worker.reason, fix=fix)
     return replace(plain, fate=worker.fate, into=into, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
 

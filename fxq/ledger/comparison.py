@@ -18,7 +18,7 @@ from fxq.common.isolation import seeded, without_autocast
 from fxq.common.metrics import Agreement
 from fxq.errors import InputError
 from fxq.graph.info import info
-from fxq.ledger.layer_error import ends_of
+from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import FATES, NodeRow, rows_by_node
 from fxq.ledger.output_check import rank
 from fxq.ledger.quantized import Quantized
@@ -191,10 +191,10 @@ class Baseline:
 def quantized_reference(a: Quantized, b: Quantized) -> Baseline:
     """`a` as a reference for `b`. Raises `InputError` when they have no layer in common."""
     nodes = {n.name: n for n in a.graph.nodes}
-    theirs = {s.value.name: (s.value, nodes[into]) for into, s in rows_by_node(a.ledger).items() if into in nodes}
-    ours = {e.name: (e.path, e.op) for e in b.ledger}  # not the line: files move
-    same = {name: node for name, (e, node) in theirs.items() if ours.get(name) == (e.path, e.op)}
-    if not same and (theirs or rows_by_node(b.ledger)):
+    rows_a = {s.value.name: (s.value, nodes[into]) for into, s in rows_by_node(a.ledger).items() if into in nodes}
+    rows_b = {e.name: (e.path, e.op) for e in b.ledger}  # not the line: files move
+    same = {name: node for name, (e, node) in rows_a.items() if rows_b.get(name) == (e.path, e.op)}
+    if not same and (rows_a or rows_by_node(b.ledger)):
         raise InputError("a and b are not made from the same model: no layer of one is a layer of the other.")
     return Baseline(Program(a, a.graph), same, a)
 
@@ -218,19 +218,19 @@ def compare_with(
     Raises:
         InputError: the models do not run on a batch, or do not compute the same values.
     """
-    speakers = rows_by_node(b.ledger)
-    ends = {**ends_of(b, speakers, reference.nodes), _output(b.graph): reference.output}
+    node_rows = rows_by_node(b.ledger)
+    pairs = {**same_values(b, node_rows, reference.nodes), _output(b.graph): reference.output}
     known = rows_by_node(reference.model.ledger) if reference.model is not None else {}
     sums, count, compared = _Sums(own=reference.model is None), 0, Program(b, b.graph)
     with torch.no_grad(), without_autocast(), seeded():
         for i, batch in enumerate(batches):
             with naming_batch(i, batch):
-                sums.add(reference.program, compared, ends, batch)
-                _check_shapes(ends, speakers, sums)
+                sums.add(reference.program, compared, pairs, batch)
+                _check_shapes(pairs, node_rows, sums)
             advance()
             count += 1
-    others = {n: known.get(real.name) for n, real in ends.items()}
-    rows = [_row(speakers[n.name], others[n], *found) for n, found in sums.by_node.items()]
+    others = {n: known.get(real.name) for n, real in pairs.items()}
+    rows = [_row(node_rows[n.name], others[n], *found) for n, found in sums.by_node.items()]
     order = {name: i for i, name in enumerate(e.name for e in b.ledger)}
     rows.sort(key=lambda row: order[row.name])
     output = min((found.sqnr for found in sums.outputs.values()), key=rank, default=None)
@@ -249,9 +249,9 @@ class _Sums:
     by_node: dict[fx.Node, tuple[Agreement, Agreement]] = field(default_factory=dict)
     outputs: defaultdict[int, Agreement] = field(default_factory=lambda: defaultdict(Agreement))
 
-    def add(self, reference: Program, compared: Program, ends: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
+    def add(self, reference: Program, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
         """Take in one batch."""
-        for value in side_by_side(reference, compared, ends, batch, own=self.own):
+        for value in side_by_side(reference, compared, pairs, batch, own=self.own):
             if value.node.op == "output":
                 for i, (want, got) in enumerate(zip(value.want, value.got, strict=True)):
                     self.outputs[i].add(want, got)
@@ -263,24 +263,24 @@ class _Sums:
                 alone.add(want, got)
 
 
-def _check_shapes(ends: Mapping[fx.Node, fx.Node], speakers: Mapping[str, NodeRow], sums: _Sums) -> None:
+def _check_shapes(pairs: Mapping[fx.Node, fx.Node], node_rows: Mapping[str, NodeRow], sums: _Sums) -> None:
     """Raise where two values could be compared when the model was quantized, and cannot now."""
-    for node, real in ends.items():
-        speaker = speakers.get(node.name)
-        if speaker is not None and speaker.row.sqnr is not None and node not in sums.by_node:
+    for node, real in pairs.items():
+        node_row = node_rows.get(node.name)
+        if node_row is not None and node_row.row.sqnr is not None and node not in sums.by_node:
             mine, other = info(node).shape, info(real).shape
             raise InputError(
-                f"a and b do not compute the same: at {speaker.row.path or speaker.row.name!r} a gives {other}, b "
+                f"a and b do not compute the same: at {node_row.row.path or node_row.row.name!r} a gives {other}, b "
                 f"{mine}. Give the model that b was made from."
             )
 
 
-def _row(speaker: NodeRow, other: NodeRow | None, found: Agreement, alone: Agreement) -> LayerRow | PairRow:
-    row = speaker.row
-    about, apart = (row.name, row.path, row.op), (found.cosine, found.max_error)
+def _row(node_row: NodeRow, other: NodeRow | None, found: Agreement, alone: Agreement) -> LayerRow | PairRow:
+    row = node_row.row
+    names, distance = (row.name, row.path, row.op), (found.cosine, found.max_error)
     if other is None:
-        return LayerRow(*about, row.fate, found.sqnr, alone.sqnr, *apart)
-    return PairRow(*about, other.row.fate, row.fate, found.sqnr, other.row.sqnr, row.sqnr, *apart)
+        return LayerRow(*names, row.fate, found.sqnr, alone.sqnr, *distance)
+    return PairRow(*names, other.row.fate, row.fate, found.sqnr, other.row.sqnr, row.sqnr, *distance)
 
 
 def _output(graph: fx.Graph) -> fx.Node:

@@ -31,7 +31,7 @@ class Measured:
     Attributes:
         sqnr: dB of its value against the float model's, what happens before it included.
         own_sqnr: the same where it runs on the float model's values.
-        fault_sqnr: the same without the rounding of its output where integer ops read that, for whom it is done.
+        fault_sqnr: the same, less the rounding of its output where integer ops read that: it counts as theirs.
         values: the distribution of the float model's values.
     """
 
@@ -50,38 +50,38 @@ def measured_with(context: Context, original: Original) -> list[Batch]:
 
 
 _LARGE = 100_000_000
-"""Multiply-accumulates. With more of them the values of one sample are many, and two forwards of four take a while."""
+"""Multiply-accumulates. Above it one sample is enough, and more of them take long."""
 
 
 def measure(
-    original: Original, gm: fx.GraphModule, speakers: Mapping[str, NodeRow], batches: list[Batch], read: Set[fx.Node]
+    original: Original, gm: fx.GraphModule, node_rows: Mapping[str, NodeRow], batches: list[Batch], read: Set[fx.Node]
 ) -> Measured:
     """Compare the value of every node of an integer graph with the float model's.
 
     Args:
         original: the float model.
         gm: the integer model.
-        speakers: the rows of the ledger that speak for its nodes, by the name of the node.
+        node_rows: the ledger's row for each of its nodes, by the name of the node.
         batches: inputs to try: the first that both models run on is used.
         read: the nodes of `gm` whose integers an integer op reads.
     """
     for batch in batches:
         try:
             with torch.no_grad(), without_autocast():
-                return _measure(original, gm, speakers, batch, read)
-        except Exception as error:  # recorded are the first samples; where the first axis is none of samples, none fits
+                return _measure(original, gm, node_rows, batch, read)
+        except Exception as error:  # of a batch whose first axis does not count samples, the recorded part does not fit
             log.info("no SQNR of layers on %s: %s", batch, error)
     log.warning("the ledger has no SQNR: the float and the int8 graph do not both run on recorded samples.")
     return Measured()
 
 
 def _measure(
-    original: Original, gm: fx.GraphModule, speakers: Mapping[str, NodeRow], batch: Batch, read: Set[fx.Node]
+    original: Original, gm: fx.GraphModule, node_rows: Mapping[str, NodeRow], batch: Batch, read: Set[fx.Node]
 ) -> Measured:
-    found, ends = Measured(), ends_of(gm, speakers, original.nodes)
-    grids = {real: info(rounded_at(node)).qparams for node, real in ends.items()}
+    found, pairs = Measured(), same_values(gm, node_rows, original.nodes)
+    grids = {real: info(rounded_at(node)).qparams for node, real in pairs.items()}
     shown = {op.name: original.nodes[op.name] for op in original.ops if op.name in original.nodes}
-    shown |= {speakers[node.name].row.name: real for node, real in ends.items()}
+    shown |= {node_rows[node.name].row.name: real for node, real in pairs.items()}
     names: dict[fx.Node, list[str]] = {}
     for name, node in shown.items():
         names.setdefault(node, []).append(name)
@@ -92,8 +92,8 @@ def _measure(
             found.values.update(dict.fromkeys(names[node], seen))
 
     reference, compared = Program(original.gm, original.graph), Program(gm, gm.graph)
-    for value in side_by_side(reference, compared, ends, batch, own=True, see=see):
-        name = speakers[value.node.name].row.name
+    for value in side_by_side(reference, compared, pairs, batch, own=True, see=see):
+        name = node_rows[value.node.name].row.name
         found.sqnr[name], found.own_sqnr[name] = sqnr(value.want, value.got), sqnr(value.want, value.own)
         end = rounded_at(value.node)
         grid = info(end).qparams if end in read else None
@@ -117,15 +117,15 @@ def _fault(value: ComparedValue, grid: QParams) -> float:
     return replace(alone, noise=noise).sqnr
 
 
-def ends_of(
-    gm: fx.GraphModule, speakers: Mapping[str, NodeRow], reference: Mapping[str, fx.Node]
+def same_values(
+    gm: fx.GraphModule, node_rows: Mapping[str, NodeRow], reference: Mapping[str, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
     """The nodes of a final graph, and the node of a reference that makes the same value.
 
     Args:
         gm: the integer model.
-        speakers: the rows of its ledger that speak for its nodes.
+        node_rows: its ledger's row for each of its nodes, by the name of the node.
         reference: the reference's nodes, by the op whose value they make.
     """
-    nodes = ((node, speakers.get(node.name)) for node in gm.graph.nodes)
+    nodes = ((node, node_rows.get(node.name)) for node in gm.graph.nodes)
     return {n: reference[s.value.name] for n, s in nodes if s is not None and s.value.name in reference}

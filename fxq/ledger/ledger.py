@@ -23,25 +23,25 @@ class Entry:
         path: its module path: of the module itself, or of the one whose forward calls the function.
         op: what it is.
         fate: `int8`, `moves` (moves integers), `float`, or `folded` (into another op's weights, or without an effect).
-        into: the node of the final graph that stands for it; the same one for the ops of a unit, and empty when it is
-            gone.
+        into: the node of the final graph that runs it or has it in its weights; one for all ops of a unit; empty where
+            there is none.
         reason: why it is float, or where it went.
         fix: the line of a recipe that would decide otherwise, as Python; empty where none can.
         source: `file:line` of the model.
         macs: multiply-accumulates for the batch that shapes were found with, see `fxq.graph.macs.macs_of`.
-        sqnr: dB of its output against the float model's on a recorded calibration batch, all that happens before it
-            included; infinite when they are equal. None where the value does not exist: inside a unit (the row of the
-            op that ends it has it), or no float tensor.
-        own_sqnr: the same for what the op does wrong alone: it runs on the float model's values of its inputs, on the
-            grids that it reads.
-        fault_sqnr: the same without the rounding of its output, which is done for those that read it as integers and
-            counts as theirs: the noise that `mend` takes away.
-        mend: the line of a recipe that takes this noise away, as Python: it puts the whole unit into float, and who
-            makes its inputs where others read the same integers. Empty where nothing in it runs on integers.
+        sqnr: dB of its output against the float model's on a recorded calibration batch, errors of the ops
+            before it included; infinite when they are equal. None inside a unit (the row of its last op has it), and
+            where it is no float tensor.
+        own_sqnr: the same for the op's own error: it runs on the float model's values of its inputs, on the grids that
+            it reads.
+        fault_sqnr: the same without the rounding of its output, which counts as the error of the ops that read it as
+            integers: the noise that `mend` takes away.
+        mend: the line of a recipe that takes this noise away, as Python: it puts the whole unit into float, and the
+            ops that make its inputs where others read the same integers. Empty where nothing in it runs on integers.
         float_us, int8_us: measured microseconds of the op in float and on integers; for a unit, in the row of its first
             op. None where nothing was measured.
-        conversions_us: microseconds that conversions around it take with it on integers, less those with it in float,
-            all others as they are.
+        conversions_us: microseconds of the conversions around it when it runs on integers, less those when it runs in
+            float, with all other ops as they are.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """The row that speaks for a node of the final graph.
+    """The row of a node of the final graph.
 
     Attributes:
         row: the last of the ops that the node runs.
@@ -76,7 +76,7 @@ class NodeRow:
 
 
 def rows_by_node(entries: Iterable[Entry]) -> dict[str, NodeRow]:
-    """The rows that speak for the nodes of the final graph, by the node's name, in the order of the rows."""
+    """The rows of the nodes of the final graph, by the node's name, in the order of the rows."""
     found: dict[str, NodeRow] = {}
     for entry in entries:
         known = found.pop(entry.into, None)
@@ -219,8 +219,8 @@ def _why(entry: Entry, notes: Mapping[str, str]) -> str:
     """
     reason = entry.reason + _converted(entry)
     fix = notes.get(entry.fix, f"[{entry.fix}]") if entry.fate == "float" and entry.fix else ""
-    apart = " " if len(reason) + len(fix) < _WIDE else "\n"
-    return textwrap.fill(reason, _WIDE) + (apart + fix if fix else "")
+    gap = " " if len(reason) + len(fix) < _WIDE else "\n"
+    return textwrap.fill(reason, _WIDE) + (gap + fix if fix else "")
 
 
 _WIDE = 78

@@ -99,47 +99,47 @@ class ComparedValue:
 def side_by_side(
     reference: Program,
     compared: Program,
-    ends: Mapping[fx.Node, fx.Node],
+    pairs: Mapping[fx.Node, fx.Node],
     batch: Batch,
     own: bool = False,
     see: Callable[[fx.Node, Any], None] | None = None,
 ) -> Iterator[ComparedValue]:
     """Run two graphs on a batch; their values, in the order in which the second one makes them.
 
-    Of each graph only the values still needed are held. A value is to be read before the next one is asked for. All
+    Only values that are still needed are kept. A value is to be read before the next one is asked for. All
     runs draw the same random numbers, and the modules of each keep what they keep from batch to batch to themselves.
 
     Args:
         reference: the float model, or another quantized one.
         compared: the integer model.
-        ends: nodes of `compared`, and the node of `reference` that makes the same value, each once.
+        pairs: nodes of `compared`, and the node of `reference` that makes the same value, each once.
         batch: the inputs.
-        own: also run each node of `compared` on the values of `reference`, on the grids that it reads: what it does
-            wrong alone, without what it inherits.
+        own: also run each node of `compared` on the values of `reference`, on the grids that it reads: its own
+            error, without what it inherits.
         see: is called with every node of `reference` and its value.
 
     Yields:
-        `ComparedValue`s. Those that are not comparable (no float tensors, another structure) are left out.
+        `ComparedValue`s. Values that cannot be compared (no float tensors, another structure) are left out.
     """
     integer, alone = _Run(compared, batch), _Alone(compared.alone, batch) if own else None
-    real = _Wanted(reference, set(ends.values()), batch, see)
-    rounded = {rounded_at(node): node for node in ends}
+    real = _Wanted(reference, set(pairs.values()), batch, see)
+    rounded = {rounded_at(node): node for node in pairs}
     for node in compared.graph.nodes:
         got = integer.step(node)
         forced = alone.step(node) if alone is not None else None
-        end = rounded.get(node)
-        if end is not None:
-            want = real.value(ends[end])
-            value = _comparable(end, rounded_at(ends[end]), want, node, got, forced)
+        source = rounded.get(node)
+        if source is not None:
+            want = real.value(pairs[source])
+            value = _comparable(source, rounded_at(pairs[source]), want, node, got, forced)
             if value is not None:
                 yield value
             if alone is not None and value is not None:
-                alone.take(node, value.want)
+                alone.overwrite(node, value.want)
     real.finish()
 
 
 def rounded_at(node: fx.Node) -> fx.Node:
-    """The quantize that alone reads a value, else the node itself: what an op in qdq form hands on."""
+    """The quantize that alone reads a value, else the node itself: the output of an op in qdq form."""
     reader = next(iter(node.users), None)
     plan = info(node).plan
     integer = plan is not None and plan.fate != "float"
@@ -152,14 +152,14 @@ class _Wanted(_Run):
     def __init__(self, program: Program, wanted: set[fx.Node], batch: Batch, see: Any) -> None:
         super().__init__(program, batch)
         self._see, self._wanted = see, {rounded_at(node) for node in wanted}
-        self._nodes, self._held = iter(program.graph.nodes), dict[fx.Node, Any]()
+        self._nodes, self._waiting = iter(program.graph.nodes), dict[fx.Node, Any]()
 
     def value(self, wanted: fx.Node) -> Any:
         """The value of a node, once; the graph runs as far as it must."""
         end = rounded_at(wanted)
-        while end not in self._held:
+        while end not in self._waiting:
             self.step(next(self._nodes))
-        return self._held.pop(end)
+        return self._waiting.pop(end)
 
     def finish(self) -> None:
         """Run what is left, where somebody wants to see it."""
@@ -170,7 +170,7 @@ class _Wanted(_Run):
         """Run the next node; its value."""
         value = super().step(node)
         if node in self._wanted:
-            self._held[node] = self.kept(value)
+            self._waiting[node] = self.kept(value)
         if self._see is not None:
             self._see(node, value)
         return value
@@ -182,7 +182,7 @@ class _Alone(_Run):
     A value that the reference does not have (a conversion, a part of a unit) is computed from those that it has.
     """
 
-    def take(self, node: fx.Node, want: Sequence[Tensor]) -> None:
+    def overwrite(self, node: fx.Node, want: Sequence[Tensor]) -> None:
         """Let those that read the node read the reference's tensors instead, rounded to the node's grid."""
         if node not in self.values:
             return

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxq.errors import InputError
 from fxq.graph.view import GraphView, NodeView, view
-from fxq.picture.diff_summary import MARKS, story
+from fxq.picture.diff_summary import MARKS, summary
 from fxq.picture.writing import picture_html
 from fxq.text.notebook import folded, html
 from fxq.text.printed import Printed
@@ -47,7 +47,7 @@ class Change:
 class Diff(Printed):
     """What differs between two graphs. Nodes are the same when their names are; falsy when nothing differs.
 
-    In a terminal and a notebook, a long one is told as a story: what happened to many nodes alike stands in one line.
+    In a terminal and a notebook a long one is summed up: one line for all nodes that changed alike.
     `to_text()` has every node, and is what `print` gives into a pipe.
 
     Attributes:
@@ -122,17 +122,17 @@ class Diff(Printed):
         return f"{self.before.name or 'before'} → {self.after.name or 'after'}"
 
     def _parts(self) -> list[Part]:
-        return self._told(list(self._rows()))
+        return self._titled(list(self._rows()))
 
     def _brief(self) -> list[Part]:
         rows = list(self._rows())
         if len(rows) <= _SCREEN:
-            return self._told(rows)
+            return self._titled(rows)
         constants = list(self._constants())
         how = text('every node: print(diff.to_text()); a picture: diff.render("diff.svg")', "quiet")
-        return [self._title(), story(self), *([Table(_COLUMNS, constants)] if constants else []), how]
+        return [self._title(), summary(self), *([Table(_COLUMNS, constants)] if constants else []), how]
 
-    def _told(self, rows: list[list[Text]]) -> list[Part]:
+    def _titled(self, rows: list[list[Text]]) -> list[Part]:
         return [self._title(), *([Table(_COLUMNS, rows)] if rows else [])]
 
     def _repr_html_(self) -> str:
@@ -166,13 +166,13 @@ class Diff(Printed):
         return write(picture(self, radius, title or self._names), path)
 
     def _rows(self) -> Iterator[list[Text]]:
-        """The lines of the text: mark, name, op, what happened. Constants come last, a line for all of them."""
-        fates = {name: f"became {', '.join(heirs)}" for name, heirs in self.became.items()}
-        fates |= {name: f"went into {', '.join(heirs)}" for name, heirs in self.joined.items()}
+        """The lines of the text: mark, name, op, what happened. Constants come last, one line for all of them."""
+        outcomes = {name: f"became {', '.join(heirs)}" for name, heirs in self.became.items()}
+        outcomes |= {name: f"went into {', '.join(heirs)}" for name, heirs in self.joined.items()}
         for name in self.removed:
             node = self.before[name]
             if node.kind != "constant":
-                yield _row("removed", name, node.label, fates.get(name, ""))
+                yield _row("removed", name, node.label, outcomes.get(name, ""))
         for name in self.added:
             node = self.after[name]
             if node.kind != "constant":
@@ -196,7 +196,7 @@ class Diff(Printed):
 
 
 _SCREEN = 24
-"""Lines that a screen shows: longer differences are told as a story."""
+"""Lines that a screen shows: longer differences are summed up."""
 
 _COLUMNS = (Column(),) * 4
 

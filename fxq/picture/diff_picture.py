@@ -142,7 +142,7 @@ class _Union:
         graph: nx.Graph[str] = nx.Graph((arrow.tail, arrow.head) for arrow in self.arrows())
         graph.add_nodes_from(self.nodes)
         for i, part in enumerate(nx.connected_components(graph.subgraph(n for n in self.nodes if n not in kept))):
-            cuts = sorted({position[near] for name in part for near in graph[name] if near in kept})
+            cuts = sorted({position[other] for name in part for other in graph[name] if other in kept})
             for name in sorted(part, key=position.__getitem__):
                 yield f"left out {i} {bisect(cuts, position[name])}", name
 
@@ -173,8 +173,8 @@ class _Union:
                 texts += [f"{what} {fields[field]}" for field in ("shape", "dtype") if field in fields]
         if name in self.rewired:
             old, new = self.diff.before[name].inputs, self.diff.after[name].inputs
-            gone, come = [n for n in old if n not in new], [n for n in new if n not in old]
-            texts.append(f"reads {', '.join(gone) or '–'} → {', '.join(come) or '–'}")
+            lost, gained = [n for n in old if n not in new], [n for n in new if n not in old]
+            texts.append(f"reads {', '.join(lost) or '–'} → {', '.join(gained) or '–'}")
         line = ""
         for text in texts:
             if line and len(line) + len(text) > WIDEST:

@@ -1,4 +1,4 @@
-"""A difference in few lines: what happened to many nodes alike is told once, with their number."""
+"""A difference in few lines: one line for all nodes that changed alike, with their number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MARKS = {"removed": "-", "added": "+", "changed": "~", "rewired": ">"}
 MOST = 30
-"""Most lines of a story."""
+"""Most lines of a summary."""
 
 Alike = tuple[str, str, str, str]
 """The kind of change, the ops before and after, what else changed, and the pass and rule that did it."""
@@ -25,7 +25,7 @@ Alike = tuple[str, str, str, str]
 _COLUMNS = (Column(), Column(align="right"), Column(), Column(drop=1), Column(drop=2), Column(drop=3))
 
 
-def story(diff: Diff) -> Table:
+def summary(diff: Diff) -> Table:
     """A line for all nodes that changed alike: how many, what became of what, and which; most frequent first."""
     groups: dict[Alike, list[str]] = {}
     for alike, name in _events(diff):
@@ -41,15 +41,15 @@ def story(diff: Diff) -> Table:
 
 
 def _events(diff: Diff) -> Iterator[tuple[Alike, str]]:
-    """Every change of a node that is no constant, and the name to know it by. A node is told of once."""
+    """Every change of a node that is no constant, and the name of its node. Each node counts once."""
     old, new = diff.before.by_name, diff.after.by_name
     changes = {change.name: change for change in diff.changed}
     place = {name: i for i, name in enumerate(old)}
     done: set[str] = set()
-    for gone, heirs in _replaced(diff):
-        done.update((*gone, *heirs))
+    for removed, heirs in _replaced(diff):
+        done.update((*removed, *heirs))
         kept = [name for name in heirs if name in old]
-        replaced = sorted((*gone, *kept), key=place.__getitem__)
+        replaced = sorted((*removed, *kept), key=place.__getitem__)
         what = f"{_labels(old[name] for name in replaced)} → {_labels(new[name] for name in heirs)}"
         how = "; ".join(_how(changes[name]) for name in kept if name in changes)
         mark = "changed" if not changes.keys().isdisjoint(kept) else "rewired" if kept else "added"
@@ -71,7 +71,7 @@ def _events(diff: Diff) -> Iterator[tuple[Alike, str]]:
 
 
 def _replaced(diff: Diff) -> Iterator[tuple[list[str], list[str]]]:
-    """What was removed and what stands for it now, in the order of their graphs; all that hangs together at once."""
+    """What was removed and what replaced it, in the order of their graphs; connected changes together."""
     heirs_of = {**diff.became, **diff.joined}
     graph: nx.Graph[str] = nx.Graph((name, heir) for name, heirs in heirs_of.items() for heir in heirs)
     part_of = {name: i for i, part in enumerate(nx.connected_components(graph)) for name in part}
@@ -104,10 +104,10 @@ def _how(change: Change) -> str:
 def _reads(diff: Diff, name: str) -> str:
     """What a node reads instead of what, as ops."""
     old, new = diff.before[name].inputs, diff.after[name].inputs
-    gone = [diff.before[n] for n in old if n not in new]
-    come = [diff.after[n] for n in new if n not in old]
-    sides = (_labels(_anonymous(nodes)) or "nothing" for nodes in (gone, come))
-    return f"reads {' → '.join(sides)}" if gone or come else "reads the same in another order"
+    lost = [diff.before[n] for n in old if n not in new]
+    gained = [diff.after[n] for n in new if n not in old]
+    sides = (_labels(_anonymous(nodes)) or "nothing" for nodes in (lost, gained))
+    return f"reads {' → '.join(sides)}" if lost or gained else "reads the same in another order"
 
 
 def _anonymous(nodes: Iterable[NodeView]) -> Iterator[NodeView]:

@@ -1,4 +1,4 @@
-"""Tables that can be asked: rows of a dataclass, chosen, sorted, and written as JSON and CSV."""
+"""Tables to query: rows of a dataclass, filtered, sorted, and written as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Rows(Printed, Sequence[Row]):
                 no function.
         """
         if condition is not None and not callable(condition):
-            raise InputError(self._not_asked(condition))
+            raise InputError(self._bad_condition(condition))
         self._check_fields(values)
         for field, wanted in values.items():
             self._check_value(field, wanted)
@@ -125,7 +125,7 @@ class Rows(Printed, Sequence[Row]):
         """The same table with other entries."""
         return replace(self, entries=tuple(entries))  # type: ignore[type-var]
 
-    def _not_asked(self, condition: Any) -> str:
+    def _bad_condition(self, condition: Any) -> str:
         field, known = next((field, known) for field, known in self._choices.items() if field in self.fields)
         value = condition if condition in known else known[0]
         return (

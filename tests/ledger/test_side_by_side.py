@@ -11,7 +11,7 @@ import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.common.data import Batch
 from fxq.graph.info import set_info
-from fxq.ledger.layer_error import ends_of
+from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import rows_by_node
 from fxq.ledger.side_by_side import Program, side_by_side
 from tests.graphs import until
@@ -46,7 +46,7 @@ def programs(model, recipe, data):
     """The float and the integer program of a model, its quantized form, and where they meet."""
     qmodel = fxq.quantize(model, recipe, data=[data])
     original = until(model, data, "decompose", recipe).context.original
-    ends = ends_of(qmodel, rows_by_node(qmodel.ledger), original.nodes)
+    ends = same_values(qmodel, rows_by_node(qmodel.ledger), original.nodes)
     return Program(original.gm, original.graph), Program(qmodel, qmodel.graph), ends, qmodel
 
 

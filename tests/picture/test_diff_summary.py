@@ -6,7 +6,7 @@ from torch import nn
 import fxq
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.diff import diff
-from fxq.picture.diff_summary import MOST, story
+from fxq.picture.diff_summary import MOST, summary
 from fxq.text.tables import plain
 from tests.helpers import REFERENCE, steps
 
@@ -45,7 +45,7 @@ def fused(count, made_by="fuse: conv2d_relu (patterns/conv.py:12)"):
 
 def told(before, after):
     """The lines of the story, in words."""
-    return [" ".join(line.split()) for line in plain([story(diff(before, after))]).splitlines()]
+    return [" ".join(line.split()) for line in plain([summary(diff(before, after))]).splitlines()]
 
 
 def changed(graph, **changes):
@@ -143,7 +143,7 @@ def test_a_real_network_fits_a_screen():
 def test_linear_in_the_nodes():
     def work(count):
         found = diff(pairs(count), fused(count))
-        return steps(lambda: story(found))
+        return steps(lambda: summary(found))
 
     work(10)
     assert work(400) < 2.3 * work(200)
