@@ -14,7 +14,7 @@ import linecache
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch.fx.graph import CodeGen
 from torch.nn.modules import module as every_module
 
 from fxq.common.data import Batch
+from fxq.common.trees import mapped
 from fxq.graph.bindable import Bindable, ModuleWatch
-from fxq.graph.query import read_attribute, submodule
-from fxq.graph.run import inputs_for, last_uses
+from fxq.graph.query import submodule
+from fxq.graph.run import Runner
 from fxq.runtime.call_checks import check_call
 from fxq.runtime.stable_kinds import run
 
@@ -151,7 +152,7 @@ def bind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Returns:
         What the forward of `gm` returns for them, and the function for others of their kind.
     """
-    return _Binder(gm, Batch(args, dict(kwargs))).run()
+    return _Binder(gm, Batch(args, dict(kwargs))).bound()
 
 
 def _can_bind(gm: fx.GraphModule) -> bool:
@@ -162,11 +163,10 @@ def _can_bind(gm: fx.GraphModule) -> bool:
     return plain and named and gm.graph.python_code("self").src == gm.code
 
 
-class _Binder:
+class _Binder(Runner):
     """Runs a graph node by node, and writes down what to call.
 
     Attributes:
-        values: by node, until it has been read for the last time.
         fixed: the nodes whose shapes, strides and types, or numbers, are the same for all inputs of the kind.
         names: of the values in the function.
         constants: what the function refers to besides.
@@ -175,72 +175,67 @@ class _Binder:
     """
 
     def __init__(self, gm: fx.GraphModule, batch: Batch) -> None:
-        self.gm, self.graph = gm, gm.graph
-        self.values: dict[fx.Node, Any] = inputs_for(gm.graph, batch)
+        super().__init__(gm, batch)
         self.fixed = set(self.values)
-        self.names: dict[fx.Node, str] = {}
+        self.names = {node: str(node.target) for node in self.values}
         self.constants: dict[str, Any] = {}
         self.lines: list[str] = []
         self.watch = ModuleWatch()
         self._known: dict[int, str] = {}
         self._prefix = "_"
-        while any(str(node.target).startswith(self._prefix) for node in self.values):  # names of the user's
+        while any(name.startswith(self._prefix) for name in self.names.values()):  # names of the user's
             self._prefix += "_"
 
-    def run(self) -> tuple[Any, Bound]:
+    def bound(self) -> tuple[Any, Bound]:
         """Run to the end; the value, and the function."""
         self._watch_members()
-        last = last_uses(self.graph)
-        parameters = []
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                self.names[node] = str(node.target)
-                default = f"={self._text(node.args[0])}" if node.args else ""
-                parameters.append(f"{node.target}{default}")
-            elif node.op == "output":
-                text = self._text(node.args[0])
-                self.lines.append(f"return {text}")
-                value = self._evaluated(node, text)
-            else:
-                self._step(node, last.get(node, ()))
+        inputs = list(self.names)
+        value = self.run()
+        parameters = [f"{n.target}={self._text(n.args[0])}" if n.args else str(n.target) for n in inputs]
         source = f"def forward({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.lines)
         return value, Bound(_function(source, self.constants), source, self.watch)
 
-    def _step(self, node: fx.Node, done: Iterable[fx.Node]) -> None:
-        """Run a node, write its line, and forget the values that nobody reads after it."""
+    def compute(self, node: fx.Node) -> Any:
+        """Run a node, and write its line."""
+        if node.op == "output":
+            self.lines.append(f"return {self._text(node.args[0])}")
+            return self._given(node.args[0])
         if node.op == "get_attr":
-            self.values[node] = value = read_attribute(self.gm, str(node.target))
+            value = super().compute(node)
             self.names[node] = self._constant(value)
             self.fixed.add(node)
-            return
-        first = 1 if node.op == "call_method" else 0  # the object of a method
-        given = [*map(self._text, node.args[first:]), *(f"{k}={self._text(v)}" for k, v in node.kwargs.items())]
-        args, kwargs = self._evaluated(node, f"{self._prefix}given({', '.join(given)})")
+            return value
+        args, kwargs = self._given(node.args), self._given(node.kwargs)
         called, text = self._called(node, args)
-        known, module = self.fixed.issuperset(node.all_input_nodes), submodule(self.gm, node)
-        sure = isinstance(module, Bindable) and module.is_itself()
-        self.values[node], fixed = run(node, called, args, kwargs, sure) if known else (called(*args, **kwargs), False)
-        if fixed:
-            self.fixed.add(node)
+        first = 1 if node.op == "call_method" else 0  # the object of a method
+        value = self._run(node, called, args[first:], kwargs)
+        given = [*map(self._text, node.args[first:]), *(f"{k}={self._text(v)}" for k, v in node.kwargs.items())]
         self.names[node] = f"{self._prefix}v{len(self.names)}"
         self.lines.append(f"{self.names[node]} = {text}({', '.join(given)})")
-        gone = list(done) if node.users else [*done, node]
-        for value in gone:
-            del self.values[value]
-        written = [self.names[n] for n in gone if n.op != "get_attr"]
-        if written:
-            self.lines.append(f"del {', '.join(written)}")
+        gone = [self.names[n] for n in self.last.get(node, ()) if n.op != "get_attr"]
+        gone += [] if node.users else [self.names[node]]
+        if gone:
+            self.lines.append(f"del {', '.join(gone)}")
+        return value
 
-    def _evaluated(self, node: fx.Node, text: str) -> Any:
-        """The value of code about what a node reads. Not with `map_arg`: it makes immutable lists and dicts."""
-        values = {self.names[n]: self.values[n] for n in node.all_input_nodes}
-        return eval(text, self.constants, {f"{self._prefix}given": _given, **values})
+    def _run(self, node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The value of a call; whether it is of a fixed kind is noted."""
+        if not self.fixed.issuperset(node.all_input_nodes):
+            return called(*args, **kwargs)
+        module = submodule(self.gm, node)
+        value, fixed = run(node, called, args, kwargs, isinstance(module, Bindable) and module.is_itself())
+        if fixed:
+            self.fixed.add(node)
+        return value
+
+    def _given(self, arguments: Any) -> Any:
+        """Arguments with values in the place of nodes. Not with `map_arg`: it makes immutable lists and dicts."""
+        return mapped(arguments, lambda leaf: self.values[leaf] if isinstance(leaf, fx.Node) else leaf)
 
     def _called(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, str]:
         """What a node calls, bound to its inputs where that can be, and the code that names it."""
         if node.op == "call_method":
-            method = getattr(self.values[node.args[0]], str(node.target))  # type: ignore[index]
-            return method, f"{self._text(node.args[0])}.{node.target}"
+            return getattr(args[0], str(node.target)), f"{self._text(node.args[0])}.{node.target}"
         called: Any = node.target if node.op == "call_function" else self.gm.get_submodule(str(node.target))
         if isinstance(called, Bindable):
             called.tell(self.watch)
@@ -280,11 +275,6 @@ class _Binder:
             for members in (owner._modules, owner._parameters, owner._buffers):
                 if members:
                     self.watch.seen.follow(members)
-
-
-def _given(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call."""
-    return args, kwargs
 
 
 def _function(source: str, constants: dict[str, Any]) -> Forward:
