@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxq.common.data import first_of
 from fxq.common.globs import path_matches
-from fxq.common.isolation import copied, seeded, untouched
+from fxq.common.isolation import Touched, copied, seeded, untouched
 from fxq.common.source import source_of
 from fxq.errors import RecipeError, TraceError, warn
 from fxq.graph.info import info
@@ -44,34 +44,37 @@ class Trace(Pass):
         _check_leaves(context.recipe.leaf_modules, context.types)
         _check_hooks(context.model)
         broken: dict[str, str] = {}
-        while (traced := _traced(context, broken)) is None:
-            pass
+        traced: Rewriter | None = None
+        while traced is None:
+            try:
+                traced = _traced(context, broken)
+            except MoreLeaves as found:
+                broken |= found.why
         if broken:
             warn(_kept(broken, context))
         rewriter.gm, rewriter.edits, rewriter.touched = traced.gm, traced.edits, traced.touched
 
 
-def _traced(context: Context, broken: dict[str, str], unroll: bool = False) -> Rewriter | None:
-    """The traced model; None when more modules cannot be traced than were known: they are added to `broken`."""
-    recipe, known = context.recipe, len(broken)
+class MoreLeaves(Exception):
+    """More modules cannot be traced: the model is to be traced again with them as leaves. By path, `why` of each."""
+
+    def __init__(self, why: Mapping[str, str]) -> None:
+        super().__init__(", ".join(why))
+        self.why = why
+
+
+def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter:
+    """The traced model, with the modules that are known to be `broken` as leaves.
+
+    Raises:
+        MoreLeaves: others cannot be traced, either.
+        TraceError: the model itself cannot be traced.
+    """
+    recipe = context.recipe
     leaves = (*recipe.leaf_modules, *map(_escaped, broken))
-    tracer = Tracer(leaves, context.example, recipe.concrete_args, recipe.strict_trace, unroll)
-    with untouched(context.model) as touched, seeded():
-        try:
-            graph = tracer.trace_model(context.model)
-        except TraceError:
-            broken.update(tracer.broken)
-            if len(broken) == known and tracer.loops and not (unroll or recipe.strict_trace):
-                return _traced(context, broken, unroll=True)
-            if len(broken) == known:
-                raise
-            return None
-        if tracer.broken:
-            broken.update(tracer.broken)
-            return None
-        gm = fx.GraphModule(context.model, graph, class_name=type(context.model).__name__)
+    tracer, gm, touched = _graph(context, leaves)
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
-    for node in graph.nodes:
+    for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), note=_note(node, recipe, broken))
     breaks = [*_check_buffers(touched.buffers, leaves), *_functionalize(traced, tracer.watch)]
     if not breaks:
@@ -80,13 +83,33 @@ def _traced(context: Context, broken: dict[str, str], unroll: bool = False) -> R
     if not breaks:
         breaks += _check_attributes(context, {p: n for p, n in touched.attributes.items() if not _is_inside(p, leaves)})
     kept = {found.path: f"cannot be traced: {found.why}".rstrip(".") for found in reversed(breaks) if found.path}
-    if breaks and (recipe.strict_trace or not kept):
-        raise TraceError(breaks[0].why)
+    if kept and not recipe.strict_trace:
+        raise MoreLeaves(kept)
     if breaks:
-        broken.update(kept)
-        return None
+        raise TraceError(breaks[0].why)
     context.divisible = _runs_on_one(context, gm)
     return traced
+
+
+def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphModule, Touched]:
+    """What traced the model, its graph, and what its forward has changed.
+
+    Loops over the rows of a tensor are unrolled where nothing else is left.
+    """
+    model, recipe, unroll = context.model, context.recipe, False
+    while True:
+        tracer, gm = Tracer(leaves, context.example, recipe.concrete_args, recipe.strict_trace, unroll), None
+        with untouched(model) as touched, seeded():
+            try:
+                gm = fx.GraphModule(model, tracer.trace_model(model), class_name=type(model).__name__)
+            except TraceError:
+                if not tracer.broken and (unroll or recipe.strict_trace or not tracer.loops):
+                    raise
+        if tracer.broken:
+            raise MoreLeaves(tracer.broken)
+        if gm is not None:
+            return tracer, gm, touched
+        unroll = True
 
 
 class Break(Exception):

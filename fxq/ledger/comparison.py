@@ -32,7 +32,7 @@ class LayerRow:
     """One layer of a quantized model beside the float model's. Names are those of the ledger.
 
     Attributes:
-        name: the op that ends the layer. path: its module path. op: what it is.
+        name: the op that pairs the layer. path: its module path. op: what it is.
         fate: what it runs as: `int8`, `moves` or `float`.
         sqnr: dB of its output against the float model's, all that happens before it included; infinite when equal.
         own_sqnr: the same where it runs on the float model's values of its inputs.
@@ -55,7 +55,7 @@ class PairRow:
     """One layer of two quantized models. Names are those of the ledgers.
 
     Attributes:
-        name: the op that ends the layer. path: its module path. op: what it is.
+        name: the op that pairs the layer. path: its module path. op: what it is.
         fate_a, fate_b: what it runs as in each: `int8`, `moves` or `float`.
         sqnr: dB of b's output against a's; infinite when they are equal.
         sqnr_a, sqnr_b: dB of each against the float model, from its ledger; None where that has none.
@@ -185,7 +185,12 @@ class Baseline:
     @property
     def output(self) -> fx.Node:
         """The node that returns."""
-        return _output(self.program.graph)
+        return self.program.graph.output_node()
+
+    @property
+    def rows(self) -> Mapping[str, NodeRow]:
+        """The rows of its ledger that speak for its nodes, by the name of the node; a float model has none."""
+        return rows_by_node(self.model.ledger) if self.model is not None else {}
 
 
 def quantized_reference(a: Quantized, b: Quantized) -> Baseline:
@@ -218,24 +223,21 @@ def compare_with(
     Raises:
         InputError: the models do not run on a batch, or do not compute the same values.
     """
-    node_rows = rows_by_node(b.ledger)
-    pairs = {**same_values(b, node_rows, reference.nodes), _output(b.graph): reference.output}
-    known = rows_by_node(reference.model.ledger) if reference.model is not None else {}
-    sums, count, compared = _Sums(own=reference.model is None), 0, Program(b, b.graph)
+    rows = rows_by_node(b.ledger)
+    pairs = {**same_values(b, rows, reference.nodes), b.graph.output_node(): reference.output}
+    sums, compared = _Sums(own=reference.model is None), Program(b, b.graph)
     with torch.no_grad(), without_autocast(), seeded():
         for i, batch in enumerate(batches):
             with naming_batch(i, batch):
                 sums.add(reference.program, compared, pairs, batch)
-                _check_shapes(pairs, node_rows, sums)
+                _check_shapes(pairs, rows, sums)
             advance()
-            count += 1
-    others = {n: known.get(real.name) for n, real in pairs.items()}
-    rows = [_row(node_rows[n.name], others[n], *found) for n, found in sums.by_node.items()]
-    order = {name: i for i, name in enumerate(e.name for e in b.ledger)}
-    rows.sort(key=lambda row: order[row.name])
-    output = min((found.sqnr for found in sums.outputs.values()), key=rank, default=None)
+    others = reference.rows
+    found = [_row(rows[node.name], others.get(pairs[node].name), *sums.by_node[node]) for node in sums.by_node]
+    order = {entry.name: i for i, entry in enumerate(b.ledger)}
+    found.sort(key=lambda row: order[row.name])
     models = (b,) if reference.model is None else (reference.model, b)
-    return Comparison(tuple(rows), output, count, models, write)
+    return Comparison(tuple(found), sums.output_sqnr, sums.batches, models, write)
 
 
 @dataclass
@@ -246,11 +248,13 @@ class _Sums:
     """
 
     own: bool
+    batches: int = 0
     by_node: dict[fx.Node, tuple[Agreement, Agreement]] = field(default_factory=dict)
     outputs: defaultdict[int, Agreement] = field(default_factory=lambda: defaultdict(Agreement))
 
     def add(self, reference: Program, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
         """Take in one batch."""
+        self.batches += 1
         for value in side_by_side(reference, compared, pairs, batch, own=self.own):
             if value.node.op == "output":
                 for i, (want, got) in enumerate(zip(value.want, value.got, strict=True)):
@@ -261,6 +265,11 @@ class _Sums:
                 found.add(want, got)
             for want, got in zip(value.want, value.own, strict=True) if value.own is not None else ():
                 alone.add(want, got)
+
+    @property
+    def output_sqnr(self) -> float | None:
+        """dB of what the model returns: of several tensors, the worst one's. None where there is none."""
+        return min((found.sqnr for found in self.outputs.values()), key=rank, default=None)
 
 
 def _check_shapes(pairs: Mapping[fx.Node, fx.Node], node_rows: Mapping[str, NodeRow], sums: _Sums) -> None:
@@ -281,7 +290,3 @@ def _row(node_row: NodeRow, other: NodeRow | None, found: Agreement, alone: Agre
     if other is None:
         return LayerRow(*names, row.fate, found.sqnr, alone.sqnr, *distance)
     return PairRow(*names, other.row.fate, row.fate, found.sqnr, other.row.sqnr, row.sqnr, *distance)
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    return graph.output_node()

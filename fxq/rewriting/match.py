@@ -47,7 +47,9 @@ class Captured:
     @property
     def shape(self) -> tuple[int, ...] | None:
         """Shape of the value; () for a number; None when it is not a tensor."""
-        return info(self.value).shape if isinstance(self.value, fx.Node) else None if self.value is None else ()
+        if self.value is None:
+            return None
+        return info(self.value).shape if isinstance(self.value, fx.Node) else ()
 
     @property
     def dtype(self) -> torch.dtype | None:
