@@ -16,11 +16,11 @@ from fxq.errors import BackendError
 from fxq.graph.info import Plan, info
 from fxq.graph.mutation import Changes
 from fxq.graph.query import constant, reads_only_metadata, submodule
-from fxq.graph.unit import OpCall, UnitInput, calls_of, inputs_of
+from fxq.graph.unit import OpCall, UnitInput, calls_of, inputs_of, read_by
 from fxq.ops import OPS
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
-from fxq.quant.spec import QuantConfig, TensorSpec
+from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -77,11 +77,24 @@ class _Asked:
                 candidates[node] = found
         settled = Settled(candidates)
         plans.update({node: candidate.plan() for node, candidate in candidates.items()})
-        _agree(plans)
+        self._agree(plans)
         for node, plan in plans.items():
             if plan.fix and not self._would_run(node, backend, settled):
                 plans[node] = replace(plan, fix="")
         return plans
+
+    def _agree(self, plans: dict[fx.Node, Plan]) -> None:
+        """Let all readers of a kernel that emits integers only, hence one form, read the narrowest that one wants.
+
+        Not where one of them moves it on: what that hands out would have to change, too.
+        """
+        for node, plan in plans.items():
+            if plan.emits is None:
+                continue
+            readers = [user for user in node.users if user in plans and node in read_by(self.ops[user], plans[user])]
+            wishes = {spec for user in readers if (spec := plans[user].reads) is not None}
+            if len(wishes) > 1 and not any(plans[user].fate == "moves" for user in readers):
+                plans[node] = replace(plan, agreed=min(wishes, key=lambda spec: spec.bits))
 
     def _candidate(self, node: fx.Node, backend: Backend) -> Candidate | Plan:
         """The node as a candidate, or the plan that leaves it in float."""
@@ -162,25 +175,6 @@ def _other_backend(name: str, context: Context) -> Backend | None:
             return get_backend(name, device_of(context.model))
         except BackendError:
             return None
-
-
-def _agree(plans: dict[fx.Node, Plan]) -> None:
-    """Let all readers of a kernel that emits integers only, hence one form, read the narrowest that one of them wants.
-
-    Not where one of them moves it on: what that hands out would have to change, too.
-    """
-    for node, plan in plans.items():
-        if plan.emits is None:
-            continue
-        wishes = {user: reads[node.name] for user in node.users if node.name in (reads := _reads(plans.get(user)))}
-        if len(set(wishes.values())) > 1 and not any(plans[user].fate == "moves" for user in wishes):
-            narrowest = min(wishes.values(), key=lambda spec: spec.bits)
-            for user in wishes:
-                plans[user] = replace(plans[user], reads={**_reads(plans[user]), node.name: narrowest})
-
-
-def _reads(plan: Plan | None) -> Mapping[str, TensorSpec]:
-    return (plan.reads or {}) if plan is not None else {}
 
 
 def _called(gm: fx.GraphModule, node: fx.Node) -> str:

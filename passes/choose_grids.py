@@ -14,8 +14,8 @@ from fxq.errors import CalibrationError, PassError
 from fxq.graph.fills import Fills
 from fxq.graph.info import Edge, Plan, info
 from fxq.graph.place import where
-from fxq.graph.query import reads_of, reads_only_metadata, submodule, unobserved
-from fxq.graph.unit import Inner, calls_of, inputs_of
+from fxq.graph.query import reads_only_metadata, submodule, unobserved
+from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of
 from fxq.quant.observer_base import Observer
 from fxq.quant.spec import TensorSpec
 from fxq.quant.strands import FAR, Strand, around, watching
@@ -117,7 +117,7 @@ class _Chooser:
     def _overflowing(self) -> set[Strand]:
         """The strands that a kernel reads which overflows with 8 bits."""
         readers = {reader for found in self.readers.values() for reader in found if self._plan(reader).overflows}
-        keys = (key for reader in readers for key in reads_of(self.gm, reader))
+        keys = (key for reader in readers for key in reads_of(self.gm, reader).items())
         return {self._strands[key].root() for key in keys if key in self._strands}
 
     def visit(self, node: fx.Node) -> None:
@@ -125,13 +125,13 @@ class _Chooser:
         reads = reads_of(self.gm, node)
         if node.op == "placeholder" or self._is_given(node):
             self._given.add(node)
-        for value, _ in reads:
+        for value in reads:
             if value in self.off:
                 self._stop_reading(node, value, f"its input %{value.name} {self.off[value]}")
         edges = info(node).edges
         moved = self._plan(node).fate == "moves"
         for edge in edges:
-            inputs = [self._strands[key] for key in reads if key[1] == edge.spec] if moved else []
+            inputs = [self._strands[key] for key in reads.items() if key[1] == edge.spec] if moved else []
             strand = self._moved(node, edge, inputs) if inputs else self._made(node, edge)
             if strand is None:
                 return
@@ -143,7 +143,7 @@ class _Chooser:
     def _made(self, node: fx.Node, edge: Edge) -> Strand | None:
         """The strand that begins with a value; None where that is on no grid."""
         observer = self.observers.get((node, edge.spec))
-        moved = next((value for value, _ in reads_of(self.gm, node) if value in self.off), None)
+        moved = next((value for value in reads_of(self.gm, node) if value in self.off), None)
         if observer is None and moved is not None:
             self._take_off(node, self.off[moved])
             return None
@@ -248,17 +248,16 @@ class _Chooser:
                 "layer multiplies; clean the data."
             )
         if first == 0 or plan.fate != "int8" or not calls[0].op.quant.heavy:
-            self.plans[node] = Plan("float", reason)
+            self.plans[node] = Plan("float", reason, agreed=plan.agreed)
         elif plan.kernel_ops is None or plan.kernel_ops > first:
-            reads = {name: spec for name, spec in (plan.reads or {}).items() if name != value.name}
-            self.plans[node] = replace(plan, reason=reason, reads=reads, kernel_ops=first, longer=0)
+            self.plans[node] = replace(plan, reason=reason, kernel_ops=first, longer=0)
 
     def _cut(self, node: fx.Node, times: float) -> None:
         """Let a node select from floats: what makes these, up to where they are computed, moves floats as well."""
         self.plans[node] = Plan("float", f"what it selects spans {times:.0f} times less than its input", exact=True)
         todo = [node]
         while todo:
-            for value, _ in reads_of(self.gm, todo.pop()):
+            for value in reads_of(self.gm, todo.pop()):
                 if self._plan(value).fate == "moves":
                     reason = f"%{node.name} selects values of a small part of its range"
                     self.plans[value] = Plan("float", reason, exact=True)

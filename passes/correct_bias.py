@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -73,7 +73,7 @@ class CorrectBias(Pass):
         with rewriter.attributed("correct_bias", CorrectBias):
             name = info(node).path or node.name
             new = rewriter.constant((bias + shift).to(bias.dtype), f"{name}.bias_corrected", before=node, like=node)
-            rewriter.context.float_weights[new.name] = str(getattr(old, "target", ""))
+            rewriter.describe(new, stands_for=str(getattr(old, "target", "")))
             rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: new if n is old else n))
             changed = [new]
             if bool((factor != 1).any()):
@@ -158,16 +158,12 @@ class _Integers(Runner):
 
 
 class _Floats(_Integers):
-    """A batch in float: conversions left out, weights as they were, by the name of the node that reads them."""
-
-    def __init__(self, gm: fx.GraphModule, batch: Batch, weights: Mapping[str, str]) -> None:
-        super().__init__(gm, batch)
-        self._weights = weights
+    """A batch in float: conversions left out, weights as they were."""
 
     def compute(self, node: fx.Node) -> Any:
         """The value of a node."""
-        if node.name in self._weights:
-            return read_attribute(self.gm, self._weights[node.name])
+        if info(node).stands_for:
+            return read_attribute(self.gm, info(node).stands_for)
         return self.values[node.args[0]] if is_op(node, *CONVERSIONS) else super().compute(node)  # type: ignore[index]
 
 
@@ -181,8 +177,7 @@ class _SideBySide:
     @classmethod
     def of(cls, rewriter: Rewriter, batch: Batch) -> _SideBySide:
         """Both at the start of the graph."""
-        gm, weights = rewriter.gm, rewriter.context.float_weights
-        return cls(_Integers(gm, copied(batch)), _Floats(gm, copied(batch), weights))
+        return cls(_Integers(rewriter.gm, copied(batch)), _Floats(rewriter.gm, copied(batch)))
 
     def results(self, call: OpCall, channels: int) -> list[Tensor]:
         """What a layer computes in integers and in float: float64, (channels, values per channel) each."""

@@ -192,10 +192,9 @@ def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:
     """Give an integer op its float weights back; one that moves integers moves floats."""
     about = info(node)
     assert about.plan is not None
-    originals = rewriter.context.float_weights
     for read in node.all_input_nodes:
-        if read.name in originals:
-            path = originals[read.name]
+        path = info(read).stands_for
+        if path:
             weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
             rewriter.update(node, args=_swap(node.args, {read: weight}))
     plan = Plan("float", reason, fix='recipe.with_optimize("coverage")', cost=about.plan.cost)

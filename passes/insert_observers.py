@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from fxq.graph.info import Edge, info
+from fxq.graph.unit import reads_of
 from fxq.quant.observers import make_observer
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -29,15 +31,18 @@ class InsertObservers(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """One observer per edge that is to be observed, each reading the one before it."""
-        for value in rewriter.nodes():
-            seen = value
+        nodes = rewriter.nodes()
+        reads = {node: reads_of(rewriter.gm, node) for node in nodes}
+        for value in nodes:
+            seen, readers = value, list(value.users)
             for edge in info(value).edges:
                 if edge.observed:
-                    seen = _observe(rewriter, value, seen, edge)
+                    wish = {reader for reader in readers if reads[reader].get(value) == edge.spec}
+                    seen = _observe(rewriter, value, seen, edge, wish)
 
 
-def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge) -> fx.Node:
-    """Put an observer of `value` behind `seen`: the value itself, or its previous observer."""
+def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> fx.Node:
+    """Put an observer of `value` behind `seen`: the value itself, or its previous observer. `wish`: who wants it."""
     about = info(value)
     what = f'layer "{about.path}"' if about.path else "the input" if value.op == "placeholder" else "the model"
     name = f"%{value.name} ({what}{', ' + about.source if about.source else ''})"
@@ -50,12 +55,5 @@ def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge) -> f
         path=about.path,
         source=about.source,
     )
-
-    def wants(user: fx.Node) -> bool:
-        plan = info(user).plan
-        return user is not observer and (
-            seen is value or (plan is not None and (plan.reads or {}).get(value.name) == edge.spec)
-        )
-
-    rewriter.reroute(seen, observer, only=wants)
+    rewriter.reroute(seen, observer, only=lambda user: user is not observer and (seen is value or user in wish))
     return observer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from fxq.errors import PassError
 from fxq.graph.info import Edge, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, made_by, reads_only_metadata, submodule
-from fxq.graph.unit import calls_of, inputs_of
+from fxq.graph.unit import calls_of, inputs_of, reads_of
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import make_observer
 from fxq.quant.qparams import QParams, quantize
@@ -48,28 +49,32 @@ class InsertQdq(Pass):
         for node in rewriter.nodes():
             if isinstance(submodule(rewriter.gm, node), Observer):
                 rewriter.replace(node, node.args[0])
+        reads = {node: reads_of(rewriter.gm, node) for node in rewriter.nodes()}
+        results = {value: {edge.spec: edge.qparams for edge in info(value).edges} for value in chosen}
         for value in chosen:
-            current = value
+            current, readers = value, list(value.users)
             for edge in info(value).edges:
-                current = _convert(rewriter, value, current, edge)
-        for node in rewriter.nodes():
-            _bring_together(rewriter, node)
+                wish = {reader for reader in readers if reads[reader].get(value) == edge.spec}
+                current = _convert(rewriter, value, current, edge, wish)
+            rewriter.describe(value, edges=())
+        for node, grids in results.items():
+            _bring_together(rewriter, node, grids, reads[node])
         _convert_weights(rewriter)
         rewriter.erase_unused()
 
 
-def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge) -> fx.Node:
+def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> fx.Node:
     """Quantize and dequantize behind `current` (the value, or its previous integer form); the dequantize.
 
-    Every form is made from the value itself: made from a coarser form, it would have that one's error as well.
+    `wish` are the readers that want this form. Every form is made from the value itself: made from a coarser form, it
+    would have that one's error as well.
     """
     assert edge.qparams is not None  # all of them are chosen
     q, dq = _pair(rewriter, value, current, edge.qparams, value.name)
 
     def wants(user: fx.Node) -> bool:
         plan = info(user).plan or Plan("float")
-        asked = (plan.reads or {}).get(value.name) == edge.spec
-        return user not in (q, dq) and (asked or (current is value and not plan.exact))
+        return user not in (q, dq) and (user in wish or (current is value and not plan.exact))
 
     rewriter.reroute(current, q, only=lambda user: reads_only_metadata(user))
     rewriter.reroute(current, dq, only=wants)
@@ -91,18 +96,20 @@ def _pair(
     return q, dq
 
 
-def _bring_together(rewriter: Rewriter, node: fx.Node) -> None:
+def _bring_together(
+    rewriter: Rewriter, node: fx.Node, results: Mapping[TensorSpec, QParams | None], reads: Mapping[fx.Node, TensorSpec]
+) -> None:
     """Put the inputs of an op that moves integers onto the grid of its result, those that have another one.
 
     From the integers that they are: such a grid is several times as fine.
     """
-    plan, results = info(node).plan, {edge.spec: edge.qparams for edge in info(node).edges}
+    plan = info(node).plan
     if plan is None or plan.fate != "moves":
         return
     for read in node.all_input_nodes:
         own = info(read).qparams
         value: Any = made_by(read)
-        wanted = results.get((plan.reads or {}).get(value.name))  # type: ignore[arg-type]
+        wanted = results.get(reads[value]) if value in reads else None
         if wanted is not None and own is not None and not wanted.same_as(own):
             _, dq = _pair(rewriter, read, read, wanted, value.name, like=node)
             rewriter.update(node, args=_swap(node.args, read, dq))
@@ -160,5 +167,5 @@ def _integer_weight(rewriter: Rewriter, weight: fx.Node, spec: TensorSpec, axis:
             "dequantize_channel", values, scale, zero, after=zero, name=f"{name}_dq", typed=real, axis=axis
         )
     rewriter.describe(dq, qparams=qp)
-    rewriter.context.float_weights[dq.name] = str(weight.target)
+    rewriter.describe(dq, stands_for=str(weight.target))
     return dq

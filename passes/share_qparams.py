@@ -11,8 +11,7 @@ from torch import fx
 
 from fxq.graph.fills import Fills
 from fxq.graph.info import Edge, info
-from fxq.graph.query import reads_of
-from fxq.graph.unit import calls_of
+from fxq.graph.unit import calls_of, reads_of
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -39,8 +38,9 @@ class ShareQParams(Pass):
         """Collect edges and ties, number the groups, and write them onto the values."""
         nodes = rewriter.nodes()
         wanted: dict[fx.Node, dict[TensorSpec, None]] = {}
-        for node in nodes:
-            for value, spec in reads_of(rewriter.gm, node):
+        reads = {node: reads_of(rewriter.gm, node) for node in nodes}
+        for read in reads.values():
+            for value, spec in read.items():
                 wanted.setdefault(value, {})[spec] = None
         for node in nodes:
             plan = info(node).plan
@@ -53,7 +53,7 @@ class ShareQParams(Pass):
             plan = info(node).plan
             if plan is None or plan.fate != "moves":
                 continue
-            for value, spec in reads_of(rewriter.gm, node):
+            for value, spec in reads[node].items():
                 if spec in wanted.get(node, {}):
                     ties.add_edge((value, spec), (node, spec))
                     moved.add((node, spec))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -39,8 +38,9 @@ class Plan:
     Attributes:
         fate: `int8` (runs on integers), `moves` (moves integers), or `float`.
         reason: why it is float, or why the ops behind the kernel are; empty otherwise.
-        reads: the spec that it wants of each value that it reads as integers, by the value's name.
+        reads: the spec that it wants of the activations that its kernel reads; None: it reads floats.
         emits: the spec of its result where its kernel emits nothing but integers, else None.
+        agreed: the spec in which all read its value that read it as integers; None: each as it wants.
         overflows: whether its kernel adds products in int16, and they do not fit: activations or weights give up a bit.
         kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
         longer: for such a unit, how many ops another kernel runs, which is not always the faster one; 0: there is none.
@@ -51,12 +51,13 @@ class Plan:
 
     fate: Fate
     reason: str = ""
-    reads: Mapping[str, TensorSpec] | None = None
+    reads: TensorSpec | None = None
     kernel_ops: int | None = None
     longer: int = 0
     fix: str = ""
     cost: Cost | None = None
     emits: TensorSpec | None = None
+    agreed: TensorSpec | None = None
     exact: bool = False
     overflows: bool = False
 
@@ -103,6 +104,7 @@ class NodeInfo(NamedTuple):
         memory: the blocks of memory that the tensors of its value lie in, by number; values with a block in common are
             views of each other (see `fxq/graph/mutation.py`).
         changes: the blocks that the traced node changes in place.
+        stands_for: for an integer weight or a corrected bias, the path of the float one.
         note: something the user should know about the node.
     """
 
@@ -121,6 +123,7 @@ class NodeInfo(NamedTuple):
     body: tuple[str, ...] = ()
     memory: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
+    stands_for: str = ""
     note: str = ""
 
     @property

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.graph.guards import check_fixed, check_same, check_sizes
-from fxq.graph.info import NodeInfo, Plan, info
+from fxq.graph.info import NodeInfo, info
 from fxq.ops import OPS
 from fxq.ops.table import META, Op
 from fxq.quant.observer_base import Observer
-from fxq.quant.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +176,6 @@ def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
     if node.target is operator.getitem and makes_no_tensor(node):
         return True
     return node.op == "get_attr" or op_of(node) is not None or (reads_only_metadata(node) and not is_check(node))
-
-
-def reads_of(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.Node, TensorSpec]]:
-    """The values that a node reads as integers, with the spec it wants of each; seen through observers."""
-    reads = (info(node).plan or Plan("float")).reads
-    if not reads:
-        return []
-    values = dict.fromkeys(unobserved(gm, value) for value in node.all_input_nodes)
-    return [(value, reads[value.name]) for value in values if value.name in reads]
 
 
 def made_by(value: Any) -> Any:

@@ -13,10 +13,11 @@ from typing import Any
 from torch import fx
 
 from fxq.graph.bindable import Bindable
+from fxq.graph.info import Plan, info
 from fxq.graph.plain_data import NodeData, from_data, to_data
-from fxq.graph.query import flat_nodes, op_of, options_of, submodule
+from fxq.graph.query import flat_nodes, op_of, options_of, submodule, unobserved
 from fxq.ops.table import Op
-from fxq.quant.spec import Role
+from fxq.quant.spec import Role, TensorSpec
 
 UNITS = "fxq_units"
 
@@ -156,3 +157,20 @@ def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[UnitInput]:
             role = quant.role(name)
             for node in flat_nodes(value):
                 yield UnitInput(node, role, quant.axis if role == "weight" else None, i)
+
+
+def read_by(calls: tuple[OpCall, ...], plan: Plan) -> dict[fx.Node, None]:
+    """The nodes that ops with this plan read as integers: the activations of those that the kernel runs."""
+    if plan.reads is None:
+        return {}
+    read = (found.node for found in inputs_of(calls[: plan.kernel_ops]) if found.role == "activation")
+    return dict.fromkeys(node for node in read if node.op != "get_attr")
+
+
+def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:
+    """The values that a node reads as integers, with the spec it wants of each; seen through observers."""
+    plan = info(node).plan
+    if plan is None or plan.reads is None:
+        return {}
+    values = (unobserved(gm, read) for read in read_by(calls_of(gm, node), plan))
+    return {value: (info(value).plan or plan).agreed or plan.reads for value in values}

@@ -99,11 +99,10 @@ class Candidate:
         spec = self.reads
         if spec is None:
             return Plan("float", self.reason or UNREAD)
-        reads = {n.name: spec for n in self.inputs}
         if self.moves:
-            return Plan("moves", reads=reads)
+            return Plan("moves", reads=spec)
         emits = None if self.support.emits_float else self.spec
-        plan = Plan("int8", reads=reads, emits=emits, overflows=self.overflows)
+        plan = Plan("int8", reads=spec, emits=emits, overflows=self.overflows)
         if self.ops == len(self.calls):
             return plan
         if self.ops < self.support.ops:

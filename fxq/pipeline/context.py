@@ -35,9 +35,7 @@ class Context:
         samples: recorded calibration inputs.
         divisible: whether the graph runs on some of the samples of a batch.
         units: path of the unit module for each kind and body, so that equal bodies share one.
-        float_weights: path of the float weight or bias that a dequantized or corrected one stands for, by its node's
-            name.
-        regions: for each lowered node, by name, the qdq form it came from; for verify-lowering.
+        regions: for each lowered node, the qdq form it came from; for verify-lowering.
         narrow: which role gives up a bit where kernels overflow with 8; the recipe's, and where that is "auto", the one
             that `fxq.narrowing` tries.
         progress: whether to show progress bars; None: on a terminal.
@@ -55,7 +53,6 @@ class Context:
     samples: list[Batch] = field(default_factory=list)
     divisible: bool = True
     units: dict[str, str] = field(default_factory=dict)
-    float_weights: dict[str, str] = field(default_factory=dict)
     regions: dict[fx.Node, Region] = field(default_factory=dict)
     narrow: Narrow = "activations"
     progress: bool | None = None

@@ -53,8 +53,7 @@ class PassManager:
 
         Of its graph the nodes are copies; modules and tensors, which passes replace but do not change, are shared.
         """
-        names = dict(self.context.float_weights)
-        made = PassManager(replace(self.context, float_weights=names, units={}, regions={}, **changes))
+        made = PassManager(replace(self.context, units={}, regions={}, **changes))
         made.gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
         made.stage, made._sqnr = self.stage, self._sqnr
         made.history = replace(self.history, snapshots=list(self.history))

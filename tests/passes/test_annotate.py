@@ -12,6 +12,7 @@ from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.query import is_op
+from fxq.graph.unit import reads_of
 from fxq.passes import Annotate
 from fxq.rewriting.rewriter import Rewriter
 from tests.graphs import REFERENCE, again, text, until
@@ -237,7 +238,7 @@ def test_a_spec_of_its_own_reaches_the_edge():
     spec = fxq.TensorSpec(bits=4, observer="minmax")
     recipe = REFERENCE.override("c", fxq.QuantConfig(activation=spec))
     manager = until(build("dense"), batch("dense"), "annotate", recipe)
-    reads = {n.name: info(n).plan.reads for n in manager.gm.graph.nodes if info(n).plan is not None}
+    reads = {n.name: {v.name: s for v, s in reads_of(manager.gm, n).items()} for n in manager.gm.graph.nodes}
     assert reads["c_relu"] == {"cat": spec}
     assert reads["cat"] == {"a_relu": spec, "b_relu": spec}
     assert reads["b_relu"]["a_relu"] == fxq.TensorSpec()
