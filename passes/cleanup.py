@@ -46,7 +46,6 @@ def _bring_near(rewriter: Rewriter, node: fx.Node) -> None:
     weight = constant(rewriter.gm, node)
     if weight is not None and not path.startswith(f"{DATA}."):
         near = rewriter.constant(weight, path, before=node)
-        rewriter.describe(near, qparams=info(node).qparams)
         rewriter.replace(node, near)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -68,7 +68,7 @@ class CorrectBias(Pass):
             found.add(*(value - bias.double()[:, None] for value in run.results(call, len(bias))))
         if found.count < self.least:
             return
-        factor = self._factor(found, weight)
+        factor = self._factor(rewriter, found, weight)
         shift = found.wanted - factor.repeat(len(bias) // len(factor)) * found.got
         with rewriter.attributed("correct_bias", CorrectBias):
             name = info(node).path or node.name
@@ -83,15 +83,15 @@ class CorrectBias(Pass):
         for run in runs:
             run.real.values[new] = bias  # the float layer keeps its own
 
-    def _factor(self, found: _Moments, weight: fx.Node) -> Tensor:
+    def _factor(self, rewriter: Rewriter, found: _Moments, weight: fx.Node) -> Tensor:
         """The slope of the line through (got, wanted) for each scale of the weight; 1 where there is none to fit.
 
         Groups of a transposed convolution share scales: one line fits the channels of all of them.
         """
-        qp = info(weight).qparams
-        if not self.scale or qp is None or len(weight.users) > 1 or not is_op(weight, "dequantize_channel"):
+        scale = constant(rewriter.gm, weight.kwargs.get("scale")) if is_op(weight, "dequantize") else None
+        if not self.scale or scale is None or len(weight.users) > 1:
             return torch.ones(1, dtype=torch.float64)
-        spread, together = (sums.view(-1, len(qp.scale)).sum(0) for sums in (found.spread, found.together))
+        spread, together = (sums.view(-1, len(scale)).sum(0) for sums in (found.spread, found.together))
         slope = together / spread.clamp(min=1e-30)
         usable = (spread > 0) & ((slope - 1).abs() < _MOST)
         return torch.where(usable, slope, torch.ones_like(slope))
@@ -137,14 +137,12 @@ _MOST = 0.1
 
 def _rescale(rewriter: Rewriter, weight: fx.Node, factor: Tensor) -> list[fx.Node]:
     """Multiply the scale of a dequantized weight, per channel; the nodes whose values changed."""
-    qp = info(weight).qparams
-    assert qp is not None
-    scaled = replace(qp, scale=(qp.scale.double() * factor).to(torch.float32))
-    values, _, zero = weight.args
-    name = str(getattr(values, "target", weight.name)).removesuffix("_int8").removeprefix("fxq_data.")
-    scale = rewriter.constant(scaled.scale, f"{name}_scale_corrected", before=weight)
-    rewriter.update(weight, args=(values, scale, zero))
-    rewriter.describe(weight, qparams=scaled)
+    old = constant(rewriter.gm, weight.kwargs["scale"])
+    assert old is not None  # there is a factor for each
+    name = str(getattr(weight.args[0], "target", weight.name)).removesuffix("_int8").removeprefix("fxq_data.")
+    scaled = (old.double() * factor.to(old.device)).to(torch.float32)
+    scale = rewriter.constant(scaled, f"{name}_scale_corrected", before=weight)
+    rewriter.update(weight, kwargs={**weight.kwargs, "scale": scale})
     return [scale, weight]
 
 
@@ -190,13 +188,9 @@ class _SideBySide:
         return found
 
 
-def _dequantizes(node: fx.Node) -> bool:
-    return is_op(node, "dequantize", "dequantize_channel")
-
-
 def _step(runs: Sequence[_SideBySide], node: fx.Node) -> None:
     """Compute a node for every batch; a weight once for all of them."""
-    weight = node.op == "get_attr" or is_op(node, "dequantize", "dequantize_channel")
+    weight = node.op == "get_attr" or is_op(node, "dequantize")
     if weight and all(read.op == "get_attr" for read in node.all_input_nodes):
         integer, real = runs[0].integer.compute(node), runs[0].real.compute(node)
         for run in runs:

@@ -23,12 +23,14 @@ from fxq.cost.prices import (
 )
 from fxq.cost.probe import Prober
 from fxq.errors import RecipeError, warn
+from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, Plan, info
 from fxq.graph.query import CONVERSIONS, flat_nodes, is_op, op_of, read_attribute, reads_only_metadata
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
+from fxq.quant.qparams import QParams
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pins import Pin, Pinned, Place, places_of
 from fxq.rewriting.rewriter import Rewriter, split_unit
@@ -198,7 +200,7 @@ def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:
             weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
             rewriter.update(node, args=_swap(node.args, {read: weight}))
     plan = Plan("float", reason, fix='recipe.with_optimize("coverage")', cost=about.plan.cost)
-    if about.qparams is not None and about.dtype is not None and not about.dtype.is_floating_point:
+    if grid_of(rewriter.gm, node) is not None:
         _move_floats(rewriter, node)
     rewriter.describe(node, plan=plan)
 
@@ -206,30 +208,31 @@ def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:
 def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:
     """op(q) -> quantize(op(dequantize(q))): the inverse of what propagate does."""
     about = info(node)
-    qp = about.qparams
+    qp = grid_of(rewriter.gm, node)
     assert qp is not None
-    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z}
     op = op_of(node)
     assert op is not None
     read = list(flat_nodes(node.args[: len(op.quant.inputs)]))
     real = {}
     for value in dict.fromkeys(read):
-        own, before = info(value).qparams, value  # one that was brought to this grid for the op had one of its own
-        if is_op(value, "requantize"):
-            before = value.args[0]  # type: ignore[assignment]
-            own = info(before).qparams
+        # one that was brought to this grid for the op had one of its own
+        before: Any = value.args[0] if is_op(value, "requantize") else value
+        own = grid_of(rewriter.gm, before)
         assert own is not None
-        from_grid: dict[str, Any] = {"scale": own.s, "zero_point": own.z}
-        real[value] = rewriter.call("dequantize", before, before=node, name=f"{before.name}_dq", **from_grid)
-        rewriter.describe(real[value], qparams=own, path=about.path, source=about.source)
+        real[value] = rewriter.call("dequantize", before, before=node, name=f"{before.name}_dq", **_options(own))
+        rewriter.describe(real[value], path=about.path, source=about.source)
     rewriter.update(node, args=_swap(node.args, real))
     q = rewriter.call(
         "quantize", node, after=node, name=f"{node.name}_q", typed=(about.shape, about.dtype),
-        **grid, qmin=qp.qmin, qmax=qp.qmax, dtype=qp.dtype,
+        **_options(qp), dtype=qp.dtype,
     )  # fmt: skip
-    rewriter.describe(q, qparams=qp, path=about.path, source=about.source)
-    rewriter.describe(node, dtype=info(next(iter(real.values()))).dtype, qparams=None)
+    rewriter.describe(q, path=about.path, source=about.source)
+    rewriter.describe(node, dtype=info(next(iter(real.values()))).dtype)
     rewriter.reroute(node, q, only=lambda user: user is not q)
+
+
+def _options(grid: QParams) -> dict[str, Any]:
+    return {"scale": grid.s, "zero_point": grid.z, "qmin": grid.qmin, "qmax": grid.qmax}
 
 
 def _swap(args: Any, new: dict[fx.Node, fx.Node]) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxq.errors import PassError
+from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, made_by, reads_only_metadata, submodule
@@ -87,12 +88,11 @@ def _pair(
     """quantize(value) and its dequantize, behind `after`."""
     about = info(like or value)
     shape = info(value).shape
-    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z}
-    limits: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "dtype": qp.dtype}
-    q = rewriter.call("quantize", value, after=after, name=f"{name}_q", typed=(shape, qp.dtype), **grid, **limits)
+    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z, "qmin": qp.qmin, "qmax": qp.qmax}
+    q = rewriter.call("quantize", value, after=after, name=f"{name}_q", typed=(shape, qp.dtype), dtype=qp.dtype, **grid)
     dq = rewriter.call("dequantize", q, after=q, name=f"{name}_dq", typed=(shape, torch.float32), **grid)
     for node in (q, dq):
-        rewriter.describe(node, qparams=qp, path=about.path, source=about.source)
+        rewriter.describe(node, path=about.path, source=about.source)
     return q, dq
 
 
@@ -107,7 +107,7 @@ def _bring_together(
     if plan is None or plan.fate != "moves":
         return
     for read in node.all_input_nodes:
-        own = info(read).qparams
+        own = grid_of(rewriter.gm, read)
         value: Any = made_by(read)
         wanted = results.get(reads[value]) if value in reads else None
         if wanted is not None and own is not None and not wanted.same_as(own):
@@ -155,17 +155,14 @@ def _integer_weight(rewriter: Rewriter, weight: fx.Node, spec: TensorSpec, axis:
     real = (tuple(tensor.shape), torch.float32)
     qp = observer.qparams()
     values = rewriter.constant(quantize(tensor.detach(), qp), f"{name}_int8", before=weight.next)
-    rewriter.describe(values, qparams=qp)
+    grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": axis}
+    last = values
     if axis is None:
-        dq = rewriter.call(
-            "dequantize", values, after=values, name=f"{name}_dq", typed=real, scale=qp.s, zero_point=qp.z
-        )
+        grid |= {"scale": qp.s, "zero_point": qp.z}
     else:
         scale = rewriter.constant(qp.scale.to(tensor.device), f"{name}_scale", before=values.next)
-        zero = rewriter.constant(qp.zero_point.to(tensor.device), f"{name}_zero_point", before=scale.next)
-        dq = rewriter.call(
-            "dequantize_channel", values, scale, zero, after=zero, name=f"{name}_dq", typed=real, axis=axis
-        )
-    rewriter.describe(dq, qparams=qp)
+        last = rewriter.constant(qp.zero_point.to(tensor.device), f"{name}_zero_point", before=scale.next)
+        grid |= {"scale": scale, "zero_point": last}
+    dq = rewriter.call("dequantize", values, after=last, name=f"{name}_dq", typed=real, **grid)
     rewriter.describe(dq, stands_for=str(weight.target))
     return dq

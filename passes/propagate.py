@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxq.errors import PassError
+from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.place import where
 from fxq.graph.query import argument, flat_nodes, is_op, op_of, options_of
-from fxq.quant.qparams import QParams
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.pattern import rewrite
 from fxq.rewriting.rewriter import Rewriter
@@ -48,14 +48,15 @@ def _push_dequantize(rewriter: Rewriter, node: fx.Node) -> None:
     if op is None or not op.quant.layout or plan is None or plan.fate != "moves":
         return
     read = list(flat_nodes([argument(node, name) for name in op.quant.inputs]))
-    qp = info(read[0]).qparams
-    if qp is None or not all(is_op(r, "dequantize") and qp.same_as(info(r).qparams) for r in read):
+    gm = rewriter.gm
+    qp = grid_of(gm, read[0]) if all(is_op(r, "dequantize") for r in read) else None
+    if qp is None or qp.axis is not None or not all(qp.same_as(grid_of(gm, r)) for r in read):
         return
     with rewriter.attributed("push_dequantize", _push_dequantize):
         rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: n.args[0] if n in read else n))
-        rewriter.describe(node, dtype=qp.dtype, qparams=qp)
-        dq = rewriter.call("dequantize", node, after=node, name=f"{node.name}_dq", scale=qp.s, zero_point=qp.z)
-        rewriter.describe(dq, qparams=qp, path=info(node).path, source=info(node).source)
+        rewriter.describe(node, dtype=qp.dtype)
+        dq = rewriter.call("dequantize", node, after=node, name=f"{node.name}_dq", **options_of(read[0]))
+        rewriter.describe(dq, path=info(node).path, source=info(node).source)
         rewriter.reroute(node, dq, only=lambda user: user is not dq)
 
 
@@ -64,7 +65,7 @@ def _pull_quantize(rewriter: Rewriter, node: fx.Node) -> None:
     mover = node.args[0]
     if not isinstance(mover, fx.Node):
         raise PassError(f"{where(rewriter.gm, node)}: quantizes {mover!r}, which is no value of the graph.")
-    op = op_of(mover)
+    op = op_of(mover) if "axis" not in node.kwargs else None
     if op is None or not op.quant.layout or len(op.quant.inputs) != 1 or len(mover.users) != 1:
         return
     source = argument(mover, op.quant.inputs[0])
@@ -72,14 +73,13 @@ def _pull_quantize(rewriter: Rewriter, node: fx.Node) -> None:
         return
     if op.quant.unless is not None and op.quant.unless(options_of(mover)) is not None:
         return
-    qp = info(node).qparams
     with rewriter.attributed("pull_quantize", _pull_quantize):
         q = rewriter.node(
             "call_function", node.target, (source,), dict(node.kwargs), after=source, name=f"{source.name}_q"
         )
-        rewriter.describe(q, qparams=qp, path=info(source).path, source=info(source).source)
+        rewriter.describe(q, path=info(source).path, source=info(source).source)
         rewriter.update(mover, args=fx.node.map_arg(mover.args, lambda n: q if n is source else n))
-        rewriter.describe(mover, dtype=qp.dtype if qp is not None else None, qparams=qp)
+        rewriter.describe(mover, dtype=options_of(node)["dtype"])
         rewriter.replace(node, mover)
 
 
@@ -93,14 +93,17 @@ def cancel_pair(op: Any, x: Any) -> Any:
     return op.quantize(op.dequantize(x))
 
 
+@cancel_pair.unless
+def has_a_scale_per_channel(m: Any) -> bool:
+    """Whether one of the grids is none of a whole tensor."""
+    return any(m.options(op)["axis"] is not None for op in ("quantize", "dequantize"))
+
+
 @cancel_pair.becomes
 def _cancelled(op: Any, m: Any) -> Any:
     """x itself when both have one grid, else one requantize."""
     grid, before = m.options("quantize"), m.options("dequantize")
-    old: QParams | None = info(m.x.node).qparams
-    new: QParams | None = info(m.root.node).qparams
-    if new is not None and new.same_as(old):
+    if all(grid[key] == before[key] for key in before):
         return m.x
-    made = op.requantize(m.x, from_scale=before["scale"], from_zero_point=before["zero_point"], **grid)
-    op.describe(made, qparams=new)
-    return made
+    del grid["axis"]
+    return op.requantize(m.x, from_scale=before["scale"], from_zero_point=before["zero_point"], **grid)

@@ -240,7 +240,7 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
         if step.node is region.node:
             break
         env[step.node] = _size_of(value_of(gm, step, env))
-        if is_op(step, "dequantize"):
+        if is_op(step, "dequantize") and "axis" not in step.kwargs:
             zeros[step.node] = abs(step.kwargs["zero_point"]) * step.kwargs["scale"]
             env[step.node] += zeros[step.node]
     read, most = call.tensors.get(call.op.quant.weight or ""), 0.0
@@ -327,7 +327,6 @@ def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> 
             copy,
             shape=about.shape,
             dtype=about.dtype,
-            qparams=about.qparams,
             origins=about.origins,
             parts=about.parts,
             values=about.values,

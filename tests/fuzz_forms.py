@@ -26,7 +26,6 @@ FILLS = (-100.0, -1e4, 100.0, -20.0, -math.inf)
 NOT_DRAWN = {
     "quantize": "made by fxq only",
     "dequantize": "made by fxq only",
-    "dequantize_channel": "made by fxq only",
     "embedding": "reads integers",
     "grid_sample": "its grid has the size of one batch",
     "hardshrink": "jumps, so that no noise is small",

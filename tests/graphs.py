@@ -37,7 +37,8 @@ def text(graph: GraphView | fx.GraphModule) -> str:
     def letter(found: re.Match[str]) -> str:
         return grids.setdefault(found[0], chr(ord("A") + len(grids)))
 
-    lines = re.sub(r"dequantize_channel\(@fxq_data\.(\w+)_int8, [^,]+, [^,]+, axis=(\d)\)", r"int8(\1, axis=\2)", lines)
+    weight = r"dequantize\(@fxq_data\.(\w+)_int8, scale=@[^,]+, zero_point=@[^,]+, qmin=[-\d]+, qmax=\d+, axis=(\d)\)"
+    lines = re.sub(weight, r"int8(\1, axis=\2)", lines)
     lines = re.sub(r"from_scale=[^,]+, from_zero_point=\d+, ", "", lines)
     lines = re.sub(r"scale=[-+.e\d]+, zero_point=-?\d+", letter, lines)
     return lines.replace(f", qmax={QMAX}", "")

@@ -107,6 +107,11 @@ class Kernel(Bindable):
     """What it stands for, where it was made of the qdq graph."""
     _packed: PackedTensors | None = None
 
+    @property
+    def ends_in(self) -> tuple[Any, Mapping[str, Any]]:
+        """As in `Bindable`: the last call of its q/dq form."""
+        return self.form.ends_in if self.form is not None else super().ends_in
+
     def config(self) -> dict[str, Any]:
         """The options as plain data: numbers, strings, tuples, dicts, None."""
         return {name: encode(getattr(self, name)) for name in self.options}

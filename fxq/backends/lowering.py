@@ -14,11 +14,11 @@ from fxq.backends.kernel import Kernel, WeightedKernel, slope_refused, sums_refu
 from fxq.backends.kernel_table import QUANTIZING, KernelRow, Operands, Parts, row_for, take_apart
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.qdq_form import Form
-from fxq.errors import BackendError, PassError
+from fxq.errors import BackendError
+from fxq.graph.grid import grid_of
 from fxq.graph.info import Plan, info
-from fxq.graph.place import where
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, op_of, submodule
-from fxq.graph.region import Region, Weight, integer_input, integer_weight, read_region
+from fxq.graph.region import Region, Weight, integer_input, integer_weight, out_grid, read_region
 from fxq.graph.unit import OpCall
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig
@@ -59,11 +59,19 @@ class RowBackend(Backend):
         """Units first, then the conversions that are left; last, which residuals may be overwritten."""
         for node in rewriter.nodes():
             plan = info(node).plan
-            if plan is not None and plan.fate in ("int8", "moves"):
+            if plan.fate in ("int8", "moves") if plan is not None else _has_grids(rewriter.gm, node):
                 _lower_unit(rewriter, node, self.rows)
         for node in rewriter.nodes(*CONVERSIONS):
             _lower_conversion(rewriter, node)
         _settle_inplace(rewriter)
+
+
+def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether an op of which nobody has decided makes integers; or is a layer, whose kernel can make floats."""
+    region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None
+    if region is None:
+        return False
+    return region.out is not None or region.calls[0].op.quant.heavy
 
 
 def _supports_either(gm: fx.GraphModule, parts: Parts) -> Support:
@@ -105,8 +113,6 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]
 def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]) -> None:
     """Run the first op of a unit on integers and the others in float, where no kernel takes the unit whole."""
     plan = info(node).plan
-    if plan is None:
-        raise PassError(f"{where(rewriter.gm, node)}: the unit has no plan. Run annotate behind the pass that made it.")
     first, *rest = rewriter.open_unit(node)
     rewriter.describe(first, plan=plan)
     for other in rest:
@@ -118,7 +124,7 @@ def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | st
     """The integers that go into the kernel, or the reason why they are not all integers."""
     tensors = parts.first.tensors
     activations = [*parts.first.activations, *([parts.residual] if parts.residual is not None else [])]
-    read = [integer_input(v) for v in activations]
+    read = [integer_input(gm, v) for v in activations]
     found = [r for r in read if r is not None]
     if len(found) != len(read):
         return "an input is not in integers"
@@ -132,7 +138,7 @@ def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | st
     others = {k: v for k, v in fixed.items() if v is not None and k not in (quant.weight, quant.bias)}
     grids = tuple(qp for _, qp in found)
     layers = tuple(_layer(gm, call) for call in parts.calls if call.op.quant.weight)
-    return Operands(inputs, grids, weight, bias, region.out_qparams, slope, others, layers)
+    return Operands(inputs, grids, weight, bias, out_grid(gm, region), slope, others, layers)
 
 
 def _layer(gm: fx.GraphModule, call: OpCall) -> tuple[Weight | None, Tensor | None]:
@@ -153,7 +159,6 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[f
             node,
             shape=info(old).shape,
             dtype=info(old).dtype,
-            qparams=region.out_qparams,
             parts=about.parts,
             body=tuple(call.op.name for call in region.calls),
             note=about.note,
@@ -167,8 +172,14 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[f
 
 def _lower_conversion(rewriter: Rewriter, node: fx.Node) -> None:
     """Replace a conversion of activations by its quick form; what has a kernel together with a quantize goes along."""
-    qp, source = info(node).qparams, node.args[0]
-    if qp is None or qp.dtype != torch.uint8 or not isinstance(source, fx.Node) or source.op == "get_attr":
+    qp, source = grid_of(rewriter.gm, node), node.args[0]
+    if (
+        qp is None
+        or qp.dtype != torch.uint8
+        or qp.axis is not None
+        or not isinstance(source, fx.Node)
+        or source.op == "get_attr"
+    ):
         return
     op = op_of(source)
     both = QUANTIZING.get(op.name) if op is not None else None

@@ -14,6 +14,7 @@ from fxq.backends import cpu
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import InForm
 from fxq.errors import BackendError, warn, words_of
+from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import submodule
 from fxq.quant.qparams import QParams
@@ -105,7 +106,7 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
     if kernel.form is None:
         return None
     module = kernel.form.module(kernel)
-    made = _made_up(module.graph.find_nodes(op="placeholder"), kernel)
+    made = _made_up(module, module.graph.find_nodes(op="placeholder"), kernel)
     if made is None:
         return None
     values = {node.args[i]: value for i, value in zip(kernel.form.takes, made, strict=True)}
@@ -139,12 +140,13 @@ def _copies(values: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
-def _made_up(inputs: Sequence[fx.Node], kernel: Kernel) -> list[Tensor] | None:
+def _made_up(gm: fx.GraphModule, inputs: Sequence[fx.Node], kernel: Kernel) -> list[Tensor] | None:
     """Inputs of a form, the same every time; None where a shape is not known."""
     generator = torch.Generator().manual_seed(0)
     grids = [value for value in vars(kernel).values() if isinstance(value, QParams) and value.axis is None]
     made: list[Tensor] = []
-    for about in map(info, inputs):
+    for node in inputs:
+        about = info(node)
         if about.shape is None or about.dtype is None:
             return None
         real = torch.randn(about.shape, generator=generator)
@@ -152,7 +154,7 @@ def _made_up(inputs: Sequence[fx.Node], kernel: Kernel) -> list[Tensor] | None:
             reach = max((float(grid.high - grid.low) for grid in grids), default=6.0)
             made.append(real.mul_(reach / 6).to(about.dtype))
         else:
-            grid = about.qparams
+            grid = next((found for user in node.users if (found := grid_of(gm, user)) is not None), None)
             zero, low, high = (128, 0, 255) if grid is None else (grid.z, grid.qmin, grid.qmax)
             made.append(real.mul_((high - low) / 6).round_().add_(zero).clamp_(low, high).to(about.dtype))
     return made

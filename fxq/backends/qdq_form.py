@@ -61,6 +61,12 @@ class Form:
                 free.pop(name or "", None)
         return cls(to_data(graph), tuple(map(list(inputs).index, region.inputs)), modules, tensors)
 
+    @property
+    def ends_in(self) -> tuple[Any, Mapping[str, Any]]:
+        """What it calls last, with which options."""
+        _, target, _, options, *_ = self.nodes[-2]  # the last one is the output
+        return target, options
+
     def module(self, kernel: Kernel) -> fx.GraphModule:
         """The form as a module of its own, with the kernel's tensors as they are now. It takes what the form takes."""
         held: dict[str, Any] = dict(self.modules)

@@ -19,8 +19,6 @@ from fxq.graph.info import info
 from fxq.graph.plain_data import NodeData, to_data
 from fxq.graph.query import CONVERSIONS
 from fxq.graph.unit import Unit
-from fxq.ops.table import META
-from fxq.quant.qparams import QParams
 
 _GRID = ("scale", "zero_point", "from_scale", "from_zero_point")
 """Options of the conversions that are numbers of a model, as its weights are."""
@@ -57,7 +55,7 @@ def take_over(model: fx.GraphModule, state: Tensor) -> None:
     theirs = check_same(model, state)
     grids = {name: numbers for name, _, numbers in theirs["graph"]}
     for node in model.graph.nodes:
-        node.kwargs, node.meta[META] = _with_numbers(node.target, node.kwargs, info(node), grids[node.name])
+        node.kwargs = _with_numbers(node.target, node.kwargs, grids[node.name])
     for path, kernel in list(_kernels(model)):  # what is inside a kernel may be made anew
         other = theirs["kernels"][path]
         if kernel.form is not None:
@@ -157,20 +155,18 @@ def _kind(module: nn.Module) -> str:
 def _entries(nodes: Sequence[NodeData]) -> list[Entry]:
     """The nodes of a graph with their numbers."""
     found = []
-    for op, target, args, kwargs, name, meta in nodes:
-        rest = {k: v for k, v in kwargs.items() if not (k in _GRID and _converts(target))}
+    for op, target, args, kwargs, name, _ in nodes:
+        numbers = _numbers(target, kwargs)
+        rest = {k: v for k, v in kwargs.items() if k not in numbers}
         text = repr(map_aggregate((op, _text(target), args, rest), _text))
-        numbers = [float(kwargs[k]) for k in _GRID if k in kwargs and _converts(target)]
-        grid = meta[META].qparams if META in meta else None
-        if grid is not None and grid.axis is None:
-            numbers += [grid.s, grid.z]
-        found.append((name, zlib.crc32(text.encode()), numbers))
+        found.append((name, zlib.crc32(text.encode()), [*map(float, numbers.values())]))
     return found
 
 
-def _converts(target: Any) -> bool:
-    """Whether a target is one of the conversions between floats and integers."""
-    return getattr(target, "__name__", "") in CONVERSIONS
+def _numbers(target: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a grid among the options of a conversion; scales per channel are tensors of the model."""
+    converts = getattr(target, "__name__", "") in CONVERSIONS
+    return {k: kwargs[k] for k in _GRID if converts and isinstance(kwargs.get(k), (int, float))}
 
 
 def _text(value: Any) -> Any:
@@ -185,21 +181,10 @@ def _text(value: Any) -> Any:
 def _renumbered(node: NodeData, numbers: Sequence[float]) -> NodeData:
     """A node as data with other numbers."""
     op, target, args, kwargs, name, meta = node
-    if not numbers:
-        return node
-    kwargs, about = _with_numbers(target, kwargs, meta.get(META), numbers)
-    return op, target, args, kwargs, name, {**meta, META: about}
+    return op, target, args, _with_numbers(target, kwargs, numbers), name, meta
 
 
-def _with_numbers(target: Any, kwargs: Mapping[str, Any], about: Any, numbers: Sequence[float]) -> tuple[Any, Any]:
-    """The options and the metadata of a node with the numbers of `_entries`."""
-    rest, changed = list(numbers), dict(kwargs)
-    for key in _GRID:
-        if key in kwargs and _converts(target):
-            changed[key] = type(kwargs[key])(rest.pop(0))
-    if rest:
-        scale, zero_point = rest
-        old: QParams = about.qparams
-        grid = QParams.per_tensor(scale, int(zero_point), old.qmin, old.qmax, old.dtype)
-        about = about._replace(qparams=grid)
-    return changed, about
+def _with_numbers(target: Any, kwargs: Mapping[str, Any], numbers: Sequence[float]) -> dict[str, Any]:
+    """The options of a node with the numbers of `_entries`."""
+    old = _numbers(target, kwargs)
+    return {**kwargs, **{k: type(v)(new) for (k, v), new in zip(old.items(), numbers, strict=True)}}

@@ -13,14 +13,14 @@ from fxq.backends.base import Backend
 from fxq.common.data import Batch
 from fxq.cost.cache import Call, Costs
 from fxq.cost.min_cut import HAIR
+from fxq.graph.grid import grid_of
 from fxq.graph.info import NodeInfo, info
-from fxq.graph.query import is_op
+from fxq.graph.query import is_op, options_of
 from fxq.graph.region import Region
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
 from fxq.graph.view import options_text
 from fxq.pipeline.context import Context
-from fxq.quant.qparams import QParams
 from fxq.recipe.recipe import Recipe
 from fxq.rewriting.rewriter import Rewriter, split_unit
 from fxq.runtime.binding import bind
@@ -75,11 +75,10 @@ class Prober:
         """All that the time depends on: not the values of weights and scales, but whether a zero point is 0."""
         parts = [f"{self.backend.name} {_threads()}: {_ops_on(region)} from", *map(_shape, map(info, region.inputs))]
         for step in region.steps:
-            qp = step.about.qparams
             if step.op == "get_attr":
                 parts.append(_shape(step.about))
-            elif is_op(step, "dequantize", "quantize") and qp is not None:
-                parts.append(f"{'at 0' if qp.z == 0 else 'shifted'} {qp.qmin}..{qp.qmax}")
+            elif is_op(step, "dequantize", "quantize") and (grid := options_of(step))["axis"] is None:
+                parts.append(f"{'at 0' if grid['zero_point'] == 0 else 'shifted'} {grid['qmin']}..{grid['qmax']}")
         some = [f"after {ops} ops"] if ops is not None else []
         return " ".join([*parts, "to", _shape(info(region.last)), *some])
 
@@ -100,9 +99,7 @@ class Prober:
             typed = ((size,), torch.float32), ((size,), torch.uint8)
             real, integer = typed if op == "quantize" else reversed(typed)
             rewriter.describe(x, shape=real[0], dtype=real[1])
-            node = rewriter.call(op, x, after=x, typed=integer, **grid)
-            rewriter.describe(node, qparams=QParams.per_tensor(0.02, 3, 0, 255))
-            graph.output(node)
+            graph.output(rewriter.call(op, x, after=x, typed=integer, **grid))
             return _call(self._lowered(rewriter.gm, graph))
 
         return self.costs.of_size(f"{self.backend.name} {_threads()}: {op}", elements, prepare)
@@ -150,20 +147,17 @@ def _float_form(gm: fx.GraphModule, region: Region) -> Call:
     for value in node.all_input_nodes:
         if value.op == "get_attr":
             given[value] = value_of(gm, value, {})
-        elif any(read.op == "get_attr" for read in value.all_input_nodes) and is_op(value, *_WEIGHTS):
+        elif any(read.op == "get_attr" for read in value.all_input_nodes) and is_op(value, "dequantize"):
             given[value] = value_of(gm, value, {read: value_of(gm, read, {}) for read in value.all_input_nodes})
         else:
             about = info(value)
-            moved = about.qparams is not None or about.dtype is None
+            moved = about.dtype is None or grid_of(gm, value) is not None
             given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
     args: Any = fx.node.map_arg(node.args, given.__getitem__)
     kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
     unit = unit_of(gm, node)
     target: Any = node.target if unit is None else unit.callee()
     return partial(target, *args, **kwargs)
-
-
-_WEIGHTS = ("dequantize", "dequantize_channel")
 
 
 def _call(gm: fx.GraphModule) -> Call:

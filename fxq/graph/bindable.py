@@ -78,6 +78,11 @@ class Bindable(nn.Module):
 
     _watches: weakref.WeakSet[ModuleWatch] | None = None
 
+    @property
+    def ends_in(self) -> tuple[Any, Mapping[str, Any]]:
+        """The last call of what it stands for, with its options; (None, {}) where nobody knows."""
+        return None, {}
+
     def bind(self, *inputs: Any) -> Callable[..., Any]:
         """What `forward` does with inputs of these shapes, strides and dtypes and as many threads as now.
 

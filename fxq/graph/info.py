@@ -98,8 +98,7 @@ class NodeInfo(NamedTuple):
         paths: for a unit, the module path of each of its ops.
         made_by: the pass and rule that made it, with the rule's source line; empty for traced nodes.
         plan: the decision of `annotate`, once it has run.
-        qparams: scale and zero point of its value when that is an integer tensor, or of the value it emulates.
-        edges: the integer forms that its value takes, one for each spec that a consumer wants.
+        edges: the integer forms that its value is to take, one for each spec that a consumer wants; until insert-qdq.
         body: for a kernel, the ops that it runs, as text.
         memory: the blocks of memory that the tensors of its value lie in, by number; values with a block in common are
             views of each other (see `fxq/graph/mutation.py`).
@@ -118,7 +117,6 @@ class NodeInfo(NamedTuple):
     paths: tuple[str, ...] = ()
     made_by: str = ""
     plan: Plan | None = None
-    qparams: QParams | None = None
     edges: tuple[Edge, ...] = ()
     body: tuple[str, ...] = ()
     memory: tuple[int, ...] = ()

@@ -180,7 +180,7 @@ def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 def made_by(value: Any) -> Any:
     """The node that makes a value, seen through conversions."""
-    while is_op(value, *CONVERSIONS, "dequantize_channel"):
+    while is_op(value, *CONVERSIONS):
         value = value.args[0]
     return value
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import CONVERSIONS, Step, constant, is_op, options_of
 from fxq.graph.run import value_of
@@ -42,11 +43,6 @@ class Region:
     out: fx.Node | None
     steps: tuple[Step, ...]
     inputs: tuple[fx.Node, ...]
-
-    @property
-    def out_qparams(self) -> QParams | None:
-        """Scale and zero point of the integer output; None for a float output."""
-        return info(self.out).qparams if self.out is not None else None
 
     @property
     def last(self) -> fx.Node:
@@ -95,31 +91,31 @@ def _take(value: fx.Node, steps: dict[fx.Node, Step | None], alone: bool) -> Non
     """
     if value in steps:
         return
-    inside = value.op == "get_attr" or (not alone and is_op(value, "dequantize", "dequantize_channel"))
+    inside = value.op == "get_attr" or (not alone and is_op(value, "dequantize"))
     if inside:
         for read in value.all_input_nodes:
             _take(read, steps, alone)
     steps[value] = Step.of(value) if inside else None
 
 
-def integer_input(value: Any) -> tuple[fx.Node, QParams] | None:
-    """The integer tensor and the parameters behind a dequantized activation; None when `value` is no such thing."""
-    if not is_op(value, "dequantize"):
-        return None
-    qp = info(value).qparams
-    return (value.args[0], qp) if qp is not None and isinstance(value.args[0], fx.Node) else None
+def out_grid(gm: fx.GraphModule, region: Region) -> QParams | None:
+    """Scale and zero point of the integer output of a region; None for a float output."""
+    return grid_of(gm, region.out) if region.out is not None else None
+
+
+def integer_input(gm: fx.GraphModule, value: Any) -> tuple[fx.Node, QParams] | None:
+    """The integer tensor and its grid behind a dequantized activation; None when `value` is no such thing."""
+    grid = grid_of(gm, value) if is_op(value, "dequantize") else None
+    known = grid is not None and grid.axis is None and isinstance(value.args[0], fx.Node)
+    return (value.args[0], grid) if known and grid is not None else None
 
 
 def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
     """The int8 values and parameters behind a dequantized weight; None when `value` is no such thing."""
-    if not is_op(value, "dequantize", "dequantize_channel"):
+    if not is_op(value, "dequantize"):
         return None
-    values, qp = constant(gm, value.args[0]), info(value).qparams
-    if is_op(value, "dequantize_channel") and qp is not None:  # its grid may be edited
-        scale, zero_point = (constant(gm, given) for given in value.args[1:3])
-        if scale is not None and zero_point is not None:
-            qp = replace(qp, scale=scale, zero_point=zero_point)
-    return Weight(values, qp) if values is not None and qp is not None else None
+    values, grid = constant(gm, value.args[0]), grid_of(gm, value)
+    return Weight(values, grid) if values is not None and grid is not None else None
 
 
 @dataclass(frozen=True)

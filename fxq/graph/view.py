@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxq.graph.grid import Grids, grid_of, moved_from
 from fxq.graph.info import info
-from fxq.graph.query import flat_nodes, makes_no_tensor, op_of, submodule
+from fxq.graph.query import CONVERSIONS, flat_nodes, makes_no_tensor, op_of, submodule
 from fxq.graph.unit import Unit
 from fxq.quant.observer_base import Observer
+from fxq.quant.qparams import QParams
 
 KINDS = ("int8", "moves", "convert", "float", "observer", "op", "size", "constant", "io")
 
@@ -91,30 +93,29 @@ def view(gm: fx.GraphModule, name: str = "", known: dict[fx.Node, NodeView] | No
         name: what to call the view in titles.
         known: views of nodes that have not changed since they were made; read, and filled with the new ones.
     """
-    nodes = []
+    nodes, known, grids = [], {} if known is None else known, Grids()
     for node in gm.graph.nodes:
-        made = known.get(node) if known is not None else None
-        if made is None:
-            made = _view_node(gm, node)
-            if known is not None:
-                known[node] = made
+        made = known.get(node)
+        if made is None or moved_from(node) is not None:
+            grid = _grid_text(grid_of(gm, node, grids))
+            made = _view_node(gm, node, *grid) if made is None or (made.scale, made.zero_point) != grid else made
+        known[node] = made
         nodes.append(made)
     return GraphView(tuple(nodes), name)
 
 
-def _view_node(gm: fx.GraphModule, node: fx.Node) -> NodeView:
+def _grid_text(grid: QParams | None) -> tuple[str, str]:
+    """Scale and zero point as text."""
+    if grid is None:
+        return "", ""
+    if grid.axis is None:
+        return f"{grid.s:.4g}", str(grid.z)
+    return f"{float(grid.scale.min()):.3g}..{float(grid.scale.max()):.3g} (axis {grid.axis})", "0"
+
+
+def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -> NodeView:
     about = info(node)
     label, body, options, kind = _describe(gm, node)
-    qp = about.qparams
-    scale, zero_point = "", ""
-    if qp is not None:
-        per_tensor = qp.axis is None
-        scale = (
-            f"{qp.s:.4g}"
-            if per_tensor
-            else f"{float(qp.scale.min()):.3g}..{float(qp.scale.max()):.3g} (axis {qp.axis})"
-        )
-        zero_point = str(qp.z) if per_tensor else "0"
     return NodeView(
         name=node.name,
         kind=kind,
@@ -146,7 +147,7 @@ def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], 
         return str(node.target), (), "", "constant"
     op = op_of(node)
     if op is not None:
-        kind = "convert" if op.name in ("quantize", "dequantize", "dequantize_channel", "requantize") else kind
+        kind = "convert" if op.name in CONVERSIONS else kind
         return op.name, (), options_text(node.kwargs), kind
     module = submodule(gm, node)
     if isinstance(module, Unit):

@@ -13,7 +13,7 @@ from torch import fx
 from fxq.common.data import Batch, first_of
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import Agreement, sqnr
-from fxq.graph.info import info
+from fxq.graph.grid import grid_of
 from fxq.ledger.float_record import Distribution, distribution
 from fxq.ledger.ledger import NodeRow
 from fxq.ledger.side_by_side import ComparedValue, Program, rounded_at, side_by_side
@@ -79,7 +79,7 @@ def _measure(
     original: Original, gm: fx.GraphModule, node_rows: Mapping[str, NodeRow], batch: Batch, read: Set[fx.Node]
 ) -> Measured:
     found, pairs = Measured(), same_values(gm, node_rows, original.nodes)
-    grids = {real: info(rounded_at(node)).qparams for node, real in pairs.items()}
+    grids = {real: grid_of(gm, rounded_at(node)) for node, real in pairs.items()}
     shown = {op.name: original.nodes[op.name] for op in original.ops if op.name in original.nodes}
     shown |= {node_rows[node.name].row.name: real for node, real in pairs.items()}
     names: dict[fx.Node, list[str]] = {}
@@ -96,7 +96,7 @@ def _measure(
         name = node_rows[value.node.name].row.name
         found.sqnr[name], found.own_sqnr[name] = sqnr(value.want, value.got), sqnr(value.want, value.own)
         end = rounded_at(value.node)
-        grid = info(end).qparams if end in read else None
+        grid = grid_of(gm, end) if end in read else None
         found.fault_sqnr[name] = _fault(value, grid) if grid is not None else found.own_sqnr[name]
     return found
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxq.backends.kernel import Kernel
 from fxq.graph.info import info
 from fxq.graph.query import constant, submodule
-from fxq.graph.region import integer_input, integer_weight, read_region
+from fxq.graph.region import integer_input, integer_weight, out_grid, read_region
 from fxq.graph.unit import Inner, OpCall
 from fxq.quant.qparams import QParams
 
@@ -77,7 +77,7 @@ def _layers(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, LayerQPara
     if region is None:
         return
     for i, call in enumerate(region.calls):
-        found = _layer(gm, node, call, region.out_qparams if i == 0 else None)
+        found = _layer(gm, node, call, out_grid(gm, region) if i == 0 else None)
         if found is not None:
             inside = about.paths[i] if i and about.paths else about.path
             yield inside or about.path or node.name, found
@@ -89,7 +89,7 @@ def _layer(gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None)
     if weight is None:
         return None
     read = call.tensors.get(quant.inputs[0])
-    source = integer_input(read)
+    source = integer_input(gm, read)
     if source is None and not isinstance(read, Inner):
         return None
     bias = constant(gm, call.tensors.get(quant.bias or ""))

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
+from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import is_op, is_pure, submodule
 from fxq.graph.run import Runner
@@ -129,8 +130,8 @@ def side_by_side(
         forced = alone.step(node) if alone is not None else None
         source = rounded.get(node)
         if source is not None:
-            want = real.value(pairs[source])
-            value = _comparable(source, rounded_at(pairs[source]), want, node, got, forced)
+            want = _plain(real.value(pairs[source]), grid_of(reference.gm, rounded_at(pairs[source])))
+            value = _comparable(source, want, grid_of(compared.gm, node), got, forced)
             if value is not None:
                 yield value
             if alone is not None and value is not None:
@@ -188,7 +189,7 @@ class _Alone(_Run):
             return
         leaves, structure = pytree.tree_flatten(self.values[node])
         if [t.shape for t in leaves if isinstance(t, Tensor)] == [t.shape for t in want]:
-            given, qp = iter(want), info(node).qparams
+            given, qp = iter(want), grid_of(self.gm, node)
             leaves = [self._like(v, next(given), qp) if isinstance(v, Tensor) else v for v in leaves]
             self.values[node] = pytree.tree_unflatten(leaves, structure)
 
@@ -204,11 +205,7 @@ def _plain(value: Any, qp: QParams | None) -> list[Tensor]:
     return [dequantize(t, qp) if qp is not None and not t.is_floating_point() else t for t in found]
 
 
-def _comparable(
-    node: fx.Node, reference: fx.Node, want: Any, rounded: fx.Node, got: Any, own: Any
-) -> ComparedValue | None:
-    qp = info(rounded).qparams
-    wants = _plain(want, info(reference).qparams)
+def _comparable(node: fx.Node, wants: list[Tensor], qp: QParams | None, got: Any, own: Any) -> ComparedValue | None:
     gots, owns = _plain(got, qp), None if own is None else _plain(own, qp)
     for others in (gots, owns):
         if others is None:

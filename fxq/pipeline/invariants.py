@@ -82,7 +82,7 @@ def _unit_is_called_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
 
 def _edges_are_observed(gm: fx.GraphModule, node: fx.Node) -> str | None:
     for edge in info(node).edges:
-        if edge.observed and info(node).qparams is None:
+        if edge.observed:
             watching = [u for u in _readers_through_observers(gm, node) if isinstance(submodule(gm, u), Observer)]
             if not watching:
                 return f"its value is to be quantized ({edge.spec}) but no observer watches it"
@@ -104,7 +104,7 @@ def _no_observer_left(gm: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _converts_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
-    if not is_op(node, "quantize", "dequantize", "dequantize_channel"):
+    if not is_op(node, "quantize", "dequantize"):
         return None
     source = node.args[0]
     dtype = info(source).dtype if isinstance(source, fx.Node) else None
@@ -112,10 +112,11 @@ def _converts_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
         return f"quantizes %{source}, which is {dtype} already"
     if not is_op(node, "quantize") and dtype not in (None, torch.uint8, torch.int8):
         return f"dequantizes %{source}, which is {dtype}"
-    scale = constant(gm, node.args[1]) if is_op(node, "dequantize_channel") else node.kwargs.get("scale")
+    scale = node.kwargs.get("scale")
     if scale is None:
         return "has no scale. Run calibration first, or set the layer to float"
-    values = torch.as_tensor(scale)
+    fixed = constant(gm, scale) if isinstance(scale, fx.Node) else torch.as_tensor(scale)
+    values = fixed if fixed is not None else torch.ones(())  # one that is computed is not known yet
     if not bool((torch.isfinite(values) & (values > 0)).all()):
         return "its scale is not a positive finite number"
     return None

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxq.common.isolation import copied, untouched, without_autocast
 from fxq.common.metrics import loss, sqnr
 from fxq.common.source import source_of
 from fxq.errors import FxqError, PassError, warn, words_of
+from fxq.graph.info import info, set_info
 from fxq.graph.place import where
 from fxq.graph.run import Runner
 from fxq.graph.view import NodeView, view
@@ -97,20 +98,25 @@ class PassManager:
         self._snapshot(step, rewriter, seconds)
 
     def _try_out(self, step: Pass) -> None:
-        """Run the graph that a pass of the user's left on the example: later, nobody could tell whose fault it is."""
+        """Run the graph that a pass of the user's left on the example: later, nobody could tell whose fault it is.
+
+        Nodes of unknown shape get those of their values.
+        """
         with observers_paused(self.gm):
             runner = Runner(self.gm, copied(self.context.example))
             for node in self.gm.graph.nodes:
                 try:
-                    runner.step(node)
+                    value = runner.step(node)
                 except Exception as error:  # whatever an op raises for what it cannot take
                     raise PassError(
                         f"after {step.name}: the graph does not run on the example: {where(self.gm, node)}: "
                         f"{words_of(error)}"
                     ) from error
+                if info(node).shape is None and isinstance(value, Tensor):
+                    set_info(node, shape=tuple(value.shape), dtype=value.dtype)
 
     def _snapshot(self, step: Pass, rewriter: Rewriter, seconds: float) -> None:
-        for node in rewriter.touched:
+        for node in rewriter.touched if _is_own(step) else list(self._views):  # others may edit without the rewriter
             self._views.pop(node, None)
         graph = view(self.gm, step.name, self._views)
         value = self._measure(step) if self.context.recipe.check == "numeric" else None

@@ -9,6 +9,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
+from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.passes import ChooseGrids
 from fxq.quant.observer_base import Observer
@@ -202,7 +203,7 @@ def test_a_constant_near_the_data_makes_the_grid_wider():
     with torch.no_grad():
         top = float(model.first(x).max())
     quantizer = until(model, x, "insert-qdq", fxq.Recipe.static(backend="reference", activation=MINMAX)).gm
-    grid = next(info(n).qparams for n in quantizer.graph.nodes if n.name == "pad_q")
+    grid = next(grid_of(quantizer, n) for n in quantizer.graph.nodes if n.name == "pad_q")
     assert (float(grid.low), float(grid.high)) == pytest.approx((-1.0, top), abs=float(grid.scale))
 
 

@@ -163,7 +163,7 @@ def test_what_is_kept_is_what_is_still_read(monkeypatch):
         for run in runs:
             values = [n for n in run.integer.values if n not in weights]
             kept.append(sum(n.op != "get_attr" and "int8" not in n.name for n in values))
-        if is_op(node, "dequantize_channel"):
+        if is_op(node, "dequantize") and "axis" in node.kwargs:
             weights.append(node)
             assert len({run.integer.values[node].data_ptr() for run in runs}) == 1
 

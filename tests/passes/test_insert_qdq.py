@@ -6,7 +6,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from fxq.graph.info import info
+from fxq.graph.grid import grid_of
 from fxq.quant.qparams import QParams
 from fxq.rewriting.rewriter import Rewriter
 from tests.graphs import MINMAX, REFERENCE, equal, expected, text, until
@@ -70,7 +70,7 @@ def test_the_grids_are_those_of_the_data_and_the_weight():
     wanted = ((x_int - zero) * scale) @ (w_int * steps).T + model[0].bias.detach().double()
     torch.testing.assert_close(call(gm, x).double(), wanted, rtol=1e-5, atol=1e-5)
     quantize = next(n for n in gm.graph.nodes if n.name == "input_1_q")
-    assert info(quantize).qparams.same_as(QParams.per_tensor(torch.tensor(scale).item(), zero))
+    assert grid_of(gm, quantize).same_as(QParams.per_tensor(torch.tensor(scale).item(), zero))
     assert torch.equal(gm.fxq_data.get_buffer("0_weight_int8").double(), w_int)
 
 
@@ -86,7 +86,7 @@ def test_weights_per_tensor():
         backend="reference", weight=fxq.TensorSpec(signed=True, symmetric=True, observer="minmax")
     )
     gm = until(build("shared_weight"), batch("shared_weight"), "insert-qdq", recipe).gm
-    assert "a_weight_dq = dequantize(@fxq_data.a_weight_int8, B)" in text(gm)
+    assert "a_weight_dq = dequantize(@fxq_data.a_weight_int8, B, qmin=-127, qmax=127)" in text(gm)
 
 
 def test_the_user_s_weights_stay():
@@ -118,7 +118,7 @@ def test_two_specs_of_one_value_are_two_quantizations_of_it(coarse):
         "stem_q = quantize(stem, B)",
         "stem_dq = dequantize(stem_q, B)",
         "stem_q_1 = quantize(stem, C, qmax=7)",
-        "stem_dq_1 = dequantize(stem_q_1, C)",
+        "stem_dq_1 = dequantize(stem_q_1, C, qmax=7)",
     ]
     assert "erf = erf(stem_dq)" in lines
     quantized = call(gm, x)

@@ -152,17 +152,11 @@ class Twice(fxq.Pass):
         object.__setattr__(self, "factor", factor)
 
     def run(self, rewriter):
-        from fxq.graph.info import info
-        from fxq.quant.qparams import QParams
-
         dq = next(n for n in rewriter.nodes("dequantize") if n.name == "a_dq")
-        old = info(dq).qparams
-        qp = QParams.per_tensor(old.s * self.factor, old.z)
-        grid = {"scale": qp.s, "zero_point": qp.z}
+        scale = torch.tensor(dq.kwargs["scale"] * self.factor, dtype=torch.float32).item()
+        grid = {**dq.kwargs, "scale": scale}
         q = rewriter.call("quantize", dq, after=dq, name="second_q", **grid)
         second = rewriter.call("dequantize", q, after=q, name="second_dq", **grid)
-        for node in (q, second):
-            rewriter.describe(node, qparams=qp)
         rewriter.reroute(dq, second, only=lambda user: user not in (q, second))
 
 

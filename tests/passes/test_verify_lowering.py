@@ -19,13 +19,13 @@ from fxq.backends.plain.pool import MaxPool2d
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.common.metrics import sqnr
+from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import Step, is_op, submodule
 from fxq.graph.region import Result, read_region, run_region
 from fxq.graph.view import view
 from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering, _Verifier, disagreement, magnitude
-from fxq.quant.qparams import QParams
 from tests.graphs import REFERENCE, again, equal, expected, kinds, text, until
 from tests.helpers import steps
 from tests.machine import decibels, quiet, told
@@ -332,7 +332,7 @@ def test_the_magnitude_of_what_is_summed():
     region = read_region(gm, node)
     (x,) = region.inputs
     q = torch.randint(0, 256, (4, 5), dtype=torch.uint8)
-    qp = info(x).qparams
+    qp = grid_of(gm, x)
     found = magnitude(gm, region, {x: q})
     weight = run_region(gm, region, {x: torch.eye(5, dtype=torch.uint8) + qp.z}).value - model.bias
     raw = (q.double() - qp.z).abs() + qp.z
@@ -466,12 +466,9 @@ class Coarser(fxq.Pass):
 
     def run(self, rewriter):
         first = rewriter.nodes("dequantize")[0]
-        qp = QParams.per_tensor(1.7 * info(first).qparams.s, 128)
-        grid = {"scale": qp.s, "zero_point": qp.z}
+        grid = {"scale": 1.7 * first.kwargs["scale"], "zero_point": 128}
         q = rewriter.call("quantize", first, after=first, name="second_q", **grid)
         second = rewriter.call("dequantize", q, after=q, name="second_dq", **grid)
-        for node in (q, second):
-            rewriter.describe(node, qparams=qp)
         rewriter.reroute(first, second, only=lambda user: user not in (q, second))
 
 
@@ -572,7 +569,7 @@ def make_anew(rewriter):
     for old in rewriter.nodes():
         if isinstance(submodule(rewriter.gm, old), OnednnLinear):
             new = rewriter.node("call_module", old.target, old.args, like=old, before=old)
-            rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype, qparams=info(old).qparams)
+            rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
             rewriter.replace(old, new)
 
 

@@ -148,7 +148,7 @@ def test_no_scale():
 def test_one_bad_scale_of_a_channel():
     gm = at(Stage.QDQ)
     dq = node(gm, "fc_weight_dq")
-    fx.graph_module._assign_attr(torch.tensor([0.1, 0.0, 0.1, 0.1]), gm, str(dq.args[1].target))
+    fx.graph_module._assign_attr(torch.tensor([0.1, 0.0, 0.1, 0.1]), gm, str(dq.kwargs["scale"].target))
     assert broken(gm, Stage.QDQ).endswith("its scale is not a positive finite number")
 
 

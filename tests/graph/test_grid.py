@@ -1,0 +1,138 @@
+"""A grid is in the graph: without metadata it lowers and renders the same, and edits of grids and names are taken."""
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.kernel import Kernel
+from fxq.graph.grid import grid_of
+from fxq.graph.query import is_op
+from fxq.graph.view import view
+from tests.graphs import REFERENCE, equal, until
+from tests.models import batch, build, call, settled
+
+
+class Attention(nn.Module):
+    """Two heads written out, on a stream with a layer norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        scores = torch.softmax(q @ k.transpose(-2, -1) / 8**0.5, -1)
+        x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def small_conv():
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, groups=8), nn.ReLU6(), nn.Flatten(), nn.Linear(288, 5))
+
+
+NETS = {
+    "conv": (lambda: settled(small_conv), lambda: torch.randn(4, 3, 16, 16)),
+    "residual": (lambda: build("residual"), lambda: batch("residual")),
+    "attention": (lambda: settled(Attention), lambda: torch.randn(4, 6, 16)),
+}
+BACKENDS = ("reference", "auto")
+
+
+@dataclass(frozen=True)
+class Edit(fxq.Pass):
+    """A pass of a user's that calls a function with the graph's module."""
+
+    function: object = None
+    name: ClassVar[str] = "edit"
+    needs: ClassVar[fxq.Stage] = fxq.Stage.FUSED
+    gives: ClassVar[fxq.Stage] = fxq.Stage.FUSED
+
+    def run(self, rewriter):
+        self.function(rewriter.gm)
+
+
+def forget(gm):
+    for node in gm.graph.nodes:
+        node.meta.clear()
+
+
+def rename(gm):
+    for i, node in enumerate(n for n in gm.graph.nodes if n.op not in ("placeholder", "output")):
+        node._rename(f"value_{i}")
+
+
+def double(gm):
+    """Twice the scale of the first grid, where it is quantized and where it is dequantized."""
+    first = next(n for n in gm.graph.nodes if is_op(n, "quantize"))
+    scale = first.kwargs["scale"]
+    for node in (first, *first.users):
+        node.kwargs = {**node.kwargs, "scale": 2 * scale}
+
+
+def quantized(net, backend, after, edit):
+    """The model as it is, the model with the edit behind a pass, and an input."""
+    model, x = (make() for make in NETS[net])
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage")
+    edited = recipe.insert_pass(Edit(edit), after=after)
+    return fxq.quantize(model, recipe, data=[x]), fxq.quantize(model, edited, data=[x]), x
+
+
+def kernels(qmodel):
+    called = [qmodel.get_submodule(n.target) for n in qmodel.graph.nodes if n.op == "call_module"]
+    return [(type(kernel), kernel.config()) for kernel in called if isinstance(kernel, Kernel)]
+
+
+def decided(qmodel):
+    """The ledger without the names of nodes."""
+    return [(row.name, row.fate, row.fix, re.sub(r"(%|into )\w+", "", row.reason)) for row in qmodel.ledger]
+
+
+def grids(gm):
+    return [(node.scale, node.zero_point) for node in view(gm) if node.kind != "constant"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("net", NETS)
+def test_a_graph_without_metadata_lowers_and_renders_the_same(net, backend):
+    known, forgotten, x = quantized(net, backend, "fallback", forget)
+    assert kernels(forgotten) == kernels(known)
+    assert equal(call(forgotten, x), call(known, x))
+    assert grids(forgotten) == grids(known) and len(set(grids(known))) > 3
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_the_grids_of_every_stage_are_read_from_the_graph(net):
+    model, x = (make() for make in NETS[net])
+    for stage in ("insert-qdq", "propagate", "fallback"):
+        gm = until(model, x, stage, REFERENCE).gm
+        before = grids(gm)
+        forget(gm)
+        assert grids(gm) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("net", NETS)
+def test_a_scale_that_a_pass_changes_is_the_scale_of_the_model(net, backend, recwarn):
+    known, edited, x = quantized(net, backend, "fallback", double)
+    assert not [w for w in recwarn if "kernel is wrong" in str(w.message)]
+    old, new = (next(g for node in q.graph.nodes if (g := grid_of(q, node)) is not None) for q in (known, edited))
+    assert new.s == pytest.approx(2 * old.s) and new.z == old.z
+    assert [type_ for type_, _ in kernels(edited)] == [type_ for type_, _ in kernels(known)]
+    assert not equal(call(edited, x), call(known, x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("after", ["annotate", "share-qparams", "insert-observers", "insert-qdq", "fallback"])
+@pytest.mark.parametrize("net", NETS)
+def test_a_pass_that_renames_loses_nothing(net, after, backend):
+    known, renamed, x = quantized(net, backend, after, rename)
+    assert kernels(renamed) == kernels(known)
+    assert equal(call(renamed, x), call(known, x))
+    assert decided(renamed) == decided(known)
