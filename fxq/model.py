@@ -5,25 +5,22 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxq.backends import cpu
-from fxq.backends.by_name import devices_of
 from fxq.backends.other_machine import fit
-from fxq.backends.saved_state import check_same, state_of, take_over
 from fxq.common.attributes import FloatAttributes
 from fxq.common.data import Batch, check_finite, first_of
-from fxq.common.isolation import autocast_on
+from fxq.common.isolation import autocast_on, unshare
 from fxq.common.metrics import nbytes
 from fxq.common.names import check_names
 from fxq.errors import InputError, RecipeError
@@ -43,10 +40,6 @@ from fxq.runtime.call_checks import check_call, compiled, has_kernels
 from fxq.text.notebook import folded, html
 from fxq.text.tables import line, text
 
-log = logging.getLogger("fxq")
-
-PLACE = "fxq_place"
-"""The empty parameter of a quantized model, which tells its device and dtype."""
 _KNOWN = ("history", "ledger", "recipe", "backend", "record", "kinds_kept", "_decided", "_handed")
 """What a quantized model knows besides its graph and tensors, and takes along when it is copied."""
 SAMPLES, BATCHES = 4, 8
@@ -121,28 +114,6 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     model.batches_seen += 1
 
 
-def _own(model: nn.Module, lender: nn.Module) -> None:
-    """Copy what a finished model shares with the user's float model: neither is to change through the other.
-
-    A leaf module that cannot be copied stays shared. The copies take no gradients: integers pass none on.
-    """
-    lent, memo = set(lender.modules()), dict[int, Any]()
-    storages = {t.untyped_storage().data_ptr() for t in (*lender.parameters(), *lender.buffers())}
-    for module in [m for m in model.modules() if m not in lent]:
-        for name, child in module._modules.items():
-            if child in lent:
-                try:
-                    module._modules[name] = copy.deepcopy(child, memo).requires_grad_(False)
-                except Exception as error:  # whatever the module's own attributes raise
-                    log.warning("%s is shared with the float model: it cannot be copied: %s", name, error)
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.untyped_storage().data_ptr() in storages:
-                    own: Any = copy.deepcopy(tensor, memo)
-                    own.requires_grad_(False)
-                    tensors[name] = own
-
-
 class QuantizedModel(Quantized):
     """An integer model: callable, printable, editable like any `fx.GraphModule`.
 
@@ -167,19 +138,13 @@ class QuantizedModel(Quantized):
     _handed: FloatAttributes
     _float: weakref.ref[nn.Module] | None = None
 
-    def __init__(self, root: Any, graph: fx.Graph, class_name: str = "QuantizedModel") -> None:
-        super().__init__(root, graph, class_name)
-        home = next((t.device for t in (*self.parameters(), *self.buffers())), torch.device("cpu"))
-        # Much code asks the first parameter of a model where it is, and a fully integer one has none.
-        self.register_parameter(PLACE, nn.Parameter(torch.empty(0, dtype=torch.float32, device=home), False))
-
     @classmethod
     def from_manager(cls, manager: PassManager, ledger: Ledger, record: Record) -> QuantizedModel:
         """Wrap the graph of a manager that has run its pipeline to the end."""
         context = manager.context
         check_names(manager.gm, cls)
         model = cls(manager.gm, manager.gm.graph)
-        _own(model, context.model)
+        unshare(model, context.model)
         model._attach(
             history=manager.history,
             ledger=ledger,
@@ -210,16 +175,6 @@ class QuantizedModel(Quantized):
         """
         return self.ledger.output_sqnr
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is, and takes its inputs."""
-        return self.get_parameter(PLACE).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its floating-point inputs and outputs: float32, whatever it computes with inside."""
-        return self.get_parameter(PLACE).dtype
-
     def __getattr__(self, name: str) -> Any:
         """Plain data of the float model, where the quantized model has nothing of that name itself.
 
@@ -238,57 +193,6 @@ class QuantizedModel(Quantized):
     def float_model(self) -> nn.Module | None:
         """The user's float model, for as long as the user keeps it; None in a copy, and in a model that was pickled."""
         return self._float() if self._float is not None else None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModel:
-        """What `.to`, `.half`, `.cuda` and their like come down to: `fn` for every tensor, if the kernels allow it.
-
-        Raises:
-            InputError: it changes a dtype, or moves the model to a device that the backend has no kernels for.
-        """
-        for dtype, device in {(t.dtype, t.device): None for t in (*self.parameters(), *self.buffers())}:
-            made = fn(torch.empty(0, dtype=dtype, device=device))
-            if made.dtype != dtype:
-                raise InputError(
-                    f"a quantized model's tensors keep their types, and this makes {made.dtype} of {dtype}: its scales "
-                    "and kernels are made for them. Convert the float model before quantizing it, or convert inputs "
-                    "and outputs.".replace("torch.", "")
-                )
-            devices = devices_of(self.backend)
-            if made.device.type != device.type and devices and made.device.type not in devices:
-                raise InputError(
-                    f"the kernels of backend {self.backend!r} run on {', '.join(devices)} only, not on {made.device}. "
-                    'For another device, quantize with backend="reference", which is exact and runs anywhere.'
-                )
-        super()._apply(fn, recurse)
-        return self
-
-    def get_extra_state(self) -> Tensor:
-        """What belongs to the state dict besides the tensors: all grids, so that they go with the weights."""
-        return state_of(self)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take over the grids of a model that was quantized alike. What was recorded of this one stays as it is.
-
-        Raises:
-            InputError: the other model has another structure; the message names where.
-        """
-        take_over(self, state)
-        self.recompile()
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """As in `nn.Module`; all of a model or nothing, so that no two are mixed."""
-        state = state_dict.get(f"{prefix}_extra_state")
-        if state is not None:
-            check_same(self, state)
-        own = self.state_dict(prefix=prefix)
-        missing = [name for name in own if name not in state_dict]
-        if missing and len(missing) < len(own):
-            raise InputError(
-                f"the state dict has {len(own) - len(missing)} of {len(own)} entries of this quantized model, "
-                f"{missing[0]!r} is not among them. Weights and grids belong together: load all of one model, also "
-                "with strict=False."
-            )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def recompile(self) -> Any:
         """As in `fx.GraphModule`: to be called when the graph was edited. Its forward binds itself to its inputs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fxq.common.data import Batch
+
+log = logging.getLogger("fxq")
 
 
 @dataclass
@@ -109,6 +113,28 @@ def _same_items(now: Any, before: Any) -> bool:
     if now is None or before is None:
         return now is before
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def unshare(model: nn.Module, lender: nn.Module) -> None:
+    """Copy what a finished model shares with the user's float model: neither is to change through the other.
+
+    A leaf module that cannot be copied stays shared. The copies take no gradients: integers pass none on.
+    """
+    lent, memo = set(lender.modules()), dict[int, Any]()
+    storages = {t.untyped_storage().data_ptr() for t in (*lender.parameters(), *lender.buffers())}
+    for module in [m for m in model.modules() if m not in lent]:
+        for name, child in module._modules.items():
+            if child in lent:
+                try:
+                    module._modules[name] = copy.deepcopy(child, memo).requires_grad_(False)
+                except Exception as error:  # whatever the module's own attributes raise
+                    log.warning("%s is shared with the float model: it cannot be copied: %s", name, error)
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.untyped_storage().data_ptr() in storages:
+                    own: Any = copy.deepcopy(tensor, memo)
+                    own.requires_grad_(False)
+                    tensors[name] = own
 
 
 @contextmanager

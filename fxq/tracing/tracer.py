@@ -17,18 +17,19 @@ from torch.nn.utils import parametrize
 from fxq.common.data import Batch
 from fxq.common.globs import path_matches
 from fxq.common.isolation import copied
-from fxq.errors import FxqError, InputError, TraceError, words_of
+from fxq.errors import FxqError, InputError, TraceError
 from fxq.graph.guards import make_output
 from fxq.graph.info import set_info
 from fxq.graph.query import tensor_meta
 from fxq.ops import OPS
 from fxq.tracing.assumptions import Assumptions
 from fxq.tracing.dependence import origin_of
+from fxq.tracing.example_run import ExampleRun, has_traced_weights
 from fxq.tracing.exported_program import Exported
 from fxq.tracing.failure import Untraceable, blame, user_line
 from fxq.tracing.forward_arguments import arguments, can_be_default, expanded
 from fxq.tracing.memory import MemoryWatch
-from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, replaced, unwatched, visible
+from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, visible
 from fxq.tracing.tuples import apart, sliced
 from fxq.tracing.wrappers import wrapped
 
@@ -70,11 +71,8 @@ class Tracer(fx.Tracer):
         self.broken: dict[str, str] = {}
         self.watch = MemoryWatch()
         self.returned: list[Tensor] = []
-        self._running = False
         self._thread = threading.get_ident()
-        self._copies: dict[Tensor, Tensor] = {}
         self._read: dict[str, TracedValue] = {}
-        self._folded: dict[nn.Module, Tensor] = {}
         self._paths: dict[Tensor, str] = {}
 
     def trace_model(self, model: nn.Module) -> fx.Graph:
@@ -84,6 +82,7 @@ class Tracer(fx.Tracer):
             TraceError: the model itself, not a module in it, cannot be traced.
             InputError: the model does not run on the example.
         """
+        self.run = ExampleRun(model, _TRACE)
         self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
@@ -99,7 +98,7 @@ class Tracer(fx.Tracer):
 
     def _traces(self) -> bool:
         """Whether a forward of the model is running, rather than a layer on the example or something else's thread."""
-        return not self._running and threading.get_ident() == self._thread
+        return not self.run.is_on and threading.get_ident() == self._thread
 
     # ---- inputs and outputs
 
@@ -167,8 +166,9 @@ class Tracer(fx.Tracer):
             args, kwargs = apart(target, args, kwargs)
         self.asked.forget()
         self.asked.squeezes = self.asked.squeezes or target in _SQUEEZES
-        before = self._versions(args, kwargs)
-        result = self._run(kind, target, args, kwargs)
+        before = self.watch.versions(self.run.values((args, kwargs)))
+        inside = next((p for p, _ in reversed(self.module_stack.values())), "")
+        result = self.run.call(kind, target, args, kwargs, target if kind == "call_module" else inside)
         node: fx.Node = super().create_proxy(kind, target, args, kwargs, name, type_expr).node
         changes = self.watch.changed(before)
         self._see(node, result, changes)
@@ -224,14 +224,8 @@ class Tracer(fx.Tracer):
         path = self._paths.get(tensor)
         node: Any = super().create_arg(tensor) if path is None else self.create_node("get_attr", path, (), {})
         self._paths[tensor] = str(node.target)
-        self._see(node, self._copy(tensor))
+        self._see(node, self.run.copy(tensor))
         return cast(fx.Node, node)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor of the model, the same one for each reader."""
-        if tensor not in self._copies:
-            self._copies[tensor] = copied(tensor)
-        return self._copies[tensor]
 
     def _see(self, node: fx.Node, value: Any, changes: tuple[int, ...] = ()) -> None:
         """Note shape, dtype and memory of a node's value."""
@@ -245,49 +239,11 @@ class Tracer(fx.Tracer):
         if path is None:
             return attr_val
         if path not in self._read:
-            held = self._copy(attr_val)
+            held = self.run.copy(attr_val)
             node = self.create_node("get_attr", path, (), {})
             self._see(node, held)
             self._read[path] = TracedValue(node, self, held, Origin.CONSTANT)
         return self._read[path]
-
-    # ---- the run on the example
-
-    def _versions(self, args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
-        return self.watch.versions(replaced((args, kwargs), self._example))
-
-    def _example(self, value: Any) -> Any:
-        if is_value(value):
-            return value._value
-        return self._copy(value) if isinstance(value, Tensor) else value
-
-    def _run(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of a call; errors name the layer and what it was given."""
-        values, named = replaced(args, self._example), replaced(kwargs, self._example)
-        outer, self._running = self._running, True
-        try:
-            with unwatched():
-                if kind == "call_method":
-                    return getattr(values[0], target)(*values[1:], **named)
-                called = self.root.get_submodule(target) if kind == "call_module" else target
-                if kind == "call_module" and _has_traced_weights(called):
-                    raise TraceError(_SWAPPED.format(path=target))
-                return called(*values, **named)
-        except TraceError:
-            raise
-        except Exception as error:
-            given = ", ".join(
-                f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in values if isinstance(a, Tensor)
-            )
-            path = target if kind == "call_module" else next((p for p, _ in reversed(self.module_stack.values())), "")
-            layer = f'layer "{path}"' if path else getattr(target, "__name__", str(target))
-            line = user_line(_TRACE)
-            place = f" ({line})" if line else ""
-            raise InputError(
-                f"the model does not run on the example: {layer}{place} got {given}: {words_of(error)}"
-            ) from error
-        finally:
-            self._running = outer
 
     # ---- modules
 
@@ -299,7 +255,7 @@ class Tracer(fx.Tracer):
             return False  # a forward set on the object is not that of its type, so what the table says does not hold
         own = type(m).__mro__[1] if parametrize.is_parametrized(m) else type(m)
         known = own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or own in _SPELLED_MODULES
-        return known and not _has_traced_weights(m)
+        return known and not has_traced_weights(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace into a module, or keep it as a leaf: where it is one, and where tracing into it fails."""
@@ -307,14 +263,14 @@ class Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         path = self.submodule_paths.get(m) if self.submodule_paths else None
         inside = wrapped(m)
-        if inside is not None and (self._running or not is_kept(path or "", self.leaves)):
+        if inside is not None and (self.run.is_on or not is_kept(path or "", self.leaves)):
             return inside(*args, **kwargs)
         if m._compiled_call_impl is not None:  # by module.compile(): what it calls instead cannot be traced
             forward = m._call_impl
-        if self._running:
+        if self.run.is_on:
             return forward(*args, **kwargs)
         if isinstance(m, parametrize.ParametrizationList):
-            return self._fold(m, forward, args, kwargs)
+            return self.run.fold(m, forward, args, kwargs)
         if path is None:  # made by a forward, or in a plain list: it has no path to call it by
             return forward(*args, **kwargs)
         stack, refusals = dict(self.module_stack), len(self.asked.refusals)
@@ -349,16 +305,6 @@ class Tracer(fx.Tracer):
         self.broken[path] = blame(self.root, error).note()
         return kept
 
-    def _fold(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A parametrized tensor of a module, computed once."""
-        if m not in self._folded:
-            self._running = True
-            try:
-                self._folded[m] = forward(*args, **kwargs).detach().clone()
-            finally:
-                self._running = False
-        return self._folded[m]
-
     # ---- plain values
 
     def rows(self, value: TracedValue) -> Iterator[Any]:
@@ -381,15 +327,6 @@ _SPELLED_MODULES = frozenset(
 
 
 _NO_ARGUMENT = "an object of type {kind} is returned, or given to a layer, and no graph can hold it."
-_SWAPPED = (
-    'layer "{path}" is called with weights that the forward gives it (torch.func.functional_call), and a leaf is '
-    "called with its own: do not keep it as one, but a module that calls it, if any."
-)
-
-
-def _has_traced_weights(module: nn.Module) -> bool:
-    """Whether `torch.func.functional_call` has put traced values in the place of a module's tensors."""
-    return any(is_value(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()))
 
 
 def is_kept(path: str, leaves: tuple[str, ...]) -> bool:
