@@ -7,6 +7,8 @@ from torch import nn
 import fxq
 from fxq.backends.by_name import get_backend
 from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.kernel import Kernel
+from fxq.backends.x86.x86 import X86 as X86Backend
 from fxq.cost.cache import Costs
 from fxq.cost.prices import has_known_shapes, regions_of
 from fxq.cost.probe import Prober
@@ -42,8 +44,10 @@ class Results(Costs):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_every_unit_runs_both_ways(name):
+def test_every_unit_runs_both_ways(name, monkeypatch):
     """As a kernel on integers and as float ops: results of the same shape, each region measured once."""
+    lowered, lower = [], X86Backend.lower
+    monkeypatch.setattr(X86Backend, "lower", lambda self, r: (lower(self, r), lowered.append(list(r.gm.modules()))))
     gm, found = regions(build(name), batch(name))
     before, code = list(gm.graph.nodes), gm.code
     known = prober(Results())
@@ -57,7 +61,9 @@ def test_every_unit_runs_both_ways(name):
         about = info(region.last)
         assert tuple(known.costs.results[int8].shape) == tuple(known.costs.results[real].shape) == about.shape
         assert known.costs.results[int8].dtype == about.dtype and known.costs.results[real].dtype == torch.float32
-    assert found and list(gm.graph.nodes) == before and gm.code == code
+        if info(region.node).plan.fate == "int8":
+            assert any(isinstance(module, Kernel) for module in lowered[-1])
+    assert lowered and list(gm.graph.nodes) == before and gm.code == code
 
 
 @pytest.mark.parametrize("elements", [1, 1000, 300_000])
