@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, Post
+from fxq.backends.layer_spec import LayerSpec
 from fxq.quant.qparams import QParams
 from tests.machine import QMAX
 
@@ -62,6 +63,11 @@ def weight(*shape: int, axis: int | None = 0) -> tuple[Tensor, QParams, Tensor]:
     qp = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -127, 127, torch.int8, axis)
     along = scale if axis is None else scale.view([-1 if d == axis else 1 for d in range(q.dim())])
     return q, qp, q.double() * along.double()
+
+
+def layer(*shape: int, axis: int | None = 0, **options: object) -> LayerSpec:
+    """A layer with a random weight, from the grid `X` to the first of `OUTS`."""
+    return LayerSpec(*weight(*shape, axis=axis)[:2], None, X, **{"out": OUTS[0], **options})  # type: ignore[arg-type]
 
 
 def agree(got: Tensor, y: Tensor, out: QParams | None) -> None:

@@ -8,7 +8,9 @@ from torch import nn
 
 import fxq
 from fxq.backends.cpu import has_onednn_int8
-from fxq.backends.kernel import Kernel, Post, WeightedKernel
+from fxq.backends.kernel import Kernel, Post
+from fxq.backends.layer_kernel import LayerKernel
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.backends.plain.binary import Add
 from fxq.backends.plain.pool import Mean
@@ -44,7 +46,7 @@ def quantized(backend):
 
 
 def weighted(qmodel):
-    return [(path, m) for path, m in qmodel.named_modules() if isinstance(m, WeightedKernel)]
+    return [(path, m) for path, m in qmodel.named_modules() if isinstance(m, LayerKernel)]
 
 
 def assigned_data(tensor, value):
@@ -133,7 +135,7 @@ def test_a_model_that_was_moved_can_be_edited():
 @pytest.mark.parametrize("shape", [(4, 4), (16, 8, 3, 3), ()])
 def test_another_shape_raises(shape):
     q, qp, _ = weight(8, 4, 3, 3)
-    kernel = OnednnConv(q, qp, torch.randn(8), QParams.per_tensor(0.02, 9, 0, 127), None)
+    kernel = OnednnConv(LayerSpec(q, qp, torch.randn(8), QParams.per_tensor(0.02, 9, 0, 127), None))
     x = torch.randint(0, 128, (1, 4, 5, 5), dtype=torch.uint8)
     kernel(x)
     kernel.weight = torch.ones(shape, dtype=torch.int8)
@@ -154,7 +156,7 @@ def test_what_the_kernel_refuses_raises():
     q, qp, _ = weight(8, 4, 3, 3)
     grid = QParams.per_tensor(0.02, 9, 0, 127)
     slopes = torch.linspace(0, 0.5, 8)
-    kernel = OnednnConv(q, qp, None, grid, grid, post=Post("prelu"), slope=slopes)
+    kernel = OnednnConv(LayerSpec(q, qp, None, grid, grid, post=Post("prelu"), slope=slopes))
     x = torch.randint(0, 128, (1, 4, 5, 5), dtype=torch.uint8)
     kernel(x)
     kernel.slope[0] = 2.0
@@ -166,7 +168,7 @@ def test_what_the_kernel_refuses_raises():
 def test_edited_weights_whose_sums_leave_int32_are_refused():
     rows = torch.ones(2, 140_000, dtype=torch.int8)
     scale = QParams(torch.ones(()), torch.zeros((), dtype=torch.int32), -127, 127, torch.int8)
-    kernel = OnednnLinear(rows, scale, None, QParams.per_tensor(0.02, 0, 0, 127), None)
+    kernel = OnednnLinear(LayerSpec(rows, scale, None, QParams.per_tensor(0.02, 0, 0, 127), None))
     x = torch.full((2, 140_000), 127, dtype=torch.uint8)
     torch.testing.assert_close(kernel(x), torch.full((2, 2), 140_000 * 127 * 0.02), rtol=1e-6, atol=0.0)
     kernel.weight.fill_(127)
@@ -179,7 +181,7 @@ def test_edited_weights_whose_sums_leave_int32_are_refused():
     [
         (lambda grid: Add(grid, grid, grid), "out"),
         (lambda grid: Mean(grid, grid, (1,)), "dim"),
-        (lambda grid: OnednnConv(*weight(8, 4, 3, 3)[:2], None, grid, grid), "stride"),
+        (lambda grid: OnednnConv(LayerSpec(*weight(8, 4, 3, 3)[:2], None, grid, grid)), "stride"),
     ],
 )
 def test_options_are_fixed(kernel, name):

@@ -8,7 +8,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.kernel import WeightedKernel
+from fxq.backends.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import warn_once
 from tests.graphs import equal
@@ -116,7 +116,7 @@ def test_without_vnni_one_role_has_7_bits(monkeypatch, narrow):
     recipe = replace(X86, narrow=narrow)
     with pytest.warns(fxq.FxqWarning, match="no VNNI.*7 bits for one of them"):
         quantized = fxq.quantize(model, recipe, data=[inputs])
-    grids = {module.x.qmax for module in quantized.modules() if isinstance(module, WeightedKernel)}
+    grids = {module.x.qmax for module in quantized.modules() if isinstance(module, LayerKernel)}
     assert grids == ({127} if narrow == "activations" else {255})
     largest = {int(layer.weight.abs().max()) for layer in quantized.qparams().values()}
     assert largest == ({127} if narrow == "activations" else {63})

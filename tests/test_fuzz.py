@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import fxq
 from fxq.backends.cpu import has_onednn_int8, has_vnni
-from fxq.backends.kernel import WeightedKernel
+from fxq.backends.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.cost import cache as costs
 from fxq.ops import OPS
@@ -158,7 +158,7 @@ def check_state(network: Network, batch: Any, quantized: fxq.QuantizedModel, got
 
 def check_edits(batch: Any, quantized: fxq.QuantizedModel) -> None:
     """A weight that is edited behind calls counts as in a fresh copy, which has packed and bound nothing."""
-    for kernel in [m for m in quantized.modules() if isinstance(m, WeightedKernel)][:3]:
+    for kernel in [m for m in quantized.modules() if isinstance(m, LayerKernel)][:3]:
         kernel.weight_scale.mul_(0.75)
         kernel.weight = kernel.weight.flip(0)
         edited, fresh = quantized(*batch), copy.deepcopy(quantized)(*batch)

@@ -1,4 +1,4 @@
-"""What integer kernels on plain tensors share: how they are described as data, what they refuse, how they finish."""
+"""What integer kernels on plain tensors share: they are described as data, and pack their tensors on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fxq.errors import BackendError, InputError
 from fxq.graph.bindable import Bindable, ModuleWatch, Seen
 from fxq.quant.qparams import QParams
-from fxq.quant.spec import fits_int16
 from fxq.runtime.call_checks import OPAQUE
 
 if TYPE_CHECKING:
@@ -239,36 +238,6 @@ def activation_refused(role: str, qp: QParams | None) -> str | None:
     return None
 
 
-def weight_refused(qp: QParams | None, axis: int) -> str | None:
-    """Why a weight with `qp` cannot be used; `axis` is the axis of its output channels."""
-    if qp is None:
-        return None
-    if qp.dtype != torch.int8:
-        return f"the weight is {str(qp.dtype).removeprefix('torch.')}, the kernels take int8"
-    if bool((qp.zero_point != 0).any()):
-        return "the weight has a zero point other than 0, which the kernels ignore"
-    if qp.axis not in (None, axis):
-        return f"the weight is quantized along axis {qp.axis}, the kernels need axis {axis}"
-    return None
-
-
-def is_depthwise(shape: Sequence[int], groups: int) -> bool:
-    """Whether a convolution with a weight of this shape is depthwise: a channel in and one out for each group."""
-    return groups > 1 and shape[0] == groups and shape[1] == 1
-
-
-def overflow_refused(x: QParams, weight: Tensor) -> str | None:
-    """Why activations on the grid `x` and an int8 weight are too large for a kernel that adds pairs in int16."""
-    low, high = weight.aminmax() if weight.numel() else (0, 0)
-    largest = max(-int(low), int(high))
-    if fits_int16(x.qmax, largest):
-        return None
-    return (
-        f"the kernel adds pairs of products in int16 here, which activations up to {x.qmax} and weights up to "
-        f"{largest} overflow; use 7 bits for one of them"
-    )
-
-
 def first_reason(reasons: Iterable[str | None]) -> str | None:
     """The first reason that is not None."""
     return next((reason for reason in reasons if reason), None)
@@ -286,105 +255,9 @@ def bounds(post: Post | None) -> tuple[float, float] | None:
     return _BOUNDS.get(post.name)
 
 
-class WeightedKernel(Kernel):
-    """A kernel with the buffers `weight` (int8), `weight_scale` (float32, 0-d or (C,)) and `bias` (float32 or None)."""
-
-    channel_axis: ClassVar[int] = 0
-    sums_bias: ClassVar[bool] = False
-    """Whether the bias goes into the integer sums, as int32 with the scale of the products."""
-    weight: Tensor
-    weight_scale: Tensor
-    bias: Tensor | None
-    x: QParams
-    groups: int = 1
-
-    def __init__(self, weight: Tensor, qparams: QParams, bias: Tensor | None) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight.detach().contiguous())  # oneDNN packs a transposed linear weight wrongly
-        self.register_buffer("weight_scale", qparams.scale.detach().to(torch.float32))
-        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """Inverse of `config()` and `dict(kernel.named_buffers())`."""
-        rest = dict(tensors)
-        scale = rest.pop("weight_scale")
-        axis = cls.channel_axis if scale.dim() else None
-        qparams = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -128, 127, torch.int8, axis)
-        options = {name: decode(value) for name, value in config.items()}
-        return cls(rest.pop("weight"), qparams, rest.pop("bias", None), **options, **rest)
-
-    def check(self) -> None:
-        """As in `Kernel`; weights may have been edited, so that sums are bounded again."""
-        super().check()
-        refuse(self.name, sums_refused(self))
-
-
-def sums_refused(kernel: WeightedKernel) -> str | None:
-    """Why sums of the kernel's products could leave int32 for inputs on its grid; None where they cannot.
-
-    The kernels sum products with the integers of the input as they are, or less their zero point.
-    """
-    weight, x, axis = kernel.weight, kernel.x, kernel.channel_axis
-    parts = weight.unflatten(0, (kernel.groups if axis else 1, -1)).movedim(1 + axis, 1).flatten(2)
-    if not kernel.sums_bias and 128 * x.qmax * parts.shape[2] <= _INT32:
-        return None  # whatever the weights: nearly all layers, without a copy of them in float64
-    parts = parts.double()
-    above, below = parts.clamp(min=0).sum(2), parts.clamp(max=0).sum(2).neg()  # (groups or 1, C)
-    up, down = x.qmax - x.z, x.z - x.qmin
-    shifted = torch.maximum(above * up + below * down, above * down + below * up)
-    most = torch.maximum(torch.maximum(above, below) * x.qmax, shifted)
-    if kernel.bias is not None and kernel.sums_bias:
-        bias = kernel.bias.double().abs() / (kernel.weight_scale.double() * x.s)
-        most = most + bias.reshape(most.shape if bias.numel() == most.numel() else (1, -1))
-    largest = float(most.max()) if most.numel() else 0.0
-    return f"its sums can reach {largest:.2g}, beyond int32 (2.1e+09)" if largest > _INT32 else None
-
-
-_INT32 = 2**31 - 1
-
-
 def numbers(qp: QParams | None) -> tuple[float, int]:
     """Scale and zero point as numbers: reading them from tensors takes microseconds."""
     return (1.0, 0) if qp is None else (qp.s, qp.z)
-
-
-def padding_refused(
-    padding: int | Sequence[int] | str, mode: str, kernel_size: Sequence[int] | None, dilation: int | Sequence[int]
-) -> str | None:
-    """Why a convolution with this padding cannot be run; the kernels pad with zeros, as much before as after."""
-    if mode != "zeros":
-        return f"pads with mode {mode!r}"
-    if padding == "same" and kernel_size is not None:
-        spread = [d * (k - 1) for k, d in zip(kernel_size, pair(dilation, len(kernel_size)), strict=True)]
-        return "pads asymmetrically" if any(s % 2 for s in spread) else None
-    if isinstance(padding, str) or kernel_size is None or isinstance(padding, int):
-        return None
-    return "pads asymmetrically" if len(padding) != len(kernel_size) else None
-
-
-def slope_refused(slope: Tensor | None) -> str | None:
-    """Why prelu with these slopes cannot be the larger, or the smaller, of y and slope * y in every channel."""
-    if slope is None:
-        return None
-    if not bool(slope.isfinite().all()):
-        return "prelu has slopes that are not finite"
-    if bool((slope <= 1).all()) or bool((slope >= 1).all()):
-        return None
-    return "prelu has slopes above 1 in some channels and below 1 in others"
-
-
-def post_refused(post: Post | None, known: tuple[str, ...], residual: bool) -> str | None:
-    """Why `post` cannot be applied by a kernel that knows the activation functions `known`."""
-    if post is None:
-        return None
-    if post.name not in known:
-        return f"the kernel has no {post.name}"
-    if residual and bounds(post) is None:
-        return f"{post.name} after a residual"
-    if post.name == "gelu" and post.algorithm not in ("none", "tanh"):
-        return f"gelu with approximate={post.algorithm!r}"
-    return None
 
 
 def refuse(name: str, reason: str | None) -> None:

@@ -169,24 +169,6 @@ def never(parts: Parts, node: fx.Node) -> str | None:
     return None
 
 
-def kernel_size_of(parts: Parts) -> tuple[int, ...]:
-    """The spatial sizes of the weight."""
-    weight = parts.first.tensors["weight"]
-    return tuple((info(weight).shape or ())[2:]) if isinstance(weight, fx.Node) else ()
-
-
-def weighted(operands: Operands) -> tuple[Tensor, QParams, Tensor | None, QParams, QParams | None]:
-    """Weight, its parameters, bias, grid of the input and of the output: what a kernel with a weight begins with."""
-    if operands.weight is None:
-        raise BackendError("its weight is not in integers")
-    return operands.weight.values, operands.weight.qparams, operands.bias, operands.grids[0], operands.out
-
-
-def second(operands: Operands) -> QParams | None:
-    """The grid of a residual; None without one."""
-    return operands.grids[1] if len(operands.grids) > 1 else None
-
-
 def _max_pool(parts: Parts, operands: Operands) -> Kernel:
     options = parts.first.options
     same_grid(operands)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
-from fxq.backends.kernel import Kernel, WeightedKernel, slope_refused, sums_refused
+from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import QUANTIZING, KernelRow, Operands, Parts, row_for, take_apart
+from fxq.backends.layer_kernel import LayerKernel, sums_refused
+from fxq.backends.layer_spec import slope_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError
@@ -100,7 +102,7 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]
         kernel = row.make(parts, operands) if not isinstance(operands, str) else operands
     except BackendError as error:
         kernel = str(error)
-    if isinstance(kernel, WeightedKernel):
+    if isinstance(kernel, LayerKernel):
         kernel = sums_refused(kernel) or kernel
     if isinstance(kernel, Kernel) and not isinstance(operands, str):
         _replace(rewriter, region, kernel, operands.inputs)

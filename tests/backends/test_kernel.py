@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel, Post
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
@@ -33,12 +34,12 @@ def conv(**options: object) -> Kernel:
     per_group = 8 // options.get("groups", 1)  # type: ignore[operator]
     values, qparams, _ = weight(8, per_group, size, size)  # type: ignore[arg-type]
     out = options.pop("out", OUT)
-    return OnednnConv(values, qparams, torch.randn(8), X, out, **options)  # type: ignore[arg-type]
+    return OnednnConv(LayerSpec(values, qparams, torch.randn(8), X, out, **options))  # type: ignore[arg-type]
 
 
 def linear(features: int, **options: object) -> Kernel:
     values, qparams, _ = weight(5, features)
-    return OnednnLinear(values, qparams, torch.randn(5), X, options.pop("out", OUT), **options)  # type: ignore[arg-type]
+    return OnednnLinear(LayerSpec(values, qparams, torch.randn(5), X, options.pop("out", OUT), **options))  # type: ignore[arg-type]
 
 
 def excite(out: object = OUT) -> Kernel:

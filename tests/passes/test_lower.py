@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends import kernel as kernel_module
+from fxq.backends import layer_kernel as kernel_module
 from fxq.backends.cpu import has_onednn_int8
-from fxq.backends.kernel import Kernel, WeightedKernel, sums_refused
+from fxq.backends.kernel import Kernel
+from fxq.backends.layer_kernel import LayerKernel, sums_refused
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.common.metrics import sqnr
 from fxq.graph.query import submodule
@@ -180,10 +182,11 @@ def test_sums_stay_within_int32(layer, inputs, backend):
     assert sqnr(model(ones), quantized(ones)) > 25
 
 
-class Layer(WeightedKernel):
+class Layer(LayerKernel):
     """A layer whose sums are to be bounded."""
 
     name = "layer"
+    options = ("x", "groups")
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -193,8 +196,8 @@ def test_the_bound_of_the_sums(groups, transposed):
     weight = torch.randint(-127, 128, (8, 8 // groups, 3, 3), dtype=torch.int8)
     x = QParams.per_tensor(0.1, 40)
     qparams = QParams(torch.ones(()), torch.zeros((), dtype=torch.int32), -127, 127, torch.int8)
-    kernel = Layer(weight, qparams, None)
-    kernel.x, kernel.groups, kernel.channel_axis = x, groups, int(transposed)
+    kernel = Layer(LayerSpec(weight, qparams, None, x, None, groups=groups))
+    kernel.channel_axis = int(transposed)
     rows = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1) if transposed else weight
     rows = rows.double().flatten(1)
     ends = [(0.0, 255.0), (-40.0, 215.0)]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
-
-from torch import fx
+from typing import ClassVar
 
 from fxq.backends import cpu
 from fxq.backends.base import Trap
-from fxq.backends.kernel import is_depthwise
 from fxq.backends.kernel_table import KernelRow
+from fxq.backends.layer_rows import is_depthwise_call
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
 from fxq.errors import warn_once
-from fxq.graph.info import info
 from fxq.graph.unit import OpCall
 from fxq.quant.spec import QuantConfig
 
@@ -50,9 +48,10 @@ class FbgemmConvTranspose(_Fbgemm, packed_conv.PackedConvTranspose):
     deepens: ClassVar[bool] = True
 
     @classmethod
-    def scales_refused(cls, groups: int) -> str | None:
-        """PyTorch does not pack such a weight."""
-        return "fbgemm's transposed convolution takes one scale for the whole weight"
+    def refuses(cls, spec: LayerSpec) -> str | None:
+        """PyTorch does not pack a weight with several scales."""
+        scales = "fbgemm's transposed convolution takes one scale for the whole weight"
+        return super().refuses(spec) or (scales if spec.weight_qparams.axis is not None else None)
 
 
 class FbgemmLinear(_Fbgemm, packed_linear.PackedLinear):
@@ -91,7 +90,7 @@ class Fbgemm(PackedBackend):
 
     @property
     def rows(self) -> Mapping[str, KernelRow]:
-        """See `packed_rows.py`."""
+        """See `packed_kernels.py`."""
         return ROWS
 
     def check_machine(self) -> None:
@@ -117,11 +116,4 @@ class Fbgemm(PackedBackend):
 
     def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
         """Depthwise convolutions, and all layers on a CPU without VNNI."""
-        return bool(calls[0].op.quant.weight) and _Fbgemm.adds_in_int16(_is_depthwise(calls[0]))
-
-
-def _is_depthwise(call: OpCall) -> bool:
-    weight: Any = call.tensors.get("weight")
-    shape = info(weight).shape if isinstance(weight, fx.Node) else None
-    groups = call.options.get("groups", 1)
-    return call.op.name.startswith("conv") and shape is not None and is_depthwise(shape, groups)
+        return bool(calls[0].op.quant.weight) and _Fbgemm.adds_in_int16(is_depthwise_call(calls[0]))

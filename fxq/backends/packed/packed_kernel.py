@@ -10,24 +10,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fxq.backends.kernel import (
-    Post,
-    WeightedKernel,
-    activation_refused,
-    bounds,
-    overflow_refused,
-    post_refused,
-    refuse,
-    weight_refused,
-)
+from fxq.backends.kernel import Post, bounds
 from fxq.backends.kernel_table import CLAMPS
+from fxq.backends.layer_kernel import LayerKernel
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed.quantized_tensors import as_uint8, engine_selected
 from fxq.backends.plain.clamp_and_pad import to_integer
 from fxq.errors import InputError
 from fxq.quant.qparams import QParams
-
-EMITS = "its result is wanted in float32, the kernel emits uint8"
-"""Why a kernel cannot hand out float32."""
 
 
 class Finish:
@@ -48,49 +38,27 @@ class Finish:
         return y if self.clamp is None else y.clamp_(*self.clamp)
 
 
-class PackedKernel(WeightedKernel):
-    """A kernel with a weight that one of PyTorch's quantized engines has packed.
+class PackedKernel(LayerKernel):
+    """A layer with a weight that one of PyTorch's quantized engines has packed.
 
     Args:
-        weight: int8.
-        weight_qparams: per tensor, or per channel along `channel_axis`; zero point 0.
-        bias: float32, or None.
-        x: grid of the input.
-        out: grid of the output.
-        post: None or a clamp.
+        spec: the layer; post None or a clamp.
+
+    Raises:
+        BackendError: for what `refuses` names.
     """
 
     engine: ClassVar[str]
-    x: QParams
-    out: QParams | None
-    post: Post | None
-
+    posts: ClassVar[tuple[str, ...]] = CLAMPS
+    emits_float: ClassVar[bool] = False
     has_relu: ClassVar[bool] = True
     """Whether the engine has a form of the kernel that clamps to positive values."""
 
-    def _set(self, x: QParams, out: QParams | None, post: Post | None, depthwise: bool = False) -> None:
-        if self.adds_in_int16(depthwise):
-            refuse(self.name, overflow_refused(x, self.weight))
-        self.x, self.out, self.post = x, out, post
-        self._input = x.s, x.z
-        if out is not None:
-            self._output, self._finish = (out.s, out.z), Finish(out, post, self.has_relu)
-
-    @classmethod
-    def adds_in_int16(cls, depthwise: bool) -> bool:
-        """Whether the engine adds pairs of products in int16 here."""
-        return False
-
-    @classmethod
-    def _reasons(
-        cls, weight: QParams | None, x: QParams | None, out: QParams | None, post: Post | None
-    ) -> list[str | None]:
-        return [
-            post_refused(post, CLAMPS, residual=False),
-            weight_refused(weight, cls.channel_axis),
-            activation_refused("the input", x),
-            activation_refused("the output", out),
-        ]
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self._input = self.x.s, self.x.z
+        if self.out is not None:
+            self._output, self._finish = (self.out.s, self.out.z), Finish(self.out, self.post, self.has_relu)
 
     def _check(self, given: int, wanted: int) -> None:
         """Refuse an input with other channels than the weight has: qnnpack would read whatever lies behind it."""

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
 
 from fxq.backends.kernel import Kernel
-from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, Operands, Parts, kernel_size_of, never, weighted
+from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, Operands, Parts, never
+from fxq.backends.layer_rows import layer_row
 from fxq.backends.lowering import RowBackend
 from fxq.backends.packed.packed_conv import PackedConv, PackedConvTranspose
 from fxq.backends.packed.packed_linear import PackedBinary, PackedLinear
@@ -54,23 +54,6 @@ def table(
 ) -> dict[str, KernelRow]:
     """The rows of an engine, from its kernels."""
 
-    def conv_refuses(parts: Parts, node: fx.Node) -> str | None:
-        asked = {k: parts.first.options[k] for k in ("padding", "padding_mode", "dilation")}
-        return conv.refuses(kernel_size=kernel_size_of(parts), **asked, post=parts.post)
-
-    def make_conv(parts: Parts, operands: Operands) -> Kernel:
-        options = {k: v for k, v in parts.first.options.items() if k != "padding_mode"}
-        return conv(*weighted(operands), **options, post=parts.post)
-
-    def transpose_refuses(parts: Parts, node: fx.Node) -> str | None:
-        return transpose.refuses(kernel_size=kernel_size_of(parts), post=parts.post)
-
-    def make_transpose(parts: Parts, operands: Operands) -> Kernel:
-        return transpose(*weighted(operands), **parts.first.options, post=parts.post)
-
-    def make_linear(parts: Parts, operands: Operands) -> Kernel:
-        return linear(*weighted(operands), post=parts.post)
-
     def binary(kernel: type[PackedBinary]) -> Any:
         def make(parts: Parts, operands: Operands) -> Kernel:
             if operands.out is None:
@@ -79,13 +62,12 @@ def table(
 
         return make
 
-    convolution = KernelRow(make_conv, conv_refuses, CLAMPS, emits_float=False)
-    transposed = KernelRow(make_transpose, transpose_refuses, CLAMPS, emits_float=False)
+    convolution, transposed = layer_row(conv), layer_row(transpose)
     return {
         **PLAIN,
         **dict.fromkeys(OPS.family("conv"), convolution),
         **dict.fromkeys(OPS.family("conv_transpose"), transposed),
-        "linear": KernelRow(make_linear, never, CLAMPS, emits_float=linear.emits_float),
+        "linear": layer_row(linear),
         "add": KernelRow(binary(add), never, CLAMPS, emits_float=False),
         "mul": KernelRow(binary(mul), never, CLAMPS, emits_float=False),
     }

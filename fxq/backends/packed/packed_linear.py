@@ -6,58 +6,21 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, first_reason, post_refused, refuse
+from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, first_reason, refuse
 from fxq.backends.kernel_table import CLAMPS
-from fxq.backends.packed.packed_kernel import EMITS, Finish, PackedKernel
+from fxq.backends.layer_spec import post_refused
+from fxq.backends.packed.packed_kernel import Finish, PackedKernel
 from fxq.backends.packed.quantized_tensors import as_qint8, as_quint8, quantized
 from fxq.backends.plain.converters import dense, dequantize
 from fxq.quant.qparams import QParams
 
 
 class PackedLinear(PackedKernel):
-    """Linear layer over the last dimension: uint8 in, uint8 out, or float32 where the engine has it.
+    """Linear layer over the last dimension: uint8 in, uint8 out, or float32 where the engine has it."""
 
-    Args:
-        weight: int8, (out_features, in_features).
-        weight_qparams: per tensor or per channel along axis 0, zero point 0.
-        bias: float32, (out_features,), or None.
-        x: grid of the input.
-        out: grid of the output; None for float32.
-        post: None or a clamp.
-
-    Raises:
-        BackendError: for what `refuses` names.
-    """
-
-    emits_float: ClassVar[bool] = False
+    layer: ClassVar[str] = "linear layer"
+    dims: ClassVar[tuple[int, ...]] = (0,)
     options: ClassVar[tuple[str, ...]] = ("x", "out", "post")
-
-    def __init__(
-        self,
-        weight: Tensor,
-        weight_qparams: QParams,
-        bias: Tensor | None,
-        x: QParams,
-        out: QParams | None,
-        *,
-        post: Post | None = None,
-    ) -> None:
-        super().__init__(weight, weight_qparams, bias)
-        reason = self.refuses(weight=weight_qparams, x=x, out=out, post=post)
-        refuse(self.name, reason or (EMITS if out is None and not self.emits_float else None))
-        self._set(x, out, post)
-
-    @classmethod
-    def refuses(
-        cls,
-        *,
-        weight: QParams | None = None,
-        x: QParams | None = None,
-        out: QParams | None = None,
-        post: Post | None = None,
-    ) -> str | None:
-        """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
-        return first_reason(cls._reasons(weight, x, out, post))
 
     def _pack(self) -> Any:
         return quantized.linear_prepack(as_qint8(self.weight.contiguous(), self.weight_scale, 0), self.bias)
@@ -112,7 +75,7 @@ class PackedBinary(Kernel):
     ) -> str | None:
         """Why no such kernel can be built, or None."""
         reasons = [
-            post_refused(post, CLAMPS, residual=False),
+            post_refused(post, CLAMPS),
             activation_refused("the first input", a),
             activation_refused("the second input", b),
             activation_refused("the output", out),

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fxq.backends.base import Trap
 from fxq.backends.kernel_table import KernelRow
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
@@ -34,14 +35,12 @@ class QnnpackConvTranspose(_Qnnpack, packed_conv.PackedConvTranspose):
     name: ClassVar[str] = "qnnpack.conv_transpose"
 
     @classmethod
-    def wrong(cls, dims: int) -> str | None:
-        """In torch 2.13 all of 90 random shapes with three dimensions came out wrong."""
-        return "qnnpack's transposed convolution of three dimensions is wrong" if dims == 3 else None
-
-    @classmethod
-    def scales_refused(cls, groups: int) -> str | None:
-        """With groups, torch 2.13 reads behind the end of the scales."""
-        return "qnnpack's grouped transposed convolution takes one scale for the whole weight" if groups > 1 else None
+    def refuses(cls, spec: LayerSpec) -> str | None:
+        """In torch 2.13 three dimensions come out wrong; with groups, it reads behind the end of several scales."""
+        if spec.dims == 3:
+            return "qnnpack's transposed convolution of three dimensions is wrong"
+        scales = "qnnpack's grouped transposed convolution takes one scale for the whole weight"
+        return super().refuses(spec) or (scales if spec.groups > 1 and spec.weight_qparams.axis is not None else None)
 
 
 class QnnpackLinear(_Qnnpack, packed_linear.PackedLinear):
@@ -74,7 +73,7 @@ class Qnnpack(PackedBackend):
 
     @property
     def rows(self) -> Mapping[str, KernelRow]:
-        """See `packed_rows.py`."""
+        """See `packed_kernels.py`."""
         return ROWS
 
     def traps(self) -> tuple[Trap, ...]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.kernel import Post, bounds, numbers, overflow_refused, refuse
+from fxq.backends.kernel import Post, bounds, numbers
+from fxq.backends.layer_kernel import LayerKernel
 from fxq.errors import InputError
 from fxq.quant.qparams import QParams
 
@@ -65,15 +66,13 @@ def epilogue(post: Post | None, out: QParams | None, fused: bool = True) -> Epil
     return Epilogue("none", [], "", (round(low / out.s) + out.z, round(high / out.s) + out.z))
 
 
-def adds_in_int16(depthwise: bool = False) -> bool:
-    """Whether oneDNN adds pairs of products in int16 on this CPU."""
-    return not (cpu.has_exact_depthwise() if depthwise else cpu.has_vnni())
+class OnednnLayer(LayerKernel):
+    """A layer on oneDNN's kernels."""
 
-
-def check_overflow(name: str, x: QParams, weight: Tensor, depthwise: bool = False) -> None:
-    """Refuse activations and a weight whose products this CPU adds up wrongly. Raises `BackendError`."""
-    if adds_in_int16(depthwise):
-        refuse(name, overflow_refused(x, weight))
+    @classmethod
+    def adds_in_int16(cls, depthwise: bool) -> bool:
+        """Whether oneDNN adds pairs of products in int16 on this CPU."""
+        return not (cpu.has_exact_depthwise() if depthwise else cpu.has_vnni())
 
 
 class PackedWeight(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends.kernel import Post
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.plain.binary import is_gate
 from fxq.backends.plain.converters import WHOLE, dense
@@ -84,7 +85,7 @@ class OnednnAdd(arithmetic.Add):
         unit = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
         x, residual = (self.a, self.b) if self.sign == 1 else (self.b, self.a)
         options: dict[str, Any] = {"groups": channels, "post": self.post, "residual": residual, "inplace": inplace}
-        return OnednnConv(one, unit, None, x, self.out, **options)
+        return OnednnConv(LayerSpec(one, unit, None, x, self.out, **options))
 
 
 def _as_image(x: Tensor, channels: int) -> Tensor:

@@ -7,33 +7,20 @@ copied or pickled, so a kernel keeps the plain tensors and packs on first use.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import (
-    Post,
-    WeightedKernel,
-    activation_refused,
-    first_reason,
-    is_depthwise,
-    numbers,
-    padding_refused,
-    pair,
-    post_refused,
-    refuse,
-    slope_refused,
-    weight_refused,
-)
+from fxq.backends.kernel import numbers
+from fxq.backends.layer_spec import LayerSpec, is_depthwise
 from fxq.backends.plain.converters import is_image
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.conv_shape import Geometry, geometry
-from fxq.backends.x86.onednn import PackedWeight, check_image, check_overflow, epilogue, target
+from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, check_image, epilogue, target
 from fxq.errors import BackendError
-from fxq.quant.qparams import QParams
 
 _onednn = torch.ops.onednn
 PACKED = 4
@@ -53,47 +40,24 @@ class ConvPlan(NamedTuple):
     run: Callable[..., Tensor]
 
 
-class OnednnConv(WeightedKernel):
+class OnednnConv(OnednnLayer):
     """conv1d and conv2d: uint8 in, uint8 or float32 out, channels-last out.
 
     The kernel is told that the input's zero point is 0: it is folded into the bias, and unless it
     really is 0 the padding is done before.
     With a zero point, oneDNN (of torch 2.13, on AVX512 and AMX) returns wrong numbers or crashes for many shapes, such
-    as 35 output channels in each of 3 groups, or padding wider than the kernel; and it is slower (64 channels, 56 x 56,
-    3 x 3: 148 us; this way 123 us).
+    as 35 output channels in each of 3 groups, or padding wider than the kernel; and it is slower.
 
-    With AMX, a kernel that `x86_conv_shape.misread` names gets one more row or column, of zeros: oneDNN is wrong for it
-    as it is. That costs about a fifth (16 -> 16 channels, 1 x 8, 4,000 pixels: 59 us instead of 47 for wrong numbers;
-    the same as rows of a linear layer 79, with 32 channels, of which 16 are zeros, 71).
+    With AMX, a kernel that `conv_shape.misread` names gets one more row or column, of zeros: oneDNN is wrong for it as
+    it is.
 
     `prelu` and `leaky_relu` are not among oneDNN's. With slopes a <= 1, prelu(y) = max(y, a * y), and rounding is
     monotone: y and a * y are both computed by the convolution, as twice as many channels (one after the other where
-    there are groups), and the larger integer is the rounded result; with a >= 1 the smaller one. Against a convolution
-    that emits float, with PReLU and rounding behind it (AVX512-VNNI, one thread, us; channels, kernel, pixels):
-
-    =====================  ======  ======
-    layer                  float   twice
-    =====================  ======  ======
-    64 -> 64, 3, 112 x 112   1484    1037
-    64 -> 64, 3, 56 x 56      311     200
-    128 -> 128, 3, 28 x 28    314     226
-    256 -> 256, 3, 14 x 14    269     246
-    512 -> 512, 3, 7 x 7      426     437
-    12 -> 56, 1, 96 x 96      554     295
-    =====================  ======  ======
+    there are groups), and the larger integer is the rounded result; with a >= 1 the smaller one.
 
     Args:
-        weight: int8, (C_out, C_in / groups, *kernel), kernel of 1 or 2 dimensions.
-        weight_qparams: per tensor or per channel along axis 0, zero point 0.
-        bias: float32, (C_out,), or None.
-        x: grid of the input.
-        out: grid of the output; None for float32.
-        stride, padding, dilation: int or one per spatial dimension; padding also "valid" or "same".
-        groups: as in `torch.nn.Conv2d`.
-        post: None or one of `posts`; after a residual only clamps.
-        residual: grid of a uint8 tensor of the output's shape that is added before `post`.
-        inplace: the kernel may overwrite the residual.
-        slope: float32, (C_out,) or (1,), for the post "prelu".
+        spec: weight (C_out, C_in / groups, *kernel) with 1 or 2 dimensions; post None or one of `posts`, after a
+            residual a clamp.
 
     Raises:
         BackendError: for what `refuses` names.
@@ -101,92 +65,18 @@ class OnednnConv(WeightedKernel):
 
     name: ClassVar[str] = "x86.conv"
     options: ClassVar[tuple[str, ...]] = (
-        "x",
-        "out",
-        "stride",
-        "padding",
-        "dilation",
-        "groups",
-        "post",
-        "residual",
-        "inplace",
-    )
+        "x", "out", "stride", "padding", "dilation", "groups", "post", "residual", "inplace",
+    )  # fmt: skip
+    dims: ClassVar[tuple[int, ...]] = (1, 2)
     posts: ClassVar[tuple[str, ...]] = ("relu", "relu6", "hardtanh", "hardswish", "silu", "leaky_relu", "prelu")
     twice: ClassVar[tuple[str, ...]] = ("leaky_relu", "prelu")
-    """The posts that take twice the arithmetic."""
-    slope: Tensor | None
 
-    def __init__(
-        self,
-        weight: Tensor,
-        weight_qparams: QParams,
-        bias: Tensor | None,
-        x: QParams,
-        out: QParams | None,
-        *,
-        stride: int | Sequence[int] = 1,
-        padding: int | Sequence[int] | str = 0,
-        dilation: int | Sequence[int] = 1,
-        groups: int = 1,
-        post: Post | None = None,
-        residual: QParams | None = None,
-        inplace: bool = False,
-        slope: Tensor | None = None,
-    ) -> None:
-        super().__init__(weight, weight_qparams, bias)
-        self.register_buffer("slope", None if slope is None else slope.detach().to(torch.float32, copy=True))
-        kernel = tuple(weight.shape[2:])
-        reason = self.refuses(
-            kernel_size=kernel, weight=weight_qparams, x=x, out=out, padding=padding, dilation=dilation, post=post,
-            residual=residual is not None, to_float=out is None, slope=slope,
-        )  # fmt: skip
-        refuse(self.name, reason or activation_refused("the residual", residual))
-        check_overflow(self.name, x, weight, is_depthwise(weight.shape, groups))
-        if (slope is not None) != (post is not None and post.name == "prelu") or (
-            slope is not None and slope.shape not in ((1,), (len(weight),))
-        ):
-            raise BackendError(f"{self.name}: prelu takes slopes of shape (1,) or ({len(weight)},), and only prelu.")
-        dims = self._dims = len(kernel)
-        self.x, self.out, self.residual, self.post, self.inplace, self.groups = x, out, residual, post, inplace, groups
-        self.stride, self.dilation = pair(stride, dims), pair(dilation, dims)
-        if isinstance(padding, str):
-            padding = [d * (k - 1) // 2 if padding == "same" else 0 for k, d in zip(kernel, self.dilation, strict=True)]
-        self.padding = pair(padding, dims)
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self._dims = spec.dims
         self._doubles = self._slopes is not None
-        self._epilogue = epilogue(None if self._doubles else post, out, fused=residual is None)
-        self._input, self._output, self._sum = numbers(x), target(out), numbers(residual)
-
-    @classmethod
-    def refuses(
-        cls,
-        *,
-        kernel_size: Sequence[int] | None = None,
-        weight: QParams | None = None,
-        x: QParams | None = None,
-        out: QParams | None = None,
-        padding: int | Sequence[int] | str = 0,
-        padding_mode: str = "zeros",
-        dilation: int | Sequence[int] = 1,
-        post: Post | None = None,
-        residual: bool = False,
-        to_float: bool = False,
-        slope: Tensor | None = None,
-    ) -> str | None:
-        """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
-        dims = len(kernel_size) if kernel_size is not None else 2
-        reasons = [
-            f"{dims}-d convolution has no kernel" if dims not in (1, 2) else None,
-            padding_refused(padding, padding_mode, kernel_size, dilation),
-            post_refused(post, cls.posts, residual),
-            slope_refused(slope),
-            "it adds a residual and emits float32; the sum is uint8" if residual and to_float else None,
-        ]
-        reasons += [
-            weight_refused(weight, 0),
-            activation_refused("the input", x),
-            activation_refused("the output", out),
-        ]
-        return first_reason(reasons)
+        self._epilogue = epilogue(None if self._doubles else self.post, self.out, fused=self.residual is None)
+        self._input, self._output, self._sum = numbers(self.x), target(self.out), numbers(self.residual)
 
     def _plan(self, shape: torch.Size) -> ConvPlan:
         """The plan for inputs of `shape` (N, C, H, W)."""

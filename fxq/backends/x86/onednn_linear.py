@@ -3,109 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.kernel import (
-    Post,
-    WeightedKernel,
-    activation_refused,
-    first_reason,
-    numbers,
-    post_refused,
-    refuse,
-    weight_refused,
-)
-from fxq.backends.x86.onednn import PackedWeight, check_overflow, epilogue, target
+from fxq.backends.kernel import numbers
+from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, epilogue, target
 from fxq.errors import BackendError, InputError
-from fxq.quant.qparams import QParams
 
 _onednn = torch.ops.onednn
 
 
-class OnednnLinear(WeightedKernel):
+class OnednnLinear(OnednnLayer):
     """Linear layer over the last dimension: uint8 in, uint8 or float32 out, any leading dimensions.
 
     One row that becomes floats, as behind a network that sees one picture, is an integer matrix product with the scales
-    applied to it: that costs less to call than oneDNN's layer (AVX512-VNNI, one thread, us; in brackets with cold
-    caches):
-
-    ============  ============  ============
-    features      layer         product
-    ============  ============  ============
-    64 -> 10      34 (65)       12 (23)
-    512 -> 1000   46 (91)       23 (48)
-    2048 -> 1000  69 (162)      45 (114)
-    ============  ============  ============
-
-    Not where PyTorch has no quick product (`cpu.has_int_mm`). And not of a single feature: there torch 2.13 takes the
-    wrong one of two strides that are alike (of 12,000 other shapes none was wrong).
+    applied to it: that costs less to call than oneDNN's layer. Not where PyTorch has no quick product
+    (`cpu.has_int_mm`). And not of a single feature: there torch 2.13 takes the wrong one of two strides that are alike.
 
     Args:
-        weight: int8, (out_features, in_features).
-        weight_qparams: per tensor or per channel along axis 0, zero point 0.
-        bias: float32, (out_features,), or None.
-        x: grid of the input.
-        out: grid of the output; None for float32.
-        post: None or one of `posts`; after a residual only clamps.
-        residual: grid of a uint8 tensor of the output's shape that is added before `post`.
-        inplace: the kernel may overwrite the residual.
+        spec: weight (out_features, in_features); post None or one of `posts`, after a residual a clamp.
 
     Raises:
         BackendError: for what `refuses` names.
     """
 
     name: ClassVar[str] = "x86.linear"
+    layer: ClassVar[str] = "linear layer"
+    dims: ClassVar[tuple[int, ...]] = (0,)
     options: ClassVar[tuple[str, ...]] = ("x", "out", "post", "residual", "inplace")
     posts: ClassVar[tuple[str, ...]] = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu", "tanh")
 
-    def __init__(
-        self,
-        weight: Tensor,
-        weight_qparams: QParams,
-        bias: Tensor | None,
-        x: QParams,
-        out: QParams | None,
-        *,
-        post: Post | None = None,
-        residual: QParams | None = None,
-        inplace: bool = False,
-    ) -> None:
-        super().__init__(weight, weight_qparams, bias)
-        known: dict[str, Any] = {"weight": weight_qparams, "x": x, "out": out, "post": post}
-        reason = self.refuses(**known, residual=residual is not None, to_float=out is None)
-        refuse(self.name, reason or activation_refused("the residual", residual))
-        check_overflow(self.name, x, weight)
-        self.x, self.out, self.residual, self.post, self.inplace = x, out, residual, post, inplace
-        self._epilogue = epilogue(post, out, fused=residual is None)
-        self._emits_sums = out is None and post is None and weight.shape[1] > 1
-        self._input, self._output, self._sum = numbers(x), target(out), numbers(residual)
-
-    @classmethod
-    def refuses(
-        cls,
-        *,
-        weight: QParams | None = None,
-        x: QParams | None = None,
-        out: QParams | None = None,
-        post: Post | None = None,
-        residual: bool = False,
-        to_float: bool = False,
-    ) -> str | None:
-        """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
-        reasons = [
-            post_refused(post, cls.posts, residual),
-            "it adds a residual and emits float32; the sum is uint8" if residual and to_float else None,
-        ]
-        reasons += [
-            weight_refused(weight, 0),
-            activation_refused("the input", x),
-            activation_refused("the output", out),
-        ]
-        return first_reason(reasons)
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self._epilogue = epilogue(self.post, self.out, fused=self.residual is None)
+        self._emits_sums = self.out is None and self.post is None and self.weight.shape[1] > 1
+        self._input, self._output, self._sum = numbers(self.x), target(self.out), numbers(self.residual)
 
     def _pack(self) -> PackedWeight:
         scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, activation_refused, first_reason, pair, refuse
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain.converters import dequantize, quantize
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
@@ -74,7 +75,7 @@ class AvgPool2d(Kernel):
         scale = 1.0 / ones[0, 0].numel()
         options: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "groups": channels}
         qparams = QParams.per_tensor(scale, 0, -128, 127, torch.int8)
-        return OnednnConv(ones, qparams, None, self.x, self.out, **options)
+        return OnednnConv(LayerSpec(ones, qparams, None, self.x, self.out, **options))
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L) -> `out`'s grid or float32, channels-last."""

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import (
-    Post,
-    WeightedKernel,
-    activation_refused,
-    first_reason,
-    pair,
-    post_refused,
-    refuse,
-    slope_refused,
-    weight_refused,
-)
-from fxq.backends.x86.onednn import check_image, check_overflow
+from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.x86.onednn import OnednnLayer, check_image
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
@@ -61,24 +50,15 @@ def taps(kernel: int, stride: int, padding: int, output_padding: int) -> Taps:
     return min(plans, key=lambda plan: (plan.last - plan.first, plan.crop))
 
 
-class ConvTranspose2d(WeightedKernel):
+class ConvTranspose2d(OnednnLayer):
     """Transposed convolution with dilation 1: uint8 in, uint8 or float32 out, channels-last out.
 
     Every output pixel with the same remainder modulo the stride (its phase) sees the same weights, so the phases become
     output channels of one int8 convolution, which are then interleaved. Padding with zeros stays padding with zeros.
 
     Args:
-        weight: int8, (C_in, C_out / groups, kh, kw).
-        weight_qparams: per tensor, or per channel along axis 1; with groups every group uses the same scales.
-        bias: float32, (C_out,), or None.
-        x: grid of the input.
-        out: grid of the output; None for float32.
-        stride: int or (height, width).
-        padding: int or (height, width).
-        output_padding: int or (height, width).
-        groups: as in `torch.nn.ConvTranspose2d`.
-        post: None or one of `Conv.posts`.
-        slope: float32, (C_out,) or (1,), for the post "prelu".
+        spec: weight (C_in, C_out / groups, kh, kw), per tensor or per channel along axis 1, where every group uses the
+            same scales; post None or one of `posts`.
 
     Raises:
         BackendError: for what `refuses` names.
@@ -89,57 +69,16 @@ class ConvTranspose2d(WeightedKernel):
     name: ClassVar[str] = "x86.conv_transpose2d"
     options: ClassVar[tuple[str, ...]] = ("x", "out", "stride", "padding", "output_padding", "groups", "post")
     channel_axis: ClassVar[int] = 1
-    slope: Tensor | None
-
-    def __init__(
-        self,
-        weight: Tensor,
-        weight_qparams: QParams,
-        bias: Tensor | None,
-        x: QParams,
-        out: QParams | None,
-        *,
-        stride: int | Sequence[int] = 1,
-        padding: int | Sequence[int] = 0,
-        output_padding: int | Sequence[int] = 0,
-        groups: int = 1,
-        post: Post | None = None,
-        slope: Tensor | None = None,
-    ) -> None:
-        super().__init__(weight, weight_qparams, bias)
-        self.register_buffer("slope", None if slope is None else slope.detach().to(torch.float32, copy=True))
-        reason = self.refuses(
-            kernel_size=weight.shape[2:], weight=weight_qparams, x=x, out=out, post=post, slope=slope
-        )  # fmt: skip
-        refuse(self.name, reason)
-        check_overflow(self.name, x, weight)
-        self.x, self.out, self.groups, self.post = x, out, groups, post
-        self.stride, self.padding, self.output_padding = pair(stride), pair(padding), pair(output_padding)
+    layer: ClassVar[str] = "transposed convolution"
+    dims: ClassVar[tuple[int, ...]] = (2,)
+    posts: ClassVar[tuple[str, ...]] = OnednnConv.posts
+    twice: ClassVar[tuple[str, ...]] = OnednnConv.twice
 
     @classmethod
-    def refuses(
-        cls,
-        *,
-        kernel_size: Sequence[int] | None = None,
-        weight: QParams | None = None,
-        x: QParams | None = None,
-        out: QParams | None = None,
-        dilation: int | Sequence[int] = 1,
-        post: Post | None = None,
-        slope: Tensor | None = None,
-    ) -> str | None:
-        """Why no such kernel can be built, or None. What is not given counts as unknown and is not judged."""
-        dims = len(kernel_size) if kernel_size is not None else 2
-        reasons = [
-            f"{dims}-d transposed convolution has no kernel" if dims != 2 else None,
-            "dilated transposed convolution has no kernel" if any(d != 1 for d in pair(dilation, dims)) else None,
-            post_refused(post, OnednnConv.posts, residual=False),
-            slope_refused(slope),
-            weight_refused(weight, cls.channel_axis),
-            activation_refused("the input", x),
-            activation_refused("the output", out),
-        ]
-        return first_reason(reasons)
+    def refuses(cls, spec: LayerSpec) -> str | None:
+        """As in `LayerKernel`."""
+        dilated = any(d != 1 for d in spec.dilation)  # type: ignore[union-attr]
+        return super().refuses(spec) or ("dilated transposed convolution has no kernel" if dilated else None)
 
     def _plan(self) -> list[Taps]:
         sizes = self.weight.shape[2:], self.stride, self.padding, self.output_padding
@@ -160,9 +99,10 @@ class ConvTranspose2d(WeightedKernel):
         bias = None if self.bias is None else _per_phase(self.bias, *repeat)
         slope = self.slope if self.slope is None or len(self.slope) == 1 else _per_phase(self.slope, *repeat)
         pad = [tap.pad for tap in plan]
-        return OnednnConv(
+        layer = LayerSpec(
             weight, qparams, bias, self.x, self.out, padding=pad, groups=self.groups, post=self.post, slope=slope
-        )  # fmt: skip
+        )
+        return OnednnConv(layer)
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C_in, H, W) or (C_in, H, W), any strides -> `out`'s grid or float32, channels-last."""

@@ -1,6 +1,6 @@
 """The x86 backend: oneDNN's int8 kernels on plain tensors, unit by unit.
 
-`x86_rows.py` says which op starts a kernel and what it takes along. The ops that it does not take run in float.
+`x86_kernels.py` says which op starts a kernel and what it takes along. The ops that it does not take run in float.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import fx
 
 from fxq.backends import cpu
 from fxq.backends.base import Trap
-from fxq.backends.kernel import is_depthwise
 from fxq.backends.kernel_table import KernelRow
+from fxq.backends.layer_rows import is_depthwise_call
 from fxq.backends.lowering import RowBackend
-from fxq.backends.x86.onednn import adds_in_int16
+from fxq.backends.x86.onednn import OnednnLayer
 from fxq.backends.x86.x86_kernels import ROWS
 from fxq.errors import BackendError, warn_once
-from fxq.graph.info import info
 from fxq.graph.unit import OpCall
 
 
@@ -45,8 +43,12 @@ class X86(RowBackend):
             )
 
     def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
-        """Layers on a CPU without VNNI, but not depthwise convolutions. A squeeze-and-excitation sums floats."""
-        return bool(calls[0].op.quant.weight) and adds_in_int16(_is_depthwise(calls[0]))
+        """Layers on a CPU without VNNI, but not depthwise convolutions. A squeeze-and-excitation sums floats.
+
+        A transposed convolution becomes another, and so does one with depth: those are not depthwise.
+        """
+        depthwise = calls[0].op.name in ("conv1d", "conv2d") and is_depthwise_call(calls[0])
+        return bool(calls[0].op.quant.weight) and OnednnLayer.adds_in_int16(depthwise)
 
     def traps(self) -> tuple[Trap, ...]:
         """oneDNN's sum."""
@@ -54,15 +56,8 @@ class X86(RowBackend):
 
     @property
     def rows(self) -> Mapping[str, KernelRow]:
-        """See `x86_rows.py`."""
+        """See `x86_kernels.py`."""
         return ROWS
-
-
-def _is_depthwise(call: OpCall) -> bool:
-    """Whether a convolution is depthwise; a transposed one is none, and one with depth becomes another."""
-    weight = call.tensors.get("weight")
-    shape = info(weight).shape if isinstance(weight, fx.Node) else None
-    return call.op.name in ("conv1d", "conv2d") and shape is not None and is_depthwise(shape, call.options["groups"])
 
 
 def _qadd_is_right() -> bool:

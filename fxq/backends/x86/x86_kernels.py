@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxq.backends.kernel import Kernel, weight_refused
+from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import (
     CLAMPS,
     LOOKED_UP,
@@ -16,13 +18,12 @@ from fxq.backends.kernel_table import (
     Operands,
     Parts,
     global_mean,
-    kernel_size_of,
     looked_up,
     never,
-    second,
     wanted,
-    weighted,
 )
+from fxq.backends.layer_rows import layer_row
+from fxq.backends.layer_spec import LayerSpec, weight_refused
 from fxq.backends.whole_units import EXCITE
 from fxq.backends.x86.onednn_binary import OnednnAdd, OnednnMul
 from fxq.backends.x86.onednn_conv import OnednnConv
@@ -36,65 +37,11 @@ from fxq.graph.info import info
 from fxq.quant.qparams import QParams
 
 
-def _conv_refuses(parts: Parts, node: fx.Node) -> str | None:
-    options = parts.first.options
-    return OnednnConv.refuses(
-        kernel_size=kernel_size_of(parts), padding=options["padding"], padding_mode=options["padding_mode"],
-        dilation=options["dilation"], post=parts.post, residual=parts.residual is not None,
-    )  # fmt: skip
-
-
-def _conv(parts: Parts, operands: Operands) -> Kernel:
-    options = {k: v for k, v in parts.first.options.items() if k != "padding_mode"}
-    return OnednnConv(*weighted(operands), **options, post=parts.post, residual=second(operands), slope=operands.slope)
-
-
-def _linear_refuses(parts: Parts, node: fx.Node) -> str | None:
-    return OnednnLinear.refuses(post=parts.post, residual=parts.residual is not None)
-
-
-def _linear(parts: Parts, operands: Operands) -> Kernel:
-    return OnednnLinear(*weighted(operands), post=parts.post, residual=second(operands))
-
-
-def _transpose_refuses(parts: Parts, node: fx.Node) -> str | None:
-    options = parts.first.options
-    return ConvTranspose2d.refuses(kernel_size=kernel_size_of(parts), dilation=options["dilation"], post=parts.post)
-
-
-def _transpose(parts: Parts, operands: Operands) -> Kernel:
-    options = {k: v for k, v in parts.first.options.items() if k != "dilation"}
-    return ConvTranspose2d(*weighted(operands), **options, post=parts.post, slope=operands.slope)
-
-
-def _transpose1d_refuses(parts: Parts, node: fx.Node) -> str | None:
-    options = parts.first.options
-    size = (1, *kernel_size_of(parts))
-    return ConvTranspose1d.refuses(kernel_size=size, dilation=(1, *options["dilation"]), post=parts.post)
-
-
-def _transpose1d(parts: Parts, operands: Operands) -> Kernel:
-    weight, scale, bias, x, out = weighted(operands)
-    options = parts.first.options
-    return ConvTranspose1d(
-        weight.unsqueeze(2), scale, bias, x, out, stride=(1, *options["stride"]), padding=(0, *options["padding"]),
-        output_padding=(0, *options["output_padding"]), groups=options["groups"], post=parts.post, slope=operands.slope,
-    )  # fmt: skip
-
-
-def _conv3d_refuses(parts: Parts, node: fx.Node) -> str | None:
-    options = parts.first.options
-    if parts.residual is not None:
-        return "it adds a residual"
-    return Conv3d.refuses(
-        kernel_size=kernel_size_of(parts), padding=options["padding"], padding_mode=options["padding_mode"],
-        dilation=options["dilation"], post=parts.post,
-    )  # fmt: skip
-
-
-def _conv3d(parts: Parts, operands: Operands) -> Kernel:
-    options = {k: v for k, v in parts.first.options.items() if k != "padding_mode"}
-    return Conv3d(*weighted(operands), **options, post=parts.post, slope=operands.slope)
+def _of_images(layer: LayerSpec) -> LayerSpec:
+    """A layer of signals as one of images of height 1."""
+    sizes: dict[str, Any] = {name: (1, *getattr(layer, name)) for name in ("stride", "dilation")}
+    sizes |= {name: (0, *getattr(layer, name)) for name in ("padding", "output_padding")}
+    return replace(layer, weight=layer.weight.unsqueeze(2), **sizes)
 
 
 def _batch_norm(parts: Parts, operands: Operands) -> Kernel:
@@ -111,12 +58,12 @@ def _batch_norm(parts: Parts, operands: Operands) -> Kernel:
     weight = torch.ones(shape[1], *[1] * (len(shape) - 1), dtype=torch.int8, device="cpu")
     qparams = QParams(scale.float(), torch.zeros(shape[1], dtype=torch.int32, device="cpu"), -128, 127, torch.int8, 0)
     shift = (beta.double() - mean * scale).float()
-    return OnednnConv(weight, qparams, shift, operands.grids[0], operands.out, groups=shape[1], post=parts.post)
+    layer = LayerSpec(weight, qparams, shift, operands.grids[0], operands.out, groups=shape[1], post=parts.post)
+    return OnednnConv(layer)
 
 
 AFFINE = 65536
-"""From how many elements on a depthwise convolution scales faster than a table per channel. Measured (AVX512-VNNI, one
-thread, us, convolution / table): 56,448 elements 55 / 45, 94,080 81 / 88, 401,408 145 / 330."""
+"""From how many elements on a depthwise convolution scales faster than a table per channel."""
 
 
 def _avg_pool_refuses(parts: Parts, node: fx.Node) -> str | None:
@@ -162,15 +109,13 @@ def _excite(parts: Parts, operands: Operands) -> Kernel:
     return Excite(**tensors, x=operands.grids[0], out=operands.out, function=function, gate=gate)  # type: ignore[arg-type]
 
 
-_CONV_ROW = KernelRow(_conv, _conv_refuses, OnednnConv.posts, adds=True, twice=OnednnConv.twice)
 ROWS: dict[str, KernelRow] = {
     **PLAIN,
-    "conv1d": _CONV_ROW,
-    "conv2d": _CONV_ROW,
-    "linear": KernelRow(_linear, _linear_refuses, OnednnLinear.posts, adds=True),
-    "conv_transpose2d": KernelRow(_transpose, _transpose_refuses, OnednnConv.posts, twice=OnednnConv.twice),
-    "conv_transpose1d": KernelRow(_transpose1d, _transpose1d_refuses, OnednnConv.posts, twice=OnednnConv.twice),
-    "conv3d": KernelRow(_conv3d, _conv3d_refuses, OnednnConv.posts, twice=OnednnConv.twice),
+    **dict.fromkeys(("conv1d", "conv2d"), layer_row(OnednnConv)),
+    "conv3d": layer_row(Conv3d),
+    "conv_transpose1d": layer_row(ConvTranspose1d, _of_images),
+    "conv_transpose2d": layer_row(ConvTranspose2d),
+    "linear": layer_row(OnednnLinear),
     "batch_norm": KernelRow(_batch_norm, LOOKED_UP.refuses, CLAMPS),
     "avg_pool1d": KernelRow(_avg_pool, _avg_pool_refuses),
     "avg_pool2d": KernelRow(_avg_pool, _avg_pool_refuses),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.kernel import Post
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import fbgemm, packed_conv, qnnpack
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.common.metrics import sqnr
@@ -26,7 +28,11 @@ from tests.kernels import BYTE, OUTS, POSTS, RESIDUAL, agree, bytes_, copies, re
 from tests.machine import quiet
 from tests.models import NETWORKS, batch, build, call, settled
 
-ENGINES = {"fbgemm": fbgemm, "qnnpack": qnnpack}
+KINDS = ("Conv", "ConvTranspose", "Linear", "Add", "Mul")
+ENGINES = {
+    engine: SimpleNamespace(**{kind: getattr(module, engine.capitalize() + kind) for kind in KINDS})
+    for engine, module in (("fbgemm", fbgemm), ("qnnpack", qnnpack))
+}
 pytestmark = [
     pytest.mark.parametrize("engine", ENGINES),
     pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning"),
@@ -78,7 +84,7 @@ def test_conv_of_any_shape(engine, data):
     q, qp, w = weight(c_out * groups, c_in, *kernel, axis=draw(st.sampled_from([0, 0, None])))
     bias = int32_bias(c_out * groups, x, qp) if draw(st.booleans()) else None
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    conv = ENGINES[engine].Conv(q, qp, bias, x, out, **options)
+    conv = ENGINES[engine].Conv(LayerSpec(q, qp, bias, x, out, **options))
     image = integers(x, draw(st.integers(0, 2)), c_in * groups, *sizes(draw, kernel, dilation, padding))
     reference = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
     agree(conv(image), reference(real(image, x), w, None if bias is None else bias.double(), **options), out)
@@ -103,7 +109,7 @@ def test_transposed_conv_of_any_shape(engine, data):
     options = {
         "stride": stride, "padding": padding, "output_padding": more, "dilation": dilation, "groups": groups,
     }  # fmt: skip
-    conv = ENGINES[engine].ConvTranspose(q, qp, bias, x, out, **options)
+    conv = ENGINES[engine].ConvTranspose(LayerSpec(q, qp, bias, x, out, **options))
     image = integers(x, draw(st.integers(1, 2)), q.shape[0], *size)
     reference = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
     agree(conv(image), reference(real(image, x), w, bias.double(), **options), out)
@@ -114,7 +120,7 @@ def test_transposed_conv_of_any_shape(engine, data):
 def test_transposed_conv_of_a_u_net(engine, kernel, stride):
     """fbgemm has a shortcut for these that is off by up to 255 steps."""
     q, qp, w = weight(16, 8, *kernel, axis=None)
-    conv = ENGINES[engine].ConvTranspose(q, qp, None, SEVEN, OUTS[0], stride=stride)
+    conv = ENGINES[engine].ConvTranspose(LayerSpec(q, qp, None, SEVEN, OUTS[0], stride=stride))
     x = integers(SEVEN, 3, 16, 5, 6)
     agree(conv(x), F.conv_transpose2d(real(x, SEVEN), w, stride=stride), OUTS[0])
 
@@ -133,7 +139,7 @@ def test_clamps(engine, kind, post, out):
         q, qp, w = weight(16, 24, 3, 3, axis=None)
         image, reference, layer = integers(x, 2, 16, 5, 6), F.conv_transpose2d, "ConvTranspose"
     bias = int32_bias(24, x, qp)
-    kernel = getattr(ENGINES[engine], layer)(q, qp, bias, x, out, post=rule)
+    kernel = getattr(ENGINES[engine], layer)(LayerSpec(q, qp, bias, x, out, post=rule))
     agree(kernel(image), function(reference(real(image, x), w, bias.double())), out)
     one = image[0]
     agree(kernel(one), function(reference(real(one, x), w, bias.double())), out)
@@ -144,7 +150,7 @@ def test_clamps(engine, kind, post, out):
 def test_any_strides(engine):
     x = grid(engine, False)
     q, qp, w = weight(8, 4, 3, 3)
-    conv, image = ENGINES[engine].Conv(q, qp, None, x, OUTS[0]), integers(x, 2, 4, 9, 9)
+    conv, image = ENGINES[engine].Conv(LayerSpec(q, qp, None, x, OUTS[0])), integers(x, 2, 4, 9, 9)
     for view in (
         image.transpose(2, 3),
         image[:, :, ::2],
@@ -159,12 +165,12 @@ def test_linear_into_float(engine):
     q, qp, w = weight(24, 16)
     if engine == "qnnpack":
         with pytest.raises(BackendError, match="wanted in float32"):
-            qnnpack.QnnpackLinear(q, qp, bias, x, None)
+            qnnpack.QnnpackLinear(LayerSpec(q, qp, bias, x, None))
         return
     image = integers(x, 3, 5, 16)
     for post, function in ((None, lambda y: y), POSTS["relu"], POSTS["hardtanh"]):
         agree(
-            fbgemm.FbgemmLinear(q, qp, bias, x, None, post=post)(image),
+            fbgemm.FbgemmLinear(LayerSpec(q, qp, bias, x, None, post=post))(image),
             function(F.linear(real(image, x), w, bias.double())),
             None,
         )
@@ -189,31 +195,31 @@ def test_refusals(engine):
     kernels = ENGINES[engine]
     q, qp, _ = weight(8, 4, 3, 3)
     with pytest.raises(BackendError, match="wanted in float32, the kernel emits uint8"):
-        kernels.Conv(q, qp, None, SEVEN, None)
+        kernels.Conv(LayerSpec(q, qp, None, SEVEN, None))
     with pytest.raises(BackendError, match="no hardswish"):
-        kernels.Conv(q, qp, None, SEVEN, OUTS[0], post=Post("hardswish"))
+        kernels.Conv(LayerSpec(q, qp, None, SEVEN, OUTS[0], post=Post("hardswish")))
     with pytest.raises(BackendError, match="pads asymmetrically"):
-        kernels.Conv(weight(8, 4, 2, 2)[0], qp, None, SEVEN, OUTS[0], padding="same")
+        kernels.Conv(LayerSpec(weight(8, 4, 2, 2)[0], qp, None, SEVEN, OUTS[0], padding="same"))
     with pytest.raises(BackendError, match="one scale for the whole weight"):
-        kernels.ConvTranspose(weight(4, 4, 3, 3)[0], weight(4, 4, axis=1)[1], None, SEVEN, OUTS[0], groups=2)
+        kernels.ConvTranspose(LayerSpec(weight(4, 4, 3, 3)[0], weight(4, 4, axis=1)[1], None, SEVEN, OUTS[0], groups=2))
     if engine == "qnnpack":
         with pytest.raises(BackendError, match="three dimensions is wrong"):
-            kernels.ConvTranspose(*weight(4, 4, 3, 3, 3, axis=None)[:2], None, SEVEN, OUTS[0])
+            kernels.ConvTranspose(LayerSpec(*weight(4, 4, 3, 3, 3, axis=None)[:2], None, SEVEN, OUTS[0]))
     else:
         q, qp, _ = weight(8, 1, 3, 3)
         with pytest.raises(BackendError, match="adds pairs of products in int16"):
-            kernels.Conv(torch.full_like(q, 65), qp, None, BYTE, OUTS[0], groups=8)
-        kernels.Conv(torch.full_like(q, 64), qp, None, BYTE, OUTS[0], groups=8)
+            kernels.Conv(LayerSpec(torch.full_like(q, 65), qp, None, BYTE, OUTS[0], groups=8))
+        kernels.Conv(LayerSpec(torch.full_like(q, 64), qp, None, BYTE, OUTS[0], groups=8))
 
 
 def test_an_input_with_other_channels(engine):
     """qnnpack does not look: it reads on behind the input."""
     kernels = ENGINES[engine]
     layers = [
-        (kernels.Linear(*weight(4, 8)[:2], None, SEVEN, OUTS[0]), (2, 4)),
-        (kernels.Conv(*weight(8, 2, 3, 3)[:2], None, SEVEN, OUTS[0], groups=2), (1, 2, 5, 5)),
-        (kernels.Conv(*weight(8, 4, 3)[:2], None, SEVEN, OUTS[0]), (3, 5)),
-        (kernels.ConvTranspose(*weight(4, 8, 2, 2, axis=None)[:2], None, SEVEN, OUTS[0]), (1, 8, 5, 5)),
+        (kernels.Linear(LayerSpec(*weight(4, 8)[:2], None, SEVEN, OUTS[0])), (2, 4)),
+        (kernels.Conv(LayerSpec(*weight(8, 2, 3, 3)[:2], None, SEVEN, OUTS[0], groups=2)), (1, 2, 5, 5)),
+        (kernels.Conv(LayerSpec(*weight(8, 4, 3)[:2], None, SEVEN, OUTS[0])), (3, 5)),
+        (kernels.ConvTranspose(LayerSpec(*weight(4, 8, 2, 2, axis=None)[:2], None, SEVEN, OUTS[0])), (1, 8, 5, 5)),
     ]
     for layer, shape in layers:
         with pytest.raises(InputError, match=r"an input with \d channels; the layer takes"):
@@ -227,7 +233,7 @@ def test_the_selected_engine_stays(engine):
     try:
         q, qp, w = weight(8, 4, 3, 3)
         x = integers(SEVEN, 1, 4, 5, 5)
-        agree(ENGINES[engine].Conv(q, qp, None, SEVEN, OUTS[0])(x), F.conv2d(real(x, SEVEN), w), OUTS[0])
+        agree(ENGINES[engine].Conv(LayerSpec(q, qp, None, SEVEN, OUTS[0]))(x), F.conv2d(real(x, SEVEN), w), OUTS[0])
         assert torch.backends.quantized.engine == other
     finally:
         torch.backends.quantized.engine = before

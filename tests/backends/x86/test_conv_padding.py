@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends import cpu
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86 import conv_padding as x86_pad
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.onednn_conv import OnednnConv
@@ -50,7 +51,7 @@ def test_made_in_inference_mode_and_used_outside():
 @pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 def test_a_convolution_in_many_threads():
     q, qp, w = weight(16, 16, 3, 3)
-    conv = OnednnConv(q, qp, None, X, OUTS[0], padding=1)
+    conv = OnednnConv(LayerSpec(q, qp, None, X, OUTS[0], padding=1))
     images = [activations(1, 16, 9, 9) for _ in range(4)]
     results: dict[int, list[torch.Tensor]] = {i: [] for i in range(4)}
 

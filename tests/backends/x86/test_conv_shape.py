@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends import cpu
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.conv_shape import misread
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
@@ -40,7 +41,7 @@ def test_against_exact_sums(channels, kernel):
     for groups, c_out, padding in ((1, 16, (0, 0)), (2, 5, (0, 1)), (1, 40, (2, 3))):
         for x in (X, QParams.per_tensor(0.0217, 0, 0, QMAX)):
             q, qp, w = weight(c_out * groups, channels, *kernel)
-            conv = OnednnConv(q, qp, None, x, OUTS[0], padding=padding, groups=groups)
+            conv = OnednnConv(LayerSpec(q, qp, None, x, OUTS[0], padding=padding, groups=groups))
             image = activations(1, channels * groups, kernel[0] + 4, kernel[1] + 15)
             agree(conv(image), F.conv2d(real(image, x), w, padding=padding, groups=groups), OUTS[0])
 
@@ -51,7 +52,7 @@ def test_against_exact_sums(channels, kernel):
 def test_patches(channels, kernel):
     """A stride as wide as the kernel; with pixels left over and without."""
     q, qp, w = weight(24, channels, kernel, kernel)
-    conv = OnednnConv(q, qp, torch.ones(24), X, OUTS[1], stride=kernel)
+    conv = OnednnConv(LayerSpec(q, qp, torch.ones(24), X, OUTS[1], stride=kernel))
     for size in (4 * kernel, 5 * kernel - 1, kernel):
         image = activations(2, channels, size, 14 * kernel)
         y = F.conv2d(real(image, X), w, torch.ones(24).double(), stride=kernel)
@@ -69,7 +70,7 @@ def test_one_dimension_a_stride_and_a_residual():
         image = activations(2, 16, 201)
         y = F.conv1d(real(image, X), w, stride=stride)
         other = bytes_(*y.shape)
-        conv = OnednnConv(q, qp, None, X, OUTS[0], stride=stride, residual=RESIDUAL)
+        conv = OnednnConv(LayerSpec(q, qp, None, X, OUTS[0], stride=stride, residual=RESIDUAL))
         agree(conv(image, other), y + real(other, RESIDUAL), OUTS[0])
 
 

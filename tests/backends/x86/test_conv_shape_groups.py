@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from fxq.backends import cpu
 from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Post
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.conv_shape import geometry
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
@@ -58,7 +59,7 @@ def test_joined_groups_are_right(avx2, groups, channels, each, post, monkeypatch
         as_avx2(monkeypatch)
     q, qp, w = weight(groups * each, channels, 3, 3)
     bias, x = torch.randn(groups * each), torch.randint(0, 128, (2, groups * channels, 9, 7), dtype=torch.uint8)
-    conv = OnednnConv(q, qp, bias, X, OUT, stride=2, padding=1, groups=groups, post=post)
+    conv = OnednnConv(LayerSpec(q, qp, bias, X, OUT, stride=2, padding=1, groups=groups, post=post))
     y = F.conv2d(real(x, X), w, bias.double(), 2, 1, groups=groups)
     if post is not None:
         y = F.relu(y) if post.name == "relu" else F.leaky_relu(y, 0.1)
@@ -72,5 +73,5 @@ def test_joined_groups_with_a_residual_and_of_signals(avx2, monkeypatch):
     q, qp, w = weight(15, 5, 3)
     x, residual = (torch.randint(0, 128, (2, 15, n), dtype=torch.uint8) for n in (11, 9))
     other = QParams.per_tensor(0.0313, 47, 0, 127)
-    conv = OnednnConv(q, qp, None, X, OUT, groups=3, residual=other)
+    conv = OnednnConv(LayerSpec(q, qp, None, X, OUT, groups=3, residual=other))
     agree(conv(x, residual), F.conv1d(real(x, X), w, groups=3) + real(residual, other), OUT)

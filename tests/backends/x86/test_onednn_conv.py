@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from fxq.backends import cpu
 from fxq.backends.kernel import Kernel, Post
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.pool import MaxPool2d, Mean
 from fxq.backends.x86 import onednn_conv as x86_conv
@@ -31,6 +34,7 @@ from tests.kernels import (
     agree,
     bytes_,
     copies,
+    layer,
     real,
     weight,
 )
@@ -67,7 +71,7 @@ def test_conv_of_any_shape(data):
     q, qp, w = weight(c_out * groups, c_in, *kernel, axis=draw(st.sampled_from([0, 0, None])))
     bias = draw(st.sampled_from([None, torch.randn(c_out * groups)]))
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    conv = OnednnConv(q, qp, bias, x, out, residual=residual, **options)
+    conv = OnednnConv(LayerSpec(q, qp, bias, x, out, residual=residual, **options))
     image = activations(batch, c_in * groups, *size)
     if dims == 2 and draw(st.booleans()):
         image = image.contiguous(memory_format=CHANNELS_LAST)
@@ -84,7 +88,7 @@ def test_conv_of_any_shape(data):
 @pytest.mark.parametrize("post", [name for name in POSTS if name in OnednnConv.posts])
 def test_conv_posts(post, out):
     q, qp, w = weight(24, 8, 3, 3)
-    conv = OnednnConv(q, qp, None, X, out, padding=1, post=POSTS[post][0])
+    conv = OnednnConv(LayerSpec(q, qp, None, X, out, padding=1, post=POSTS[post][0]))
     image = activations(2, 8, 17, 13)
     agree(conv(image), POSTS[post][1](F.conv2d(real(image, X), w, padding=1)), out)
 
@@ -99,15 +103,15 @@ def test_residual(kind, post, out):
     y = F.conv2d(real(x, X), w) if kind == "conv" else F.linear(real(x, X), w)
     other = bytes_(*y.shape)
     kept = other.clone()
-    layer = OnednnConv if kind == "conv" else OnednnLinear
+    kernel = OnednnConv if kind == "conv" else OnednnLinear
     y = function(y + real(other, RESIDUAL))
-    agree(layer(q, qp, None, X, out, post=rule, residual=RESIDUAL)(x, other), y, out)
+    agree(kernel(LayerSpec(q, qp, None, X, out, post=rule, residual=RESIDUAL))(x, other), y, out)
     assert torch.equal(other, kept)
-    agree(layer(q, qp, None, X, out, post=rule, residual=RESIDUAL, inplace=True)(x, other), y, out)
+    agree(kernel(LayerSpec(q, qp, None, X, out, post=rule, residual=RESIDUAL, inplace=True))(x, other), y, out)
     with pytest.raises(BackendError, match="residual"):
-        layer(q, qp, None, X, out, residual=RESIDUAL)(x, other[:1])
+        kernel(LayerSpec(q, qp, None, X, out, residual=RESIDUAL))(x, other[:1])
     with pytest.raises(BackendError, match="residual"):
-        layer(q, qp, None, X, out, residual=RESIDUAL)(x)
+        kernel(LayerSpec(q, qp, None, X, out, residual=RESIDUAL))(x)
 
 
 LAYERS = {
@@ -134,11 +138,11 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_an_input_of_another_shape(layer):
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_input_of_another_shape(name):
     """oneDNN speaks of primitive descriptors."""
-    kind, size, options, shapes, words = LAYERS[layer]
-    kernel = kind(*weight(*size, axis=kind.channel_axis)[:2], None, X, OUTS[0], **options)
+    kind, size, options, shapes, words = LAYERS[name]
+    kernel = kind(LayerSpec(*weight(*size, axis=kind.channel_axis)[:2], None, X, OUTS[0], **options))
     for shape in shapes:
         given = [activations(*shape), *([bytes_(*shape[:-1], 4)] if "residual" in options else [])]
         with pytest.raises(InputError, match=words):
@@ -147,7 +151,7 @@ def test_an_input_of_another_shape(layer):
 
 def test_one_kernel_serves_every_input():
     q, qp, w = weight(16, 6, 3, 3)
-    conv = OnednnConv(q, qp, None, X, OUTS[0], padding=1)
+    conv = OnednnConv(LayerSpec(q, qp, None, X, OUTS[0], padding=1))
     inputs = [activations(n, 6, h, 9) for n, h in [(1, 8), (3, 8), (0, 8), (1, 20), (2, 1), (1, 8), (4, 30)]]
     inputs += [
         activations(2, 12, 9, 9)[:, ::2],
@@ -168,7 +172,7 @@ def test_many_sizes_share_a_few_packed_weights(options, monkeypatch):
     """Whatever size a weight was packed for, the numbers are those of a kernel that has seen no other."""
     q, qp, _ = weight(8, 8 // options.get("groups", 1), 3, 3)
     grid = QParams.per_tensor(0.0217, 50, 0, 127)
-    conv, packed = OnednnConv(q, qp, torch.randn(8), grid, OUTS[1], **options), []
+    conv, packed = OnednnConv(LayerSpec(q, qp, torch.randn(8), grid, OUTS[1], **options)), []
     prepack = torch.ops.onednn.qconv_prepack
     monkeypatch.setattr(x86_conv, "_onednn", Counting(packed, prepack))
     sizes = [(1, h, 5 + 3 * h) for h in range(3, 9)] + [(n, 9, 9) for n in range(1, 5)] + [(1, 33, 40), (2, 56, 56)]
@@ -199,16 +203,16 @@ class Counting:
 def test_same_padding():
     q, qp, w = weight(5, 4, 3, 5)
     x = activations(1, 4, 9, 9)
-    agree(OnednnConv(q, qp, None, X, None, padding="same")(x), F.conv2d(real(x, X), w, padding="same"), None)
-    assert OnednnConv.refuses(kernel_size=(2, 3), padding="same") == "pads asymmetrically"
+    agree(OnednnConv(LayerSpec(q, qp, None, X, None, padding="same"))(x), F.conv2d(real(x, X), w, padding="same"), None)
+    assert OnednnConv.refuses(layer(5, 4, 2, 3, padding="same")) == "pads asymmetrically"
 
 
 def test_copies_compute_the_same_and_hold_nothing_packed():
     x = activations(2, 8, 9, 7)
     q, qp, _ = weight(8, 4, 3, 3)
     kernels: list[Kernel] = [
-        OnednnConv(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=Post("relu6")),
-        ConvTranspose2d(*weight(8, 3, 4, 4, axis=1)[:2], None, X, OUTS[0], stride=2, padding=1, post=Post("relu")),
+        OnednnConv(LayerSpec(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=Post("relu6"))),
+        ConvTranspose2d(LayerSpec(layer(8, 3, 4, 4, axis=1, stride=2, padding=1, post=Post("relu")))),
         MaxPool2d(3, 2, 1),
         AvgPool2d(X, OUTS[0], 3, 2, 1),
         Mean(X, None, (2, 3), keepdim=True),
@@ -237,11 +241,11 @@ def test_without_vnni_two_products_must_fit_int16(monkeypatch, largest, qmax):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
     x = QParams.per_tensor(0.1, 3, 0, qmax)
     made = [
-        lambda: OnednnConv(*_of(largest, 4, 2, 3, 3), x, None),
-        lambda: OnednnConv(*_of(largest, 2, 1, 3, 3), x, None),
-        lambda: Conv3d(*_of(largest, 4, 2, 3, 3, 3), x, None),
-        lambda: OnednnLinear(*_of(largest, 4, 8), x, None),
-        lambda: ConvTranspose2d(*_of(largest, 2, 4, 3, 3), x, None),
+        lambda: OnednnConv(LayerSpec(*_of(largest, 4, 2, 3, 3), x, None)),
+        lambda: OnednnConv(LayerSpec(*_of(largest, 2, 1, 3, 3), x, None)),
+        lambda: Conv3d(LayerSpec(*_of(largest, 4, 2, 3, 3, 3), x, None)),
+        lambda: OnednnLinear(LayerSpec(*_of(largest, 4, 8), x, None)),
+        lambda: ConvTranspose2d(LayerSpec(*_of(largest, 2, 4, 3, 3), x, None)),
     ]
     for make in made:
         if 2 * qmax * abs(largest) < 2**15:
@@ -259,7 +263,7 @@ def test_a_depthwise_convolution_takes_all_bits_on_any_cpu(monkeypatch):
     x = torch.randint(250, 256, (2, 24, 9, 7), dtype=torch.uint8)
     weight = torch.randint(100, 128, (24, 1, 3, 3)).to(torch.int8)
     one = QParams.per_tensor(1.0, 0, -128, 127, torch.int8)
-    y = OnednnConv(weight, one, None, QParams.per_tensor(1.0, 0), None, padding=1, groups=24)(x)
+    y = OnednnConv(LayerSpec(weight, one, None, QParams.per_tensor(1.0, 0), None, padding=1, groups=24))(x)
     assert torch.equal(y.double(), F.conv2d(x.double(), weight.double(), padding=1, groups=24))
 
 
@@ -267,20 +271,35 @@ def test_refusals():
     q, qp, _ = weight(4, 4, 3, 3)
     shifted = QParams(qp.scale, torch.ones(4, dtype=torch.int32), -127, 127, torch.int8, 0)
     signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
-    for arguments in [(q, shifted, None, X, None), (q, qp, None, signed, None), (q, qp, None, X, signed)]:
-        with pytest.raises(BackendError):
-            OnednnConv(*arguments)
-    assert OnednnConv.refuses(post=Post("gelu")) == "the kernel has no gelu"
-    assert OnednnConv.refuses(post=Post("silu"), residual=True) == "silu after a residual"
-    assert OnednnConv.refuses(kernel_size=(3, 3, 3)) == "3-d convolution has no kernel"
-    assert OnednnConv.refuses(padding_mode="reflect") == "pads with mode 'reflect'"
-    assert OnednnConv.refuses(residual=True, to_float=True) is not None
-    assert OnednnConv.refuses(weight=weight(4, 4, axis=1)[1]) is not None
-    assert OnednnLinear.refuses(post=Post("prelu")) == "the kernel has no prelu"
-    assert ConvTranspose2d.refuses(dilation=2) is not None
+    wrong = {
+        "a zero point other than 0": (q, shifted, None, X, None),
+        "the input is int8": (q, qp, None, signed, None),
+        "the output is int8": (q, qp, None, X, signed),
+        "the kernels need axis 0": (q, replace(qp, axis=1), None, X, None),
+    }
+    for words, arguments in wrong.items():
+        with pytest.raises(BackendError, match=rf"x86\.conv: .*{words}"):
+            OnednnConv(LayerSpec(*arguments))
+    image, rows = (4, 4, 3, 3), (4, 4)
+    assert OnednnConv.refuses(layer(*image)) is None
+    assert OnednnConv.refuses(layer(*image, post=Post("gelu", algorithm="none"))) == "the kernel has no gelu"
+    assert OnednnConv.refuses(layer(*image, post=Post("silu"), residual=RESIDUAL)) == "silu after a residual"
+    assert OnednnConv.refuses(layer(*image, 3)) == "3-d convolution has no kernel"
+    assert OnednnConv.refuses(layer(*image, padding_mode="reflect")) == "pads with mode 'reflect'"
+    assert "the sum is uint8" in OnednnConv.refuses(layer(*image, residual=RESIDUAL, out=None))
+    assert OnednnConv.refuses(layer(*image, residual=replace(RESIDUAL, qmax=300))).startswith(
+        "the residual has the grid"
+    )
+    assert OnednnLinear.refuses(layer(*rows)) is None
+    assert OnednnLinear.refuses(layer(*rows, post=Post("prelu"), slope=torch.ones(1))) == "the kernel has no prelu"
+    assert OnednnLinear.refuses(layer(*rows, post=Post("gelu", algorithm="other"))) == "gelu with approximate='other'"
+    assert OnednnLinear.refuses(layer(*image)) == "2-d linear layer has no kernel"
+    transposed = layer(*image, axis=1)
+    assert ConvTranspose2d.refuses(transposed) is None
+    assert ConvTranspose2d.refuses(replace(transposed, dilation=2)) == "dilated transposed convolution has no kernel"
+    assert ConvTranspose2d.refuses(replace(transposed, residual=RESIDUAL)) == "it adds a residual"
     assert AvgPool2d.refuses(ceil_mode=True) and AvgPool2d.refuses(divisor_override=2)
     assert AvgPool2d.refuses(padding=1, count_include_pad=False) and not AvgPool2d.refuses(count_include_pad=False)
     assert MaxPool2d.refuses(return_indices=True) == "returns indices"
     assert Clamp.refuses(post=Post("relu"), x=X, out=OUTS[0]) and Clamp.refuses(post=Post("silu"))
     assert Pad.refuses(mode="cubic") == "pads with mode 'cubic'"
-    assert OnednnConv.refuses(x=X) is None

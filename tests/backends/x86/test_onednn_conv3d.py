@@ -12,12 +12,13 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.kernel import Post
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 from tests.helpers import module
-from tests.kernels import OUTS, X, activations, agree, copies, real, weight
+from tests.kernels import OUTS, X, activations, agree, copies, layer, real, weight
 from tests.machine import no_warnings
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
@@ -44,9 +45,9 @@ def test_conv3d_of_any_shape(data):
         image = image.contiguous(memory_format=torch.channels_last_3d)
     kept = image.clone()
     y = F.conv3d(real(image, X), w, None if bias is None else bias.double(), **options)
-    agree(Conv3d(q, qp, bias, X, out, **options)(image), y, out)
+    agree(Conv3d(LayerSpec(q, qp, bias, X, out, **options))(image), y, out)
     slope = torch.rand(c_out * groups)
-    twice = Conv3d(q, qp, bias, X, out, post=Post("prelu"), slope=slope, **options)
+    twice = Conv3d(LayerSpec(q, qp, bias, X, out, post=Post("prelu"), slope=slope, **options))
     agree(twice(image), F.prelu(y, slope.double()), out)
     assert torch.equal(image, kept)
 
@@ -57,7 +58,7 @@ def test_posts(post, out):
     q, qp, w = weight(6, 4, 2, 3, 3)
     image = activations(1, 4, 5, 6, 7)
     y = getattr(F, post)(F.conv3d(real(image, X), w, padding=1))
-    conv = Conv3d(q, qp, None, X, out, padding=1, post=Post(post))
+    conv = Conv3d(LayerSpec(q, qp, None, X, out, padding=1, post=Post(post)))
     agree(conv(image), y, out)
     agree(conv(image[0]), y[0], out)
     for other in copies(conv):
@@ -66,13 +67,13 @@ def test_posts(post, out):
 
 def test_refusals():
     q, qp, _ = weight(4, 4, 2, 3, 3)
-    assert Conv3d.refuses(kernel_size=(2, 3, 3), padding="same") == "pads asymmetrically"
-    assert Conv3d.refuses(padding_mode="circular") == "pads with mode 'circular'"
-    assert Conv3d.refuses(post=Post("gelu")) == "the kernel has no gelu"
+    assert Conv3d.refuses(layer(4, 4, 2, 3, 3, padding="same")) == "pads asymmetrically"
+    assert Conv3d.refuses(layer(4, 4, 3, 3, 3, padding_mode="circular")) == "pads with mode 'circular'"
+    assert Conv3d.refuses(layer(4, 4, 3, 3, 3, post=Post("gelu"))) == "the kernel has no gelu"
     with pytest.raises(BackendError, match="depth 1 is smaller"):
-        Conv3d(q, qp, None, X, None)(activations(1, 4, 1, 5, 5))
+        Conv3d(LayerSpec(q, qp, None, X, None))(activations(1, 4, 1, 5, 5))
     with pytest.raises(BackendError, match="slopes of shape"):
-        Conv3d(q, qp, None, X, None, post=Post("prelu"))
+        Conv3d(LayerSpec(q, qp, None, X, None, post=Post("prelu")))
 
 
 @no_warnings

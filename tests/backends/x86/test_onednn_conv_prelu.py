@@ -11,7 +11,8 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.kernel import Post, slope_refused
+from fxq.backends.kernel import Post
+from fxq.backends.layer_spec import LayerSpec, slope_refused
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.transposed_conv import ConvTranspose2d
 from fxq.backends.x86.x86 import X86
@@ -19,7 +20,7 @@ from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 from fxq.graph.unit import calls_of
 from tests.helpers import graph
-from tests.kernels import CHANNELS_LAST, OUTS, RESIDUAL, X, activations, agree, copies, real, weight
+from tests.kernels import CHANNELS_LAST, OUTS, RESIDUAL, X, activations, agree, copies, layer, real, weight
 from tests.machine import no_warnings
 
 pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
@@ -53,9 +54,9 @@ def test_conv_prelu_of_any_shape(data):
     if dims == 2 and draw(st.booleans()):
         image = image.contiguous(memory_format=CHANNELS_LAST)
     y = (F.conv2d if dims == 2 else F.conv1d)(real(image, X), w, None if bias is None else bias.double(), **options)
-    got = OnednnConv(q, qp, bias, X, out, post=PRELU, slope=slope, **options)(image)
+    got = OnednnConv(LayerSpec(q, qp, bias, X, out, post=PRELU, slope=slope, **options))(image)
     agree(got, F.prelu(y, slope.double()), out)
-    got = OnednnConv(q, qp, bias, X, out, post=Post("leaky_relu", (float(slope[0]),)), **options)(image)
+    got = OnednnConv(LayerSpec(q, qp, bias, X, out, post=Post("leaky_relu", (float(slope[0]),)), **options))(image)
     agree(got, torch.where(y < 0, y * float(slope[0]), y), out)
 
 
@@ -63,7 +64,7 @@ def test_conv_prelu_of_any_shape(data):
 def test_transposed(kind):
     q, qp, w = weight(6, 5, 4, 3, axis=1)
     slope, image = slopes(kind, 10), activations(2, 6, 7, 5)
-    conv = ConvTranspose2d(q, qp, None, X, OUTS[0], stride=2, padding=1, groups=2, post=PRELU, slope=slope)
+    conv = ConvTranspose2d(LayerSpec(q, qp, None, X, OUTS[0], stride=2, padding=1, groups=2, post=PRELU, slope=slope))
     y = F.conv_transpose2d(real(image, X), w, stride=2, padding=1, groups=2)
     agree(conv(image), F.prelu(y, slope.double()), OUTS[0])
     for other in copies(conv):
@@ -73,7 +74,7 @@ def test_transposed(kind):
 def test_copies_keep_the_slopes():
     q, qp, _ = weight(8, 4, 3, 3)
     for groups in (1, 2):
-        conv = OnednnConv(q, qp, None, X, OUTS[0], groups=groups, post=PRELU, slope=torch.rand(8))
+        conv = OnednnConv(LayerSpec(q, qp, None, X, OUTS[0], groups=groups, post=PRELU, slope=torch.rand(8)))
         image = activations(1, 4 * groups, 9, 9)
         y = conv(image)
         for other in copies(conv):
@@ -83,15 +84,16 @@ def test_copies_keep_the_slopes():
 def test_refusals():
     q, qp, _ = weight(4, 4, 3, 3)
     mixed = "prelu has slopes above 1 in some channels and below 1 in others"
-    assert slope_refused(torch.tensor([0.5, 2.0])) == mixed == OnednnConv.refuses(slope=torch.tensor([0.5, 2.0]))
+    assert slope_refused(torch.tensor([0.5, 2.0])) == mixed
+    assert OnednnConv.refuses(layer(2, 4, 3, 3, post=PRELU, slope=torch.tensor([0.5, 2.0]))) == mixed
     assert slope_refused(torch.tensor([0.5, float("nan")])) == "prelu has slopes that are not finite"
     assert slope_refused(torch.tensor([1.0, 2.0])) is None
-    assert OnednnConv.refuses(post=PRELU, residual=True) == "prelu after a residual"
+    assert OnednnConv.refuses(layer(4, 4, 3, 3, post=PRELU, residual=RESIDUAL)) == "prelu after a residual"
     for post, slope in [(PRELU, None), (None, torch.ones(4)), (PRELU, torch.ones(3))]:
         with pytest.raises(BackendError, match="slopes of shape"):
-            OnednnConv(q, qp, None, X, OUTS[0], post=post, slope=slope)
+            OnednnConv(LayerSpec(q, qp, None, X, OUTS[0], post=post, slope=slope))
     with pytest.raises(BackendError, match="after a residual"):
-        OnednnConv(q, qp, None, X, OUTS[0], post=PRELU, slope=torch.ones(4), residual=RESIDUAL)
+        OnednnConv(LayerSpec(q, qp, None, X, OUTS[0], post=PRELU, slope=torch.ones(4), residual=RESIDUAL))
 
 
 def network(activation: nn.Module) -> nn.Module:

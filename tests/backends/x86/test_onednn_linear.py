@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fxq.backends import cpu
 from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.quant.qparams import QParams
 from tests.kernels import (
@@ -39,7 +40,7 @@ def test_one_row_is_right_either_way(shape, quick, monkeypatch):
     monkeypatch.setattr(cpu, "has_int_mm", lambda: quick)
     q, qp, w = weight(40, 33)
     bias = torch.randn(40)
-    linear = OnednnLinear(q, qp, bias, SMALL, None)
+    linear = OnednnLinear(LayerSpec(q, qp, bias, SMALL, None))
     x = torch.randint(0, 128, shape, dtype=torch.uint8)
     wanted = real(x, SMALL) @ w.T + bias.double()
     for got in (linear(x), linear.bind(x)(x)):
@@ -53,7 +54,7 @@ def test_one_row_is_right_either_way(shape, quick, monkeypatch):
 def test_linear(post, out):
     rule, function = POSTS[post] if post else (None, lambda y: y)
     q, qp, w = weight(40, 33)
-    linear = OnednnLinear(q, qp, torch.ones(40), X, out, post=rule)
+    linear = OnednnLinear(LayerSpec(q, qp, torch.ones(40), X, out, post=rule))
     for shape in [(33,), (0, 33), (7, 33), (2, 3, 5, 33)]:
         x = activations(*shape)
         agree(linear(x), function(F.linear(real(x, X), w, torch.ones(40).double())), out)
@@ -73,7 +74,7 @@ def test_linear_of_one_row_in_float(data):
     q, qp, w = weight(outputs, inputs, axis=draw(st.sampled_from([0, 0, None])))
     bias = draw(st.sampled_from([None, torch.randn(outputs)]))
     row = draw(st.sampled_from([activations(inputs), activations(2 * inputs)[::2], activations(inputs + 5)[5:]]))
-    linear = OnednnLinear(q, qp, bias, x, None)
+    linear = OnednnLinear(LayerSpec(q, qp, bias, x, None))
     y = F.linear(real(row, x), w, None if bias is None else bias.double())
     for shape in [(inputs,), (1, inputs), (1, 1, 1, inputs)]:
         agree(linear(row.reshape(shape)), y.view(*shape[:-1], outputs), None)
@@ -87,6 +88,6 @@ def test_linear_of_one_row_in_float(data):
 @pytest.mark.parametrize("shape", [(0, 3, 33), (2, 0, 33), (0, 33)], ids=str)
 def test_linear_of_nothing(shape, residual):
     for out in OUTS if residual else [None, *OUTS]:
-        linear = OnednnLinear(*weight(40, 33)[:2], None, X, out, residual=residual)
+        linear = OnednnLinear(LayerSpec(*weight(40, 33)[:2], None, X, out, residual=residual))
         others = [bytes_(*shape[:-1], 40)] if residual else []
         agree(linear(activations(*shape), *others), torch.zeros(*shape[:-1], 40, dtype=torch.float64), out)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends import cpu
+from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from tests.kernels import (
     OUTS,
@@ -35,7 +36,7 @@ def test_transposed_conv_of_any_shape(data):
     channels = draw(st.integers(1, 4))
     q, qp, w = weight(groups * draw(st.integers(1, 9)), channels, *kernel, axis=draw(st.sampled_from([1, 1, None])))
     bias, options = torch.randn(channels * groups), {"stride": stride, "padding": padding, "output_padding": more}
-    conv = ConvTranspose2d(q, qp, bias, X, out, groups=groups, **options)
+    conv = ConvTranspose2d(LayerSpec(q, qp, bias, X, out, groups=groups, **options))
     image = activations(draw(st.integers(0, 2)), q.shape[0], *size)
     agree(conv(image), F.conv_transpose2d(real(image, X), w, bias.double(), groups=groups, **options), out)
 
@@ -51,7 +52,7 @@ def test_transposed_conv1d_of_any_shape(data):
     q, qp, w = weight(groups * draw(st.integers(1, 9)), draw(st.integers(1, 4)), kernel, axis=1)
     out, sizes = draw(st.sampled_from([None, *OUTS])), {"stride": stride, "padding": padding, "output_padding": more}
     wide = {"stride": (1, stride), "padding": (0, padding), "output_padding": (0, more)}
-    conv = ConvTranspose1d(q.unsqueeze(2), qp, None, X, out, groups=groups, **wide)
+    conv = ConvTranspose1d(LayerSpec(q.unsqueeze(2), qp, None, X, out, groups=groups, **wide))
     signal = activations(draw(st.integers(0, 2)), q.shape[0], length)
     y = F.conv_transpose1d(real(signal, X), w, groups=groups, **sizes)
     agree(conv(signal), y, out)

@@ -1,0 +1,141 @@
+"""Kernels of convolutions and linear layers: each is made from a `LayerSpec`, and says which of them it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxq.backends.kernel import Kernel, Post, decode, first_reason, refuse
+from fxq.backends.layer_spec import LayerSpec, is_depthwise, overflow_refused, post_refused, weight_refused
+from fxq.quant.qparams import QParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_INT32 = 2**31 - 1
+
+
+class LayerKernel(Kernel):
+    """A kernel of a layer. Its options are those fields of the layer that it keeps; the tensors are its buffers.
+
+    They are `weight` (int8), `weight_scale` (float32, 0-d or (C,)), `bias` and `slope` (float32 or None).
+
+    Args:
+        spec: the layer.
+
+    Raises:
+        BackendError: for what `refuses` names, or the products would overflow on this machine.
+    """
+
+    layer: ClassVar[str] = "convolution"
+    dims: ClassVar[tuple[int, ...]] = (1, 2, 3)
+    """Of how many spatial dimensions it runs layers."""
+    posts: ClassVar[tuple[str, ...]] = ()
+    """The activation functions that it applies itself."""
+    twice: ClassVar[tuple[str, ...]] = ()
+    """Those of them that cost as much again as the kernel without them."""
+    emits_float: ClassVar[bool] = True
+    channel_axis: ClassVar[int] = 0
+    """The axis of the weight's output channels; 1: a transposed convolution."""
+    sums_bias: ClassVar[bool] = False
+    """Whether the bias goes into the integer sums, as int32 with the scale of the products."""
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    slope: Tensor | None
+    x: QParams
+    out: QParams | None
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    post: Post | None
+    residual: QParams | None = None
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        refuse(self.name, self.refuses(spec))
+        if self.adds_in_int16(not self.channel_axis and is_depthwise(spec.weight.shape, spec.groups)):
+            refuse(self.name, overflow_refused(spec.x, spec.weight))
+        self.register_buffer("weight", spec.weight.detach().contiguous())  # oneDNN packs a transposed one wrongly
+        self.register_buffer("weight_scale", spec.weight_qparams.scale.detach().to(torch.float32))
+        for name, tensor in (("bias", spec.bias), ("slope", spec.slope)):
+            self.register_buffer(name, None if tensor is None else tensor.detach().to(torch.float32, copy=True))
+        for name in self.options:
+            setattr(self, name, getattr(spec, name))
+
+    @classmethod
+    def refuses(cls, spec: LayerSpec) -> str | None:
+        """Why it cannot run such a layer, or None. Values of the weight are not looked at."""
+        reasons = [
+            spec.refused(),
+            f"{spec.dims}-d {cls.layer} has no kernel" if spec.dims not in cls.dims else None,
+            "it adds a residual" if spec.residual is not None and "residual" not in cls.options else None,
+            post_refused(spec.post, cls.posts),
+            weight_refused(spec.weight_qparams, cls.channel_axis),
+            None if spec.out or cls.emits_float else "its result is wanted in float32, the kernel emits uint8",
+        ]
+        return first_reason(reasons) or cls._slope_refused(spec)
+
+    @classmethod
+    def _slope_refused(cls, spec: LayerSpec) -> str | None:
+        channels = spec.weight.shape[cls.channel_axis] * (spec.groups if cls.channel_axis else 1)
+        takes = spec.post is not None and spec.post.name == "prelu"
+        fits = spec.slope.shape in ((1,), (channels,)) if spec.slope is not None else not takes
+        return (
+            None
+            if fits and takes == (spec.slope is not None)
+            else (f"prelu takes slopes of shape (1,) or ({channels},), and only prelu")
+        )
+
+    @classmethod
+    def adds_in_int16(cls, depthwise: bool) -> bool:
+        """Whether it adds pairs of products in int16 on this machine."""
+        return False
+
+    def spec(self) -> LayerSpec:
+        """The layer, with the tensors as they are now."""
+        return self._spec({name: getattr(self, name) for name in self.options}, self._buffers)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        """Inverse of `config()` and `dict(kernel.named_buffers())`."""
+        return cls(cls._spec({name: decode(value) for name, value in config.items()}, tensors))
+
+    @classmethod
+    def _spec(cls, options: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> LayerSpec:
+        weight, scale = tensors["weight"], tensors["weight_scale"]
+        assert weight is not None and scale is not None  # every layer has them
+        axis = cls.channel_axis if scale.dim() else None
+        qparams = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -128, 127, torch.int8, axis)
+        return LayerSpec(weight, qparams, tensors.get("bias"), slope=tensors.get("slope"), **options)
+
+    def check(self) -> None:
+        """As in `Kernel`; weights may have been edited, so that sums are bounded again."""
+        super().check()
+        refuse(self.name, sums_refused(self))
+
+
+def sums_refused(kernel: LayerKernel) -> str | None:
+    """Why sums of the kernel's products could leave int32 for inputs on its grid; None where they cannot.
+
+    The kernels sum products with the integers of the input as they are, or less their zero point.
+    """
+    weight, x, axis = kernel.weight, kernel.x, kernel.channel_axis
+    parts = weight.unflatten(0, (kernel.groups if axis else 1, -1)).movedim(1 + axis, 1).flatten(2)
+    if not kernel.sums_bias and 128 * x.qmax * parts.shape[2] <= _INT32:
+        return None  # whatever the weights: nearly all layers, without a copy of them in float64
+    parts = parts.double()
+    above, below = parts.clamp(min=0).sum(2), parts.clamp(max=0).sum(2).neg()  # (groups or 1, C)
+    up, down = x.qmax - x.z, x.z - x.qmin
+    shifted = torch.maximum(above * up + below * down, above * down + below * up)
+    most = torch.maximum(torch.maximum(above, below) * x.qmax, shifted)
+    if kernel.bias is not None and kernel.sums_bias:
+        bias = kernel.bias.double().abs() / (kernel.weight_scale.double() * x.s)
+        most = most + bias.reshape(most.shape if bias.numel() == most.numel() else (1, -1))
+    largest = float(most.max()) if most.numel() else 0.0
+    return f"its sums can reach {largest:.2g}, beyond int32 (2.1e+09)" if largest > _INT32 else None
