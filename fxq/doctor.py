@@ -206,29 +206,25 @@ def _machine() -> dict[str, str]:
 
 def _auto() -> tuple[str, str]:
     """The backend that "auto" picks for a model on the CPU, and why."""
-    order, refused = backends.auto_order(), []
+    order = backends.auto_order()
+    refused: list[str] = []
     for name in order:
-        try:
-            backends.get_backend(name)
-        except BackendError as error:
-            refused.append(f"{name}: {words_of(error)}")
-            continue
-        return name, "; ".join([f"the first of {', '.join(order)} that runs here", *refused])
+        reason = backends.unavailable(name)
+        if reason is None:
+            return name, "; ".join([f"the first of {', '.join(order)} that runs here", *refused])
+        refused.append(f"{name}: {reason}")
     raise BackendError("no backend runs on this machine.")  # reference runs on any
 
 
 def _probe_backend(name: str, advance: Callable[[], None]) -> list[LayerCheck]:
-    try:
-        backend = backends.get_backend(name)
-    except BackendError as error:
-        if name not in backends.NAMES:
-            raise
-        return [LayerCheck(name, "(all)", "float", why=words_of(error))]
+    reason = backends.unavailable(name)
+    if reason is not None:
+        return [LayerCheck(name, "(all)", "float", why=reason)]
     rows = []
     for probe in PROBES:
         rows.append(_probe(name, probe))
         advance()
-    return rows + [_try_trap(name, trap) for trap in backend.traps()]
+    return rows + [_try_trap(name, trap) for trap in backends.get_backend(name).traps()]
 
 
 def _probe(backend: str, probe: Probe) -> LayerCheck:

@@ -95,6 +95,10 @@ class Backend(ABC):
         """Kernels that it leaves alone, for `fxq.doctor`."""
         return ()
 
-    def check_machine(self) -> None:
-        """Raise `BackendError` when this machine cannot run the backend; warn about its limits."""
+    def available(self) -> str | None:
+        """Why this machine cannot run the backend, and what to do; None if it can."""
+        return None
+
+    def drawback(self) -> str | None:
+        """What is worse on this machine than on others; None: nothing. Who chooses the backend is warned once."""
         return None

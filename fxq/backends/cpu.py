@@ -44,6 +44,17 @@ def has_vnni() -> bool:
     return bool((y == 255 * 127 * depth).all())
 
 
+def without_vnni() -> str | None:
+    """What a CPU without VNNI means for whoever chooses a backend of x86; None where there is VNNI."""
+    if has_vnni():
+        return None
+    return (
+        "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which activations and weights of 8 "
+        "bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the ledger what was "
+        "chosen); expect a little less accuracy."
+    )
+
+
 @cache
 def has_int_mm() -> bool:
     """Whether `torch._int_mm` is more than a loop over numbers: it asks for AVX512-VNNI, whatever oneDNN may use.

@@ -76,6 +76,8 @@ class PackedTensors:
         self.of_sizes: OrderedDict[Hashable, Any] = OrderedDict()
 
 
+_KERNELS: dict[str, type[Kernel]] = {}
+"""The kernels by name, for `by_name.kernel_named`."""
 _PLAIN = (Tensor, nn.Parameter, type(None))
 
 
@@ -110,6 +112,20 @@ class Kernel(Bindable):
     def ends_in(self) -> tuple[Any, Mapping[str, Any]]:
         """As in `Bindable`: the last call of its q/dq form."""
         return self.form.ends_in if self.form is not None else super().ends_in
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register a class that has a name of its own. Raises `BackendError` when another class has that name."""
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            return
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        known = _KERNELS.setdefault(cls.name, cls)
+        if f"{known.__module__}.{known.__qualname__}" != path:
+            raise BackendError(
+                f"two kernels are called {cls.name!r}: {known.__module__}.{known.__qualname__} and {path}. Give one of "
+                "them another name: files say by it which kernel they hold."
+            )
+        _KERNELS[cls.name] = cls  # a cell of a notebook that runs again makes its class again
 
     def config(self) -> dict[str, Any]:
         """The options as plain data: numbers, strings, tuples, dicts, None."""
@@ -211,6 +227,11 @@ class Kernel(Bindable):
         return ", ".join(
             f"{name}=({v})" if isinstance(v, QParams) else f"{name}={v}" for name, v in shown if v is not None
         )
+
+
+def known_kernels() -> Mapping[str, type[Kernel]]:
+    """The kernels whose modules were imported, by name."""
+    return _KERNELS
 
 
 def own_memory(buffers: dict[str, Tensor | None]) -> None:

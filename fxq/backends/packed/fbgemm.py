@@ -14,7 +14,6 @@ from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import packed_conv, packed_linear
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.packed.packed_kernels import PackedBackend, table
-from fxq.errors import warn_once
 from fxq.graph.unit import OpCall
 from fxq.quant.spec import QuantConfig
 
@@ -93,15 +92,9 @@ class Fbgemm(PackedBackend):
         """See `packed_kernels.py`."""
         return ROWS
 
-    def check_machine(self) -> None:
-        """Refuse a build without the engine; warn where 8-bit activations would overflow."""
-        super().check_machine()
-        if not cpu.has_vnni():
-            warn_once(
-                "this CPU has no VNNI: fbgemm adds pairs of products in 16 bits, which activations and weights of 8 "
-                "bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the ledger what "
-                "was chosen); expect a little less accuracy."
-            )
+    def drawback(self) -> str | None:
+        """As in `Backend`."""
+        return cpu.without_vnni()
 
     def traps(self) -> tuple[Trap, ...]:
         """The shortcut of the transposed convolution."""

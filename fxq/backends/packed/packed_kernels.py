@@ -31,13 +31,14 @@ class PackedBackend(RowBackend):
     def rows(self) -> Mapping[str, KernelRow]:
         """The table."""
 
-    def check_machine(self) -> None:
-        """Refuse a build of PyTorch without the engine."""
-        if not has_engine(self.name):
-            raise BackendError(
-                f"backend={self.name!r} needs PyTorch's engine of that name; torch {torch.__version__} on "
-                f'{platform.machine()} does not have it. Use backend="auto".'
-            )
+    def available(self) -> str | None:
+        """As in `Backend`."""
+        if has_engine(self.name):
+            return None
+        return (
+            f"backend={self.name!r} needs PyTorch's engine of that name; torch {torch.__version__} on "
+            f'{platform.machine()} does not have it. Use backend="auto".'
+        )
 
     def fuses(self, ops: Sequence[Op]) -> bool:
         """Only what one kernel takes whole."""

@@ -18,7 +18,6 @@ from fxq.backends.layer_rows import is_depthwise_call
 from fxq.backends.lowering import RowBackend
 from fxq.backends.x86.onednn import OnednnLayer
 from fxq.backends.x86.x86_kernels import ROWS
-from fxq.errors import BackendError, warn_once
 from fxq.graph.unit import OpCall
 
 
@@ -28,19 +27,18 @@ class X86(RowBackend):
     name: ClassVar[str] = "x86"
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
-    def check_machine(self) -> None:
-        """Refuse other CPUs; warn where 8-bit activations would overflow."""
-        if not cpu.is_x86() or not cpu.has_onednn_int8():
-            raise BackendError(
-                f'backend="x86" needs an x86-64 CPU and PyTorch built with oneDNN; this is {platform.machine()} '
-                f'with torch {torch.__version__}. Use backend="reference".'
-            )
-        if not cpu.has_vnni():
-            warn_once(
-                "this CPU has no VNNI: its int8 kernels add pairs of products in 16 bits, which activations and "
-                "weights of 8 bits overflow. fxq uses 7 bits for one of them here (Recipe.narrow says which, and the "
-                "ledger what was chosen); expect a little less accuracy."
-            )
+    def available(self) -> str | None:
+        """As in `Backend`."""
+        if cpu.is_x86() and cpu.has_onednn_int8():
+            return None
+        return (
+            f'backend="x86" needs an x86-64 CPU and PyTorch built with oneDNN; this is {platform.machine()} '
+            f'with torch {torch.__version__}. Use backend="reference".'
+        )
+
+    def drawback(self) -> str | None:
+        """As in `Backend`."""
+        return cpu.without_vnni()
 
     def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
         """Layers on a CPU without VNNI, but not depthwise convolutions. A squeeze-and-excitation sums floats.

@@ -212,7 +212,7 @@ def test_copies_compute_the_same_and_hold_nothing_packed():
     q, qp, _ = weight(8, 4, 3, 3)
     kernels: list[Kernel] = [
         OnednnConv(LayerSpec(q, qp, torch.randn(8), X, OUTS[1], groups=2, padding=1, post=Post("relu6"))),
-        ConvTranspose2d(LayerSpec(layer(8, 3, 4, 4, axis=1, stride=2, padding=1, post=Post("relu")))),
+        ConvTranspose2d(layer(8, 3, 4, 4, axis=1, stride=2, padding=1, post=Post("relu"))),
         MaxPool2d(3, 2, 1),
         AvgPool2d(X, OUTS[0], 3, 2, 1),
         Mean(X, None, (2, 3), keepdim=True),

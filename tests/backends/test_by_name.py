@@ -1,0 +1,67 @@
+"""Backends and kernels by name: who runs here, who does not and why, and no name twice."""
+
+import pytest
+
+import fxq
+from fxq.backends import cpu
+from fxq.backends.by_name import NAMES, get_backend, kernel_named, unavailable
+from fxq.backends.kernel import Kernel, known_kernels
+from fxq.errors import BackendError
+
+pytestmark = pytest.mark.any_cpu
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "auto"])
+def test_a_backend_is_available_or_says_what_to_do(name):
+    assert (
+        unavailable(name, "meta") is None
+        if name == "reference"
+        else "the model is on meta" in unavailable(name, "meta")
+    )
+    reason = unavailable(name)
+    if reason is None:
+        assert get_backend(name).name == name
+    else:
+        assert "Use backend=" in reason
+        with pytest.raises(BackendError, match="Use backend="):
+            get_backend(name)
+
+
+def test_auto_takes_the_first_that_is_available(monkeypatch):
+    monkeypatch.setattr(cpu, "is_x86", lambda: False)
+    monkeypatch.setattr("fxq.backends.packed.packed_kernels.has_engine", lambda name: False)
+    assert "needs an x86-64 CPU" in unavailable("x86")
+    with pytest.warns(fxq.FxqWarning, match="no int8 kernels"):
+        assert get_backend("auto").name == "reference"
+
+
+def test_an_unknown_name():
+    with pytest.raises(BackendError, match="did you mean 'fbgemm'"):
+        unavailable("fbgem")
+    with pytest.raises(BackendError, match=r"unknown kernel 'x86.convs'; did you mean .*'x86.conv'"):
+        kernel_named("x86.convs")
+
+
+@pytest.mark.parametrize("name", ["x86.conv", "fbgemm.linear", "qnnpack.conv_transpose", "cpu.table"])
+def test_a_kernel_by_its_name(name):
+    assert kernel_named(name).name == name
+    assert {kernel.name: kernel for kernel in known_kernels().values()} == dict(known_kernels())
+
+
+def test_a_name_claimed_twice():
+    """By another class; the same class made again takes the place of the first."""
+
+    def make(name, path):
+        return type(path, (Kernel,), {"name": name, "__qualname__": path})
+
+    mean = kernel_named("cpu.mean")
+    with pytest.raises(
+        BackendError, match=r"two kernels are called 'cpu.mean': fxq.backends.plain.pool.Mean and .*Other"
+    ):
+        make("cpu.mean", "Other")
+    assert kernel_named("cpu.mean") is mean
+    make("mine", "Mine")
+    again = make("mine", "Mine")
+    assert kernel_named("mine") is again
+    assert type("Child", (mean,), {}).name == "cpu.mean"
+    assert kernel_named("cpu.mean") is mean
