@@ -1,6 +1,7 @@
 """fxq: a quantization compiler for PyTorch, as a pipeline of graph-rewriting passes on `torch.fx`."""
 
 from fxq.api import calibrate, compare, convert, prepare, quantize, run_passes
+from fxq.backends.stored_graph import read_graph
 from fxq.common.metrics import nbytes
 from fxq.cost import price_file as prices
 from fxq.doctor import Diagnosis, doctor
@@ -16,6 +17,7 @@ from fxq.errors import (
     RenderError,
     TraceError,
 )
+from fxq.graph.text_writer import graph_tensors, write_graph
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
@@ -78,11 +80,14 @@ __all__ = [
     "doctor",
     "explain",
     "fusion",
+    "graph_tensors",
     "nbytes",
     "op",
     "prepare",
     "prices",
     "quantize",
+    "read_graph",
     "rewrite",
     "run_passes",
+    "write_graph",
 ]

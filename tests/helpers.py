@@ -13,6 +13,7 @@ from fxq.backends.by_name import get_backend
 from fxq.common.data import Batch
 from fxq.graph.view import view
 from fxq.pipeline.context import Context
+from fxq.pipeline.invariants import check
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -52,6 +53,25 @@ def run(gm, *inputs):
     """The result of an edited graph."""
     gm.recompile()
     return gm(*inputs)
+
+
+def run_pass(step, program, tensors=None, recipe=REFERENCE):
+    """The graph that a pass makes of the one that is written here. Run once more, it must find nothing to do."""
+    gm = fxq.read_graph(program, tensors or {})
+    known = context(gm, recipe=recipe)
+    for edits in (None, []):
+        work = Rewriter(gm, known, step.name)
+        step.run(work)
+        gm = work.gm
+        check(gm, step.gives, step.name)
+        assert edits is None or work.edits == edits
+    gm.recompile()
+    return gm
+
+
+def program(gm):
+    """The graph as a text that parses back, without what passes know of its nodes."""
+    return fxq.write_graph(gm, facts=False)
 
 
 def text(gm):

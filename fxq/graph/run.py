@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxq.common.data import Batch
-from fxq.graph.query import Step, read_attribute
+from fxq.graph.info import info
+from fxq.graph.query import Step, op_of, read_attribute, tensor_meta
+
+Typed = tuple["tuple[int, ...] | None", "torch.dtype | None"]
+"""Shape and dtype of a value, (None, None) where it is no tensor or not known."""
 
 
 def value_of(
@@ -109,3 +114,35 @@ class Runner:
     def free(self, node: fx.Node) -> None:
         """Let go of a value that nobody reads any more."""
         del self.values[node]
+
+
+def infer(node: fx.Node) -> Typed:
+    """Shape and dtype of a function's value, computed on the meta device; (None, None) where that is not possible."""
+    return _infer(node, {})
+
+
+def infer_ops(body: fx.Graph, inputs: Sequence[Any]) -> tuple[Typed, ...]:
+    """The same for each op in the body of a unit that is called with these nodes."""
+    known: dict[fx.Node, Any] = {}
+    for inner, given in zip(body.find_nodes(op="placeholder"), inputs, strict=False):
+        known[inner] = (info(given).shape, info(given).dtype) if isinstance(given, fx.Node) else (None, None)
+    return tuple(known.setdefault(node, _infer(node, known)) for node in body.nodes if op_of(node) is not None)
+
+
+def _infer(node: fx.Node, known: Mapping[fx.Node, Typed]) -> Typed:
+    def on_meta(value: fx.Node) -> Any:
+        shape, dtype = known.get(value) or (info(value).shape, info(value).dtype)
+        if shape is None:
+            raise _Unknown
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    try:
+        args = fx.node.map_arg(node.args, on_meta)
+        kwargs = fx.node.map_arg(node.kwargs, on_meta)
+        return tensor_meta(node.target(*args, **kwargs))  # type: ignore[operator]
+    except (_Unknown, RuntimeError, TypeError, NotImplementedError, ValueError):
+        return None, None
+
+
+class _Unknown(Exception):
+    """A value whose shape is not known takes part."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxq.graph.grid import Grids, grid_of, moved_from
 from fxq.graph.info import info
 from fxq.graph.query import CONVERSIONS, flat_nodes, makes_no_tensor, op_of, submodule
+from fxq.graph.text_values import value_text
 from fxq.graph.unit import Unit
 from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams
@@ -173,30 +173,17 @@ def _body(unit: Unit) -> Iterator[str]:
 
 def options_text(kwargs: Mapping[str, Any]) -> str:
     """Options as text: `stride=(2, 2), groups=4`."""
-    return ", ".join(f"{key}={_value(value)}" for key, value in kwargs.items())
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return f"@{value.target}" if value.op == "get_attr" else value.name
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, (tuple, list)):
-        inner = ", ".join(_value(v) for v in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k!r}: {_value(v)}" for k, v in value.items()) + "}"
-    return repr(value)
+    return ", ".join(f"{key}={value_text(value, exact=False)}" for key, value in kwargs.items())
 
 
 def _text(node: fx.Node, label: str, body: tuple[str, ...], options: str) -> str:
     if node.op == "placeholder":
         return f"{node.name} = input"
-    arguments = ", ".join([*(_value(a) for a in node.args), *([options_text(node.kwargs)] if node.kwargs else [])])
+    arguments = ", ".join(
+        [*(value_text(a, exact=False) for a in node.args), *([options_text(node.kwargs)] if node.kwargs else [])]
+    )
     if node.op == "output":
-        return f"return {_value(node.args[0])}"
+        return f"return {value_text(node.args[0], exact=False)}"
     receiver = {"call_method": ".", "call_module": "" if body else "module "}.get(node.op, "")
     inside = f" {{{'; '.join(body)}}}" if any("(" in part for part in body) else ""
     return f"{node.name} = {receiver}{label}({arguments}){inside}"

@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from fxq.common.source import source_of
@@ -15,12 +14,12 @@ from fxq.errors import PassError
 from fxq.graph.guards import check_fixed
 from fxq.graph.info import info, set_info
 from fxq.graph.query import is_pure, merge_origins, op_of, tensor_meta
+from fxq.graph.run import Typed, infer
 from fxq.ops import OPS
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.near_miss import NearMisses
 
 DATA = "fxq_data"
-Typed = tuple["tuple[int, ...] | None", "torch.dtype | None"]
 KERNELS = "fxq_kernels"
 
 
@@ -308,24 +307,3 @@ def _free(holder: nn.Module, name: str) -> str:
         count += 1
         key = f"{base}_{count}"
     return key
-
-
-def infer(node: fx.Node) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """Shape and dtype of a function's value, computed on the meta device; (None, None) where that is not possible."""
-
-    def on_meta(value: fx.Node) -> Any:
-        about = info(value)
-        if about.shape is None:
-            raise _Unknown
-        return torch.empty(about.shape, dtype=about.dtype, device="meta")
-
-    try:
-        args = fx.node.map_arg(node.args, on_meta)
-        kwargs = fx.node.map_arg(node.kwargs, on_meta)
-        return tensor_meta(node.target(*args, **kwargs))  # type: ignore[operator]
-    except (_Unknown, RuntimeError, TypeError, NotImplementedError, ValueError):
-        return None, None
-
-
-class _Unknown(Exception):
-    """A value whose shape is not known takes part."""

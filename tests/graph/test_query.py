@@ -19,12 +19,12 @@ from fxq.graph.query import (
     merge_origins,
     op_of,
     options_of,
-    reads_of,
     reads_only_metadata,
     taken_part,
     unobserved,
 )
-from fxq.quant.observers import Observer
+from fxq.graph.unit import reads_of
+from fxq.quant.observer_base import Observer
 from tests.helpers import REFERENCE, graph, module, node
 
 pytestmark = pytest.mark.any_cpu
@@ -121,7 +121,7 @@ def test_observers_and_conversions_are_seen_through():
     watches = [n for n in gm.graph.nodes if n.op == "call_module" and isinstance(gm.get_submodule(n.target), Observer)]
     assert watches and {unobserved(gm, n) for n in watches} <= {n for n in gm.graph.nodes if n not in watches}
     unit = node(gm, "fc_relu")
-    assert [value.name for value, _ in reads_of(gm, unit)] == ["x"]
+    assert [value.name for value in reads_of(gm, unit)] == ["x"]
     quantized = fxq.quantize(model(), REFERENCE, data=[X])
     unit = node(quantized, "fc_relu")
     assert made_by(unit.args[0]).name == "x" and made_by(unit) is unit

@@ -1,0 +1,85 @@
+"""The functions and methods that the text of a graph may name besides the ops of the table: nothing else is called."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from functools import cache
+from keyword import iskeyword
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.overrides import get_overridable_functions
+
+from fxq.graph.guards import check_fixed, check_same, check_sizes, make_output, own_copy
+from fxq.ops import OPS
+
+_OF_GRAPHS = (check_fixed, check_same, check_sizes, make_output, own_copy, getattr, len, bool, int, float)
+_OPERATOR = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "pos", "abs", "invert", "index"),
+    *("and_", "or_", "xor", "not_", "lshift", "rshift", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "contains"),
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "setitem"),
+)
+_MATH = ("ceil", "floor", "sqrt", "log", "log2", "exp", "prod", "trunc", "pow")
+_NEW = (
+    *("full", "zeros", "ones", "empty", "eye", "arange", "linspace", "logspace", "scalar_tensor", "tensor"),
+    *("as_tensor", "rand", "randn", "randint", "randperm", "tril_indices", "triu_indices"),
+)
+_METHODS = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "items", "keys", "values", "get", "index")
+_NOT_METHODS = ("apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "module_load", "set_")
+_ATEN = ("sym_size", "sym_numel", "sym_stride", "to_copy", "unsafe_view", "unsafe_split", "safe_softmax")
+
+
+@cache
+def functions() -> Mapping[str, Callable[..., Any]]:
+    """Every function by its name: tensor functions of torch as torch itself lists them, and plain arithmetic."""
+    found: dict[str, Any] = {f.__name__: f for f in _OF_GRAPHS}
+    found |= {f"operator.{name}": getattr(operator, name) for name in _OPERATOR}
+    found |= {f"math.{name}": getattr(math, name) for name in _MATH}
+    found |= {f"torch.{name}": getattr(torch, name) for name in _NEW}
+    listed = {function for home in get_overridable_functions().values() for function in home}
+    for home in (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special):
+        public = {name: value for name, value in vars(home).items() if callable(value) and not name.startswith("_")}
+        found |= {f"{home.__name__}.{name}": value for name, value in public.items() if value in listed}
+    return found
+
+
+@cache
+def methods() -> frozenset[str]:
+    """The methods, of tensors mostly."""
+    listed = {f.__name__ for f in get_overridable_functions()[torch.Tensor] if hasattr(f, "__name__")}
+    return frozenset({name for name in listed if not name.startswith("_")} - {*_NOT_METHODS} | {*_METHODS})
+
+
+@cache
+def _names() -> Mapping[Callable[..., Any], str]:
+    return {function: name for name, function in reversed(list(functions().items()))}
+
+
+def name_of(function: Any) -> str | None:
+    """What the text calls a function, or None where it may not be named."""
+    if isinstance(function, OpOverload):
+        name = f"torch.ops.{function}"
+        return name if function_of(name) is function else None
+    return _names().get(function)
+
+
+def function_of(name: str) -> Callable[..., Any] | None:
+    """The function of that name, or None: also overloads of the aten operators that are functions of torch."""
+    parts = name.split(".")
+    if parts[:3] != ["torch", "ops", "aten"] or len(parts) != 5:
+        return functions().get(name)
+    plain = parts[3].strip("_")
+    known = plain in _ATEN or f"torch.{plain}" in functions() or plain in methods()
+    packet = getattr(torch.ops.aten, parts[3], None) if known else None
+    return getattr(packet, parts[4]) if packet is not None and parts[4] in packet.overloads() else None
+
+
+def is_taken(name: str) -> bool:
+    """Whether the text cannot call a unit so: it is no name, or an op, a function or a word of the text goes by it."""
+    return not name.isidentifier() or iskeyword(name) or name in _WORDS or name in OPS or name in functions()
+
+
+_WORDS = ("input", "tensor", "modules", "observer", "leaf", "slice", "torch", "operator", "math", "inf", "nan", "Plan")

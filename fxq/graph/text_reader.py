@@ -1,0 +1,320 @@
+"""A graph from its text (`fxq/graph/text_writer.py`). Nothing of the text is run: each line is parsed and checked."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from keyword import iskeyword
+from textwrap import dedent
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxq.common.names import is_writable
+from fxq.errors import FxqError, InputError, unknown
+from fxq.graph.info import set_info
+from fxq.graph.query import op_of, tensor_meta
+from fxq.graph.run import Typed, infer, infer_ops
+from fxq.graph.text_names import function_of, functions, is_taken, methods
+from fxq.graph.text_values import dotted, key_of, parsed, read_arguments, read_value, type_text
+from fxq.graph.text_writer import FACTS, derived
+from fxq.graph.unit import UNITS, Unit
+from fxq.ops import OPS
+from fxq.quant.observers import make_observer
+
+Kernels = Callable[[str], Any]
+"""The class of the kernels of a name. Raises `FxqError` where there is none."""
+
+
+def read(
+    text: str, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], kernels: Kernels
+) -> fx.GraphModule:
+    """The graph of a text; see `fxq.read_graph`.
+
+    Args:
+        text: what `write_graph` gave.
+        tensors: what `graph_tensors` gave.
+        modules: the leaf modules by path.
+        kernels: finds the class of a kernel by its name.
+
+    Raises:
+        InputError: names the line, and what was expected there.
+    """
+    reader = _Reader(tensors, modules, kernels)
+    for number, line in enumerate(dedent(text).split("\n"), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            try:
+                reader.take(line)
+            except FxqError as error:
+                raise InputError(f"line {number}: {error}") from None
+    if reader.unit is not None or not reader.main.done:
+        raise InputError("the text ends before the graph does: expected `return ...` as its last line.")
+    return fx.GraphModule(reader.held, reader.main.graph)
+
+
+class _Body:
+    """A graph that is being read: its nodes by name.
+
+    Attributes:
+        done: whether its `return` has come.
+    """
+
+    def __init__(self, inputs: tuple[str, ...] = ()) -> None:
+        self.graph = fx.Graph()
+        self.nodes: dict[str, fx.Node] = {}
+        self.done = False
+        for name in inputs:
+            self.add(name, "placeholder", name)
+
+    def add(self, name: str, op: str, target: Any, args: Any = (), kwargs: Any = None) -> fx.Node:
+        if name in self.nodes:
+            raise InputError(f"there is a value {name!r} already.")
+        node = self.graph.create_node(op, target, tuple(args), kwargs or {}, name)
+        if node.name != name:
+            raise InputError(f"a value cannot be called {name!r}, a name of Python or torch.")
+        self.nodes[name] = node
+        return node
+
+    def finish(self, value: Any) -> fx.Node:
+        self.done = True
+        return self.graph.output(value)
+
+
+class _Reader:
+    """Takes line by line.
+
+    Attributes:
+        main: the graph.
+        unit: the unit that is being read, as its name, its kind and its body.
+        held: the tensors and modules that the graph uses, by path.
+        units: the units by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], kernels: Kernels) -> None:
+        self.tensors, self.leaves, self.kernels = tensors, modules, kernels
+        self.main = _Body()
+        self.unit: tuple[str, str, _Body] | None = None
+        self.held: dict[str, Any] = {}
+        self.declared: dict[str, nn.Module] = {}
+        self.units: dict[str, Unit] = {}
+
+    def _value(self, expr: ast.expr) -> Any:
+        return read_value(expr, self.body.nodes)
+
+    @property
+    def body(self) -> _Body:
+        return self.main if self.unit is None else self.unit[2]
+
+    def take(self, line: str) -> None:
+        """Read one line."""
+        if line[:1].isspace() != (self.unit is not None):
+            raise InputError("expected the lines of a unit, and no others, to be indented behind its `def` line.")
+        if self.body.done:
+            raise InputError("expected nothing behind `return`.")
+        if line.startswith("def "):
+            self._open_unit(line)
+            return
+        stmt, comment = parsed(line.strip())
+        if isinstance(stmt, ast.Return) and stmt.value is not None:
+            node = self.body.finish(self._value(stmt.value))
+            self._describe(node, None, comment)
+            self._close_unit()
+        elif isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name) and stmt.value is not None:
+            self._node(stmt.target.id, stmt.value, stmt.annotation, comment)
+        elif isinstance(stmt, ast.Assign) and len(stmt.targets) == 1 and isinstance(stmt.targets[0], ast.Name):
+            self._node(stmt.targets[0].id, stmt.value, None, comment)
+        elif isinstance(stmt, ast.Assign) and len(stmt.targets) == 1 and self.unit is None:
+            path = self._path(stmt.targets[0])
+            if path in self.declared:
+                raise InputError(f"there is a module {path!r} already.")
+            self.declared[path] = self._declared(path, stmt.value)
+        else:
+            raise InputError(
+                "expected `name: type = call`, `modules['path'] = call`, `def unit(...):` or `return ...`."
+            )
+
+    # ---- units
+
+    def _open_unit(self, line: str) -> None:
+        head, _, comment = line.partition("#")
+        found = re.fullmatch(r"def (\w+)\(([\w, ]*)\):\s*", head)
+        if found is None or is_taken(found[1]) or found[1] in self.units:
+            raise InputError(f"expected `def name(inputs):` with a name that is free, not {head.strip()!r}.")
+        inputs = tuple(name.strip() for name in found[2].split(",") if name.strip())
+        kind = self._value(parsed(comment.strip())[0].value) if comment else found[1]  # type: ignore[attr-defined]
+        self.unit = found[1], str(kind), _Body(inputs)
+
+    def _close_unit(self) -> None:
+        if self.unit is not None:
+            name, kind, body = self.unit
+            self.units[name] = Unit(kind, body.graph)
+            self.unit = None
+
+    # ---- nodes
+
+    def _node(self, name: str, call: ast.expr, annotation: ast.expr | None, comment: str) -> None:
+        if not isinstance(call, ast.Call):
+            raise InputError(f"expected a call, not `{ast.unparse(call)}`.")
+        if isinstance(call.func, ast.Name) and call.func.id in ("input", "tensor"):
+            if self.unit is not None:
+                raise InputError("a unit has no tensors, and its inputs are in its `def` line.")
+            make = self._input if call.func.id == "input" else self._tensor
+            self._describe(make(name, call), annotation, comment)
+            return
+        op, target, first = self._target(call.func)
+        args, kwargs = read_arguments(call, self.body.nodes)
+        node = self.body.add(name, op, target, [*first, *args], kwargs)
+        self._check_arguments(node)
+        self._describe(node, annotation, comment)
+
+    def _input(self, name: str, call: ast.Call) -> fx.Node:
+        args, default = read_arguments(call, self.body.nodes)
+        target = args[0] if args else name
+        if not (isinstance(target, str) and re.fullmatch(r"\*{0,2}[^\W\d]\w*", target)) or iskeyword(target):
+            raise InputError(f"expected the name of an argument, not {target!r}.")
+        if len(args) > 1 or default.keys() - {"default"}:
+            raise InputError("expected `input()`, with the argument's name and `default=` where it has them.")
+        return self.main.add(name, "placeholder", target, default.values())
+
+    def _tensor(self, name: str, call: ast.Call) -> fx.Node:
+        path = self._value(call.args[0]) if len(call.args) == 1 and not call.keywords else None
+        path = _checked(path)
+        self.held[path] = self._given(path)
+        return self.main.add(name, "get_attr", path)
+
+    def _given(self, path: Any) -> Tensor:
+        if path not in self.tensors:
+            raise InputError(unknown("tensor", path, self.tensors))
+        return self.tensors[path]
+
+    def _target(self, func: ast.expr) -> tuple[str, Any, tuple[Any, ...]]:
+        """Kind of call, target and receiver of what a line calls."""
+        if isinstance(func, ast.Subscript):
+            path = self._path(func)
+            if path not in self.declared:
+                raise InputError(unknown("module", path, self.declared))
+            self.held[path] = self.declared[path]
+            return "call_module", path, ()
+        name = dotted(func)
+        if name in self.units and self.unit is None:
+            self.held[f"{UNITS}.{name}"] = self.units[name]
+            return "call_module", f"{UNITS}.{name}", ()
+        if name in OPS:
+            return "call_function", OPS[name].target, ()
+        function = function_of(name)
+        if function is not None:
+            return "call_function", function, ()
+        receiver, _, method = name.rpartition(".")
+        if receiver in self.body.nodes:
+            if method not in methods():
+                raise InputError(unknown("method", method, ()).removesuffix(" Known: none."))
+            return "call_method", method, (self.body.nodes[receiver],)
+        raise InputError(unknown("op, unit or function", name, [*self.units, *(op.name for op in OPS), *functions()]))
+
+    def _check_arguments(self, node: fx.Node) -> None:
+        op, unit = op_of(node), self._called(node)
+        if op is not None:
+            needed = len([name for name in op.quant.inputs if name in op.tensors])
+            if not needed <= len(node.args) <= len(op.tensors):
+                raise InputError(f"{op.name} takes the tensors {', '.join(op.tensors)}, not {len(node.args)} of them.")
+            for key in node.kwargs:
+                if key not in op.options:
+                    raise InputError(f"{op.name}: {unknown('option', key, op.options)}")
+        if isinstance(unit, Unit) and len(node.args) != len(unit.graph.find_nodes(op="placeholder")):
+            raise InputError(f"the unit {unit.kind} takes other inputs than these {len(node.args)}.")
+        if node.target is getattr and (len(node.args) < 2 or str(node.args[1]).startswith("_")):
+            raise InputError("expected the name of a public attribute.")
+
+    def _called(self, node: fx.Node) -> Any:
+        """The module that a node calls, or None."""
+        return self.held[str(node.target)] if node.op == "call_module" else None
+
+    # ---- what is known of a node
+
+    def _describe(self, node: fx.Node, annotation: ast.expr | None, comment: str) -> None:
+        """Set the metadata of a node, and check its type."""
+        if self.unit is not None:
+            if annotation is not None or comment:
+                raise InputError("a unit says no types: they depend on the call.")
+            return
+        facts, typed = self._facts(comment), self._found_type(node)
+        if annotation is not None:
+            said = self._type(annotation)
+            if None not in (typed[0], said[0]) and typed != said:
+                raise InputError(f"its value is {type_text(*typed)}, the line says {type_text(*said)}.")
+            typed = said
+        known = derived(node, self._called(node), facts)._asdict()
+        set_info(node, **{**known, **facts, "shape": typed[0], "dtype": typed[1]})
+
+    def _found_type(self, node: fx.Node) -> Typed:
+        if node.op == "get_attr":
+            return tensor_meta(self.held[str(node.target)])
+        unit = self._called(node)
+        if isinstance(unit, Unit):
+            last = next(iter(unit.graph.output_node().args))
+            return infer_ops(unit.graph, node.args)[-1] if isinstance(last, fx.Node) else (None, None)
+        return infer(node) if op_of(node) is not None else (None, None)
+
+    def _type(self, annotation: ast.expr) -> Typed:
+        if isinstance(annotation, ast.Constant) and annotation.value is None:
+            return None, None
+        if isinstance(annotation, ast.Subscript) and isinstance(annotation.value, ast.Name):
+            dtype, sizes = getattr(torch, annotation.value.id, None), self._value(annotation.slice)
+            shape = sizes if isinstance(sizes, tuple) else (sizes,)
+            if isinstance(dtype, torch.dtype) and all(type(size) is int and size >= 0 for size in shape):
+                return shape, dtype
+        raise InputError(f"expected a type as `float32[1, 3]`, not `{ast.unparse(annotation)}`.")
+
+    def _facts(self, comment: str) -> dict[str, Any]:
+        if not comment:
+            return {}
+        call = parsed(f"facts({comment})")[0].value  # type: ignore[attr-defined]
+        args, named = read_arguments(call, self.body.nodes)
+        facts = {**dict(zip(("path", "source"), args, strict=False)), **named}
+        for key in facts:
+            if key not in FACTS:
+                raise InputError(unknown("fact of a node", key, FACTS))
+        return facts
+
+    # ---- modules
+
+    def _path(self, target: ast.expr) -> str:
+        if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id == "modules":
+            return _checked(self._value(target.slice))
+        raise InputError(f"expected `modules['path']`, not `{ast.unparse(target)}`.")
+
+    def _declared(self, path: str, call: ast.expr) -> nn.Module:
+        """The module that a line declares: a kernel, an observer, or a leaf that the caller gives."""
+        if not isinstance(call, ast.Call):
+            raise InputError(f"expected a call, not `{ast.unparse(call)}`.")
+        name = dotted(call.func)
+        if name == "leaf":
+            if path not in self.leaves:
+                raise InputError(f"the leaf module {path!r} is no data: give it, modules={{{path!r}: ...}}.")
+            return self.leaves[path]
+        given = {key_of(keyword): keyword.value for keyword in call.keywords}
+        held = {k: v for k, v in given.items() if isinstance(v, ast.Call) and dotted(v.func) == "tensor"}
+        tensors = {k: self._given(self._value(v.args[0])) for k, v in held.items() if v.args}
+        config = {k: self._value(v) for k, v in given.items() if k not in held}
+        try:
+            if name == "observer":
+                observer = make_observer(**config)
+                observer._buffers.update(tensors)
+                return observer
+            made: nn.Module = self.kernels(name).from_config(config, tensors)
+            return made
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise InputError(f"no {name} can be made of this: {error}") from None
+
+
+_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+
+
+def _checked(path: Any) -> str:
+    """A path that torch.fx can keep a tensor or module at."""
+    parts = path.split(".") if isinstance(path, str) else [""]
+    if not all(parts) or parts[0] in _TAKEN or any(part.startswith("__") for part in parts) or not is_writable(path):
+        raise InputError(f"expected the path of a tensor or module, not {path!r}.")
+    return str(path)

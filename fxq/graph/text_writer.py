@@ -1,0 +1,197 @@
+"""A graph as text that parses back (`fxq/graph/text_reader.py`): every line is a Python call.
+
+    def conv2d_relu(x, weight, bias):                                 a unit, once for each body
+        conv2d = conv2d(x, weight, bias, padding=(1, 1))
+        relu = relu(conv2d)
+        return relu
+
+    modules['fxq_kernels.fc'] = x86.linear(out=None, weight=tensor('fxq_kernels.fc.weight'))
+
+    x: float32[1, 3, 8, 8] = input()
+    w: float32[4, 3, 3, 3] = tensor('conv.weight')
+    conv_relu: float32[1, 4, 8, 8] = conv2d_relu(x, w, b)  # 'conv', 'net.py:41', origins=('conv', 'relu')
+    return conv_relu
+
+Left of `#` is the program; right of it, what passes know of the node: module path, source line, and the other fields of
+`NodeInfo` that do not follow from the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxq.errors import InputError
+from fxq.graph.bindable import Bindable
+from fxq.graph.info import NodeInfo, info
+from fxq.graph.mutation import changes
+from fxq.graph.place import where
+from fxq.graph.query import CONVERSIONS, constant, is_check, is_op, op_of, submodule
+from fxq.graph.run import infer_ops
+from fxq.graph.text_names import is_taken, methods, name_of
+from fxq.graph.text_values import type_text, value_text
+from fxq.graph.unit import Unit, unit_of
+from fxq.quant.observer_base import Observer
+
+FACTS = tuple(name for name in NodeInfo._fields if name not in ("shape", "dtype", "made_by"))
+"""The fields of `NodeInfo` that stand behind the `#`: the type is in front of it, and who made a node is not kept."""
+
+
+def write_graph(gm: fx.GraphModule, *, facts: bool = True) -> str:
+    """The graph of `gm` as text, one line a node; `read_graph` makes the graph of it again.
+
+    Any graph from the canonical stage on has a text. Tensors stand in it by name: `graph_tensors` has them.
+
+    Args:
+        gm: a graph module, as `run_passes` and `quantize` return it.
+        facts: whether to write what passes know of the nodes, behind `#`; else the program alone.
+
+    Raises:
+        InputError: a node calls a function, or holds a value, that a text cannot name; the message says which.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False), torch.nn.ReLU()).eval()
+        >>> print(write_graph(fxq.run_passes(model, "static", torch.rand(1, 4), until="fuse")))
+        def linear_relu(x, weight):
+            linear = linear(x, weight)
+            relu = relu(linear)
+            return relu
+        <BLANKLINE>
+        input_1: float32[1, 4] = input('input')
+        _0_weight: float32[2, 4] = tensor('0.weight')  # '0'
+        _0_relu: float32[1, 2] = linear_relu(input_1, _0_weight)  # '0', origins=('_0', '_1'), paths=('0', '1')
+        return _0_relu
+    """
+    return "\n".join(_Writer(gm).lines(facts))
+
+
+def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
+    """The tensors that the text of a graph names: weights and other constants, and those of kernels and observers.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval()
+        >>> gm = fxq.run_passes(model, "static", torch.rand(1, 4), until="canonicalize")
+        >>> {name: tuple(tensor.shape) for name, tensor in graph_tensors(gm).items()}
+        {'0.weight': (2, 4), '0.bias': (2,)}
+    """
+    found: dict[str, Tensor] = {}
+    for node in gm.graph.nodes:
+        tensor, module = constant(gm, node), submodule(gm, node)
+        if tensor is not None:
+            found[str(node.target)] = tensor
+        elif isinstance(module, (Bindable, Observer)):
+            found.update(module.named_buffers(f"{node.target}", recurse=False))
+    return found
+
+
+class _Writer:
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.nodes = list(gm.graph.nodes)
+        self.changed = {block for node in self.nodes for block in changes(node)}
+        self.units: dict[str, str] = {}  # names by path
+
+    def lines(self, facts: bool) -> Iterator[str]:
+        """Declarations first, then the nodes."""
+        called = {str(n.target): submodule(self.gm, n) for n in self.nodes if n.op == "call_module"}
+        for path, module in called.items():
+            if isinstance(module, Unit):
+                yield from self._unit(path, module)
+        declared = [_declaration(path, module) for path, module in called.items() if not isinstance(module, Unit)]
+        yield from [*declared, ""] if declared else []
+        for node in self.nodes:
+            known = self._facts(node) if facts else ""
+            yield self._line(node, self._type(node)) + (f"  # {known}" if known else "")
+
+    def _unit(self, path: str, unit: Unit) -> Iterator[str]:
+        name = path.rpartition(".")[2]
+        while is_taken(name) or name in self.units.values():
+            name = f"{name}_unit" if name.isidentifier() else "unit"
+        self.units[path] = name
+        inputs = ", ".join(n.name for n in unit.graph.find_nodes(op="placeholder"))
+        yield f"def {name}({inputs}):" + (f"  # {value_text(unit.kind)}" if unit.kind != name else "")
+        yield from (f"    {self._line(node)}" for node in unit.graph.nodes if node.op != "placeholder")
+        yield ""
+
+    def _line(self, node: fx.Node, typed: str = "") -> str:
+        try:
+            if node.op == "output":
+                return f"return {value_text(node.args[0])}"
+            return f"{node.name}{typed} = {self._call(node)}"
+        except InputError as error:
+            raise InputError(f"{where(self.gm, node)}: {error}") from None
+
+    def _type(self, node: fx.Node) -> str:
+        """`: float32[1, 3]`; nothing for what is no tensor, unless the reader would look for a type of its own."""
+        about, own = info(node), node.op == "get_attr" or op_of(node) is not None
+        if about.shape is None and not own and unit_of(self.gm, node) is None:
+            return ""
+        return f": {type_text(about.shape, about.dtype)}"
+
+    def _call(self, node: fx.Node) -> str:
+        args = [*map(value_text, node.args), *(f"{k}={value_text(v)}" for k, v in node.kwargs.items())]
+        if node.op == "placeholder":
+            named = [value_text(node.target)] if node.target != node.name else []
+            return f"input({', '.join([*named, *(f'default={arg}' for arg in args)])})"
+        if node.op == "get_attr":
+            return f"tensor({value_text(node.target)})"
+        if node.op == "call_method":
+            receiver, *args = args
+            method = _known(node.target if node.target in methods() else None, node.target)
+            return f"{receiver}.{method}({', '.join(args)})"
+        if node.op == "call_module":
+            name = self.units.get(str(node.target)) or f"modules[{value_text(node.target)}]"
+        else:
+            op = op_of(node)
+            name = op.name if op is not None else _known(name_of(node.target), node.target)
+        return f"{name}({', '.join(args)})"
+
+    def _facts(self, node: fx.Node) -> str:
+        about = info(node)
+        blocks = about.memory if about.shape is None else [b for b in about.memory if b in self.changed]
+        about = about._replace(memory=tuple(blocks), changes=changes(node))
+        follows = derived(node, submodule(self.gm, node), about._asdict())
+        given = {name: getattr(about, name) for name in FACTS if getattr(about, name) != getattr(follows, name)}
+        first = [given.pop("path", about.path), given.pop("source", "")]
+        while first and not first[-1]:
+            first.pop()
+        return ", ".join([*map(value_text, first), *(f"{name}={value_text(value)}" for name, value in given.items())])
+
+
+def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any]) -> NodeInfo:
+    """What a node's metadata is where a text does not say it: its own origin; for a unit, one origin and path per op.
+
+    Args:
+        node: the node.
+        module: what it calls, where that is a module.
+        facts: what is said of it.
+    """
+    stands = node.op.startswith("call") and not is_check(node) and not isinstance(module, Observer)
+    own = (node.name,) if stands and not is_op(node, *CONVERSIONS) else ()
+    origins, path, body = facts.get("origins", own), facts.get("path", ""), facts.get("body", ())
+    values = infer_ops(module.graph, node.args) if isinstance(module, Unit) else ()
+    parts = tuple((origin,) for origin in origins)
+    count = len(values or body)
+    made = NodeInfo(path, origins=own, values=values, paths=(path,) * len(values))
+    return made._replace(parts=parts) if len(parts) == count > 1 else made
+
+
+def _declaration(path: str, module: nn.Module | None) -> str:
+    config: Mapping[str, Any]
+    if isinstance(module, Observer):
+        name, config = "observer", {key: getattr(module, key) for key in ("spec", "axis", "name", "constants")}
+    elif isinstance(module, Bindable):
+        name, config = str(module.name), module.config()  # type: ignore[operator]
+    else:
+        return f"modules[{value_text(path)}] = leaf({value_text(type(module).__name__)})"
+    tensors = [f"{key}=tensor({value_text(f'{path}.{key}')})" for key, _ in module.named_buffers(recurse=False)]
+    options = [f"{key}={value_text(value)}" for key, value in config.items()]
+    return f"modules[{value_text(path)}] = {name}({', '.join([*options, *tensors])})"
+
+
+def _known(name: Any, target: Any) -> str:
+    if not name:
+        raise InputError(f"calls {target!r}, which no text can name: it is neither an op of the table nor of torch.")
+    return str(name)

@@ -1,0 +1,144 @@
+"""The text of a graph gives the graph again: its own text, its numbers, and what passes make of it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+
+import fxq
+from fxq.api import _manager
+from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.kernel import Kernel
+from fxq.backends.stored_graph import kernel_named
+from fxq.passes import Cleanup, Fuse, InsertQdq, Propagate
+from fxq.pipeline.manager import PassManager
+from fxq.recipe.pass_base import Stage
+from tests.graphs import equal
+from tests.helpers import REFERENCE, graph, module
+from tests.models import NETWORKS, batch, build, call
+from tests.test_fuzz import plans, recipe
+
+needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+
+
+def again(gm):
+    """The graph of the graph's text."""
+    leaves = {n.target: gm.get_submodule(n.target) for n in gm.graph.nodes if n.op == "call_module"}
+    return fxq.read_graph(fxq.write_graph(gm), fxq.graph_tensors(gm), leaves)
+
+
+def check(manager, inputs):
+    """The same text again, the same numbers bit for bit."""
+    made = again(manager.gm)
+    assert fxq.write_graph(made) == fxq.write_graph(manager.gm)
+    manager.gm.recompile()
+    assert equal(call(made, inputs), call(manager.gm, inputs))
+
+
+def stages(model, inputs, recipe):
+    """The manager behind every pass from canonicalize on."""
+    manager = _manager(model, recipe, inputs)
+    for step in recipe.pipeline:
+        if step.name == "choose-grids":
+            call(manager.gm, inputs)
+            manager.context.samples.append(manager.context.example)
+        manager.run([step])
+        if manager.stage >= Stage.CANONICAL:
+            yield step.name, manager
+
+
+@needs_x86
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(plan=plans(12))
+def test_random_networks_at_every_stage(plan):
+    network, inputs = plan.build()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", fxq.FxqWarning)
+        try:
+            for _, manager in stages(network, inputs, recipe()) if network.lines else ():
+                check(manager, inputs)
+        except fxq.CalibrationError as error:  # see tests/test_fuzz.py
+            assert "holds Inf" in str(error)
+
+
+@pytest.mark.parametrize("name", ["residual", "shapes", "several_inputs", "dict_output", "upscaler"])
+def test_networks_at_every_stage(name):
+    assert name in NETWORKS
+    for _, manager in stages(build(name), batch(name), REFERENCE):
+        check(manager, batch(name))
+
+
+NEXT = {"fold-batch-norm": Fuse(), "choose-grids": InsertQdq(), "insert-qdq": Propagate(), "verify-lowering": Cleanup()}
+
+
+@pytest.mark.parametrize("name", ["residual", "upscaler"])
+def test_a_pass_makes_the_same_of_the_graph_that_was_read(name):
+    tried = set()
+    for stage, manager in stages(build(name), batch(name), REFERENCE):
+        if stage in NEXT:
+            texts = []
+            for gm in (manager.gm, again(manager.gm)):
+                names = dict(manager.context.float_weights)
+                known = copy.copy(manager.context)
+                known.units, known.float_weights = {}, names
+                other = PassManager(known)
+                other.gm, other.stage = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)), manager.stage
+                texts.append(fxq.write_graph(other.run([NEXT[stage]])))
+            assert texts[0] == texts[1]
+            tried.add(stage)
+    assert tried == NEXT.keys()
+
+
+def test_leaf_modules_come_from_the_caller():
+    model = module(lambda self, x: self.rnn(self.fc(x))[0], fc=nn.Linear(4, 4), rnn=nn.GRU(4, 3))
+    x = torch.randn(5, 4)
+    gm = graph(model, x)
+    text, tensors = fxq.write_graph(gm), fxq.graph_tensors(gm)
+    assert "modules['rnn'] = leaf('GRU')" in text and set(tensors) == {"fc.weight", "fc.bias"}
+    with pytest.raises(fxq.InputError, match=r"line 1: the leaf module 'rnn' is no data: give it, modules=\{'rnn': "):
+        fxq.read_graph(text, tensors)
+    assert torch.equal(fxq.read_graph(text, tensors, {"rnn": model.rnn})(x), model(x))
+
+
+# ---- kernels
+
+
+@pytest.mark.any_cpu
+def test_kernels_by_name():
+    assert kernel_named("cpu.quantize").name == "cpu.quantize"
+    assert issubclass(kernel_named("fbgemm.linear"), Kernel)
+    with pytest.raises(fxq.InputError, match=r"unknown kernel 'x86.konv'; did you mean 'x86.conv'"):
+        kernel_named("x86.konv")
+
+
+LOWERED = """modules['q'] = cpu.quantize(out={})
+x: float32[2, 4] = input()
+y: uint8[2, 4] = modules['q'](x)
+return y"""
+GRID = "{'scale': 0.5, 'zero_point': 3, 'qmin': 0, 'qmax': 255}"
+
+
+@pytest.mark.any_cpu
+def test_a_kernel_from_text():
+    gm = fxq.read_graph(LOWERED.format(GRID), {})
+    assert gm(torch.tensor([[0.0, 0.5, -9.0, 999.0]])).tolist() == [[3, 4, 0, 255]]
+
+
+@pytest.mark.any_cpu
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (LOWERED.format(GRID).replace("cpu.quantize", "cpu.quantise"), "line 1: unknown kernel 'cpu.quantise'; did"),
+        (LOWERED.format("3.0, size=2"), "line 1: no cpu.quantize can be made of this: .*size"),
+        (LOWERED.format("None, w=tensor('w')"), "line 1: unknown tensor 'w'"),
+        (LOWERED.format(GRID).replace("['q'](", "['p']("), "line 3: unknown module 'p'"),
+        (LOWERED.format(GRID).replace("'q'", "'__class__'"), "line 1: expected the path of a tensor or module"),
+        (LOWERED.format(GRID).replace("'q'", "'graph'"), "line 1: expected the path of a tensor or module"),
+    ],
+)
+def test_refused_kernels(line, why):
+    with pytest.raises(fxq.InputError, match=why):
+        fxq.read_graph(line, {})
