@@ -48,7 +48,9 @@ class CorrectBias(Pass):
         """Run the float and the integer graph side by side on all recorded samples, node by node."""
         context: Context = rewriter.context
         with torch.no_grad():
-            runs = [_SideBySide.of(rewriter, batch) for batch in context.samples or [context.example]]
+            gm = rewriter.gm
+            batches = context.samples or [context.example]
+            runs = [(_Run(gm, batch), _Run(gm, batch, real=True)) for batch in batches]
             for node in rewriter.nodes():
                 plan = info(node).plan
                 calls = calls_of(rewriter.gm, node) if plan is not None and plan.fate == "int8" else ()
@@ -56,7 +58,7 @@ class CorrectBias(Pass):
                     self._correct(rewriter, node, calls[0], runs)
                 _step(runs, node)
 
-    def _correct(self, rewriter: Rewriter, node: fx.Node, call: OpCall, runs: list[_SideBySide]) -> None:
+    def _correct(self, rewriter: Rewriter, node: fx.Node, call: OpCall, runs: Runs) -> None:
         """Fit one layer. One without a bias stays as it is."""
         old = call.tensors.get(call.op.quant.bias or "")
         weight = call.tensors.get(call.op.quant.weight or "")
@@ -64,8 +66,8 @@ class CorrectBias(Pass):
         if bias is None or not isinstance(weight, fx.Node):
             return
         found = _Moments()
-        for run in runs:
-            found.add(*(value - bias.double()[:, None] for value in run.results(call, len(bias))))
+        for pair in runs:
+            found.add(*(run.result(call, len(bias)) - bias.double()[:, None] for run in pair))
         if found.count < self.least:
             return
         factor = self._factor(rewriter, found, weight)
@@ -80,8 +82,8 @@ class CorrectBias(Pass):
                 changed += _rescale(rewriter, weight, factor)
         for made in changed:
             _step(runs, made)
-        for run in runs:
-            run.real.values[new] = bias  # the float layer keeps its own
+        for _, real in runs:
+            real.values[new] = bias  # the float layer keeps its own
 
     def _factor(self, rewriter: Rewriter, found: _Moments, weight: fx.Node) -> Tensor:
         """The slope of the line through (got, wanted) for each scale of the weight; 1 where there is none to fit.
@@ -146,57 +148,50 @@ def _rescale(rewriter: Rewriter, weight: fx.Node, factor: Tensor) -> list[fx.Nod
     return [scale, weight]
 
 
-class _Integers(Runner):
-    """A batch in integer arithmetic. Weights, which take no memory in the form that the model holds, are kept."""
+class _Run(Runner):
+    """One batch in integer arithmetic; or in float: conversions left out, weights as they were.
 
-    def free(self, node: fx.Node) -> None:
-        """Let go of a value that nobody reads any more."""
-        if node.op != "get_attr":
-            super().free(node)
+    Args:
+        real: whether it is the one in float.
+    """
 
-
-class _Floats(_Integers):
-    """A batch in float: conversions left out, weights as they were."""
+    def __init__(self, gm: fx.GraphModule, batch: Batch, real: bool = False) -> None:
+        super().__init__(gm, copied(batch))
+        self._real = real
 
     def compute(self, node: fx.Node) -> Any:
         """The value of a node."""
-        if info(node).stands_for:
+        if self._real and info(node).stands_for:
             return read_attribute(self.gm, info(node).stands_for)
-        return self.values[node.args[0]] if is_op(node, *CONVERSIONS) else super().compute(node)  # type: ignore[index]
+        if self._real and is_op(node, *CONVERSIONS):
+            return self.values[node.args[0]]  # type: ignore[index]
+        return super().compute(node)
+
+    def free(self, node: fx.Node) -> None:
+        """Let go of a value. A weight as the model holds it takes no memory, and may be read anew."""
+        if node.op != "get_attr":
+            super().free(node)
+
+    def result(self, call: OpCall, channels: int) -> Tensor:
+        """What a layer computes: float64, (channels, values per channel)."""
+        tensors = {k: self.values[v] if isinstance(v, fx.Node) else v for k, v in call.tensors.items()}
+        made: Tensor = call.op.target(**tensors, **call.options)
+        axis = call.op.quant.channels or 0
+        return made.movedim(axis, 0).reshape(channels, made.numel() // channels).double()
 
 
-@dataclass
-class _SideBySide:
-    """A batch in both."""
-
-    integer: _Integers
-    real: _Floats
-
-    @classmethod
-    def of(cls, rewriter: Rewriter, batch: Batch) -> _SideBySide:
-        """Both at the start of the graph."""
-        return cls(_Integers(rewriter.gm, copied(batch)), _Floats(rewriter.gm, copied(batch)))
-
-    def results(self, call: OpCall, channels: int) -> list[Tensor]:
-        """What a layer computes in integers and in float: float64, (channels, values per channel) each."""
-        found = []
-        for run in (self.integer, self.real):
-            tensors = {k: run.values[v] if isinstance(v, fx.Node) else v for k, v in call.tensors.items()}
-            made: Tensor = call.op.target(**tensors, **call.options)
-            axis = call.op.quant.channels or 0
-            found.append(made.movedim(axis, 0).reshape(channels, made.numel() // channels).double())
-        return found
+Runs = Sequence[tuple[_Run, _Run]]
+"""Of every batch, the run in integers and the one in float."""
 
 
-def _step(runs: Sequence[_SideBySide], node: fx.Node) -> None:
+def _step(runs: Runs, node: fx.Node) -> None:
     """Compute a node for every batch; a weight once for all of them."""
     weight = node.op == "get_attr" or is_op(node, "dequantize")
-    if weight and all(read.op == "get_attr" for read in node.all_input_nodes):
-        integer, real = runs[0].integer.compute(node), runs[0].real.compute(node)
-        for run in runs:
-            run.integer.put(node, integer)
-            run.real.put(node, real)
-    else:
-        for run in runs:
-            run.integer.step(node)
-            run.real.step(node)
+    once = weight and all(read.op == "get_attr" for read in node.all_input_nodes)
+    for side in zip(*runs, strict=True):
+        value = side[0].compute(node) if once else None
+        for run in side:
+            if once:
+                run.put(node, value)
+            else:
+                run.step(node)

@@ -44,35 +44,23 @@ class Trace(Pass):
         _check_leaves(context.recipe.leaf_modules, context.types)
         _check_hooks(context.model)
         broken: dict[str, str] = {}
-        traced: Rewriter | None = None
-        while traced is None:
-            try:
-                traced = _traced(context, broken)
-            except MoreLeaves as found:
-                broken |= found.why
+        while isinstance(traced := _traced(context, broken), dict):
+            broken |= traced
         if broken:
             warn(_kept(broken, context))
         rewriter.gm, rewriter.edits, rewriter.touched = traced.gm, traced.edits, traced.touched
 
 
-class MoreLeaves(Exception):
-    """More modules cannot be traced: the model is to be traced again with them as leaves. By path, `why` of each."""
-
-    def __init__(self, why: Mapping[str, str]) -> None:
-        super().__init__(", ".join(why))
-        self.why = why
-
-
-def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter:
+def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str, str]:
     """The traced model, with the modules that are known to be `broken` as leaves.
 
-    Raises:
-        MoreLeaves: others cannot be traced, either.
-        TraceError: the model itself cannot be traced.
+    Or, where more modules cannot be traced, these: by path, each with the reason.
     """
     recipe = context.recipe
     leaves = (*recipe.leaf_modules, *map(_escaped, broken))
     tracer, gm, touched = _graph(context, leaves)
+    if gm is None:
+        return tracer.broken
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), note=_note(node, recipe, broken))
@@ -84,15 +72,15 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter:
         breaks += _check_attributes(context, {p: n for p, n in touched.attributes.items() if not _is_inside(p, leaves)})
     kept = {found.path: f"cannot be traced: {found.why}".rstrip(".") for found in reversed(breaks) if found.path}
     if kept and not recipe.strict_trace:
-        raise MoreLeaves(kept)
+        return kept
     if breaks:
         raise TraceError(breaks[0].why)
     context.divisible = _runs_on_one(context, gm)
     return traced
 
 
-def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphModule, Touched]:
-    """What traced the model, its graph, and what its forward has changed.
+def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphModule | None, Touched]:
+    """What traced the model, its graph if all of it can be traced, and what its forward has changed.
 
     Loops over the rows of a tensor are unrolled where nothing else is left.
     """
@@ -105,10 +93,8 @@ def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphM
             except TraceError:
                 if not tracer.broken and (unroll or recipe.strict_trace or not tracer.loops):
                     raise
-        if tracer.broken:
-            raise MoreLeaves(tracer.broken)
-        if gm is not None:
-            return tracer, gm, touched
+        if gm is not None or tracer.broken:
+            return tracer, gm if not tracer.broken else None, touched
         unroll = True
 
 

@@ -17,7 +17,7 @@ from fxq.errors import FxqError, InputError, PassError, warn, words_of
 from fxq.graph.bindable import Bindable
 from fxq.graph.info import Plan
 from fxq.graph.place import where
-from fxq.graph.query import CONVERSIONS, is_op, options_of, submodule
+from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of, submodule
 from fxq.graph.region import Region, Result, run_region
 from fxq.graph.run import Runner, value_of
 from fxq.graph.unit import inputs_of
@@ -319,7 +319,7 @@ def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> 
     copies = dict(inputs_now(rewriter.gm, node, region))
     made = []
     for step in region.steps:
-        copy = rewriter.node(step.op, step.target, *step.arguments(copies), like=node, name=step.name)
+        copy = rewriter.node(step.op, step.target, *arguments_of(step, copies), like=node, name=step.name)
         copies[step.node] = copy
         made.append((copy, step.name))
         about = step.about

@@ -12,11 +12,7 @@ from typing import Any
 
 
 def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
-    """All that is inside nested containers and is none itself, in order.
-
-    Args:
-        value: a container, or a leaf.
-        is_leaf: whether something is a leaf, whatever else it is.
+    """All that is inside nested containers and is none itself, in order; `is_leaf` says what is none all the same.
 
     Example:
         >>> list(leaves({"x": (1, [2]), "y": slice(3)}))
@@ -44,11 +40,6 @@ def mapped(value: Any, by: Callable[[Any], Any], is_leaf: Callable[[Any], bool] 
     """New containers like those that are nested in a value, with `by(leaf)` in the place of every leaf.
 
     Tuples keep their class; lists and mappings become plain ones, which may be changed. Dataclasses are leaves.
-
-    Args:
-        value: a container, or a leaf.
-        by: makes the new leaf of the old one.
-        is_leaf: whether something is a leaf, whatever else it is.
 
     Example:
         >>> mapped({"x": (1, [2]), "y": 3}, lambda number: number + 1)

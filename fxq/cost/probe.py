@@ -15,7 +15,7 @@ from fxq.cost.cache import Call, Costs
 from fxq.cost.min_cut import HAIR
 from fxq.graph.grid import grid_of
 from fxq.graph.info import NodeInfo, info
-from fxq.graph.query import is_op, options_of
+from fxq.graph.query import arguments_of, is_op, options_of
 from fxq.graph.region import Region
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
@@ -153,8 +153,7 @@ def _float_form(gm: fx.GraphModule, region: Region) -> Call:
             about = info(value)
             moved = about.dtype is None or grid_of(gm, value) is not None
             given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
-    args: Any = fx.node.map_arg(node.args, given.__getitem__)
-    kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
+    args, kwargs = arguments_of(node, given)
     unit = unit_of(gm, node)
     target: Any = node.target if unit is None else unit.callee()
     return partial(target, *args, **kwargs)

@@ -49,11 +49,10 @@ class Step:
         """A node as it is now."""
         return cls(node, node.name, node.op, node.target, node.args, node.kwargs, info(node))
 
-    def arguments(self, given: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Its arguments and keyword arguments with what is given for each node in the place of the node."""
-        args: Any = fx.node.map_arg(self.args, given.__getitem__)
-        kwargs: Any = fx.node.map_arg(self.kwargs, given.__getitem__)
-        return args, kwargs
+
+def arguments_of(node: fx.Node | Step, given: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+    """The arguments and keyword arguments of a node with what is given for each node in the place of the node."""
+    return fx.node.map_arg(node.args, given.__getitem__), fx.node.map_arg(node.kwargs, given.__getitem__)
 
 
 def op_of(node: fx.Node | Step) -> Op | None:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, Step, constant, is_op, options_of
+from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, options_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import OpCall, calls_of
 from fxq.ops.table import META
@@ -57,7 +57,7 @@ class Region:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta[META] = info(node)
         for step in self.steps:
-            copies[step.node] = graph.create_node(step.op, step.target, *step.arguments(copies), step.name)
+            copies[step.node] = graph.create_node(step.op, step.target, *arguments_of(step, copies), step.name)
             copies[step.node].meta[META] = step.about
         graph.output(copies[self.last])
         return graph

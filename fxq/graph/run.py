@@ -10,26 +10,21 @@ from torch import fx, nn
 
 from fxq.common.data import Batch
 from fxq.graph.info import info
-from fxq.graph.query import Step, op_of, read_attribute, tensor_meta
+from fxq.graph.query import Step, arguments_of, op_of, read_attribute, tensor_meta
 
+Modules = Mapping[str, nn.Module] | None
 Typed = tuple["tuple[int, ...] | None", "torch.dtype | None"]
 """Shape and dtype of a value, (None, None) where it is no tensor or not known."""
 
 
-def value_of(
-    gm: fx.GraphModule,
-    node: fx.Node | Step,
-    env: Mapping[fx.Node, Any],
-    modules: Mapping[str, nn.Module] | None = None,
-) -> Any:
+def value_of(gm: fx.GraphModule, node: fx.Node | Step, env: Mapping[fx.Node, Any], modules: Modules = None) -> Any:
     """The value of a node other than a placeholder, from those of the nodes it reads; the output's is its argument.
 
     `modules` has some to call in the place of those of `gm`, by path.
     """
     if node.op == "get_attr":
         return read_attribute(gm, str(node.target))
-    args: Any = fx.node.map_arg(node.args, env.__getitem__)
-    kwargs: Any = fx.node.map_arg(node.kwargs, env.__getitem__)
+    args, kwargs = arguments_of(node, env)
     if node.op == "output":
         return args[0]
     if node.op == "call_method":
@@ -71,29 +66,25 @@ class Runner:
 
     Attributes:
         gm: the module with the weights.
-        graph: the graph.
+        graph: the graph, that of `gm` or another one.
         values: the values that are still needed, by node.
         last: by node, the values that it is the last one to read.
         modules: modules to call in the place of those of `gm`, by path.
     """
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        batch: Batch,
-        graph: fx.Graph | None = None,
-        modules: Mapping[str, nn.Module] | None = None,
+        self, gm: fx.GraphModule, batch: Batch, graph: fx.Graph | None = None, modules: Modules = None
     ) -> None:
-        self.gm, self.graph, self.modules = gm, graph if graph is not None else gm.graph, modules
+        self.gm, self.graph, self.modules = gm, graph or gm.graph, modules
         self.values = inputs_for(self.graph, batch)
         self.last = last_uses(self.graph)
 
     def run(self) -> Any:
         """Run all nodes; what the graph returns."""
-        value = None
-        for node in self.graph.nodes:
-            value = self.step(node)
-        return value
+        *nodes, last = self.graph.nodes
+        for node in nodes:
+            self.step(node)
+        return self.step(last)
 
     def step(self, node: fx.Node) -> Any:
         """Run the next node; its value."""

@@ -187,11 +187,6 @@ class Baseline:
         """The node that returns."""
         return self.program.graph.output_node()
 
-    @property
-    def rows(self) -> Mapping[str, NodeRow]:
-        """The rows of its ledger that speak for its nodes, by the name of the node; a float model has none."""
-        return rows_by_node(self.model.ledger) if self.model is not None else {}
-
 
 def quantized_reference(a: Quantized, b: Quantized) -> Baseline:
     """`a` as a reference for `b`. Raises `InputError` when they have no layer in common."""
@@ -232,12 +227,13 @@ def compare_with(
                 sums.add(reference.program, compared, pairs, batch)
                 _check_shapes(pairs, rows, sums)
             advance()
-    others = reference.rows
+    others = rows_by_node(reference.model.ledger) if reference.model is not None else {}
     found = [_row(rows[node.name], others.get(pairs[node].name), *sums.by_node[node]) for node in sums.by_node]
     order = {entry.name: i for i, entry in enumerate(b.ledger)}
     found.sort(key=lambda row: order[row.name])
+    output = min((result.sqnr for result in sums.outputs.values()), key=rank, default=None)
     models = (b,) if reference.model is None else (reference.model, b)
-    return Comparison(tuple(found), sums.output_sqnr, sums.batches, models, write)
+    return Comparison(tuple(found), output, sums.batches, models, write)
 
 
 @dataclass
@@ -265,11 +261,6 @@ class _Sums:
                 found.add(want, got)
             for want, got in zip(value.want, value.own, strict=True) if value.own is not None else ():
                 alone.add(want, got)
-
-    @property
-    def output_sqnr(self) -> float | None:
-        """dB of what the model returns: of several tensors, the worst one's. None where there is none."""
-        return min((found.sqnr for found in self.outputs.values()), key=rank, default=None)
 
 
 def _check_shapes(pairs: Mapping[fx.Node, fx.Node], node_rows: Mapping[str, NodeRow], sums: _Sums) -> None:

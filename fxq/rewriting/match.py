@@ -136,7 +136,7 @@ class Matcher:
     def match(self, rule: Rule, node: fx.Node, refusal: Refusal | None = None) -> Match | None:
         """The match of `rule` with its root at `node`, or None. `refusal`, when given, learns the furthest failure."""
         failed = refusal if refusal is not None else Refusal()
-        for bound in self._solve(rule, [(rule.root, node)], {}, 0, failed):
+        for bound in self._solve([(rule.root, node)], {}, 0, failed):
             for complete in self._other_outputs(rule, bound, failed):
                 match = Match(rule, self.gm, complete)
                 reason = self._refused(match)
@@ -146,42 +146,44 @@ class Matcher:
         return None
 
     def _solve(
-        self, rule: Rule, todo: list[tuple[Any, Any]], bound: dict[PatternNode, Any], matched: int, failed: Refusal
+        self, todo: list[tuple[Any, Any]], bound: dict[PatternNode, Any], matched: int, failed: Refusal
     ) -> Iterator[dict[PatternNode, Any]]:
         """The ways to bind what is to do, on top of what is bound, `matched` ops so far."""
         if not todo:
             yield bound
             return
-        (pattern, value), rest = todo[0], todo[1:]
-        if not isinstance(pattern, PatternNode):
-            yield from self._solve_plain(rule, pattern, value, rest, bound, matched, failed)
-        elif pattern in bound:
-            if bound[pattern] is value or (not isinstance(value, fx.Node) and bound[pattern] == value):
-                yield from self._solve(rule, rest, bound, matched, failed)
-            else:
-                failed.record(matched, _unequal, pattern, bound[pattern], value)
+        (pattern, value), *rest = todo
+        why = self._why_not(pattern, value, bound)
+        if why is not None:
+            failed.record(matched, *why)
+        elif isinstance(pattern, (tuple, list)):
+            yield from self._solve([*zip(pattern, value, strict=True), *rest], bound, matched, failed)
+        elif not isinstance(pattern, PatternNode) or pattern in bound:
+            yield from self._solve(rest, bound, matched, failed)
         elif pattern.op is None:
-            yield from self._solve(rule, rest, {**bound, pattern: value}, matched, failed)
-        elif not _fits(pattern, value):
-            failed.record(matched, _mismatch, pattern, value)
-        elif value in self.taken:
-            failed.record(matched, "%{0.name} belongs to another match".format, value)
-        elif value in bound.values():
-            failed.record(matched, "%{0.name} would be matched twice".format, value)
+            yield from self._solve(rest, {**bound, pattern: value}, matched, failed)
         else:
             for inputs in _orders(pattern, value):
-                yield from self._solve(rule, [*inputs, *rest], {**bound, pattern: value}, matched + 1, failed)
+                yield from self._solve([*inputs, *rest], {**bound, pattern: value}, matched + 1, failed)
 
-    def _solve_plain(
-        self, rule: Rule, pattern: Any, value: Any, rest: list[Any], bound: Any, matched: int, failed: Refusal
-    ) -> Iterator[dict[PatternNode, Any]]:
-        """A list of pattern nodes against a list argument, or a constant against an equal one."""
-        if isinstance(pattern, (tuple, list)) and isinstance(value, (tuple, list)) and len(pattern) == len(value):
-            yield from self._solve(rule, [*zip(pattern, value, strict=True), *rest], bound, matched, failed)
-        elif not isinstance(value, fx.Node) and pattern == value:
-            yield from self._solve(rule, rest, bound, matched, failed)
-        else:
-            failed.record(matched, _unlike, pattern, value)
+    def _why_not(self, pattern: Any, value: Any, bound: dict[PatternNode, Any]) -> tuple[Any, ...] | None:
+        """Why a value is not what the pattern wants there, as `Refusal.record` takes it; None where it may be."""
+        plain = not isinstance(value, fx.Node)
+        if isinstance(pattern, (tuple, list)):
+            alike = isinstance(value, (tuple, list)) and len(pattern) == len(value)
+            return None if alike else (_unlike, pattern, value)
+        if not isinstance(pattern, PatternNode):
+            return None if plain and pattern == value else (_unlike, pattern, value)
+        if pattern in bound:
+            same = bound[pattern] is value or (plain and bound[pattern] == value)
+            return None if same else (_unequal, pattern, bound[pattern], value)
+        if pattern.op is None:
+            return None
+        if not _fits(pattern, value):
+            return _mismatch, pattern, value
+        if value in self.taken:
+            return "%{0.name} belongs to another match".format, value
+        return ("%{0.name} would be matched twice".format, value) if value in bound.values() else None
 
     def _other_outputs(
         self, rule: Rule, bound: dict[PatternNode, Any], failed: Refusal
@@ -192,7 +194,7 @@ class Matcher:
             return
         matched = sum(p.op is not None for p in bound)
         for node in islice(self._candidates(missing, bound), _MOST_CANDIDATES):
-            for more in self._solve(rule, [(missing, node)], bound, matched, failed):
+            for more in self._solve([(missing, node)], bound, matched, failed):
                 yield from self._other_outputs(rule, more, failed)
         failed.record(matched, "no {0.name} that shares a value with the first output".format, missing)
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxq.errors import PassError, PatternError
 from fxq.graph.info import Plan, info
-from fxq.graph.query import op_of
+from fxq.graph.query import arguments_of, op_of
 from fxq.graph.unit import UNITS, Unit, unit_of
 from fxq.ops import OPS
 from fxq.rewriting.editor import Editor
@@ -143,7 +143,7 @@ class Rewriter(Editor):
         made: list[fx.Node] = []
         for inner in unit.graph.nodes:
             if op_of(inner) is not None:
-                args, kwargs = (fx.node.map_arg(a, copies.__getitem__) for a in (inner.args, inner.kwargs))
+                args, kwargs = arguments_of(inner, copies)
                 typed = about.values[len(made)] if about.values else None
                 copies[inner] = self.node(
                     "call_function", inner.target, args, kwargs, like=node, name=inner.name, typed=typed
@@ -316,7 +316,7 @@ def _written(inside: Sequence[fx.Node], outputs: Sequence[fx.Node], inputs: Sequ
     calls = []
     for node in inside:
         op = op_of(node)
-        args, kwargs = (fx.node.map_arg(a, words.__getitem__) for a in (node.args, node.kwargs))
+        args, kwargs = arguments_of(node, words)
         calls.append(f"{words[node]} = {op.name if op is not None else (node.op, node.target)}{args} {kwargs}")
     return "; ".join([*calls, " ".join(words[node] for node in outputs)])
 

@@ -16,6 +16,7 @@ from fxq.common.data import Batch
 from fxq.common.source import import_name, short_path
 from fxq.errors import InputError, RecipeError
 from fxq.graph.guards import check_sizes
+from fxq.graph.query import arguments_of
 from fxq.graph.run import Runner
 from fxq.tracing.proxies import is_value
 
@@ -83,7 +84,10 @@ class _Forward:
                 value.tracer.create_proxy("call_function", check_sizes, (value, name, sizes), {})
             elif isinstance(value, Tensor) and sizes:
                 check_sizes(value, name, sizes)
-        return pytree.tree_unflatten(_ProgramRunner(self.inner, self.owner, flat).outputs(), self.spec.out_spec)
+        try:
+            return pytree.tree_unflatten(_ProgramRunner(self.inner, self.owner, flat).run(), self.spec.out_spec)
+        finally:
+            self.owner.at = None
 
 
 class _ProgramRunner(Runner):
@@ -93,20 +97,13 @@ class _ProgramRunner(Runner):
         super().__init__(inner, Batch(tuple(inputs)))
         self.owner = owner
 
-    def outputs(self) -> list[Any]:
-        """The program's outputs, flat."""
-        try:
-            return list(self.run())
-        finally:
-            self.owner.at = None
-
     def compute(self, node: fx.Node) -> Any:
         """The value of a node; None for the exporter's assertions: what they say of sizes is checked at the inputs."""
         self.owner.at, name = node, _name(node.target) if node.op == "call_function" else ""
         if name.startswith(_ASSERTIONS):
             return None
         if name == "wrap_with_set_grad_enabled":
-            args: Any = fx.node.map_arg(node.args, self.values.__getitem__)
+            args, _ = arguments_of(node, self.values)
             return args[1](*args[2:])
         return super().compute(node)
 

@@ -31,22 +31,9 @@ def _run(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> Any:
 
 def first_with_memory(model: nn.Module, example: Batch, fixed: Mapping[str, Any], paths: Collection[str]) -> str | None:
     """Path of the first of these modules to return something else when the model runs again; None for none."""
-    runs: list[list[tuple[str, list[Tensor]]]] = []
     with untouched(model):
-        for _ in range(2):
-            runs.append([])
-            handles = [model.get_submodule(p).register_forward_hook(partial(_note, runs[-1], p)) for p in paths]
-            try:
-                _run(model, example, fixed)
-            finally:
-                for handle in handles:
-                    handle.remove()
-    first, second = runs
+        first, second = (_results(model, example, fixed, paths) for _ in range(2))
     return next((p for (p, got), (_, again) in zip(first, second, strict=False) if not same_values(got, again)), None)
-
-
-def _note(kept: list[tuple[str, list[Tensor]]], path: str, module: nn.Module, args: Any, result: Any) -> None:
-    kept.append((path, copied(list(tensors(result)))))
 
 
 def first_difference(
@@ -61,17 +48,28 @@ def first_difference(
         traced: path and tensors of each call of a traced module, in the order in which they return.
     """
     own: dict[str, deque[list[Tensor]]] = {path: deque() for path, _ in traced}
-    handles = [model.get_submodule(path).register_forward_hook(partial(_keep, own[path])) for path in own]
-    try:
-        run_model(model, example, fixed)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with untouched(model):
+        for path, result in _results(model, example, fixed, own):
+            own[path].append(result)
     return next((path for path, got in traced if not own[path] or not same_values(got, own[path].popleft())), "")
 
 
-def _keep(kept: deque[list[Tensor]], module: nn.Module, args: Any, result: Any) -> None:
-    kept.append(copied(list(tensors(result))))
+def _results(
+    model: nn.Module, example: Batch, fixed: Mapping[str, Any], paths: Collection[str]
+) -> list[tuple[str, list[Tensor]]]:
+    """Path and tensors of each call of these modules when the model runs, in the order in which they return."""
+    kept: list[tuple[str, list[Tensor]]] = []
+
+    def note(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        kept.append((path, copied(list(tensors(result)))))
+
+    handles = [model.get_submodule(path).register_forward_hook(partial(note, path)) for path in paths]
+    try:
+        _run(model, example, fixed)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return kept
 
 
 def same_values(got: Any, expected: Any) -> bool:

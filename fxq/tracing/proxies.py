@@ -54,7 +54,7 @@ class Traces(Protocol):
 
 
 _DTYPE_READS = frozenset({"dtype", "layout", "itemsize", "is_sparse", "is_quantized", "is_mkldnn", "is_nested"})
-_DTYPE_CALLS = frozenset({"is_floating_point", "is_complex", "is_signed", "element_size"})
+_DTYPE_READS |= {"is_floating_point", "is_complex", "is_signed", "element_size"}
 _RANK_READS = frozenset({"ndim", "dim", "ndimension"})
 _UNPACK = dis.opmap["UNPACK_SEQUENCE"]
 
@@ -84,9 +84,6 @@ class TracedValue(fx.Proxy):
             raise AttributeError(name)
         value = self._value
         if isinstance(value, Tensor) and name in _DTYPE_READS:
-            self.tracer.asked.reads_dtype(self)
-            return getattr(value, name)
-        if isinstance(value, Tensor) and name in _DTYPE_CALLS:
             self.tracer.asked.reads_dtype(self)
             return getattr(value, name)
         if isinstance(value, Tensor) and name in _RANK_READS:

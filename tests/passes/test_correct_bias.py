@@ -160,12 +160,12 @@ def test_what_is_kept_is_what_is_still_read(monkeypatch):
 
     def counted(runs, node):
         step(runs, node)
-        for run in runs:
-            values = [n for n in run.integer.values if n not in weights]
+        for integer, _ in runs:
+            values = [n for n in integer.values if n not in weights]
             kept.append(sum(n.op != "get_attr" and "int8" not in n.name for n in values))
         if is_op(node, "dequantize") and "axis" in node.kwargs:
             weights.append(node)
-            assert len({run.integer.values[node].data_ptr() for run in runs}) == 1
+            assert len({integer.values[node].data_ptr() for integer, _ in runs}) == 1
 
     monkeypatch.setattr(correct_bias, "_step", counted)
     layers = [module for _ in range(12) for module in (nn.Linear(16, 16), nn.ReLU())]
