@@ -3,8 +3,8 @@
 import pytest
 
 import fxq
-from fxq.backends import cpu
-from fxq.backends.by_name import NAMES, get_backend, kernel_named, unavailable
+from fxq.backends import by_name, cpu
+from fxq.backends.by_name import NAMES, auto_order, devices_of, get_backend, kernel_named, unavailable
 from fxq.backends.kernel import Kernel, known_kernels
 from fxq.errors import BackendError
 
@@ -65,3 +65,35 @@ def test_a_name_claimed_twice():
     assert kernel_named("mine") is again
     assert type("Child", (mean,), {}).name == "cpu.mean"
     assert kernel_named("cpu.mean") is mean
+
+
+def test_a_model_elsewhere_is_told_where_to():
+    assert devices_of("x86") == ("cpu",)
+    with pytest.raises(BackendError, match=r"'x86' runs on cpu, the model is on cuda; move it with model.to\('cpu'\)"):
+        get_backend("x86", "cuda")
+    assert get_backend("reference", "cuda").name == "reference"
+
+
+@pytest.mark.parametrize("runs", ["x86", "fbgemm", "reference"])
+def test_auto_is_the_first_that_runs_here(runs, monkeypatch):
+    monkeypatch.setattr(cpu, "is_x86", lambda: True)
+    order = auto_order()
+
+    class Fake:
+        devices = ()
+
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self):
+            return self
+
+        def available(self):
+            return "not here" if order.index(self.name) < order.index(runs) else None
+
+    monkeypatch.setattr(by_name, "_backend_type", Fake)
+    if runs == "reference":
+        with pytest.warns(fxq.FxqWarning, match="no int8 kernels"):
+            assert get_backend("auto").name == runs
+    else:
+        assert get_backend("auto").name == runs

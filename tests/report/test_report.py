@@ -12,34 +12,11 @@ from torch import nn
 
 import fxq
 from fxq.errors import InputError, RenderError
-from fxq.report import latency
 from fxq.report.report import report_data, write_page
 from tests.helpers import REFERENCE, module
-from tests.models import NETWORKS, batch, build
+from tests.models import batch, build
 
-pytestmark = pytest.mark.any_cpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_round():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "MOST", 1)
-        yield
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("residual")
-
-
-@pytest.fixture(scope="module")
-def qmodel(model):
-    return fxq.quantize(model, REFERENCE, data=[batch("residual")])
-
-
-@pytest.fixture(scope="module")
-def data(qmodel):
-    return report_data(qmodel)
+pytestmark = [pytest.mark.any_cpu, pytest.mark.usefixtures("one_round")]
 
 
 def written(path):
@@ -49,43 +26,6 @@ def written(path):
 
 
 # ---- history
-
-
-def test_the_graph_after_every_pass_is_there_in_order(qmodel, data):
-    assert [p["name"] for p in data["passes"]] == qmodel.history.names
-    for step, snapshot in zip(data["passes"], qmodel.history, strict=True):
-        assert [data["nodes"][i]["name"] for i in step["nodes"]] == [node.name for node in snapshot.graph]
-        assert step["stage"] == str(snapshot.stage)
-        assert step["ms"] == pytest.approx(1e3 * snapshot.seconds, abs=1e-3)
-
-
-def test_nodes_say_all_that_their_views_say(qmodel, data):
-    last = {data["nodes"][i]["name"]: data["nodes"][i] for i in data["passes"][-1]["nodes"]}
-    defaults = {"body": (), "options": "", "inputs": (), "path": "", "source": "", "made_by": "", "shape": None}
-    defaults |= {"dtype": "", "scale": "", "zero_point": "", "reason": "", "note": "", "origins": ()}
-    for node in qmodel.history[-1].graph:
-        assert {**defaults, **last[node.name]} == vars(node)
-
-
-def test_nodes_that_look_the_same_are_there_once(qmodel, data):
-    views = {node for snapshot in qmodel.history for node in snapshot.graph}
-    assert len(data["nodes"]) == len(views)
-    assert sum(len(p["nodes"]) for p in data["passes"]) > 2 * len(views)
-
-
-def test_rewrites_are_the_edits(qmodel, data):
-    (fuse,) = [p for p in data["passes"] if p["name"] == "fuse"]
-    edits = qmodel.history["fuse"].edits
-    assert edits
-    assert fuse["rewrites"] == [vars(edit) for edit in edits]
-
-
-def test_rules_that_almost_matched_are_there_with_the_reason():
-    apart = REFERENCE.override(fxq.op("relu"), fxq.FLOAT)  # no unit of a convolution and a ReLU
-    found = fxq.quantize(build("residual"), apart, data=[batch("residual")])
-    misses = {s.name: [vars(miss) for miss in s.near] for s in found.history}
-    assert any(misses.values())
-    assert {p["name"]: p["near"] for p in report_data(found)["passes"]} == misses
 
 
 def test_losses_are_there_where_they_were_measured(data):
@@ -108,53 +48,6 @@ def test_the_ledger_is_there(qmodel, data):
 def test_noise_of_each_layer_alone_is_there(qmodel, data):
     assert [row["own_sqnr"] for row in data["ledger"]["rows"]] == [entry.own_sqnr for entry in qmodel.ledger]
     assert any(row["own_sqnr"] for row in data["ledger"]["rows"])
-
-
-def test_values_of_the_float_model_are_there(qmodel, data):
-    assert data["values"].keys() == qmodel.record.values.keys() != set()
-    for name, seen in qmodel.record.values.items():
-        about = data["values"][name]
-        assert (about["low"], about["high"]) == pytest.approx((seen.low, seen.high), rel=1e-4)
-        assert about["counts"] == seen.counts
-        assert about["clip"] == (pytest.approx(seen.clip, rel=1e-4) if seen.clip else None)
-        assert about["outside"] == pytest.approx(seen.outside, rel=1e-2)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_int8_layer_shows_its_weights(name):
-    recipe = fxq.Recipe.static(backend="reference", optimize="coverage")
-    found = fxq.quantize(build(name), recipe, data=[batch(name)])
-    weights, layers = report_data(found)["weights"], found.qparams()
-    shown = sorted(((e.into, weights[e.name]) for e in found.ledger if e.name in weights), key=lambda pair: pair[0])
-    expected = sorted(layers.values(), key=lambda layer: layer.node)
-    assert [node for node, _ in shown] == [layer.node for layer in expected] != []
-    for layer, (_, about) in zip(expected, shown, strict=True):
-        assert about["axis"] == layer.axis
-        assert len(about["low"]) == (layer.weight.shape[layer.axis] if layer.axis is not None else 1)
-        assert sum(about["counts"]) == layer.weight.numel()
-
-
-def test_weight_ranges_are_those_of_the_integers(qmodel, data):
-    layer = next(iter(qmodel.qparams().values()))
-    (row,) = [entry for entry in qmodel.ledger if entry.into == layer.node and entry.macs]
-    about = data["weights"][row.name]
-    real = layer.weight * layer.weight_scale.view(-1, *[1] * (layer.weight.dim() - 1))
-    assert layer.axis == about["axis"] == 0
-    assert about["low"] == pytest.approx(real.flatten(1).amin(1).tolist(), rel=5e-3)
-    assert about["high"] == pytest.approx(real.flatten(1).amax(1).tolist(), rel=5e-3)
-    assert about["scale"] == pytest.approx(layer.weight_scale.tolist(), rel=5e-3)
-    assert about["range"] == pytest.approx([real.min().item(), real.max().item()], rel=5e-4)
-    assert sum(about["counts"]) == real.numel()
-    middle = about["range"][0] + (about["range"][1] - about["range"][0]) / 2
-    half = len(about["counts"]) // 2
-    assert sum(about["counts"][:half]) == pytest.approx((real < middle).sum().item(), abs=2)
-
-
-def test_a_weight_of_equal_values_is_one_bin():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
-    nn.init.zeros_(model[0].weight)
-    found = report_data(fxq.quantize(model, REFERENCE, data=[torch.rand(2, 4)]))
-    assert found["weights"]["_0"]["counts"] == [16]
 
 
 # ---- time and size

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 import fxq
 from fxq.common.metrics import sqnr
@@ -49,28 +49,6 @@ def test_a_part_compiled_in_place_is_traced_through(part):
     expected = fxq.quantize(model, REFERENCE, data=[X])(X)
     model.get_submodule(part).compile(backend="eager")
     assert torch.equal(fxq.quantize(model, REFERENCE, data=[X])(X), expected)
-
-
-NORMS = [
-    (nn.utils.weight_norm, lambda: nn.Linear(4, 4), X),
-    (nn.utils.spectral_norm, lambda: nn.Conv2d(3, 4, 3), IMAGES),
-    (parametrizations.weight_norm, lambda: nn.Linear(4, 4), X),
-    (parametrizations.spectral_norm, lambda: nn.Conv2d(3, 4, 3), IMAGES),
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-@pytest.mark.parametrize(("norm", "layer", "x"), NORMS)
-def test_reparametrized_layers_run_on_integers(norm, layer, x):
-    """The older two are pre-hooks, and kept the layer in float."""
-    torch.manual_seed(0)
-    model = nn.Sequential(norm(layer())).eval()
-    keys = set(vars(model[0])), set(model.state_dict())
-    qmodel = fxq.quantize(model, REFERENCE, data=[x])
-    assert [e.fate for e in qmodel.ledger] == ["int8"]
-    with torch.no_grad():
-        assert sqnr(model(x), qmodel(x)) > 35
-    assert keys == (set(vars(model[0])), set(model.state_dict()))
 
 
 class Symmetric(nn.Module):

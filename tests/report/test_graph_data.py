@@ -1,0 +1,47 @@
+"""The history of a model as data for the report page."""
+
+import pytest
+
+import fxq
+from fxq.report.report import report_data
+from tests.helpers import REFERENCE
+from tests.models import batch, build
+
+pytestmark = [pytest.mark.any_cpu, pytest.mark.usefixtures("one_round")]
+
+
+def test_the_graph_after_every_pass_is_there_in_order(qmodel, data):
+    assert [p["name"] for p in data["passes"]] == qmodel.history.names
+    for step, snapshot in zip(data["passes"], qmodel.history, strict=True):
+        assert [data["nodes"][i]["name"] for i in step["nodes"]] == [node.name for node in snapshot.graph]
+        assert step["stage"] == str(snapshot.stage)
+        assert step["ms"] == pytest.approx(1e3 * snapshot.seconds, abs=1e-3)
+
+
+def test_nodes_say_all_that_their_views_say(qmodel, data):
+    last = {data["nodes"][i]["name"]: data["nodes"][i] for i in data["passes"][-1]["nodes"]}
+    defaults = {"body": (), "options": "", "inputs": (), "path": "", "source": "", "made_by": "", "shape": None}
+    defaults |= {"dtype": "", "scale": "", "zero_point": "", "reason": "", "note": "", "origins": ()}
+    for node in qmodel.history[-1].graph:
+        assert {**defaults, **last[node.name]} == vars(node)
+
+
+def test_nodes_that_look_the_same_are_there_once(qmodel, data):
+    views = {node for snapshot in qmodel.history for node in snapshot.graph}
+    assert len(data["nodes"]) == len(views)
+    assert sum(len(p["nodes"]) for p in data["passes"]) > 2 * len(views)
+
+
+def test_rewrites_are_the_edits(qmodel, data):
+    (fuse,) = [p for p in data["passes"] if p["name"] == "fuse"]
+    edits = qmodel.history["fuse"].edits
+    assert edits
+    assert fuse["rewrites"] == [vars(edit) for edit in edits]
+
+
+def test_rules_that_almost_matched_are_there_with_the_reason():
+    apart = REFERENCE.override(fxq.op("relu"), fxq.FLOAT)  # no unit of a convolution and a ReLU
+    found = fxq.quantize(build("residual"), apart, data=[batch("residual")])
+    misses = {s.name: [vars(miss) for miss in s.near] for s in found.history}
+    assert any(misses.values())
+    assert {p["name"]: p["near"] for p in report_data(found)["passes"]} == misses

@@ -1,0 +1,59 @@
+"""How values lie, as data for the report page."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.report.report import report_data
+from tests.helpers import REFERENCE
+from tests.models import NETWORKS, batch, build
+
+pytestmark = [pytest.mark.any_cpu, pytest.mark.usefixtures("one_round")]
+
+
+def test_values_of_the_float_model_are_there(qmodel, data):
+    assert data["values"].keys() == qmodel.record.values.keys() != set()
+    for name, seen in qmodel.record.values.items():
+        about = data["values"][name]
+        assert (about["low"], about["high"]) == pytest.approx((seen.low, seen.high), rel=1e-4)
+        assert about["counts"] == seen.counts
+        assert about["clip"] == (pytest.approx(seen.clip, rel=1e-4) if seen.clip else None)
+        assert about["outside"] == pytest.approx(seen.outside, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_int8_layer_shows_its_weights(name):
+    recipe = fxq.Recipe.static(backend="reference", optimize="coverage")
+    found = fxq.quantize(build(name), recipe, data=[batch(name)])
+    weights, layers = report_data(found)["weights"], found.qparams()
+    shown = sorted(((e.into, weights[e.name]) for e in found.ledger if e.name in weights), key=lambda pair: pair[0])
+    expected = sorted(layers.values(), key=lambda layer: layer.node)
+    assert [node for node, _ in shown] == [layer.node for layer in expected] != []
+    for layer, (_, about) in zip(expected, shown, strict=True):
+        assert about["axis"] == layer.axis
+        assert len(about["low"]) == (layer.weight.shape[layer.axis] if layer.axis is not None else 1)
+        assert sum(about["counts"]) == layer.weight.numel()
+
+
+def test_weight_ranges_are_those_of_the_integers(qmodel, data):
+    layer = next(iter(qmodel.qparams().values()))
+    (row,) = [entry for entry in qmodel.ledger if entry.into == layer.node and entry.macs]
+    about = data["weights"][row.name]
+    real = layer.weight * layer.weight_scale.view(-1, *[1] * (layer.weight.dim() - 1))
+    assert layer.axis == about["axis"] == 0
+    assert about["low"] == pytest.approx(real.flatten(1).amin(1).tolist(), rel=5e-3)
+    assert about["high"] == pytest.approx(real.flatten(1).amax(1).tolist(), rel=5e-3)
+    assert about["scale"] == pytest.approx(layer.weight_scale.tolist(), rel=5e-3)
+    assert about["range"] == pytest.approx([real.min().item(), real.max().item()], rel=5e-4)
+    assert sum(about["counts"]) == real.numel()
+    middle = about["range"][0] + (about["range"][1] - about["range"][0]) / 2
+    half = len(about["counts"]) // 2
+    assert sum(about["counts"][:half]) == pytest.approx((real < middle).sum().item(), abs=2)
+
+
+def test_a_weight_of_equal_values_is_one_bin():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    nn.init.zeros_(model[0].weight)
+    found = report_data(fxq.quantize(model, REFERENCE, data=[torch.rand(2, 4)]))
+    assert found["weights"]["_0"]["counts"] == [16]

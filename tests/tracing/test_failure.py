@@ -1,0 +1,70 @@
+"""Where a trace fails: the module that stays in float, and what is said of it."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from tests.helpers import module
+from tests.machine import no_warnings
+from tests.traced import Data, X, caught, close, conv, overwritten
+
+pytestmark = no_warnings
+
+
+def assigned(y):
+    z = y.clone()
+    z[:, 0] = 0
+    return z
+
+
+ASKS = {
+    "branch": (lambda y: y if y.mean() > 9 else -y, "a branch on a value that depends on the data"),
+    "rows": (lambda y: y + sum(row for row in y), "a loop over the rows of a tensor"),
+    "int": (lambda y: y + int(y.sum()), r"int\(\) of a value that depends on the data"),
+    "numpy": (lambda y: torch.from_numpy(y.detach().numpy() * 2), "np.ndarray"),
+    "caught": (caught, r"int\(\) of a value that depends"),
+    "in place": (overwritten, "reads the same memory"),
+    "assigned": (assigned, "an assignment to a part of a tensor"),
+    "type": (lambda y: y if type(y) is torch.Tensor else y + 1, "does not compute what the model computes"),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_the_smallest_module_stays_in_float(name):
+    ask, why = ASKS[name]
+    model = nn.Sequential(conv(), nn.Sequential(nn.Sequential(Data(ask), nn.ReLU()), conv())).eval()
+    with pytest.warns(fxq.FxqWarning, match=rf'1 module .*layer "1.0.0" \(Data\) cannot be traced: .*{why}'):
+        qmodel = close(model, X)
+    assert [(e.path, e.fate) for e in qmodel.ledger] == [
+        ("0", "int8"), ("1.0.0", "float"), ("1.0.1", "float"), ("1.1", "int8")
+    ]  # fmt: skip
+    assert "cannot be traced" in qmodel.ledger[1].reason
+    assert "cannot be traced" in qmodel.history["trace"].graph["_1_0_0"].note
+    with torch.no_grad():
+        assert sqnr(model(X[:2]), qmodel(X[:2])) > 30
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_strict_tracing_refuses(name):
+    ask, why = ASKS[name]
+    with pytest.raises(fxq.TraceError, match=why):
+        fxq.prepare(nn.Sequential(conv(), Data(ask)).eval(), fxq.Recipe.static(strict_trace=True), X)
+
+
+def test_one_warning_for_many_modules():
+    blocks = [Data(ASKS["branch"][0]) for _ in range(6)]
+    with pytest.warns(
+        fxq.FxqWarning, match=r"6 modules of the model cannot be traced.*and 3 more, see the ledger"
+    ) as seen:
+        close(nn.Sequential(*blocks, conv()), X)
+    assert len(seen) == 1
+
+
+def test_a_branch_of_the_model_itself_is_refused():
+    def helper(y):
+        return y if y.sum() > 0 else -y
+
+    with pytest.raises(fxq.TraceError, match=r"test_failure\.py:\d+: a branch on .*%gt = gt\(%sum_1\).*Two ways out"):
+        close(module(lambda self, x: helper(self.a(x)), a=conv()), X)
