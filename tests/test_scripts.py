@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxq.backends.cpu import has_onednn_int8
+
 pytestmark = pytest.mark.any_cpu
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -127,7 +129,19 @@ def test_bench_passes_has_a_row_for_every_pass():
     assert {*PASSES, "matching", "all"} <= set(rows)
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.slow
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+def test_bench_kernels_has_a_row_for_every_other_way():
+    rows = run("bench_kernels.py", "--only", "add", "--only", "linear", "--seconds", "0.01").splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["add"] * 8 + ["linear"] * 3
+    assert all(float(row.split()[-1]) > 0 for row in rows)
+
+
+PUBLIC = [path for path in sorted(SCRIPTS.glob("*.py")) if path.name != "bench_kernels.py"]
+"""All but the benchmark of single kernels, which no public call reaches one by one."""
+
+
+@pytest.mark.parametrize("script", PUBLIC, ids=lambda p: p.stem)
 def test_scripts_use_the_public_api_only(script):
     """A script shows what a user can write: `import fxq`, nothing below it."""
     for node in ast.walk(ast.parse(script.read_text())):

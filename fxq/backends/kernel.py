@@ -277,7 +277,7 @@ def bounds(post: Post | None) -> tuple[float, float] | None:
 
 
 def numbers(qp: QParams | None) -> tuple[float, int]:
-    """Scale and zero point as numbers: reading them from tensors takes microseconds."""
+    """Scale and zero point as numbers, to be read from their tensors once."""
     return (1.0, 0) if qp is None else (qp.s, qp.z)
 
 

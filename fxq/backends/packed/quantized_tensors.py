@@ -1,8 +1,7 @@
 """PyTorch's quantized tensors and the engines that run them: the one module that touches the quantized dtypes.
 
-The graph around the kernels stays plain: a kernel takes and gives uint8. To look at the same memory as `torch.quint8`
-and back costs 3 + 2 us at any size; PyTorch's own way (`_make_per_tensor_quantized_tensor`, `int_repr`) copies, 65 us
-for 1 x 64 x 56 x 56 (AVX512, one thread).
+The graph around the kernels stays plain: a kernel takes and gives uint8. It looks at the same memory as `torch.quint8`
+and back; PyTorch's own way (`_make_per_tensor_quantized_tensor`, `int_repr`) copies.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from fxq.errors import BackendError
 from fxq.quant.qparams import QParams, dequantize, quantize
 
 _FEW = 8192
-"""Below this number of elements the calls cost more than the work: as few as possible (960: 4 us instead of 8)."""
+"""Below this number of elements the calls cost more than the work: as few as possible."""
 _PAIRS = 32768
 """From this number of elements on, a table over pairs of bytes is faster than one over bytes."""
 
@@ -22,19 +22,7 @@ _PAIRS = 32768
 class Lookup(Kernel):
     """Any elementwise function of one uint8 tensor: what it gives for each of the 256 integers, looked up.
 
-    Exactly `quantize(function(dequantize(x)))`. Measured against that (AVX512-VNNI, one thread, us; the function is a
-    sigmoid, per channel a PReLU of 50 channels):
-
-    ===========  =====  =====  ===========  =====
-    elements     table  float  per channel  float
-    ===========  =====  =====  ===========  =====
-    1,000        9      19     22           20
-    16,000       16     30     31           28
-    100,000      57     96     87           81
-    1,000,000    501    1697   936          1877
-    ===========  =====  =====  ===========  =====
-
-    From 32,768 elements on two bytes are looked up at once (100,000: 33 us instead of 56, without the rest).
+    Exactly `quantize(function(dequantize(x)))`. In a large tensor two bytes are looked up at once.
 
     Args:
         table: the results for 0 to 255, (256,), or (C, 256) where every channel (axis 1) has a function of its own.

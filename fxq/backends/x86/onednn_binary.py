@@ -25,17 +25,7 @@ _SUM, _SUM_INPLACE, _GATE = 65536, 32768, 65536
 class OnednnAdd(arithmetic.Add):
     """a + b or a - b, uint8 with two different grids; a large one through a convolution that only adds.
 
-    An identity depthwise 1 x 1 convolution of one with the other as its residual. Measured (AVX512-VNNI, one thread,
-    us; `float` is dequantize, add, quantize, and `passes` what the kernel does with small tensors):
-
-    ================  =====  ======  ====  =================
-    shape             float  passes  conv  conv, overwriting
-    ================  =====  ======  ====  =================
-    1 x 24 x 14 x 14  41     34      77    60
-    1 x 40 x 28 x 28  65     55      82    68
-    1 x 24 x 56 x 56  136    99      159   98
-    1 x 64 x 56 x 56  699    323     259   168
-    ================  =====  ======  ====  =================
+    An identity depthwise 1 x 1 convolution of one with the other as its residual.
 
     `onednn::qadd` would do, but on AVX512 torch 2.13 reads values above 127 as int8 there.
 
@@ -97,9 +87,7 @@ def _as_image(x: Tensor, channels: int) -> Tensor:
 class OnednnMul(arithmetic.Mul):
     """a * b, broadcast; a large image times a value per channel through a convolution with that value as its scale.
 
-    The weights are ones, so they are packed once; scale and bias are arguments of the kernel. Measured (AVX512-VNNI,
-    one thread, us) against the tensor as a whole or in a walk over rows: 672 x 14 x 14 82 / 61, 240 x 28 x 28 95 / 89,
-    96 x 56 x 56 137 / 219, 32 x 112 x 112 145 / 288.
+    The weights are ones, so they are packed once; scale and bias are arguments of the kernel.
     """
 
     name: ClassVar[str] = "x86.mul"

@@ -28,9 +28,7 @@ class Excite(Kernel):
     """x times a factor per channel, computed from the channels' means by two layers: uint8 in, uint8 or float32 out.
 
     The factors are computed in float32, and the product is rounded once. On integers each of the five steps would be a
-    call of 60 to 90 us inside a network, where other code and data fill the caches: more than there is to compute.
-    MobileNetV3-Large takes a tenth less time than with five kernels, or with float ops and conversions (AVX512-VNNI,
-    one thread).
+    call that costs more than there is to compute.
 
     Args:
         squeeze: int8, (S, C), the first layer's weight.
@@ -108,8 +106,7 @@ class Excite(Kernel):
     def _layers(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Weight and bias of both layers in float32, the first for means of the integers of x.
 
-        Both are (S, C), the longer axis last: a product of few rows is faster so (960 and 240, inside a network: 67 us,
-        not 122).
+        Both are (S, C), the longer axis last: a product of few rows is faster so.
         """
         first, second = (
             weight.double() * scale.double().reshape(-1, 1)
