@@ -91,6 +91,9 @@ def test_auto_is_the_first_that_runs_here(runs, monkeypatch):
         def available(self):
             return "not here" if order.index(self.name) < order.index(runs) else None
 
+        def drawback(self):
+            return None
+
     monkeypatch.setattr(by_name, "_backend_type", Fake)
     if runs == "reference":
         with pytest.warns(fxq.FxqWarning, match="no int8 kernels"):
