@@ -35,6 +35,7 @@ UNTESTED = {
     operator.isub: OTHERWISE,
     operator.itruediv: OTHERWISE,
     torch.ops.fxq.quantize.default: CONVERSION,
+    torch.ops.fxq.quantize.channel: CONVERSION,
     torch.ops.fxq.dequantize.default: CONVERSION,
     torch.ops.fxq.dequantize.channel: CONVERSION,
 }
