@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from functools import cache
 from keyword import iskeyword
 from typing import Any
 
@@ -25,37 +24,48 @@ _OPERATOR = (
 _MATH = ("ceil", "floor", "sqrt", "log", "log2", "exp", "prod", "trunc", "pow")
 _NEW = (
     *("full", "zeros", "ones", "empty", "eye", "arange", "linspace", "logspace", "scalar_tensor", "tensor"),
-    *("as_tensor", "rand", "randn", "randint", "randperm", "tril_indices", "triu_indices"),
+    *("as_tensor", "rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "_assert"),
 )
-_METHODS = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "items", "keys", "values", "get", "index")
+_METHODS = (
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "new_tensor",
+    "stride",
+    "unflatten",
+    "keys",
+    "values",
+    "items",
+)
 _NOT_METHODS = ("apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "module_load", "set_")
 _ATEN = ("sym_size", "sym_numel", "sym_stride", "to_copy", "unsafe_view", "unsafe_split", "safe_softmax")
 
 
-@cache
-def functions() -> Mapping[str, Callable[..., Any]]:
-    """Every function by its name: tensor functions of torch as torch itself lists them, and plain arithmetic."""
+_LISTED = get_overridable_functions()  # now: while a model is traced, some methods of tensors are other ones
+_TENSOR_FUNCTIONS = {function for home in _LISTED.values() for function in home}
+METHODS = frozenset(
+    {name for f in _LISTED[torch.Tensor] if not (name := str(getattr(f, "__name__", "_"))).startswith("_")}
+    - {*_NOT_METHODS}
+    | {*_METHODS}
+)
+"""The methods, of tensors mostly."""
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
     found: dict[str, Any] = {f.__name__: f for f in _OF_GRAPHS}
     found |= {f"operator.{name}": getattr(operator, name) for name in _OPERATOR}
     found |= {f"math.{name}": getattr(math, name) for name in _MATH}
     found |= {f"torch.{name}": getattr(torch, name) for name in _NEW}
-    listed = {function for home in get_overridable_functions().values() for function in home}
     for home in (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special):
         public = {name: value for name, value in vars(home).items() if callable(value) and not name.startswith("_")}
-        found |= {f"{home.__name__}.{name}": value for name, value in public.items() if value in listed}
+        found |= {f"{home.__name__}.{name}": value for name, value in public.items() if value in _TENSOR_FUNCTIONS}
     return found
 
 
-@cache
-def methods() -> frozenset[str]:
-    """The methods, of tensors mostly."""
-    listed = {f.__name__ for f in get_overridable_functions()[torch.Tensor] if hasattr(f, "__name__")}
-    return frozenset({name for name in listed if not name.startswith("_")} - {*_NOT_METHODS} | {*_METHODS})
-
-
-@cache
-def _names() -> Mapping[Callable[..., Any], str]:
-    return {function: name for name, function in reversed(list(functions().items()))}
+FUNCTIONS: Mapping[str, Callable[..., Any]] = _functions()
+"""Every function by its name: tensor functions of torch as torch itself lists them, and plain arithmetic."""
+_NAMES = {function: name for name, function in reversed(list(FUNCTIONS.items()))}
 
 
 def name_of(function: Any) -> str | None:
@@ -63,23 +73,23 @@ def name_of(function: Any) -> str | None:
     if isinstance(function, OpOverload):
         name = f"torch.ops.{function}"
         return name if function_of(name) is function else None
-    return _names().get(function)
+    return _NAMES.get(function)
 
 
 def function_of(name: str) -> Callable[..., Any] | None:
     """The function of that name, or None: also overloads of the aten operators that are functions of torch."""
     parts = name.split(".")
     if parts[:3] != ["torch", "ops", "aten"] or len(parts) != 5:
-        return functions().get(name)
+        return FUNCTIONS.get(name)
     plain = parts[3].strip("_")
-    known = plain in _ATEN or f"torch.{plain}" in functions() or plain in methods()
+    known = plain in _ATEN or f"torch.{plain}" in FUNCTIONS or plain in METHODS
     packet = getattr(torch.ops.aten, parts[3], None) if known else None
     return getattr(packet, parts[4]) if packet is not None and parts[4] in packet.overloads() else None
 
 
 def is_taken(name: str) -> bool:
     """Whether the text cannot call a unit so: it is no name, or an op, a function or a word of the text goes by it."""
-    return not name.isidentifier() or iskeyword(name) or name in _WORDS or name in OPS or name in functions()
+    return not name.isidentifier() or iskeyword(name) or name in _WORDS or name in OPS or name in FUNCTIONS
 
 
 _WORDS = ("input", "tensor", "modules", "observer", "leaf", "slice", "torch", "operator", "math", "inf", "nan", "Plan")

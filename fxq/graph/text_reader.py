@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from keyword import iskeyword
 from textwrap import dedent
 from typing import Any
@@ -17,7 +17,7 @@ from fxq.errors import FxqError, InputError, unknown
 from fxq.graph.info import set_info
 from fxq.graph.query import op_of, tensor_meta
 from fxq.graph.run import Typed, infer, infer_ops
-from fxq.graph.text_names import function_of, functions, is_taken, methods
+from fxq.graph.text_names import FUNCTIONS, METHODS, function_of, is_taken
 from fxq.graph.text_values import dotted, key_of, parsed, read_arguments, read_value, type_text
 from fxq.graph.text_writer import FACTS, derived
 from fxq.graph.unit import UNITS, Unit
@@ -208,10 +208,10 @@ class _Reader:
             return "call_function", function, ()
         receiver, _, method = name.rpartition(".")
         if receiver in self.body.nodes:
-            if method not in methods():
-                raise InputError(unknown("method", method, ()).removesuffix(" Known: none."))
+            if method not in METHODS:
+                raise InputError(_unknown("method", method, METHODS))
             return "call_method", method, (self.body.nodes[receiver],)
-        raise InputError(unknown("op, unit or function", name, [*self.units, *(op.name for op in OPS), *functions()]))
+        raise InputError(_unknown("op, unit or function", name, [*self.units, *(op.name for op in OPS), *FUNCTIONS]))
 
     def _check_arguments(self, node: fx.Node) -> None:
         op, unit = op_of(node), self._called(node)
@@ -307,6 +307,11 @@ class _Reader:
             return made
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InputError(f"no {name} can be made of this: {error}") from None
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The nearest names alone: of these there are a thousand."""
+    return unknown(kind, name, known).partition(" Known: ")[0]
 
 
 _TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))

@@ -30,7 +30,7 @@ from fxq.graph.mutation import changes
 from fxq.graph.place import where
 from fxq.graph.query import CONVERSIONS, constant, is_check, is_op, op_of, submodule
 from fxq.graph.run import infer_ops
-from fxq.graph.text_names import is_taken, methods, name_of
+from fxq.graph.text_names import METHODS, is_taken, name_of
 from fxq.graph.text_values import type_text, value_text
 from fxq.graph.unit import Unit, unit_of
 from fxq.quant.observer_base import Observer
@@ -139,7 +139,7 @@ class _Writer:
             return f"tensor({value_text(node.target)})"
         if node.op == "call_method":
             receiver, *args = args
-            method = _known(node.target if node.target in methods() else None, node.target)
+            method = _known(node.target if node.target in METHODS else None, node.target)
             return f"{receiver}.{method}({', '.join(args)})"
         if node.op == "call_module":
             name = self.units.get(str(node.target)) or f"modules[{value_text(node.target)}]"

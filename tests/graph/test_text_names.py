@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from fxq.graph.guards import check_same
-from fxq.graph.text_names import function_of, functions, is_taken, methods, name_of
+from fxq.graph.text_names import FUNCTIONS, METHODS, function_of, is_taken, name_of
 from fxq.ops import OPS
 
 pytestmark = pytest.mark.any_cpu
 
 
 def test_every_name_gives_a_function_that_has_a_name():
-    for name, function in functions().items():
+    for name, function in FUNCTIONS.items():
         assert function_of(name) is function and function_of(name_of(function)) == function  # hsmm is hspmm
 
 
@@ -36,9 +36,9 @@ def test_the_rest_has_none():
         assert name_of(function) is None
     for name in ("eval", "torch.load", "torch.ops.aten.from_file.default", "torch.ops.prims.add.default", "os.system"):
         assert function_of(name) is None
-    assert not {name for name in methods() if name.startswith("_")} | methods() & {"apply_", "register_hook"}
+    assert not {name for name in METHODS if name.startswith("_")} | METHODS & {"apply_", "register_hook"}
 
 
 def test_no_function_goes_by_the_name_of_an_op():
-    assert [name for name in functions() if name in OPS] == []
+    assert [name for name in FUNCTIONS if name in OPS] == []
     assert all(map(is_taken, ("relu", "tensor", "getattr", "class", "a b"))) and not is_taken("conv2d_relu")

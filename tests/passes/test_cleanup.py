@@ -11,6 +11,7 @@ from fxq.backends.cpu import has_onednn_int8
 from fxq.passes import Cleanup
 from fxq.quant.observer_base import Observer
 from tests.graphs import REFERENCE, again, equal, text, until
+from tests.helpers import lines, program, run_pass
 from tests.models import NETWORKS, batch, build, call
 
 needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
@@ -23,15 +24,15 @@ def test_networks_keep_their_output_exactly(name, backend):
     recipe = fxq.Recipe.static(backend=backend)
     before = call(until(model, inputs, "verify-lowering", recipe).gm, inputs)
     manager = until(model, inputs, "cleanup", recipe)
-    lines, lines_before = (text(manager.history[name].graph) for name in ("cleanup", "verify-lowering"))
-    assert near(lines) == near(lines_before)
+    behind, ahead = (text(manager.history[name].graph) for name in ("cleanup", "verify-lowering"))
+    assert near(behind) == near(ahead)
     assert equal(call(manager.gm, inputs), before)
     assert again(manager, Cleanup()) == []
 
 
-def near(lines):
+def near(written):
     """The text of a graph with every weight written as one that was brought near."""
-    return re.sub(r"@[\w.]+", lambda m: "@" + m[0][1:].removeprefix("fxq_data.").replace(".", "_"), lines)
+    return re.sub(r"@[\w.]+", lambda m: "@" + m[0][1:].removeprefix("fxq_data.").replace(".", "_"), written)
 
 
 def test_weights_deep_in_the_model_are_brought_near():
@@ -66,25 +67,37 @@ def test_what_no_node_uses_is_gone():
     assert {t.dtype for name, t in gm.named_buffers() if name.endswith(".weight")} == {torch.int8}
 
 
-class Dead(fxq.Pass):
-    """Adds a node that nobody reads, and one that nobody reads but that does something."""
-
-    name = "add-dead-nodes"
-    needs = gives = fxq.Stage.QDQ
-
-    def run(self, rewriter):
-        value = next(n for n in rewriter.nodes("quantize"))
-        rewriter.call("dequantize", value, after=value, name="dead", scale=1.0, zero_point=0)
-        rewriter.node("call_function", torch._assert, (True, "kept"), after=value, name="check")
-
-
 def test_dead_nodes_go_unless_they_do_something():
-    model, x = build("dense"), batch("dense")
-    manager = until(model, x, "cleanup", REFERENCE.insert_pass(Dead(), before="cleanup"))
-    before, behind = (manager.history[n].graph.by_name for n in ("add-dead-nodes", "cleanup"))
-    assert before.keys() - behind.keys() == {"dead"}
-    assert "check" in behind
-    assert again(manager, Cleanup()) == []
+    kept = """
+        x: float32[2, 4] = input()
+        x_q: uint8[2, 4] = quantize(x, scale=0.5, zero_point=3)
+        check = torch._assert(True, 'kept')
+        y: float32[2, 4] = dequantize(x_q, scale=0.5, zero_point=3)
+        return y
+    """
+    dead = "check = torch._assert(True, 'kept')\n        dead = dequantize(x_q, scale=0.5, zero_point=3)"
+    gm = run_pass(Cleanup(), kept.replace("check = torch._assert(True, 'kept')", dead))
+    assert program(gm) == lines(kept)
+
+
+def test_a_weight_is_brought_near_and_copied_where_it_is_returned():
+    """What is brought near is a constant of the graph like those that folding has made: the caller gets a copy."""
+    gm = run_pass(
+        Cleanup(),
+        """
+        deep: float32[3] = tensor('a.b.weight')
+        made: float32[3] = tensor('fxq_data.made')
+        return (deep, made)
+        """,
+        {"a.b.weight": torch.ones(3), "fxq_data.made": torch.zeros(3)},
+    )
+    assert program(gm) == lines("""
+        a_b_weight: float32[3] = tensor('fxq_data.a_b_weight')
+        made: float32[3] = tensor('fxq_data.made')
+        own_copy: float32[3] = own_copy(a_b_weight)
+        own_copy_1: float32[3] = own_copy(made)
+        return (own_copy, own_copy_1)
+    """)
 
 
 def test_a_leaf_module_stays():

@@ -8,6 +8,7 @@ import fxq
 from fxq.passes import FoldBatchNorm
 from fxq.patterns.norm import norm_before_layer
 from tests.graphs import REFERENCE, after, again, expected, text, until
+from tests.helpers import lines, program, run_pass
 from tests.models import batch, build, call, settled
 
 
@@ -99,13 +100,36 @@ def test_a_shared_conv_with_two_norms_gets_two_weights():
 
 
 def test_two_norms_in_a_row():
-    def make():
-        return nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.BatchNorm2d(6))
+    before = """
+        x: float32[2, 4, 6, 6] = input()
+        w: float32[6, 4, 3, 3] = tensor('conv.weight')
+        b: float32[6] = tensor('conv.bias')
+        conv = conv2d(x, w, b, stride=(2, 2))
+        mean: float32[6] = tensor('mean')
+        var: float32[6] = tensor('var')
+        first = batch_norm(conv, mean, var)
+        second = batch_norm(first, mean, var)
+        return second
+    """
+    gm = run_pass(FoldBatchNorm(), before, NORM)
+    assert program(gm) == lines("""
+        x: float32[2, 4, 6, 6] = input()
+        conv_weight_folded_weight_folded: float32[6, 4, 3, 3] = tensor('fxq_data.conv_weight_folded_weight_folded')
+        conv_weight_folded_bias_folded: float32[6] = tensor('fxq_data.conv_weight_folded_bias_folded')
+        conv: float32[2, 6, 2, 2] = conv2d(x, conv_weight_folded_weight_folded, conv_weight_folded_bias_folded, \
+stride=(2, 2))
+        return conv
+    """)
+    x = torch.randn(2, 4, 6, 6)
+    torch.testing.assert_close(gm(x), fxq.read_graph(before, NORM)(x), rtol=1e-5, atol=1e-5)
 
-    model, x = settled(make), torch.randn(2, 4, 6, 6)
-    gm = after(model, x, "fold-batch-norm")
-    assert "batch_norm" not in text(gm)
-    torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
+
+NORM = {
+    "conv.weight": torch.randn(6, 4, 3, 3),
+    "conv.bias": torch.randn(6),
+    "mean": torch.randn(6),
+    "var": torch.rand(6) + 0.5,
+}
 
 
 class Inside(nn.Module):
@@ -193,10 +217,10 @@ def test_folds_into_the_layer_behind(name):
     make, shape = AHEAD[name]
     model, x = settled(make), torch.randn(shape)
     manager = until(model, x, "fold-batch-norm")
-    lines = text(manager.gm).splitlines()
-    assert lines[1] == "relu = relu(x)"
-    assert "(relu, @fxq_data.layer_weight_folded, @fxq_data.layer_bias_folded" in lines[2]
-    assert lines[3:] == ["return layer"]
+    shown = text(manager.gm).splitlines()
+    assert shown[1] == "relu = relu(x)"
+    assert "(relu, @fxq_data.layer_weight_folded, @fxq_data.layer_bias_folded" in shown[2]
+    assert shown[3:] == ["return layer"]
     wanted = call(model, x)
     torch.testing.assert_close(call(manager.gm, x), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
     assert again(manager, FoldBatchNorm()) == []
@@ -217,16 +241,16 @@ def test_padding_is_right_at_the_borders():
 
 
 def test_a_norm_that_others_read_stays():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.a, self.b = nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1), nn.Conv2d(4, 6, 1)
-
-        def forward(self, x):
-            y = self.norm(torch.relu(x))
-            return self.a(y) + self.b(y)
-
-    model, x = settled(Model), torch.randn(2, 4, 5, 5)
-    gm = after(model, x, "fold-batch-norm")
-    assert "norm = batch_norm(relu" in text(gm)
-    torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
+    same = lines("""
+        x: float32[2, 6, 5, 5] = input()
+        relu: float32[2, 6, 5, 5] = relu(x)
+        mean: float32[6] = tensor('mean')
+        var: float32[6] = tensor('var')
+        norm: float32[2, 6, 5, 5] = batch_norm(relu, mean, var)
+        w: float32[4, 6, 3, 3] = tensor('w')
+        a: float32[2, 4, 3, 3] = conv2d(norm, w)
+        b: float32[2, 4, 3, 3] = conv2d(norm, w)
+        add: float32[2, 4, 3, 3] = add(a, b)
+        return add
+    """)
+    assert program(run_pass(FoldBatchNorm(), same, {**NORM, "w": torch.randn(4, 6, 3, 3)})) == same

@@ -8,6 +8,7 @@ from torch import nn
 import fxq
 from fxq.passes import Propagate
 from tests.graphs import REFERENCE, again, equal, expected, text, until
+from tests.helpers import lines, program, run_pass
 from tests.models import NETWORKS, batch, build, call, settled
 
 
@@ -70,39 +71,48 @@ def propagated(middle, recipe=REFERENCE):
     return text(manager.gm).splitlines()
 
 
+CHAIN = """
+    x: float32[2, 3, 4] = input()
+    x_q = quantize(x, scale=0.5, zero_point=3)
+    x_dq = dequantize(x_q, scale=0.5, zero_point=3)
+    turned = transpose(x_dq, dim0=1, dim1=2)  # plan=Plan('moves')
+    flat = reshape(turned, shape=(2, 12))  # plan=Plan('moves')
+    flat_q = quantize(flat, scale=0.5, zero_point=3)
+    flat_dq = dequantize(flat_q, scale=0.5, zero_point=3)
+    return flat_dq
+"""
+
+
 def test_a_chain_of_movements():
-    lines = propagated(lambda x: x.transpose(2, 3).reshape(2, 4, 64, 1).permute(0, 1, 3, 2))
-    start = lines.index("a_q = quantize(a, B)")
-    assert lines[start + 1 : start + 5] == [
-        "transpose = transpose(a_q, dim0=2, dim1=3)",
-        "reshape = reshape(transpose, shape=(2, 4, 64, 1))",
-        "permute = permute(reshape, dims=(0, 1, 3, 2))",
-        "permute_dq = dequantize(permute, B)",
-    ]
+    gm = run_pass(Propagate(), CHAIN)
+    assert program(gm) == lines("""
+        x: float32[2, 3, 4] = input()
+        x_q: uint8[2, 3, 4] = quantize(x, scale=0.5, zero_point=3)
+        turned: uint8[2, 4, 3] = transpose(x_q, dim0=1, dim1=2)
+        flat: uint8[2, 12] = reshape(turned, shape=(2, 12))
+        flat_dq: float32[2, 12] = dequantize(flat, scale=0.5, zero_point=3)
+        return flat_dq
+    """)
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(gm(x), fxq.read_graph(CHAIN, {})(x))
 
 
 def test_a_float_reader_keeps_its_dequantize():
-    class Read(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1)
-
-        def forward(self, x):
-            y = self.a(x).transpose(2, 3)
-            return self.b(y), torch.erf(y)
-
-    model, x = settled(Read), torch.randn(2, 3, 8, 8)
-    lines = text(until(model, x, "propagate", REFERENCE).gm).splitlines()
-    start = lines.index("a_q = quantize(a, B)")
-    assert lines[start + 1 : start + 3] == [
-        "transpose = transpose(a_q, dim0=2, dim1=3)",
-        "transpose_dq = dequantize(transpose, B)",
-    ]
-    assert "erf = erf(transpose_dq)" in lines
+    gm = run_pass(Propagate(), CHAIN.replace("return flat_dq", "erf = torch.erf(turned)\n    return (flat_dq, erf)"))
+    assert program(gm) == lines("""
+        x: float32[2, 3, 4] = input()
+        x_q: uint8[2, 3, 4] = quantize(x, scale=0.5, zero_point=3)
+        turned: uint8[2, 4, 3] = transpose(x_q, dim0=1, dim1=2)
+        turned_dq: float32[2, 4, 3] = dequantize(turned, scale=0.5, zero_point=3)
+        flat: uint8[2, 12] = reshape(turned, shape=(2, 12))
+        flat_dq: float32[2, 12] = dequantize(flat, scale=0.5, zero_point=3)
+        erf = torch.erf(turned_dq)
+        return (flat_dq, erf)
+    """)
 
 
 @pytest.mark.parametrize(
-    ("middle", "lines"),
+    ("middle", "wanted"),
     [
         (  # four times as many values behind it
             lambda x: F.interpolate(torch.erf(x), scale_factor=2),
@@ -125,62 +135,49 @@ def test_a_float_reader_keeps_its_dequantize():
         ),
     ],
 )
-def test_quantize_moves_up_where_there_are_fewer_values(middle, lines):
+def test_quantize_moves_up_where_there_are_fewer_values(middle, wanted):
     """Through an op that computes in float, here because the recipe says so."""
     recipe = REFERENCE
     for op in ("interpolate", "transpose"):
-        if f"{op}(" in lines[0] + lines[1]:
+        if f"{op}(" in wanted[0] + wanted[1]:
             recipe = recipe.override(fxq.op(op), fxq.FLOAT)
     got = propagated(middle, recipe)
-    start = got.index(lines[0])
-    assert got[start : start + 2] == lines
+    start = got.index(wanted[0])
+    assert got[start : start + 2] == wanted
 
 
 def test_a_clamp_is_no_mere_movement():
     """relu and max pooling change values in an order that only whole units and kernels can keep."""
-    lines = propagated(lambda x: F.relu(F.max_pool2d(x, 2)))
-    assert "max_pool2d = max_pool2d(a_dq, kernel_size=(2, 2), stride=(2, 2))" in lines
+    shown = propagated(lambda x: F.relu(F.max_pool2d(x, 2)))
+    assert "max_pool2d = max_pool2d(a_dq, kernel_size=(2, 2), stride=(2, 2))" in shown
 
 
-class Twice(fxq.Pass):
-    """A quantize behind a dequantize: the pair that the pipeline itself does not make with two grids."""
-
-    name = "requantize-twice"
-    needs = gives = fxq.Stage.QDQ
-
-    def __init__(self, factor):
-        object.__setattr__(self, "factor", factor)
-
-    def run(self, rewriter):
-        dq = next(n for n in rewriter.nodes("dequantize") if n.name == "a_dq")
-        scale = torch.tensor(dq.kwargs["scale"] * self.factor, dtype=torch.float32).item()
-        grid = {**dq.kwargs, "scale": scale}
-        q = rewriter.call("quantize", dq, after=dq, name="second_q", **grid)
-        second = rewriter.call("dequantize", q, after=q, name="second_dq", **grid)
-        rewriter.reroute(dq, second, only=lambda user: user not in (q, second))
+PAIR = """
+    q: uint8[2, 3] = input()
+    first = dequantize(q, scale=0.5, zero_point=3)
+    second = quantize(first, scale={}, zero_point=3)
+    dq = dequantize(second, scale={}, zero_point=3)
+    return dq
+"""
 
 
 @pytest.mark.parametrize(
-    ("factor", "lines"),
+    ("scale", "wanted"),
     [
-        (1.0, ["a_q = quantize(a, B)", "second_dq = dequantize(a_q, B)"]),
+        (0.5, ["dq: float32[2, 3] = dequantize(q, scale=0.5, zero_point=3)"]),
         (
-            1.5,
+            0.75,
             [
-                "a_q = quantize(a, B)",
-                "requantize = requantize(a_q, C)",
-                "second_dq = dequantize(requantize, C)",
+                "requantize: uint8[2, 3] = requantize(q, from_scale=0.5, from_zero_point=3, scale=0.75, zero_point=3)",
+                "dq: float32[2, 3] = dequantize(requantize, scale=0.75, zero_point=3)",
             ],
         ),
     ],
 )
-def test_pairs_cancel_or_become_one_requantize(factor, lines):
-    model, x = settled(lambda: Model(nn.Identity())), torch.randn(2, 3, 8, 8)
-    recipe = REFERENCE.insert_pass(Twice(factor), after="insert-qdq")
-    manager = until(model, x, "propagate", recipe)
-    before = call(until(model, x, "requantize-twice", recipe).gm, x)
-    got = text(manager.gm).splitlines()
-    start = got.index("a_q = quantize(a, B)")
-    assert got[start : start + len(lines)] == lines
-    assert equal(call(manager.gm, x), before)
-    assert again(manager, Propagate()) == []
+def test_pairs_cancel_or_become_one_requantize(scale, wanted):
+    """A quantize behind a dequantize: a pair that the pipeline itself does not make with two grids."""
+    before = PAIR.format(scale, scale)
+    gm = run_pass(Propagate(), before)
+    assert program(gm).splitlines() == ["q: uint8[2, 3] = input()", *wanted, "return dq"]
+    q = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
+    assert torch.equal(gm(q), fxq.read_graph(before, {})(q))
