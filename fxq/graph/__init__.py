@@ -1,1 +1,1 @@
-"""Reading a graph: its metadata, units and regions, and running it."""
+"""Reading a graph: its metadata, units, regions and text, and running it."""

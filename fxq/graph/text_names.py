@@ -26,17 +26,9 @@ _NEW = (
     *("full", "zeros", "ones", "empty", "eye", "arange", "linspace", "logspace", "scalar_tensor", "tensor"),
     *("as_tensor", "rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "_assert"),
 )
-_METHODS = (
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-    "new_tensor",
-    "stride",
-    "unflatten",
-    "keys",
-    "values",
-    "items",
+_MORE_METHODS = (
+    *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "stride", "unflatten"),
+    *("keys", "values", "items"),
 )
 _NOT_METHODS = ("apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "module_load", "set_")
 _ATEN = ("sym_size", "sym_numel", "sym_stride", "to_copy", "unsafe_view", "unsafe_split", "safe_softmax")
@@ -47,7 +39,7 @@ _TENSOR_FUNCTIONS = {function for home in _LISTED.values() for function in home}
 METHODS = frozenset(
     {name for f in _LISTED[torch.Tensor] if not (name := str(getattr(f, "__name__", "_"))).startswith("_")}
     - {*_NOT_METHODS}
-    | {*_METHODS}
+    | {*_MORE_METHODS}
 )
 """The methods, of tensors mostly."""
 
