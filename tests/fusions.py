@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
-from tests.graphs import REFERENCE, after, equal, text
+from tests.graphs import after, equal, text
+from tests.helpers import REFERENCE
 from tests.models import call, settled
 
 BACKENDS = ["reference"] + (["x86"] if has_onednn_int8() else [])

@@ -13,7 +13,6 @@ from torch import fx, nn
 import fxq
 from fxq.api import _manager
 from fxq.graph.view import GraphView, view
-from fxq.pipeline.history import History
 from fxq.recipe.pass_base import Pass
 from fxq.rewriting.rewriter import Rewriter
 from tests.machine import QMAX
@@ -21,7 +20,6 @@ from tests.models import call
 
 MINMAX = fxq.TensorSpec(observer="minmax")
 WEIGHT = fxq.QuantConfig().weight
-REFERENCE = fxq.Recipe.static(backend="reference")
 
 
 def text(graph: GraphView | fx.GraphModule) -> str:
@@ -69,12 +67,6 @@ def anonymous(graph: GraphView | fx.GraphModule) -> str:
 def after(model: nn.Module, inputs: Any, until: str, recipe: Any = "static") -> fx.GraphModule:
     """The graph after the pass `until`, one of those before calibration."""
     return fxq.run_passes(model, recipe, inputs, until=until)
-
-
-def staged(model: nn.Module, inputs: Any, recipe: Any = "static") -> tuple[fxq.QuantizedModel, History]:
-    """The quantized model, calibrated on one batch, and its history."""
-    quantized = fxq.quantize(model, recipe, data=[inputs])
-    return quantized, quantized.history
 
 
 def until(model: nn.Module, inputs: Any, last: str, recipe: Any = "static") -> Any:

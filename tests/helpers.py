@@ -74,8 +74,8 @@ def program(gm):
     return fxq.write_graph(gm, facts=False)
 
 
-def text(gm):
-    """The graph as text, one line a node."""
+def full_text(gm):
+    """The graph as text with its numbers, one line a node; `tests.graphs.text` leaves out what the data decides."""
     return str(view(gm))
 
 

@@ -276,3 +276,58 @@ def test_importing_fxq_calls_nothing_deprecated():
         [sys.executable, "-W", "error::DeprecationWarning", "-c", "import fxq"], cwd="/", capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+TESTED_ELSEWHERE = {
+    "rows of the op table; tests/ops/test_rows.py runs every one of them": (
+        "fxq.ops.activations",
+        "fxq.ops.arithmetic",
+        "fxq.ops.conversions",
+        "fxq.ops.convolution",
+        "fxq.ops.functions",
+        "fxq.ops.layers",
+        "fxq.ops.pointwise",
+        "fxq.ops.pooling",
+        "fxq.ops.reduction",
+        "fxq.ops.resampling",
+        "fxq.ops.selection",
+        "fxq.ops.shapes",
+    ),
+    "types alone": ("fxq.backends.base", "fxq.ledger.quantized"),
+    "one engine's half of what tests/backends/packed/test_packed_kernels.py asks of both": (
+        "fxq.backends.packed.fbgemm",
+        "fxq.backends.packed.packed_conv",
+        "fxq.backends.packed.packed_kernel",
+        "fxq.backends.packed.packed_linear",
+        "fxq.backends.packed.qnnpack",
+        "fxq.backends.packed.quantized_tensors",
+    ),
+    "tables of kernels and what reads them; tests/passes/test_lower.py lowers every network with them": (
+        "fxq.backends.kernel_table",
+        "fxq.backends.lowering",
+        "fxq.backends.whole_units",
+        "fxq.backends.x86.onednn",
+        "fxq.backends.x86.x86",
+        "fxq.backends.x86.x86_kernels",
+    ),
+    "tests/backends/test_other_machine.py runs the form of every kernel": ("fxq.backends.qdq_form",),
+    "tests/text/test_terminal.py and test_notebook.py show all that is printed": ("fxq.text.printed",),
+    "tests/passes/test_decompose.py: that pass does nothing else": ("fxq.patterns.attention",),
+}
+"""Modules without a test file of their name, by the reason."""
+
+
+def test_every_module_has_a_test_file_of_its_name():
+    """In the same folder; further files about it begin with its name."""
+    exempt = {name for names in TESTED_ELSEWHERE.values() for name in names}
+    tests = {name for name in MODULES if within(name, "tests")}
+
+    def test_of(module):
+        *folders, last = module.split(".")[1:]
+        return ".".join(("tests", *folders, f"test_{last}"))
+
+    modules = {name for name in MODULES if ours(name) and name not in PACKAGES}
+    assert sorted(name for name in modules - exempt if test_of(name) not in tests) == []
+    known = tuple(map(test_of, (modules | PACKAGES) - {"fxq"}))
+    strangers = {name for name in tests if name.count(".") > 1 and ".test_" in name and not name.startswith(known)}
+    assert strangers == {"tests.ops.test_rows"}

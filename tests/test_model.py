@@ -10,7 +10,7 @@ import fxq
 from fxq.backends.kernel import Kernel
 from fxq.errors import InputError
 from fxq.model import BATCHES, SAMPLES, ObservedModel, QuantizedModel
-from tests.helpers import REFERENCE, text
+from tests.helpers import REFERENCE, full_text
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 BACKENDS = ["reference", "auto"]
@@ -67,7 +67,7 @@ def test_a_copy_keeps_what_is_known(qmodel, copied):
     for name, layer in qmodel.qparams().items():
         assert torch.equal(other.qparams()[name].weight, layer.weight)
         assert other.qparams()[name].input_scale == layer.input_scale
-    assert text(other) == text(qmodel)
+    assert full_text(other) == full_text(qmodel)
 
 
 @pytest.mark.parametrize("copied", COPIES)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxq.graph.fills import Fills
-from tests.graphs import REFERENCE, after
+from tests.graphs import after
+from tests.helpers import REFERENCE
 
 
 class Of(nn.Module):

@@ -13,7 +13,8 @@ from fxq.backends.kernel import Kernel
 from fxq.graph.grid import grid_of
 from fxq.graph.query import is_op
 from fxq.graph.view import view
-from tests.graphs import REFERENCE, equal, until
+from tests.graphs import equal, until
+from tests.helpers import REFERENCE
 from tests.models import batch, build, call, settled
 
 

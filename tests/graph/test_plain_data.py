@@ -8,7 +8,8 @@ from torch import fx
 
 from fxq.graph.info import info
 from fxq.graph.plain_data import from_data, to_data
-from tests.graphs import REFERENCE, after, equal
+from tests.graphs import after, equal
+from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call
 
 

@@ -9,7 +9,8 @@ from fxq.cost.prices import regions_of
 from fxq.graph.info import info
 from fxq.graph.query import is_op
 from fxq.graph.region import read_region, run_region
-from tests.graphs import REFERENCE, until
+from tests.graphs import until
+from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build
 
 

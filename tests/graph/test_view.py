@@ -6,7 +6,8 @@ import fxq
 from fxq.graph.info import set_info
 from fxq.graph.view import KINDS, view
 from fxq.picture.graph_picture import picture
-from tests.helpers import REFERENCE, graph, lines, module, node, rewriter, text
+from tests.graphs import expected
+from tests.helpers import REFERENCE, full_text, graph, module, node, rewriter
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 IMAGE = torch.linspace(-1, 1, 64).reshape(1, 1, 8, 8)
@@ -23,7 +24,7 @@ def network():
 
 
 def test_a_traced_graph_as_text():
-    assert text(graph(network(), IMAGE, until="trace")) == lines("""
+    assert full_text(graph(network(), IMAGE, until="trace")) == expected("""
         x = input
         conv = module Conv2d(x)
         relu = .relu(conv)
@@ -37,7 +38,7 @@ def test_a_traced_graph_as_text():
 
 
 def test_a_canonical_graph_as_text():
-    assert text(graph(network(), IMAGE)) == lines("""
+    assert full_text(graph(network(), IMAGE)) == expected("""
         x = input
         conv = conv2d(x, @conv.weight, @conv.bias, stride=(2, 2))
         relu = relu(conv)
@@ -51,13 +52,13 @@ def test_a_canonical_graph_as_text():
 
 
 def test_a_fused_graph_shows_options_inside_units():
-    shown = text(graph(network(), IMAGE, until="fuse")).splitlines()
+    shown = full_text(graph(network(), IMAGE, until="fuse")).splitlines()
     assert shown[1] == "conv_relu = conv2d_relu(x, @conv.weight, @conv.bias) {conv2d(stride=(2, 2)); relu}"
 
 
 def test_lists_numbers_and_one_tuples():
     gm = graph(module(lambda self, x: (torch.cat([x, x + 0.1234567891], dim=1),)), X)
-    assert text(gm) == lines("""
+    assert full_text(gm) == expected("""
         x = input
         add = add(x, 0.123457)
         cat = cat([x, add], dim=1)
@@ -140,7 +141,7 @@ def test_a_view_does_not_follow_later_changes():
     before = view(gm)
     rewriter(gm).replace(node(gm, "relu"), node(gm, "x"))
     assert str(before).splitlines()[1] == "relu = relu(x)"
-    assert text(gm).splitlines()[1] == "add = add(x, 1)"
+    assert full_text(gm).splitlines()[1] == "add = add(x, 1)"
 
 
 def test_known_views_are_used_and_new_ones_added():

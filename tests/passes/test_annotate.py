@@ -11,8 +11,8 @@ from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.unit import reads_of
 from fxq.passes import Annotate
-from tests.graphs import REFERENCE, again, text, until
-from tests.helpers import module
+from tests.graphs import again, text, until
+from tests.helpers import REFERENCE, module
 from tests.models import batch, build, settled
 
 X86 = fxq.Recipe.static(backend="x86")

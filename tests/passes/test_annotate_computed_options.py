@@ -7,7 +7,8 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import graph, lines, module, text
+from tests.graphs import expected
+from tests.helpers import full_text, graph, module
 
 RANDOM = torch.Generator().manual_seed(0)
 X, OTHER = torch.randn(4, 3, 12, 12, generator=RANDOM), torch.randn(2, 3, 20, 16, generator=RANDOM)
@@ -72,7 +73,7 @@ def test_a_window_of_the_size_of_its_input_is_a_global_pooling(pool, recipe):
 
 def test_nothing_is_left_of_the_sizes():
     model = between(lambda x: F.avg_pool2d(x, x.size()[2:]))
-    assert text(graph(model, X)) == lines("""
+    assert full_text(graph(model, X)) == expected("""
         x = input
         check_fixed = check_fixed({'x': x}, {'x': '<a tensor with 4 axes>'})
         a = conv2d(x, @a.weight, @a.bias)

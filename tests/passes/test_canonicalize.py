@@ -10,7 +10,8 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import Canonicalize
-from tests.graphs import REFERENCE, after, again, equal, expected, text, until
+from tests.graphs import after, again, equal, expected, text, until
+from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call, settled
 
 

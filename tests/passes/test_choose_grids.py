@@ -13,7 +13,8 @@ from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.passes import ChooseGrids
 from fxq.quant.observer_base import Observer
-from tests.graphs import MINMAX, REFERENCE, again, until
+from tests.graphs import MINMAX, again, until
+from tests.helpers import REFERENCE
 from tests.models import settled
 
 BACKENDS = ["x86", "reference"]

@@ -10,8 +10,8 @@ import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.passes import Cleanup
 from fxq.quant.observer_base import Observer
-from tests.graphs import REFERENCE, again, equal, text, until
-from tests.helpers import lines, program, run_pass
+from tests.graphs import again, equal, text, until
+from tests.helpers import REFERENCE, lines, program, run_pass
 from tests.models import NETWORKS, batch, build, call
 
 needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")

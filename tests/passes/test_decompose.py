@@ -8,7 +8,8 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import Decompose
-from tests.graphs import REFERENCE, after, again, expected, text, until
+from tests.graphs import after, again, expected, text, until
+from tests.helpers import REFERENCE
 from tests.models import call, settled
 
 E, H, N, L, S = 16, 4, 3, 5, 7

@@ -9,7 +9,8 @@ import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
 from fxq.passes import Fallback
-from tests.graphs import REFERENCE, again, equal, expected, text, until
+from tests.graphs import again, equal, expected, text, until
+from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call, settled
 
 X86 = fxq.Recipe.static(backend="x86")

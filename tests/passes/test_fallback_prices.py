@@ -16,7 +16,8 @@ from fxq.graph.info import info
 from fxq.passes import Fallback
 from fxq.passes.fallback import CONVERTED, NOT_WORTH_IT
 from fxq.pipeline.candidates import UNREAD
-from tests.graphs import REFERENCE, again, equal, expected, idle, text, until
+from tests.graphs import again, equal, expected, idle, text, until
+from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call, settled
 
 pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")

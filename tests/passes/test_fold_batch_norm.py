@@ -7,8 +7,8 @@ from torch import nn
 import fxq
 from fxq.passes import FoldBatchNorm
 from fxq.patterns.norm import norm_before_layer
-from tests.graphs import REFERENCE, after, again, expected, text, until
-from tests.helpers import lines, program, run_pass
+from tests.graphs import after, again, expected, text, until
+from tests.helpers import REFERENCE, lines, program, run_pass
 from tests.models import batch, build, call, settled
 
 

@@ -11,8 +11,8 @@ from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.unit import unit_of
 from fxq.passes import Fuse
-from tests.graphs import REFERENCE, after, again, equal, expected, text, until
-from tests.helpers import program, restored_fusions, run_pass
+from tests.graphs import after, again, equal, expected, text, until
+from tests.helpers import REFERENCE, program, restored_fusions, run_pass
 from tests.models import NETWORKS, batch, build, call, settled
 
 

@@ -9,7 +9,8 @@ import fxq
 from fxq.graph.info import info
 from fxq.graph.query import submodule
 from fxq.quant.observer_base import Observer
-from tests.graphs import MINMAX, REFERENCE, after, equal, expected, text
+from tests.graphs import MINMAX, after, equal, expected, text
+from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call, settled
 
 

@@ -9,7 +9,8 @@ from fxq.common.metrics import sqnr
 from fxq.graph.grid import grid_of
 from fxq.quant.qparams import QParams
 from fxq.rewriting.rewriter import Rewriter
-from tests.graphs import MINMAX, REFERENCE, equal, expected, text, until
+from tests.graphs import MINMAX, equal, expected, text, until
+from tests.helpers import REFERENCE
 from tests.machine import decibels, portable
 from tests.models import NETWORKS, batch, build, call, settled
 

@@ -19,7 +19,8 @@ from fxq.common.metrics import sqnr
 from fxq.graph.query import submodule
 from fxq.passes import Lower
 from fxq.quant.qparams import QParams
-from tests.graphs import MINMAX, REFERENCE, again, equal, expected, kinds, text, until
+from tests.graphs import MINMAX, again, equal, expected, kinds, text, until
+from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call, settled
 
 X86 = fxq.Recipe.static(backend="x86")

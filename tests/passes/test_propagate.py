@@ -7,8 +7,8 @@ from torch import nn
 
 import fxq
 from fxq.passes import Propagate
-from tests.graphs import REFERENCE, again, equal, expected, text, until
-from tests.helpers import lines, program, run_pass
+from tests.graphs import again, equal, expected, text, until
+from tests.helpers import REFERENCE, lines, program, run_pass
 from tests.models import NETWORKS, batch, build, call, settled
 
 

@@ -10,8 +10,8 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import ShareQParams
-from tests.graphs import MINMAX, REFERENCE, again, staged, text, until
-from tests.helpers import module
+from tests.graphs import MINMAX, again, text, until
+from tests.helpers import REFERENCE, module
 from tests.models import batch, build, settled
 
 
@@ -53,7 +53,8 @@ def test_one_group_has_one_grid_that_covers_all_of_it():
     model, x = settled(Chain), torch.randn(4, 3, 8, 8)
     with torch.no_grad():
         model.a.weight *= 10  # two branches of different ranges
-    quantized, history = staged(model, x, fxq.Recipe.static(backend="reference", activation=MINMAX))
+    quantized = fxq.quantize(model, fxq.Recipe.static(backend="reference", activation=MINMAX), data=[x])
+    history = quantized.history
     grids = {n.name: (n.scale, n.zero_point) for n in history["insert-qdq"].graph if n.label == "quantize"}
     assert grids["a_q"] == grids["b_q"] == grids["cat_q"] != grids["c_relu_q"]
     layers = quantized.qparams()
@@ -103,7 +104,8 @@ def test_a_group_covers_a_function_and_what_is_beside_it():
             return self.b(torch.cat([torch.sigmoid(y), y * 10], 1))
 
     model, x = settled(Model), torch.randn(64, 4)
-    quantized, history = staged(model, x, REFERENCE)
+    quantized = fxq.quantize(model, REFERENCE, data=[x])
+    history = quantized.history
     assert {"sigmoid_observer", "mul_observer"} <= history["insert-observers"].graph.by_name.keys()
     assert quantized.qparams()["b"].input_scale > 2 / 255
     assert sqnr(model(x), quantized(x)) > 30

@@ -10,7 +10,8 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
-from tests.graphs import REFERENCE, after, equal, expected, text
+from tests.graphs import after, equal, expected, text
+from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call, settled
 
 

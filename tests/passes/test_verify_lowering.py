@@ -26,8 +26,8 @@ from fxq.graph.region import Result, read_region, run_region
 from fxq.graph.view import view
 from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering, _Verifier, disagreement, magnitude
-from tests.graphs import REFERENCE, again, equal, expected, kinds, text, until
-from tests.helpers import steps
+from tests.graphs import again, equal, expected, kinds, text, until
+from tests.helpers import REFERENCE, steps
 from tests.machine import decibels, quiet, told
 from tests.models import NETWORKS, batch, build, call
 

@@ -10,8 +10,8 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
-from tests.graphs import REFERENCE, after, text
-from tests.helpers import module
+from tests.graphs import after, text
+from tests.helpers import REFERENCE, module
 from tests.models import call, settled
 
 X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))

@@ -11,8 +11,8 @@ from fxq.graph.info import info
 from fxq.graph.query import is_op
 from fxq.passes import Annotate
 from fxq.rewriting.rewriter import Rewriter
-from tests.graphs import REFERENCE, text, until
-from tests.helpers import context, module, steps
+from tests.graphs import text, until
+from tests.helpers import REFERENCE, context, module, steps
 from tests.models import settled
 
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 import fxq
 from fxq.errors import InputError
 from fxq.passes import Canonicalize, Fuse, Trace
-from tests.helpers import REFERENCE, managed, text
+from tests.helpers import REFERENCE, full_text, managed
 from tests.models import two_linears
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -26,7 +26,7 @@ def test_a_snapshot_per_pass_by_name_and_number():
     history = manager.history
     assert history.names == ["trace", "canonicalize", "fuse"] and len(history) == 3
     assert history["fuse"] is history[2] is history[-1] and list(history)[1] is history["canonicalize"]
-    assert str(history["fuse"].graph) == text(manager.gm)
+    assert str(history["fuse"].graph) == full_text(manager.gm)
     assert [e.rule for e in history["fuse"].edits] == ["linear_relu"]
     assert all(s.seconds > 0 and s.sqnr is None for s in history)
     with pytest.raises(InputError, match="unknown pass in the history 'fues'; did you mean 'fuse'"):
@@ -65,7 +65,7 @@ def test_a_snapshot_prints_its_name_edits_and_graph():
     manager = managed(two_linears(), X)
     manager.run([Trace(), Canonicalize(), Fuse()])
     first, *rest = str(manager.history["fuse"]).splitlines()
-    assert first.startswith("fuse: 1 edits in ") and "\n".join(rest) == text(manager.gm)
+    assert first.startswith("fuse: 1 edits in ") and "\n".join(rest) == full_text(manager.gm)
 
 
 def reachable(start):

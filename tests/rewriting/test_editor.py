@@ -9,7 +9,7 @@ from fxq.graph.info import info
 from fxq.graph.query import op_of
 from fxq.graph.unit import unit_of
 from fxq.rewriting.pattern import FUSIONS
-from tests.helpers import graph, module, node, rewriter, run, text
+from tests.helpers import full_text, graph, module, node, rewriter, run
 from tests.models import conv_block
 
 pytestmark = pytest.mark.any_cpu
@@ -33,9 +33,9 @@ def test_unused_nodes_go_unless_they_do_something():
 
     gm = graph(module(forward), X, until="trace")
     rewriter(gm).erase_unused()
-    assert "_assert_async" in text(gm)  # what it does is not known, so it stays
+    assert "_assert_async" in full_text(gm)  # what it does is not known, so it stays
     gm = graph(module(forward), X)
-    assert "sigmoid" not in text(gm) and "relu" not in text(gm)
+    assert "sigmoid" not in full_text(gm) and "relu" not in full_text(gm)
 
 
 def test_constants_get_names_of_their_own_and_are_read_once():
@@ -61,15 +61,15 @@ def test_a_call_leaves_out_defaults_and_takes_after_its_origin():
 def test_opening_a_unit_undoes_fusing():
     model = nn.Sequential(conv_block(), conv_block(stride=2)).eval()
     gm = graph(model, IMAGE)
-    before = text(gm)
+    before = full_text(gm)
     origins = {n.name: info(n).origins for n in gm.graph.nodes}
     hand = rewriter(gm)
     hand.fuse(FUSIONS.largest_first())
-    assert text(gm) != before
+    assert full_text(gm) != before
     for unit in [n for n in gm.graph.nodes if unit_of(gm, n) is not None]:
         made = hand.open_unit(unit)
         assert [op_of(n).name for n in made] == ["conv2d", "relu"]
-    assert text(gm) == before
+    assert full_text(gm) == before
     assert {n.name: info(n).origins for n in gm.graph.nodes} == origins
     assert torch.equal(run(gm, IMAGE), model(IMAGE))
 

@@ -9,7 +9,8 @@ from fxq.errors import FxqError, PassError, PatternError
 from fxq.graph.info import info
 from fxq.graph.unit import calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
-from tests.helpers import REFERENCE, graph, lines, module, node, restored_fusions, rewriter, run, steps, text
+from tests.graphs import expected
+from tests.helpers import REFERENCE, full_text, graph, module, node, restored_fusions, rewriter, run, steps
 
 pytestmark = pytest.mark.any_cpu
 
@@ -37,7 +38,7 @@ def test_a_rule_replaces_what_it_matches():
     model = module(shrunk)
     gm = graph(model, X)
     assert rewriter(gm).apply(shrink_from_tanh) == 1
-    assert text(gm) == lines("""
+    assert full_text(gm) == expected("""
         x = input
         tanhshrink = tanhshrink(x)
         add = add(tanhshrink, 1)
@@ -108,7 +109,7 @@ def test_a_replacement_of_the_same_op_keeps_the_name():
 
     gm = graph(module(lambda self, x: self.stem(x), stem=nn.Conv2d(2, 3, 3, stride=2)), IMAGE)
     rewriter(gm).apply(halve_stride)
-    assert text(gm).splitlines()[1] == "stem = conv2d(x, @stem.weight, @stem.bias)"
+    assert full_text(gm).splitlines()[1] == "stem = conv2d(x, @stem.weight, @stem.bias)"
 
 
 def test_a_rewrite_makes_room_for_the_next():
@@ -152,7 +153,7 @@ def test_the_larger_rule_goes_first():
         return op.silu(m.x)
 
     rewriter(gm).apply(small, large)
-    assert text(gm) == lines("""
+    assert full_text(gm) == expected("""
         x = input
         silu = silu(x)
         return silu
@@ -170,7 +171,7 @@ def test_a_number_or_an_input_may_replace_a_value():
 
     gm = graph(module(lambda self, x: torch.relu(x + 5)), X)
     rewriter(gm).apply(plus)
-    assert text(gm).splitlines()[1] == "relu = relu(x)"
+    assert full_text(gm).splitlines()[1] == "relu = relu(x)"
 
 
 def test_two_outputs_are_replaced_in_order():
@@ -203,7 +204,7 @@ def test_an_inner_value_that_others_read_is_left_for_them():
 
     gm = graph(module(forward), X)
     rewriter(gm).apply(sharing)
-    assert text(gm) == lines("""
+    assert full_text(gm) == expected("""
         x = input
         relu = relu(x)
         silu = silu(x)
@@ -315,7 +316,7 @@ def test_the_largest_fusion_wins_and_a_node_belongs_to_one_unit():
     model = module(residual, conv=nn.Conv2d(2, 2, 3, padding=1))
     gm = graph(model, IMAGE)
     assert rewriter(gm).fuse(FUSIONS.largest_first()) == 1
-    assert text(gm) == lines("""
+    assert full_text(gm) == expected("""
         x = input
         conv_add_relu = conv2d_add_relu(x, @conv.weight, @conv.bias) {conv2d(padding=(1, 1)); add; relu}
         return conv_add_relu
@@ -352,7 +353,7 @@ def test_two_fusions_that_want_the_same_node():
 
     gm = graph(module(lambda self, x: torch.tanh(torch.sigmoid(torch.relu(x)))), X)
     assert rewriter(gm).fuse([front[0], back[0]]) == 1
-    assert text(gm) == lines("""
+    assert full_text(gm) == expected("""
         x = input
         relu_sigmoid = front(x)
         tanh = tanh(relu_sigmoid)
@@ -379,7 +380,7 @@ def test_a_unit_of_several_outputs(fusions):
     model = module(forward)
     gm = graph(model, X)
     rewriter(gm).fuse([relu_and_sigmoid[0]])
-    assert text(gm) == lines("""
+    assert full_text(gm) == expected("""
         x = input
         tanh_sigmoid_relu = relu_and_sigmoid(x)
         getitem = getitem(tanh_sigmoid_relu, 0)

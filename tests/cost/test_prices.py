@@ -1,0 +1,68 @@
+"""The qdq graph as ops and values with prices, and what is said where integers are slower."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fxq.cost.min_cut import Priced, PricedValue
+from fxq.cost.prices import emits_float, has_known_shapes, regions_of, slower_than_float
+from fxq.graph.info import info, set_info
+from tests.graphs import until
+from tests.helpers import REFERENCE, module
+from tests.models import NETWORKS, batch, build
+
+pytestmark = pytest.mark.any_cpu
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_regions_are_those_of_what_runs_on_integers(name):
+    gm = until(build(name), batch(name), "propagate", REFERENCE).gm
+    found = regions_of(gm, list(gm.graph.nodes))
+    planned = {n for n in gm.graph.nodes if (plan := info(n).plan) is not None and plan.fate != "float"}
+    assert found and set(found) <= planned and all(region.node is n for n, region in found.items())
+    for n, region in found.items():
+        set_info(n, shape=None)
+        assert not has_known_shapes(region)
+
+
+def test_one_layer_with_an_activation_emits_float_and_a_sum_does_not():
+    def forward(self, x):
+        return F.relu(self.b(F.relu(self.a(x)) + 0) + self.c(x))
+
+    layers = {name: nn.Conv2d(3, 3, 1) for name in "abc"}
+    gm = until(module(forward, **layers), torch.rand(2, 3, 4, 4), "propagate", REFERENCE).gm
+    units = {n.name: emits_float(gm, n) for n in gm.graph.nodes if n.op == "call_module"}
+    assert units == {name: "add" not in name for name in units} and set(units.values()) == {True, False}
+
+
+a, b = (fx.Graph().placeholder(name) for name in "ab")
+A, B = Priced(a, 3e-3, 1e-3), Priced(b, 1e-3, 2e-3)
+
+
+def test_what_loses_is_named_with_its_times():
+    said = slower_than_float([A, B], [], {a, b}, 0.0)
+    assert said is not None and re.search(r"1\.3 times as long as in float .*: 4 ms instead of 3 ms", said)
+    assert "a (3 ms, in float 1 ms)" in said and "b (" not in said
+
+
+def test_conversions_may_be_what_loses():
+    said = slower_than_float([B], [PricedValue(None, (b,), 5e-3, 0.0, False)], {b}, 0.0)
+    assert said is not None and "conversions cost more" in said
+
+
+@pytest.mark.parametrize(
+    ("ops", "integers", "left"),
+    [
+        ([B], {b}, 0.0),
+        ([A, B], {b}, 0.0),
+        ([A], {a}, 1.0),  # the rest takes so long that it makes no difference
+        ([Priced(a, 9.0, math.inf, measured=False)], {a}, 0.0),
+        ([], set(), 0.0),
+    ],
+)
+def test_nothing_is_said_where_it_is_not_slower(ops, integers, left):
+    assert slower_than_float(ops, [], integers, left) is None

@@ -1,0 +1,104 @@
+"""Modules tell when they change, in every way in which a module can."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fxq.graph.bindable import Bindable, ModuleWatch, Seen
+
+pytestmark = pytest.mark.any_cpu
+
+
+class Double(Bindable):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("two", torch.tensor(2.0))
+        self.option = 3
+
+    def forward(self, x):
+        return x * self.two
+
+    def bind(self, x):
+        return lambda y: y + y
+
+
+class Overridden(Double):
+    def forward(self, x):
+        return x * 5
+
+
+X = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "tells"),
+    [
+        (lambda m: setattr(m, "option", 4), True),
+        (lambda m: setattr(m, "option", m.option), False),
+        (lambda m: delattr(m, "option"), True),
+        (lambda m: m.eval() and None, True),
+        (lambda m: m.train() and None, False),
+        (lambda m: m.register_forward_hook(print), True),
+        (lambda m: m.register_forward_pre_hook(print), True),
+        (lambda m: m.register_full_backward_hook(print), True),
+        (lambda m: m.register_full_backward_pre_hook(print), True),
+        (lambda m: m.load_state_dict(m.state_dict()), True),
+        (lambda m: m(X), False),
+    ],
+)
+def test_it_tells(change, tells):
+    made, watch = Double(), ModuleWatch()
+    made.tell(watch)
+    change(made)
+    assert watch.changed is tells
+
+
+@pytest.mark.parametrize(
+    ("write", "holds"),
+    [
+        (lambda m: m.two.add_(1), False),
+        (lambda m: setattr(m, "two", torch.tensor(3.0)), False),
+        (lambda m: setattr(m.two, "data", torch.tensor(4.0)), False),
+        (lambda m: m.register_buffer("more", torch.ones(1)), False),
+        (lambda m: m.two + 1, True),
+    ],
+)
+def test_its_tensors_are_as_they_were(write, holds):
+    made = Double()
+    seen = Seen(made._buffers)
+    assert seen.holds()
+    write(made)
+    assert seen.holds() is holds
+
+
+def test_what_to_call_for_inputs():
+    made = Double()
+    assert made.callee(X)(X).tolist() == made.callee()(X).tolist() == [2, 2]
+    assert made.callee() == made.forward and made.callee(X) != made.forward
+    assert Overridden().callee(X)(X).tolist() == [5, 5]  # the bind that it inherits goes with another forward
+    made.forward = lambda x: x * 7
+    assert made.callee(X)(X).tolist() == [7, 7]
+    hooked = Double()
+    hooked.register_forward_hook(lambda module, args, result: result + 1)
+    assert hooked.callee(X) is hooked and hooked.callee(X)(X).tolist() == [3, 3]
+
+
+def test_copies_and_pickles_do_not_tell_the_watch_of_the_original():
+    made, watch = Double(), ModuleWatch()
+    made.tell(watch)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        other.option = 9
+    assert not watch.changed
+
+
+def test_a_watch_that_is_gone_is_not_held():
+    made, watch = Double(), ModuleWatch()
+    made.tell(watch)
+    del watch
+    gc.collect()
+    assert len(made._watches) == 0
+    nn.Module.eval(made)

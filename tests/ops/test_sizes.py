@@ -1,0 +1,37 @@
+"""Which values are all sizes of the last axes of a tensor, on graphs as users write them."""
+
+import pytest
+import torch
+
+from fxq.ops.sizes import is_all_of
+from tests.helpers import graph, module, node
+
+pytestmark = pytest.mark.any_cpu
+
+X = torch.zeros(2, 3, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "answer"),
+    [
+        (lambda x: [x.size(2), x.size(3)], True),
+        (lambda x: [x.size(-2), x.shape[3]], True),
+        (lambda x: [x.shape[2:][0], x.size()[-1]], True),
+        (lambda x: [x.size(3)], True),
+        (lambda x: [x.size(3), x.size(2)], False),
+        (lambda x: [x.size(2)], False),
+        (lambda x: [x.size(1), x.size(3)], False),
+        (lambda x: [x.size(2), 7], False),
+        (lambda x: [x.size(0), x.size(1), x.size(2), x.size(3)], False),  # these are no sizes of last axes alone
+        (lambda x: [x.relu().size(2), x.size(3)], False),
+    ],
+)
+def test_sizes_of_the_last_axes(sizes, answer):
+    gm = graph(module(lambda self, x: (x + 1, torch.ones(1).new_zeros(sizes(x)))), X, until="trace")
+    assert is_all_of(node(gm, "x"), node(gm, "new_zeros").args[1]) is answer
+
+
+def test_a_value_of_another_tensor_is_none():
+    gm = graph(module(lambda self, x: x.new_zeros([x.size(2), x.size(3)])), X, until="trace")
+    sizes = node(gm, "new_zeros").args[1]
+    assert is_all_of(node(gm, "x"), sizes) and not is_all_of(sizes[0], sizes) and not is_all_of(None, sizes)

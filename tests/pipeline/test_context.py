@@ -1,0 +1,59 @@
+"""What a run knows: which config an op gets, the line that gives it another, and selectors that select nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.errors import RecipeError
+from tests.helpers import REFERENCE, context, graph, module
+
+pytestmark = pytest.mark.any_cpu
+
+X = torch.rand(2, 4)
+
+
+def model():
+    inner = module(lambda self, x: torch.relu(self.fc(x)), fc=nn.Linear(4, 4))
+    return nn.Sequential(inner, nn.Linear(4, 2)).eval()
+
+
+def test_the_last_override_that_fits_decides():
+    eight = fxq.QuantConfig()
+    four = fxq.QuantConfig(activation=fxq.TensorSpec(bits=4))
+    known = context(model(), X, recipe=REFERENCE.override(fxq.op("linear"), four).override("0.*", fxq.FLOAT))
+    assert known.config_for("1", "linear")[0] == four
+    config, selector = known.config_for("0.fc", "linear")
+    assert config.is_float and str(selector) == "'0.*'"
+    assert known.config_for("1", "relu") == (known.recipe.config, None) and known.recipe.config == eight
+
+
+@pytest.mark.parametrize(("path", "op"), [("1", "linear"), ("0", "relu"), ("0.fc", "linear")])
+def test_the_line_changes_the_op_that_it_is_given_for(path, op):
+    made = model()
+    line = context(made, X).override_line(path, op, "fxq.FLOAT")
+    recipe = eval(line, {"recipe": REFERENCE, "fxq": fxq})
+    ledger = fxq.quantize(made, recipe, data=[X]).ledger
+    assert [(e.path, e.op) for e in ledger if e.reason.startswith("the recipe says float")] == [(path, op)]
+
+
+def test_ops_with_other_configs_stay_apart():
+    made = model()
+    gm = graph(made, X)
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function"][:2]  # a linear layer and its relu
+    assert context(made, X).apart(nodes) is None
+    other = context(made, X, recipe=REFERENCE.override(fxq.op("relu"), fxq.FLOAT))
+    assert other.apart(nodes) == "the recipe configures these ops differently"
+
+
+def test_a_selector_that_selects_nothing_is_told_what_is_near():
+    known = context(model(), X, recipe=REFERENCE.override("0.fcc", fxq.FLOAT))
+    with pytest.raises(RecipeError, match=r"'0.fcc' selects nothing in this model; near: .*0\.fc"):
+        known.check_selectors([("0.fc", "linear"), ("0", "relu"), ("1", "linear")])
+    context(model(), X, recipe=REFERENCE.override("0.fc", fxq.FLOAT)).check_selectors([("0.fc", "linear")])
+
+
+def test_types_are_those_of_all_modules_also_of_one_in_two_places():
+    shared = nn.Linear(4, 4)
+    known = context(nn.Sequential(shared, shared), X)
+    assert known.types["0"] is known.types["1"] is nn.Linear

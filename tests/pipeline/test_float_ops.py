@@ -1,0 +1,46 @@
+"""The float model as the ledger speaks of it: every op that it had, whatever passes make of it."""
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fxq.graph.macs import macs_of
+from tests.graphs import equal, until
+from tests.helpers import REFERENCE
+from tests.models import NETWORKS, batch, build, call
+
+pytestmark = pytest.mark.any_cpu
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_graph_that_is_kept_is_not_edited_and_computes_the_model(name):
+    model, inputs = build(name), batch(name)
+    manager = until(model, inputs, "insert-qdq", REFERENCE)
+    original = manager.context.original
+    original.graph.lint()
+    assert equal(call(fx.GraphModule(original.gm, original.graph), inputs), call(model, inputs))
+    assert {op.name for op in original.ops if not op.gone} <= set(original.nodes)
+    assert list(original.by_name) == [op.name for op in original.ops]
+
+
+def test_ops_that_are_gone_say_why_and_stand_where_they_were():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return torch.relu(self.drop(self.fc(x)))
+
+    manager = until(Model().eval(), torch.rand(2, 4), "fuse", REFERENCE)
+    found = [(op.op, op.path, op.gone) for op in manager.context.original.ops]
+    assert found == [("linear", "fc", ""), ("dropout", "drop", "has no effect on the output"), ("relu", "", "")]
+
+
+@pytest.mark.parametrize("name", ["residual", "convolutions", "sequence"])
+def test_multiply_accumulates_are_those_of_the_canonical_graph(name):
+    original = until(build(name), batch(name), "fuse", REFERENCE).context.original
+    for op in original.ops:
+        if not op.gone:
+            assert op.macs == macs_of(original.gm, original.nodes[op.name])
+    assert sum(op.macs for op in original.ops) > 0
