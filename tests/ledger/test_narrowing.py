@@ -136,7 +136,7 @@ def test_a_depthwise_convolution_gives_up_nothing(narrow, monkeypatch):
     monkeypatch.setattr(cpu, "has_exact_depthwise", lambda: True)
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
     quantized = fxq.quantize(model, replace(X86, narrow=narrow), data=[x])
-    kernels = [m for m in quantized.modules() if isinstance(m, OnednnConv)]
+    kernels = [m for m in quantized.modules() if type(m).__name__ == "OnednnConv"]
     assert [m.x.qmax for m in kernels] == ([127, 255, 127] if narrow == "activations" else [255] * 3)
     assert [int(m.weight.abs().max()) for m in kernels] == ([127] * 3 if narrow == "activations" else [63, 127, 63])
 
