@@ -304,6 +304,8 @@ TESTED_ELSEWHERE = {
     ),
     "tables of kernels and what reads them; tests/passes/test_lower.py lowers every network with them": (
         "fxq.backends.kernel_table",
+        "fxq.backends.layer_kernel",
+        "fxq.backends.layer_rows",
         "fxq.backends.lowering",
         "fxq.backends.whole_units",
         "fxq.backends.x86.onednn",
@@ -311,6 +313,9 @@ TESTED_ELSEWHERE = {
         "fxq.backends.x86.x86_kernels",
     ),
     "tests/backends/test_other_machine.py runs the form of every kernel": ("fxq.backends.qdq_form",),
+    "what all observers share; tests/quant/test_observers.py asks it of each": ("fxq.quant.observer_base",),
+    "tests/tracing/test_tracer.py runs examples by it": ("fxq.tracing.example_run",),
+    "tests/graph/test_text_reader.py reads by it": ("fxq.backends.stored_graph",),
     "tests/text/test_terminal.py and test_notebook.py show all that is printed": ("fxq.text.printed",),
     "tests/passes/test_decompose.py: that pass does nothing else": ("fxq.patterns.attention",),
 }
