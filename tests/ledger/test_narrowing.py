@@ -10,7 +10,6 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.common.metrics import sqnr
 from fxq.errors import RecipeError
 from fxq.ledger.ledger import Narrowed
