@@ -142,7 +142,7 @@ def test_a_missing_input_is_named():
 
 def test_an_input_that_does_not_fit_names_the_layer():
     with pytest.raises(
-        fxq.InputError, match=r'layer "stem\.0" \(tests/test_trace\.py:\d+\) got float32 \[1, 5, 8, 8\]'
+        fxq.InputError, match=r'layer "stem\.0" \(passes/test_trace\.py:\d+\) got float32 \[1, 5, 8, 8\]'
     ):
         after(Mixed().eval(), torch.randn(1, 5, 8, 8), "trace")
 
