@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,96 +11,23 @@ from rich.text import Text
 from torch import fx
 
 from fxq.errors import InputError
-from fxq.graph.view import GraphView, NodeView, view
+from fxq.graph.view import GraphView, view
+from fxq.picture.diff_picture import picture
 from fxq.picture.diff_summary import MARKS, summary
-from fxq.picture.writing import picture_html
+from fxq.picture.graph_changes import FIELDS, Change, GraphChanges
+from fxq.picture.writing import picture_html, write
 from fxq.text.notebook import folded, html
 from fxq.text.printed import Printed
 from fxq.text.tables import Column, Part, Table, line, plain, row, text
 
-FIELDS = ("kind", "label", "body", "options", "shape", "dtype", "scale", "zero_point")
-_SPOKEN = {"label": "op", "zero_point": "zero point"}
-
-
-@dataclass(frozen=True)
-class Change:
-    """A node before and after; `fields` are the names of the fields of `NodeView` that differ."""
-
-    before: NodeView
-    after: NodeView
-    fields: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """The node's name."""
-        return self.after.name
-
-    @property
-    def by_field(self) -> dict[str, str]:
-        """What changed, for each field: `dtype float32 → uint8`."""
-        pairs = ((f, _text(getattr(self.before, f)), _text(getattr(self.after, f))) for f in self.fields)
-        return {field: f"{_SPOKEN.get(field, field)} {old} → {new}" for field, old, new in pairs}
-
 
 @dataclass(frozen=True, repr=False)
-class Diff(Printed):
-    """What differs between two graphs. Nodes are the same when their names are; falsy when nothing differs.
+class Diff(GraphChanges, Printed):
+    """What differs between two graphs (the fields: `GraphChanges`); falsy when nothing differs.
 
     In a terminal and a notebook a long one is summed up: one line for all nodes that changed alike.
     `to_text()` has every node, and is what `print` gives into a pipe.
-
-    Attributes:
-        before, after: the graphs.
-        added: names of nodes that only `after` has, in its order.
-        removed: names of nodes that only `before` has, in its order.
-        changed: nodes whose op, options, value or kind differs, in the order of `after`.
-        rewired: names of nodes whose inputs differ, in the order of `after`.
     """
-
-    before: GraphView
-    after: GraphView
-    added: tuple[str, ...]
-    removed: tuple[str, ...]
-    changed: tuple[Change, ...]
-    rewired: tuple[str, ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.added or self.removed or self.changed or self.rewired)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many nodes were added, removed, changed, rewired."""
-        return {kind: len(getattr(self, kind)) for kind in ("added", "removed", "changed", "rewired")}
-
-    @cached_property
-    def became(self) -> dict[str, tuple[str, ...]]:
-        """For each removed node, the added or changed nodes that stand for the same traced ops, if there are any."""
-        names = (*self.added, *(change.name for change in self.changed))
-        return self._heirs((name, _origins(self.after[name])) for name in names)
-
-    @cached_property
-    def joined(self) -> dict[str, tuple[str, ...]]:
-        """For each other removed node, the rewired nodes that stand for it now besides their own ops, if there are any.
-
-        A convolution stands for the batch norm that is folded into its weight.
-        """
-        both = ((name, self.before[name], self.after[name]) for name in self.rewired)
-        gained = ((name, (o for o in _origins(new) if o not in _origins(old))) for name, old, new in both)
-        return {name: heirs for name, heirs in self._heirs(gained).items() if name not in self.became}
-
-    def _heirs(self, stand_for: Iterable[tuple[str, Iterable[str]]]) -> dict[str, tuple[str, ...]]:
-        """For each removed node, which of the nodes stand for one of its origins; those without any are left out."""
-        heirs: dict[str, list[str]] = {}
-        for name, origins in stand_for:
-            for origin in origins:
-                heirs.setdefault(origin, []).append(name)
-        found = {
-            name: tuple(dict.fromkeys(heir for origin in _origins(self.before[name]) for heir in heirs.get(origin, ())))
-            for name in self.removed
-        }
-        return {name: successors for name, successors in found.items() if successors}
 
     def __bool__(self) -> bool:
         return not self.is_empty
@@ -137,8 +63,6 @@ class Diff(Printed):
 
     def _repr_html_(self) -> str:
         """The counts, the changes as a table, and drawn."""
-        from fxq.picture.diff_picture import picture
-
         title, *rest = self._brief()
         image = picture_html(picture(self, 1, self._names), self.to_text(full=False), 'diff.render("diff.svg")')
         return html([title]) + (folded("changes", html(rest), opened=True) if rest else "") + image
@@ -158,9 +82,6 @@ class Diff(Printed):
             InputError: `radius` is negative.
             RenderError: another ending, no `dot`, or the file cannot be written.
         """
-        from fxq.picture.diff_picture import picture
-        from fxq.picture.writing import write
-
         if radius < 0:
             raise InputError(f"radius must be 0 or more, got {radius}.")
         return write(picture(self, radius, title or self._names), path)
@@ -257,16 +178,5 @@ def _view_of(graph: Any, which: str) -> GraphView:
     )
 
 
-def _origins(node: NodeView) -> tuple[str, ...]:
-    return node.origins or (node.name,)
-
-
 def _some(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "") if len(names) > 1 else ""
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        numbers = all(isinstance(v, int) for v in value)
-        return ("×" if numbers else "; ").join(map(str, value)) or "none"
-    return str(value) if value not in ("", None) else "none"

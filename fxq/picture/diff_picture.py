@@ -10,7 +10,7 @@ import networkx as nx
 
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.columns import Arrow, Box, Pen, Picture
-from fxq.picture.diff import Change, Diff
+from fxq.picture.graph_changes import Change, GraphChanges
 from fxq.picture.graph_picture import constants_read, header, node_box
 from fxq.text.colours import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
 from fxq.text.colours import Change as Mark
@@ -25,7 +25,7 @@ _MOST_ROWS = 8
 _ARROWS = "arrows: green = new, red dashed = gone, brown dotted = became"
 
 
-def picture(diff: Diff, radius: int, title: str) -> Picture:
+def picture(diff: GraphChanges, radius: int, title: str) -> Picture:
     """The changes of `diff` and what is at most `radius` steps away from one, as boxes and arrows."""
     if diff.is_empty:
         label, height = box(_UNCHANGED, "no difference", [Line(f"{len(diff.after)} nodes, all the same", "value")])
@@ -50,7 +50,7 @@ class _Union:
         marked: how many nodes have each mark.
     """
 
-    def __init__(self, diff: Diff) -> None:
+    def __init__(self, diff: GraphChanges) -> None:
         self.diff = diff
         self.old_constants, self.new_constants = constants_read(diff.before), constants_read(diff.after)
         self.nodes = {**_drawn(diff.before, self.old_constants), **_drawn(diff.after, self.new_constants)}

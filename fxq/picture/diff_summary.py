@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import networkx as nx
 
 from fxq.graph.view import NodeView
+from fxq.picture.graph_changes import Change, GraphChanges
 from fxq.text.tables import Column, Table, row, text
-
-if TYPE_CHECKING:
-    from fxq.picture.diff import Change, Diff
 
 MARKS = {"removed": "-", "added": "+", "changed": "~", "rewired": ">"}
 MOST = 30
@@ -25,7 +22,7 @@ Alike = tuple[str, str, str, str]
 _COLUMNS = (Column(), Column(align="right"), Column(), Column(drop=1), Column(drop=2), Column(drop=3))
 
 
-def summary(diff: Diff) -> Table:
+def summary(diff: GraphChanges) -> Table:
     """A line for all nodes that changed alike: how many, what became of what, and which; most frequent first."""
     groups: dict[Alike, list[str]] = {}
     for alike, name in _events(diff):
@@ -40,7 +37,7 @@ def summary(diff: Diff) -> Table:
     return Table(_COLUMNS, rows)
 
 
-def _events(diff: Diff) -> Iterator[tuple[Alike, str]]:
+def _events(diff: GraphChanges) -> Iterator[tuple[Alike, str]]:
     """Every change of a node that is no constant, and the name of its node. Each node counts once."""
     old, new = diff.before.by_name, diff.after.by_name
     changes = {change.name: change for change in diff.changed}
@@ -70,7 +67,7 @@ def _events(diff: Diff) -> Iterator[tuple[Alike, str]]:
             yield ("rewired", new[name].label, _reads(diff, name), _by(diff, name)), name
 
 
-def _replaced(diff: Diff) -> Iterator[tuple[list[str], list[str]]]:
+def _replaced(diff: GraphChanges) -> Iterator[tuple[list[str], list[str]]]:
     """What was removed and what replaced it, in the order of their graphs; connected changes together."""
     heirs_of = {**diff.became, **diff.joined}
     graph: nx.Graph[str] = nx.Graph((name, heir) for name, heirs in heirs_of.items() for heir in heirs)
@@ -101,7 +98,7 @@ def _how(change: Change) -> str:
     return "; ".join(texts)
 
 
-def _reads(diff: Diff, name: str) -> str:
+def _reads(diff: GraphChanges, name: str) -> str:
     """What a node reads instead of what, as ops."""
     old, new = diff.before[name].inputs, diff.after[name].inputs
     lost = [diff.before[n] for n in old if n not in new]
@@ -115,7 +112,7 @@ def _anonymous(nodes: Iterable[NodeView]) -> Iterator[NodeView]:
     return (replace(node, label="constant") if node.kind == "constant" else node for node in nodes)
 
 
-def _by(diff: Diff, name: str) -> str:
+def _by(diff: GraphChanges, name: str) -> str:
     """The pass and rule that made a node what it is, without the rule's source line; "" where it was so before."""
     made = diff.after[name].made_by
     known = diff.before.by_name.get(name)

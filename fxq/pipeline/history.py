@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fxq.errors import InputError, unknown
 from fxq.graph.view import GraphView, NodeView
+from fxq.picture.graph_picture import picture, render
 from fxq.picture.writing import picture_html
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.editor import Edit
@@ -46,8 +47,6 @@ class Snapshot(Printed):
 
     def render(self, path: str | Path) -> Path:
         """Draw the graph to a .svg, .png, .pdf or .dot file; the path. Raises `RenderError`."""
-        from fxq.picture.graph_picture import render
-
         return render(self.graph, path, title=f"after {self.name}")
 
     def count(self, *kinds: str) -> int:
@@ -60,8 +59,6 @@ class Snapshot(Printed):
 
     def _repr_html_(self) -> str:
         """The title and the graph drawn, or its text."""
-        from fxq.picture.graph_picture import picture
-
         title, *_ = self._parts()
         how = f"history[{self.name!r}].render({self.name + '.svg'!r})"
         return html([title]) + picture_html(picture(self.graph, f"after {self.name}"), str(self.graph), how)

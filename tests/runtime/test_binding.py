@@ -299,7 +299,9 @@ def test_kernels_behind_sizes_that_follow_from_values_are_not_bound():
 def forwards(bound):
     """The kernels that a bound function calls by their own forward, which looks at its inputs."""
     called = (getattr(value, "__func__", value) for value in bound.run.__globals__.values())
-    return [f.__qualname__ for f in called if getattr(f, "__qualname__", "") in ("OnednnLinear.forward", "Quantize.forward")]
+    return [
+        f.__qualname__ for f in called if getattr(f, "__qualname__", "") in ("OnednnLinear.forward", "Quantize.forward")
+    ]
 
 
 BETWEEN = {
