@@ -13,7 +13,7 @@ from torch import fx
 from fxq.backends.by_name import NAMES, Backend, get_backend
 from fxq.common.data import device_of
 from fxq.errors import BackendError
-from fxq.graph.info import Plan, info
+from fxq.graph.info import Decision, DecisionKind, Plan, info
 from fxq.graph.mutation import Changes
 from fxq.graph.query import constant, reads_only_metadata, submodule
 from fxq.graph.unit import OpCall, UnitInput, calls_of, inputs_of, read_by
@@ -76,11 +76,11 @@ class _Asked:
             else:
                 candidates[node] = found
         settled = Settled(candidates)
-        plans.update({node: candidate.plan() for node, candidate in candidates.items()})
+        plans.update({node: candidate.plan(self.rewriter.name) for node, candidate in candidates.items()})
         self._agree(plans)
         for node, plan in plans.items():
-            if plan.fix and not self._would_run(node, backend, settled):
-                plans[node] = replace(plan, fix="")
+            if plan.decision.fix and not self._would_run(node, backend, settled):
+                plans[node] = plan.decided(fix="")
         return plans
 
     def _agree(self, plans: dict[fx.Node, Plan]) -> None:
@@ -99,21 +99,25 @@ class _Asked:
     def _candidate(self, node: fx.Node, backend: Backend) -> Candidate | Plan:
         """The node as a candidate, or the plan that leaves it in float."""
         about, calls, context = info(node), self.ops[node], self.rewriter.context
+        no_tensor = "its value is not a tensor"
         if reads_only_metadata(node):
-            return Plan("float", "reads a shape" if about.is_tensor else "its value is not a tensor")
+            return self._float("no tensor", "reads a shape" if about.is_tensor else no_tensor)
+        if about.kept is not None:
+            return Plan(about.kept)
         module = submodule(self.rewriter.gm, node)
         name = OPS.leaf_name(module) if module is not None else None
         if name is not None:
-            return Plan("float", about.note or f"{name} has no integer form")
+            return self._float("unsupported", f"{name} has no integer form")
+        if len(calls) > 1 and not about.is_tensor:
+            return self._float("unsupported", "the fusion has several outputs, and no kernel has")
         if not about.is_tensor:
-            several = "the fusion has several outputs, and no kernel has"
-            return Plan("float", about.note or (several if len(calls) > 1 else "its value is not a tensor"))
+            return self._float("no tensor", no_tensor)
         if not calls:
-            return Plan("float", about.note or f"{_called(self.rewriter.gm, node)} is not in the op table")
+            return self._float("unsupported", f"{_called(self.rewriter.gm, node)} is not in the op table")
         config, selector = context.config_for(about.path, calls[0].op.name)
         if config.is_float:
             fix = context.override_line(about.path, calls[0].op.name, "fxq.QuantConfig()")
-            return Plan("float", f"the recipe says float for {selector}", fix=fix)
+            return self._float("excluded by the recipe", f"the recipe says float for {selector}", fix)
         return self._fit(node, backend, config)
 
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
@@ -121,14 +125,17 @@ class _Asked:
         gm, calls = self.rewriter.gm, self.ops[node]
         reason = _unfit(gm, calls, self.changes)
         if reason is not None:
-            return Plan("float", reason)
+            return self._float("unsupported", reason)
         config = backend.config(config, calls)
         support = backend.supports(gm, node, calls, config)
         if support.ops == 0:
-            return Plan("float", support.reason)
+            return self._float("unsupported", support.reason)
         assert config.activation is not None
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
         return Candidate(calls, config.activation, support, overflows)
+
+    def _float(self, kind: DecisionKind, text: str, fix: str = "") -> Plan:
+        return Plan(Decision("float", kind, text, fix, self.rewriter.name))
 
     def _would_run(self, node: fx.Node, backend: Backend, settled: Settled) -> bool:
         """Whether a node that the recipe leaves in float would run on integers if it did not."""
@@ -151,13 +158,13 @@ def _with_ways_out(context: Context, asked: _Asked, plans: Mapping[fx.Node, Plan
     """
     whole = {n for n, plan in plans.items() if plan.longer and plan.longer == len(asked.ops[n])}
     ways = dict.fromkeys(whole, 'recipe.with_optimize("coverage")')
-    left = [n for n, plan in plans.items() if _stays(plan) and not plan.fix and n not in whole]
+    left = [n for n, plan in plans.items() if _stays(plan) and not plan.decision.fix and n not in whole]
     for name in NAMES if left else ():
         other = _other_backend(name, context)
         if other is not None:
             there = asked.plans(other)
             ways.update({n: f'recipe.with_backend("{name}")' for n in left if n not in ways and not _stays(there[n])})
-    return {node: replace(plan, fix=ways[node]) if node in ways else plan for node, plan in plans.items()}
+    return {node: plan.decided(fix=ways[node]) if node in ways else plan for node, plan in plans.items()}
 
 
 def _stays(plan: Plan) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from fxq.errors import InputError
-from fxq.graph.info import info
+from fxq.graph.info import Decision, info
 from fxq.graph.place import where
 from fxq.graph.query import (
     argument,
@@ -43,7 +43,7 @@ class Canonicalize(Pass):
     Also: removes identities and dropout; turns 'same' and non-zero padding of a convolution into a pad of its own, each
     value taken from a tuple (chunk, split) into an op of its own, functions written out into the function, and what
     depends on nothing but weights into its value.
-    Keeps: the output, to 1e-6. What the op table does not know stays as it is, with a note.
+    Keeps: the output, to 1e-6. What the op table does not know stays as it is, with the reason.
     Refuses: weights and statistics that are not finite, but in layers that the recipe leaves in float.
     """
 
@@ -100,7 +100,7 @@ _WEIGHTS = {"weight", "bias", "running_mean", "running_var"}
 
 def _call(rewriter: Rewriter, node: fx.Node) -> None:
     found = OPS.of_call(node.target)
-    if found is None or op_of(node) is not None or info(node).note:
+    if found is None or op_of(node) is not None or info(node).kept:
         return
     op, spelling = found
     if info(node).is_tensor:
@@ -128,7 +128,7 @@ def _fix_dtype(rewriter: Rewriter, node: fx.Node) -> bool:
 def _module(rewriter: Rewriter, node: fx.Node) -> None:
     module = rewriter.gm.get_submodule(str(node.target))
     found = OPS.of_module(module)
-    if found is None or info(node).note:  # a leaf because the recipe says so stays one
+    if found is None or info(node).kept:  # a leaf because the recipe says so stays one
         return
     op, spelling = found
     norms = reparametrized(module)
@@ -158,14 +158,20 @@ def _bind_module(
 
 
 def _rewrite(rewriter: Rewriter, node: fx.Node, op: Op, bound: Arguments | Instead | str) -> None:
-    """Make a node the canonical call of its op, or note why it stays as it is."""
+    """Make a node the canonical call of its op, or say why it stays as it is."""
     chosen, arguments = _settled(op, bound)
     if isinstance(arguments, str):
-        rewriter.describe(node, note=f"stays as it is: {op.name} {arguments}")
+        _keep(rewriter, node, op, arguments)
         return
     args, kwargs = chosen.canonical(arguments)
     with rewriter.attributed(chosen.name, chosen.target):
         rewriter.update(node, chosen.target, args, kwargs, op="call_function")
+
+
+def _keep(rewriter: Rewriter, node: fx.Node, op: Op, why: str) -> None:
+    """Decide that a call stays as it is."""
+    text = f"stays as it is: {op.name} {why}"
+    rewriter.describe(node, kept=Decision("float", "unsupported", text, decided_by=rewriter.name))
 
 
 def _settled(op: Op, bound: Arguments | Instead | str) -> tuple[Op, Arguments | str]:
@@ -197,7 +203,7 @@ def _rewrite_picks(rewriter: Rewriter, node: fx.Node, op: Op, spelling: Spelling
         chosen, arguments = _settled(op, op.fill(bound) if isinstance(bound, dict) else bound)
         if isinstance(arguments, str):
             for left in (node, *(user for user, index in taken.items() if index is not None)):
-                rewriter.describe(left, note=f"stays as it is: {op.name} {arguments}")
+                _keep(rewriter, left, op, arguments)
             return
         made[user] = chosen, arguments
     for user, (chosen, arguments) in made.items():

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxq.errors import CalibrationError, PassError
 from fxq.graph.fills import Fills
-from fxq.graph.info import Edge, Plan, info
+from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import reads_only_metadata, submodule, unobserved
 from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of
@@ -138,7 +138,7 @@ class _Chooser:
             self._strands[node, edge.spec] = strand
 
     def _plan(self, node: fx.Node) -> Plan:
-        return self.plans.get(node) or info(node).plan or Plan("float")
+        return self.plans.get(node) or info(node).plan or Plan(Decision("float"))
 
     def _made(self, node: fx.Node, edge: Edge) -> Strand | None:
         """The strand that begins with a value; None where that is on no grid."""
@@ -208,7 +208,7 @@ class _Chooser:
         for other in info(node).edges:
             self._strands.pop((node, other.spec), None)
         if self._plan(node).fate != "float":
-            self.plans[node] = Plan("float", f"its value {words}")
+            self.plans[node] = Plan(_off_grid(f"its value {words}"))
 
     def _inputs(self, node: fx.Node) -> Iterator[fx.Node]:
         """The values that a node reads, but those that are constants."""
@@ -248,17 +248,24 @@ class _Chooser:
                 "layer multiplies; clean the data."
             )
         if first == 0 or plan.fate != "int8" or not calls[0].op.quant.heavy:
-            self.plans[node] = Plan("float", reason, agreed=plan.agreed)
+            self.plans[node] = Plan(_off_grid(reason), agreed=plan.agreed)
         elif plan.kernel_ops is None or plan.kernel_ops > first:
-            self.plans[node] = replace(plan, reason=reason, kernel_ops=first, longer=0)
+            decision = replace(_off_grid(reason), fate=plan.fate, fix=plan.decision.fix)
+            self.plans[node] = replace(plan, decision=decision, kernel_ops=first, longer=0)
 
     def _cut(self, node: fx.Node, times: float) -> None:
         """Let a node select from floats: what makes these, up to where they are computed, moves floats as well."""
-        self.plans[node] = Plan("float", f"what it selects spans {times:.0f} times less than its input", exact=True)
+        why = f"what it selects spans {times:.0f} times less than its input"
+        self.plans[node] = Plan(_off_grid(why), exact=True)
         todo = [node]
         while todo:
             for value in reads_of(self.gm, todo.pop()):
                 if self._plan(value).fate == "moves":
-                    reason = f"%{node.name} selects values of a small part of its range"
-                    self.plans[value] = Plan("float", reason, exact=True)
+                    why = f"%{node.name} selects values of a small part of its range"
+                    self.plans[value] = Plan(_off_grid(why), exact=True)
                     todo.append(value)
+
+
+def _off_grid(why: str) -> Decision:
+    """The decision to compute in float what no grid holds well."""
+    return Decision("float", "off the grid", why, decided_by=ChooseGrids.name)

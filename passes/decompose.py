@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx, nn
 
-from fxq.graph.info import info
+from fxq.graph.info import Decision, info
 from fxq.graph.query import op_of, reads_only_metadata, submodule, taken_part
 from fxq.patterns.attention import EXPANSIONS, CannotExpand, Expansion
 from fxq.pipeline.float_ops import expand_original
@@ -35,7 +35,7 @@ class Decompose(Pass):
         expanded: dict[str, list[fx.Node]] = {}
         for node in rewriter.nodes():
             module = submodule(rewriter.gm, node)
-            if module is not None and type(module) in EXPANSIONS and not info(node).note:
+            if module is not None and type(module) in EXPANSIONS and not info(node).kept:
                 name = node.name
                 made = _expand(rewriter, node, module)
                 if made:
@@ -48,7 +48,7 @@ class Decompose(Pass):
 
 
 def _expand(rewriter: Rewriter, node: fx.Node, module: nn.Module) -> list[fx.Node]:
-    """Put a module's ops in the place of its call, or note why they cannot be; the ops."""
+    """Put a module's ops in the place of its call, or say why they cannot be; the ops."""
     expand = EXPANSIONS[type(module)]
     several = info(node).shape is None
     checks = [user for user in node.users if reads_only_metadata(user)]  # that there are two outputs, as there are
@@ -74,6 +74,7 @@ def _expand(rewriter: Rewriter, node: fx.Node, module: nn.Module) -> list[fx.Nod
     except CannotExpand as reason:
         for op in reversed(made.ops):
             rewriter.erase(op)
+        text = f"{type(module).__name__} stays as it is: {reason}"
         for left in (node, *taken):
-            rewriter.describe(left, note=f"{type(module).__name__} stays as it is: {reason}")
+            rewriter.describe(left, kept=Decision("float", "unsupported", text, decided_by=rewriter.name))
         return []

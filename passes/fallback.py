@@ -24,7 +24,7 @@ from fxq.cost.prices import (
 from fxq.cost.probe import Prober
 from fxq.errors import RecipeError, warn
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Cost, Plan, info
+from fxq.graph.info import Cost, Decision, DecisionKind, Plan, info
 from fxq.graph.query import CONVERSIONS, flat_nodes, is_op, op_of, read_attribute, reads_only_metadata
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
@@ -124,9 +124,10 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
             around = None if node in idle else 1e6 * conversions.get(node, 0.0)
             _record(rewriter, node, Cost(1e6 * op.real, 1e6 * op.int8, around))
         if node not in integers:
+            kind: DecisionKind = "no integer neighbour" if node in idle else "slower"
             slower = NOT_WORTH_IT if op.int8 > op.real else CONVERTED
             with rewriter.attributed("run_in_float", _run_in_float):
-                _run_in_float(rewriter, node, UNREAD if node in idle else slower)
+                _run_in_float(rewriter, node, kind, UNREAD if node in idle else slower)
 
 
 def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -160,7 +161,7 @@ def _obey(rewriter: Rewriter, pinned: Pinned, able: Mapping[fx.Node, Place]) -> 
     for node, place in able.items():
         if pinned.is_float(place):
             with rewriter.attributed("run_in_float", _run_in_float):
-                _run_in_float(rewriter, node, DECIDED)
+                _run_in_float(rewriter, node, "excluded by the recipe", DECIDED)
     lost = pinned.lost(able.values())
     if lost:
         there = {place: node for node, place in places_of(rewriter.gm, rewriter.nodes()).items()}
@@ -173,7 +174,7 @@ def _obey(rewriter: Rewriter, pinned: Pinned, able: Mapping[fx.Node, Place]) -> 
         plan = info(there[lost[0]]).plan
         warn(
             f"{len(lost)} ops that the recipe's decisions run on integers have no kernel here and run in float, the "
-            f"first is {lost[0]}: {plan.reason if plan is not None else ''}. print(qmodel.ledger)"
+            f"first is {lost[0]}: {plan.decision.text if plan is not None else ''}. print(qmodel.ledger)"
         )
 
 
@@ -190,7 +191,7 @@ NOT_WORTH_IT = "float is faster at this size on this machine"
 CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
 
 
-def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:
+def _run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason: str) -> None:
     """Give an integer op its float weights back; one that moves integers moves floats."""
     about = info(node)
     assert about.plan is not None
@@ -199,10 +200,10 @@ def _run_in_float(rewriter: Rewriter, node: fx.Node, reason: str) -> None:
         if path:
             weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
             rewriter.update(node, args=_swap(node.args, {read: weight}))
-    plan = Plan("float", reason, fix='recipe.with_optimize("coverage")', cost=about.plan.cost)
+    decision = Decision("float", kind, reason, 'recipe.with_optimize("coverage")', rewriter.name)
     if grid_of(rewriter.gm, node) is not None:
         _move_floats(rewriter, node)
-    rewriter.describe(node, plan=plan)
+    rewriter.describe(node, plan=Plan(decision, cost=about.plan.cost))
 
 
 def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.errors import PassError
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Edge, Plan, info
+from fxq.graph.info import Edge, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, made_by, reads_only_metadata, submodule
 from fxq.graph.unit import calls_of, inputs_of, reads_of
@@ -74,8 +74,8 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
     q, dq = _pair(rewriter, value, current, edge.qparams, value.name)
 
     def wants(user: fx.Node) -> bool:
-        plan = info(user).plan or Plan("float")
-        return user not in (q, dq) and (user in wish or (current is value and not plan.exact))
+        plan = info(user).plan
+        return user not in (q, dq) and (user in wish or (current is value and not (plan is not None and plan.exact)))
 
     rewriter.reroute(current, q, only=lambda user: reads_only_metadata(user))
     rewriter.reroute(current, dq, only=wants)

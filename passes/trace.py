@@ -15,7 +15,7 @@ from fxq.common.globs import path_matches
 from fxq.common.isolation import Touched, copied, seeded, untouched
 from fxq.common.source import source_of
 from fxq.errors import RecipeError, TraceError, warn
-from fxq.graph.info import info
+from fxq.graph.info import Decision, info
 from fxq.graph.query import is_check, reads_only_metadata
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
@@ -63,7 +63,7 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str,
         return tracer.broken
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in gm.graph.nodes:
-        traced.describe(node, origins=(node.name,) if _is_call(node) else (), note=_note(node, recipe, broken))
+        traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
     breaks = [*_check_buffers(touched.buffers, leaves), *_functionalize(traced, tracer.watch)]
     if not breaks:
         context.outputs, differs = _compared(context, tracer)
@@ -170,12 +170,12 @@ def _is_call(node: fx.Node) -> bool:
     return node.op.startswith("call") and not is_check(node)
 
 
-def _note(node: fx.Node, recipe: Any, broken: Mapping[str, str]) -> str:
-    """Why a module is a leaf."""
-    if node.op != "call_module":
-        return ""
-    path = str(node.target)
-    return broken.get(path) or ("the recipe keeps this module as it is" if is_kept(path, recipe.leaf_modules) else "")
+def _kept_leaf(node: fx.Node, recipe: Any, broken: Mapping[str, str]) -> Decision | None:
+    """The decision to keep a module as a leaf, with the reason; None for what is none."""
+    path = str(node.target) if node.op == "call_module" else ""
+    kept = "the recipe keeps this module as it is" if path and is_kept(path, recipe.leaf_modules) else ""
+    why = broken.get(path) or kept
+    return Decision("float", "leaf", why, decided_by=Trace.name) if why else None
 
 
 def _escaped(path: str) -> str:

@@ -15,7 +15,7 @@ from fxq.common.data import Batch, first_of
 from fxq.common.metrics import tensors
 from fxq.errors import FxqError, InputError, PassError, warn, words_of
 from fxq.graph.bindable import Bindable
-from fxq.graph.info import Plan
+from fxq.graph.info import Decision, Plan
 from fxq.graph.place import where
 from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of, submodule
 from fxq.graph.region import Region, Result, run_region
@@ -317,6 +317,7 @@ def inputs_now(gm: fx.GraphModule, node: fx.Node, region: Region) -> list[tuple[
 def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> None:
     """Replace a kernel by the qdq form that it came from."""
     copies = dict(inputs_now(rewriter.gm, node, region))
+    unverified = Plan(Decision("float", "unverified", reason, decided_by=rewriter.name))
     made = []
     for step in region.steps:
         copy = rewriter.node(step.op, step.target, *arguments_of(step, copies), like=node, name=step.name)
@@ -330,7 +331,7 @@ def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> 
             origins=about.origins,
             parts=about.parts,
             values=about.values,
-            plan=Plan("float", reason) if about.plan is not None else None,
+            plan=unverified if about.plan is not None else None,
         )
     rewriter.replace(node, made[-1][0])
     for copy, name in made:  # back to the names of before: torch.fx gives none twice

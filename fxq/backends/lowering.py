@@ -18,7 +18,7 @@ from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Plan, info
+from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, op_of, submodule
 from fxq.graph.region import Region, Weight, integer_input, integer_weight, out_grid, read_region
 from fxq.graph.unit import OpCall
@@ -109,7 +109,7 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]
     elif len(region.calls) > 1:
         _open(rewriter, node, rows)
     else:
-        rewriter.describe(node, plan=Plan("float", f"stays in qdq form: {kernel}"))
+        _leave_in_float(rewriter, node, f"stays in qdq form: {kernel}")
 
 
 def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]) -> None:
@@ -118,8 +118,12 @@ def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]) -> N
     first, *rest = rewriter.open_unit(node)
     rewriter.describe(first, plan=plan)
     for other in rest:
-        rewriter.describe(other, plan=Plan("float", "its result is wanted in float"))
+        _leave_in_float(rewriter, other, "its result is wanted in float")
     _lower_unit(rewriter, first, rows)
+
+
+def _leave_in_float(rewriter: Rewriter, node: fx.Node, why: str) -> None:
+    rewriter.describe(node, plan=Plan(Decision("float", "unsupported", why, decided_by=rewriter.name)))
 
 
 def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | str:

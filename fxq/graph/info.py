@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import fx
@@ -13,6 +13,46 @@ from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
 Fate = Literal["int8", "moves", "float"]
+DecisionKind = Literal[
+    "unsupported",
+    "excluded by the recipe",
+    "slower",
+    "unverified",
+    "leaf",
+    "no integer neighbour",
+    "off the grid",
+    "no tensor",
+    "undecided",
+]
+DECISION_KINDS: tuple[DecisionKind, ...] = get_args(DecisionKind)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What an op runs as, why, and who says so.
+
+    Attributes:
+        fate: `int8` (runs on integers), `moves` (moves integers), or `float`.
+        kind: what sort of reason `text` is; empty where there is no reason to give.
+            `unsupported`: fxq or the backend has no integer form of this call.
+            `excluded by the recipe`: the recipe says float.
+            `slower`: float was measured, or is known, to be faster.
+            `unverified`: its kernel gave other numbers than its qdq form.
+            `leaf`: it is in a module that is kept as it is.
+            `no integer neighbour`: integers would need conversions made for it alone, or nothing reads them.
+            `off the grid`: its values fit no grid, or fill a small part of one.
+            `no tensor`: it reads or makes a shape or another plain value.
+            `undecided`: no pass has decided.
+        text: the reason, for people. Nothing in fxq reads meaning out of it.
+        fix: what the user can change to get another decision (a recipe line), or empty.
+        decided_by: the pass that decided.
+    """
+
+    fate: Fate
+    kind: DecisionKind | Literal[""] = ""
+    text: str = ""
+    fix: str = ""
+    decided_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,8 +76,7 @@ class Plan:
     """What `annotate` decided for one node.
 
     Attributes:
-        fate: `int8` (runs on integers), `moves` (moves integers), or `float`.
-        reason: why it is float, or why the ops behind the kernel are; empty otherwise.
+        decision: what it runs as. Its reason says why it is float, or why the ops behind the kernel are.
         reads: the spec that it wants of the activations that its kernel reads; None: it reads floats.
         emits: the spec of its result where its kernel emits nothing but integers, else None.
         agreed: the spec in which all read its value that read it as integers; None: each as it wants.
@@ -45,21 +84,27 @@ class Plan:
         kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
         longer: for such a unit, how many ops another kernel runs, which is not always the faster one; 0: there is none.
         exact: for a float op, whether it reads its inputs as they were before they were put on a grid.
-        fix: what the user can change to get another decision (a recipe line), or empty.
         cost: what it takes either way, where `fallback` measured it.
     """
 
-    fate: Fate
-    reason: str = ""
+    decision: Decision
     reads: TensorSpec | None = None
     kernel_ops: int | None = None
     longer: int = 0
-    fix: str = ""
     cost: Cost | None = None
     emits: TensorSpec | None = None
     agreed: TensorSpec | None = None
     exact: bool = False
     overflows: bool = False
+
+    @property
+    def fate(self) -> Fate:
+        """What the node runs as."""
+        return self.decision.fate
+
+    def decided(self, **changes: Any) -> Plan:
+        """The same plan with fields of its decision replaced."""
+        return replace(self, decision=replace(self.decision, **changes))
 
 
 @dataclass(frozen=True)
@@ -97,7 +142,8 @@ class NodeInfo(NamedTuple):
         values: for a unit, shape and dtype of the value of each of its ops.
         paths: for a unit, the module path of each of its ops.
         made_by: the pass and rule that made it, with the rule's source line; empty for traced nodes.
-        plan: the decision of `annotate`, once it has run.
+        kept: where a pass before `annotate` leaves a call or a module as it is, its decision.
+        plan: what `annotate` decided, once it has run.
         edges: the integer forms that its value is to take, one for each spec that a consumer wants; until insert-qdq.
         body: for a kernel, the ops that it runs, as text.
         memory: the blocks of memory that the tensors of its value lie in, by number; values with a block in common are
@@ -116,6 +162,7 @@ class NodeInfo(NamedTuple):
     values: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...] = ()
     paths: tuple[str, ...] = ()
     made_by: str = ""
+    kept: Decision | None = None
     plan: Plan | None = None
     edges: tuple[Edge, ...] = ()
     body: tuple[str, ...] = ()

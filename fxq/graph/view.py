@@ -131,8 +131,8 @@ def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -
         dtype=str(about.dtype).removeprefix("torch.") if about.dtype is not None else "",
         scale=scale,
         zero_point=zero_point,
-        reason=about.plan.reason if about.plan is not None and kind != "size" else "",
-        note=about.note,
+        reason=about.plan.decision.text if about.plan is not None and kind != "size" else "",
+        note=about.note or (about.kept.text if about.kept is not None else ""),
         origins=about.origins,
     )
 

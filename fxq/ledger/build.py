@@ -9,7 +9,7 @@ from torch import fx
 
 from fxq.common.isolation import seeded, untouched
 from fxq.errors import PassError
-from fxq.graph.info import Cost, info
+from fxq.graph.info import Cost, Decision, Fate, info
 from fxq.graph.query import submodule
 from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
@@ -70,17 +70,13 @@ class _Worker:
 
     Attributes:
         node: the node.
-        fate: what it does: `int8`, `moves` or `float`.
-        reason: why it is float.
-        fix: the recipe line that would change that, where one does.
+        decision: what it runs as, and why.
         runs: the ops that it runs, in execution order.
         absorbs: the ops that went into the weights of these.
     """
 
     node: fx.Node
-    fate: str
-    reason: str
-    fix: str
+    decision: Decision
     runs: tuple[str, ...]
     absorbs: tuple[str, ...]
 
@@ -98,12 +94,21 @@ def _worker(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Origina
         ] or known
         runs += named
         absorbs += [name for name in known if name not in named]
-    fate, reason = view.kind, view.reason
-    if fate not in ("int8", "moves"):
-        fate, reason = "float", reason or view.note or "no pass has planned it"
-    elif lowered and _is_in_qdq_form(gm, node):
-        fate, reason = "float", reason or "stays in qdq form: the backend made no kernel of it"
-    return _Worker(node, fate, reason, about.plan.fix if about.plan else "", tuple(runs), tuple(absorbs))
+    return _Worker(node, _decision(gm, node, view.kind, lowered), tuple(runs), tuple(absorbs))
+
+
+def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> Decision:
+    """What a node runs as, and why it is float; also where no pass has said it."""
+    plan, kept = info(node).plan, info(node).kept
+    undecided = Decision("float", "undecided", info(node).note or "no pass has planned it")
+    decision = plan.decision if plan is not None else kept or undecided
+    if kind not in ("int8", "moves"):
+        return replace(decision, fate="float") if decision.text else replace(undecided, fix=decision.fix)
+    if lowered and _is_in_qdq_form(gm, node):
+        why = "stays in qdq form: the backend made no kernel of it"
+        return replace(decision, fate="float", text=decision.text or why, kind=decision.kind or "unsupported")
+    fate: Fate = "int8" if kind == "int8" else "moves"
+    return Decision(fate, decided_by=decision.decided_by)
 
 
 def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -121,13 +126,15 @@ def _entry(op: OriginalOp, workers: Sequence[_Worker], absorber: _Worker | None,
         return replace(plain, into=absorber.node.name, reason=f"into {absorber.node.name}")
     if not workers:
         return replace(plain, reason=op.gone or "has no effect on the output")
-    worker = min(workers, key=lambda w: _FATES.index(w.fate))  # an op in several nodes is float where one of them is
-    into = workers[-1].node.name
-    if worker.fate == "float":
+    # an op in several nodes is float where one of them is
+    worker = min(workers, key=lambda w: _FATES.index(w.decision.fate))
+    decision, into = worker.decision, workers[-1].node.name
+    plain = replace(plain, fate=decision.fate, into=into, kind=decision.kind, decided_by=decision.decided_by)
+    if decision.fate == "float":
         later = worker.runs[0] != op.name and context.config_for(op.path, op.op)[0].is_float
-        fix = "" if later else worker.fix  # the line for the first op of a unit takes that one out, not the others
-        return replace(plain, fate="float", into=into, reason=worker.reason, fix=fix)
-    return replace(plain, fate=worker.fate, into=into, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
+        fix = "" if later else decision.fix  # the line for the first op of a unit takes that one out, not the others
+        return replace(plain, reason=decision.text, fix=fix)
+    return replace(plain, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
 
 
 _FATES = ("float", "int8", "moves")

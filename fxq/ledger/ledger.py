@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from fxq.graph.info import DECISION_KINDS
 from fxq.quant.spec import NARROW, Narrow
 from fxq.text.queryable import Rows, decibels, layer_text
 from fxq.text.tables import Column, Part, line, text
@@ -27,6 +28,8 @@ class Entry:
             there is none.
         reason: why it is float, or where it went.
         fix: the line of a recipe that would decide otherwise, as Python; empty where none can.
+        kind: what sort of reason that is for a float op, one of `fxq.graph.info.DECISION_KINDS`; see `Decision`.
+        decided_by: the pass that decided what it runs as; empty where it is folded, or no pass has.
         source: `file:line` of the model.
         macs: multiply-accumulates for the batch that shapes were found with, see `fxq.graph.macs.macs_of`.
         sqnr: dB of its output against the float model's on a recorded calibration batch, errors of the ops
@@ -51,6 +54,8 @@ class Entry:
     into: str = ""
     reason: str = ""
     fix: str = ""
+    kind: str = ""
+    decided_by: str = ""
     source: str = ""
     macs: int = 0
     sqnr: float | None = None
@@ -133,7 +138,7 @@ class Ledger(Rows[Entry]):
     narrowed: Narrowed | None = None
     _name: ClassVar[str] = "ledger"
     _key: ClassVar[str] = "ops"
-    _choices: ClassVar[Mapping[str, Sequence[str]]] = {"fate": FATES}
+    _choices: ClassVar[Mapping[str, Sequence[str]]] = {"fate": FATES, "kind": DECISION_KINDS}
 
     @property
     def _row(self) -> type[Entry]:

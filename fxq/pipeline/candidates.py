@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import fx
 
 from fxq.backends.by_name import Support
-from fxq.graph.info import Plan
+from fxq.graph.info import Decision, Plan
 from fxq.graph.unit import OpCall, inputs_of
 from fxq.quant.spec import TensorSpec
 
@@ -94,21 +94,23 @@ class Candidate:
             return None
         return self.wanted if self.moves else self.spec
 
-    def plan(self) -> Plan:
-        """The decision."""
+    def plan(self, decided_by: str) -> Plan:
+        """What is decided, by this pass."""
         spec = self.reads
         if spec is None:
-            return Plan("float", self.reason or UNREAD)
+            return Plan(Decision("float", "no integer neighbour", self.reason or UNREAD, decided_by=decided_by))
         if self.moves:
-            return Plan("moves", reads=spec)
+            return Plan(Decision("moves", decided_by=decided_by), reads=spec)
         emits = None if self.support.emits_float else self.spec
-        plan = Plan("int8", reads=spec, emits=emits, overflows=self.overflows)
+        plan = Plan(Decision("int8", decided_by=decided_by), reads=spec, emits=emits, overflows=self.overflows)
         if self.ops == len(self.calls):
             return plan
         if self.ops < self.support.ops:
-            return replace(plan, reason="nothing reads integers from the sum", kernel_ops=self.ops)
+            plan = plan.decided(kind="no integer neighbour", text="nothing reads integers from the sum")
+            return replace(plan, kernel_ops=self.ops)
         ours = self.support
-        return replace(plan, reason=ours.reason, kernel_ops=ours.ops, longer=ours.longer)
+        plan = plan.decided(kind="slower" if ours.longer else "unsupported", text=ours.reason)
+        return replace(plan, kernel_ops=ours.ops, longer=ours.longer)
 
 
 class Settled:

@@ -44,10 +44,10 @@ def _lint(gm: fx.GraphModule, error: Exception) -> str:
 
 
 def _spelled_canonically(gm: fx.GraphModule, node: fx.Node) -> str | None:
-    if node.op in ("call_function", "call_method") and op_of(node) is None and not info(node).note:
+    if node.op in ("call_function", "call_method") and op_of(node) is None and info(node).kept is None:
         found = OPS.of_call(node.target)
         if found is not None and info(node).is_tensor and not _picks_of_unit(gm, node):
-            return f"is a spelling of {found[0].name}; canonicalize must rewrite it or note why not"
+            return f"is a spelling of {found[0].name}; canonicalize must rewrite it or say why not (`kept`)"
     return None
 
 

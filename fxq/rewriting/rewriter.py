@@ -302,12 +302,12 @@ def split_unit(rewriter: Rewriter, node: fx.Node, ops: int | None) -> None:
         opened = rewriter.open_unit(node)
         head = opened[:ops]
         for rest in opened[ops:]:
-            rewriter.describe(rest, plan=Plan("float", plan.reason, fix=plan.fix))
+            rewriter.describe(rest, plan=Plan(replace(plan.decision, fate="float")))
         unit = head[0]
         if len(head) > 1:
             kind = "_".join(str(getattr(n.target, "__name__", "")) for n in head)
             unit = make_unit(rewriter, head, head[-1:], kind)
-    rewriter.describe(unit, plan=replace(plan, reason="", kernel_ops=None, longer=0, fix=""))
+    rewriter.describe(unit, plan=replace(plan.decided(kind="", text="", fix=""), kernel_ops=None, longer=0))
 
 
 def _written(inside: Sequence[fx.Node], outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> str:

@@ -53,7 +53,7 @@ def test_what_is_known_of_a_node():
             tanh = tanh(relu)
             return tanh
         x: float32[3, 4] = input()
-        y = conv(x)  # 'layer.0', 'net.py:3', origins=('a', 'b'), plan=Plan('float', reason='# no')
+        y = conv(x)  # 'layer.0', 'net.py:3', origins=('a', 'b'), plan=Plan(Decision('float', text='# no'))
         z = relu(y)
         return z
     """)
@@ -62,7 +62,7 @@ def test_what_is_known_of_a_node():
     assert (about.path, about.source, about.origins) == ("layer.0", "net.py:3", ("a", "b"))
     assert (about.parts, about.paths) == ((("a",), ("b",)), ("layer.0", "layer.0"))
     assert about.values == (((3, 4), torch.float32),) * 2
-    assert (about.plan.fate, about.plan.reason) == ("float", "# no")
+    assert (about.plan.fate, about.plan.decision.text) == ("float", "# no")
     assert (plain.path, plain.origins, plain.plan) == ("", ("z",), None)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxq.errors import InputError
-from fxq.graph.info import Cost, Edge, Plan
+from fxq.graph.info import Cost, Decision, Edge, Plan
 from fxq.graph.text_values import dotted, parsed, read_value, type_text, value_text
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
@@ -42,7 +42,10 @@ def test_plain_data(value):
         (-math.inf, "-inf"),
         (torch.Size([2, 3]), "(2, 3)"),
         (TensorSpec(bits=7, signed=True), "TensorSpec(bits=7, signed=True)"),
-        (Plan("int8", reads={"x": TensorSpec()}), "Plan(fate='int8', reads={'x': TensorSpec()})"),
+        (
+            Plan(Decision("int8"), reads={"x": TensorSpec()}),
+            "Plan(decision=Decision(fate='int8'), reads={'x': TensorSpec()})",
+        ),
         (Edge(TensorSpec(), 3, True), "Edge(spec=TensorSpec(), group=3, source=True)"),
         (Cost(1.5), "Cost(float_us=1.5)"),
     ],

@@ -6,6 +6,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.x86.onednn_conv import OnednnConv
+from fxq.graph.info import DECISION_KINDS
 from tests.helpers import REFERENCE, module
 from tests.ledgers import RECIPES, X86, X, needs_x86, net
 from tests.models import NETWORKS, batch, build
@@ -78,7 +79,7 @@ def test_what_failed_verification_is_float_and_keeps_its_name(monkeypatch):
         qmodel = fxq.quantize(net(), X86, data=[X])
     wrong = qmodel.ledger.where(path="block**", fate="float")
     assert [e.op for e in wrong] == ["conv2d", "add", "relu"] * 2
-    assert all("failed verification" in e.reason for e in wrong)
+    assert all("failed verification" in e.reason and e.kind == "unverified" for e in wrong)
     assert [e.into for e in wrong] == ["block_conv_add_relu"] * 3 + ["block_conv_1_add_relu"] * 3
     assert {e.into for e in wrong} <= {n.name for n in qmodel.graph.nodes}
     assert qmodel.ledger.where(op="batch_norm").count("folded") == 2
@@ -105,3 +106,57 @@ def test_a_module_with_several_outputs_is_one_op():
     linear = 3 * 5 * (4 * 6 + 14 * 2)
     assert [e.macs for e in ledger] == [3 * 5 * 24, lstm, 3 * 5 * 28]
     assert ledger.coverage == pytest.approx(linear / (linear + lstm))
+
+
+def one_of_each(self, x):
+    x = self.kept(torch.relu(torch.erf(self.conv(x))))
+    x = self.last(self.excluded(x)).masked_fill(x > 1e9, -1e4).amax(2)
+    return torch.sort(self.slow(x)).values
+
+
+@needs_x86
+def test_every_kind_of_reason(plant, monkeypatch):
+    """One op at least for each kind, with the pass that decided it."""
+    plant(lambda key: 0.0 if "quantize" in key else 9.0 if key.startswith("float") != ("linear" in key) else 1.0)
+    forward = OnednnConv.forward
+    monkeypatch.setattr(OnednnConv, "forward", lambda self, *args: forward(self, *args) + 2)
+    convs = {name: nn.Conv2d(3, 3, 1) for name in ("conv", "excluded", "last")}
+    model = module(one_of_each, **convs, kept=nn.Sequential(nn.Conv2d(3, 3, 1)), slow=nn.Linear(8, 4))
+    with pytest.warns(fxq.FxqWarning, match="wrong on this machine"):
+        ledger = fxq.quantize(model, X86.leaf("kept").override("excluded", fxq.FLOAT), data=[X]).ledger
+    assert [(e.op, e.kind, e.decided_by) for e in ledger] == [
+        ("conv2d", "unverified", "verify-lowering"),
+        ("erf", "unsupported", "annotate"),
+        ("relu", "no integer neighbour", "annotate"),
+        ("Sequential", "leaf", "trace"),
+        ("conv2d", "excluded by the recipe", "annotate"),
+        ("conv2d", "unverified", "verify-lowering"),
+        ("gt", "unsupported", "annotate"),
+        ("masked_fill", "unsupported", "annotate"),
+        ("amax", "off the grid", "choose-grids"),
+        ("linear", "slower", "fallback"),
+        ("sort", "no tensor", "annotate"),
+        ("getattr", "unsupported", "canonicalize"),
+    ]
+    assert [e.path for e in ledger.where(kind="slower")] == ["slow"]
+    assert ledger.where(kind=("leaf", "unverified"), decided_by="trace").to_dicts()[0]["kind"] == "leaf"
+    assert "leaf,trace" in ledger.to_csv() and '"kind": "leaf"' in ledger.to_json()
+    assert set(DECISION_KINDS) == {e.kind for e in ledger} | {"undecided"}
+
+
+def test_a_kind_that_there_is_not(ledger):
+    with pytest.raises(fxq.InputError, match="unknown kind 'slow'; did you mean 'slower'"):
+        ledger.where(kind="slow")
+
+
+def test_what_no_pass_has_decided():
+    recipe = REFERENCE.without_pass("annotate")
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        ledger = fxq.quantize(nn.Sequential(nn.Linear(4, 4)), recipe, data=[torch.rand(2, 4)]).ledger
+    assert [(e.fate, e.kind, e.decided_by) for e in ledger] == [("float", "undecided", "")]
+
+
+def test_what_runs_on_integers_needs_no_reason(ledger):
+    """Nor does what is folded, which no pass decides about."""
+    assert {(e.kind, e.decided_by) for e in ledger.where(fate=("int8", "moves"))} == {("", "annotate")}
+    assert {(e.kind, e.decided_by) for e in ledger.where(fate="folded")} == {("", "")}

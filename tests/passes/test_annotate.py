@@ -22,7 +22,7 @@ needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN i
 def plans(manager):
     """Fate and reason of each op, by node."""
     found = {n.name: info(n).plan for n in manager.gm.graph.nodes}
-    return {name: (plan.fate, plan.reason) for name, plan in found.items() if plan is not None}
+    return {name: (plan.fate, plan.decision.text) for name, plan in found.items() if plan is not None}
 
 
 class Model(nn.Module):
@@ -212,7 +212,7 @@ def test_a_constant_behind_a_layer_does_not_turn_it_into_float(recipe):
 def test_a_kernel_that_runs_only_the_first_ops():
     manager = until(build("prelu_chain"), batch("prelu_chain"), "annotate", X86)
     plan = next(info(n).plan for n in manager.gm.graph.nodes if n.name == "extract_prelu")
-    assert (plan.fate, plan.kernel_ops, plan.reason) == ("int8", 1, "prelu costs a second conv2d on integers")
+    assert (plan.fate, plan.kernel_ops, plan.decision.text) == ("int8", 1, "prelu costs a second conv2d on integers")
 
 
 # ---- the recipe

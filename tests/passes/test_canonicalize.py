@@ -173,9 +173,9 @@ def test_unusual_modules(make, node, note):
     model, x = settled(make), torch.randn(2, 4, 4, 4)
     gm = after(model, x, "canonicalize")
     assert equal(call(gm, x), call(model, x))
-    modules = {n.name: info(n).note for n in gm.graph.nodes if n.op == "call_module"}
+    modules = {n.name: info(n).kept for n in gm.graph.nodes if n.op == "call_module"}
     assert modules.keys() == ({node} if node else set())
-    assert all(note in given for given in modules.values())
+    assert all(note in kept.text if kept else not note for kept in modules.values())
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_no_linear():

@@ -243,6 +243,7 @@ def test_costs_and_the_reason_are_on_record(plant):
     qmodel = fxq.quantize(model, X86, data=[x])
     by_op = {entry.op: entry for entry in qmodel.ledger}
     assert by_op["linear"].fate == "float" and by_op["linear"].reason == NOT_WORTH_IT
+    assert (by_op["linear"].kind, by_op["linear"].decided_by) == ("slower", "fallback")
     assert by_op["linear"].fix == 'recipe.with_optimize("coverage")'
     assert by_op["conv2d"].fate == "int8"
     plans = [n.meta["fxq"].plan for n in qmodel.graph.nodes if n.meta["fxq"].plan is not None]

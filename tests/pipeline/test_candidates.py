@@ -33,7 +33,9 @@ class Stream(nn.Module):
 
 def sums(model):
     gm = until(model, torch.rand(2, 5, 6), "annotate", REFERENCE).gm
-    return [(n.meta["fxq"].plan.kernel_ops, n.meta["fxq"].plan.reason) for n in gm.graph.nodes if "_add" in n.name]
+    return [
+        (n.meta["fxq"].plan.kernel_ops, n.meta["fxq"].plan.decision.text) for n in gm.graph.nodes if "_add" in n.name
+    ]
 
 
 def test_a_sum_that_only_float_reads_is_left_to_float():
@@ -72,7 +74,7 @@ def test_equal_sums_get_one_decision(count):
     sums = [n for n in gm.graph.nodes if is_op(n, "add") and all(is_op(v, "erf") for v in n.all_input_nodes)]
     assert len(sums) == count
     assert {info(n).plan.fate for n in sums} == {"float"}
-    assert all("is float, so float costs no conversion" in info(n).plan.reason for n in sums)
+    assert all("is float, so float costs no conversion" in info(n).plan.decision.text for n in sums)
 
 
 def chained(count):

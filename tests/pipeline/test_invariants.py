@@ -4,7 +4,7 @@ from torch import fx, nn
 
 import fxq
 from fxq.errors import PassError
-from fxq.graph.info import Edge, set_info
+from fxq.graph.info import Decision, Edge, set_info
 from fxq.ops import OPS
 from fxq.pipeline.invariants import check
 from fxq.quant.spec import TensorSpec
@@ -69,11 +69,9 @@ def test_a_spelling_that_is_not_canonical(stage):
     source = next(n for n in gm.graph.nodes if n.op == "placeholder")
     extra = add(gm, "call_function", torch.relu, source)
     message = broken(gm, stage)
-    assert (
-        message
-        == f"{AFTER}%{extra.name} (call_function): is a spelling of relu; canonicalize must rewrite it or note why not"
-    )
-    set_info(extra, note="stays as it is: a reason")
+    said = "is a spelling of relu; canonicalize must rewrite it or say why not (`kept`)"
+    assert message == f"{AFTER}%{extra.name} (call_function): {said}"
+    set_info(extra, kept=Decision("float", "unsupported", "stays as it is: a reason"))
     check(gm, stage, "my-pass")
 
 

@@ -92,6 +92,7 @@ def test_opposite_prices_do_not_count(whole, plant):
     assert text(again) == text(qmodel) and torch.equal(again(x), qmodel(x))
     entry = next(e for e in again.ledger if e.op == "linear")
     assert (entry.fate, entry.reason, entry.float_us) == ("float", DECIDED, None)
+    assert (entry.kind, entry.decided_by) == ("excluded by the recipe", "fallback")
 
 
 @pytest.mark.parametrize("narrow", ["auto", "weights", "activations"])

@@ -131,6 +131,7 @@ def test_a_float_op_says_why_and_what_would_change_it(browser, digits):
     with opened(browser, path, "tab=ledger") as page:
         row = page.locator("#view-ledger tr", has=page.get_by_text("block2.conv2", exact=True))
         assert entry.reason and entry.reason in row.inner_text()
+        assert entry.kind and f"{entry.kind}, by {entry.decided_by}" in row.inner_text()
 
 
 def test_a_fix_can_be_copied(browser, digits):

@@ -79,7 +79,8 @@ const LEDGER_COLUMNS = [
 ];
 
 function whyCell(row) {
-  return el("div.why", {}, row.reason ? el("span", {}, row.reason) : null, row.fix ? copyable(row.fix) : null);
+  const kind = row.kind ? el("span.quiet", {}, row.decided_by ? `${row.kind}, by ${row.decided_by}` : row.kind) : null;
+  return el("div.why", {}, row.reason ? el("span", {}, row.reason) : null, kind, row.fix ? copyable(row.fix) : null);
 }
 
 function renderLedger(host, all) {
@@ -112,6 +113,6 @@ function renderLedger(host, all) {
   filter();
 }
 
-const textOf = (row) => (row.text ??= [row.name, row.path, row.op, row.reason, row.fix, row.source].join(" ").toLowerCase());
+const textOf = (row) => (row.text ??= [row.name, row.path, row.op, row.reason, row.kind, row.decided_by, row.fix, row.source].join(" ").toLowerCase());
 
 tabs.push({ id: "ledger", title: "Ledger", render: renderLedger });
