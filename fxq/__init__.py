@@ -22,6 +22,8 @@ from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
 from fxq.model import ObservedModel, QuantizedModel
+from fxq.ops.own_ops import register_op
+from fxq.ops.table import Quant, Spelling
 from fxq.picture.diff import Diff, diff
 from fxq.pipeline.history import History, Snapshot
 from fxq.quant.observer_base import Observer
@@ -63,6 +65,7 @@ __all__ = [
     "PassError",
     "PatternError",
     "QParams",
+    "Quant",
     "QuantConfig",
     "QuantizedModel",
     "Recipe",
@@ -70,6 +73,7 @@ __all__ = [
     "RenderError",
     "Rewriter",
     "Snapshot",
+    "Spelling",
     "Stage",
     "TensorSpec",
     "TraceError",
@@ -87,6 +91,7 @@ __all__ = [
     "prices",
     "quantize",
     "read_graph",
+    "register_op",
     "rewrite",
     "run_passes",
     "write_graph",

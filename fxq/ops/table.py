@@ -257,17 +257,27 @@ class OpTable:
         """Add a row. Raises `FxqError` when its name or one of its spellings is taken."""
         if op.name in self._rows:
             raise FxqError(f"op table: the name {op.name!r} is taken.")
+        spelled: dict[Any, tuple[Op, Spelling]] = {}
         for spelling in op.spellings:
-            owner = self._spelled.get(spelling.target)
+            owner = self._spelled.get(spelling.target) or spelled.get(spelling.target)
             if owner is not None:
                 raise FxqError(
                     f"op table: {spelling.target!r} is claimed by both {owner[0].name!r} and {op.name!r}; "
                     "a spelling belongs to one op."
                 )
-            self._spelled[spelling.target] = (op, spelling)
+            spelled[spelling.target] = (op, spelling)
+        self._spelled.update(spelled)
         self._rows[op.name] = op
         self._canonical[op.target] = op
         return op
+
+    def discard(self, name: str) -> None:
+        """Forget a row; unknown names are ignored."""
+        op = self._rows.pop(name, None)
+        if op is not None:
+            del self._canonical[op.target]
+            for spelling in op.spellings:
+                del self._spelled[spelling.target]
 
     def row(
         self,

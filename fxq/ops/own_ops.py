@@ -1,0 +1,131 @@
+"""Ops of the user's own: a row of the op table by one public call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import wraps
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fxq.errors import InputError, unknown
+from fxq.ops import OPS
+from fxq.ops.table import Kind, Op, Quant, Spelling
+
+Function = Callable[..., Any]
+
+
+def register_op(
+    *spellings: Any,
+    quant: Quant,
+    name: str | None = None,
+    commutes: bool = False,
+    macs: Callable[..., int] | None = None,
+) -> Callable[[Function], Function]:
+    """Decorator: make a function of your own an op, which passes, fusions, recipes and the ledger know by its name.
+
+    The function is what the op means, on float32. Its tensors are positional parameters, its options keyword-only ones.
+    A recipe that is to be saved names it: `Recipe.with_extensions`.
+
+    Args:
+        *spellings: how models call it besides this function: ops of `torch.library` (with all their overloads), other
+            functions that torch.fx records, `nn.Module` types whose attributes have the options' names; where the
+            arguments are others than the function's, a `fxq.Spelling`.
+        quant: how it takes part in quantization. `fxq.Quant("computes", pointwise=True)`: a function of one element, on
+            integers an exact table. `fxq.Quant("moves", layout=True)`: it only moves values, and runs on integers as it
+            stands. `fxq.Quant("float")`: it has no integer form. `fxq.Quant("computes")`: it runs on integers where a
+            kernel takes it, see `fxq.register_kernel`.
+        name: its name; default: the function's.
+        commutes: whether its first two tensors can be swapped.
+        macs: its multiply-accumulates from the shapes of its output and its tensors; None: too few to count.
+
+    Returns:
+        The decorator. It returns the function; torch.fx records a call of that as one node. A function that is defined
+        anew replaces what it was.
+
+    Raises:
+        FxqError: the name or a spelling belongs to another op.
+        InputError: something given is of the wrong type, or `quant` names an argument that the function does not have.
+
+    Example:
+        >>> @fxq.register_op(quant=fxq.Quant("computes", pointwise=True))
+        ... def bump(x, *, width: float = 1.0):
+        ...     return torch.exp(-((x / width) ** 2))
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        ...
+        ...     def forward(self, x):
+        ...         return self.second(bump(self.first(x), width=2.0))
+        >>> recipe = fxq.Recipe.static(backend="reference")
+        >>> [(entry.op, entry.fate) for entry in fxq.quantize(Net(), recipe, data=[torch.randn(2, 8)]).ledger]
+        [('linear', 'int8'), ('bump', 'int8'), ('linear', 'int8')]
+        >>> OPS.discard("bump")
+    """
+    _check_quant(quant)
+    written = [spelling for given in spellings for spelling in _spelled(given)]
+
+    def register(function: Function) -> Function:
+        if not inspect.isfunction(function):
+            raise InputError(f"register_op decorates a plain function, not {function!r}.")
+        target = _recorded(function)
+        op = Op(name or function.__name__, target, (Spelling(target), *written), quant, commutes, macs)
+        _check_arguments(op)
+        if op.name in OPS and _place(OPS[op.name].target) == _place(function):
+            OPS.discard(op.name)
+        OPS.add(op)
+        return target
+
+    return register
+
+
+def _recorded(function: Function) -> Function:
+    """The function, which torch.fx records as one call: it does not look into it."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        return (
+            handle_torch_function(call, given, *args, **kwargs)
+            if has_torch_function(given)
+            else function(*args, **kwargs)
+        )
+
+    return call
+
+
+def _spelled(given: Any) -> Iterator[Spelling]:
+    """A spelling; for an op of `torch.library` one for each of its overloads besides."""
+    spelling = given if isinstance(given, Spelling) else Spelling(given)
+    target = spelling.target
+    if not (isinstance(target, str) or callable(target)) or isinstance(target, nn.Module):
+        raise InputError(f"an op is spelled by functions, nn.Module types and names of methods, not by {given!r}.")
+    yield spelling
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        yield from (replace(spelling, target=getattr(target, overload)) for overload in target.overloads())
+
+
+def _check_quant(quant: Any) -> None:
+    if not isinstance(quant, Quant):
+        raise InputError(f'quant is a fxq.Quant, such as fxq.Quant("computes", pointwise=True), not {quant!r}.')
+    if quant.kind not in get_args(Kind):
+        raise InputError(unknown("kind of a fxq.Quant", quant.kind, get_args(Kind)))
+    if quant.weight is not None and (quant.axis is None or quant.channels is None):
+        raise InputError("a fxq.Quant with a weight has axis and channels, too: where its output channels are.")
+
+
+def _check_arguments(op: Op) -> None:
+    quant = op.quant
+    for argument in (*quant.inputs, quant.weight, quant.bias):
+        if argument is not None and argument not in op.tensors:
+            wrong = unknown("tensor", argument, op.tensors)
+            raise InputError(f"op {op.name!r}: its fxq.Quant names what is no positional parameter: {wrong}")
+
+
+def _place(function: Function) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
