@@ -1,6 +1,9 @@
 """fxq: a quantization compiler for PyTorch, as a pipeline of graph-rewriting passes on `torch.fx`."""
 
 from fxq.api import calibrate, compare, convert, prepare, quantize, run_passes
+from fxq.backends.base import Backend, Support
+from fxq.backends.kernel import Kernel
+from fxq.backends.own_kernels import FusedUnit, register_kernel
 from fxq.backends.stored_graph import read_graph
 from fxq.common.metrics import nbytes
 from fxq.cost import price_file as prices
@@ -47,15 +50,18 @@ def __dir__() -> list[str]:
 __all__ = [
     "FLOAT",
     "FUSIONS",
+    "Backend",
     "BackendError",
     "CalibrationError",
     "Comparison",
     "Diagnosis",
     "Diff",
+    "FusedUnit",
     "FxqError",
     "FxqWarning",
     "History",
     "InputError",
+    "Kernel",
     "LayerQParams",
     "Ledger",
     "Match",
@@ -75,6 +81,7 @@ __all__ = [
     "Snapshot",
     "Spelling",
     "Stage",
+    "Support",
     "TensorSpec",
     "TraceError",
     "calibrate",
@@ -91,6 +98,7 @@ __all__ = [
     "prices",
     "quantize",
     "read_graph",
+    "register_kernel",
     "register_op",
     "rewrite",
     "run_passes",

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxq.backends import cpu
+from fxq.backends.by_name import written
 from fxq.backends.other_machine import fit
 from fxq.common.attributes import FloatAttributes
 from fxq.common.data import Batch, check_finite, first_of
@@ -125,7 +126,7 @@ class QuantizedModel(Quantized):
         history: one `Snapshot` per pass.
         ledger: what became of every op of the float model.
         recipe: the recipe that made it.
-        backend: name of the backend that its kernels belong to.
+        backend: what a recipe calls the backend that its kernels belong to.
         record: what was seen of the float model: how its values lie, its inputs and its size.
         kinds_kept: of how many kinds of inputs (shapes, dtypes, threads) it keeps a function that runs without looking
             anything up; 16. Those of more kinds in turn run without one. 0: of none.
@@ -149,7 +150,7 @@ class QuantizedModel(Quantized):
             history=manager.history,
             ledger=ledger,
             recipe=context.recipe,
-            backend=context.backend.name,
+            backend=written(context.backend),
             record=record,
             kinds_kept=KEPT,
             _decided=context.decided,

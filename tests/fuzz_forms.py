@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.ops import OPS
+from tests.helpers import ops_of_fxq
 
 CHANNELS = (4, 3, 8, 1, 6, 12)
 
@@ -600,7 +601,7 @@ def _bounded(plain: Form) -> Form:
 
 
 def _derive() -> None:
-    for op in OPS:
+    for op in ops_of_fxq():
         derived = None if op.name in FORMS or op.name in NOT_DRAWN else _derived_form(op.name)
         if derived is not None:
             FORMS[op.name] = _bounded(derived) if op.name in UNBOUNDED else derived

@@ -12,6 +12,7 @@ import fxq
 from fxq.backends.by_name import get_backend
 from fxq.common.data import Batch
 from fxq.graph.view import view
+from fxq.ops import OPS
 from fxq.pipeline.context import Context
 from fxq.pipeline.invariants import check
 from fxq.pipeline.manager import PassManager
@@ -133,3 +134,8 @@ def restored_fusions():
         for rule in fxq.FUSIONS:
             if rule.name not in before:
                 fxq.FUSIONS.discard(rule.name)
+
+
+def ops_of_fxq():
+    """The rows of the op table, without those that tests have added."""
+    return [op for op in OPS if op.target.__module__.startswith("fxq.")]

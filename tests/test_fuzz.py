@@ -25,11 +25,11 @@ from fxq.backends.cpu import has_onednn_int8, has_vnni
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.cost import cache as costs
-from fxq.ops import OPS
 from tests import elsewhere
 from tests.fuzz import Network, Plan, Step, noisy
 from tests.fuzz_forms import FORMS, NOT_DRAWN, UNBOUNDED
 from tests.graphs import idle
+from tests.helpers import ops_of_fxq
 from tests.machine import OF_THE_MACHINE
 
 MARGIN = 12.0
@@ -223,7 +223,7 @@ def check_ledger(network: Network, inputs: int, ledger: fxq.Ledger) -> None:
 
 
 def test_every_row_of_the_table_is_drawn_or_listed():
-    rows = {op.name for op in OPS if op.spellings}
+    rows = {op.name for op in ops_of_fxq() if op.spellings}
     missing = rows - FORMS.keys() - NOT_DRAWN.keys()
     assert not missing, "say in tests/fuzz_forms.py how these are called: an entry of FORMS, or a reason in NOT_DRAWN"
     assert not FORMS.keys() & NOT_DRAWN.keys()

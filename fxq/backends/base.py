@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from fxq.common.source import digest_of
 from fxq.graph.unit import OpCall
 from fxq.ops.table import Op
 from fxq.quant.spec import QuantConfig
@@ -86,6 +87,10 @@ class Backend(ABC):
         Then activations or weights of such a unit give up a bit; the recipe says which (`Recipe.narrow`).
         """
         return False
+
+    def code(self, calls: tuple[OpCall, ...]) -> str:
+        """A hash of the code outside of fxq that runs a unit of `calls`: when it changes, so do prices. Else empty."""
+        return "" if type(self).__module__.startswith("fxq.") else digest_of(type(self))
 
     def fuses(self, ops: Sequence[Op]) -> bool:
         """Whether ops that a fusion pattern joins may become one unit."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+from inspect import isabstract
 
 from fxq.backends import cpu
 from fxq.backends.base import Backend, Support, Trap
 from fxq.backends.kernel import Kernel, known_kernels
-from fxq.errors import BackendError, unknown, warn, warn_once
+from fxq.common.source import import_name
+from fxq.errors import BackendError, RecipeError, unknown, warn, warn_once
 
 _BACKENDS = {
     "reference": "fxq.backends.reference:Reference",
@@ -16,7 +17,9 @@ _BACKENDS = {
     "qnnpack": "fxq.backends.packed.qnnpack:Qnnpack",
 }
 NAMES = ("auto", *_BACKENDS)
-"""What a recipe may ask for."""
+"""What a recipe may ask for, besides import paths."""
+_OWN: dict[str, str] = {}
+"""Import paths of the user's own backends, by name."""
 
 
 def auto_order() -> tuple[str, ...]:
@@ -32,7 +35,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     """The backend of that name; "auto" is the first of `auto_order()` that this machine runs.
 
     Args:
-        name: "auto", or a backend's name.
+        name: "auto", a backend's name, or the import path of one of the user's own.
         device: type of the device that the model is on.
 
     Raises:
@@ -51,7 +54,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     reason = unavailable(name, device)
     if reason is not None:
         raise BackendError(reason)
-    backend = _backend_type(name)()
+    backend = backend_type(name)()
     drawback = backend.drawback()
     if drawback is not None:
         warn_once(drawback)
@@ -62,7 +65,7 @@ def unavailable(name: str, device: str = "cpu") -> str | None:
     """Why the backend of that name cannot run here, and what to do; None if it can.
 
     Args:
-        name: "auto", or a backend's name.
+        name: "auto", a backend's name, or the import path of one of the user's own.
         device: type of the device that the model is on.
 
     Raises:
@@ -70,7 +73,7 @@ def unavailable(name: str, device: str = "cpu") -> str | None:
     """
     if name == "auto":
         return None  # reference runs anywhere
-    backend = _backend_type(name)()
+    backend = backend_type(name)()
     if backend.devices and device not in backend.devices:
         return (
             f"backend {name!r} runs on {', '.join(backend.devices)}, the model is on {device}; "
@@ -91,7 +94,7 @@ def kernel_named(name: str) -> type[Kernel]:
     """
     if name not in known_kernels():
         for backend in _BACKENDS:  # their kernels are registered when they are imported
-            _backend_type(backend)
+            backend_type(backend)
     found = known_kernels().get(name)
     if found is None:
         raise BackendError(unknown("kernel", name, known_kernels()))
@@ -100,17 +103,37 @@ def kernel_named(name: str) -> type[Kernel]:
 
 def devices_of(name: str) -> tuple[str, ...]:
     """Types of the devices that a backend runs on; empty: any."""
-    return _backend_type(name).devices
+    return backend_type(name).devices
 
 
-def _backend_type(name: str) -> type[Backend]:
-    if name not in _BACKENDS:
+def backend_type(name: str) -> type[Backend]:
+    """The class of a backend: of fxq's by its name, of the user's own by its import path, `package.module:Class`.
+
+    Raises:
+        BackendError: unknown name (nearest names given), no class of a backend, or one whose name is taken.
+    """
+    if name not in NAMES[1:] and ":" not in name:
         raise BackendError(unknown("backend", name, NAMES))
-    module, _, cls = _BACKENDS[name].partition(":")
-    found: type[Backend] = getattr(importlib.import_module(module), cls)
+    try:
+        found: type[Backend] = import_name(_BACKENDS.get(name, name), Backend)
+    except RecipeError as error:
+        raise BackendError(f"backend {name!r}: {error}") from None
+    if ":" not in name:
+        return found
+    if isabstract(found) or not isinstance(getattr(found, "name", None), str):
+        raise BackendError(f"backend {name!r} has no name, or not the methods of a fxq.Backend.")
+    taken = "fxq's" if found.name in NAMES else _OWN.setdefault(found.name, name)
+    if taken != name:
+        raise BackendError(f"backend {name!r} is called {found.name!r}, as {taken} is; choose another name.")
     return found
 
 
+def written(backend: Backend) -> str:
+    """What a recipe calls a backend: its name, of one of the user's own its import path."""
+    return _OWN.get(backend.name, backend.name)
+
+
 __all__ = [
-    "NAMES", "Backend", "Support", "Trap", "auto_order", "devices_of", "get_backend", "kernel_named", "unavailable",
+    "NAMES", "Backend", "Support", "Trap", "auto_order", "backend_type", "devices_of", "get_backend", "kernel_named",
+    "unavailable", "written",
 ]  # fmt: skip

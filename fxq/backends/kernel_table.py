@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxq.backends.captures import captures_of
 from fxq.backends.kernel import Kernel, Post, bounds
 from fxq.backends.plain.clamp_and_pad import Clamp, Pad
 from fxq.backends.plain.converters import PReLUQuantize
@@ -21,6 +22,7 @@ from fxq.graph.region import Weight
 from fxq.graph.unit import Inner, OpCall
 from fxq.ops import OPS
 from fxq.quant.qparams import QParams
+from fxq.rewriting.pattern import Rule
 
 CLAMPS = ("relu", "relu6", "hardtanh")
 """Activation functions that the integers of any kernel's result can be clamped to."""
@@ -61,6 +63,7 @@ class Operands:
         slope: of a prelu, where there is one.
         fixed: the first op's other arguments that are constants of the model or numbers, by name.
         layers: where one kernel takes all ops of a unit: weight and bias of those that have them.
+        captures: where it is a kernel of the user's own, see `FusedUnit`.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -71,6 +74,7 @@ class Operands:
     slope: Tensor | None = None
     fixed: Mapping[str, Tensor | float] = field(default_factory=dict)
     layers: tuple[tuple[Weight | None, Tensor | None], ...] = ()
+    captures: Mapping[str, Any] = field(default_factory=dict)
 
 
 def row_for(parts: Parts, rows: Mapping[str, KernelRow]) -> KernelRow | None:
@@ -93,7 +97,9 @@ def take_apart(calls: tuple[OpCall, ...], rows: Mapping[str, KernelRow]) -> Part
     Of these, the ops behind the kernel may read the last value only: it is the one that the kernel hands out. Or all
     ops of the unit, where the table has a kernel for them together.
     """
-    whole = whole_unit(calls)
+    fusions = ((key, row.fusion) for key, row in rows.items() if row.fusion is not None)
+    own = next((key for key, fusion in fusions if captures_of(fusion, calls) is not None), None)
+    whole = own or whole_unit(calls)
     if whole is not None and whole in rows:
         return Parts(calls[0], None, None, len(calls), whole=whole, calls=calls)
     row = row_of(calls[0], rows)
@@ -144,6 +150,8 @@ class KernelRow:
         make: builds the kernel, or None where the op runs on integers as it stands.
         refuses: why a unit cannot have this kernel, before its parameters are known.
         emits_float: whether the kernel can also emit float32.
+        fusion: of a kernel of the user's own: whose units it takes whole.
+        code: of such a kernel: a hash of the code that makes it.
     """
 
     make: Make | None
@@ -152,6 +160,8 @@ class KernelRow:
     adds: bool = False
     twice: tuple[str, ...] = ()
     emits_float: bool = True
+    fusion: Rule | None = None
+    code: str = ""
 
 
 def post_of(call: OpCall) -> Post:

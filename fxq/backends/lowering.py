@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
+from fxq.backends.captures import captures_of
 from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import QUANTIZING, KernelRow, Operands, Parts, row_for, take_apart
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
@@ -24,6 +26,7 @@ from fxq.graph.region import Region, Weight, integer_input, integer_weight, out_
 from fxq.graph.unit import OpCall
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig
+from fxq.rewriting.pattern import Rule
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -56,6 +59,12 @@ class RowBackend(Backend):
         rest = calls[parts.ops :]
         reason = f"no kernel of {self.name} takes {rest[0].op.name} along" if rest else ""
         return Support(parts.ops, reason, emits_float=row.emits_float)
+
+    def code(self, calls: tuple[OpCall, ...]) -> str:
+        """As in `Backend`; besides, that of a kernel of the user's own."""
+        parts = take_apart(calls, self.rows)
+        row = row_for(parts, self.rows) if parts is not None else None
+        return super().code(calls) + (row.code if row is not None else "")
 
     def lower(self, rewriter: Rewriter) -> None:
         """Units first, then the conversions that are left; last, which residuals may be overwritten."""
@@ -97,7 +106,10 @@ def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]
     row = row_for(parts, rows)
     if row is None or row.make is None:
         return
-    operands = _operands(rewriter.gm, region, parts)
+    if row.fusion is not None:
+        operands = _captured(rewriter.gm, region, row.fusion)
+    else:
+        operands = _operands(rewriter.gm, region, parts)
     try:
         kernel = row.make(parts, operands) if not isinstance(operands, str) else operands
     except BackendError as error:
@@ -145,6 +157,21 @@ def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | st
     grids = tuple(qp for _, qp in found)
     layers = tuple(_layer(gm, call) for call in parts.calls if call.op.quant.weight)
     return Operands(inputs, grids, weight, bias, out_grid(gm, region), slope, others, layers)
+
+
+def _captured(gm: fx.GraphModule, region: Region, fusion: Rule) -> Operands | str:
+    """The same for a kernel of the user's own."""
+    captures: dict[str, Any] = {}
+    inputs: dict[fx.Node, QParams] = {}
+    for name, value in (captures_of(fusion, region.calls) or {}).items():
+        weight, read = integer_weight(gm, value), integer_input(gm, value)
+        if weight is None and read is not None:
+            inputs[read[0]] = captures[name] = read[1]
+        else:
+            captures[name] = weight or (constant(gm, value) if isinstance(value, fx.Node) else value)
+    if inputs.keys() != set(region.inputs):
+        return "an input is not in integers"
+    return Operands(tuple(inputs), tuple(inputs.values()), None, None, out_grid(gm, region), captures=captures)
 
 
 def _layer(gm: fx.GraphModule, call: OpCall) -> tuple[Weight | None, Tensor | None]:

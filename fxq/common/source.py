@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import os
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from fxq.errors import RecipeError
@@ -24,6 +26,15 @@ def source_of(function: Callable[..., Any]) -> str:
 def short_path(filename: str) -> str:
     """The last two parts of a path: enough to find a file, nothing about the machine."""
     return "/".join(filename.replace(os.sep, "/").split("/")[-2:])
+
+
+def digest_of(value: Any) -> str:
+    """A hash of the file that a function or class is in; of its name where it is in none, as in a notebook."""
+    try:
+        code = Path(inspect.getfile(value)).read_bytes()
+    except (OSError, TypeError):
+        code = name_of(value).encode()
+    return hashlib.sha256(code).hexdigest()[:12]
 
 
 def import_name(name: str, base: type) -> Any:
@@ -54,4 +65,9 @@ def import_path(value: Any, what: str) -> str:
     """
     if "<locals>" in value.__qualname__:
         raise RecipeError(f"{what} is local to a function: a file cannot name it.")
+    return name_of(value)
+
+
+def name_of(value: Any) -> str:
+    """`package.module:Name` of a class or function, whether an import finds it or not."""
     return f"{value.__module__}:{value.__qualname__}"

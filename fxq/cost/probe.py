@@ -73,7 +73,8 @@ class Prober:
 
     def _kernel_key(self, region: Region, ops: int | None = None) -> str:
         """All that the time depends on: not the values of weights and scales, but whether a zero point is 0."""
-        parts = [f"{self.backend.name} {_threads()}: {_ops_on(region)} from", *map(_shape, map(info, region.inputs))]
+        name = self.backend.name + self.backend.code(region.calls)
+        parts = [f"{name} {_threads()}: {_ops_on(region)} from", *map(_shape, map(info, region.inputs))]
         for step in region.steps:
             if step.op == "get_attr":
                 parts.append(_shape(step.about))

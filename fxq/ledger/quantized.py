@@ -28,7 +28,7 @@ class Quantized(fx.GraphModule):
         history: one `Snapshot` per pass.
         ledger: what became of every op of the float model.
         recipe: the recipe that made it.
-        backend: name of the backend that its kernels belong to.
+        backend: what a recipe calls the backend that its kernels belong to.
         record: what was seen of the float model: how its values lie, its inputs and its size.
     """
 

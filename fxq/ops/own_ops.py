@@ -6,12 +6,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
+from itertools import chain
 from typing import Any, get_args
 
 import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from fxq.common.source import name_of
 from fxq.errors import InputError, unknown
 from fxq.ops import OPS
 from fxq.ops.table import Kind, Op, Quant, Spelling
@@ -53,7 +55,7 @@ def register_op(
 
     Example:
         >>> @fxq.register_op(quant=fxq.Quant("computes", pointwise=True))
-        ... def bump(x, *, width: float = 1.0):
+        ... def gaussian(x, *, width: float = 1.0):
         ...     return torch.exp(-((x / width) ** 2))
         >>> class Net(nn.Module):
         ...     def __init__(self):
@@ -61,11 +63,11 @@ def register_op(
         ...         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
         ...
         ...     def forward(self, x):
-        ...         return self.second(bump(self.first(x), width=2.0))
+        ...         return self.second(gaussian(self.first(x), width=2.0))
         >>> recipe = fxq.Recipe.static(backend="reference")
         >>> [(entry.op, entry.fate) for entry in fxq.quantize(Net(), recipe, data=[torch.randn(2, 8)]).ledger]
-        [('linear', 'int8'), ('bump', 'int8'), ('linear', 'int8')]
-        >>> OPS.discard("bump")
+        [('linear', 'int8'), ('gaussian', 'int8'), ('linear', 'int8')]
+        >>> OPS.discard("gaussian")
     """
     _check_quant(quant)
     written = [spelling for given in spellings for spelling in _spelled(given)]
@@ -76,7 +78,7 @@ def register_op(
         target = _recorded(function)
         op = Op(name or function.__name__, target, (Spelling(target), *written), quant, commutes, macs)
         _check_arguments(op)
-        if op.name in OPS and _place(OPS[op.name].target) == _place(function):
+        if op.name in OPS and name_of(OPS[op.name].target) == name_of(function):
             OPS.discard(op.name)
         OPS.add(op)
         return target
@@ -85,16 +87,17 @@ def register_op(
 
 
 def _recorded(function: Function) -> Function:
-    """The function, which torch.fx records as one call: it does not look into it."""
+    """The function, which torch.fx records as one call in canonical form: it does not look into it."""
+    signature = inspect.signature(function)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        return (
-            handle_torch_function(call, given, *args, **kwargs)
-            if has_torch_function(given)
-            else function(*args, **kwargs)
-        )
+        lists = (value if isinstance(value, (tuple, list)) else (value,) for value in (*args, *kwargs.values()))
+        given = tuple(chain.from_iterable(lists))
+        if has_torch_function(given):
+            bound = signature.bind(*args, **kwargs)
+            return handle_torch_function(call, given, *bound.args, **bound.kwargs)
+        return function(*args, **kwargs)
 
     return call
 
@@ -125,7 +128,3 @@ def _check_arguments(op: Op) -> None:
         if argument is not None and argument not in op.tensors:
             wrong = unknown("tensor", argument, op.tensors)
             raise InputError(f"op {op.name!r}: its fxq.Quant names what is no positional parameter: {wrong}")
-
-
-def _place(function: Function) -> tuple[str, str]:
-    return function.__module__, function.__qualname__

@@ -11,10 +11,11 @@ from typing import Any
 
 import tomli_w
 
-from fxq.backends import by_name as backends
+from fxq.backends.base import Backend
 from fxq.common.source import import_path
 from fxq.errors import RecipeError, unknown
 from fxq.quant.spec import ACTIVATION, NARROW, WEIGHT, QuantConfig, TensorSpec
+from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.not_built import check_config, check_preset
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
@@ -34,7 +35,7 @@ class Recipe:
 
     Attributes:
         preset: the preset it started from; decides the pipeline.
-        backend: name of the backend, or "auto" for the best one that this machine runs.
+        backend: name of the backend, import path of one of your own, or "auto" for the best one that this machine runs.
         config: how a layer is quantized where no override speaks.
         overrides: (selector, config) pairs; later ones win.
         leaf_modules: path globs of modules that are not traced into: they run in float, as they are.
@@ -44,6 +45,7 @@ class Recipe:
         concrete_args: arguments of forward, by name, that are fixed to a plain value; the graph checks them.
         edits: passes inserted and removed.
         fusions: import paths of fusions besides fxq's own, as `with_fusions` adds them.
+        extensions: import paths of ops and kernels of your own, as `with_extensions` adds them.
         optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
             everything runs on integers that can; "decided": what `decided` says, and nothing is measured.
         decided: what runs on integers with optimize="decided", see `QuantizedModel.recipe_as_decided`.
@@ -69,6 +71,7 @@ class Recipe:
     concrete_args: Mapping[str, Any] = field(default_factory=dict)
     edits: tuple[PipelineEdit, ...] = ()
     fusions: tuple[str, ...] = ()
+    extensions: tuple[str, ...] = ()
     optimize: str = "speed"
     decided: tuple[Pin, ...] = ()
     check: str = "none"
@@ -80,8 +83,8 @@ class Recipe:
     def __post_init__(self) -> None:
         check_preset(self.preset)
         _ = self.pipeline, FUSIONS.plus(self.fusions)
-        if self.backend not in backends.NAMES:
-            raise RecipeError(unknown("backend", self.backend, backends.NAMES))
+        check_backend(self.backend)
+        import_extensions(self.extensions)
         if self.optimize not in ("speed", "coverage", "decided"):
             raise RecipeError(unknown("value of optimize", self.optimize, ["speed", "coverage", "decided"]))
         if self.optimize == "decided" and not self.decided:
@@ -102,7 +105,7 @@ class Recipe:
     def static(
         cls,
         *,
-        backend: str = "auto",
+        backend: str | type[Backend] = "auto",
         activation: TensorSpec = ACTIVATION,
         weight: TensorSpec = WEIGHT,
         correct_bias: bool = False,
@@ -116,7 +119,7 @@ class Recipe:
         """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
         Args:
-            backend: "auto", "x86", "fbgemm", "qnnpack" or "reference".
+            backend: "auto", "x86", "fbgemm", "qnnpack" or "reference"; or one of your own, see `with_backend`.
             activation: spec of all activations; the default is uint8 affine with the histogram observer.
             weight: spec of all weights; the default is int8 symmetric per channel.
             correct_bias: fit scale and bias of every layer to its float form: inserts the pass correct-bias.
@@ -137,7 +140,7 @@ class Recipe:
         if isinstance(leaf_modules, str):
             raise RecipeError(f"leaf_modules is a list of path globs, not {leaf_modules!r}: write [{leaf_modules!r}].")
         recipe = cls(
-            backend=backend,
+            backend=backend_path(backend),
             config=QuantConfig(activation, weight),
             edits=(edit_for("correct_bias"),) if correct_bias else (),
             optimize=optimize,
@@ -187,6 +190,15 @@ class Recipe:
         paths = (import_path(f.function, "the fusion") if isinstance(f, Family) else f for f in fusions)
         return replace(self, fusions=(*self.fusions, *paths))
 
+    def with_extensions(self, *functions: Any) -> Recipe:
+        """Name ops and kernels of your own, so that who loads the recipe has them: functions, or their import paths.
+
+        Raises:
+            RecipeError: neither `fxq.register_op` nor `fxq.register_kernel` was given one, or it cannot be imported.
+        """
+        paths = (f if isinstance(f, str) else import_path(f, "the op or kernel") for f in functions)
+        return replace(self, extensions=(*self.extensions, *paths))
+
     def leaf(self, *paths: str) -> Recipe:
         """Do not trace into these modules (path globs): they run in float, as they are."""
         return replace(self, leaf_modules=(*self.leaf_modules, *paths))
@@ -202,9 +214,9 @@ class Recipe:
         """
         return replace(self, concrete_args={**self.concrete_args, **values})
 
-    def with_backend(self, backend: str) -> Recipe:
-        """The recipe for another backend."""
-        return replace(self, backend=backend)
+    def with_backend(self, backend: str | type[Backend]) -> Recipe:
+        """The recipe for another backend: its name; one of your own by its class or import path."""
+        return replace(self, backend=backend_path(backend))
 
     def with_check(self, check: str = "numeric", max_loss: float = 30.0) -> Recipe:
         """Compare the graph with the float model after every pass; warn when one pass loses more than `max_loss` dB."""
@@ -272,6 +284,8 @@ class Recipe:
             raise RecipeError(
                 "override, pass and decided are lists of tables: [[override]], [[pass]], [[decided]] in a .toml file."
             )
+        import_extensions(data.get("extensions", ()))  # overrides may name its ops
+        lists: dict[str, Any] = {key: tuple(data.get(key, ())) for key in _LISTS}
         plain = {k: data[k] for k in _PLAIN if k in data}
         if plain.get("min_sqnr") == "none":
             plain["min_sqnr"] = None
@@ -284,8 +298,7 @@ class Recipe:
             overrides=tuple(
                 (Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())
             ),
-            leaf_modules=tuple(data.get("leaf_modules", ())),
-            fusions=tuple(data.get("fusions", ())),
+            **lists,
             edits=edits,
             decided=tuple(Pin.from_dict(pin) for pin in data.get("decided", ())),
         )
@@ -312,7 +325,7 @@ class Recipe:
 
 _OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace", "check_inputs")
 _PLAIN = ("preset", *_OPTIONS, "concrete_args")
-_LISTS = ("leaf_modules", "fusions")
+_LISTS = ("leaf_modules", "fusions", "extensions")
 _SHAPES: dict[str, Any] = {
     "strict_trace": bool,
     "check_inputs": bool,
@@ -320,11 +333,7 @@ _SHAPES: dict[str, Any] = {
     "max_loss": (int, float),
     "min_sqnr": (int, float, str),
     "config": (str, Mapping),
-    "leaf_modules": (list, tuple),
-    "fusions": (list, tuple),
-    "override": (list, tuple),
-    "pass": (list, tuple),
-    "decided": (list, tuple),
+    **dict.fromkeys((*_LISTS, "override", "pass", "decided"), (list, tuple)),
 }
 
 

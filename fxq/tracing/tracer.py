@@ -254,7 +254,7 @@ class Tracer(fx.Tracer):
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(m):
             return False  # a forward set on the object is not that of its type, so what the table says does not hold
         own = type(m).__mro__[1] if parametrize.is_parametrized(m) else type(m)
-        known = own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or own in _SPELLED_MODULES
+        known = own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or OPS.of_call(own) is not None
         return known and not has_traced_weights(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -320,10 +320,6 @@ _SQUEEZES = ("squeeze", "squeeze_", torch.squeeze)
 _PLAIN_MAPPINGS = ("builtins", "collections", "torch.fx.immutable_collections")
 _IDLE = "fxq_idle"
 """Marks a node that does nothing but give a value, so that it can go when nobody reads it."""
-
-_SPELLED_MODULES = frozenset(
-    s.target for row in OPS for s in row.spellings if isinstance(s.target, type) and issubclass(s.target, nn.Module)
-)
 
 
 _NO_ARGUMENT = "an object of type {kind} is returned, or given to a layer, and no graph can hold it."

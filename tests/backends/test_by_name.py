@@ -94,7 +94,7 @@ def test_auto_is_the_first_that_runs_here(runs, monkeypatch):
         def drawback(self):
             return None
 
-    monkeypatch.setattr(by_name, "_backend_type", Fake)
+    monkeypatch.setattr(by_name, "backend_type", Fake)
     if runs == "reference":
         with pytest.warns(fxq.FxqWarning, match="no int8 kernels"):
             assert get_backend("auto").name == runs

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fxq.backends.captures import op_names
 from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, Operands, Parts, never
 from fxq.backends.layer_rows import layer_row
@@ -42,7 +43,9 @@ class PackedBackend(RowBackend):
 
     def fuses(self, ops: Sequence[Op]) -> bool:
         """Only what one kernel takes whole."""
-        row = self.rows.get(ops[0].name)
+        row, names = self.rows.get(ops[0].name), sorted(op.name for op in ops)
+        if any(own.fusion is not None and op_names(own.fusion) == names for own in self.rows.values()):
+            return True
         return row is not None and [op.name in row.posts for op in ops[1:]] == [True]
 
 

@@ -1,0 +1,127 @@
+"""Kernels of the user's own: for a fusion, on a backend with a table of kernels, by one public call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fxq.backends.by_name import backend_type
+from fxq.backends.kernel import Kernel
+from fxq.backends.kernel_table import KernelRow, Operands, Parts, never
+from fxq.backends.lowering import RowBackend
+from fxq.common.source import digest_of, name_of
+from fxq.errors import BackendError, InputError
+from fxq.graph.unit import OpCall
+from fxq.quant.qparams import QParams
+from fxq.rewriting.pattern import Family
+
+_MAKERS: dict[str, Callable[..., Any]] = {}
+"""Who makes a kernel, by backend and fusion."""
+
+
+@dataclass(frozen=True)
+class FusedUnit:
+    """What a kernel of a fusion is made of.
+
+    Attributes:
+        captures: by the names in the fusion's pattern: of an activation its grid, a `QParams`; of a weight its int8
+            `values` and their `qparams`; of a constant, such as a bias, the tensor; a number; None what is not given.
+        out: the grid of the result; None: it is wanted in float32.
+        calls: the ops, in order, with their options.
+    """
+
+    captures: Mapping[str, Any]
+    out: QParams | None
+    calls: tuple[OpCall, ...]
+
+
+Maker = TypeVar("Maker", bound=Callable[[FusedUnit], Kernel])
+
+
+def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -> Callable[[Maker], Maker]:
+    """Decorator: on this backend, a unit of the fusion runs in the kernel that the function makes.
+
+    The kernel takes the integers of the captured activations, in the order of the captures, each once. verify-lowering
+    runs it against the fusion's meaning, and its price is measured as any other's. A recipe that is to be saved names
+    the function: `Recipe.with_extensions`.
+
+    Args:
+        backend: name of a backend with a table of kernels: "x86", "fbgemm", "qnnpack", or the import path of a
+            `RowBackend` of your own.
+        fusion: what `fxq.fusion` made, of one output.
+        emits_float: whether the kernel can emit float32; if not, its result is rounded to a grid wherever it is read.
+
+    Returns:
+        The decorator of a function `(FusedUnit) -> Kernel`, which it returns as it is. It may raise `BackendError` with
+        the reason why there is no such kernel; the unit then runs as if there were none. A function that is defined
+        anew replaces what it was.
+
+    Raises:
+        InputError: `fusion` is none, or has several outputs; the function returns no kernel.
+        BackendError: the backend has no table of kernels, or another function makes this fusion's kernel.
+
+    Example:
+        A layer with a function behind it that x86 does not take along. The kernel computes in float, for shortness.
+
+        >>> @fxq.fusion(everywhere=False)
+        ... def linear_gate(op, x, w, b, s):
+        ...     return op.mul(op.sigmoid(op.linear(x, w, b)), s)
+        >>> class LinearGate(fxq.Kernel):
+        ...     name, options = "mine.linear_gate", ("x", "out", "factor")
+        ...
+        ...     def __init__(self, weight, scale, bias, x, out, factor):
+        ...         super().__init__()
+        ...         for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
+        ...             self.register_buffer(name, tensor)
+        ...         self.x, self.out, self.factor = x, out, factor
+        ...
+        ...     def forward(self, x):
+        ...         weight = self.weight * self.scale.view(-1, 1)
+        ...         real = (x.float() - self.x.z) * self.x.s
+        ...         y = torch.sigmoid(nn.functional.linear(real, weight, self.bias)) * self.factor
+        ...         return y if self.out is None else fxq.quant.qparams.quantize(y, self.out)
+        >>> @fxq.register_kernel("x86", linear_gate)
+        ... def make(unit):
+        ...     w, b, s = (unit.captures[name] for name in "wbs")
+        ...     return LinearGate(w.values, w.qparams.scale, b, unit.captures["x"], unit.out, s)
+    """
+    kind = backend_type(backend)
+    if not issubclass(kind, RowBackend):
+        raise BackendError(
+            f"backend {backend!r} has no table of kernels: one of your own runs units as its lower says."
+        )
+    if not isinstance(fusion, Family) or any(r.replacement is not None or len(r.outputs) != 1 for r in fusion):
+        raise InputError(f"register_kernel takes what fxq.fusion made, with one output, not {fusion!r}.")
+    rows: Any = kind().rows
+
+    def register(make: Maker) -> Maker:
+        if not callable(make):
+            raise InputError(f"register_kernel decorates a function that makes a kernel, not {make!r}.")
+        for rule in fusion:
+            known = _MAKERS.setdefault(f"{backend} {rule.name}", make)
+            if name_of(known) != name_of(make):
+                raise BackendError(f"the kernel of {rule.name!r} on {backend} is made by {name_of(known)} already.")
+            _MAKERS[f"{backend} {rule.name}"] = make
+            made = _checked(make)
+            rows[f"fusion {rule.name}"] = KernelRow(
+                made, never, emits_float=emits_float, fusion=rule, code=digest_of(make)
+            )
+        return make
+
+    return register
+
+
+def makes_kernels(value: Any) -> bool:
+    """Whether this is a function that `register_kernel` was given."""
+    return any(value is make for make in _MAKERS.values())
+
+
+def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[Parts, Operands], Kernel]:
+    def made(parts: Parts, operands: Operands) -> Kernel:
+        kernel = make(FusedUnit(operands.captures, operands.out, parts.calls))
+        if not isinstance(kernel, Kernel) or not hasattr(kernel, "name"):
+            raise InputError(f"{name_of(make)} makes kernels: fxq.Kernel with a name, not {kernel!r}.")
+        return kernel
+
+    return made

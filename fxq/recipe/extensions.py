@@ -1,0 +1,44 @@
+"""What is the user's own and named in a recipe by import path: ops, kernels, a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fxq.backends import by_name as backends
+from fxq.backends.own_kernels import makes_kernels
+from fxq.common.source import import_path, imported
+from fxq.errors import BackendError, RecipeError, unknown
+from fxq.ops import OPS
+
+
+def import_extensions(paths: Iterable[str]) -> None:
+    """Import ops and kernels: their modules register them.
+
+    Raises:
+        RecipeError: a path cannot be imported, or names neither.
+    """
+    for path in paths:
+        value = imported(path)
+        if OPS.of_target(value) is None and not makes_kernels(value):
+            raise RecipeError(
+                f"{path!r} is no op and makes no kernel: decorate the function with fxq.register_op or "
+                "fxq.register_kernel."
+            )
+
+
+def backend_path(backend: Any) -> str:
+    """What a recipe calls a backend, which is given so or as a class."""
+    return import_path(backend, "the backend") if isinstance(backend, type) else str(backend)
+
+
+def check_backend(name: str) -> None:
+    """Raise `RecipeError` if there is no such backend."""
+    if ":" not in name:
+        if name not in backends.NAMES:
+            raise RecipeError(unknown("backend", name, backends.NAMES))
+        return
+    try:
+        backends.backend_type(name)
+    except BackendError as error:
+        raise RecipeError(str(error)) from None

@@ -1,0 +1,110 @@
+"""Ops, a fusion with a kernel and a backend as users write them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import fxq
+from fxq.quant.qparams import quantize
+
+# ---- ops: a function of one element, one that moves values
+
+
+@torch.library.custom_op("fxq_tests::bump", mutates_args=())
+def bump_op(x: Tensor, width: float = 1.0) -> Tensor:
+    """A function of one element, in an op of the user's library."""
+    return torch.exp(-((x / width) ** 2))
+
+
+@fxq.register_op(torch.ops.fxq_tests.bump, quant=fxq.Quant("computes", pointwise=True))
+def bump(x, *, width: float = 1.0):
+    return torch.ops.fxq_tests.bump(x, width)
+
+
+class Swap(nn.Module):
+    """Moves values, and is a module with an option."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(1, self.dim)
+
+
+@fxq.register_op(Swap, quant=fxq.Quant("moves", layout=True), name="own_swap")
+def swap(x, *, dim: int):
+    return x.roll(1, dim)
+
+
+@fxq.register_op(quant=fxq.Quant("moves", ("xs",), layout=True), name="own_join")
+def join(xs, *, dim: int):
+    return torch.cat(xs, dim)
+
+
+# ---- a fusion, and a kernel for its units
+
+
+@fxq.fusion(everywhere=False)
+def linear_tanh_mul(op, x, w, b, s):
+    return op.mul(op.tanh(op.linear(x, w, b)), s)
+
+
+class LinearTanhMul(fxq.Kernel):
+    """tanh(linear(x)) * factor: uint8 in, uint8 or float32 out."""
+
+    name = "tests.linear_tanh_mul"
+    options = ("x", "out")
+
+    def __init__(self, weight, scale, bias, factor, x, out):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self.register_buffer("factor", factor)
+        self.x, self.out = x, out
+
+    def forward(self, x):
+        weight = self.weight * self.scale.reshape(-1, 1)
+        y = torch.tanh(F.linear((x.float() - self.x.z) * self.x.s, weight, self.bias)) * self.factor
+        return y if self.out is None else quantize(y, self.out)
+
+
+@fxq.register_kernel("fbgemm", linear_tanh_mul)
+@fxq.register_kernel("x86", linear_tanh_mul)
+def make_linear_tanh_mul(unit):
+    w, b, s = (unit.captures[name] for name in "wbs")
+    return LinearTanhMul(w.values, w.qparams.scale, b, torch.as_tensor(s), unit.captures["x"], unit.out)
+
+
+# ---- a backend
+
+
+class OnlyLinear(fxq.Backend):
+    """Quantizes linear layers, and leaves them in q/dq form."""
+
+    name = "only_linear"
+    has_kernels = False
+
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls, config) -> fxq.Support:
+        fits = calls[0].op.name == "linear"
+        return fxq.Support(1) if fits else fxq.Support(0, "only_linear runs linear layers")
+
+    def lower(self, rewriter: fxq.Rewriter) -> None:
+        return None
+
+
+class NamedAsOurs(OnlyLinear):
+    """Its name is taken by fxq."""
+
+    name = "x86"
+
+
+class NamedAsAnother(OnlyLinear):
+    """Its name is taken by the one above."""
+
+
+class Nameless(fxq.Backend):
+    """Not all of a backend."""

@@ -1,0 +1,282 @@
+"""What users add: ops, kernels and backends, as they write them (`tests/extensions.py`)."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.by_name import get_backend
+from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.packed.quantized_tensors import has_engine
+from fxq.cost.cache import Costs
+from fxq.cost.probe import Prober
+from fxq.graph.query import submodule
+from fxq.graph.region import read_region
+from fxq.ops import OPS
+from tests import extensions as own
+from tests.graphs import until
+
+REFERENCE = fxq.Recipe.static(backend="reference")
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+onednn = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+
+
+class Net(nn.Module):
+    """Every spelling of the op of the library, and a module that is an op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.swap = nn.Linear(8, 8), nn.Linear(8, 8), own.Swap(1)
+
+    def forward(self, x):
+        x = own.bump(self.first(x), width=2.0)
+        x = self.first(own.bump_op(x, 3.0))
+        x = self.first(torch.ops.fxq_tests.bump(x, width=0.5))
+        return self.second(self.swap(torch.ops.fxq_tests.bump.default(self.first(x))))
+
+
+class Fused(nn.Module):
+    def __init__(self, factor) -> None:
+        super().__init__()
+        self.first, self.second, self.factor = nn.Linear(8, 8), nn.Linear(8, 4), factor
+
+    def forward(self, x):
+        return self.second(self.factor * torch.tanh(self.first(x)))
+
+
+def settled(made):
+    torch.manual_seed(0)
+    return made().eval()
+
+
+def kernels(qmodel):
+    return [m.name for m in (submodule(qmodel, n) for n in qmodel.graph.nodes) if isinstance(m, fxq.Kernel)]
+
+
+# ---- ops
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_an_op_of_the_user_s_library_runs_on_integers_under_its_name(backend):
+    model = settled(Net)
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend).with_min_sqnr(None), data=[X])
+    rows = {e.op: e.fate for e in qmodel.ledger}
+    assert rows == {"linear": "int8", "bump": "int8", "own_swap": "moves"}
+    assert [e.op for e in qmodel.ledger].count("bump") == 4
+    gm = fxq.run_passes(model, REFERENCE, X, until="canonicalize")
+    calls = gm.graph.find_nodes(op="call_function", target=own.bump)
+    assert [call.kwargs.get("width", 1.0) for call in calls] == [2.0, 3.0, 0.5, 1.0]
+    assert torch.equal(pickle.loads(pickle.dumps(qmodel))(X), qmodel(X))
+
+
+def test_an_op_of_a_list_is_one_call():
+    class Joined(nn.Module):
+        def forward(self, x):
+            return own.join([x, own.join(xs=(x, x), dim=1)], dim=1)
+
+    gm = fxq.run_passes(Joined(), REFERENCE, X, until="canonicalize")
+    assert len(gm.graph.find_nodes(op="call_function", target=own.join)) == 2
+    assert torch.equal(gm(X), torch.cat([X, X, X], 1))
+
+
+def test_an_op_is_selected_fused_and_called_as_ever():
+    assert torch.equal(own.bump(X, width=2.0), own.bump_op(X, 2.0))
+    qmodel = fxq.quantize(settled(Net), REFERENCE.override(fxq.op("bump"), fxq.FLOAT).with_min_sqnr(None), data=[X])
+    assert {e.fate for e in qmodel.ledger if e.op == "bump"} == {"float"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fxq.register_op(quant="computes"), r'quant is a fxq.Quant, such as fxq.Quant\("computes"'),
+        (lambda: fxq.register_op(quant=fxq.Quant("compute")), "unknown kind of a fxq.Quant 'compute'; did you mean"),
+        (lambda: fxq.register_op(quant=fxq.Quant("computes", weight="w")), "has axis and channels, too"),
+        (lambda: fxq.register_op(3, quant=fxq.Quant("float")), "an op is spelled by functions, .* not by 3"),
+        (lambda: fxq.register_op(nn.ReLU(), quant=fxq.Quant("float")), "not by ReLU()"),
+        (lambda: fxq.register_op(quant=fxq.Quant("float"))(torch.relu), "decorates a plain function, not <built-in"),
+        (lambda: fxq.register_op(quant=fxq.Quant("float", ("y",)))(lambda x: x), "no positional parameter: .*'y'"),
+        (lambda: fxq.register_op(quant=fxq.Quant("float"), name="relu")(lambda x: x), "the name 'relu' is taken"),
+        (
+            lambda: fxq.register_op(torch.ops.fxq_tests.bump, quant=fxq.Quant("float"), name="z")(lambda x: x),
+            "claimed by both 'bump' and 'z'",
+        ),
+    ],
+)
+def test_an_op_that_cannot_be(make, message):
+    before = [op.name for op in OPS]
+    with pytest.raises(fxq.FxqError, match=message):
+        make()
+    assert [op.name for op in OPS] == before
+
+
+def test_a_function_defined_anew_replaces_its_op():
+    def define():
+        @fxq.register_op(nn.Fold, quant=fxq.Quant("float"))
+        def anew(x):
+            return x
+
+        return anew
+
+    first, second = define(), define()
+    assert OPS["anew"].target is second and OPS.of_target(first) is None
+    OPS.discard("anew")
+    assert "anew" not in OPS and OPS.of_call(nn.Fold) is None
+
+
+# ---- kernels
+
+
+def fused_recipe():
+    return fxq.Recipe.static(backend="x86").with_fusions(own.linear_tanh_mul).with_extensions(own.make_linear_tanh_mul)
+
+
+@onednn
+@pytest.mark.parametrize("factor", [2.5, nn.Parameter(torch.linspace(1, 2, 8))])
+def test_a_fusion_of_the_user_s_runs_in_the_user_s_kernel(factor):
+    model = settled(lambda: Fused(factor))
+    qmodel = fxq.quantize(model, fused_recipe(), data=[X])
+    assert "tests.linear_tanh_mul" in kernels(qmodel)
+    assert [e.fate for e in qmodel.ledger] == ["int8"] * 4
+    assert qmodel.output_sqnr > 30
+    for _ in range(3):  # bound to the kind of its inputs, too
+        assert torch.equal(pickle.loads(pickle.dumps(qmodel))(X), qmodel(X))
+    assert "tests.linear_tanh_mul" not in kernels(fxq.quantize(model, fxq.Recipe.static(backend="x86"), data=[X]))
+
+
+@pytest.mark.skipif(not has_engine("fbgemm"), reason="needs fbgemm")
+def test_a_kernel_on_another_backend():
+    qmodel = fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe().with_backend("fbgemm"), data=[X])
+    assert kernels(qmodel).count("tests.linear_tanh_mul") == 1 and qmodel.output_sqnr > 30
+
+
+@onednn
+def test_the_user_s_kernel_is_verified(monkeypatch):
+    forward = own.LinearTanhMul.forward
+    monkeypatch.setattr(own.LinearTanhMul, "forward", lambda self, x: forward(self, x) // 2)
+    with pytest.warns(fxq.FxqWarning, match="the tests.linear_tanh_mul kernel is wrong on this machine: off by"):
+        qmodel = fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
+    assert "tests.linear_tanh_mul" not in kernels(qmodel) and qmodel.output_sqnr > 30
+
+
+@onednn
+def test_the_user_s_kernel_has_a_price_under_a_hash_of_its_code(tmp_path):
+    gm = until(settled(lambda: Fused(2.5)), X, "propagate", fused_recipe()).gm
+    (unit,) = gm.graph.find_nodes(op="call_module")
+    region = read_region(gm, unit)
+    prober = Prober(get_backend("x86"), fused_recipe(), Costs(tmp_path / "costs.json"))
+    assert prober.kernel(gm, region) > 0
+    code = prober.backend.code(region.calls)
+    assert len(code) == 12 and code in prober.keys(region)[0]
+    assert prober.backend.code(region.calls[:1]) == ""
+
+
+@onednn
+def test_a_kernel_that_refuses_or_is_none(monkeypatch):
+    def refuse(*args):
+        raise fxq.BackendError("not today")
+
+    monkeypatch.setattr(own, "LinearTanhMul", refuse)
+    qmodel = fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
+    assert "x86.linear" in kernels(qmodel) and qmodel.output_sqnr > 30
+    monkeypatch.setattr(own, "LinearTanhMul", lambda *args: "no kernel")
+    with pytest.raises(fxq.InputError, match=r"make_linear_tanh_mul makes kernels: .*, not 'no kernel'"):
+        fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
+
+
+@fxq.fusion(everywhere=False)
+def two_outputs(op, x, w, b):
+    y = op.linear(x, w, b)
+    return op.tanh(y), y
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fxq.register_kernel("x87", own.linear_tanh_mul), "unknown backend 'x87'; did you mean"),
+        (lambda: fxq.register_kernel("reference", own.linear_tanh_mul), "'reference' has no table of kernels"),
+        (lambda: fxq.register_kernel("x86", "conv2d_relu"), "takes what fxq.fusion made, .* not 'conv2d_relu'"),
+        (lambda: fxq.register_kernel("x86", two_outputs), "with one output"),
+        (lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(3), "decorates a function that makes a kernel, not 3"),
+        (
+            lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(lambda unit: None),
+            "kernel of 'linear_tanh_mul' on x86 is made by tests.extensions:make_linear_tanh_mul already",
+        ),
+    ],
+)
+def test_a_kernel_that_cannot_be(make, message):
+    with pytest.raises(fxq.FxqError, match=message):
+        make()
+
+
+# ---- backends
+
+
+def test_a_backend_of_the_user_s():
+    recipe = fxq.Recipe.static(backend=own.OnlyLinear)
+    assert recipe == REFERENCE.with_backend("tests.extensions:OnlyLinear")
+    qmodel = fxq.quantize(settled(lambda: Fused(2.5)), recipe, data=[X])
+    assert qmodel.backend == recipe.backend and qmodel.recipe_as_decided().backend == recipe.backend
+    assert [e.fate for e in qmodel.ledger] == ["int8", "float", "float", "int8"]
+    again = pickle.loads(pickle.dumps(qmodel)).to("cpu")
+    assert torch.equal(again(X), qmodel(X))
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("tests.extensions:NoSuch", "cannot import 'tests.extensions:NoSuch'"),
+        ("torch.nn:Linear", "'torch.nn:Linear' is not a Backend class"),
+        (nn.Linear, "is not a Backend class"),
+        (own.Nameless, "has no name, or not the methods of a fxq.Backend"),
+        (own.NamedAsOurs, "is called 'x86', as fxq's is; choose another name"),
+        (own.NamedAsAnother, "is called 'only_linear', as tests.extensions:OnlyLinear is; choose another name"),
+        (type("Local", (own.OnlyLinear,), {"__qualname__": "f.<locals>.Local"}), "the backend is local to a function"),
+    ],
+)
+def test_a_backend_that_cannot_be(backend, message):
+    fxq.Recipe.static(backend=own.OnlyLinear)
+    with pytest.raises(fxq.RecipeError, match=message):
+        fxq.Recipe.static(backend=backend)
+
+
+# ---- saved
+
+
+def test_a_saved_recipe_has_them_where_nothing_was_imported(tmp_path):
+    recipe = REFERENCE.with_extensions(own.bump, own.swap).with_backend(own.OnlyLinear)
+    recipe = recipe.with_fusions(own.linear_tanh_mul).with_extensions("tests.extensions:make_linear_tanh_mul")
+    recipe = recipe.override(fxq.op("bump"), fxq.FLOAT)
+    assert recipe.extensions[0] == "tests.extensions:bump"
+    recipe.save(tmp_path / "r.toml")
+    assert fxq.Recipe.load(tmp_path / "r.toml") == recipe
+    code = "import sys, fxq; recipe = fxq.Recipe.load(sys.argv[1]); fxq.op('own_swap'); print(recipe.to_toml())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "r.toml")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == recipe.to_toml().strip()
+
+
+@onednn
+def test_a_loaded_recipe_gives_the_same_model(tmp_path):
+    (recipe := fused_recipe()).save(tmp_path / "r.toml")
+    one, two = (fxq.quantize(settled(lambda: Fused(2.5)), r, data=[X]) for r in (recipe, tmp_path / "r.toml"))
+    assert torch.equal(one(X), two(X)) and kernels(one) == kernels(two)
+
+
+@pytest.mark.parametrize(
+    ("extension", "message"),
+    [
+        ("tests.extensions:no_such", "cannot import 'tests.extensions:no_such'"),
+        ("tests.extensions:Swap", "'tests.extensions:Swap' is no op and makes no kernel: decorate"),
+        (type("Local", (), {"__qualname__": "f.<locals>.Local"}), "the op or kernel is local to a function"),
+    ],
+)
+def test_what_is_no_extension(extension, message):
+    with pytest.raises(fxq.RecipeError, match=message):
+        REFERENCE.with_extensions(extension)
