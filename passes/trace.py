@@ -14,7 +14,7 @@ from fxq.common.data import first_of
 from fxq.common.globs import path_matches
 from fxq.common.isolation import Touched, copied, seeded, untouched
 from fxq.common.source import source_of
-from fxq.errors import RecipeError, TraceError, warn
+from fxq.errors import FxqError, RecipeError, TraceError, warn
 from fxq.graph.info import Decision, info
 from fxq.graph.query import is_check, reads_only_metadata
 from fxq.pipeline.context import Context
@@ -82,20 +82,55 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str,
 def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphModule | None, Touched]:
     """What traced the model, its graph if all of it can be traced, and what its forward has changed.
 
-    Loops over the rows of a tensor are unrolled where nothing else is left.
+    Loops over the rows of a tensor are unrolled where nothing else is left. Branches on sizes that come to the same
+    graph either way are not checked when it runs.
     """
-    model, recipe, unroll = context.model, context.recipe, False
+    model, recipe, unroll, free = context.model, context.recipe, False, list[str]()
     while True:
-        tracer, gm = Tracer(leaves, context.example, recipe.concrete_args, recipe.strict_trace, unroll), None
+        tracer, gm = Tracer(leaves, context.example, recipe.concrete_args, recipe.strict_trace, unroll, free=free), None
         with untouched(model) as touched, seeded():
             try:
                 gm = fx.GraphModule(model, tracer.trace_model(model), class_name=type(model).__name__)
             except TraceError:
                 if not tracer.broken and (unroll or recipe.strict_trace or not tracer.loops):
                     raise
-        if gm is not None or tracer.broken:
-            return tracer, gm if not tracer.broken else None, touched
-        unroll = True
+        if tracer.broken:
+            return tracer, None, touched
+        if gm is None:
+            unroll = True
+        elif free or not (free := [p for p in _branches(tracer) if _makes_no_difference(p, context, tracer, gm.graph)]):
+            return tracer, gm, touched
+
+
+_MOST_BRANCHES = 4
+"""Of how many lines it is tried whether the way they branch makes a difference: each costs two traces."""
+
+
+def _branches(tracer: Tracer) -> list[str]:
+    """The lines that branch on sizes once in each run of their function."""
+    once = [place for place, times in tracer.asked.branches.items() if times == 1]
+    return once if len(once) <= _MOST_BRANCHES else []
+
+
+def _makes_no_difference(place: str, context: Context, tracer: Tracer, graph: fx.Graph) -> bool:
+    """Whether the graph is the same whichever way the branches of one line go."""
+
+    def written(found: fx.Graph, by: Tracer) -> list[tuple[str, ...]]:
+        nodes = [n for n in found.nodes if not (is_check(n) and n.kwargs.get("place") == place)]
+        values: dict[fx.Node, Any] = {n: f"%{i}" for i, n in enumerate(nodes)}
+        values |= {n: way for n, (line, way) in by.asked.answers.items() if line == place}
+        return [(n.op, str(n.target), str(fx.node.map_arg((n.args, n.kwargs), values.get))) for n in nodes]
+
+    model, fixed = context.model, context.recipe.concrete_args
+    for way in (True, False):
+        other = Tracer(tracer.leaves, context.example, fixed, tracer.strict, tracer.unroll, forced={place: way})
+        try:
+            with untouched(model), seeded():
+                if written(other.trace_model(model), other) != written(graph, tracer) or other.broken:
+                    return False
+        except FxqError:
+            return False
+    return True
 
 
 class Break(Exception):

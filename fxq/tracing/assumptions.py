@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 
 from fxq.common.metrics import tensors
 from fxq.graph.guards import HOW, check_fixed, check_same, structure
-from fxq.tracing.failure import Untraceable, user_line, user_text
+from fxq.tracing.failure import Untraceable, user_frame, user_line, user_text
 from fxq.tracing.forward_arguments import Argument
 from fxq.tracing.proxies import Origin, TracedValue
 
@@ -25,13 +26,24 @@ class Assumptions:
         create: makes a node of the graph.
         within: the code that the trace runs in: lines of the user's code are looked for inside.
         owner: what a message names where no line of the user's code asked.
+        forced: by line, how its branches on sizes are to go, whatever the example says.
+        free: lines whose branches on sizes make no difference to the graph: it does not check them.
         squeezes: whether a `squeeze` was traced, so that ranks depend on sizes.
         refusals: what no graph can hold, as far as a forward asked for it: it may catch the error.
+        answers: the values that were branched on, each with the first line that did, and the way that it went.
+        branches: the lines that branch on sizes, each with how often it did at most in one run of its function.
     """
 
-    def __init__(self, create: Create, within: CodeType, owner: str) -> None:
+    def __init__(
+        self, create: Create, within: CodeType, owner: str, forced: Mapping[str, bool], free: Collection[str]
+    ) -> None:
         self.create, self.within, self.owner = create, within, owner
+        self.forced, self.free = forced, free
         self.squeezes = False
+        self.branches: dict[str, int] = {}
+        self.answers: dict[fx.Node, tuple[str, bool]] = {}
+        self._runs: Counter[tuple[str, int]] = Counter()
+        self._frames: list[FrameType | None] = []  # held, so that no other gets the same id
         self.refusals: list[Untraceable] = []
         self._dtypes = self._ranks = False
         self._guarded: set[tuple[fx.Node, str]] = set()
@@ -58,16 +70,28 @@ class Assumptions:
         """
         if value._origin is Origin.DATA and not anyway and how not in ("len", "keys"):
             raise self.refuse(f"{_ASKED.get(how, f'{how}() of')} a value that depends on the data", value.node)
-        result = HOW[how](value._value)
-        key = value.node, how
-        if value._origin is not Origin.CONSTANT and key not in self._guarded:
+        result, key = HOW[how](value._value), (value.node, how)
+        if value._origin is Origin.CONSTANT:
+            return result
+        place = user_line(self.within) or self.owner
+        if how == "bool":
+            self._note_branch(place)
+            place, result = self.answers.setdefault(value.node, (place, self.forced.get(place, result)))
+        if key not in self._guarded and not (how == "bool" and place in self.free):
             self._guarded.add(key)
-            place, line = user_line(self.within) or self.owner, user_text(self.within) or "its forward"
+            line = user_text(self.within) or "its forward"
             options = {"how": how, "place": place, "text": line}
             check = self.create("call_function", check_same, (value.node, result), options)
             if frame is not None:
                 self._in_call.append((frame, frame.f_lasti, check, key))
         return result
+
+    def _note_branch(self, place: str) -> None:
+        """Count a branch on sizes. The same line may be in many functions that run, as that of a block of layers."""
+        frame = user_frame(self.within)
+        self._frames.append(frame)
+        self._runs[place, id(frame)] += 1
+        self.branches[place] = max(self.branches.get(place, 0), self._runs[place, id(frame)])
 
     def forget(self, frame: FrameType | None = None) -> None:
         """Take back what was asked from the call that a frame is at: torch only looked which arguments it has."""
@@ -107,6 +131,7 @@ class Assumptions:
     def add_checks(self, graph: fx.Graph) -> None:
         """Have the graph check first that it is called as the example calls it, where that decided something."""
         self.forget()  # the frames hold whatever the forward had at hand
+        self._frames.clear()
         checked = dict(self._checked)
         for name, (node, value) in self._given.items() if self._dtypes or self._ranks else ():
             if next(tensors(value), None) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
@@ -52,6 +52,7 @@ class Tracer(fx.Tracer):
         unroll: whether such a loop is unrolled.
         record: whether to keep what the traced modules return.
         outputs: that, with the module's path, in the order in which they return.
+        forced, free: as for `Assumptions`.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class Tracer(fx.Tracer):
         strict: bool = False,
         unroll: bool = False,
         record: bool = False,
+        forced: Mapping[str, bool] | None = None,
+        free: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.leaves, self.example, self.fixed, self.strict = leaves, example, fixed, strict
-        self.unroll, self.loops = unroll, False
+        self.unroll, self.loops, self.forced, self.free = unroll, False, forced or {}, free
         self.record, self.outputs = record, list[tuple[str, list[Tensor]]]()
         self._hopeless: Exception | None = None
         self.broken: dict[str, str] = {}
@@ -83,7 +86,7 @@ class Tracer(fx.Tracer):
             InputError: the model does not run on the example.
         """
         self.run = ExampleRun(model, _TRACE)
-        self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__)
+        self.asked = Assumptions(self.create_node, _TRACE, type(model).__name__, self.forced, self.free)
         self._paths = {p: n for n, p in (*model.named_buffers(), *model.named_parameters())}
         try:
             with _ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad(), visible(self.create_proxy, self._traces):

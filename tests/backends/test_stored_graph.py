@@ -11,8 +11,6 @@ from torch import nn
 import fxq
 from fxq.api import _manager
 from fxq.backends.cpu import has_onednn_int8
-from fxq.backends.kernel import Kernel
-from fxq.backends.stored_graph import kernel_named
 from fxq.passes import Cleanup, Fuse, InsertQdq, Propagate
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Stage
@@ -81,9 +79,8 @@ def test_a_pass_makes_the_same_of_the_graph_that_was_read(name):
         if stage in NEXT:
             texts = []
             for gm in (manager.gm, again(manager.gm)):
-                names = dict(manager.context.float_weights)
                 known = copy.copy(manager.context)
-                known.units, known.float_weights = {}, names
+                known.units = {}
                 other = PassManager(known)
                 other.gm, other.stage = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)), manager.stage
                 texts.append(fxq.write_graph(other.run([NEXT[stage]])))
@@ -104,14 +101,6 @@ def test_leaf_modules_come_from_the_caller():
 
 
 # ---- kernels
-
-
-@pytest.mark.any_cpu
-def test_kernels_by_name():
-    assert kernel_named("cpu.quantize").name == "cpu.quantize"
-    assert issubclass(kernel_named("fbgemm.linear"), Kernel)
-    with pytest.raises(fxq.InputError, match=r"unknown kernel 'x86.konv'; did you mean 'x86.conv'"):
-        kernel_named("x86.konv")
 
 
 LOWERED = """modules['q'] = cpu.quantize(out={})

@@ -75,8 +75,8 @@ CHAIN = """
     x: float32[2, 3, 4] = input()
     x_q = quantize(x, scale=0.5, zero_point=3)
     x_dq = dequantize(x_q, scale=0.5, zero_point=3)
-    turned = transpose(x_dq, dim0=1, dim1=2)  # plan=Plan('moves')
-    flat = reshape(turned, shape=(2, 12))  # plan=Plan('moves')
+    turned = transpose(x_dq, dim0=1, dim1=2)  # plan=Plan(Decision('moves'))
+    flat = reshape(turned, shape=(2, 12))  # plan=Plan(Decision('moves'))
     flat_q = quantize(flat, scale=0.5, zero_point=3)
     flat_dq = dequantize(flat_q, scale=0.5, zero_point=3)
     return flat_dq

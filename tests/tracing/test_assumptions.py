@@ -10,7 +10,7 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from tests.graphs import after, expected, text
-from tests.helpers import module
+from tests.helpers import REFERENCE, module
 from tests.machine import no_warnings
 from tests.traced import X, close, conv
 
@@ -46,6 +46,53 @@ def test_a_branch_on_a_size_is_checked():
     ):
         qmodel(torch.rand(2, 4, 8, 8))
     assert qmodel(X[:2]).shape == (2, 3, 8, 8)
+
+
+def needless(self, x):
+    """Whatever the size, the second operand decides, which is no traced value."""
+    causal = x.shape[1] > 1 and self.is_causal
+    return self.a(x) * 2 if causal else self.a(x)
+
+
+def handed_on(self, x):
+    """The branch's own value goes into a call where it is false."""
+    causal = x.shape[1] > 1 and self.is_causal
+    return F.scaled_dot_product_attention(self.a(x), x, x, is_causal=causal)
+
+
+def either(self, x):
+    """With both sizes one, another graph."""
+    return self.a(x) if x.shape[2] > 1 or x.shape[3] > 1 else self.a(x) * 2
+
+
+def counted(self, x):
+    """A line that branches several times in one run."""
+    return self.a(x) * (2 if len([size for size in x.shape if size > 1]) > 0 else 3)
+
+
+@pytest.mark.parametrize("function", [needless, handed_on])
+def test_a_branch_that_makes_no_difference_is_not_checked(function):
+    """Also of several layers, which share the line."""
+
+    class Block(nn.Module):
+        is_causal = False
+        forward = function
+
+        def __init__(self):
+            super().__init__()
+            self.a = conv()
+
+    model = nn.Sequential(Block(), Block()).eval()
+    gm = after(model, X, "trace")
+    assert "check_same" not in text(gm) and "gt" not in text(gm)
+    quantized = fxq.quantize(model, REFERENCE, data=[X])
+    assert quantized(X[:, :, :1, :1]).shape == model(X[:, :, :1, :1]).shape
+
+
+@pytest.mark.parametrize("forward", [by_channels, either, counted])
+def test_a_branch_that_might_make_one_is(forward):
+    gm = after(module(forward, a=conv()), X, "trace")
+    assert "check_same" in text(gm)
 
 
 def unpacked(self, x):
