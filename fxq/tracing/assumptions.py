@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.common.metrics import tensors
+from fxq.errors import TraceError
 from fxq.graph.guards import HOW, check_fixed, check_same, structure
 from fxq.tracing.failure import Untraceable, user_frame, user_line, user_text
 from fxq.tracing.forward_arguments import Argument
@@ -92,6 +93,8 @@ class Assumptions:
         self._frames.append(frame)
         self._runs[place, id(frame)] += 1
         self.branches[place] = max(self.branches.get(place, 0), self._runs[place, id(frame)])
+        if place in self.forced and self.branches[place] > 1:
+            raise TraceError(f"{place}: a loop, which would not end")
 
     def forget(self, frame: FrameType | None = None) -> None:
         """Take back what was asked from the call that a frame is at: torch only looked which arguments it has."""

@@ -65,6 +65,13 @@ def either(self, x):
     return self.a(x) if x.shape[2] > 1 or x.shape[3] > 1 else self.a(x) * 2
 
 
+def halved(self, x):
+    """A loop that the example does not enter."""
+    while x.shape[2] > 64:
+        x = F.max_pool2d(x, 2)
+    return self.a(x)
+
+
 def counted(self, x):
     """A line that branches several times in one run."""
     return self.a(x) * (2 if len([size for size in x.shape if size > 1]) > 0 else 3)
@@ -89,7 +96,7 @@ def test_a_branch_that_makes_no_difference_is_not_checked(function):
     assert quantized(X[:, :, :1, :1]).shape == model(X[:, :, :1, :1]).shape
 
 
-@pytest.mark.parametrize("forward", [by_channels, either, counted])
+@pytest.mark.parametrize("forward", [by_channels, either, halved, counted])
 def test_a_branch_that_might_make_one_is(forward):
     gm = after(module(forward, a=conv()), X, "trace")
     assert "check_same" in text(gm)
