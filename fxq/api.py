@@ -109,6 +109,7 @@ def prepare(model: nn.Module, recipe: Any = "static", example_inputs: Any = None
     manager.run(before)
     if manager.stage < Stage.OBSERVED:
         raise RecipeError("the pipeline has no pass that inserts observers: insert-observers was removed.")
+    manager.check_float()
     return ObservedModel.from_manager(manager)
 
 

@@ -195,7 +195,7 @@ LAYERS = [
         module(nn.RMSNorm, 8),
         *(
             function(f, lambda x, m, f=f: f(x, [8], m.weight), weight=SCALE)
-            for f in (F.rms_norm, aten.rms_norm.default)
+            for f in (F.rms_norm, torch.rms_norm, aten.rms_norm.default)
         ),
         layout="rows",
     ),
@@ -209,7 +209,7 @@ LAYERS = [
                 weight=lambda: torch.ones(4),
                 bias=lambda: torch.zeros(4),
             )
-            for f in (F.group_norm, aten.group_norm.default)
+            for f in (F.group_norm, torch.group_norm, aten.group_norm.default)
         ),
     ),
     *cases(
@@ -219,6 +219,10 @@ LAYERS = [
         function(
             aten.instance_norm.default,
             lambda x, m: aten.instance_norm.default(x, None, None, None, None, True, 0.1, 1e-5, False),
+        ),
+        function(
+            torch.instance_norm,
+            lambda x, m: torch.instance_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
         ),
     ),
     *cases("instance_norm", module(nn.InstanceNorm1d, 4), layout="sequence", group="instance_norm_1d"),

@@ -219,9 +219,12 @@ def group_norm(pick: Picks, x: Tensor) -> nn.Module:
 
 @form("instance_norm", called)
 def instance_norm(pick: Picks, x: Tensor) -> nn.Module | None:
-    types = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d}
-    fits = x.dim() in types and x[0, 0].numel() > 3  # of two numbers it gives the signs of their difference
-    return types[x.dim()](x.shape[1]) if fits else None
+    """With a batch axis; or without, so that the batch stands for the channels of one sample."""
+    types = [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]
+    alone = pick(False, True) or x.dim() == 2
+    n = x.dim() - (1 if alone else 2)
+    fits = 1 <= n <= 3 and x.flatten(-n)[0].shape[-1] > 3  # of two numbers it gives the signs of their difference
+    return types[n - 1](x.shape[0 if alone else 1]) if fits else None
 
 
 @form("local_response_norm", called)

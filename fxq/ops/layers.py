@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxq.ops.arithmetic import product_macs
-from fxq.ops.registry import OPS, aten, named, pick_values, row
-from fxq.ops.table import Arguments, Shape, computes, float_only, spell
+from fxq.ops.registry import OPS, RANKS, aten, named, pick_values, row
+from fxq.ops.table import Arguments, Shape, computes, float_only, shape_of, spell
 
 OPS.leaf("lstm", nn.LSTM)
 OPS.leaf("gru", nn.GRU)
@@ -93,9 +94,11 @@ def layer_norm(
     return F.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
+_RMS_NORM = nn.RMSNorm, F.rms_norm, torch.rms_norm, aten.rms_norm.default
+
+
 @row(
-    *(spell(t, "x normalized_shape weight eps", _normalized) for t in (nn.RMSNorm, F.rms_norm)),
-    spell(aten.rms_norm.default, "x normalized_shape weight eps", _normalized),
+    *(spell(t, "x normalized_shape weight eps", _normalized) for t in _RMS_NORM),
     quant=_FLOAT,
 )
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, normalized_shape: Any, eps: float | None = None) -> Tensor:
@@ -111,7 +114,10 @@ def _no_flag(bound: Arguments) -> Arguments:
 @row(
     spell(nn.GroupNorm, "x num_groups weight bias eps"),
     spell(F.group_norm, "x num_groups weight bias eps"),
-    spell(aten.group_norm.default, "x num_groups weight bias eps cudnn_enabled", _no_flag),
+    *(
+        spell(t, "x num_groups weight bias eps cudnn_enabled", _no_flag)
+        for t in (torch.group_norm, aten.group_norm.default)
+    ),
     quant=_FLOAT,
 )
 def group_norm(
@@ -131,18 +137,34 @@ def _instance(bound: Arguments) -> Arguments | str:
     return bound
 
 
+def _instance_module(n: int, bound: Arguments) -> Arguments | str:
+    """A module also takes one sample without a batch axis."""
+    shape = shape_of(bound["x"])
+    one = shape is not None and len(shape) == n + 1
+    return _instance({**bound, "batched": False} if one else bound)
+
+
 _INSTANCE = "x running_mean running_var weight bias use_input_stats momentum eps"
 _INSTANCE_ATEN = "x weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled"
 
 
 @row(
-    *(spell(t, _INSTANCE, _instance) for t in (*named("nn.InstanceNorm{n}d"), F.instance_norm)),
-    spell(aten.instance_norm.default, _INSTANCE_ATEN, _instance),
+    *(spell(named("nn.InstanceNorm{n}d", n)[0], _INSTANCE, partial(_instance_module, n)) for n in RANKS),
+    spell(F.instance_norm, _INSTANCE, _instance),
+    *(spell(t, _INSTANCE_ATEN, _instance) for t in (torch.instance_norm, aten.instance_norm.default)),
     quant=_FLOAT,
 )
-def instance_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """x (N, C, ...): each channel of a sample to mean 0 and variance 1.  Source: Ulyanov et al. 2016."""
-    return F.instance_norm(x, weight=weight, bias=bias, eps=eps)
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    batched: bool = True,
+) -> Tensor:
+    """x (N, C, ...), or (C, ...): each channel of a sample to mean 0 and variance 1.  Source: Ulyanov et al. 2016."""
+    normed = torch.instance_norm(x if batched else x[None], weight, bias, None, None, True, 0.0, eps, False)
+    return normed if batched else normed[0]
 
 
 @row(nn.LocalResponseNorm, F.local_response_norm, quant=_FLOAT)

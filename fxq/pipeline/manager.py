@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxq.common.isolation import copied, untouched, without_autocast
-from fxq.common.metrics import loss, sqnr
+from fxq.common.isolation import copied, seeded, untouched, without_autocast
+from fxq.common.metrics import Agreement, loss, sqnr, tensors
 from fxq.common.source import source_of
 from fxq.errors import FxqError, PassError, warn, words_of
 from fxq.graph.info import info, set_info
@@ -29,6 +29,9 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
 log = logging.getLogger("fxq")
+
+FLOAT = 60.0
+"""dB. SQNR that float32 has left after ops were written in another way, also where differences of values are small."""
 
 
 class PassManager:
@@ -72,6 +75,31 @@ class PassManager:
                 self._run_one(step)
         self.gm.recompile()
         return self.gm
+
+    def check_float(self) -> None:
+        """Warn where a graph in which nothing is rounded yet computes something else on the example than the model.
+
+        In the output of the finished model, a small error of a pass could not be told from rounding. Where the user has
+        passes of their own, which may change numbers on purpose, nothing is checked.
+        """
+        context = self.context
+        if not all(map(_is_own, context.recipe.pipeline)):
+            return
+        given = copied(context.example)
+        with untouched(context.model), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
+            result = self.gm(*given.args, **given.kwargs)
+        for want, got in zip(tensors(context.outputs), tensors(result), strict=True):
+            found = Agreement()
+            if want.is_floating_point():
+                found.add(want, got)
+            if found.signal > 0 and not found.sqnr > FLOAT:
+                warn(
+                    "before anything is rounded, the graph computes something else than the model: "
+                    f"{found.sqnr:.1f} dB SQNR on the example. A pass or an op's row is wrong; recipe.with_check() "
+                    "says after which pass, and recipe.leaf(...) keeps a module as it is. If the row is none of yours, "
+                    "please report it."
+                )
+                return
 
     def _run_one(self, step: Pass) -> None:
         if step.needs > self.stage:

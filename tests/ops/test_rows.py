@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
+from fxq.graph.query import op_of
 from fxq.ops import OPS
 from tests.cases_activations import ACTIVATIONS, FLOATS
 from tests.cases_arithmetic import ARITHMETIC
@@ -158,3 +159,25 @@ def test_x86_is_its_qdq_reference(case):
     expected = fate_of(case)
     assert all(e.reason for e in entries if e.fate == "float")
     assert fates == [expected] or (fates == [] and expected == "folded")
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6), (4, 3, 5, 6)])
+def test_an_instance_norm_of_one_sample(shape):
+    """Without a batch axis, as the modules take it too."""
+    norm = [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d][len(shape) - 2](4, affine=True).eval()
+    norm.bias.data.copy_(torch.arange(4.0))
+    x = torch.randn(shape)
+    gm = after(nn.Sequential(norm), x, "canonicalize")
+    assert [op.name for node in gm.graph.nodes if (op := op_of(node))] == ["instance_norm"]
+    assert torch.equal(gm(x), norm(x))
+
+
+def test_an_instance_norm_of_one_element_to_a_channel():
+    """F.instance_norm refuses it; torch.instance_norm, and so ours, does not."""
+
+    class Normed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.instance_norm(x, None, torch.arange(4.0), None, None, True, 0.1, 1e-5, False)
+
+    x = torch.randn(2, 4, 1)
+    assert torch.equal(after(Normed(), x, "canonicalize")(x), Normed()(x))

@@ -10,6 +10,7 @@ from torch import nn
 import fxq
 from fxq.errors import FxqWarning, InputError, PassError, RecipeError
 from fxq.graph.query import constant
+from fxq.ops import OPS
 from fxq.passes import Annotate, Canonicalize, Fuse, InsertQdq, Trace
 from fxq.recipe.pass_base import Pass, Stage
 from tests.helpers import REFERENCE, graph, managed
@@ -261,3 +262,51 @@ def test_the_traced_graph_shares_the_models_parameters():
     model = two_linears()
     gm = graph(model, X)
     assert {id(p) for p in gm.parameters()} == {id(p) for p in model.parameters()}
+
+
+# ---- before anything is rounded
+
+
+class Doubled(nn.Module):
+    """What the row below says wrongly."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.fixture
+def wrong_row():
+    """A row of the op table that computes something else than the modules that it stands for."""
+
+    @fxq.register_op(Doubled, quant=fxq.Quant("computes", pointwise=True))
+    def doubled(x):
+        return 2.01 * x
+
+    yield
+    OPS.discard("doubled")
+
+
+def test_a_row_that_is_wrong_is_told_before_anything_is_rounded(wrong_row):
+    """46 dB: as good as rounding to 7 bits, so that the output of the finished model would not show it."""
+    model = nn.Sequential(nn.Linear(4, 4), Doubled()).eval()
+    with pytest.warns(FxqWarning, match=r"computes something else than the model: 46\.0 dB SQNR on the example"):
+        fxq.prepare(model, REFERENCE, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxqWarning)
+        fxq.prepare(model, REFERENCE.leaf("1"), X)
+        fxq.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), REFERENCE, X)
+
+
+def test_outputs_that_are_zero_have_no_scale_to_judge_by():
+    class Zero(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.first(x)
+            return y, (y - y).relu()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxqWarning)
+        fxq.prepare(Zero().eval(), REFERENCE, X)
