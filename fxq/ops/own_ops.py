@@ -37,21 +37,18 @@ def register_op(
         *spellings: how models call it besides this function: ops of `torch.library` (with all their overloads), other
             functions that torch.fx records, `nn.Module` types whose attributes have the options' names; where the
             arguments are others than the function's, a `fxq.Spelling`.
-        quant: how it takes part in quantization. `fxq.Quant("computes", pointwise=True)`: a function of one element, on
-            integers an exact table. `fxq.Quant("moves", layout=True)`: it only moves values, and runs on integers as it
-            stands. `fxq.Quant("float")`: it has no integer form. `fxq.Quant("computes")`: it runs on integers where a
-            kernel takes it, see `fxq.register_kernel`.
+        quant: how it takes part: `fxq.Quant("computes", pointwise=True)`, a function of one element, on integers an
+            exact table; `fxq.Quant("moves", layout=True)`, it only moves values, integers as well; `fxq.Quant("float")`,
+            it has no integer form; `fxq.Quant("computes")`, it has where a kernel takes it (`fxq.register_kernel`).
         name: its name; default: the function's.
         commutes: whether its first two tensors can be swapped.
         macs: its multiply-accumulates from the shapes of its output and its tensors; None: too few to count.
 
     Returns:
-        The decorator. It returns the function; torch.fx records a call of that as one node. A function that is defined
-        anew replaces what it was.
+        The decorator of the function. One that is defined anew replaces what it was.
 
     Raises:
-        FxqError: the name or a spelling belongs to another op.
-        InputError: something given is of the wrong type, or `quant` names an argument that the function does not have.
+        FxqError: the name or a spelling is another op's; or (`InputError`) something given is of the wrong type.
 
     Example:
         >>> @fxq.register_op(quant=fxq.Quant("computes", pointwise=True))

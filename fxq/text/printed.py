@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,20 +13,20 @@ from fxq.text.tables import Part, plain
 from fxq.text.terminal import shown
 
 
-class Printed:
+class Printed(ABC):
     """A base for what is made to be read. A subclass says what there is to read (`_parts`, `_short`).
 
     `str`, and so `print` and f-strings, gives colours where stdout is a terminal, as wide as that. For a file there is
     `to_text`, which is the same everywhere; it is also what `print` gives into a pipe.
     """
 
+    @abstractmethod
     def _parts(self) -> Sequence[Part]:
         """Everything, as lines and tables."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _short(self) -> str:
         """What is most worth knowing, for `repr`."""
-        raise NotImplementedError
 
     def _brief(self) -> Sequence[Part]:
         """What to show a person; by default everything."""

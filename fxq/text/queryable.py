@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, ClassVar, TypeVar
@@ -39,9 +40,9 @@ class Rows(Printed, Sequence[Row]):
     """The values that a field can have, where these are few."""
 
     @property
+    @abstractmethod
     def _row(self) -> type:
         """The type of the rows, also where there are none."""
-        raise NotImplementedError
 
     def _facts(self) -> dict[str, Any]:
         """What JSON says besides the rows."""

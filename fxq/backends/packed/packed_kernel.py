@@ -6,6 +6,7 @@ packed is the one that runs it, whatever is selected later.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -38,7 +39,7 @@ class Finish:
         return y if self.clamp is None else y.clamp_(*self.clamp)
 
 
-class PackedKernel(LayerKernel):
+class PackedKernel(LayerKernel, ABC):
     """A layer with a weight that one of PyTorch's quantized engines has packed.
 
     Args:
@@ -65,9 +66,9 @@ class PackedKernel(LayerKernel):
         if given != wanted:
             raise InputError(f"{self.name}: an input with {given} channels; the layer takes {wanted}.")
 
+    @abstractmethod
     def _pack(self) -> Any:
         """The packed weight. Opaque: it cannot be copied or pickled."""
-        raise NotImplementedError
 
     def _weight(self) -> Any:
         """The packed weight, packed on first use."""
