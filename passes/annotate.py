@@ -132,7 +132,7 @@ class _Asked:
             return self._float("unsupported", support.reason)
         assert config.activation is not None
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
-        return Candidate(calls, config.activation, support, overflows)
+        return Candidate(calls, config.activation, config.weight, support, overflows)
 
     def _float(self, kind: DecisionKind, text: str, fix: str = "") -> Plan:
         return Plan(Decision("float", kind, text, fix, self.rewriter.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Iterable, Iterator
@@ -14,8 +15,8 @@ from fxq.errors import CalibrationError, PassError
 from fxq.graph.fills import Fills
 from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
-from fxq.graph.query import reads_only_metadata, submodule, unobserved
-from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of
+from fxq.graph.query import constant, reads_only_metadata, submodule, unobserved
+from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of, wishes_of
 from fxq.quant.observer_base import Observer
 from fxq.quant.spec import TensorSpec
 from fxq.quant.strands import FAR, Strand, around, watching
@@ -39,7 +40,8 @@ class ChooseGrids(Pass):
     What an op moves shares the grid of its result, unless that is four times as wide as the values themselves, and they
     are read elsewhere: then they keep a grid of their own, and insert-qdq converts. Where it is the result that would
     be left with a small part of a grid, the op runs in float, and so does what hands it its values.
-    Where kernels overflow with 8 bits and `context.narrow` says activations, the grids that they read have 7.
+    Where kernels overflow with 8 bits, the grids of the activations that they read, or those of their weights, have 7:
+    `context.narrow` says which.
     Constants of masks, pads and fills are no data. The grid becomes wider for them by one bit at most; one further out
     keeps the values that may hold it, and the ops that read them, in float, up to where something new is computed. So
     does a mask that is an input, where calibration saw it push some of the values far away from the others.
@@ -62,7 +64,7 @@ class ChooseGrids(Pass):
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:
-                _note_zeros(rewriter, value, chooser.observers.get((value, edge.spec)))
+                _note_zeros(rewriter, value, chooser.observers.get((value, edge.spec, edge.axis)))
 
 
 def _note_zeros(rewriter: Rewriter, value: fx.Node, observer: Observer | None) -> None:
@@ -78,14 +80,16 @@ class _Chooser:
         observers: by the edge that they watch.
         plans: the plans that change.
         off: values that are on no grid, with the reason for their readers.
-        gives_way: whether grids have a bit less where kernels that read them overflow with 8.
+        narrow: which role gives up a bit where kernels overflow with 8.
+        weights: those that take an integer form.
         infinite: those of them that hold infinity.
     """
 
     def __init__(self, rewriter: Rewriter) -> None:
         self.gm, self.fills = rewriter.gm, Fills(rewriter.gm)
-        self.gives_way = rewriter.context.narrow == "activations"
-        self.observers: dict[Key, Observer] = {}
+        self.narrow = rewriter.context.narrow
+        self.weights: list[fx.Node] = []
+        self.observers: dict[tuple[fx.Node, TensorSpec, int | None], Observer] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         self.plans: dict[fx.Node, Plan] = {}
         self.off: dict[fx.Node, str] = {}
@@ -95,7 +99,7 @@ class _Chooser:
         for node in rewriter.nodes():
             observer = submodule(self.gm, node)
             if isinstance(observer, Observer):
-                self.observers[unobserved(self.gm, node), observer.spec] = observer
+                self.observers[unobserved(self.gm, node), observer.spec, observer.axis] = observer
             elif not reads_only_metadata(node):
                 for read in node.all_input_nodes:
                     self.readers.setdefault(unobserved(self.gm, read), []).append(node)
@@ -105,14 +109,27 @@ class _Chooser:
         numbers: dict[Strand, int] = {}
         for strand in self._strands.values():
             numbers.setdefault(strand.root(), len(numbers))
-        narrow = self._overflowing() if self.gives_way else set()
+        narrow = self._overflowing() if self.narrow == "activations" else set()
         grids = {strand: strand.qparams(strand in narrow) for strand in numbers}
         found = {}
         for value in dict.fromkeys(value for value, _ in self._strands):
             roots = {edge: self._strands[value, edge.spec].root() for edge in info(value).edges}
             edges = (replace(edge, group=numbers[root], qparams=grids[root]) for edge, root in roots.items())
             found[value] = tuple(edges)
-        return {**found, **dict.fromkeys(self.off, ())}
+        weights = {node: tuple(self._weight(node, edge) for edge in info(node).edges) for node in self.weights}
+        return {**found, **weights, **dict.fromkeys(self.off, ())}
+
+    def _weight(self, node: fx.Node, edge: Edge) -> Edge:
+        """The edge of a weight with its grid: one bit less where a kernel that reads it overflows with 8."""
+        tensor, observer = constant(self.gm, node), self.observers.get((node, edge.spec, edge.axis))
+        if tensor is None or observer is None:
+            raise PassError(f"{where(self.gm, node)}: no observer watches this weight. Run insert-observers.")
+        seen = copy.deepcopy(observer)
+        seen.paused = False
+        seen(tensor)
+        readers = [r for r in self.readers[node] if wishes_of(self.gm, r).get(node) == (edge.spec, edge.axis)]
+        narrow = self.narrow == "weights" and any(self._plan(reader).overflows for reader in readers)
+        return replace(edge, qparams=(seen.on(edge.spec.narrowed) if narrow else seen).qparams())
 
     def _overflowing(self) -> set[Strand]:
         """The strands that a kernel reads which overflows with 8 bits."""
@@ -122,6 +139,10 @@ class _Chooser:
 
     def visit(self, node: fx.Node) -> None:
         """Decide about a node and its value. Those that it reads come before."""
+        if node.op == "get_attr":
+            if info(node).edges:
+                self.weights.append(node)
+            return
         reads = reads_of(self.gm, node)
         if node.op == "placeholder" or self._is_given(node):
             self._given.add(node)
@@ -142,7 +163,7 @@ class _Chooser:
 
     def _made(self, node: fx.Node, edge: Edge) -> Strand | None:
         """The strand that begins with a value; None where that is on no grid."""
-        observer = self.observers.get((node, edge.spec))
+        observer = self.observers.get((node, edge.spec, None))
         moved = next((value for value in reads_of(self.gm, node) if value in self.off), None)
         if observer is None and moved is not None:
             self._take_off(node, self.off[moved])
@@ -163,7 +184,7 @@ class _Chooser:
         """The strand of a value that an op hands on; None where it is on no grid."""
         roots = list(dict.fromkeys(strand.root() for strand in inputs))
         strand = around(roots)
-        observer = self.observers.get((node, edge.spec))
+        observer = self.observers.get((node, edge.spec, None))
         own = watching(observer) if observer is not None else None
         if own is not None and 0 < FAR * own.span <= strand.span:
             self._cut(node, strand.span / own.span)
@@ -184,7 +205,7 @@ class _Chooser:
 
     def _holds(self, node: fx.Node, edge: Edge, strand: Strand) -> bool:
         """Let a strand hold the constants of a value. False where it cannot: then the value is on no grid."""
-        observer = self.observers.get((node, edge.spec))
+        observer = self.observers.get((node, edge.spec, None))
         met = observer.met_constants if observer is not None else ()
         constants = self.fills.brought_by(node).union(met)
         if observer is not None and self._is_masked(node):

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxq.graph.info import Edge, info
-from fxq.graph.unit import reads_of
+from fxq.graph.unit import wishes_of
 from fxq.quant.observers import make_observer
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -19,10 +19,11 @@ FOLDER = "fxq_observers"
 
 @dataclass(frozen=True)
 class InsertObservers(Pass):
-    """Put an observer behind every value that takes an integer form and is not merely moved as a whole.
+    """Put an observer behind every value and weight that takes an integer form and is not merely moved as a whole.
 
-    Before: conv2d(x, w, b)    After: conv2d(histogram(x), w, b)
-    Keeps: the output, exactly: an observer returns what it is given. Weights need no observer, they are known.
+    Before: conv2d(x, w, b)    After: conv2d(histogram(x), minmax(w), b)
+    Keeps: the output, exactly: an observer returns what it is given. That of a weight is paused: choose-grids shows it
+    the weight, which calibration does not change.
     """
 
     name: ClassVar[str] = "insert-observers"
@@ -30,30 +31,28 @@ class InsertObservers(Pass):
     gives: ClassVar[Stage] = Stage.OBSERVED
 
     def run(self, rewriter: Rewriter) -> None:
-        """One observer per edge that is to be observed, each reading the one before it."""
+        """One observer per edge that is to be observed; those of a value that is computed read one another."""
         nodes = rewriter.nodes()
-        reads = {node: reads_of(rewriter.gm, node) for node in nodes}
+        wishes = {node: wishes_of(rewriter.gm, node) for node in nodes}
         for value in nodes:
             seen, readers = value, list(value.users)
             for edge in info(value).edges:
                 if edge.observed:
-                    wish = {reader for reader in readers if reads[reader].get(value) == edge.spec}
-                    seen = _observe(rewriter, value, seen, edge, wish)
+                    wish = {reader for reader in readers if wishes[reader].get(value) == (edge.spec, edge.axis)}
+                    observer = _observe(rewriter, value, seen, edge, wish)
+                    seen = observer if value.op != "get_attr" else value
 
 
 def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> fx.Node:
     """Put an observer of `value` behind `seen`: the value itself, or its previous observer. `wish`: who wants it."""
-    about = info(value)
+    about, is_weight = info(value), value.op == "get_attr"
     what = f'layer "{about.path}"' if about.path else "the input" if value.op == "placeholder" else "the model"
     name = f"%{value.name} ({what}{', ' + about.source if about.source else ''})"
-    target = rewriter.module(make_observer(edge.spec, None, name, edge.constants), value.name, FOLDER)
+    made = make_observer(edge.spec, edge.axis, f"the weight {value.target}" if is_weight else name, edge.constants)
+    made.paused = is_weight
+    target = rewriter.module(made, value.name, FOLDER)
     observer = rewriter.node("call_module", target, (seen,), after=seen, name=f"{value.name}_observer")
-    rewriter.describe(
-        observer,
-        shape=about.shape,
-        dtype=about.dtype,
-        path=about.path,
-        source=about.source,
-    )
-    rewriter.reroute(seen, observer, only=lambda user: user is not observer and (seen is value or user in wish))
+    rewriter.describe(observer, shape=about.shape, dtype=about.dtype, path=about.path, source=about.source)
+    takes_all = seen is value and not is_weight
+    rewriter.reroute(seen, observer, only=lambda user: user is not observer and (takes_all or user in wish))
     return observer

@@ -14,9 +14,8 @@ from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, made_by, reads_only_metadata, submodule
-from fxq.graph.unit import calls_of, inputs_of, reads_of
+from fxq.graph.unit import Wish, wishes_of
 from fxq.quant.observer_base import Observer
-from fxq.quant.observers import make_observer
 from fxq.quant.qparams import QParams, quantize
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -31,7 +30,6 @@ class InsertQdq(Pass):
     After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b)
     Also: what an op moves together with others is put onto the grid of its result, where it has one of its own.
     Keeps: the output up to rounding to the grids. This is the portable reference: exact, on any device.
-    Where kernels overflow with 8 bits and `context.narrow` says weights, these get 7.
     Source: Jacob et al. 2018, section 2.
     """
 
@@ -50,17 +48,19 @@ class InsertQdq(Pass):
         for node in rewriter.nodes():
             if isinstance(submodule(rewriter.gm, node), Observer):
                 rewriter.replace(node, node.args[0])
-        reads = {node: reads_of(rewriter.gm, node) for node in rewriter.nodes()}
+        wishes = {node: wishes_of(rewriter.gm, node) for node in rewriter.nodes()}
         results = {value: {edge.spec: edge.qparams for edge in info(value).edges} for value in chosen}
         for value in chosen:
             current, readers = value, list(value.users)
             for edge in info(value).edges:
-                wish = {reader for reader in readers if reads[reader].get(value) == edge.spec}
-                current = _convert(rewriter, value, current, edge, wish)
+                wish = {reader: None for reader in readers if wishes[reader].get(value) == (edge.spec, edge.axis)}
+                if value.op != "get_attr":
+                    current = _convert(rewriter, value, current, edge, wish)
+                elif wish:
+                    _convert_weight(rewriter, value, edge, wish)
             rewriter.describe(value, edges=())
         for node, grids in results.items():
-            _bring_together(rewriter, node, grids, reads[node])
-        _convert_weights(rewriter)
+            _bring_together(rewriter, node, grids, wishes[node])
         rewriter.erase_unused()
 
 
@@ -97,7 +97,7 @@ def _pair(
 
 
 def _bring_together(
-    rewriter: Rewriter, node: fx.Node, results: Mapping[TensorSpec, QParams | None], reads: Mapping[fx.Node, TensorSpec]
+    rewriter: Rewriter, node: fx.Node, results: Mapping[TensorSpec, QParams | None], wishes: Mapping[fx.Node, Wish]
 ) -> None:
     """Put the inputs of an op that moves integers onto the grid of its result, those that have another one.
 
@@ -109,60 +109,32 @@ def _bring_together(
     for read in node.all_input_nodes:
         own = grid_of(rewriter.gm, read)
         value: Any = made_by(read)
-        wanted = results.get(reads[value]) if value in reads else None
+        wanted = results.get(wishes[value][0]) if value in wishes else None
         if wanted is not None and own is not None and not wanted.same_as(own):
             _, dq = _pair(rewriter, read, read, wanted, value.name, like=node)
             rewriter.update(node, args=_swap(node.args, read, dq))
-
-
-def _convert_weights(rewriter: Rewriter) -> None:
-    """Replace the float weights of integer ops by dequantized integer weights, each made once."""
-    made: dict[tuple[fx.Node, TensorSpec, int | None], fx.Node] = {}
-    for node in rewriter.nodes():
-        plan = info(node).plan
-        if plan is None or plan.fate != "int8":
-            continue
-        calls = calls_of(rewriter.gm, node)
-        asked, _ = rewriter.context.config_for(info(node).path, calls[0].op.name)
-        spec = rewriter.context.backend.config(asked, calls).weight
-        if spec is not None and plan.overflows and rewriter.context.narrow == "weights":
-            spec = spec.narrowed
-        for read in inputs_of(calls):
-            if read.role == "weight" and spec is not None:
-                axis = read.axis if spec.per == "channel" else None
-                key = (read.node, spec, axis)
-                known = made.get(key)
-                if known is None:
-                    known = made[key] = _integer_weight(rewriter, read.node, spec, axis)
-                    rewriter.describe(known, path=info(node).path, source=info(node).source)
-                rewriter.update(node, args=_swap(node.args, read.node, known))
 
 
 def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
     return fx.node.map_arg(args, lambda n: new if n is old else n)
 
 
-def _integer_weight(rewriter: Rewriter, weight: fx.Node, spec: TensorSpec, axis: int | None) -> fx.Node:
-    """The integer form of a weight, dequantized: a node behind `weight`."""
-    tensor = constant(rewriter.gm, weight)
-    if tensor is None:
-        raise PassError(
-            f"{where(rewriter.gm, weight)}: is to be an integer weight, but it is computed. Plan its reader as float."
-        )
+def _convert_weight(rewriter: Rewriter, weight: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> None:
+    """Put the integer form of a weight, dequantized, behind the float one, for those that want it."""
+    tensor, qp = constant(rewriter.gm, weight), edge.qparams
+    assert tensor is not None and qp is not None  # choose-grids has seen it
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
-    observer = make_observer(spec, axis, f"the weight {weight.target}")
-    observer(tensor)
-    real = (tuple(tensor.shape), torch.float32)
-    qp = observer.qparams()
     values = rewriter.constant(quantize(tensor.detach(), qp), f"{name}_int8", before=weight.next)
-    grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": axis}
+    grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": qp.axis}
     last = values
-    if axis is None:
+    if qp.axis is None:
         grid |= {"scale": qp.s, "zero_point": qp.z}
     else:
         scale = rewriter.constant(qp.scale.to(tensor.device), f"{name}_scale", before=values.next)
         last = rewriter.constant(qp.zero_point.to(tensor.device), f"{name}_zero_point", before=scale.next)
         grid |= {"scale": scale, "zero_point": last}
-    dq = rewriter.call("dequantize", values, after=last, name=f"{name}_dq", typed=real, **grid)
-    rewriter.describe(dq, stands_for=str(weight.target))
-    return dq
+    typed = (tuple(tensor.shape), torch.float32)
+    dq = rewriter.call("dequantize", values, after=last, name=f"{name}_dq", typed=typed, **grid)
+    about = info(next(iter(wish)))
+    rewriter.describe(dq, path=about.path, source=about.source, stands_for=str(weight.target))
+    rewriter.reroute(weight, dq, only=lambda user: user in wish)

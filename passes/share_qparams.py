@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.graph.fills import Fills
 from fxq.graph.info import Edge, info
-from fxq.graph.unit import calls_of, reads_of
+from fxq.graph.unit import Wish, calls_of, reads_of, wishes_of
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -23,7 +23,7 @@ Key = tuple[fx.Node, TensorSpec]
 class ShareQParams(Pass):
     """Group the integer edges that can have one scale and zero point.
 
-    Before: plans    After: the same graph, with `edges` on every value that takes an integer form
+    Before: plans    After: the same graph, with `edges` on every value and weight that takes an integer form
     Keeps: the graph.
 
     An op that moves data ties its inputs and its output together (cat, max pool, reshape). Groups are the connected
@@ -69,6 +69,20 @@ class ShareQParams(Pass):
                 edges.append(Edge(spec, group[value, spec], source, observed, constants))
             if edges:
                 rewriter.describe(value, edges=tuple(edges))
+        _add_weights(rewriter, nodes, len(set(group.values())))
+
+
+def _add_weights(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None:
+    """Give every weight an edge for each form that its readers want; `group`: the first number that is free."""
+    wanted: dict[fx.Node, dict[Wish, None]] = {}
+    for node in nodes:
+        for value, wish in wishes_of(rewriter.gm, node).items():
+            if value.op == "get_attr":
+                wanted.setdefault(value, {})[wish] = None
+    for value, wishes in wanted.items():
+        edges = [Edge(spec, group + i, True, True, axis=axis) for i, (spec, axis) in enumerate(wishes)]
+        rewriter.describe(value, edges=tuple(edges))
+        group += len(edges)
 
 
 def selects(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -132,7 +132,8 @@ def check(plan: Plan, bits: int = 8) -> None:
         assert identical(quantized(*batch), got), "a third call, of the bound function, gives something else"
         assert identical(pickle.loads(pickle.dumps(quantized))(*batch), got), "the pickled model gives something else"
         part = tuple(x[:2] for x in batch)
-        within([t[:2] for t in tensors(got)], quantized(*part), bounds, "two samples against all")
+        if takes(network, part):
+            within([t[:2] for t in tensors(got)], quantized(*part), bounds, "two samples against all")
         assert identical(batch, given_inputs), "the inputs were changed"
         assert identical(network(*batch), real) and identical(state, network.state_dict()), "the model was changed"
         assert not network.training
@@ -141,6 +142,15 @@ def check(plan: Plan, bits: int = 8) -> None:
             check_state(network, batch, quantized, got)
         if plan.seed == 1:
             check_edits(batch, quantized)
+
+
+def takes(network: Network, batch: Any) -> bool:
+    """Whether the float model runs on a batch: where the samples have become another axis, it may need all of them."""
+    try:
+        network(*batch)
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_state(network: Network, batch: Any, quantized: fxq.QuantizedModel, got: Any) -> None:

@@ -78,6 +78,7 @@ class Plan:
     Attributes:
         decision: what it runs as. Its reason says why it is float, or why the ops behind the kernel are.
         reads: the spec that it wants of the activations that its kernel reads; None: it reads floats.
+        weight: the spec that it wants of its weights; None: it has none, or reads them in float.
         emits: the spec of its result where its kernel emits nothing but integers, else None.
         agreed: the spec in which all read its value that read it as integers; None: each as it wants.
         overflows: whether its kernel adds products in int16, and they do not fit: activations or weights give up a bit.
@@ -89,6 +90,7 @@ class Plan:
 
     decision: Decision
     reads: TensorSpec | None = None
+    weight: TensorSpec | None = None
     kernel_ops: int | None = None
     longer: int = 0
     cost: Cost | None = None
@@ -113,11 +115,12 @@ class Edge:
 
     Attributes:
         spec: what its consumers want.
-        group: number of the group.
+        group: number of the group; a weight is alone in its.
         source: whether the value is made here; otherwise it is only moved.
         observed: whether an observer watches it: where it is made, where a part of other values is selected, and where
             it may hold constants.
         constants: what masks, pads and fills may have put among its values; no data.
+        axis: of a weight, the axis of its output channels where each has a scale; None: one scale.
         qparams: its scale and zero point, once they are chosen.
     """
 
@@ -126,6 +129,7 @@ class Edge:
     source: bool
     observed: bool = False
     constants: tuple[float, ...] = ()
+    axis: int | None = None
     qparams: QParams | None = None
 
 

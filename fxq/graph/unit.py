@@ -174,3 +174,19 @@ def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:
         return {}
     values = (unobserved(gm, read) for read in read_by(calls_of(gm, node), plan))
     return {value: (info(value).plan or plan).agreed or plan.reads for value in values}
+
+
+Wish = tuple[TensorSpec, int | None]
+"""The integers that a node wants of a value: the spec, and the channel axis where each channel has a scale."""
+
+
+def wishes_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, Wish]:
+    """The values and the weights that a node reads as integers; seen through observers."""
+    wishes: dict[fx.Node, Wish] = {value: (spec, None) for value, spec in reads_of(gm, node).items()}
+    plan = info(node).plan
+    if plan is not None and plan.fate == "int8" and plan.weight is not None:
+        for read in inputs_of(calls_of(gm, node)):
+            if read.role == "weight":
+                axis = read.axis if plan.weight.per == "channel" else None
+                wishes[unobserved(gm, read.node)] = plan.weight, axis
+    return wishes

@@ -38,8 +38,8 @@ def register_op(
             functions that torch.fx records, `nn.Module` types whose attributes have the options' names; where the
             arguments are others than the function's, a `fxq.Spelling`.
         quant: how it takes part: `fxq.Quant("computes", pointwise=True)`, a function of one element, on integers an
-            exact table; `fxq.Quant("moves", layout=True)`, it only moves values, integers as well; `fxq.Quant("float")`,
-            it has no integer form; `fxq.Quant("computes")`, it has where a kernel takes it (`fxq.register_kernel`).
+            exact table; `fxq.Quant("moves", layout=True)`, it only moves values, also integers; `fxq.Quant("float")`,
+            without an integer form; `fxq.Quant("computes")`, it has one where a kernel takes it (`register_kernel`).
         name: its name; default: the function's.
         commutes: whether its first two tensors can be swapped.
         macs: its multiply-accumulates from the shapes of its output and its tensors; None: too few to count.

@@ -25,6 +25,7 @@ class Candidate:
     Attributes:
         calls: the ops of the node.
         spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
+        weight: what it wants of its weights; None: floats.
         support: what the backend says of it.
         overflows: whether activations or weights must give up a bit.
         wanted: the spec that a consumer wants of its value, or None.
@@ -33,6 +34,7 @@ class Candidate:
 
     calls: tuple[OpCall, ...]
     spec: TensorSpec
+    weight: TensorSpec | None
     support: Support
     overflows: bool = False
     wanted: TensorSpec | None = None
@@ -102,7 +104,8 @@ class Candidate:
         if self.moves:
             return Plan(Decision("moves", decided_by=decided_by), reads=spec)
         emits = None if self.support.emits_float else self.spec
-        plan = Plan(Decision("int8", decided_by=decided_by), reads=spec, emits=emits, overflows=self.overflows)
+        decision = Decision("int8", decided_by=decided_by)
+        plan = Plan(decision, reads=spec, weight=self.weight, emits=emits, overflows=self.overflows)
         if self.ops == len(self.calls):
             return plan
         if self.ops < self.support.ops:

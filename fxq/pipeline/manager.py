@@ -177,7 +177,7 @@ def _is_own(step: Pass) -> bool:
 @contextmanager
 def observers_paused(gm: nn.Module) -> Iterator[None]:
     """Run a graph without its observers looking: what is measured must not count as calibration."""
-    found = [m for m in gm.modules() if isinstance(m, Observer)]
+    found = [m for m in gm.modules() if isinstance(m, Observer) and not m.paused]
     for observer in found:
         observer.paused = True
     try:

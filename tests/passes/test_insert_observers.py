@@ -19,15 +19,19 @@ def test_text_before_and_after():
     assert text(gm) == expected("""
         x = input
         x_observer = module Histogram(x)
-        a_relu = conv2d_relu(x_observer, @a.weight, @a.bias) {conv2d(padding=(1, 1)); relu}
+        a_weight_observer = module MinMax(@a.weight)
+        a_relu = conv2d_relu(x_observer, a_weight_observer, @a.bias) {conv2d(padding=(1, 1)); relu}
         a_relu_observer = module Histogram(a_relu)
-        b_relu = conv2d_relu(a_relu_observer, @b.weight, @b.bias) {conv2d(padding=(1, 1)); relu}
+        b_weight_observer = module MinMax(@b.weight)
+        b_relu = conv2d_relu(a_relu_observer, b_weight_observer, @b.bias) {conv2d(padding=(1, 1)); relu}
         b_relu_observer = module Histogram(b_relu)
         cat = cat([a_relu_observer, b_relu_observer], dim=1)
-        c_relu = conv2d_relu(cat, @c.weight, @c.bias) {conv2d(padding=(1, 1)); relu}
+        c_weight_observer = module MinMax(@c.weight)
+        c_relu = conv2d_relu(cat, c_weight_observer, @c.bias) {conv2d(padding=(1, 1)); relu}
         c_relu_observer = module Histogram(c_relu)
         cat_1 = cat([a_relu_observer, b_relu_observer, c_relu_observer], dim=1)
-        d = conv2d(cat_1, @d.weight, @d.bias)
+        d_weight_observer = module MinMax(@d.weight)
+        d = conv2d(cat_1, d_weight_observer, @d.bias)
         return d
     """)
 
@@ -66,13 +70,52 @@ def test_one_observer_for_each_spec():
             return self.a(x) + torch.erf(self.b(x)) * torch.erf(x)
 
     recipe = REFERENCE.override("b", fxq.QuantConfig(activation=fxq.TensorSpec(bits=4, observer="minmax")))
-    assert text(after(settled(Model), torch.randn(8, 4), "insert-observers", recipe)).splitlines()[3:8] == [
+    assert text(after(settled(Model), torch.randn(8, 4), "insert-observers", recipe)).splitlines()[4:11] == [
         "stem_observer = module Histogram(stem)",
         "stem_observer_1 = module MinMax(stem_observer)",
-        "b = linear(stem_observer_1, @b.weight, @b.bias)",
+        "a_weight_observer = module MinMax(@a.weight)",
+        "b_weight_observer = module MinMax(@b.weight)",
+        "b = linear(stem_observer_1, b_weight_observer, @b.bias)",
         "erf = erf(b)",
         "erf_1 = erf(stem_observer)",
     ]
+
+
+class Twice(nn.Module):
+    """One weight that two layers read, and a float op."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.relu(F.linear(x, self.a.weight, self.a.bias))
+        return self.a(y) + torch.cdist(y, self.a.weight)
+
+
+@pytest.mark.parametrize(("per", "axes"), [("channel", [0]), ("tensor", [0, None])])
+def test_a_weight_has_one_observer_for_each_form_that_layers_want(per, axes):
+    """What reads it in float, reads it as it is. Calibration shows the observer nothing: a weight is known."""
+    x = torch.randn(8, 4)
+    weight = fxq.TensorSpec(signed=True, symmetric=True, per=per, observer="minmax")
+    gm = fxq.prepare(settled(Twice), REFERENCE.override("a", fxq.QuantConfig(weight=weight)), x)
+    call(gm, x)
+    nodes = [n for n in gm.graph.nodes if n.name.startswith("a_weight_observer")]
+    assert [submodule(gm, node).axis for node in nodes] == axes[::-1]
+    assert not any(submodule(gm, node).seen for node in nodes)
+    assert next("@a.weight" in line for line in text(gm).splitlines() if line.startswith("cdist"))
+    lines = text(fxq.convert(gm)).splitlines()
+    assert sum(line.startswith("a_weight_dq") for line in lines) == len(axes)
+
+
+def test_a_weight_that_changes_after_calibration_is_seen_as_it_is_then():
+    model, x = settled(Twice), torch.randn(8, 4)
+    observed = fxq.calibrate(fxq.prepare(model, REFERENCE, x), [x])
+    with torch.no_grad():
+        model.a.weight.mul_(100)
+    assert fxq.convert(observed).qparams()["a"].weight_scale.max() == pytest.approx(
+        float(model.a.weight.abs().max()) / 127, rel=1e-6
+    )
 
 
 def test_nothing_to_observe_in_a_float_model():

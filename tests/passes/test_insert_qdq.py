@@ -20,13 +20,15 @@ def test_text_before_and_after():
     assert text(manager.history["insert-observers"].graph) == expected("""
         x = input
         x_observer = module Histogram(x)
-        stem = conv2d(x_observer, @stem.weight, @stem.bias)
+        stem_weight_observer = module MinMax(@stem.weight)
+        stem = conv2d(x_observer, stem_weight_observer, @stem.bias)
         stem_observer = module Histogram(stem)
-        conv_relu = conv2d_relu(stem_observer, @conv.weight, @conv.bias) {conv2d(padding=(1, 1)); relu}
+        conv_weight_observer = module MinMax(@conv.weight)
+        conv_relu = conv2d_relu(stem_observer, conv_weight_observer, @conv.bias) {conv2d(padding=(1, 1)); relu}
         conv_relu_observer = module Histogram(conv_relu)
         mul = mul(conv_relu_observer, 3)
         mul_observer = module Histogram(mul)
-        conv_1 = conv2d(mul_observer, @conv.weight, @conv.bias, padding=(1, 1))
+        conv_1 = conv2d(mul_observer, conv_weight_observer, @conv.bias, padding=(1, 1))
         return conv_1
     """)
     assert text(manager.gm) == expected("""

@@ -19,7 +19,7 @@ def groups(manager):
     """The names of the values of each group, those that are made (not moved) marked with a star."""
     found = {}
     for node in manager.gm.graph.nodes:
-        for edge in info(node).edges:
+        for edge in info(node).edges if node.op != "get_attr" else ():
             found.setdefault(edge.group, set()).add(node.name + "*" * edge.source)
     return sorted(map(sorted, found.values()))
 
@@ -64,6 +64,16 @@ def test_one_group_has_one_grid_that_covers_all_of_it():
     assert abs(layers["a"].output_scale - span / 255) < 0.01 * span / 255  # int8 weights move the ends a little
 
 
+def test_a_weight_is_an_edge_alone_in_its_group():
+    manager = until(settled(Chain), torch.randn(2, 3, 8, 8), "share-qparams", REFERENCE)
+    edges = {n.target: info(n).edges for n in manager.gm.graph.find_nodes(op="get_attr") if info(n).edges}
+    assert list(edges) == ["a.weight", "b.weight", "c.weight", "fc.weight"]
+    assert all((edge.spec.bits, edge.axis, edge.observed) == (8, 0, True) for (edge,) in edges.values())
+    taken = {edge.group for n in manager.gm.graph.nodes if n.op != "get_attr" for edge in info(n).edges}
+    groups_of_weights = [edge.group for (edge,) in edges.values()]
+    assert len({*groups_of_weights, *taken}) == len(taken) + 4
+
+
 def test_residual_sums_share_nothing():
     manager = until(build("residual"), batch("residual"), "share-qparams", REFERENCE)
     assert all(len(group) == 1 for group in groups(manager))
@@ -80,7 +90,7 @@ def test_what_is_selected_or_may_hold_constants_is_observed_besides_what_is_made
             return self.b(y[:8]), self.b(F.pad(y, (0, 0, 1, 1), value=-2.0).flip(0))
 
     manager = until(settled(Model), torch.randn(64, 4), "share-qparams", REFERENCE)
-    edges = {n.name: e for n in manager.gm.graph.nodes for e in info(n).edges}
+    edges = {n.name: e for n in manager.gm.graph.nodes for e in info(n).edges if n.op != "get_attr"}
     observed = {name: (edge.source, edge.observed, edge.constants) for name, edge in edges.items()}
     assert observed == {
         "x": (True, True, (-math.inf,)),
