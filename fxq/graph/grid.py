@@ -27,7 +27,7 @@ def grid_of(gm: fx.GraphModule, node: fx.Node, known: Grids | None = None) -> QP
         known: grids found before; read, and filled with this one.
 
     Returns:
-        None for floats of no grid, and where the scale is computed at run time.
+        None for floats of no grid, for rows on grids of their own, and where the scale is computed at run time.
     """
     known = {} if known is None else known
     source = node
@@ -53,8 +53,11 @@ def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:
     scale, zero_point = (_number(gm, options[key]) for key in ("scale", "zero_point"))
     qmin, qmax = options["qmin"], options["qmax"]
     dtype = options.get("dtype") or (torch.int8 if qmin < 0 else torch.uint8)
+    axis = options.get("axis")
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
-        return QParams(scale, zero_point, qmin, qmax, dtype, options.get("axis"))
+        if axis is None and scale.numel() != 1:
+            return None
+        return QParams(scale, zero_point, qmin, qmax, dtype, axis, options.get("block"))
     if scale is None or zero_point is None:
         return None
     return QParams.per_tensor(scale, zero_point, qmin, qmax, dtype)

@@ -110,7 +110,8 @@ def _grid_text(grid: QParams | None) -> tuple[str, str]:
         return "", ""
     if grid.axis is None:
         return f"{grid.s:.4g}", str(grid.z)
-    return f"{float(grid.scale.min()):.3g}..{float(grid.scale.max()):.3g} (axis {grid.axis})", "0"
+    per = "" if grid.block is None else f", blocks of {grid.block}"
+    return f"{float(grid.scale.min()):.3g}..{float(grid.scale.max()):.3g} (axis {grid.axis}{per})", "0"
 
 
 def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -> NodeView:

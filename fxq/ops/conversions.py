@@ -1,7 +1,9 @@
 """Rows of the op table: conversions between floats and integers.
 
 They hold all there is to know of a grid (see `fxq/graph/grid.py`). Scale and zero point are numbers, one for the whole
-tensor, or nodes: with `axis`, tensors (C,), scale float32 and zero point int32.
+tensor, or tensors, float32 and int32, which are constants of the graph or computed in it: 0-d for the whole tensor;
+(..., 1), one for each row; with `axis`, (C,), one for each of its entries; with `block` besides, of the shape of x, but
+for `axis`, which has an entry for each so many of x.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from fxq.ops.table import float_only, spell
 
 @row(
     torch.ops.fxq.quantize.default,
-    spell(torch.ops.fxq.quantize.channel, "x scale zero_point axis qmin qmax dtype"),
+    spell(torch.ops.fxq.quantize.tensor, "x scale zero_point axis block qmin qmax dtype"),
     quant=float_only("x"),
 )
 def quantize(
@@ -30,25 +32,33 @@ def quantize(
     qmax: int = 255,
     dtype: torch.dtype = torch.uint8,
     axis: int | None = None,
+    block: int | None = None,
 ) -> Tensor:
-    """x float32 -> `dtype`, on one grid, or with one scale and zero point per entry of `axis`."""
-    if axis is None:
+    """x float32 -> `dtype`, on one grid or several."""
+    if not isinstance(scale, Tensor):
         return torch.ops.fxq.quantize.default(x, scale, zero_point, qmin, qmax, dtype)
-    return torch.ops.fxq.quantize.channel(x, scale, zero_point, axis, qmin, qmax, dtype)
+    return torch.ops.fxq.quantize.tensor(x, scale, zero_point, axis, block, qmin, qmax, dtype)
 
 
 @row(
     torch.ops.fxq.dequantize.default,
-    spell(torch.ops.fxq.dequantize.channel, "x scale zero_point axis"),
+    spell(torch.ops.fxq.dequantize.tensor, "x scale zero_point axis block"),
     quant=float_only("x"),
 )
 def dequantize(
-    x: Tensor, *, scale: Any, zero_point: Any, qmin: int = 0, qmax: int = 255, axis: int | None = None
+    x: Tensor,
+    *,
+    scale: Any,
+    zero_point: Any,
+    qmin: int = 0,
+    qmax: int = 255,
+    axis: int | None = None,
+    block: int | None = None,
 ) -> Tensor:
     """x integer -> float32: the inverse of `quantize`. Its value does not depend on `qmin` and `qmax`."""
-    if axis is None:
+    if not isinstance(scale, Tensor):
         return torch.ops.fxq.dequantize.default(x, scale, zero_point)
-    return torch.ops.fxq.dequantize.channel(x, scale, zero_point, axis)
+    return torch.ops.fxq.dequantize.tensor(x, scale, zero_point, axis, block)
 
 
 @row(quant=float_only("x"))

@@ -19,9 +19,9 @@ from fxq.quant.spec import TensorSpec
 _LIB = torch.library.Library("fxq", "DEF")
 _LIB.define("quantize(Tensor x, float scale, int zero_point, int qmin, int qmax, ScalarType dtype) -> Tensor")
 _LIB.define("dequantize(Tensor q, float scale, int zero_point) -> Tensor")
-_CHANNEL = "Tensor scale, Tensor zero_point, int axis"
-_LIB.define(f"quantize.channel(Tensor x, {_CHANNEL}, int qmin, int qmax, ScalarType dtype) -> Tensor")
-_LIB.define(f"dequantize.channel(Tensor q, {_CHANNEL}) -> Tensor")
+_GRIDS = "Tensor scale, Tensor zero_point, int? axis, int? block"
+_LIB.define(f"quantize.tensor(Tensor x, {_GRIDS}, int qmin, int qmax, ScalarType dtype) -> Tensor")
+_LIB.define(f"dequantize.tensor(Tensor q, {_GRIDS}) -> Tensor")
 
 
 def as_float32(x: Tensor) -> Tensor:
@@ -55,31 +55,48 @@ def _to_grid(
     return torch.round(x / scale).add_(zero_point).clamp_(qmin, qmax).to(dtype)
 
 
-def _along(values: Tensor, axis: int, dim: int) -> Tensor:
-    """`values` (C,) shaped to broadcast along `axis` of a tensor with `dim` dimensions."""
-    shape = [1] * dim
+def _spread(values: Tensor, x: Tensor, axis: int | None, block: int | None) -> Tensor:
+    """Scales or zero points, shaped to broadcast with `x`.
+
+    Without `axis` they do already: () for the tensor, (..., 1) for rows. With it they are (C,), one for each of its
+    entries; with `block` of the shape of `x`, but for `axis`, where one stands for that many entries of `x`, or for
+    what is left of them at the end.
+    """
+    if axis is None:
+        return values
+    if block is not None:
+        return values.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
+    shape = [1] * x.dim()
     shape[axis] = -1
     return values.reshape(shape)
 
 
-def _quantize_channel(
-    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, qmin: int, qmax: int, dtype: torch.dtype
+def _quantize_tensor(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int | None,
+    block: int | None,
+    qmin: int,
+    qmax: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    return _to_grid(x, _along(scale, axis, x.dim()), _along(zero_point, axis, x.dim()), qmin, qmax, dtype)
+    x = as_float32(x)
+    return _to_grid(x, _spread(scale, x, axis, block), _spread(zero_point, x, axis, block), qmin, qmax, dtype)
 
 
 def _dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
     return (q.to(torch.float32) - zero_point).mul_(scale)
 
 
-def _dequantize_channel(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
-    return (q.to(torch.float32) - _along(zero_point, axis, q.dim())).mul_(_along(scale, axis, q.dim()))
+def _dequantize_tensor(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
+    return (q.to(torch.float32) - _spread(zero_point, q, axis, block)).mul_(_spread(scale, q, axis, block))
 
 
 _LIB.impl("quantize", _quantize, "CompositeExplicitAutograd")
-_LIB.impl("quantize.channel", _quantize_channel, "CompositeExplicitAutograd")
+_LIB.impl("quantize.tensor", _quantize_tensor, "CompositeExplicitAutograd")
 _LIB.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
-_LIB.impl("dequantize.channel", _dequantize_channel, "CompositeExplicitAutograd")
+_LIB.impl("dequantize.tensor", _dequantize_tensor, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fxq::quantize")
@@ -87,8 +104,17 @@ def _(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int, dtype: tor
     return torch.empty_like(x, dtype=dtype)
 
 
-@torch.library.register_fake("fxq::quantize.channel")
-def _(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, qmin: int, qmax: int, dtype: torch.dtype) -> Tensor:
+@torch.library.register_fake("fxq::quantize.tensor")
+def _(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int | None,
+    block: int | None,
+    qmin: int,
+    qmax: int,
+    dtype: torch.dtype,
+) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
@@ -97,8 +123,8 @@ def _(q: Tensor, scale: float, zero_point: int) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
 
 
-@torch.library.register_fake("fxq::dequantize.channel")
-def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
+@torch.library.register_fake("fxq::dequantize.tensor")
+def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
 
 
@@ -107,12 +133,14 @@ class QParams:
     """Scale and zero point of one tensor.
 
     Attributes:
-        scale: float32, 0-d (per tensor) or (C,) (per channel), in float units per integer step, > 0.
+        scale: float32, in float units per integer step, > 0: 0-d (per tensor), (C,) (per channel), or with `block` of
+            the tensor's shape, but for `axis`, which has one entry for each block.
         zero_point: int32, same shape as `scale`: the integer that stands for float zero.
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.
         dtype: storage type, `torch.uint8` or `torch.int8`.
-        axis: the channel axis, or None per tensor.
+        axis: the channel axis, or the one that is cut into blocks; None per tensor.
+        block: how many values along `axis` share a scale; None per tensor and per channel.
     """
 
     scale: Tensor
@@ -121,6 +149,7 @@ class QParams:
     qmax: int
     dtype: torch.dtype
     axis: int | None = None
+    block: int | None = None
 
     @classmethod
     def per_tensor(
@@ -155,7 +184,8 @@ class QParams:
         return other is not None and (
             self is other
             or (
-                (self.qmin, self.qmax, self.dtype, self.axis) == (other.qmin, other.qmax, other.dtype, other.axis)
+                (self.qmin, self.qmax, self.dtype, self.axis, self.block)
+                == (other.qmin, other.qmax, other.dtype, other.axis, other.block)
                 and torch.equal(self.scale, other.scale)
                 and torch.equal(self.zero_point, other.zero_point)
             )
@@ -164,7 +194,8 @@ class QParams:
     def __str__(self) -> str:
         if self.axis is None:
             return f"scale={self.s:.4g} zero_point={self.z}"
-        return f"scale=[{float(self.scale.min()):.3g}..{float(self.scale.max()):.3g}] per channel (axis {self.axis})"
+        per = "channel" if self.block is None else f"block of {self.block}"
+        return f"scale=[{float(self.scale.min()):.3g}..{float(self.scale.max()):.3g}] per {per} (axis {self.axis})"
 
 
 def choose_qparams(low: Tensor, high: Tensor, spec: TensorSpec, axis: int | None = None) -> QParams:
@@ -219,11 +250,12 @@ def quantize(x: Tensor, qp: QParams) -> Tensor:
     if qp.axis is None:
         return torch.ops.fxq.quantize.default(x, qp.s, qp.z, qp.qmin, qp.qmax, qp.dtype)
     scale, zero_point = qp.scale.to(x.device), qp.zero_point.to(x.device)
-    return torch.ops.fxq.quantize.channel(x, scale, zero_point, qp.axis, qp.qmin, qp.qmax, qp.dtype)
+    return torch.ops.fxq.quantize.tensor(x, scale, zero_point, qp.axis, qp.block, qp.qmin, qp.qmax, qp.dtype)
 
 
 def dequantize(q: Tensor, qp: QParams) -> Tensor:
     """Inverse of `quantize` up to rounding: float32, same shape as `q`."""
     if qp.axis is None:
         return torch.ops.fxq.dequantize.default(q, qp.s, qp.z)
-    return torch.ops.fxq.dequantize.channel(q, qp.scale.to(q.device), qp.zero_point.to(q.device), qp.axis)
+    scale, zero_point = qp.scale.to(q.device), qp.zero_point.to(q.device)
+    return torch.ops.fxq.dequantize.tensor(q, scale, zero_point, qp.axis, qp.block)

@@ -137,3 +137,36 @@ def test_a_pass_that_renames_loses_nothing(net, after, backend):
     assert kernels(renamed) == kernels(known)
     assert equal(call(renamed, x), call(known, x))
     assert decided(renamed) == decided(known)
+
+
+ROWS_AND_BLOCKS = """
+x: float32[3, 8] = input()
+size = abs(x)
+most = amax(size, dim=(1,), keepdim=True)
+step = mul(most, 0.01)
+zero = tensor('zero')
+q = quantize(x, scale=step, zero_point=zero, qmin=-127, qmax=127, dtype=torch.int8)
+dq = dequantize(q, scale=step, zero_point=zero, qmin=-127, qmax=127)
+w = tensor('w')
+s = tensor('s')
+z = tensor('z')
+w_dq = dequantize(w, scale=s, zero_point=z, qmin=-8, qmax=7, axis=1, block=4)
+y = linear(dq, w_dq)
+return y
+"""
+
+
+def test_scales_that_are_computed_and_scales_of_blocks_are_in_the_graph():
+    """Rows on grids that are measured at run time, times a weight with a scale for each 4 values of a row."""
+    x, w, scale = torch.randn(3, 8), torch.randint(-8, 8, (5, 8), dtype=torch.int8), torch.rand(5, 2) + 0.1
+    tensors = {"zero": torch.tensor(0, dtype=torch.int32), "w": w, "s": scale, "z": torch.ones(5, 2, dtype=torch.int32)}
+    gm = fxq.read_graph(ROWS_AND_BLOCKS, tensors)
+    step = x.abs().amax(1, keepdim=True) * 0.01
+    rows = (x / step).round().clamp(-127, 127) * step
+    assert torch.allclose(gm(x), rows @ ((w - 1.0) * scale.repeat_interleave(4, 1)).T, rtol=1e-5, atol=1e-6)
+    node = {n.name: n for n in gm.graph.nodes}
+    assert grid_of(gm, node["q"]) is None
+    assert (grid_of(gm, node["w_dq"]).axis, grid_of(gm, node["w_dq"]).block) == (1, 4)
+    assert view(gm)["w_dq"].scale.endswith("(axis 1, blocks of 4)")
+    again = fxq.read_graph(fxq.write_graph(gm), fxq.graph_tensors(gm))
+    assert fxq.write_graph(again) == fxq.write_graph(gm) and torch.equal(again(x), gm(x))

@@ -37,9 +37,9 @@ UNTESTED = {
     operator.isub: OTHERWISE,
     operator.itruediv: OTHERWISE,
     torch.ops.fxq.quantize.default: CONVERSION,
-    torch.ops.fxq.quantize.channel: CONVERSION,
+    torch.ops.fxq.quantize.tensor: CONVERSION,
     torch.ops.fxq.dequantize.default: CONVERSION,
-    torch.ops.fxq.dequantize.channel: CONVERSION,
+    torch.ops.fxq.dequantize.tensor: CONVERSION,
 }
 
 FOLDED = {"batch_norm", "dropout", "identity"}

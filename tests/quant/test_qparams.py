@@ -261,9 +261,41 @@ def test_opcheck_per_tensor(x):
 def test_opcheck_per_channel(layout, axis):
     x = LAYOUTS[layout]
     scale, zero_point = torch.rand(x.shape[axis]) + 0.1, torch.arange(x.shape[axis], dtype=torch.int32)
-    torch.library.opcheck(OPS.quantize.channel, (x, scale, zero_point, axis, 0, 255, torch.uint8))
-    q = OPS.quantize.channel(x, scale, zero_point, axis, 0, 255, torch.uint8)
-    torch.library.opcheck(OPS.dequantize.channel, (q, scale, zero_point, axis))
+    torch.library.opcheck(OPS.quantize.tensor, (x, scale, zero_point, axis, None, 0, 255, torch.uint8))
+    q = OPS.quantize.tensor(x, scale, zero_point, axis, None, 0, 255, torch.uint8)
+    torch.library.opcheck(OPS.dequantize.tensor, (q, scale, zero_point, axis, None))
+
+
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 9)),
+    axis=st.sampled_from([0, 1, -1]),
+    block=st.integers(1, 10),
+    seed=st.integers(0, 99),
+)
+def test_blocks_are_quantized_one_by_one(shape, axis, block, seed):
+    """The last one may be shorter. Source of the layout: a scale for each row and block, as of int4 weights."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    counts = [*shape]
+    counts[axis] = -(-shape[axis] // block)
+    scale = torch.rand(counts, generator=generator) + 0.1
+    zero_point = torch.randint(-3, 4, counts, generator=generator, dtype=torch.int32)
+    qp = QParams(scale, zero_point, -8, 7, torch.int8, axis, block)
+    q = quantize(x, qp)
+    for i, row in enumerate(x.movedim(axis, -1)):
+        for j, value in enumerate(row):
+            s, z = (float(t.movedim(axis, -1)[i, j // block]) for t in (scale, zero_point))
+            expected = reference(value.numpy(), s, int(z), -8, 7)
+            assert int(q.movedim(axis, -1)[i, j]) == int(expected)
+            assert float(dequantize(q, qp).movedim(axis, -1)[i, j]) == pytest.approx((expected - z) * s, rel=1e-6)
+
+
+def test_a_scale_for_each_row_that_is_computed():
+    x = torch.tensor([[1.0, -2.0], [30.0, 15.0]])
+    scale, zero_point = x.abs().amax(1, keepdim=True) / 127, torch.zeros((), dtype=torch.int32)
+    q = OPS.quantize.tensor(x, scale, zero_point, None, None, -127, 127, torch.int8)
+    assert q.tolist() == [[64, -127], [127, 64]]  # 63.5 to even
+    assert OPS.dequantize.tensor(q, scale, zero_point, None, None)[1, 0] == 30.0
 
 
 def per_tensor_both_ways(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,8 +305,8 @@ def per_tensor_both_ways(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def per_channel_both_ways(x: Tensor) -> tuple[Tensor, Tensor]:
     scale, zero_point = torch.ones(3, device=x.device), torch.zeros(3, dtype=torch.int32, device=x.device)
-    q = OPS.quantize.channel(x, scale, zero_point, 1, -127, 127, torch.int8)
-    return q, OPS.dequantize.channel(q, scale, zero_point, 1)
+    q = OPS.quantize.tensor(x, scale, zero_point, 1, None, -127, 127, torch.int8)
+    return q, OPS.dequantize.tensor(q, scale, zero_point, 1, None)
 
 
 @pytest.mark.parametrize("both_ways", [per_tensor_both_ways, per_channel_both_ways])
