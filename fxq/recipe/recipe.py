@@ -201,6 +201,9 @@ class Recipe:
 
     def leaf(self, *paths: str) -> Recipe:
         """Do not trace into these modules (path globs): they run in float, as they are."""
+        for path in paths:
+            if not isinstance(path, str):
+                raise RecipeError(f"leaf takes path globs, such as 'head.*', not {path!r}.")
         return replace(self, leaf_modules=(*self.leaf_modules, *paths))
 
     def with_optimize(self, optimize: str) -> Recipe:
