@@ -3,7 +3,8 @@
 from fxq.api import calibrate, compare, convert, prepare, quantize, run_passes
 from fxq.backends.base import Backend, Support
 from fxq.backends.kernel import Kernel
-from fxq.backends.own_kernels import FusedUnit, register_kernel
+from fxq.backends.kernel_table import FusedUnit
+from fxq.backends.own_kernels import register_kernel
 from fxq.backends.stored_graph import read_graph
 from fxq.common.metrics import nbytes
 from fxq.cost import price_file as prices

@@ -16,7 +16,7 @@ from fxq.errors import BackendError
 from fxq.graph.info import Decision, DecisionKind, Plan, info
 from fxq.graph.mutation import Changes
 from fxq.graph.query import constant, reads_only_metadata, submodule
-from fxq.graph.unit import OpCall, UnitInput, calls_of, inputs_of, read_by
+from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
 from fxq.ops import OPS
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
@@ -62,7 +62,7 @@ class _Asked:
     """
 
     rewriter: Rewriter
-    ops: Mapping[fx.Node, tuple[OpCall, ...]]
+    ops: Mapping[fx.Node, Calls]
     changes: Changes
 
     def plans(self, backend: Backend) -> dict[fx.Node, Plan]:
@@ -156,7 +156,7 @@ def _with_ways_out(context: Context, asked: _Asked, plans: Mapping[fx.Node, Plan
     A longer kernel of the same backend comes first, then other backends; the reference backend, which is exact but
     slower than float, comes last.
     """
-    whole = {n for n, plan in plans.items() if plan.longer and plan.longer == len(asked.ops[n])}
+    whole = {n for n, plan in plans.items() if plan.kernel_ops[1:] == (len(asked.ops[n]),)}
     ways = dict.fromkeys(whole, 'recipe.with_optimize("coverage")')
     left = [n for n, plan in plans.items() if _stays(plan) and not plan.decision.fix and n not in whole]
     for name in NAMES if left else ():
@@ -169,7 +169,7 @@ def _with_ways_out(context: Context, asked: _Asked, plans: Mapping[fx.Node, Plan
 
 def _stays(plan: Plan) -> bool:
     """Whether ops of a node stay in float."""
-    return plan.fate == "float" or plan.kernel_ops is not None
+    return plan.fate == "float" or bool(plan.kernel_ops)
 
 
 def _other_backend(name: str, context: Context) -> Backend | None:

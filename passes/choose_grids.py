@@ -270,9 +270,9 @@ class _Chooser:
             )
         if first == 0 or plan.fate != "int8" or not calls[0].op.quant.heavy:
             self.plans[node] = Plan(_off_grid(reason), agreed=plan.agreed)
-        elif plan.kernel_ops is None or plan.kernel_ops > first:
+        elif not plan.kernel_ops or plan.kernel_ops[-1] > first:
             decision = replace(_off_grid(reason), fate=plan.fate, fix=plan.decision.fix)
-            self.plans[node] = replace(plan, decision=decision, kernel_ops=first, longer=0)
+            self.plans[node] = replace(plan, decision=decision, kernel_ops=(first,))
 
     def _cut(self, node: fx.Node, times: float) -> None:
         """Let a node select from floats: what makes these, up to where they are computed, moves floats as well."""

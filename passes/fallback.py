@@ -33,7 +33,8 @@ from fxq.pipeline.context import Context
 from fxq.quant.qparams import QParams
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pins import Pin, Pinned, Place, places_of
-from fxq.rewriting.rewriter import Rewriter, split_unit
+from fxq.rewriting.rewriter import Rewriter
+from fxq.rewriting.unit_edits import split_unit
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
     decided = []
     for node, place in places_of(rewriter.gm, rewriter.nodes()).items():
         plan = info(node).plan
-        if plan is None or plan.kernel_ops is None:
+        if plan is None or not plan.kernel_ops:
             continue
-        ops, whole = plan.kernel_ops, len(calls_of(rewriter.gm, node))
-        if plan.longer:
+        ops, whole = plan.kernel_ops[-1], len(calls_of(rewriter.gm, node))
+        if len(plan.kernel_ops) > 1:
             ops = pinned.ops(place) if pinned is not None else _kernel_ops(rewriter, node, plan, prober)
             decided.append(Pin.at(place, "opened", ops))
         with rewriter.attributed("split_unit", split_unit):
@@ -93,9 +94,9 @@ def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
 def _kernel_ops(rewriter: Rewriter, node: fx.Node, plan: Plan, prober: Prober | None) -> int:
     """How many ops of a unit a kernel is to run of the two ways there are: the faster, where prices are asked for."""
     region = read_region(rewriter.gm, node)
-    if prober is None or region is None or plan.kernel_ops is None:
-        return plan.longer
-    return prober.fastest(rewriter.gm, region, (plan.kernel_ops, plan.longer))
+    if prober is None or region is None:
+        return plan.kernel_ops[-1]
+    return prober.fastest(rewriter.gm, region, plan.kernel_ops)
 
 
 def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:

@@ -26,6 +26,6 @@ class FoldBatchNorm(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Apply the rule everywhere but where the recipe tells layer and batch norm apart."""
-        rewriter.apply(norm_after_layer, refuse=rewriter.context.apart)
-        rewriter.apply(norm_before_layer, refuse=rewriter.context.apart)
+        for rule in (norm_after_layer, norm_before_layer):
+            rewriter.apply(rule, refuse=lambda match: rewriter.context.apart(match.nodes))
         rewriter.erase_unused()

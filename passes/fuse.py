@@ -10,10 +10,10 @@ from torch import fx
 
 import fxq.patterns  # noqa: F401  (registers the patterns)
 from fxq.graph.info import info
-from fxq.graph.query import op_of
-from fxq.graph.unit import calls_among
+from fxq.graph.unit import Calls, calls_among
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.match import Match
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -35,25 +35,24 @@ class Fuse(Pass):
         """Match all rules, then make the units."""
         context: Context = rewriter.context
 
-        def refuse(nodes: Sequence[fx.Node]) -> str | None:
-            ops = [op for op in map(op_of, nodes) if op is not None]
-            if not context.backend.fuses(ops):
+        def refuse(match: Match) -> str | None:
+            calls = calls_among(match.nodes, match.rule.name, match.captures)
+            if not context.backend.fuses(calls):
                 return f"the backend {context.backend.name} wants these ops apart"
-            return context.apart(nodes) or _left_over(rewriter, nodes)
+            return context.apart(match.nodes) or _left_over(rewriter, match.nodes, calls)
 
         rewriter.fuse(context.recipe.fusion_rules(), refuse)
 
 
-def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node]) -> str | None:
+def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> str | None:
     """Why a unit of these ops would run in float in part, where a kernel of the backend runs others of them."""
-    context, calls = rewriter.context, calls_among(nodes)
+    context = rewriter.context
     asked, _ = context.config_for(info(nodes[0]).path, calls[0].op.name)
     inner = any(user not in nodes for node in nodes[:-1] for user in node.users)
     if asked.is_float or inner:  # of several outputs, which no kernel has: annotate says so
         return None
     backend = context.backend
     support = backend.supports(rewriter.gm, nodes[-1], calls, backend.config(asked, calls))
-    ops = max(support.ops, support.longer)
-    if ops == len(calls) or (ops == 0 and not any(call.op.quant.heavy for call in calls[1:])):
+    if support.ops == len(calls) or (support.ops == 0 and not any(call.op.quant.heavy for call in calls[1:])):
         return None
-    return f"{backend.name} has a kernel for the first {ops} of these {len(calls)} ops alone"
+    return f"{backend.name} has a kernel for the first {support.ops} of these {len(calls)} ops alone"

@@ -17,23 +17,23 @@ CONVS = (*ADDING, *OPS.family("conv_transpose"))
 
 
 @fusion("{conv}_{act}", conv=CONVS, act=ACTIVATIONS)
-def conv_act(op, x, w, b, *, conv: str, act: str):
-    return op[act](op[conv](x, w, b))
+def conv_act(op, x, weight, bias, *, conv: str, act: str):
+    return op[act](op[conv](x, weight, bias))
 
 
 @fusion("{conv}_prelu", conv=CONVS)
-def conv_prelu(op, x, w, b, slope, *, conv: str):
-    return op.prelu(op[conv](x, w, b), slope)
+def conv_prelu(op, x, weight, bias, slope, *, conv: str):
+    return op.prelu(op[conv](x, weight, bias), slope)
 
 
 @fusion("{conv}_add", conv=ADDING)
-def conv_add(op, x, w, b, residual, *, conv: str):
-    return op.add(op[conv](x, w, b), residual, alpha=1)
+def conv_add(op, x, weight, bias, residual, *, conv: str):
+    return op.add(op[conv](x, weight, bias), residual, alpha=1)
 
 
 @fusion("{conv}_add_relu", conv=ADDING)
-def conv_add_relu(op, x, w, b, residual, *, conv: str):
-    return op.relu(op.add(op[conv](x, w, b), residual, alpha=1))
+def conv_add_relu(op, x, weight, bias, residual, *, conv: str):
+    return op.relu(op.add(op[conv](x, weight, bias), residual, alpha=1))
 
 
 @conv_add.unless

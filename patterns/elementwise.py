@@ -23,5 +23,5 @@ def an_operand_is_a_number(m):
 
 
 @fusion
-def batch_norm_relu(op, x, mean, var, gamma, beta):
-    return op.relu(op.batch_norm(x, mean, var, gamma, beta))
+def batch_norm_relu(op, x, mean, var, weight, bias):
+    return op.relu(op.batch_norm(x, mean, var, weight, bias))

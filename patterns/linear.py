@@ -9,18 +9,18 @@ ACTIVATIONS = ("relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_
 
 
 @fusion("linear_{act}", act=ACTIVATIONS)
-def linear_act(op, x, w, b, *, act: str):
-    return op[act](op.linear(x, w, b))
+def linear_act(op, x, weight, bias, *, act: str):
+    return op[act](op.linear(x, weight, bias))
 
 
 @fusion("linear_add")
-def linear_add(op, x, w, b, residual):
-    return op.add(op.linear(x, w, b), residual, alpha=1)
+def linear_add(op, x, weight, bias, residual):
+    return op.add(op.linear(x, weight, bias), residual, alpha=1)
 
 
 @fusion("linear_add_relu")
-def linear_add_relu(op, x, w, b, residual):
-    return op.relu(op.add(op.linear(x, w, b), residual, alpha=1))
+def linear_add_relu(op, x, weight, bias, residual):
+    return op.relu(op.add(op.linear(x, weight, bias), residual, alpha=1))
 
 
 @linear_add.unless

@@ -303,11 +303,9 @@ TESTED_ELSEWHERE = {
         "fxq.backends.packed.quantized_tensors",
     ),
     "tables of kernels and what reads them; tests/passes/test_lower.py lowers every network with them": (
-        "fxq.backends.kernel_table",
         "fxq.backends.layer_kernel",
         "fxq.backends.layer_rows",
         "fxq.backends.lowering",
-        "fxq.backends.whole_units",
         "fxq.backends.x86.onednn",
         "fxq.backends.x86.x86",
         "fxq.backends.x86.x86_kernels",
@@ -315,7 +313,6 @@ TESTED_ELSEWHERE = {
     "tests/backends/test_other_machine.py runs the form of every kernel": ("fxq.backends.qdq_form",),
     "what all observers share; tests/quant/test_observers.py asks it of each": ("fxq.quant.observer_base",),
     "tests/recipe/test_extensions.py registers what a user adds": (
-        "fxq.backends.captures",
         "fxq.backends.own_kernels",
         "fxq.ops.own_ops",
     ),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from fxq.common.source import digest_of
-from fxq.graph.unit import OpCall
-from fxq.ops.table import Op
+from fxq.graph.unit import Calls
 from fxq.quant.spec import QuantConfig
 from fxq.rewriting.rewriter import Rewriter
 
@@ -23,17 +22,16 @@ class Support:
     Attributes:
         ops: how many of its ops, from the first on, one kernel runs. 0: none. Fewer than the unit has: the kernel
             emits float, and the remaining ops run in float.
-        reason: why not all of them.
-        longer: how many of its ops another kernel runs, which takes along more of them at a price, so that neither is
-            always the faster one. 0: there is no such kernel. A plan gets it where its `kernel_ops` says so, or (when
-            it is all of them) is None.
+        reason: why not all of them, or why fewer may be better.
+        fewer: how many of its ops another kernel runs, where neither of the two is always the faster one: what they
+            are measured to take decides. 0: there is no other.
         emits_float: whether the kernel can emit float. If not, its result is rounded to a grid of its own where nobody
             reads integers from it.
     """
 
     ops: int
     reason: str = ""
-    longer: int = 0
+    fewer: int = 0
     emits_float: bool = True
 
 
@@ -67,32 +65,32 @@ class Backend(ABC):
     """Whether it runs integers faster than float somewhere, so that prices mean something."""
 
     @abstractmethod
-    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """How much of the unit `node`, which runs `calls`, has an integer kernel here, with `config`."""
 
     @abstractmethod
     def lower(self, rewriter: Rewriter) -> None:
         """Replace units of the qdq graph by kernels."""
 
-    def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
+    def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
         """The config that this backend uses for a unit of `calls` where a recipe asks for `config`.
 
         One scale for a whole weight where the kernel takes no more.
         """
         return config
 
-    def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
+    def adds_in_int16(self, calls: Calls) -> bool:
         """Whether the kernel of a unit of `calls` adds pairs of products in int16 on this machine.
 
         Then activations or weights of such a unit give up a bit; the recipe says which (`Recipe.narrow`).
         """
         return False
 
-    def code(self, calls: tuple[OpCall, ...]) -> str:
+    def code(self, calls: Calls) -> str:
         """A hash of the code outside of fxq that runs a unit of `calls`: when it changes, so do prices. Else empty."""
         return "" if type(self).__module__.startswith("fxq.") else digest_of(type(self))
 
-    def fuses(self, ops: Sequence[Op]) -> bool:
+    def fuses(self, calls: Calls) -> bool:
         """Whether ops that a fusion pattern joins may become one unit."""
         return True
 

@@ -5,29 +5,26 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxq.backends.base import Backend, Support
-from fxq.backends.captures import captures_of
 from fxq.backends.kernel import Kernel
-from fxq.backends.kernel_table import QUANTIZING, KernelRow, Operands, Parts, row_for, take_apart
+from fxq.backends.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
-from fxq.backends.layer_spec import slope_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, op_of, submodule
-from fxq.graph.region import Region, Weight, integer_input, integer_weight, out_grid, read_region
-from fxq.graph.unit import OpCall
+from fxq.graph.region import Region, out_grid, read_region
+from fxq.graph.unit import Calls
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig
-from fxq.rewriting.pattern import Rule
 from fxq.rewriting.rewriter import Rewriter
+from fxq.rewriting.unit_edits import open_unit
 
 
 class RowBackend(Backend):
@@ -38,33 +35,31 @@ class RowBackend(Backend):
     def rows(self) -> Mapping[str, KernelRow]:
         """The table."""
 
-    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """What the table says of the leading ops."""
-        parts = take_apart(calls, self.rows)
-        if parts is None:
+        found = fits(calls, self.rows)
+        if not found:
             return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}")
         if config.activation is not None and config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
         weight = config.weight
-        weighted = any(call.op.quant.weight for call in calls[: parts.ops])
+        weighted = any(call.op.quant.weight for call in found[0].calls)
         if weighted and weight is not None and not (weight.signed and weight.symmetric):
             return Support(0, f"{self.name} kernels take signed symmetric weights")
-        row = row_for(parts, self.rows)
-        assert row is not None  # it took the unit apart
-        reason = row.refuses(parts, node)
-        if reason is not None:
-            return Support(0, reason)
-        if parts.post is not None and parts.post.name in row.twice:
-            return _supports_either(gm, parts)
-        rest = calls[parts.ops :]
-        reason = f"no kernel of {self.name} takes {rest[0].op.name} along" if rest else ""
-        return Support(parts.ops, reason, emits_float=row.emits_float)
+        reasons = [fit.refused(gm) for fit in found]
+        able = [fit for fit, reason in zip(found, reasons, strict=True) if reason is None]
+        if not able:
+            return Support(0, reasons[-1] or "")
+        row, ops, last = able[0].row, len(able[0].calls), able[0].calls[-1].op.name
+        if last in row.twice and len(able) > 1:
+            reason = f"{last} costs a second {calls[0].op.name} on integers"
+            return Support(ops, reason, len(able[1].calls), row.emits_float)
+        rest = f"no kernel of {self.name} takes {calls[ops].op.name} along" if ops < len(calls) else ""
+        return Support(ops, reasons[0] or rest, emits_float=row.emits_float)
 
-    def code(self, calls: tuple[OpCall, ...]) -> str:
+    def code(self, calls: Calls) -> str:
         """As in `Backend`; besides, that of a kernel of the user's own."""
-        parts = take_apart(calls, self.rows)
-        row = row_for(parts, self.rows) if parts is not None else None
-        return super().code(calls) + (row.code if row is not None else "")
+        return super().code(calls) + "".join(fit.row.code for fit in fits(calls, self.rows)[:1])
 
     def lower(self, rewriter: Rewriter) -> None:
         """Units first, then the conversions that are left; last, which residuals may be overwritten."""
@@ -85,49 +80,45 @@ def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
     return region.out is not None or region.calls[0].op.quant.heavy
 
 
-def _supports_either(gm: fx.GraphModule, parts: Parts) -> Support:
-    """What is supported of a unit whose last op costs as much again: all but that one, or all."""
-    assert parts.post is not None
-    slope = constant(gm, parts.slope)
-    computed = parts.slope is not None and slope is None
-    reason = "its slopes are computed at run time" if computed else slope_refused(slope)
-    if reason is not None:
-        return Support(parts.ops - 1, reason)
-    return Support(
-        parts.ops - 1, f"{parts.post.name} costs a second {parts.first.op.name} on integers", longer=parts.ops
-    )
-
-
 def _lower_unit(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]) -> None:
     region = read_region(rewriter.gm, node)
-    parts = take_apart(region.calls, rows) if region is not None else None
-    if region is None or parts is None or parts.ops != len(region.calls):
+    if region is None:
         return
-    row = row_for(parts, rows)
-    if row is None or row.make is None:
-        return
-    if row.fusion is not None:
-        operands = _captured(rewriter.gm, region, row.fusion)
-    else:
-        operands = _operands(rewriter.gm, region, parts)
-    try:
-        kernel = row.make(parts, operands) if not isinstance(operands, str) else operands
-    except BackendError as error:
-        kernel = str(error)
-    if isinstance(kernel, LayerKernel):
-        kernel = sums_refused(kernel) or kernel
-    if isinstance(kernel, Kernel) and not isinstance(operands, str):
-        _replace(rewriter, region, kernel, operands.inputs)
-    elif len(region.calls) > 1:
+    whole = [fit for fit in fits(region.calls, rows) if len(fit.calls) == len(region.calls)]
+    reason = ""
+    for fit in whole:
+        if fit.row.make is None:
+            return
+        try:
+            kernel, inputs = _kernel(rewriter.gm, region, fit)
+        except BackendError as error:
+            reason = str(error)
+        else:
+            _replace(rewriter, region, kernel, inputs)
+            return
+    if len(region.calls) > 1 and whole:
         _open(rewriter, node, rows)
-    else:
-        _leave_in_float(rewriter, node, f"stays in qdq form: {kernel}")
+    elif whole:
+        _leave_in_float(rewriter, node, f"stays in qdq form: {reason}")
+
+
+def _kernel(gm: fx.GraphModule, region: Region, fit: Fit) -> tuple[Kernel, tuple[fx.Node, ...]]:
+    """The kernel of a region, and the nodes that it reads. Raises `BackendError` where there is none."""
+    inputs, captures = fit.integers(gm)
+    if set(inputs) != set(region.inputs):
+        raise BackendError("an input is not in integers")
+    assert fit.row.make is not None  # else it runs as it stands
+    kernel = fit.row.make(FusedUnit(captures, out_grid(gm, region), region.calls))
+    reason = sums_refused(kernel) if isinstance(kernel, LayerKernel) else None
+    if reason is not None:
+        raise BackendError(reason)
+    return kernel, inputs
 
 
 def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]) -> None:
     """Run the first op of a unit on integers and the others in float, where no kernel takes the unit whole."""
     plan = info(node).plan
-    first, *rest = rewriter.open_unit(node)
+    first, *rest = open_unit(rewriter, node)
     rewriter.describe(first, plan=plan)
     for other in rest:
         _leave_in_float(rewriter, other, "its result is wanted in float")
@@ -136,49 +127,6 @@ def _open(rewriter: Rewriter, node: fx.Node, rows: Mapping[str, KernelRow]) -> N
 
 def _leave_in_float(rewriter: Rewriter, node: fx.Node, why: str) -> None:
     rewriter.describe(node, plan=Plan(Decision("float", "unsupported", why, decided_by=rewriter.name)))
-
-
-def _operands(gm: fx.GraphModule, region: Region, parts: Parts) -> Operands | str:
-    """The integers that go into the kernel, or the reason why they are not all integers."""
-    tensors = parts.first.tensors
-    activations = [*parts.first.activations, *([parts.residual] if parts.residual is not None else [])]
-    read = [integer_input(gm, v) for v in activations]
-    found = [r for r in read if r is not None]
-    if len(found) != len(read):
-        return "an input is not in integers"
-    inputs = tuple(node for node, _ in found)
-    if tuple(dict.fromkeys(inputs)) != region.inputs:
-        return "its inputs are not those of its float form"
-    quant = parts.first.op.quant
-    weight, bias = _layer(gm, parts.first)
-    slope = constant(gm, parts.slope)
-    fixed = {k: v if isinstance(v, (int, float)) else constant(gm, v) for k, v in tensors.items()}
-    others = {k: v for k, v in fixed.items() if v is not None and k not in (quant.weight, quant.bias)}
-    grids = tuple(qp for _, qp in found)
-    layers = tuple(_layer(gm, call) for call in parts.calls if call.op.quant.weight)
-    return Operands(inputs, grids, weight, bias, out_grid(gm, region), slope, others, layers)
-
-
-def _captured(gm: fx.GraphModule, region: Region, fusion: Rule) -> Operands | str:
-    """The same for a kernel of the user's own."""
-    captures: dict[str, Any] = {}
-    inputs: dict[fx.Node, QParams] = {}
-    for name, value in (captures_of(fusion, region.calls) or {}).items():
-        weight, read = integer_weight(gm, value), integer_input(gm, value)
-        if weight is None and read is not None:
-            inputs[read[0]] = captures[name] = read[1]
-        else:
-            captures[name] = weight or (constant(gm, value) if isinstance(value, fx.Node) else value)
-    if inputs.keys() != set(region.inputs):
-        return "an input is not in integers"
-    return Operands(tuple(inputs), tuple(inputs.values()), None, None, out_grid(gm, region), captures=captures)
-
-
-def _layer(gm: fx.GraphModule, call: OpCall) -> tuple[Weight | None, Tensor | None]:
-    """Integer weight and bias of an op; None what it does not have."""
-    quant = call.op.quant
-    weight = integer_weight(gm, call.tensors.get(quant.weight)) if quant.weight else None
-    return weight, constant(gm, call.tensors.get(quant.bias)) if quant.bias else None
 
 
 def _replace(rewriter: Rewriter, region: Region, kernel: Kernel, inputs: tuple[fx.Node, ...]) -> None:

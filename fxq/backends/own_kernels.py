@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fxq.backends.by_name import backend_type
 from fxq.backends.kernel import Kernel
-from fxq.backends.kernel_table import KernelRow, Operands, Parts, never
+from fxq.backends.kernel_table import FusedUnit, KernelRow, rule_key
 from fxq.backends.lowering import RowBackend
 from fxq.common.source import digest_of, name_of
 from fxq.errors import BackendError, InputError
-from fxq.graph.unit import OpCall
-from fxq.quant.qparams import QParams
 from fxq.rewriting.pattern import Family
 
 _MAKERS: dict[str, Callable[..., Any]] = {}
 """Who makes a kernel, by backend and fusion."""
-
-
-@dataclass(frozen=True)
-class FusedUnit:
-    """What a kernel of a fusion is made of.
-
-    Attributes:
-        captures: by the names in the fusion's pattern: of an activation its grid, a `QParams`; of a weight its int8
-            `values` and their `qparams`; of a constant, such as a bias, the tensor; a number; None what is not given.
-        out: the grid of the result; None: it is wanted in float32.
-        calls: the ops, in order, with their options.
-    """
-
-    captures: Mapping[str, Any]
-    out: QParams | None
-    calls: tuple[OpCall, ...]
 
 
 Maker = TypeVar("Maker", bound=Callable[[FusedUnit], Kernel])
@@ -42,7 +23,7 @@ Maker = TypeVar("Maker", bound=Callable[[FusedUnit], Kernel])
 def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -> Callable[[Maker], Maker]:
     """Decorator: on this backend, a unit of the fusion runs in the kernel that the function makes.
 
-    The kernel takes the integers of the captured activations, in the order of the captures, each once. verify-lowering
+    The kernel takes the integers of the captured activations, in the order of the captures. verify-lowering
     runs it against the fusion's meaning, and its price is measured as any other's. A recipe that is to be saved names
     the function: `Recipe.with_extensions`.
 
@@ -103,10 +84,8 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
             if name_of(known) != name_of(make):
                 raise BackendError(f"the kernel of {rule.name!r} on {backend} is made by {name_of(known)} already.")
             _MAKERS[f"{backend} {rule.name}"] = make
-            made = _checked(make)
-            rows[f"fusion {rule.name}"] = KernelRow(
-                made, never, emits_float=emits_float, fusion=rule, code=digest_of(make)
-            )
+            row = KernelRow(_checked(make), emits_float=emits_float, code=digest_of(make))
+            rows[rule_key(rule.name, rule.captures)] = row
         return make
 
     return register
@@ -117,9 +96,9 @@ def makes_kernels(value: Any) -> bool:
     return any(value is make for make in _MAKERS.values())
 
 
-def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[Parts, Operands], Kernel]:
-    def made(parts: Parts, operands: Operands) -> Kernel:
-        kernel = make(FusedUnit(operands.captures, operands.out, parts.calls))
+def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[FusedUnit], Kernel]:
+    def made(unit: FusedUnit) -> Kernel:
+        kernel = make(unit)
         if not isinstance(kernel, Kernel) or not hasattr(kernel, "name"):
             raise InputError(f"{name_of(make)} makes kernels: fxq.Kernel with a name, not {kernel!r}.")
         return kernel

@@ -22,7 +22,8 @@ from fxq.graph.unit import unit_of
 from fxq.graph.view import options_text
 from fxq.pipeline.context import Context
 from fxq.recipe.recipe import Recipe
-from fxq.rewriting.rewriter import Rewriter, split_unit
+from fxq.rewriting.rewriter import Rewriter
+from fxq.rewriting.unit_edits import split_unit
 from fxq.runtime.binding import bind
 
 

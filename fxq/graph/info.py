@@ -82,8 +82,8 @@ class Plan:
         emits: the spec of its result where its kernel emits nothing but integers, else None.
         agreed: the spec in which all read its value that read it as integers; None: each as it wants.
         overflows: whether its kernel adds products in int16, and they do not fit: activations or weights give up a bit.
-        kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; None: all of them.
-        longer: for such a unit, how many ops another kernel runs, which is not always the faster one; 0: there is none.
+        kernel_ops: for a unit, how many of its ops, from the first on, the backend's kernel runs; of two numbers, the
+            smaller one first, `fallback` takes the faster; empty: all of them.
         exact: for a float op, whether it reads its inputs as they were before they were put on a grid.
         cost: what it takes either way, where `fallback` measured it.
     """
@@ -91,8 +91,7 @@ class Plan:
     decision: Decision
     reads: TensorSpec | None = None
     weight: TensorSpec | None = None
-    kernel_ops: int | None = None
-    longer: int = 0
+    kernel_ops: tuple[int, ...] = ()
     cost: Cost | None = None
     emits: TensorSpec | None = None
     agreed: TensorSpec | None = None

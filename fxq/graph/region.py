@@ -13,7 +13,7 @@ from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, options_of
 from fxq.graph.run import value_of
-from fxq.graph.unit import OpCall, calls_of
+from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
 from fxq.quant.qparams import QParams
 
@@ -39,7 +39,7 @@ class Region:
     """
 
     node: fx.Node
-    calls: tuple[OpCall, ...]
+    calls: Calls
     out: fx.Node | None
     steps: tuple[Step, ...]
     inputs: tuple[fx.Node, ...]

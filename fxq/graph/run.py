@@ -109,19 +109,22 @@ class Runner:
 
 def infer(node: fx.Node) -> Typed:
     """Shape and dtype of a function's value, computed on the meta device; (None, None) where that is not possible."""
-    return _infer(node, {})
+    return _infer(node, {}, {})
 
 
 def infer_ops(body: fx.Graph, inputs: Sequence[Any]) -> tuple[Typed, ...]:
     """The same for each op in the body of a unit that is called with these nodes."""
-    known: dict[fx.Node, Any] = {}
-    for inner, given in zip(body.find_nodes(op="placeholder"), inputs, strict=False):
-        known[inner] = (info(given).shape, info(given).dtype) if isinstance(given, fx.Node) else (None, None)
-    return tuple(known.setdefault(node, _infer(node, known)) for node in body.nodes if op_of(node) is not None)
+    given = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=False))
+    known: dict[fx.Node, Typed] = {}
+    return tuple(known.setdefault(node, _infer(node, given, known)) for node in body.nodes if op_of(node) is not None)
 
 
-def _infer(node: fx.Node, known: Mapping[fx.Node, Typed]) -> Typed:
+def _infer(node: fx.Node, given: Mapping[fx.Node, Any], known: Mapping[fx.Node, Typed]) -> Typed:
+    """Of a node that reads what is given for nodes, or is known of them."""
+
     def on_meta(value: fx.Node) -> Any:
+        if value in given:
+            return fx.node.map_arg(given[value], on_meta)
         shape, dtype = known.get(value) or (info(value).shape, info(value).dtype)
         if shape is None:
             raise _Unknown

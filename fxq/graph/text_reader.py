@@ -65,8 +65,9 @@ class _Body:
         self.graph = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
         self.done = False
-        for name in inputs:
-            self.add(name, "placeholder", name)
+        for name in inputs:  # a capture may be called what torch.fx calls nothing; it changes that everywhere alike
+            node = self.graph.placeholder(name)
+            self.nodes[node.name] = node
 
     def add(self, name: str, op: str, target: Any, args: Any = (), kwargs: Any = None) -> fx.Node:
         if name in self.nodes:
@@ -140,9 +141,9 @@ class _Reader:
     def _open_unit(self, line: str) -> None:
         head, _, comment = line.partition("#")
         found = re.fullmatch(r"def (\w+)\(([\w, ]*)\):\s*", head)
-        if found is None or is_taken(found[1]) or found[1] in self.units:
-            raise InputError(f"expected `def name(inputs):` with a name that is free, not {head.strip()!r}.")
-        inputs = tuple(name.strip() for name in found[2].split(",") if name.strip())
+        inputs = tuple(name.strip() for name in found[2].split(",") if name.strip()) if found is not None else ()
+        if found is None or is_taken(found[1]) or found[1] in self.units or len(set(inputs)) < len(inputs):
+            raise InputError(f"expected `def name(inputs):` with names that are free, not {head.strip()!r}.")
         kind = self._value(parsed(comment.strip())[0].value) if comment else found[1]  # type: ignore[attr-defined]
         self.unit = found[1], str(kind), _Body(inputs)
 

@@ -110,8 +110,7 @@ class _Writer:
         while is_taken(name) or name in self.units.values():
             name = f"{name}_unit" if name.isidentifier() else "unit"
         self.units[path] = name
-        inputs = ", ".join(n.name for n in unit.graph.find_nodes(op="placeholder"))
-        yield f"def {name}({inputs}):" + (f"  # {value_text(unit.kind)}" if unit.kind != name else "")
+        yield f"def {name}({', '.join(unit.captures)}):" + (f"  # {value_text(unit.kind)}" if unit.kind != name else "")
         yield from (f"    {self._line(node)}" for node in unit.graph.nodes if node.op != "placeholder")
         yield ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -27,7 +28,7 @@ class Unit(Bindable, fx.GraphModule):
 
     Attributes:
         kind: the name of the rule that made it, e.g. `conv2d_relu`.
-        graph: the body: placeholders, canonical ops, one output.
+        graph: the body: a placeholder for each capture of the rule, canonical ops, one output.
         pure: it only computes its value.
     """
 
@@ -36,6 +37,11 @@ class Unit(Bindable, fx.GraphModule):
     def __init__(self, kind: str, graph: fx.Graph) -> None:
         super().__init__({}, graph, class_name="Unit")
         self.kind = kind
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """The names of the rule's captures, in the order in which a call gives their values: nodes, numbers, None."""
+        return tuple(str(node.target) for node in self.graph.find_nodes(op="placeholder"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         return Unit(self.kind, copy.deepcopy(self.graph))  # fx would return a plain GraphModule, without the kind
@@ -90,22 +96,39 @@ class OpCall:
         return self.op.quant.pointwise and len(self.activations) == 1
 
 
-def calls_of(gm: fx.GraphModule, node: fx.Node) -> tuple[OpCall, ...]:
+class Calls(tuple[OpCall, ...]):
+    """The ops that a node runs, in order.
+
+    Attributes:
+        rule: of a unit, the name of the rule that made it; else empty.
+        captures: of a unit, what the rule captured, by name, as in `OpCall.tensors`.
+    """
+
+    rule: str = ""
+    captures: Mapping[str, Any] = MappingProxyType({})
+
+
+def calls_of(gm: fx.GraphModule, node: fx.Node) -> Calls:
     """The ops that a node runs, in order: one for a canonical op, several for a unit, none for anything else."""
     op = op_of(node)
     if op is not None:
-        return (OpCall(op, options_of(node), dict(zip(op.tensors, node.args, strict=False)), node.name),)
+        return Calls((OpCall(op, options_of(node), dict(zip(op.tensors, node.args, strict=False)), node.name),))
     unit = unit_of(gm, node)
     if unit is None:
-        return ()
-    return calls_among(unit.graph.nodes, dict(zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True)))
+        return Calls()
+    outer = dict(zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True))
+    return calls_among(unit.graph.nodes, unit.kind, dict(zip(unit.captures, node.args, strict=True)), outer)
 
 
-def calls_among(nodes: Iterable[fx.Node], outer: Mapping[fx.Node, Any] | None = None) -> tuple[OpCall, ...]:
+def calls_among(
+    nodes: Iterable[fx.Node], rule: str, captures: Mapping[str, Any], outer: Mapping[fx.Node, Any] | None = None
+) -> Calls:
     """The ops that these nodes run as one unit, in order.
 
     Args:
         nodes: the nodes of its body; or the nodes of a graph that are to become one.
+        rule: the name of the rule that joins them.
+        captures: what the rule captures.
         outer: what stands for those of its inputs that are nodes of the body.
     """
     known: dict[fx.Node, Any] = dict(outer or {})
@@ -117,7 +140,9 @@ def calls_among(nodes: Iterable[fx.Node], outer: Mapping[fx.Node, Any] | None = 
         tensors = {name: _outside(value, known) for name, value in zip(op.tensors, node.args, strict=False)}
         known[node] = Inner(len(calls))
         calls.append(OpCall(op, options_of(node), tensors, node.name))
-    return tuple(calls)
+    made = Calls(calls)
+    made.rule, made.captures = rule, captures
+    return made
 
 
 def _outside(value: Any, outer: dict[fx.Node, Any]) -> Any:
@@ -138,7 +163,7 @@ class UnitInput:
 
     Attributes:
         node: the node of the outer graph.
-        role: what it is to the op; None for what is read in float whatever happens (statistics, PReLU slopes).
+        role: what it is to the op; None for what is read in float whatever happens (statistics, slopes).
         axis: the output-channel axis, for a weight.
         call: index of the op that reads it.
     """
@@ -163,7 +188,9 @@ def read_by(calls: tuple[OpCall, ...], plan: Plan) -> dict[fx.Node, None]:
     """The nodes that ops with this plan read as integers: the activations of those that the kernel runs."""
     if plan.reads is None:
         return {}
-    read = (found.node for found in inputs_of(calls[: plan.kernel_ops]) if found.role == "activation")
+    read = (
+        found.node for found in inputs_of(calls[: max(plan.kernel_ops, default=None)]) if found.role == "activation"
+    )
     return dict.fromkeys(node for node in read if node.op != "get_attr")
 
 

@@ -106,14 +106,16 @@ class Candidate:
         emits = None if self.support.emits_float else self.spec
         decision = Decision("int8", decided_by=decided_by)
         plan = Plan(decision, reads=spec, weight=self.weight, emits=emits, overflows=self.overflows)
-        if self.ops == len(self.calls):
-            return plan
         if self.ops < self.support.ops:
             plan = plan.decided(kind="no integer neighbour", text="nothing reads integers from the sum")
-            return replace(plan, kernel_ops=self.ops)
-        ours = self.support
-        plan = plan.decided(kind="slower" if ours.longer else "unsupported", text=ours.reason)
-        return replace(plan, kernel_ops=ours.ops, longer=ours.longer)
+            return replace(plan, kernel_ops=(self.ops,))
+        if self.support.fewer:
+            plan = plan.decided(kind="slower", text=self.support.reason)
+            return replace(plan, kernel_ops=(self.support.fewer, self.ops))
+        if self.ops < len(self.calls):
+            plan = plan.decided(kind="unsupported", text=self.support.reason)
+            return replace(plan, kernel_ops=(self.ops,))
+        return plan
 
 
 class Settled:

@@ -7,7 +7,7 @@ already bound, looked up by op. It is linear in the number of nodes: a pattern i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -78,7 +78,8 @@ class Match:
     captures: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.captures = {p.name: v for p, v in self.bound.items() if p.op is None}
+        found = {p.name: v for p, v in self.bound.items() if p.op is None}
+        self.captures = {name: found[name] for name in self.rule.captures}
 
     def __getattr__(self, name: str) -> Captured:
         captures = self.__dict__.get("captures", {})
@@ -291,6 +292,14 @@ def _orders(pattern: PatternNode, node: fx.Node) -> Iterator[list[tuple[Any, Any
     yield list(zip(inputs, args, strict=True))
     if pattern.op is not None and pattern.op.commutes and len(pattern.inputs) == 2:
         yield list(zip(inputs, args[1::-1], strict=True))
+
+
+def inputs_as_in(node: fx.Node, pattern: PatternNode, bound: Mapping[PatternNode, Any]) -> tuple[Any, ...]:
+    """The inputs of a pattern node in the order in which the graph node that it is bound to reads them."""
+    swaps = pattern.op is not None and pattern.op.commutes and len(pattern.inputs) == 2
+    if swaps and bound.get(pattern.inputs[0], pattern.inputs[0]) != node.args[0]:
+        return pattern.inputs[::-1]
+    return pattern.inputs
 
 
 def _show(value: Any) -> str:

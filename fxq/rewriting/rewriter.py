@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from fxq.errors import PassError, PatternError
-from fxq.graph.info import Plan, info
-from fxq.graph.query import arguments_of, op_of
-from fxq.graph.unit import UNITS, Unit, unit_of
+from fxq.graph.info import info
 from fxq.ops import OPS
 from fxq.rewriting.editor import Editor
 from fxq.rewriting.match import Captured, Match
 from fxq.rewriting.near_miss import Refusal
 from fxq.rewriting.pattern import Family, Rule
 from fxq.rewriting.rule_index import Dispatch
+from fxq.rewriting.unit_edits import make_unit
 
-Refuse = Callable[[Sequence[fx.Node]], "str | None"]
-"""Why a pass wants these nodes left as they are, in the words that users read; None where it does not mind."""
+Refuse = Callable[[Match], "str | None"]
+"""Why a pass wants matched nodes left as they are, in the words that users read; None where it does not mind."""
 
 
 class Rewriter(Editor):
@@ -32,7 +29,7 @@ class Rewriter(Editor):
         """Apply rewrite rules everywhere until none matches; the number of rewrites.
 
         At a node, larger patterns come first. A worklist holds the nodes to look at: all of them at first, then the
-        neighbours of what was rewritten. `refuse(nodes)` may turn down a match, with a reason.
+        neighbours of what was rewritten. `refuse(match)` may turn down a match, with a reason.
 
         Raises:
             PassError: the rules do not come to an end; names those that keep undoing each other.
@@ -65,7 +62,7 @@ class Rewriter(Editor):
     def _first_match(self, table: Dispatch, node: fx.Node, refuse: Refuse | None) -> Match | None:
         for rule in table.at(node):
             match = self._match(rule, node)
-            if match is not None and not self._turned_down(match, match.nodes, refuse):
+            if match is not None and not self._turned_down(match, refuse):
                 return match
         return None
 
@@ -77,8 +74,8 @@ class Rewriter(Editor):
             self.near.note(rule, node, refusal)
         return match
 
-    def _turned_down(self, match: Match, nodes: Sequence[fx.Node], refuse: Refuse | None) -> bool:
-        reason = refuse(nodes) if refuse is not None else None
+    def _turned_down(self, match: Match, refuse: Refuse | None) -> bool:
+        reason = refuse(match) if refuse is not None else None
         if reason is not None:
             refusal = Refusal()
             refusal.record(match.rule.size + 1, str, reason)
@@ -89,34 +86,33 @@ class Rewriter(Editor):
         """Turn what the fusion rules match into units, in the order of the rules; a node belongs to one unit.
 
         All matches are found before the first edit, so a rule cannot match what another one made.
-        `refuse(nodes)` may turn down a match, with a reason. The number of units.
+        `refuse(match)` may turn down a match, with a reason. The number of units.
         """
         chosen = self._choose(rules, refuse)
-        for match, nodes in sorted(chosen, key=lambda found: found[0].root.node):
+        moved: dict[fx.Node, fx.Node] = {}
+        for match in sorted(chosen, key=lambda match: match.root.node):
             with self.attributed(match.rule.name, match.rule.source):
-                make_unit(self, nodes, match.outputs, match.rule.name)
+                make_unit(self, match, moved)
         return len(chosen)
 
-    def _choose(self, rules: Sequence[Rule], refuse: Refuse | None) -> list[tuple[Match, list[fx.Node]]]:
-        """The matches that become units, with their nodes: rule by rule, each in the order of the graph.
+    def _choose(self, rules: Sequence[Rule], refuse: Refuse | None) -> list[Match]:
+        """The matches that become units: rule by rule, each in the order of the graph.
 
         A rule is matched again, in another way, where one before it has taken some of the nodes; and always where it
         has several outputs: they are looked for among the readers of a value that nobody has taken.
         """
-        chosen: list[tuple[Match, list[fx.Node]]] = []
+        chosen: list[Match] = []
         taken = self.matcher.taken
         for rule, places in self._match_everywhere(rules).items():
             for node, match in places:
-                nodes = match.nodes if match is not None else []
-                if len(rule.outputs) > 1 or not taken.isdisjoint(nodes):
+                if match is None or len(rule.outputs) > 1 or not taken.isdisjoint(match.nodes):
                     match = self.matcher.match(rule, node)
-                    nodes = match.nodes if match is not None else []
-                if match is not None and not self._turned_down(match, nodes, refuse):
-                    taken.update(nodes)
-                    chosen.append((match, nodes))
+                if match is not None and not self._turned_down(match, refuse):
+                    taken.update(match.nodes)
+                    chosen.append(match)
         taken.clear()
-        for match, nodes in chosen:
-            self.near.took(match.rule, nodes)
+        for match in chosen:
+            self.near.took(match.rule, match.nodes)
         return chosen
 
     def _match_everywhere(self, rules: Sequence[Rule]) -> dict[Rule, list[tuple[fx.Node, Match | None]]]:
@@ -132,32 +128,6 @@ class Rewriter(Editor):
                 if match is not None or len(rule.outputs) > 1:
                     found[rule].append((node, match))
         return found
-
-    def open_unit(self, node: fx.Node) -> list[fx.Node]:
-        """Replace a unit by the ops inside it; their nodes, in execution order. The inverse of fusing."""
-        unit = unit_of(self.gm, node)
-        if unit is None:
-            raise PassError(f"{self.name}: %{node.name} is no unit.")
-        about = info(node)
-        copies: dict[fx.Node, Any] = dict(zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True))
-        made: list[fx.Node] = []
-        for inner in unit.graph.nodes:
-            if op_of(inner) is not None:
-                args, kwargs = arguments_of(inner, copies)
-                typed = about.values[len(made)] if about.values else None
-                copies[inner] = self.node(
-                    "call_function", inner.target, args, kwargs, like=node, name=inner.name, typed=typed
-                )
-                origins = about.parts[len(made)] if about.parts else about.origins
-                path = about.paths[len(made)] if about.paths else about.path
-                self.describe(copies[inner], origins=origins, path=path, plan=None)
-                made.append(copies[inner])
-        self.replace(node, made[-1])
-        for op in made:  # back to the names that they had before they were fused
-            name = next(iter(info(op).origins), op.name)
-            if name not in self.names:
-                self.rename(op, name)
-        return made
 
 
 def _neighbours(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -245,100 +215,3 @@ def _inherit(rewriter: Rewriter, old: fx.Node, new: Any) -> None:
     """Shape and dtype that could not be inferred are those of the value replaced."""
     if isinstance(new, fx.Node) and info(new).shape is None:
         rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
-
-
-def make_unit(rewriter: Rewriter, inside: Sequence[fx.Node], outputs: Sequence[fx.Node], kind: str) -> fx.Node:
-    """Replace canonical op nodes by one unit that runs them (see `fxq/graph/unit.py`); its node.
-
-    Args:
-        rewriter: the rewriter.
-        inside: the ops, in execution order.
-        outputs: those of them that are read outside.
-        kind: name of the unit.
-    """
-    inputs = list(dict.fromkeys(v for n in inside for v in n.all_input_nodes if v not in inside))
-    key = f"{kind}: {_written(inside, outputs, inputs)}"
-    units: dict[str, str] = rewriter.context.units
-    if key not in units:
-        units[key] = rewriter.module(Unit(kind, _body(inside, outputs, inputs)), kind, UNITS)
-    name = "_".join([inside[0].name, *(op.name for op in map(op_of, inside[1:]) if op is not None)])
-    node = rewriter.node("call_module", units[key], tuple(inputs), like=inside, before=max(outputs), name=name)
-    rewriter.describe(
-        node,
-        parts=tuple(info(n).origins for n in inside),
-        values=tuple((info(n).shape, info(n).dtype) for n in inside),
-        paths=tuple(info(n).path for n in inside),
-    )
-    results = [node]
-    if len(outputs) == 1:
-        rewriter.describe(node, shape=info(outputs[0]).shape, dtype=info(outputs[0]).dtype)
-    else:
-        results = [
-            rewriter.node("call_function", operator.getitem, (node, i), like=old, before=max(outputs))
-            for i, old in enumerate(outputs)
-        ]
-        for old, new in zip(outputs, results, strict=True):
-            rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
-    for old, new in zip(outputs, results, strict=True):
-        rewriter.reroute(old, new, only=lambda user: user not in inside)
-    for old in reversed(inside):
-        rewriter.erase(old)
-    return node
-
-
-def split_unit(rewriter: Rewriter, node: fx.Node, ops: int | None) -> None:
-    """Leave the first ops of a unit as a unit (or a single op) with its plan, and plan the others in float.
-
-    Args:
-        rewriter: the rewriter.
-        node: the unit, with a plan.
-        ops: how many; None: all of them, so that only its plan changes.
-    """
-    plan = info(node).plan
-    if plan is None:
-        raise PassError(f"{rewriter.name}: the unit %{node.name} has no plan.")
-    unit = node
-    if ops is not None:
-        opened = rewriter.open_unit(node)
-        head = opened[:ops]
-        for rest in opened[ops:]:
-            rewriter.describe(rest, plan=Plan(replace(plan.decision, fate="float")))
-        unit = head[0]
-        if len(head) > 1:
-            kind = "_".join(str(getattr(n.target, "__name__", "")) for n in head)
-            unit = make_unit(rewriter, head, head[-1:], kind)
-    rewriter.describe(unit, plan=replace(plan.decided(kind="", text="", fix=""), kernel_ops=None, longer=0))
-
-
-def _written(inside: Sequence[fx.Node], outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> str:
-    """The body of a unit as text, which is the same for the same body."""
-    words = {node: f"%{i}" for i, node in enumerate((*inputs, *inside))}
-    calls = []
-    for node in inside:
-        op = op_of(node)
-        args, kwargs = arguments_of(node, words)
-        calls.append(f"{words[node]} = {op.name if op is not None else (node.op, node.target)}{args} {kwargs}")
-    return "; ".join([*calls, " ".join(words[node] for node in outputs)])
-
-
-def _body(inside: Sequence[fx.Node], outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Graph:
-    """The matched nodes as a graph of their own; its placeholders stand for the outer nodes that it reads."""
-    body = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    names: dict[fx.Node, str] = {}
-    for node in inside:
-        op = op_of(node)
-        for position, value in enumerate(node.args):
-            if isinstance(value, fx.Node) and value not in names and op is not None:
-                name = op.tensors[position]
-                names[value] = name if name not in names.values() else f"{op.name}_{name}_{len(names)}"
-    for value in inputs:
-        copied[value] = body.placeholder(names.get(value) or f"input_{len(copied)}")
-    for node in inside:
-        op = op_of(node)
-        copied[node] = body.node_copy(node, copied.__getitem__)
-        copied[node].meta = {}
-        copied[node]._rename(op.name if op is not None else node.name)
-    result = tuple(copied[o] for o in outputs)
-    body.output(result[0] if len(result) == 1 else result)
-    return body

@@ -1,14 +1,19 @@
-"""Units: their shared bodies, their metadata, their copies."""
+"""Units: their shared bodies, their metadata, their captures, their copies."""
+
+import copy
+import pickle
+from operator import attrgetter
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
+import fxq
 from fxq.graph.info import info
-from fxq.graph.unit import unit_of
-from fxq.rewriting.pattern import FUSIONS
-from fxq.rewriting.rewriter import make_unit
+from fxq.graph.plain_data import from_data, to_data
+from fxq.graph.unit import Inner, calls_of, unit_of
+from fxq.rewriting.pattern import FUSIONS, rewrite
 from tests.helpers import graph, module, rewriter, run
 from tests.models import conv_block
 
@@ -18,35 +23,64 @@ X = torch.linspace(-2, 2, 12).reshape(3, 4)
 IMAGE = torch.linspace(-1, 1, 50).reshape(1, 2, 5, 5)
 
 
+def units(gm):
+    return [node for node in gm.graph.nodes if unit_of(gm, node) is not None]
+
+
+@rewrite
+def relu_of_one(op, x):
+    return op.relu(op.sigmoid(x))
+
+
+@rewrite
+def relu_of_another(op, x):
+    return op.relu(op.tanh(x))
+
+
+@rewrite
+def clipped(op, x):
+    return op.hardtanh(op.relu(x))
+
+
+@rewrite
+def relu_of_itself_less(op, x):
+    return op.sub(op.relu(x), x)
+
+
+@rewrite
+def less_its_relu(op, x):
+    return op.sub(x, op.relu(x))
+
+
+@rewrite
+def scaled(op, x, factor):
+    return op.mul(op.relu(x), factor)
+
+
+@rewrite
+def doubled(op, x):
+    return op.mul(op.relu(x), 2)
+
+
 @pytest.mark.parametrize(
-    ("forward", "modules"),
+    ("rules", "forward", "modules"),
     [
-        (lambda self, x: [torch.relu(torch.sigmoid(x)) for _ in range(2)], 1),
-        (lambda self, x: [torch.relu(torch.sigmoid(x)), torch.relu(torch.tanh(x))], 2),
-        (lambda self, x: [F.hardtanh(torch.relu(x), 0.0, top) for top in (1.0, 1.0000001)], 2),
-        (lambda self, x: [torch.relu(x) - x, x - torch.relu(x)], 2),
-        (lambda self, x: [torch.relu(x) * two for two in (2, 2.0)], 2),
+        ([relu_of_one], lambda self, x: [torch.relu(torch.sigmoid(x)) for _ in range(2)], 1),
+        ([relu_of_one, relu_of_another], lambda self, x: [torch.relu(f(x)) for f in (torch.sigmoid, torch.tanh)], 2),
+        ([clipped], lambda self, x: [F.hardtanh(torch.relu(x), 0.0, top) for top in (1.0, 1.0000001)], 2),
+        ([relu_of_itself_less, less_its_relu], lambda self, x: [torch.relu(x) - x, x - torch.relu(x)], 2),
+        ([scaled], lambda self, x: [torch.relu(x) * three for three in (3, 3.5)], 1),
+        ([scaled], lambda self, x: [torch.relu(x) * x, x * torch.relu(x)], 2),
+        ([doubled, scaled], lambda self, x: [torch.relu(x) * two for two in (2, 3)], 2),
     ],
-    ids=["equal", "op", "option", "order", "number"],
+    ids=["equal", "op", "option", "order", "captured_number", "swapped", "number_of_the_pattern"],
 )
-def test_units_share_a_module_where_their_bodies_are_equal(forward, modules):
+def test_units_share_a_module_where_their_bodies_are_equal(rules, forward, modules):
     gm = graph(module(forward), X)
     want = [forward(None, X)[i] for i in range(2)]
-    hand, ops = rewriter(gm), [n for n in gm.graph.nodes if n.op == "call_function"]
-    made = [make_unit(hand, pair, pair[-1:], "pair") for pair in (ops[:2], ops[2:])]
-    assert len({unit.target for unit in made}) == modules
+    assert rewriter(gm).fuse([rule[0] for rule in rules]) == 2
+    assert len({unit.target for unit in units(gm)}) == modules
     assert all(torch.equal(a, b) for a, b in zip(run(gm, X), want, strict=True))
-
-
-def test_units_of_other_outputs_are_other_units():
-    gm = graph(module(lambda self, x: [torch.relu(torch.sigmoid(x)) for _ in range(4)]), X)
-    hand, ops = rewriter(gm), [n for n in gm.graph.nodes if n.op == "call_function"]
-    pairs = [ops[i : i + 2] for i in range(0, 8, 2)]
-    outputs = [pairs[0][1:], pairs[1][1:], pairs[2], pairs[3][::-1]]
-    made = [make_unit(hand, pair, read, "pair") for pair, read in zip(pairs, outputs, strict=True)]
-    assert made[0].target == made[1].target
-    assert len({unit.target for unit in made}) == 3
-    assert all(torch.equal(value, torch.relu(torch.sigmoid(X))) for value in run(gm, X))
 
 
 def test_units_of_the_same_body_share_one_module():
@@ -67,3 +101,89 @@ def test_the_metadata_of_a_unit_is_that_of_its_ops():
     assert (about.origins, about.parts) == (("_0_0", "_0_1"), (("_0_0",), ("_0_1",)))
     assert (about.path, about.shape, about.dtype) == ("0.0", (1, 2, 5, 5), torch.float32)
     assert about.made_by.startswith("the-test: conv2d_relu (patterns/conv.py:")
+
+
+# ---- captures
+
+
+@rewrite
+def gated(op, input, weight, bias, gate):
+    return op.mul(gate, op.sigmoid(op.linear(input, weight, bias)))
+
+
+@rewrite
+def joined(op, parts):
+    return op.relu(op.cat(parts, dim=0))
+
+
+@rewrite
+def of_two(op, x, y):
+    return op.relu(op.add(x, y))
+
+
+@rewrite
+def two_ways(op, gate, x):
+    shared = op.tanh(x)
+    return op.mul(gate, shared), op.sigmoid(shared)
+
+
+def layer_times(self, x, by):
+    return torch.sigmoid(self.fc(x)) * by
+
+
+FC = nn.Linear(4, 4, bias=False)
+CAPTURES = {
+    "none_and_a_value": (gated, lambda self, x: layer_times(self, x, x), "input=x weight=fc_weight bias=None gate=x"),
+    "a_number": (gated, lambda self, x: layer_times(self, x, 1.5), "input=x weight=fc_weight bias=None gate=1.5"),
+    "a_list": (joined, lambda self, x: torch.relu(torch.cat([x, x])), "parts=[x, x]"),
+    "one_value_twice": (of_two, lambda self, x: torch.relu(x + x), "x=x y=x"),
+    "an_output_of_another": (
+        of_two, lambda self, x: torch.relu(torch.relu(x + 1) + torch.relu(x + 2)), "x=add_relu y=add_1_relu"
+    ),
+    "several_outputs": (
+        two_ways, lambda self, x: (lambda t: (t * self.fc.weight[0], torch.sigmoid(t)))(torch.tanh(x)),
+        "gate=fc_weight_getitem x=x",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "forward", "captures"), CAPTURES.values(), ids=CAPTURES)
+def test_a_unit_keeps_what_its_rule_captured(rule, forward, captures):
+    """In the order of the rule; through copies, pickles and text; and computes the same as before."""
+    model = module(forward, fc=FC)
+    gm = graph(model, X)
+    assert rewriter(gm).fuse([rule[0]]) > 0
+    gm.recompile()
+    read = {str(n.target) for n in gm.graph.nodes if n.op in ("call_module", "get_attr")}
+    held, data = {path: attrgetter(path)(gm) for path in read}, to_data(gm.graph)
+    made = {
+        "itself": gm,
+        "a copy": copy.deepcopy(gm),
+        "a pickle": fx.GraphModule(pickle.loads(pickle.dumps(held)), from_data(pickle.loads(pickle.dumps(data)))),
+        "text": fxq.read_graph(fxq.write_graph(gm), fxq.graph_tensors(gm)),
+    }
+    want = model(X)
+    for how, other in made.items():
+        calls = calls_of(other, units(other)[-1])
+        found = " ".join(f"{name}={value}" for name, value in calls.captures.items())
+        assert (calls.rule, found) == (rule[0].name, captures), how
+        assert all(map(torch.equal, run(other, X), want)), how
+
+
+def test_the_ops_of_a_unit_read_its_captures():
+    gm = graph(module(lambda self, x: layer_times(self, x, 1.5), fc=FC), X)
+    rewriter(gm).fuse([gated[0]])
+    calls = calls_of(gm, units(gm)[0])
+    x, weight = (node for node in gm.graph.nodes if node.name in ("x", "fc_weight"))
+    assert [call.tensors for call in calls] == [
+        {"x": x, "weight": weight, "bias": None},
+        {"x": Inner(0)},
+        {"x": Inner(1), "other": 1.5},
+    ]
+    assert info(units(gm)[0]).values == (((3, 4), torch.float32),) * 3
+
+
+def test_a_single_op_has_no_captures():
+    gm = graph(module(lambda self, x: torch.relu(x)), X)
+    calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "relu"))
+    assert (len(calls), calls.rule, dict(calls.captures)) == (1, "", {})

@@ -90,15 +90,15 @@ def test_the_largest_pattern_wins():
         {"a.weight": torch.randn(3, 3, 1, 1)},
     )
     assert program(gm) == expected("""
-        def conv2d_add_relu(x, weight):
-            conv2d = conv2d(x, weight)
-            add = add(conv2d, x)
+        def conv2d_add_relu(x, weight, bias, residual):
+            conv2d = conv2d(x, weight, bias)
+            add = add(conv2d, residual)
             relu = relu(add)
             return relu
 
         x: float32[1, 3, 5, 5] = input()
         w: float32[3, 3, 1, 1] = tensor('a.weight')
-        a_add_relu: float32[1, 3, 5, 5] = conv2d_add_relu(x, w)
+        a_add_relu: float32[1, 3, 5, 5] = conv2d_add_relu(x, w, None, x)
         return a_add_relu
     """)
 

@@ -89,7 +89,7 @@ def test_the_sum_of_two_convolutions_belongs_to_one_of_them():
 def test_a_convolution_added_to_its_input():
     layer, shape, padding = LAYERS["conv2d"]
     model, x, before, behind = fused(layer, shape, lambda m, x: m.other(m.layer(x) + x))
-    assert lines(behind)[0] == f"layer_add = conv2d_add(x, @layer.weight, @layer.bias) {{conv2d({padding}); add}}"
+    assert lines(behind)[0] == f"layer_add = conv2d_add(x, @layer.weight, @layer.bias, x) {{conv2d({padding}); add}}"
     check_numbers(model, x, before, behind)
 
 

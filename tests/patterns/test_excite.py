@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends.whole_units import EXCITE_FUNCTIONS, EXCITE_GATES
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
+from fxq.patterns.excite import FUNCTIONS, GATES
 from tests.fusions import check_numbers, check_refused, data, fused, lines
 from tests.graphs import after
 
@@ -36,7 +36,7 @@ def excited(m, x):
 
 
 @pytest.mark.parametrize("pool", OPTIONS)
-@pytest.mark.parametrize(("act", "function"), list(itertools.product(EXCITE_FUNCTIONS, EXCITE_GATES)))
+@pytest.mark.parametrize(("act", "function"), list(itertools.product(FUNCTIONS, GATES)))
 def test_every_variant(act, function, pool):
     def forward(m, x):
         y = m.other(x)

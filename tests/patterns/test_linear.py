@@ -48,7 +48,7 @@ def test_gelu_of_both_kinds():
 
 def test_without_bias():
     model, x, before, behind = fused(no_bias, SHAPES["rows"], lambda m, x: m.other(F.relu(m.layer(x))))
-    assert lines(behind)[0] == "layer_relu = linear_relu(x, @layer.weight)"
+    assert lines(behind)[0] == "layer_relu = linear_relu(x, @layer.weight, None)"
     check_numbers(model, x, before, behind)
 
 
@@ -63,8 +63,8 @@ def test_linear_add(relu, swapped, make):
 
     model, x, before, behind = fused(make, SHAPES["tokens"], forward)
     name, kind = ("layer_add_relu", "linear_add_relu") if relu else ("layer_add", "linear_add")
-    bias = ", @layer.bias" if make is layer else ""
-    assert lines(behind)[:2] == ["sigmoid = sigmoid(x)", f"{name} = {kind}(x, @layer.weight{bias}, sigmoid)"]
+    bias = "@layer.bias" if make is layer else "None"
+    assert lines(behind)[:2] == ["sigmoid = sigmoid(x)", f"{name} = {kind}(x, @layer.weight, {bias}, sigmoid)"]
     check_numbers(model, x, before, behind)
 
 

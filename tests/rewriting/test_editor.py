@@ -2,15 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 from fxq.errors import PassError
 from fxq.graph.info import info
-from fxq.graph.query import op_of
-from fxq.graph.unit import unit_of
-from fxq.rewriting.pattern import FUSIONS
-from tests.helpers import full_text, graph, module, node, rewriter, run
-from tests.models import conv_block
+from tests.helpers import full_text, graph, module, node, rewriter
 
 pytestmark = pytest.mark.any_cpu
 
@@ -56,25 +51,3 @@ def test_a_call_leaves_out_defaults_and_takes_after_its_origin():
     made = rewriter(gm).call("hardtanh", node(gm, "x"), like=relu, min_val=-1.0, max_val=3.0)
     assert made.kwargs == {"max_val": 3.0} and made.next is relu
     assert info(made).origins == ("relu",) and info(made).source == info(relu).source
-
-
-def test_opening_a_unit_undoes_fusing():
-    model = nn.Sequential(conv_block(), conv_block(stride=2)).eval()
-    gm = graph(model, IMAGE)
-    before = full_text(gm)
-    origins = {n.name: info(n).origins for n in gm.graph.nodes}
-    hand = rewriter(gm)
-    hand.fuse(FUSIONS.largest_first())
-    assert full_text(gm) != before
-    for unit in [n for n in gm.graph.nodes if unit_of(gm, n) is not None]:
-        made = hand.open_unit(unit)
-        assert [op_of(n).name for n in made] == ["conv2d", "relu"]
-    assert full_text(gm) == before
-    assert {n.name: info(n).origins for n in gm.graph.nodes} == origins
-    assert torch.equal(run(gm, IMAGE), model(IMAGE))
-
-
-def test_opening_what_is_no_unit():
-    gm = graph(module(lambda self, x: torch.relu(x)), X)
-    with pytest.raises(PassError, match="the-test: %relu is no unit"):
-        rewriter(gm).open_unit(node(gm, "relu"))

@@ -73,7 +73,7 @@ def test_a_guard_of_one_op_is_named():
 
 def test_the_pass_gives_its_reason():
     said = fused(
-        lambda self, x: torch.relu(torch.sigmoid(x)), chain_of_two, refuse=lambda nodes: f"{nodes[0].name} is mine"
+        lambda self, x: torch.relu(torch.sigmoid(x)), chain_of_two, refuse=lambda m: f"{m.nodes[0].name} is mine"
     )
     assert said == [("chain_of_two", "relu", "2 of 2", "sigmoid is mine")]
 

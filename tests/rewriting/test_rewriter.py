@@ -318,7 +318,7 @@ def test_the_largest_fusion_wins_and_a_node_belongs_to_one_unit():
     assert rewriter(gm).fuse(FUSIONS.largest_first()) == 1
     assert full_text(gm) == expected("""
         x = input
-        conv_add_relu = conv2d_add_relu(x, @conv.weight, @conv.bias) {conv2d(padding=(1, 1)); add; relu}
+        conv_add_relu = conv2d_add_relu(x, @conv.weight, @conv.bias, x) {conv2d(padding=(1, 1)); add; relu}
         return conv_add_relu
     """)
     assert torch.equal(run(gm, IMAGE), model(IMAGE))
@@ -326,7 +326,7 @@ def test_the_largest_fusion_wins_and_a_node_belongs_to_one_unit():
 
 def test_a_refused_match_leaves_its_nodes_to_smaller_ones():
     gm = graph(module(residual, conv=nn.Conv2d(2, 2, 3, padding=1)), IMAGE)
-    rewriter(gm).fuse(FUSIONS.largest_first(), refuse=lambda nodes: "too large" if len(nodes) == 3 else None)
+    rewriter(gm).fuse(FUSIONS.largest_first(), refuse=lambda m: "too large" if len(m.nodes) == 3 else None)
     assert [unit_of(gm, n).kind for n in gm.graph.nodes if n.op == "call_module"] == ["add_relu"]
 
 

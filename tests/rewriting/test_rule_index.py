@@ -109,7 +109,7 @@ def rule_by_rule(gm, rules, refuse):
     for rule in rules:
         for n in gm.graph.nodes:
             match = matcher.match(rule, n) if op_of(n) is rule.root.op else None
-            if match is not None and refuse(match.nodes) is None:
+            if match is not None and refuse(match) is None:
                 matcher.taken.update(match.nodes)
                 found.append((match.root.node, rule.name, merge_origins(match.nodes)))
     return [(name, origins) for _, name, origins in sorted(found)]
@@ -128,7 +128,7 @@ def test_another_way_is_found_where_the_first_one_is_taken():
 
     gm = graph(module(forward), X, X)
     assert [n.name for n in Matcher(gm).match(relu_plus[0], node(gm, "add")).nodes] == ["relu", "add"]
-    assert fused(gm, RULES, lambda nodes: None) == [
+    assert fused(gm, RULES, lambda match: None) == [
         ("relu_of_three", ("tanh", "sigmoid", "relu")),
         ("relu_plus", ("relu_1", "add")),
     ]
@@ -156,9 +156,9 @@ def test_what_is_taken_makes_room_among_many_readers():
     gm = graph(module(forward), X)
     rules = [gated[0], the_last_one[0]]
     assert Matcher(gm).match(the_last_one[0], node(gm, "tanh")) is None  # behind the first 16
-    wanted = rule_by_rule(gm, rules, lambda nodes: None)
+    wanted = rule_by_rule(gm, rules, lambda match: None)
     assert ("the_last_one", ("tanh", "relu_20")) in wanted
-    assert sorted(fused(gm, rules, lambda nodes: None)) == sorted(wanted)
+    assert sorted(fused(gm, rules, lambda match: None)) == sorted(wanted)
 
 
 FUNCTIONS = (torch.relu, torch.sigmoid, torch.tanh, torch.add, torch.mul)
@@ -185,9 +185,9 @@ class Program(torch.nn.Module):
 def test_fusing_chooses_what_the_rules_choose_one_by_one(steps, refused):
     gm = graph(Program(steps).eval(), X, X)
 
-    def refuse(nodes):
+    def refuse(match):
         """Some of the matches, by the name of their first node."""
-        return "by its name" if refused and len(nodes[0].name) % refused == 0 else None
+        return "by its name" if refused and len(match.nodes[0].name) % refused == 0 else None
 
     wanted = rule_by_rule(gm, RULES, refuse)
     assert sorted(fused(gm, RULES, refuse)) == sorted(wanted)
@@ -200,5 +200,5 @@ def test_every_registered_fusion_is_tried_where_it_matches():
 
     gm = graph(module(forward, **{n: torch.nn.Linear(4, 4) for n in "abc"}), X)
     rules = FUSIONS.largest_first()
-    wanted = rule_by_rule(gm, rules, lambda nodes: None)
-    assert len(wanted) == 3 and sorted(fused(gm, rules, lambda nodes: None)) == sorted(wanted)
+    wanted = rule_by_rule(gm, rules, lambda match: None)
+    assert len(wanted) == 3 and sorted(fused(gm, rules, lambda match: None)) == sorted(wanted)

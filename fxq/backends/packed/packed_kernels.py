@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import platform
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from fxq.backends.captures import op_names
-from fxq.backends.kernel import Kernel
-from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, Operands, Parts, never
+from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, fits, wanted
 from fxq.backends.layer_rows import layer_row
 from fxq.backends.lowering import RowBackend
 from fxq.backends.packed.packed_conv import PackedConv, PackedConvTranspose
 from fxq.backends.packed.packed_linear import PackedBinary, PackedLinear
 from fxq.backends.packed.quantized_tensors import has_engine
-from fxq.errors import BackendError
+from fxq.graph.unit import Calls
 from fxq.ops import OPS
-from fxq.ops.table import Op
 
 
 class PackedBackend(RowBackend):
@@ -41,12 +38,9 @@ class PackedBackend(RowBackend):
             f'{platform.machine()} does not have it. Use backend="auto".'
         )
 
-    def fuses(self, ops: Sequence[Op]) -> bool:
+    def fuses(self, calls: Calls) -> bool:
         """Only what one kernel takes whole."""
-        row, names = self.rows.get(ops[0].name), sorted(op.name for op in ops)
-        if any(own.fusion is not None and op_names(own.fusion) == names for own in self.rows.values()):
-            return True
-        return row is not None and [op.name in row.posts for op in ops[1:]] == [True]
+        return any(len(fit.calls) == len(calls) for fit in fits(calls, self.rows))
 
 
 def table(
@@ -59,12 +53,7 @@ def table(
     """The rows of an engine, from its kernels."""
 
     def binary(kernel: type[PackedBinary]) -> Any:
-        def make(parts: Parts, operands: Operands) -> Kernel:
-            if operands.out is None:
-                raise BackendError("its result is wanted in float")
-            return kernel(operands.grids[0], operands.grids[-1], operands.out, post=parts.post)
-
-        return make
+        return lambda unit: kernel(unit.grids[0], unit.grids[1], wanted(unit), post=unit.post)
 
     convolution, transposed = layer_row(conv), layer_row(transpose)
     return {
@@ -72,6 +61,6 @@ def table(
         **dict.fromkeys(OPS.family("conv"), convolution),
         **dict.fromkeys(OPS.family("conv_transpose"), transposed),
         "linear": layer_row(linear),
-        "add": KernelRow(binary(add), never, CLAMPS, emits_float=False),
-        "mul": KernelRow(binary(mul), never, CLAMPS, emits_float=False),
+        "add": KernelRow(binary(add), posts=CLAMPS, emits_float=False),
+        "mul": KernelRow(binary(mul), posts=CLAMPS, emits_float=False),
     }

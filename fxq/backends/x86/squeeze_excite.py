@@ -14,6 +14,10 @@ from fxq.backends.x86.onednn import check_image
 from fxq.backends.x86.onednn_binary import OnednnMul
 from fxq.quant.qparams import QParams
 
+FUNCTIONS = ("relu", "silu", "hardswish")
+"""What may stand behind the first layer."""
+GATES = ("sigmoid", "hardsigmoid")
+"""What may stand behind the second."""
 _INPLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu_,
     "silu": lambda x: F.silu(x, inplace=True),
@@ -39,8 +43,8 @@ class Excite(Kernel):
         excite_bias: float32, (C,), or None.
         x: grid of the input.
         out: grid of the output; None for float32.
-        function: the function behind the first layer: "relu", "silu" or "hardswish".
-        gate: the function behind the second: "sigmoid" or "hardsigmoid".
+        function: the function behind the first layer, of `FUNCTIONS`.
+        gate: the function behind the second, of `GATES`.
 
     Source: Hu et al. 2018, "Squeeze-and-Excitation Networks", section 3.
     """

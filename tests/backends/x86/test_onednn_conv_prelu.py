@@ -111,13 +111,13 @@ def test_through_the_pipeline(activation):
 
 
 @pytest.mark.parametrize(
-    ("slope", "ops", "longer"), [(torch.tensor([0.1]), 1, 2), (torch.linspace(0.5, 1.5, 8), 1, 0)], ids=str
+    ("slope", "ops", "fewer"), [(torch.tensor([0.1]), 2, 1), (torch.linspace(0.5, 1.5, 8), 1, 0)], ids=str
 )
-def test_what_is_supported(slope, ops, longer):
+def test_what_is_supported(slope, ops, fewer):
     prelu = nn.PReLU(len(slope))
     prelu.weight.data = slope
     gm = graph(network(prelu), torch.randn(1, 3, 12, 12), until="fuse")
     node = next(n for n in gm.graph.nodes if len(calls_of(gm, n)) == 2)
     support = X86().supports(gm, node, calls_of(gm, node), fxq.QuantConfig())
-    assert (support.ops, support.longer) == (ops, longer)
+    assert (support.ops, support.fewer) == (ops, fewer)
     assert support.reason

@@ -11,9 +11,8 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.whole_units import EXCITE_FUNCTIONS, EXCITE_GATES
 from fxq.backends.x86 import onednn_binary as x86_elementwise
-from fxq.backends.x86.squeeze_excite import Excite
+from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, Excite
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
@@ -59,7 +58,7 @@ def test_any_shape(data):
     channels, squeezed, size = draw(st.integers(1, 40)), draw(st.integers(1, 20)), st.integers(1, 12)
     x = QParams.per_tensor(0.0217, draw(st.sampled_from([0, 1, 128, 255])))
     out, axis = draw(st.sampled_from([None, *PRODUCTS])), draw(st.sampled_from([0, None]))
-    function, gate = draw(st.sampled_from(EXCITE_FUNCTIONS)), draw(st.sampled_from(EXCITE_GATES))
+    function, gate = draw(st.sampled_from(FUNCTIONS)), draw(st.sampled_from(GATES))
     excite, means = kernel(channels, squeezed, x, out, function, gate, draw(st.booleans()), axis)
     image = bytes_(draw(st.integers(0, 3)), channels, draw(size), draw(size))
     image = image.contiguous(memory_format=CHANNELS_LAST) if draw(st.booleans()) else image
