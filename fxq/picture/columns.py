@@ -1,6 +1,7 @@
 """A picture as data, and the two decisions about its shape: which modules frame what, and where columns are cut.
 
-A network is a chain: drawn top to bottom it is a strip. Columns give it the shape of a slide.
+A network is a chain: drawn top to bottom it is a strip. Columns give it the shape of a slide. No arrow runs between
+columns: where one would, each of its ends has a small box with the name of the other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from typing import Literal
+
+from fxq.text.colours import QUIET, Look, tooltip
+from fxq.text.colours import box as box_label
+
+_ELSEWHERE = Look("", "", "#ffffff", QUIET, pill=True, border="dotted")
 
 
 @dataclass(frozen=True)
@@ -129,8 +135,14 @@ def boxes_of(group: Group) -> list[Box]:
     return [box for item in group.items for box in ([item] if isinstance(item, Box) else boxes_of(item))]
 
 
-def divided(group: Group, column: Mapping[str, int]) -> dict[int, Group]:
-    """The group cut along columns: for each column that has boxes of it, the part there."""
+def divided(group: Group, column: Mapping[str, int], drawn: Mapping[str, Sequence[Box]]) -> dict[int, Group]:
+    """The group cut along columns: for each column that has boxes of it, the part there.
+
+    Args:
+        group: what to cut.
+        column: of each box, by key.
+        drawn: what stands there for each box: it, and the ends of arrows next to it.
+    """
     parts: dict[int, Group] = {}
 
     def part(c: int) -> Group:
@@ -138,14 +150,44 @@ def divided(group: Group, column: Mapping[str, int]) -> dict[int, Group]:
 
     for item in group.items:
         if isinstance(item, Box):
-            part(column[item.key]).items.append(item)
+            part(column[item.key]).items.extend(drawn[item.key])
         else:
-            for c, piece in divided(item, column).items():
+            for c, piece in divided(item, column, drawn).items():
                 part(c).items.append(piece)
     return parts
 
 
 # ---- columns
+
+
+def in_columns(picture: Picture, count: int) -> tuple[list[Group], list[Arrow]]:
+    """The picture in about `count` columns: the part of the module tree in each, and arrows, all inside of a column."""
+    column = {one.key: c for c, run in enumerate(columns(picture, count)) for one in run}
+    drawn = {one.key: [one] for one in picture.boxes}
+    arrows: list[Arrow] = []
+    crossing: dict[tuple[str, Pen], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for arrow in picture.arrows:
+        if column[arrow.tail] == column[arrow.head]:
+            arrows.append(arrow)
+        else:
+            crossing[arrow.tail, arrow.pen][column[arrow.head]].append(arrow.head)
+    for i, ((tail, pen), heads_in) in enumerate(crossing.items()):
+        first, *others = [head for heads in heads_in.values() for head in heads]
+        leaves = _end(f"leaves {i}", f"→ {first} and {len(others)} more" if others else f"→ {first}", [first, *others])
+        drawn[tail].append(leaves)
+        arrows.append(Arrow(tail, leaves.key, pen))
+        for c, heads in heads_in.items():
+            arrives = _end(f"arrives {i} {c}", f"{tail} →", [tail])
+            drawn[heads[0]].insert(0, arrives)
+            arrows.extend(Arrow(arrives.key, head, pen) for head in heads)
+    parts = divided(nest(picture.boxes), column, drawn)
+    return [parts[c] for c in sorted(parts)], arrows
+
+
+def _end(key: str, text: str, names: Sequence[str]) -> Box:
+    """What stands for the other end of an arrow between columns."""
+    label, height = box_label(_ELSEWHERE, text, [])
+    return Box(key, label, height, tooltip(names))
 
 
 def columns(picture: Picture, count: int) -> list[tuple[Box, ...]]:

@@ -144,7 +144,7 @@ class _Union:
         for i, part in enumerate(nx.connected_components(graph.subgraph(n for n in self.nodes if n not in kept))):
             cuts = sorted({position[other] for name in part for other in graph[name] if other in kept})
             for name in sorted(part, key=position.__getitem__):
-                yield f"left out {i} {bisect(cuts, position[name])}", name
+                yield f"unchanged {i}.{bisect(cuts, position[name])}", name
 
     def _box(self, name: str) -> Box:
         node, mark = self.nodes[name], self.mark.get(name)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from html import escape
+from math import sqrt
 from pathlib import Path
 
 from fxq.common.files import as_path, write_file
 from fxq.errors import RenderError
-from fxq.picture.columns import Picture
-from fxq.picture.dot import HEADER, add_arrow, add_group, digraph, run, source
-from fxq.picture.routing import lay_out, spline
+from fxq.picture.columns import Picture, reach
+from fxq.picture.dot import run, source
 from fxq.text.notebook import BORDER, text_html
 from fxq.text.tables import visible
 
+log = logging.getLogger(__name__)
+
 FORMATS = (".svg", ".png", ".pdf", ".dot")
+_SHAPE = (1.3, 2.0)  # width / height of a picture, from a sheet of paper to a slide
+_SHORTEST = 380.0  # points; a picture that fits is not cut
 _PIXELS_WIDE = 1800  # of a small picture
-_OVERLAP = 2.0  # points by which a line reaches into its ends, so that no gap shows
 _MOST_PIXELS = 12_000  # of either side
 
 
@@ -36,25 +43,59 @@ def write(picture: Picture, path: str | Path) -> Path:
 
 
 def drawn(picture: Picture, form: str) -> bytes:
-    """The picture as `svg`, `png` or `pdf`."""
-    sheet = lay_out(picture)
-    graph = digraph(pad="0.25", bgcolor="white")
-    if form == "png":
-        width, longest = max(sheet.size[0], 72.0) / 72, max(*sheet.size, 72.0) / 72
-        graph.attr(dpi=f"{min(max(_PIXELS_WIDE / width, 96), 192, _MOST_PIXELS / longest):.0f}")
-    graph.node(HEADER, label=f"<{picture.header}>", tooltip=" ", **sheet.placed[HEADER])
-    for name, (x, y) in sheet.points.items():
-        graph.node(name, shape="point", width="0.02", style="invis", pos=f"{x:.2f},{y:.2f}")
-    for wire, column, ((x, y), *corners, (u, v)) in sheet.lines:
-        line = [(x, y + _OVERLAP), *corners, (u, v - _OVERLAP)]
-        add_arrow(graph, wire.exit, wire.entry(column), wire.pen, wire.tail, pos=spline(line), arrowhead="none")
-    for part in sheet.columns:
-        add_group(graph, part.group, sheet.names, sheet.placed)
-        for edge in part.edges:
-            add_arrow(
-                graph, edge.tail, edge.head, edge.pen, edge.tip, **edge.attributes, **sheet.placed.get(edge.name, {})
-            )
-    return run(graph.source, form, keep_positions=True)
+    """The picture as `svg`, `png` or `pdf`, with as many columns as give it the shape of a slide."""
+    total = reach(picture)[-1] if picture.boxes else 0.0
+    most = max(1, round(total / _SHORTEST))
+    count = min(most, max(1, round(sqrt(total * 1.6 / 220))))
+    tried: dict[int, _Sheet] = {}
+    for _ in range(3):
+        tried[count] = sheet = _laid_out(picture, count)
+        count = min(most, max(1, round(count * sqrt(1.6 * sheet.height / sheet.width))))
+        if sheet.fit == 1.0 or count in tried:
+            break
+    best = max(tried.values(), key=lambda sheet: sheet.fit)
+    if form == "svg":
+        return best.svg
+    dpi = min(max(_PIXELS_WIDE * 72 / best.width, 96), 192, _MOST_PIXELS * 72 / max(best.width, best.height))
+    return run(best.text(dpi=f"{dpi:.0f}") if form == "png" else best.text(), form)
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A picture in columns: its DOT text, given more attributes, and what `dot` makes of it."""
+
+    text: Callable[..., str]
+    svg: bytes
+
+    @property
+    def width(self) -> float:
+        """In points."""
+        return self._side(b"width")
+
+    @property
+    def height(self) -> float:
+        """In points."""
+        return self._side(b"height")
+
+    def _side(self, name: bytes) -> float:
+        return float(self.svg.split(name + b'="', 1)[1].split(b"pt", 1)[0])
+
+    @property
+    def fit(self) -> float:
+        """How near its shape is to that of a slide: 1 where it is one."""
+        shape = self.width / self.height
+        return min(1.0, shape / _SHAPE[0], _SHAPE[1] / shape)
+
+
+def _laid_out(picture: Picture, count: int) -> _Sheet:
+    """The picture in so many columns, about."""
+    text = partial(source, picture, count, pad="0.25", bgcolor="white")
+    try:
+        return _Sheet(text, run(text(), "svg"))
+    except RenderError:
+        log.info("dot fails with module frames; trying without", exc_info=True)
+        text = partial(text, framed=False)
+        return _Sheet(text, run(text(), "svg"))
 
 
 MOST_BOXES = 300

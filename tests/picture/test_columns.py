@@ -1,8 +1,11 @@
-"""Pictures in columns: nested modules, order, and cuts."""
+"""Pictures in columns: nested modules, order, cuts, and arrows that are cut."""
+
+from dataclasses import replace
 
 import pytest
 
-from fxq.picture.columns import Box, Group, columns, nest
+from fxq.graph.view import GraphView
+from fxq.picture.columns import Box, Group, boxes_of, columns, in_columns, nest
 from fxq.picture.graph_picture import picture
 from tests.pictures import network
 
@@ -54,3 +57,20 @@ def test_columns_keep_the_order_and_cut_between_modules():
 def test_columns_are_alike_in_height():
     heights = [len(run) for run in columns(picture(network(40), "t"), 8)]
     assert max(heights) <= 2 * min(heights)
+
+
+def test_an_arrow_between_columns_ends_and_begins_at_a_name():
+    graph = network(16)
+    reading_x = GraphView(tuple(replace(n, inputs=(*n.inputs, "x")) if n.label == "add" else n for n in graph))
+    drawn = picture(reading_x, "t")
+    parts, arrows = in_columns(drawn, 4)
+    column = {box.key: c for c, part in enumerate(parts) for box in boxes_of(part)}
+    label = {box.key: box.label for part in parts for box in boxes_of(part)}
+    assert len(parts) == 4
+    assert all(column[arrow.tail] == column[arrow.head] for arrow in arrows)
+    from_x = [arrow for arrow in arrows if ">x →<" in label[arrow.tail]]
+    assert {column[arrow.tail] for arrow in from_x} == {1, 2, 3}
+    inside = [arrow for arrow in drawn.arrows if column[arrow.tail] == column[arrow.head]]
+    (to_others,) = [arrow for arrow in arrows if arrow.tail == "x" and arrow not in inside]
+    assert f"and {len(from_x) - 1} more" in label[to_others.head]
+    assert set(inside) <= set(arrows)

@@ -18,9 +18,9 @@ def test_radius_keeps_the_neighbourhood(radius, around):
     before = chain(40)
     found = diff(before, changed(before, op20=replace(before["op20"], dtype="uint8")))
     drawn = picture(found, radius, "t")
-    nodes = [key for key in keys(drawn) if not key.startswith("left out")]
+    nodes = [key for key in keys(drawn) if not key.startswith("unchanged ")]
     assert nodes == [f"op{i}" for i in range(20 - around // 2, 21 + around // 2)]
-    first, last = (box for box in drawn.boxes if box.key.startswith("left out"))
+    first, last = (box for box in drawn.boxes if box.key.startswith("unchanged "))
     assert f"… {21 - around // 2} unchanged nodes" in first.label  # the input and op0 to op19, less those kept
     assert f"… {20 - around // 2} unchanged nodes" in last.label
     assert keys(drawn)[0] == first.key and keys(drawn)[-1] == last.key
@@ -57,7 +57,7 @@ def test_renders(tmp_path, ending):
 @needs_dot
 def test_no_difference_renders_a_small_picture_that_says_so(tmp_path):
     text = diff(chain(60), chain(60)).render(tmp_path / "d.svg").read_text()
-    assert "no difference" in text and text.count('class="node"') == 2  # the header and one box
+    assert "no difference" in text and text.count('class="node"') == 1
 
 
 @needs_dot
