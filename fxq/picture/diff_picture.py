@@ -30,7 +30,7 @@ def picture(diff: GraphChanges, radius: int, title: str) -> Picture:
     if diff.is_empty:
         label, height = box(_UNCHANGED, "no difference", [Line(f"{len(diff.after)} nodes, all the same", "value")])
         return Picture(header(title, "no difference", []), (Box("no difference", label, height),), ())
-    union = _Union(diff)
+    union = BothGraphs(diff)
     kept = union.near_changes(radius)
     boxes, home = union.boxes(kept)
     arrows = _merged(Arrow(home[arrow.tail], home[arrow.head], arrow.pen) for arrow in union.arrows())
@@ -41,12 +41,14 @@ def picture(diff: GraphChanges, radius: int, title: str) -> Picture:
     return Picture(header(title, _ARROWS, entries, union.summary()), tuple(boxes), arrows)
 
 
-class _Union:
+class BothGraphs:
     """Both graphs in one, constants folded into who reads them.
 
     Attributes:
         order: names of all nodes, removed ones just before what they became.
+        nodes: of both, by name: as they are after, where they are there.
         mark: for each node that differs, how: a node that is both changed and rewired counts as changed.
+        became: for each removed node, the nodes that it became.
         marked: how many nodes have each mark.
     """
 
@@ -70,10 +72,13 @@ class _Union:
             ):
                 self.mark[name] = "changed"
         self.marked = Counter(self.mark.values())
+        heirs = {
+            name: [h for h in found if h in self.nodes] for name, found in diff.became.items() if name in self.nodes
+        }
+        self.became = {name: found for name, found in heirs.items() if found}
         self.order = list(self._ordered())
 
     def _ordered(self) -> Iterator[str]:
-        became = self.diff.became
         before_heir: dict[str, list[str]] = defaultdict(list)
         after_anchor: dict[str, list[str]] = defaultdict(list)
         anchor = ""
@@ -83,8 +88,8 @@ class _Union:
                 continue
             if node.name not in removed:
                 anchor = node.name
-            elif node.name in became:
-                before_heir[became[node.name][0]].append(node.name)
+            elif node.name in self.became:
+                before_heir[self.became[node.name][0]].append(node.name)
             else:
                 after_anchor[anchor].append(node.name)
         yield from after_anchor[""]
@@ -101,8 +106,8 @@ class _Union:
             if tail in self.nodes and head in self.nodes:
                 pen = _KEPT if (tail, head) in old and (tail, head) in new else _NEW if (tail, head) in new else _OLD
                 yield Arrow(tail, head, pen)
-        for name, heirs in self.diff.became.items():
-            yield from (Arrow(name, heir, _BECAME) for heir in heirs if name in self.nodes and heir in self.nodes)
+        for name, heirs in self.became.items():
+            yield from (Arrow(name, heir, _BECAME) for heir in heirs)
 
     def near_changes(self, radius: int) -> set[str]:
         """The nodes that differ and those at most `radius` steps from one, whichever way."""
@@ -122,9 +127,8 @@ class _Union:
         """
         home = {name: name for name in kept}
         members: dict[str, list[str]] = defaultdict(list)
-        for name, heirs in self.diff.became.items():
-            if name in self.nodes:
-                members[f"became {' '.join(heirs)}"].append(name)
+        for name, heirs in self.became.items():
+            members[f"became {' '.join(heirs)}"].append(name)
         members = defaultdict(list, {key: names for key, names in members.items() if len(names) > 1})
         for key, part in self._left_out(kept):
             members[key].append(part)
@@ -149,12 +153,12 @@ class _Union:
     def _box(self, name: str) -> Box:
         node, mark = self.nodes[name], self.mark.get(name)
         constants = (self.old_constants if mark == "removed" else self.new_constants).get(name, ())
-        return node_box(node, constants, mark, list(self._changes(name)))
+        return node_box(node, constants, mark, list(_joined(self.texts(name))))
 
     def _group_box(self, key: str, names: list[str]) -> Box:
         nodes = [self.nodes[name] for name in names]
         tip = tooltip(node.text or node.name for node in nodes[:40])
-        if names[0] not in self.diff.became:
+        if names[0] not in self.became:
             text = f"… {len(names)} unchanged node{'s' if len(names) > 1 else ''}"
             label, height = box(_STUB, text, [])
             return Box(key, label, height, tip)
@@ -162,8 +166,8 @@ class _Union:
         label, height = box(_REPLACED, f"{len(nodes)} nodes", lines, "removed")
         return Box(key, label, height, tip, nodes[0].path)
 
-    def _changes(self, name: str) -> Iterator[Line]:
-        """What changed, as few lines as fit. The body of a unit is in the box anyway."""
+    def texts(self, name: str) -> list[str]:
+        """What changed at a node. The body of a unit is in its box anyway."""
         texts: list[str] = []
         if name in self.changes:
             texts += [text for field, text in self.changes[name].by_field.items() if field != "body"]
@@ -175,19 +179,12 @@ class _Union:
             old, new = self.diff.before[name].inputs, self.diff.after[name].inputs
             lost, gained = [n for n in old if n not in new], [n for n in new if n not in old]
             texts.append(f"reads {', '.join(lost) or '–'} → {', '.join(gained) or '–'}")
-        line = ""
-        for text in texts:
-            if line and len(line) + len(text) > WIDEST:
-                yield Line(line, "change")
-                line = ""
-            line = f"{line}; {text}" if line else text
-        if line:
-            yield Line(line, "change")
+        return texts
 
     def summary(self) -> dict[str, int]:
         """The changes that happened more than once, most frequent first."""
         replaced: dict[str, list[str]] = defaultdict(list)
-        for name, heirs in self.diff.became.items():
+        for name, heirs in self.became.items():
             for heir in heirs:
                 replaced[heir].append(self.diff.before[name].label)
         rows: Counter[str] = Counter()
@@ -195,13 +192,25 @@ class _Union:
             if name in self.nodes:
                 rows[f"{' + '.join(replaced[name]) or 'new'} → {self.diff.after[name].label}"] += 1
         for name in self.diff.removed:
-            if name in self.nodes and name not in self.diff.became:
+            if name in self.nodes and name not in self.became:
                 rows[f"{self.diff.before[name].label} → removed"] += 1
         for change in self.diff.changed:
             if change.name in self.nodes:
                 told = (change.by_field[field] for field in change.fields if field in ("kind", "label", "dtype"))
                 rows.update(f"{change.after.label}: {text}" for text in told)
         return {text: count for text, count in rows.most_common(_MOST_ROWS) if count > 1}
+
+
+def _joined(texts: Iterable[str]) -> Iterator[Line]:
+    """The texts on as few lines as they fit on."""
+    line = ""
+    for text in texts:
+        if line and len(line) + len(text) > WIDEST:
+            yield Line(line, "change")
+            line = ""
+        line = f"{line}; {text}" if line else text
+    if line:
+        yield Line(line, "change")
 
 
 def _drawn(graph: GraphView, constants: Mapping[str, list[NodeView]]) -> dict[str, NodeView]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from fxq.graph.view import NodeView
+from fxq.picture.diff import diff
+from fxq.picture.diff_picture import BothGraphs
 from fxq.pipeline.history import History, Snapshot
 from fxq.text.colours import CHANGES, LOOKS
 
@@ -45,12 +47,12 @@ def _record(node: NodeView) -> Data:
 
 def passes(history: History, nodes: Nodes) -> list[Data]:
     """One record a pass: time, nodes after it in order (their places among `nodes`), rewrites and near misses."""
-    return [_pass(snapshot, nodes) for snapshot in history]
+    graphs = graph_records(((snapshot.name, snapshot) for snapshot in history), nodes)
+    return [{**graph, **_about(snapshot)} for graph, snapshot in zip(graphs, history, strict=True)]
 
 
-def _pass(snapshot: Snapshot, nodes: Nodes) -> Data:
+def _about(snapshot: Snapshot) -> Data:
     about: Data = {
-        **graph_of(snapshot, nodes, snapshot.name),
         "ms": round(1e3 * snapshot.seconds, 3),
         "stage": str(snapshot.stage),
         "rewrites": [vars(edit) for edit in snapshot.edits],
@@ -59,9 +61,26 @@ def _pass(snapshot: Snapshot, nodes: Nodes) -> Data:
     return about if snapshot.sqnr is None else {**about, "sqnr": number(snapshot.sqnr)}
 
 
-def graph_of(snapshot: Snapshot, nodes: Nodes, name: str) -> Data:
-    """The graph of a snapshot under a name, as a pass of which no more is known."""
-    return {"name": name, "nodes": [nodes.index(node) for node in snapshot.graph], "rewrites": [], "near": []}
+def graph_records(graphs: Iterable[tuple[str, Snapshot]], nodes: Nodes) -> Iterator[Data]:
+    """Graphs, each after a name, as passes of which no more is known than what differs from the graph before."""
+    before: Snapshot | None = None
+    for name, snapshot in graphs:
+        places = [nodes.index(node) for node in snapshot.graph]
+        yield {"name": name, "nodes": places, "rewrites": [], "near": [], "diff": _diff(before, snapshot, nodes)}
+        before = snapshot
+
+
+def _diff(before: Snapshot | None, after: Snapshot, nodes: Nodes) -> Data | None:
+    """What differs between two graphs; `order` has the nodes of both that are drawn, as their places among `nodes`."""
+    if before is None:
+        return None
+    both = BothGraphs(diff(before, after))
+    return {
+        "order": [nodes.index(both.nodes[name]) for name in both.order],
+        "mark": both.mark,
+        "told": {name: texts for name in both.mark if (texts := both.texts(name))},
+        "became": both.became,
+    }
 
 
 def looks() -> Data:

@@ -15,7 +15,7 @@ from fxq.errors import InputError, RecipeError
 from fxq.graph.view import view
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.quantized import Quantized
-from fxq.report.graph_data import Data, Nodes, graph_of, looks, number, passes
+from fxq.report.graph_data import Data, Nodes, graph_records, looks, number, passes
 from fxq.report.latency import Latency, recorded_inputs, time_models
 from fxq.report.page import page
 from fxq.report.value_data import values, weights
@@ -68,7 +68,7 @@ def comparison_data(comparison: Comparison) -> Data:
     """The page of two quantized models: the graph as traced, that of each as it runs, and their layers side by side."""
     models = dict(zip("ab", comparison.models, strict=True))
     nodes = Nodes()
-    graphs = {"traced": models["a"].history[0], **{name: model.history[-1] for name, model in models.items()}}
+    graphs = [("traced", models["a"].history[0]), *((name, model.history[-1]) for name, model in models.items())]
     found = json.loads(comparison.to_json())
     return {
         "version": 1,
@@ -77,7 +77,7 @@ def comparison_data(comparison: Comparison) -> Data:
         "title": f"{models['b'].record.name}: {' against '.join(f'{k} ({_way(m)})' for k, m in models.items())}",
         **looks(),
         "nodes": nodes.records,
-        "passes": [graph_of(snapshot, nodes, name) for name, snapshot in graphs.items()],
+        "passes": list(graph_records(graphs, nodes)),
         "sides": [{"name": name, **heading(model), "ledger": ledger(model)} for name, model in models.items()],
         "rows": found["layers"],
         "output_sqnr": found["output_sqnr"],

@@ -32,6 +32,23 @@ def test_nodes_that_look_the_same_are_there_once(qmodel, data):
     assert sum(len(p["nodes"]) for p in data["passes"]) > 2 * len(views)
 
 
+def test_a_pass_says_what_it_changed(qmodel, data):
+    fuse = qmodel.history.names.index("fuse")
+    before, after = qmodel.history[fuse - 1].graph, qmodel.history[fuse].graph
+    changed, order = (
+        data["passes"][fuse]["diff"],
+        [data["nodes"][i]["name"] for i in data["passes"][fuse]["diff"]["order"]],
+    )
+    assert data["passes"][0]["diff"] is None
+    for name, (heir,) in changed["became"].items():
+        assert (changed["mark"][name], changed["mark"][heir]) == ("removed", "added")
+        assert name in before.by_name and set(before[name].origins) <= set(after[heir].origins)
+        assert order.index(name) < order.index(heir)
+    assert changed["became"]
+    rewired = [name for name, mark in changed["mark"].items() if mark == "rewired"]
+    assert rewired and all(changed["told"][name][0].startswith("reads ") for name in rewired)
+
+
 def test_rewrites_are_the_edits(qmodel, data):
     (fuse,) = [p for p in data["passes"] if p["name"] == "fuse"]
     edits = qmodel.history["fuse"].edits

@@ -104,7 +104,7 @@ function boxOf(node, constants, mark = "", told = EMPTY) {
   let plain = plainBoxes.get(key);
   if (!plain) plainBoxes.set(key, (plain = plainBox(node, constants)));
   if (!mark) return plain;
-  const more = told.length ? changeLines(told) : EMPTY;
+  const more = changeLines(told);
   const height = plain.height + STRIP + more.length * LINE.height;
   return { ...plain, lines: more.length ? [...plain.lines, ...more] : plain.lines, width: Math.max(plain.width, widthOf(more)), height };
 }

@@ -5,7 +5,8 @@
      looks, changes                  of `fxq/text/colours.py`: how kinds of nodes, and changes, look and what they are called
      nodes                           every `NodeView` of every pass once; what has its default is left out
      passes                          [{name, ms, stage, sqnr?, nodes: [number in nodes], rewrites: [{rule, source, before, after}],
-                                       near: [{rule, source, node, matched, of, reason}]}]
+                                       near: [{rule, source, node, matched, of, reason}],
+                                       diff: {order, mark, told, became}}], see diff.js; null for the first
      ledger                          {coverage, output_sqnr, rows}, rows as `Entry` of `fxq/ledger/ledger.py`
      values, weights                 histograms and ranges by the name of a row of the ledger
      time, size                      measured, of the float and the int8 model

@@ -168,14 +168,12 @@ function story(i, node, isGone) {
         ),
         rewrite ? el("span", {}, ` ${rewrite.rule}`) : null,
         rewrite ? el("span.source", {}, ` ${rewrite.source}`) : null,
-        el("span.what", {}, old ? whatChanged(old, now) : k ? madeFrom(k, node, rewrite) : "traced"),
+        el("span.what", {}, old ? diffOf(k).told.get(node.name)?.join("; ") || "described anew" : k ? madeFrom(k, node, rewrite) : "traced"),
       ),
     );
   }
   return steps.length ? el("ol.story", {}, ...steps) : null;
 }
-
-const whatChanged = (old, now) => [...differences(old, now), ...rewiring(old, now)].join("; ") || "described anew";
 
 /** From which nodes of the graph before it was made. */
 function madeFrom(k, node, rewrite) {

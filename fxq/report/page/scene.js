@@ -31,7 +31,7 @@ class Item {
 
   boxOfOne() {
     const { node, graph, diff, mark } = this;
-    const told = mark && graph === diff.after ? toldOf(diff, this.name) : EMPTY;
+    const told = mark && graph === diff.after ? diff.told.get(this.name) : EMPTY;
     return boxOf(node, graph.constants.get(this.name) ?? EMPTY, mark, told);
   }
 }
@@ -86,7 +86,7 @@ const diffScene = memo((i) => {
   for (const [name, item] of scene.items) {
     const old = before.byName.get(name)?.inputs ?? EMPTY;
     const now = after.byName.get(name)?.inputs ?? EMPTY;
-    if (same(old, now)) addEdges(scene, item, now, "kept");
+    if (!diff.mark.has(name)) addEdges(scene, item, now, "kept");
     else {
       for (const input of new Set(now)) addEdges(scene, item, [input], old.includes(input) ? "kept" : "added");
       for (const input of new Set(old)) if (!now.includes(input)) addEdges(scene, item, [input], "removed");
