@@ -16,33 +16,22 @@ function inColumns(parts, flow, aspect, tallest) {
   return { ...flow, strokes: flow.routes.map((points) => [{ ortho: false, points }]) };
 }
 
-const MOST_CUTS = 64; // places to cut that are looked at
 const CROSSING = 14; // how much higher a column may be to save an edge from being cut
 
 /** Heights at which to cut so that the whole fits best into a screen of that shape: between boxes, where few edges cross. */
 function chooseCuts(parts, flow, aspect) {
-  const at = placesToCut(parts, flow);
-  const ends = [...at.map((place) => place.at), flow.height];
-  const width = columnWidths(parts, flow, [0, ...ends]);
+  const places = placesToCut(parts, flow);
   const size = (cuts) => {
-    const columns = [0, ...cuts, ends.length];
-    const wide = d3.sum(d3.pairs(columns), ([from, to]) => width(from, to)) + cuts.length * (GUTTER + LANE);
-    const high = d3.max(d3.pairs([0, ...cuts.map((k) => ends[k - 1]), flow.height]), ([from, to]) => to - from);
+    const wide = d3.sum(columnExtents(parts, flow, [], cuts), ([left, right]) => right - left) + cuts.length * (GUTTER + LANE);
+    const high = d3.max(d3.pairs([0, ...cuts, flow.height]), ([from, to]) => to - from);
     return Math.max(wide / aspect, high + (cuts.length ? 40 : 0));
   };
-  let best = { cuts: [], size: 0.92 * size([]) };
-  let levels = null;
-  for (let count = 2; count <= Math.min(14, ends.length); count++) {
-    levels = evenCuts(ends, at, levels);
-    const cuts = levels.cutsTo(ends.length);
-    const found = size(cuts);
-    if (found < best.size) best = { cuts, size: found };
-    else if (found > 1.6 * best.size) break;
-  }
-  return best.cuts.map((k) => ends[k - 1]);
+  const choices = d3.range(2, Math.min(14, places.length + 1) + 1).map((count) => evenCuts(places, flow.height, count));
+  const best = d3.least(choices, size);
+  return best && size(best) < 0.92 * size([]) ? best : [];
 }
 
-/** Where the flow can be cut: in the middle of every gap between boxes that not too many lines cross. */
+/** Where the flow can be cut: in the middle of every gap between boxes that not too many values cross. */
 function placesToCut({ heights, edges }, { y, routes }) {
   const gaps = [];
   const boxes = y.map((top, i) => [top, top + heights[i]]).sort((a, b) => a[0] - b[0]);
@@ -51,74 +40,42 @@ function placesToCut({ heights, edges }, { y, routes }) {
     if (top - end > 8) gaps.push((end + top) / 2);
     end = Math.max(end, bottom);
   }
-  const lines = gaps.map(() => new Set()); // edges of one value that lie on each other are one line
+  const values = gaps.map(() => new Set());
   for (const [number, route] of routes.entries()) {
     const [from, to] = d3.extent([route[1], route.at(-1)]);
-    for (let k = d3.bisectRight(gaps, from); k < gaps.length && gaps[k] < to; k++)
-      lines[k].add(lineKey(edges[number][0], xAt(route, gaps[k])));
+    for (let k = d3.bisectRight(gaps, from); k < gaps.length && gaps[k] < to; k++) values[k].add(edges[number][0]);
   }
-  const places = gaps.map((at, k) => ({ at, crossing: lines[k].size })).filter((place) => place.crossing <= 6);
-  const step = Math.ceil(places.length / MOST_CUTS);
-  return places.filter((_, k) => k % step === 0);
+  return gaps.map((at, k) => ({ at, crossing: values[k].size })).filter((place) => place.crossing <= 6);
 }
 
-const lineKey = (tail, x) => `${tail} ${Math.round(x)}`;
-
-/** Where a route is at a height. */
-function xAt(route, y) {
-  for (let k = 2; k < route.length; k += 2) {
-    const [px, py, qx, qy] = [route[k - 2], route[k - 1], route[k], route[k + 1]];
-    if (Math.min(py, qy) <= y && y <= Math.max(py, qy)) return px + ((y - py) / (qy - py || 1)) * (qx - px);
+/** About so many columns of nearly the same height. */
+function evenCuts(places, height, count) {
+  const cuts = [];
+  for (let top = 0; count > 1; count--) {
+    const share = (height - top) / count;
+    const near = places.filter(({ at }) => at > top + 0.6 * share && at < top + 1.2 * share);
+    const place = d3.least(near, ({ at, crossing }) => CROSSING * crossing + Math.abs(at - top - share));
+    if (place) cuts.push((top = place.at));
   }
-  return route.at(-2);
+  return cuts;
 }
 
-/** One column more than `fewer` (null: two columns) with the highest as low as can be: for each end, where the last
- * column begins. Columns are numbered by ends: the one from cut k begins at `ends[k - 1]`. */
-function evenCuts(ends, at, fewer) {
-  const top = (k) => (k ? ends[k - 1] : 0);
-  const cost = (from, to) => top(to) - top(from) + CROSSING * (from ? at[from - 1].crossing : 0);
-  const highest = new Array(ends.length + 1).fill(Infinity);
-  const begin = new Array(ends.length + 1).fill(0);
-  for (let to = 1; to <= ends.length; to++) {
-    for (let from = 1; from < to; from++) {
-      const high = Math.max(fewer ? fewer.highest[from] : cost(0, from), cost(from, to));
-      if (high < highest[to]) [highest[to], begin[to]] = [high, from];
-    }
-  }
-  const cutsTo = (to) => (begin[to] ? [...(fewer ? fewer.cutsTo(begin[to]) : []), begin[to]] : []);
-  return { highest, cutsTo };
-}
-
-/** Width of what lies between two of the heights `tops`, by their numbers. */
-function columnWidths({ widths }, { x, y }, tops) {
-  const rows = tops.slice(1).map(() => [Infinity, -Infinity]);
-  for (const [i, left] of x.entries()) {
-    const row = rows[Math.max(0, Math.min(rows.length - 1, d3.bisectRight(tops, y[i]) - 1))];
-    row[0] = Math.min(row[0], left);
-    row[1] = Math.max(row[1], left + widths[i]);
-  }
-  return (from, to) => {
-    const [left, right] = [d3.min(rows.slice(from, to), (row) => row[0]), d3.max(rows.slice(from, to), (row) => row[1])];
-    return Math.max(0, right - left);
-  };
-}
+const columnAt = (cuts, y) => d3.bisectRight(cuts, y);
 
 function cutInColumns(parts, flow, cuts) {
   const bounds = [0, ...cuts, flow.height];
-  const columnOf = (at) => Math.min(cuts.length, d3.bisectRight(cuts, at));
-  const split = flow.routes.map((route) => splitRoute(route, cuts, columnOf));
+  const split = flow.routes.map((route) => splitRoute(route, cuts));
   const lines = cuts.map(() => new Map()); // in each gutter, the number of each line's lane
   for (const [number, { jumps }] of split.entries()) {
     for (const jump of jumps) {
-      const key = lineKey(parts.edges[number][0], jump.x);
+      const key = `${parts.edges[number][0]} ${Math.round(jump.x)}`; // edges of one value that lie on each other are one line
       if (!lines[jump.cut].has(key)) lines[jump.cut].set(key, lines[jump.cut].size);
       jump.lane = lines[jump.cut].get(key);
     }
   }
   const lanes = lines.map((line) => line.size);
   const most = Math.max(0, ...lanes);
-  const extents = columnExtents(parts, flow, split, columnOf, cuts.length + 1);
+  const extents = columnExtents(parts, flow, split, cuts);
   const top = most ? 16 + LANE * most : 0; // above all columns, for edges that come from the one before
   const shift = [];
   const gutters = [];
@@ -129,8 +86,8 @@ function cutInColumns(parts, flow, cuts) {
     gutters.push(at + GUTTER / 2);
     if (k < cuts.length) at += GUTTER + LANE * lanes[k];
   }
-  const x = flow.x.map((v, i) => v + shift[columnOf(flow.y[i])].x);
-  const y = flow.y.map((v, i) => v + shift[columnOf(flow.y[i])].y);
+  const x = flow.x.map((v, i) => v + shift[columnAt(cuts, flow.y[i])].x);
+  const y = flow.y.map((v, i) => v + shift[columnAt(cuts, flow.y[i])].y);
   const moved = (points, k) => points.map((v, i) => v + (i % 2 ? shift[k].y : shift[k].x));
   const strokes = split.map(({ flows, jumps }) => {
     const made = flows.map(({ column, points }) => ({ ortho: false, points: moved(points, column) }));
@@ -142,14 +99,14 @@ function cutInColumns(parts, flow, cuts) {
 }
 
 /** An edge cut at the columns: its parts inside columns, and its jumps from one to the next, at x `from`. */
-function splitRoute(route, cuts, columnOf) {
+function splitRoute(route, cuts) {
   const flows = [];
   const jumps = [];
   let points = [route[0], route[1]];
-  let column = columnOf(route[1]);
+  let column = columnAt(cuts, route[1]);
   for (let k = 2; k < route.length; k += 2) {
     const [px, py, qx, qy] = [route[k - 2], route[k - 1], route[k], route[k + 1]];
-    const target = columnOf(qy);
+    const target = columnAt(cuts, qy);
     while (column !== target) {
       const down = target > column;
       const cut = down ? column : column - 1;
@@ -167,13 +124,13 @@ function splitRoute(route, cuts, columnOf) {
 }
 
 /** Left and right of what is in each column. */
-function columnExtents({ widths }, flow, split, columnOf, count) {
-  const extents = d3.range(count).map(() => [Infinity, -Infinity]);
+function columnExtents({ widths }, flow, split, cuts) {
+  const extents = d3.range(cuts.length + 1).map(() => [Infinity, -Infinity]);
   const grow = (k, left, right) => {
     extents[k][0] = Math.min(extents[k][0], left);
     extents[k][1] = Math.max(extents[k][1], right);
   };
-  for (const [i, left] of flow.x.entries()) grow(columnOf(flow.y[i]), left, left + widths[i]);
+  for (const [i, left] of flow.x.entries()) grow(columnAt(cuts, flow.y[i]), left, left + widths[i]);
   for (const { flows } of split)
     for (const { column, points } of flows) for (let k = 0; k < points.length; k += 2) grow(column, points[k], points[k]);
   return extents.map(([left, right]) => (left > right ? [0, 0] : [left, right]));
@@ -184,22 +141,7 @@ function jumpPoints({ cut, x, down, lane }, shift, bounds, gutters, top) {
   const bottom = bounds[cut + 1] + shift[cut].y;
   const away = LANE * (lane + 1);
   const gutter = gutters[cut] + LANE * lane;
-  const points = [
-    x + shift[cut].x,
-    bottom,
-    x + shift[cut].x,
-    bottom + away,
-    gutter,
-    bottom + away,
-    gutter,
-    top - away,
-    x + shift[cut + 1].x,
-    top - away,
-    x + shift[cut + 1].x,
-    top,
-  ];
-  if (down) return points;
-  const back = [];
-  for (let k = points.length - 2; k >= 0; k -= 2) back.push(points[k], points[k + 1]);
-  return back;
+  const [from, to] = [x + shift[cut].x, x + shift[cut + 1].x];
+  const corners = [[from, bottom], [from, bottom + away], [gutter, bottom + away], [gutter, top - away], [to, top - away], [to, top]];
+  return (down ? corners : corners.reverse()).flat();
 }
