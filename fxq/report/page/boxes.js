@@ -61,7 +61,7 @@ function constantLines(constants) {
     const dtype = constant.dtype === "" || constant.dtype === "float32" ? "" : ` ${constant.dtype}`;
     const per = constant.scale.includes("axis") ? " per channel" : "";
     const what = `${(constant.shape ?? []).join("×") || "scalar"}${dtype}${per}`;
-    groups.set(what, [...(groups.get(what) ?? []), lastPart(constant.label) || constant.name]);
+    put(groups, what, lastPart(constant.label) || constant.name);
   }
   return [...groups].map(([what, names]) => `${names.join(", ")} ${what}`);
 }

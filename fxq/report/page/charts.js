@@ -49,11 +49,8 @@ function percent(share) {
   return `${value === 0 || value >= 10 ? value.toFixed(0) : value >= 1 ? value.toFixed(1) : Number(value.toPrecision(2))} %`;
 }
 
-/** A count of things with a unit letter: 118M. @param {number} value */
-function counted(value) {
-  const power = Math.min(Math.floor(Math.log10(Math.max(value, 1)) / 3), 4);
-  return power ? `${Number((value / 1000 ** power).toPrecision(3))}${" kMGT"[power]}` : String(value);
-}
+/** A count of things with a unit letter: 118M. @type {(value: number) => string} */
+const counted = d3.format(".3~s");
 
 /** Noise by signal of an SQNR: 1 is as much noise as signal; null where that is no number. @param {number|string|null} value  in dB */
 function noise(value) {

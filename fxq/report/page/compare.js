@@ -63,7 +63,7 @@ function fatesApart(pairs) {
 
 function compareTiles(all, pairs) {
   const [a, b] = all.sides;
-  const worst = pairs.length ? least(pairs, (pair) => numeric(pair.row.sqnr) ?? Infinity) : null;
+  const worst = d3.least(pairs, (pair) => numeric(pair.row.sqnr) ?? Infinity);
   return el(
     "div.tiles",
     {},

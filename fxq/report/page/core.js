@@ -58,6 +58,15 @@ function el(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** Add to the list that a map has at a key. */
+function put(map, key, value) {
+  if (!map.has(key)) map.set(key, []);
+  map.get(key).push(value);
+}
+
+/** How often each value is there. @returns {Map<any, number>} */
+const counts = (values) => d3.rollup(values, (found) => found.length, (value) => value);
+
 // ---- state: in the hash, so that a link or a screenshot can be made again
 
 /** @type {Record<string, string>} */
@@ -114,6 +123,10 @@ const motion = (ms) => (prefersStill.matches ? 0 : ms);
 
 /** A number with three digits: 0.00385, 12.3, 1230. @param {number} value */
 const short = (value) => (value === 0 ? "0" : Math.abs(value) >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
+
+/** Microseconds with a unit that suits them. @param {number} us */
+const duration = (us) =>
+  us >= 1e6 ? `${(us / 1e6).toFixed(2)} s` : us >= 1000 ? `${(us / 1000).toFixed(us >= 1e5 ? 0 : us >= 1e4 ? 1 : 2)} ms` : `${us.toFixed(us < 10 ? 1 : 0)} µs`;
 
 /** A line of code with a button that copies it. @param {string} text */
 function copyable(text) {

@@ -184,22 +184,13 @@ function changedIn(scene) {
 function together(pane, names) {
   const { places, scene } = pane.picture();
   const { width, height } = pane.host.getBoundingClientRect();
-  const [wide, high] = [width / 0.6, height / 0.6];
   const taken = [];
-  const box = { left: Infinity, right: -Infinity, top: Infinity, bottom: -Infinity };
   for (const name of names) {
-    const p = places.get(shown(scene.items.get(name)));
-    const grown = {
-      left: Math.min(box.left, p.x),
-      right: Math.max(box.right, p.x + p.width),
-      top: Math.min(box.top, p.y),
-      bottom: Math.max(box.bottom, p.y + p.height),
-    };
-    if (taken.length && (grown.right - grown.left > wide || grown.bottom - grown.top > high)) break;
-    Object.assign(box, grown);
-    taken.push(name);
+    const around = boundsOf([...taken.slice(-1), places.get(shown(scene.items.get(name)))]);
+    if (taken.length && (around.width > width / 0.6 || around.height > height / 0.6)) break;
+    taken.push(around);
   }
-  return taken;
+  return names.slice(0, taken.length);
 }
 
 /** Ring what changed for a moment. */

@@ -35,7 +35,7 @@ const placesIn = memo((i) => {
     if (place === -Infinity) for (const input of node.inputs) place = Math.max(place, found.get(input) ?? -Infinity);
     if (place === -Infinity) {
       const reader = graph.readers.get(node.name)?.[0];
-      if (reader !== undefined) waiting.set(reader, [...(waiting.get(reader) ?? []), node.name]);
+      if (reader !== undefined) put(waiting, reader, node.name);
       place = latest;
     }
     found.set(node.name, place);
@@ -63,8 +63,7 @@ const calls = new Map();
     const inside = new Set(prefixes(node.path));
     for (const path of inside) {
       if (before.has(path)) continue;
-      if (calls.has(path)) calls.get(path).push(place);
-      else calls.set(path, [place]);
+      put(calls, path, place);
     }
     if (node.kind !== "io") before = inside;
   }
@@ -98,7 +97,6 @@ for (let i = 0; i < passes.length; i++) {
 const runs = new Map();
 {
   const parts = new Map(); // of each group: [place, name of a module or ""]
-  const put = (key, place, name) => (parts.has(key) ? parts.get(key).push([place, name]) : parts.set(key, [[place, name]]));
   const known = new Set();
   for (const [place, node] of (tracedGraph?.drawn ?? []).entries()) {
     if (node.kind === "io") continue;
@@ -106,11 +104,11 @@ const runs = new Map();
     for (const path of prefixes(node.path)) {
       const key = callKey(path, place);
       if (!isGroup.has(key)) continue;
-      if (!known.has(key)) put(parent, place, path);
+      if (!known.has(key)) put(parts, parent, [place, path]);
       known.add(key);
       parent = key;
     }
-    put(parent, place, node.path === parent ? "" : node.path);
+    put(parts, parent, [place, node.path === parent ? "" : node.path]);
   }
   for (const [key, all] of parts) if (all.length > MOST_PARTS) runs.set(key, cutIntoRuns(all));
 }

@@ -49,12 +49,10 @@ const graphOf = memo((i) => {
     for (const name of node.inputs.length > 1 ? new Set(node.inputs) : node.inputs) {
       const input = byName.get(name);
       if (!input) continue;
-      if (readers.has(name)) readers.get(name).push(node.name);
-      else readers.set(name, [node.name]);
+      put(readers, name, node.name);
       if (input.kind !== "constant") continue;
       read.add(name);
-      if (constants.has(node.name)) constants.get(node.name).push(input);
-      else constants.set(node.name, [input]);
+      put(constants, node.name, input);
     }
   }
   const drawn = nodes.filter((node) => !read.has(node.name));
@@ -76,12 +74,7 @@ function chosenPass() {
 // ---- what else is known of a node
 
 const rowsByName = new Map((data.ledger?.rows ?? []).map((row) => [row.name, row]));
-const rowsByInto = new Map();
-for (const row of data.ledger?.rows ?? []) {
-  if (!row.into) continue;
-  if (rowsByInto.has(row.into)) rowsByInto.get(row.into).push(row);
-  else rowsByInto.set(row.into, [row]);
-}
+const rowsByInto = d3.group(data.ledger?.rows ?? [], (row) => row.into);
 
 /** The rows of the ledger that a node stands for, in execution order. @param {NodeRecord} node */
 function rowsOf(node) {
@@ -98,11 +91,7 @@ function rowOf(node) {
 }
 
 /** How many nodes there are of each kind. @param {NodeRecord[]} nodes */
-function kindsOf(nodes) {
-  const kinds = new Map();
-  for (const { kind } of nodes) kinds.set(kind, (kinds.get(kind) ?? 0) + 1);
-  return kinds;
-}
+const kindsOf = (nodes) => counts(nodes.map((node) => node.kind));
 
 const lastPart = (path) => path.slice(path.lastIndexOf(".") + 1);
 

@@ -121,13 +121,8 @@ function makePane(host, label, does) {
       .filter(Boolean)
       .map((item) => picture.places.get(shown(item)));
     if (!placed.length) return false;
-    const around = [
-      Math.min(...placed.map((p) => p.x)),
-      Math.min(...placed.map((p) => p.y)),
-      Math.max(...placed.map((p) => p.x + p.width)),
-      Math.max(...placed.map((p) => p.y + p.height)),
-    ];
-    const part = { x: around[0] - 60, y: around[1] - 60, width: around[2] - around[0] + 120, height: around[3] - around[1] + 120 };
+    const { x, y, width, height } = boundsOf(placed);
+    const part = { x: x - 60, y: y - 60, width: width + 120, height: height + 120 };
     pane.moveTo(part, Math.min(1.1, Math.max(view.k, ZOOM.read)), ms, 0.35);
     return true;
   };
@@ -237,6 +232,12 @@ function boxAt(picture, x, y, near = false) {
   if (near) return nearest(frame, x, y);
   if (frame.group.parent && y < frame.y + FRAME.head) return { ...frame, placed: frame, onToggle: inside(toggleOf(frame), x, y) };
   return null;
+}
+
+/** What is around some boxes. */
+function boundsOf(placed) {
+  const [x, y] = [d3.min(placed, (p) => p.x), d3.min(placed, (p) => p.y)];
+  return { x, y, width: d3.max(placed, (p) => p.x + p.width) - x, height: d3.max(placed, (p) => p.y + p.height) - y };
 }
 
 const inside = (p, x, y) => x >= p.x && x <= p.x + p.width && y >= p.y && y <= p.y + p.height;

@@ -102,7 +102,7 @@ function whyFloat(node, rows) {
 }
 
 const decibelsOf = (value) => (value === null || value === undefined ? null : withUnit(value));
-const micros = (value) => (typeof value === "number" ? `${short(value)} µs` : null);
+const micros = (value) => (typeof value === "number" ? duration(value) : null);
 
 function quality(node, row, rows) {
   const macs = d3.sum(rows, (r) => r.macs);
@@ -116,7 +116,7 @@ function quality(node, row, rows) {
       measured: timed && micros(timed.us),
       "in float": micros(price("float_us")),
       "on integers": micros(price("int8_us")),
-      MACs: macs ? d3.format(".3s")(macs) : null,
+      MACs: macs ? counted(macs) : null,
     }),
   );
 }
@@ -242,7 +242,7 @@ function aboutPass(i) {
       factList({
         nodes: String(nodes.length),
         edits: isPair ? null : String(pass.rewrites.length),
-        took: isPair ? null : milliseconds(pass.ms),
+        took: isPair ? null : duration(1000 * pass.ms),
         SQNR: decibelsOf(pass.sqnr),
       }),
     ),

@@ -26,22 +26,15 @@ function qualityTiles(layers, all) {
   const { ledger } = all;
   const int8 = layers.filter((layer) => layer.row.fate !== "float");
   const fates = counts(ledger.rows.map((row) => row.fate));
+  const worst = d3.least(int8, (layer) => layer.dB);
   return el(
     "div.tiles",
     {},
     tile(withUnit(ledger.output_sqnr), "SQNR of the output", `against the float model: 10 log10(signal / noise), on ${all.measured}`),
     tile(percent(ledger.coverage), "of the multiply-accumulates in int8"),
     tile(`${(fates.get("int8") ?? 0) + (fates.get("moves") ?? 0)} : ${fates.get("float") ?? 0}`, "ops on integers : in float"),
-    int8.length ? tile(withUnit(least(int8, (layer) => layer.dB).row.sqnr), `worst: ${least(int8, (layer) => layer.dB).name}`) : null,
+    worst ? tile(withUnit(worst.row.sqnr), `worst: ${worst.name}`) : null,
   );
-}
-
-const least = (items, value) => items.reduce((best, item) => (value(item) < value(best) ? item : best));
-
-function counts(values) {
-  const found = new Map();
-  for (const value of values) found.set(value, (found.get(value) ?? 0) + 1);
-  return found;
 }
 
 const LABELS = 98; // height of the names below a chart

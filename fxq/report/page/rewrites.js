@@ -26,14 +26,14 @@ function makeRewrites(host) {
   const body = el("div.rewrites", { id: "rewrites" });
   host.append(title, body);
   let shownPass = -1;
-  let rows = new Map(); // of the rewrites that are in the list
-  let openTo = null;
+  let rows = new Map(); // of the rewrites that are in the list, by number
+  let lists = [];
 
   const show = () => {
     const i = chosenPass();
     if (i !== shownPass) fill(i);
     const chosen = state.rw === undefined ? -1 : Number(state.rw);
-    if (chosen >= 0) openTo?.(chosen);
+    for (const list of lists) list.openTo((rewrite) => rewrite.number === chosen);
     for (const [number, row] of rows) row.setAttribute("aria-current", String(number === chosen));
     rows.get(chosen)?.scrollIntoView({ block: "nearest" });
   };
@@ -43,93 +43,55 @@ function makeRewrites(host) {
     rows = new Map();
     const { rewrites, near = [] } = passes[i];
     title.textContent = rewrites.length ? `Rewrites · ${rewrites.length}` : "Rewrites";
-    const groups = d3.groups(
-      rewrites.map((rewrite, number) => ({ rewrite, number })),
-      ({ rewrite }) => `${rewrite.rule} ${rewrite.source}`,
-    );
-    const lists = groups.map(([, members]) => ruleList(i, members, rows));
-    openTo = (number) => lists.find((list) => list.has(number))?.openTo(number);
-    if (lists.length === 1) lists[0].open();
+    const numbered = rewrites.map((rewrite, number) => ({ ...rewrite, number }));
+    const row = (rewrite) => {
+      const press = { type: "button", "data-rewrite": rewrite.number, onclick: () => go({ rw: rewrite.number }) };
+      rows.set(rewrite.number, el("button", { ...press, "aria-current": String(state.rw === String(rewrite.number)) }, rewriteText(i, rewrite)));
+      return rows.get(rewrite.number);
+    };
+    lists = ruleLists(numbered, row, (rule) => ({ "data-rule": rule }));
+    if (lists.length === 1) lists[0].element.open = true;
     body.replaceChildren(...lists.map((list) => list.element));
     if (!rewrites.length) body.append(el("p.none", {}, i ? "This pass changed nothing." : "The graph as it was traced."));
-    if (near.length) body.append(nearMisses(i, near));
+    if (near.length) {
+      const miss = ({ node, matched, of, reason }) =>
+        el("button", { type: "button", onclick: () => chooseIn(i, node) }, el("b", {}, node), ` ${matched} of ${of} · `, el("span.why", {}, reason));
+      const found = ruleLists(near, miss).map((list) => list.element);
+      body.append(el("section.near", { id: "near" }, el("h2", {}, `Almost matched · ${near.length}`), ...found));
+    }
   }
   return { show };
 }
 
-/** The rewrites of pass `i` by one rule: its name, count and source line; the rewrites when it is opened, a page at a time. */
-function ruleList(i, members, rows) {
-  const { rule, source } = members[0].rewrite;
-  const placeOf = (number) => d3.bisector((member) => member.number).left(members, number);
+/** What rules did, or almost did, by rule: its name, count and source line; a row for each when it is opened, a page at a
+ * time. */
+const ruleLists = (all, row, attributes = (rule) => ({})) =>
+  d3.groups(all, ({ rule, source }) => `${rule} ${source}`).map(([, members]) => ruleList(members, row, attributes(members[0].rule)));
+
+function ruleList(members, row, attributes) {
+  const { rule, source } = members[0];
   const list = el("ol");
   const more = el("button.more", { type: "button", onclick: () => extend(list.children.length + PAGE) });
   const element = el(
     "details.rule",
-    { "data-rule": rule, ontoggle: () => element.open && extend(PAGE) },
+    { ...attributes, ontoggle: () => element.open && extend(PAGE) },
     el("summary", {}, el("b", {}, rule), el("span.count", {}, `${members.length}×`), el("span.source", {}, source)),
     list,
     more,
   );
   const extend = (to) => {
-    for (const { rewrite, number } of members.slice(list.children.length, to)) {
-      const row = el(
-        "button",
-        { type: "button", "data-rewrite": number, "aria-current": String(state.rw === String(number)), onclick: () => go({ rw: number }) },
-        rewriteText(i, rewrite),
-      );
-      rows.set(number, row);
-      list.append(el("li", {}, row));
-    }
-    const left = members.length - list.children.length;
-    more.hidden = left <= 0;
-    more.textContent = `${left} more`;
+    list.append(...members.slice(list.children.length, to).map((member) => el("li", {}, row(member))));
+    more.hidden = list.children.length === members.length;
+    more.textContent = `${members.length - list.children.length} more`;
   };
-  return {
-    element,
-    has: (number) => members[placeOf(number)]?.number === number,
-    open: () => (element.open = true),
-    openTo(number) {
-      element.open = true;
-      if (placeOf(number) >= list.children.length) extend(Math.ceil((placeOf(number) + 1) / PAGE) * PAGE);
-    },
+  /** Open it so far that the wanted row is there, if it is one of its own. */
+  const openTo = (isWanted) => {
+    const place = members.findIndex(isWanted);
+    if (place < 0) return;
+    element.open = true;
+    extend(Math.ceil((place + 1) / PAGE) * PAGE);
   };
-}
-
-/** Rules that matched in part: where, how far, and what stopped them. */
-function nearMisses(i, near) {
-  const section = el("section.near", { id: "near" }, el("h2", {}, `Almost matched · ${near.length}`));
-  for (const [, members] of d3.groups(near, (miss) => `${miss.rule} ${miss.source}`)) {
-    const list = el("ol");
-    const more = el("button.more", { type: "button", onclick: () => extend() });
-    const extend = () => {
-      for (const miss of members.slice(list.children.length, list.children.length + PAGE)) {
-        list.append(
-          el(
-            "li",
-            {},
-            el(
-              "button",
-              { type: "button", onclick: () => chooseIn(i, miss.node) },
-              el("b", {}, miss.node),
-              ` ${miss.matched} of ${miss.of} · `,
-              el("span.why", {}, miss.reason),
-            ),
-          ),
-        );
-      }
-      more.hidden = list.children.length >= members.length;
-      more.textContent = `${members.length - list.children.length} more`;
-    };
-    const element = el(
-      "details.rule",
-      { ontoggle: () => element.open && !list.children.length && extend() },
-      el("summary", {}, el("b", {}, members[0].rule), el("span.count", {}, `${members.length}×`), el("span.source", {}, members[0].source)),
-      list,
-      more,
-    );
-    section.append(element);
-  }
-  return section;
+  return { element, openTo };
 }
 
 /** Choose a node that a near miss names: it stood in the graph before, and may have been rewritten by another rule. */

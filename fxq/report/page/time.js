@@ -1,8 +1,5 @@
 /* The Time tab: float against int8, and where the time goes. */
 
-/** Microseconds with a unit that suits them. @param {number} us */
-const duration = (us) => (us >= 1e6 ? `${(us / 1e6).toFixed(2)} s` : us >= 1000 ? `${(us / 1000).toFixed(us >= 1e5 ? 0 : us >= 1e4 ? 1 : 2)} ms` : `${us.toFixed(us < 10 ? 1 : 0)} µs`);
-
 /** @param {number} bytes */
 const space = (bytes) => (bytes >= 1e6 ? `${(bytes / 1e6).toFixed(1)} MB` : bytes >= 1e3 ? `${(bytes / 1e3).toFixed(1)} kB` : `${bytes} B`);
 
@@ -27,17 +24,11 @@ const KINDS = ["int8", "moves", "convert", "float", "size"];
 
 /** Time by op: the sum over its nodes, kinds apart. A kernel goes by the ops that it runs. */
 function byOp(ops) {
-  const last = new Map((data.passes.at(-1)?.nodes ?? []).map((id) => [data.nodes[id].name, data.nodes[id]]));
-  const found = new Map();
-  for (const op of ops) {
-    const name = (last.get(op.name)?.body ?? []).map(plainOp).join(" + ") || op.label;
-    const key = `${op.kind} ${op.label} ${name}`;
-    const entry = found.get(key) ?? { label: op.label, name, kind: op.kind, us: 0, count: 0 };
-    entry.us += op.us;
-    entry.count++;
-    found.set(key, entry);
-  }
-  return [...found.values()].sort((a, b) => b.us - a.us);
+  const { byName } = graphOf(passes.length - 1);
+  const nameOf = (op) => (byName.get(op.name)?.body ?? []).map(plainOp).join(" + ") || op.label;
+  const groups = d3.groups(ops, (op) => `${op.kind} ${op.label} ${nameOf(op)}`).map(([, found]) => found);
+  const sums = groups.map((found) => ({ ...found[0], name: nameOf(found[0]), us: d3.sum(found, (op) => op.us), count: found.length }));
+  return sums.sort((a, b) => b.us - a.us);
 }
 
 /** An op without its options. @param {string} text */
@@ -48,8 +39,8 @@ const tagOf = (kind) => data.looks[kind]?.tag ?? kind;
 
 /** One bar for all the time, in parts by kind. */
 function shareBar(ops, total) {
-  const sums = KINDS.map((kind) => [kind, ops.filter((op) => op.kind === kind).reduce((sum, op) => sum + op.us, 0)]);
-  const rest = total - sums.reduce((sum, [, us]) => sum + us, 0);
+  const sums = KINDS.map((kind) => [kind, d3.sum(ops, (op) => (op.kind === kind ? op.us : 0))]);
+  const rest = total - d3.sum(sums, ([, us]) => us);
   const parts = [...sums, ["op", rest]].filter(([, us]) => us > 0.0005 * total);
   const bar = el("div.share", { role: "img", "aria-label": parts.map(([kind, us]) => `${tagOf(kind)} ${percent(us / total)}`).join(", ") });
   for (const [kind, us] of parts) {
@@ -77,7 +68,7 @@ function renderTime(host, all) {
   );
   if (time.batch) host.append(el("p.note", {}, `Medians of a few calls on ${time.batch}, measured when this report was written; float and int8 in turns, the float model eager and in the memory format that it has.`));
   if (!ops.length) return;
-  const total = ops.reduce((sum, op) => sum + op.us, 0);
+  const total = d3.sum(ops, (op) => op.us);
   host.append(el("h2", {}, `Where the time goes: ${duration(total)} in ${ops.length} nodes`), shareBar(ops, total));
   host.append(el("p.note", {}, "Each node of the int8 model on its own; the sum leaves out what the model's forward costs around them."));
   const sums = byOp(ops);

@@ -36,15 +36,13 @@ function passLines(pass, i, most) {
       ? el("span.sqnr", { title: "SQNR against the float model on the example input" }, `${pass.sqnr.toFixed(1)} dB`)
       : null;
   const edits = pass.rewrites.length;
-  const facts = [`${nodes.length} nodes`, ...(isPair ? [] : [`${edits} edit${edits === 1 ? "" : "s"}`, milliseconds(pass.ms)])];
+  const facts = [`${nodes.length} nodes`, ...(isPair ? [] : [`${edits} edit${edits === 1 ? "" : "s"}`, duration(1000 * pass.ms)])];
   return [
     el("span.name", {}, el("b", {}, pass.name), sqnr),
     el("span.facts", {}, facts.join(" · ")),
     kindsBar(kindsOf(nodes), nodes.length / most),
   ];
 }
-
-const milliseconds = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(1)} s` : ms >= 10 ? `${ms.toFixed(0)} ms` : `${ms.toFixed(1)} ms`);
 
 /** A bar with a part for each kind of node; `share`: its length. @param {Map<string, number>} kinds */
 function kindsBar(kinds, share) {
