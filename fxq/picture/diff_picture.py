@@ -10,6 +10,7 @@ import networkx as nx
 
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.columns import Arrow, Box, Pen, Picture
+from fxq.picture.diff_summary import MARKS, alike
 from fxq.picture.graph_changes import Change, GraphChanges
 from fxq.picture.graph_picture import constants_read, header, node_box
 from fxq.text.colours import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
@@ -38,7 +39,7 @@ def picture(diff: GraphChanges, radius: int, title: str) -> Picture:
     elided, nearby = len(union.nodes) - len(kept), len(kept) - union.marked.total()
     entries += [(_UNCHANGED, f"{_UNCHANGED.meaning} · {nearby}")] if nearby else []
     entries += [(_STUB, f"{_STUB.meaning} · {elided}")] if elided else []
-    return Picture(header(title, _ARROWS, entries, union.summary()), tuple(boxes), arrows)
+    return Picture(header(title, _ARROWS, entries, _happened(diff)), tuple(boxes), arrows)
 
 
 class BothGraphs:
@@ -181,24 +182,11 @@ class BothGraphs:
             texts.append(f"reads {', '.join(lost) or '–'} → {', '.join(gained) or '–'}")
         return texts
 
-    def summary(self) -> dict[str, int]:
-        """The changes that happened more than once, most frequent first."""
-        replaced: dict[str, list[str]] = defaultdict(list)
-        for name, heirs in self.became.items():
-            for heir in heirs:
-                replaced[heir].append(self.diff.before[name].label)
-        rows: Counter[str] = Counter()
-        for name in dict.fromkeys((*self.diff.added, *replaced)):
-            if name in self.nodes:
-                rows[f"{' + '.join(replaced[name]) or 'new'} → {self.diff.after[name].label}"] += 1
-        for name in self.diff.removed:
-            if name in self.nodes and name not in self.became:
-                rows[f"{self.diff.before[name].label} → removed"] += 1
-        for change in self.diff.changed:
-            if change.name in self.nodes:
-                told = (change.by_field[field] for field in change.fields if field in ("kind", "label", "dtype"))
-                rows.update(f"{change.after.label}: {text}" for text in told)
-        return {text: count for text, count in rows.most_common(_MOST_ROWS) if count > 1}
+
+def _happened(diff: GraphChanges) -> dict[str, int]:
+    """What happened more than once, most frequent first, and how often."""
+    frequent = [(change, names) for change, names in alike(diff) if len(names) > 1][:_MOST_ROWS]
+    return {" ".join(filter(None, (MARKS[mark], what, how))): len(names) for (mark, what, how, _), names in frequent}
 
 
 def _joined(texts: Iterable[str]) -> Iterator[Line]:

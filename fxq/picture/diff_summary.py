@@ -24,10 +24,7 @@ _COLUMNS = (Column(), Column(align="right"), Column(), Column(drop=1), Column(dr
 
 def summary(diff: GraphChanges) -> Table:
     """A line for all nodes that changed alike: how many, what became of what, and which; most frequent first."""
-    groups: dict[Alike, list[str]] = {}
-    for alike, name in _events(diff):
-        groups.setdefault(alike, []).append(name)
-    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+    ordered = alike(diff)
     rows = [
         row(text(MARKS[mark], mark), f"{len(names)} ×", what, how, text(_range(names), "quiet"), text(by, "quiet"))
         for (mark, what, how, by), names in ordered[:MOST]
@@ -35,6 +32,14 @@ def summary(diff: GraphChanges) -> Table:
     if len(ordered) > MOST:
         rows.append(row("", "", text(f"and {len(ordered) - MOST} more kinds of change", "quiet"), "", "", ""))
     return Table(_COLUMNS, rows)
+
+
+def alike(diff: GraphChanges) -> list[tuple[Alike, list[str]]]:
+    """The nodes that changed, by what happened to them; most frequent first."""
+    groups: dict[Alike, list[str]] = {}
+    for change, name in _events(diff):
+        groups.setdefault(change, []).append(name)
+    return sorted(groups.items(), key=lambda group: -len(group[1]))
 
 
 def _events(diff: GraphChanges) -> Iterator[tuple[Alike, str]]:

@@ -103,7 +103,7 @@ def test_a_change_everywhere_is_summed_up():
     before = chain(50)
     after = GraphView(tuple(replace(n, label="relu6") if n.label == "relu" else n for n in before))
     header = picture(diff(before, after), 1, "t").header
-    assert "50 ×" in header and "op relu → relu6" in header
+    assert "50 ×" in header and "~ relu → relu6" in header
 
 
 def test_time_grows_with_the_nodes_not_their_square():

@@ -1,6 +1,7 @@
 /* The whole picture in a corner, with the part that is seen: click or drag to go there. Hidden where all is seen. */
 
-const MINI = { width: 190, height: 130, margin: 12 };
+const MINI = { width: 190, height: 130 };
+const NO_EMPHASIS = { selected: "", near: new Set(), kin: new Set(), flash: new Set(), glow: 0, hover: null };
 
 /** @param {HTMLElement} host @param {(x: number, y: number) => void} goTo */
 function makeMinimap(host, goTo) {
@@ -27,9 +28,7 @@ function makeMinimap(host, goTo) {
     canvas.width = width * ratio;
     canvas.height = height * ratio;
     still = new OffscreenCanvas(canvas.width, canvas.height);
-    const pen = still.getContext("2d");
-    pen.scale(scale * ratio, scale * ratio);
-    drawFrame(pen, picture.root, picture.scene.diff !== null, scale);
+    paint(still.getContext("2d"), picture, { k: scale, x: 0, y: 0 }, { width, height, ratio }, NO_EMPHASIS);
   }
 
   return {
@@ -40,34 +39,12 @@ function makeMinimap(host, goTo) {
       if (whole) return;
       if (!still) redraw(picture);
       const ratio = devicePixelRatio || 1;
-      const colours = theme();
       context.setTransform(1, 0, 0, 1, 0, 0);
-      context.fillStyle = colours.paper;
-      context.fillRect(0, 0, canvas.width, canvas.height);
       context.drawImage(still, 0, 0);
       context.setTransform(scale * ratio, 0, 0, scale * ratio, 0, 0);
-      context.strokeStyle = colours.accent;
+      context.strokeStyle = theme().accent;
       context.lineWidth = 2 / scale;
       context.strokeRect(-view.x / view.k, -view.y / view.k, size.width / view.k, size.height / view.k);
     },
   };
-}
-
-/** @param {Frame} frame */
-function drawFrame(pen, frame, isDiff, scale) {
-  const least = 1.5 / scale; // a box is at least a dot
-  if (frame.group.parent) {
-    pen.globalAlpha = 1;
-    pen.fillStyle = theme().frames[1];
-    pen.fillRect(frame.x, frame.y, frame.width, frame.height);
-  }
-  for (const { of, x, y, width, height } of frame.boxes) {
-    const isGroup = isGroupOf(of);
-    const mark = isGroup ? Object.keys(of.marks).find((name) => of.marks[name]) : of.mark;
-    pen.globalAlpha = isDiff && !mark ? 0.25 : 1;
-    if (isDiff && mark) pen.fillStyle = data.changes[mark].colour;
-    else pen.fillStyle = isGroup ? theme().group : data.looks[of.node.kind].colour;
-    pen.fillRect(x, y, Math.max(width, least), Math.max(height, least));
-  }
-  for (const inner of frame.frames) drawFrame(pen, inner, isDiff, scale);
 }

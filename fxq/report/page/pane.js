@@ -10,7 +10,7 @@ function makePane(host, label, does) {
   host.append(canvas, tip);
   const context = canvas.getContext("2d", { alpha: false });
   const size = { width: 1, height: 1, ratio: 1 };
-  const emphasis = { selected: "", near: new Set(), kin: new Set(), flash: new Set(), glow: 0, hover: null };
+  const emphasis = { ...NO_EMPHASIS };
   /** @type {Picture|null} */
   let picture = null;
   let view = d3.zoomIdentity;
