@@ -6,6 +6,44 @@ from pathlib import Path
 
 import pytest
 
+HOOKS = """() => {
+  const inside = (frame, found) => {
+    const { group, ox, oy } = frame;
+    const size = ({ x, y, width, height }) => ({ x, y, width, height, frame: group.key });
+    for (const placed of frame.boxes) found.boxes.push({ name: placed.of.key ?? placed.of.name, ...size(placed) });
+    for (const wire of frame.wires) {
+      const moved = (points) => points.map((v, k) => v + (k % 2 ? oy : ox));
+      const strokes = wire.strokes.map(({ ortho, points }) => ({ ortho, points: moved(points) }));
+      found.wires.push({ from: wire.flows[0].from.name, to: wire.flows[0].to.name, frame: group.key, strokes });
+    }
+    for (const inner of frame.frames) {
+      found.frames.push({ name: inner.group.key, ...size(inner) });
+      inside(inner, found);
+    }
+    return found;
+  };
+  fxq.drawn = (side = "after") => inside(fxq.panes[side].picture().root, { boxes: [], frames: [], wires: [] });
+  fxq.where = (name, side = "after") => {
+    const pane = fxq.panes[side];
+    const { scene, places } = pane.picture();
+    const item = scene.items.get(name);
+    const placed = places.get(item ? fxq.shown(item) : scene.groups.get(name));
+    if (!placed) return null;
+    const { left, top } = pane.canvas.getBoundingClientRect();
+    const { k, x, y } = pane.view();
+    const down = placed.y + Math.min(placed.height / 2, 14);
+    return { x: left + (placed.x + placed.width / 2) * k + x, y: top + down * k + y };
+  };
+  fxq.stats = () => ({
+    pass: document.querySelector('#timeline [aria-current="step"] b').textContent,
+    mode: document.querySelector('[data-mode][aria-pressed="true"]').dataset.mode,
+    nodes: fxq.panes.after.picture().scene.items.size,
+    boxes: fxq.panes.after.picture().boxes,
+  });
+}"""
+"""What the tests ask of the graph tab. `drawn`: all boxes, frames of open groups and wires as numbers; `where`: the
+middle of the box of a node, or of the head of a group, in the window; `stats`: what is shown."""
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -41,6 +79,7 @@ def opened(browser, path, view="", **options):
     page.on("request", lambda request: wrong.append(f"request: {request.url[:200]}") if outside(request.url) else None)
     page.goto(f"{path.as_uri()}#{view}")
     page.wait_for_selector("body[data-ready]")
+    page.evaluate(HOOKS)
     yield page
     page.close()
     assert wrong == []

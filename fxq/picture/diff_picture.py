@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import islice
 
 import networkx as nx
 
@@ -110,16 +112,17 @@ class BothGraphs:
         for name, heirs in self.became.items():
             yield from (Arrow(name, heir, _BECAME) for heir in heirs)
 
-    def near_changes(self, radius: int) -> set[str]:
-        """The nodes that differ and those at most `radius` steps from one, whichever way."""
+    @cached_property
+    def neighbours(self) -> nx.Graph[str]:
+        """The nodes, and between which of them there are arrows."""
         graph: nx.Graph[str] = nx.Graph((arrow.tail, arrow.head) for arrow in self.arrows())
         graph.add_nodes_from(self.nodes)
-        kept = set(self.mark)
-        for step, layer in enumerate(nx.bfs_layers(graph, kept) if kept else ()):
-            if step > radius:
-                break
-            kept.update(layer)
-        return kept
+        return graph
+
+    def near_changes(self, radius: int) -> set[str]:
+        """The nodes that differ and those at most `radius` steps from one, whichever way."""
+        layers = nx.bfs_layers(self.neighbours, set(self.mark)) if self.mark else ()
+        return {name for layer in islice(layers, radius + 1) for name in layer}
 
     def boxes(self, kept: set[str]) -> tuple[list[Box], dict[str, str]]:
         """The boxes in order, and for each node the box that it is in.
@@ -144,8 +147,7 @@ class BothGraphs:
     def _left_out(self, kept: set[str]) -> Iterator[tuple[str, str]]:
         """Every node that is not kept, after a key of its part: connected, and not cut by a kept neighbour in order."""
         position = {name: i for i, name in enumerate(self.order)}
-        graph: nx.Graph[str] = nx.Graph((arrow.tail, arrow.head) for arrow in self.arrows())
-        graph.add_nodes_from(self.nodes)
+        graph = self.neighbours
         for i, part in enumerate(nx.connected_components(graph.subgraph(n for n in self.nodes if n not in kept))):
             cuts = sorted({position[other] for name in part for other in graph[name] if other in kept})
             for name in sorted(part, key=position.__getitem__):

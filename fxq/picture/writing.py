@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -62,23 +63,12 @@ def drawn(picture: Picture, form: str) -> bytes:
 
 @dataclass(frozen=True)
 class _Sheet:
-    """A picture in columns: its DOT text, given more attributes, and what `dot` makes of it."""
+    """A picture in columns: its DOT text, given more attributes, and what `dot` makes of it; sizes in points."""
 
     text: Callable[..., str]
     svg: bytes
-
-    @property
-    def width(self) -> float:
-        """In points."""
-        return self._side(b"width")
-
-    @property
-    def height(self) -> float:
-        """In points."""
-        return self._side(b"height")
-
-    def _side(self, name: bytes) -> float:
-        return float(self.svg.split(name + b'="', 1)[1].split(b"pt", 1)[0])
+    width: float
+    height: float
 
     @property
     def fit(self) -> float:
@@ -91,11 +81,13 @@ def _laid_out(picture: Picture, count: int) -> _Sheet:
     """The picture in so many columns, about."""
     text = partial(source, picture, count, pad="0.25", bgcolor="white")
     try:
-        return _Sheet(text, run(text(), "svg"))
+        svg = run(text(), "svg")
     except RenderError:
         log.info("dot fails with module frames; trying without", exc_info=True)
         text = partial(text, framed=False)
-        return _Sheet(text, run(text(), "svg"))
+        svg = run(text(), "svg")
+    width, height = (float(side) for side in re.findall(rb'(?:width|height)="([\d.]+)pt"', svg)[:2])
+    return _Sheet(text, svg, width, height)
 
 
 MOST_BOXES = 300

@@ -10,29 +10,22 @@ const FRAME = { head: 26, side: 16, bottom: 14 };
  *   boxes: Placed[], frames: Frame[], wires: Wire[], drawn?: any}} Frame
  * @typedef {{of: Item|Group, x: number, y: number, width: number, height: number}} Placed
  * @typedef {{scene: Scene, root: Frame, places: Map<Item|Group, Placed|Frame>, boxes: number, width: number, height: number,
- *   version?: number}} Picture  `version`: that of `opened` */
+ *   version: number}} Picture  `version`: that of `opened` */
 
-const MOST_PICTURES = 12;
-
-/** Pictures made last. @type {Map<Scene, Picture>} */
-const pictures = new Map();
+/** The pictures of scenes as they were made last. @type {WeakMap<Scene, Picture>} */
+const pictures = new WeakMap();
 
 /** The picture of a scene. @param {Scene} scene @returns {Picture} */
 function arrange(scene) {
   let picture = pictures.get(scene);
-  if (picture?.version !== opened.version) picture = { ...arrangeAnew(scene), version: opened.version };
-  pictures.delete(scene);
-  pictures.set(scene, picture); // as the latest
-  if (pictures.size > MOST_PICTURES) pictures.delete(pictures.keys().next().value);
+  if (picture?.version !== opened.version) pictures.set(scene, (picture = arrangeAnew(scene)));
   return picture;
 }
 
 function arrangeAnew(scene) {
-  const picture = { scene, root: null, places: new Map(), boxes: 0, width: 0, height: 0 };
+  const picture = { scene, root: null, places: new Map(), boxes: 0, version: opened.version };
   picture.root = place(measure(scene.root, innerOf(scene)), 0, 0, picture);
-  picture.width = picture.root.width;
-  picture.height = picture.root.height;
-  return picture;
+  return { ...picture, width: picture.root.width, height: picture.root.height };
 }
 
 /** Lay out a scene ahead of time, a little with each step. @param {() => Scene} make */
@@ -55,6 +48,8 @@ function innerOf(scene) {
   for (const edge of scene.edges) addInner(inner, edge);
   return inner;
 }
+
+const noLines = () => ({ ins: new Map(), outs: new Map(), pairs: new Map() });
 
 /** For each open group that an edge runs in: its line there. Ends are places of children, or the value of a port. */
 function addInner(inner, edge) {
@@ -81,8 +76,8 @@ function addInner(inner, edge) {
 const valueOfEdge = (edge) => (edge.pen === "became" ? `${edge.from.name} became` : edge.from.name);
 
 function addLine(inner, group, { from, to, value, edge }) {
-  let lines = inner.get(group);
-  if (!lines) inner.set(group, (lines = { ins: new Map(), outs: new Map(), pairs: new Map() }));
+  if (!inner.has(group)) inner.set(group, noLines());
+  const lines = inner.get(group);
   // In-ports are counted from -1 down, out-ports from a million up, until the number of children is known.
   const port = (ports) => (ports.has(value) ? ports.get(value) : ports.set(value, ports.size).get(value));
   const tail = from ? from.at : -1 - port(lines.ins);
@@ -95,7 +90,7 @@ function addLine(inner, group, { from, to, value, edge }) {
 
 /** The layout of an open group, inside out. */
 function measure(group, inner) {
-  const lines = inner.get(group) ?? { ins: new Map(), outs: new Map(), pairs: new Map() };
+  const lines = inner.get(group) ?? noLines();
   const [ins, outs, count] = [lines.ins.size, lines.outs.size, group.children.length];
   const children = group.children.map((child) => (isGroupOf(child) && isOpen(child) ? measure(child, inner) : child));
   const ports = (n) => new Array(n).fill(0);
@@ -117,18 +112,11 @@ function measure(group, inner) {
   return { group, children, lines, ins, arranged, inX, outX, indent, width, height: arranged.height + FRAME.head + FRAME.bottom };
 }
 
-const flows = new Map();
-
 /** The arranged parts of a group, kept by content. */
 function flowOf(parts, isRoot) {
   if (!parts.widths.length) return { x: [], y: [], strokes: [], width: 0, height: 0 };
-  const key = `${isRoot}|${parts.ins}|${parts.outs}|${parts.widths}|${parts.heights}|${parts.edges.join(";")}`;
-  let found = flows.get(key);
-  if (!found) {
-    found = isRoot ? inColumns(parts, layoutFlow(parts), 1.2, 700) : inColumns(parts, layoutFlow(parts), 0.9, 1000);
-    flows.set(key, found);
-  }
-  return found;
+  const arranged = () => (isRoot ? inColumns(parts, layoutFlow(parts), 1.2, 700) : inColumns(parts, layoutFlow(parts), 0.9, 1000));
+  return alike(`${isRoot}|${parts.ins}|${parts.outs}`, parts.widths, parts.heights, parts.edges, "", arranged);
 }
 
 /** Give an open group its place, and everything in it. @returns {Frame} */

@@ -22,7 +22,7 @@
      #rewrites [data-rule] [data-rewrite=NUMBER], #near
      #panel[data-node=NAME] dd[data-fact="scale"], [data-goto=NAME], [data-chart=values|weights]; also data-fact reason, fix, note
      body[data-ready]                set when the first view is drawn
-     window.fxq                      hooks: data, state, go({...}); from the Graph tab: see `graphHooks` in graph.js
+     window.fxq                      hooks: data, state, go({...}); from the Graph tab: panes, shown, step(pass), painted()
    State in the hash: tab, theme, pass, mode, node (or "/" and the key of a group), rw (number of a rewrite), depth:
      #tab=graph&pass=fuse&mode=diff&node=conv1 */
 

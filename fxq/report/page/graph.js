@@ -149,7 +149,14 @@ function renderGraph(host) {
     }),
   );
   graphKeys({ visible, setDepth, isHere: () => !host.hidden });
-  graphHooks({ panes, visible, setDepth, toggleGroup });
+  Object.assign(hooks, {
+    panes,
+    shown,
+    /** Show pass `i`, by number or name. */
+    step: (i) => go({ pass: typeof i === "number" ? passId(i) : i, rw: "" }),
+    /** Resolves when what was asked for is painted. */
+    painted: () => new Promise((done) => requestAnimationFrame(() => setTimeout(done))),
+  });
 
   openToDepth(state.depth === "all" ? Infinity : state.depth !== undefined ? Number(state.depth) : startDepth());
   timeline.show();
@@ -226,55 +233,4 @@ function warmUp() {
     idle(work);
   };
   setTimeout(() => idle(work), 150);
-}
-
-/** `fxq.step(3)`, `fxq.where("conv1")`, …: for tests. */
-function graphHooks({ panes, visible, setDepth, toggleGroup }) {
-  Object.assign(hooks, {
-    /** Show pass `i`, by number or name. */
-    step: (i) => go({ pass: typeof i === "number" ? passId(i) : i, rw: "" }),
-    /** Where a node, or a group by its key, is on the screen: {x, y} of its middle; null where it is not. */
-    where: (name, side = "after") => panes[side].where(name),
-    /** Resolves when what was asked for is painted. */
-    painted: () => new Promise((done) => requestAnimationFrame(() => setTimeout(done))),
-    expandAll: () => setDepth(Infinity),
-    collapseAll: () => setDepth(0),
-    depth: setDepth,
-    toggle: (key) => toggleGroup(panes.after.picture().scene.groups.get(key)),
-    fit: () => visible().forEach((pane) => pane.fit(0)),
-    groups: () => [...panes.after.picture().scene.groups.keys()].filter(Boolean),
-    /** All boxes, frames of open groups, and wires of a graph as numbers: {boxes, frames, wires}. */
-    drawn: (side = "after") => drawnIn(panes[side].picture().root, { boxes: [], frames: [], wires: [] }),
-    /** What is shown, and the milliseconds that the last layout and drawing took. */
-    stats() {
-      const picture = panes.after.picture();
-      return {
-        pass: passes[chosenPass()].name,
-        mode: chosenMode(),
-        nodes: picture.scene.items.size,
-        boxes: picture.boxes,
-        layout: panes.after.spent.layout,
-        draw: panes.after.spent.draw,
-        zoom: panes.after.view().k,
-        width: picture.width,
-        height: picture.height,
-      };
-    },
-  });
-}
-
-/** @param {Frame} frame */
-function drawnIn(frame, found) {
-  const { group, ox, oy } = frame;
-  const size = ({ x, y, width, height }) => ({ x, y, width, height, frame: group.key });
-  for (const placed of frame.boxes) found.boxes.push({ name: isGroupOf(placed.of) ? placed.of.key : placed.of.name, ...size(placed) });
-  for (const wire of frame.wires) {
-    const strokes = wire.strokes.map(({ ortho, points }) => ({ ortho, points: points.map((v, k) => v + (k % 2 ? oy : ox)) }));
-    found.wires.push({ from: wire.flows[0].from.name, to: wire.flows[0].to.name, frame: group.key, strokes });
-  }
-  for (const inner of frame.frames) {
-    found.frames.push({ name: inner.group.key, ...size(inner) });
-    drawnIn(inner, found);
-  }
-  return found;
 }

@@ -32,7 +32,7 @@ const isSeen = ({ x, y, width, height }, { left, right, top, bottom }) => x < ri
 /** @param {any} work @param {Frame} frame */
 function paintFrame(work, frame) {
   const { context, colours, k, seen } = work;
-  const { group, x, y, width, height } = frame;
+  const { group, width, height } = frame;
   if (!isSeen(frame, seen)) return;
   if (group.parent) {
     if (Math.min(width, height) * k < 12) {
@@ -41,12 +41,8 @@ function paintFrame(work, frame) {
       context.globalAlpha = 1;
       return;
     }
-    roundedPath(context, x, y, width, height, 6);
-    context.fillStyle = colours.frames[group.depth % 2 ? 0 : 1];
-    context.fill();
-    context.strokeStyle = colours.frameLine;
-    context.lineWidth = Math.max(1, 0.6 / k);
-    context.stroke();
+    fill(context, frame, 6, frameColour(colours, group));
+    stroke(context, frame, 6, colours["frame-line"], Math.max(1, 0.6 / k), "solid");
     work.titles.push(frame);
   }
   paintWires(work, frame);
@@ -59,6 +55,8 @@ function paintFrame(work, frame) {
   context.globalAlpha = 1;
   for (const inner of frame.frames) paintFrame(work, inner);
 }
+
+const frameColour = (colours, group) => colours[`frame-${group.depth % 2}`];
 
 const hasMarks = (group) => Object.values(group.marks).some(Boolean);
 
@@ -79,7 +77,7 @@ function paintWires(work, frame) {
   frame.drawn ??= pathsOf(frame);
   context.translate(frame.ox, frame.oy);
   for (const [pen, { lines, arrows }] of frame.drawn) {
-    context.strokeStyle = context.fillStyle = isDiff ? colours.pens[pen] : colours.wire;
+    context.strokeStyle = context.fillStyle = isDiff ? colours[`pen-${pen}`] : colours.wire;
     context.globalAlpha = (isDiff && pen === "kept") || work.near.size ? 0.55 : 1;
     context.lineWidth = Math.max(pen === "kept" ? 1.2 : 1.8, (pen === "kept" ? 0.8 : 1.2) / k);
     context.setLineDash(DASHES[pen]);
@@ -146,20 +144,16 @@ function paintTitle({ context, colours, k, seen }, frame) {
   if (width * k < 46) return;
   const size = Math.max(12, Math.min(10.5 / k, 60));
   const text = clip(group.title, Math.max(6, Math.floor((width - 40) / (size * 0.56))));
-  context.font = fontOf(size, "bold");
-  context.textAlign = "left";
-  context.fillStyle = colours.frameInk;
   if (k >= LEVEL.text) {
-    context.fillText(text, x + 10, Math.min(y + 18, y + FRAME.head));
+    write(context, text, x + 10, Math.min(y + 18, y + FRAME.head), colours["frame-ink"], size, "bold");
     paintToggle(context, frame, "−", colours);
     return;
   }
   context.globalAlpha = 0.85;
-  context.fillStyle = colours.frames[group.depth % 2 ? 0 : 1];
+  context.fillStyle = frameColour(colours, group);
   context.fillRect(x + 4, y + 2, textWidth(text, size, "bold") + 10, size * 1.25);
   context.globalAlpha = 1;
-  context.fillStyle = colours.frameInk;
-  context.fillText(text, x + 8, y + size);
+  write(context, text, x + 8, y + size, colours["frame-ink"], size, "bold");
 }
 
 /** Rings around what is chosen, pointed at, or part of the rewrite, and the wires of the chosen node. */
@@ -185,10 +179,8 @@ function paintEmphasis(work, picture) {
 }
 
 function ringAround(context, { x, y, width, height }, colour, line, away) {
-  context.strokeStyle = colour;
-  context.lineWidth = line;
-  roundedPath(context, x - away, y - away, width + 2 * away, height + 2 * away, 6 + away);
-  context.stroke();
+  const place = { x: x - away, y: y - away, width: width + 2 * away, height: height + 2 * away };
+  stroke(context, place, 6 + away, colour, line, "solid");
 }
 
 function paintWiresOf(work, frame, item) {

@@ -1,47 +1,35 @@
 /* One box on the canvas: a node or a collapsed group, in full when it can be read, else as much as can be seen. */
 
-const THEMES = {
-  light: {
-    paper: "#ffffff",
-    box: "#ffffff",
-    ink: "#1a1a1a",
-    frames: ["#f4f6f8", "#e9edf1"],
-    frameLine: "#bcc6d0",
-    frameInk: "#44505c",
-    wire: "#707a84",
-    accent: "#0072b2",
-    halo: "#e69f00",
-    group: "#4d5b69",
-    groupInk: "#ffffff",
-    outline: "",
-    roles: { name: "#5c5c5c", value: "#1a1a1a", scale: "#00548a", detail: "#5c5c5c", warn: "#a83f00", change: "#7a4f00" },
-    pens: { kept: "#8b949d", added: "#007a5a", removed: "#c0392b", became: "#8a5a00" },
-  },
-  dark: {
-    paper: "#14181d",
-    box: "#222931",
-    ink: "#e9edf1",
-    frames: ["#1b2128", "#222a32"],
-    frameLine: "#46525f",
-    frameInk: "#b4c0cc",
-    wire: "#8a96a3",
-    accent: "#56b4e9",
-    halo: "#f0b429",
-    group: "#5d6d7e",
-    groupInk: "#ffffff",
-    outline: "#8a96a3",
-    roles: { name: "#a3adb8", value: "#e9edf1", scale: "#86c5f4", detail: "#a3adb8", warn: "#ffa866", change: "#ffce6b" },
-    pens: { kept: "#7d8894", added: "#2fbf95", removed: "#ff7b6b", became: "#d9a13b" },
-  },
-};
+/** The variables of the style sheet that a canvas is painted with. */
+const COLOURS = ["paper", "box", "ink", "accent", "halo", "wire", "group", "group-ink", "outline", "frame-0", "frame-1", "frame-line", "frame-ink"];
+COLOURS.push(...["name", "value", "scale", "detail", "warn", "change"].map((role) => `role-${role}`));
+COLOURS.push(...["kept", "added", "removed", "became"].map((pen) => `pen-${pen}`));
 
-const theme = () => (isDark() ? THEMES.dark : THEMES.light);
+const coloursOf = memo((/* isDark */) => {
+  const style = getComputedStyle(document.documentElement);
+  return Object.fromEntries(COLOURS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+});
+
+const theme = () => coloursOf(isDark());
 
 const LEVEL = { text: 0.5, label: 0.17 }; // from which zoom on a box has all its text, or its label only
 
-function roundedPath(context, x, y, width, height, radius) {
+function roundedPath(context, { x, y, width, height }, radius) {
   context.beginPath();
   context.roundRect(x, y, width, height, radius);
+}
+
+function fill(context, place, radius, colour) {
+  roundedPath(context, place, radius);
+  context.fillStyle = colour;
+  context.fill();
+}
+
+function write(context, text, x, y, colour, size, weight = "", align = "left") {
+  context.fillStyle = colour;
+  context.font = fontOf(size, weight);
+  context.textAlign = align;
+  context.fillText(text, x, y);
 }
 
 /** Draw the box of a node. `k`: the zoom. @param {CanvasRenderingContext2D} context @param {Placed} placed */
@@ -50,19 +38,18 @@ function paintNode(context, placed, k, colours) {
   const look = members.length > 1 ? REPLACED : data.looks[node.kind];
   if (k < LEVEL.label) return paintBlock(context, placed, look.colour, mark, k);
   const change = mark ? data.changes[mark] : null;
-  const { x, y, width, height } = placed;
+  const { x, y, width } = placed;
   const strip = change ? STRIP : 0;
   const radius = box.pill ? 11 : 4;
-  roundedPath(context, x, y, width, height, radius);
-  context.fillStyle = box.pill || k < LEVEL.text ? look.colour : colours.box;
-  context.fill();
-  if (k >= LEVEL.text) {
-    if (!box.pill) paintHead(context, { x, y: y + strip, width }, look, box, change ? 0 : radius);
-    paintLines(context, placed, strip, look, colours);
-  } else paintLabel(context, placed, box.head, look.ink, k, change);
-  if (change && k >= LEVEL.text) paintStrip(context, placed, change.tag, change, radius);
+  fill(context, placed, radius, box.pill || k < LEVEL.text ? look.colour : colours.box);
+  if (k >= LEVEL.text) paintLines(context, placed, strip, look, colours, change ? 0 : radius);
+  else paintLabel(context, placed, box.head, look.ink, k, change);
+  if (change && k >= LEVEL.text) {
+    fill(context, { x, y, width, height: STRIP }, [radius, radius, 0, 0], change.colour);
+    write(context, change.tag, x + 8, y + 12, change.ink, 10.5, "bold");
+  }
   const border = change ?? look;
-  const outline = colours.outline && !change && node.kind === "io" ? colours.outline : border.colour;
+  const outline = !change && node.kind === "io" ? colours.outline : border.colour;
   stroke(context, placed, radius, outline, change ? 2.5 : 1.3, border.border);
 }
 
@@ -77,55 +64,26 @@ function paintBlock(context, { x, y, width, height }, colour, mark, k) {
   context.strokeRect(x - line / 2, y - line / 2, width + line, height + line);
 }
 
-function stroke(context, { x, y, width, height }, radius, colour, line, border) {
+function stroke(context, place, radius, colour, line, border) {
   context.strokeStyle = colour;
   context.lineWidth = line;
   if (border !== "solid") context.setLineDash(border === "dashed" ? [6, 3] : [2, 3]);
-  roundedPath(context, x, y, width, height, radius);
+  roundedPath(context, place, radius);
   context.stroke();
   if (border !== "solid") context.setLineDash([]);
 }
 
-function paintHead(context, { x, y, width }, look, box, radius) {
-  context.fillStyle = look.colour;
-  roundedPath(context, x, y, width, HEAD.height, [radius, radius, 0, 0]);
-  context.fill();
-  context.fillStyle = look.ink;
-  context.font = fontOf(HEAD.size, HEAD.weight);
-  context.textAlign = "left";
-  context.fillText(box.head, x + 9, y + 17);
-  context.font = fontOf(10);
-  context.textAlign = "right";
-  context.fillText(box.tag, x + width - 8, y + 16);
-}
-
-function paintLines(context, { of, x, y, width }, strip, look, colours) {
-  const { box } = of;
-  const left = box.pill ? x + width / 2 : x + 9;
-  context.textAlign = box.pill ? "center" : "left";
-  if (box.pill) {
-    context.fillStyle = look.ink;
-    context.font = fontOf(12, "bold");
-    context.fillText(box.head, left, y + strip + 17);
+/** The head with the op and its tag, and the lines below. */
+function paintLines(context, { of, x, y, width }, strip, look, colours, radius) {
+  const { head, tag, pill, lines } = of.box;
+  const [left, top, align] = [pill ? x + width / 2 : x + 9, y + strip, pill ? "center" : "left"];
+  if (!pill) fill(context, { x, y: top, width, height: HEAD.height }, [radius, radius, 0, 0], look.colour);
+  write(context, head, left, top + 17, look.ink, pill ? 12 : HEAD.size, HEAD.weight, align);
+  write(context, tag, x + width - 8, top + 16, look.ink, 10, "", "right");
+  for (const [k, { text, role }] of lines.entries()) {
+    const at = top + HEAD.height + (pill ? 9 : 13) + k * LINE.height;
+    write(context, text, left, at, pill ? look.ink : colours[`role-${role}`], LINE.sizes[role], "", align);
   }
-  let at = y + strip + HEAD.height + (box.pill ? 9 : 13);
-  for (const { text, role } of box.lines) {
-    context.fillStyle = box.pill && role !== "change" ? look.ink : box.pill ? look.ink : colours.roles[role];
-    context.font = fontOf(LINE.sizes[role]);
-    context.fillText(text, left, at);
-    at += LINE.height;
-  }
-}
-
-/** The strip on top that says how a node changed. */
-function paintStrip(context, { x, y, width }, text, change, radius) {
-  context.fillStyle = change.colour;
-  roundedPath(context, x, y, width, STRIP, [radius, radius, 0, 0]);
-  context.fill();
-  context.fillStyle = change.ink;
-  context.font = fontOf(10.5, "bold");
-  context.textAlign = "left";
-  context.fillText(text, x + 8, y + 12);
 }
 
 /** The label alone, as large as fits: for a zoom at which lines cannot be read. */
@@ -140,14 +98,11 @@ function paintLabel(context, { x, y, width, height }, text, ink, k, change) {
   const wanted = Math.min(11 / k, (height - (top - y)) * 0.6, 34);
   const label = change ? `${change.tag[0]} ${text}` : text;
   const size = Math.max(Math.min(wanted, (wanted * (width - 12)) / textWidth(label, wanted, "bold")), wanted * 0.6);
-  context.font = fontOf(size, "bold");
-  context.fillStyle = ink;
-  context.textAlign = "center";
   context.save();
   context.beginPath();
   context.rect(x + 3, top, width - 6, height);
   context.clip();
-  context.fillText(label, x + width / 2, top + (y + height - top) / 2 + size * 0.36);
+  write(context, label, x + width / 2, top + (y + height - top) / 2 + size * 0.36, ink, size, "bold", "center");
   context.restore();
 }
 
@@ -173,27 +128,17 @@ function paintGroup(context, placed, k, colours) {
   const told = marksOf(group.marks);
   if (k < LEVEL.label) return paintKinds(context, placed, group.kinds);
   for (const away of [6, 3]) {
-    roundedPath(context, x + away, y + away, width, height, 5);
-    context.fillStyle = colours.box;
-    context.fill();
-    stroke(context, { x: x + away, y: y + away, width, height }, 5, colours.group, 1, "solid");
+    const behind = { x: x + away, y: y + away, width, height };
+    fill(context, behind, 5, colours.box);
+    stroke(context, behind, 5, colours.group, 1, "solid");
   }
-  roundedPath(context, x, y, width, height, 5);
-  context.fillStyle = colours.box;
-  context.fill();
-  roundedPath(context, x, y, width, HEAD.height + 2, [5, 5, 0, 0]);
-  context.fillStyle = colours.group;
-  context.fill();
+  fill(context, placed, 5, colours.box);
+  fill(context, { x, y, width, height: HEAD.height + 2 }, [5, 5, 0, 0], colours.group);
   if (k >= LEVEL.text) {
-    context.fillStyle = colours.groupInk;
-    context.font = fontOf(HEAD.size, HEAD.weight);
-    context.textAlign = "left";
-    context.fillText(group.box.head, x + 9, y + 18);
-    context.fillStyle = colours.roles.name;
-    context.font = fontOf(10.5);
-    context.fillText(clip(countsOf(group.kinds), Math.floor(width / 5.6)), x + 9, y + 57);
-    if (told) context.fillText(told, x + 9, y + 57 + STRIP);
-  } else paintLabel(context, { x, y, width, height: HEAD.height + 6 }, group.box.head, colours.groupInk, k, null);
+    write(context, group.box.head, x + 9, y + 18, colours["group-ink"], HEAD.size, HEAD.weight);
+    write(context, clip(countsOf(group.kinds), Math.floor(width / 5.6)), x + 9, y + 57, colours["role-name"], 10.5);
+    write(context, told, x + 9, y + 57 + STRIP, colours["role-name"], 10.5);
+  } else paintLabel(context, { x, y, width, height: HEAD.height + 6 }, group.box.head, colours["group-ink"], k, null);
   paintKinds(context, { x: x + 9, y: y + 33, width: width - 18, height: 9 }, group.kinds);
   if (k >= LEVEL.text) paintToggle(context, placed, "+", colours);
   const loudest = Object.entries(group.marks).sort((a, b) => b[1] - a[1])[0];
@@ -220,15 +165,8 @@ const TOGGLE = 18;
 const toggleOf = ({ x, y, width }) => ({ x: x + width - TOGGLE - 5, y: y + 4, width: TOGGLE, height: TOGGLE });
 
 function paintToggle(context, placed, sign, colours) {
-  const { x, y } = toggleOf(placed);
-  roundedPath(context, x, y, TOGGLE, TOGGLE, 4);
-  context.fillStyle = colours.box;
-  context.fill();
-  context.strokeStyle = colours.frameLine;
-  context.lineWidth = 1;
-  context.stroke();
-  context.fillStyle = colours.ink;
-  context.font = fontOf(14, "bold");
-  context.textAlign = "center";
-  context.fillText(sign, x + TOGGLE / 2, y + 14);
+  const place = toggleOf(placed);
+  fill(context, place, 4, colours.box);
+  stroke(context, place, 4, colours["frame-line"], 1, "solid");
+  write(context, sign, place.x + TOGGLE / 2, place.y + 14, colours.ink, 14, "bold", "center");
 }

@@ -16,7 +16,6 @@ function makePane(host, label, does) {
   let view = d3.zoomIdentity;
   let waiting = 0;
   const pane = { host, canvas, emphasis, minimap: makeMinimap(host, (x, y) => pane.center(x, y, 0)) };
-  const spent = (pane.spent = { layout: 0, draw: 0 });
 
   const zoom = d3
     .zoom()
@@ -38,10 +37,8 @@ function makePane(host, label, does) {
     waiting ||= requestAnimationFrame(() => {
       waiting = 0;
       if (picture?.version !== opened.version) return; // out of view since groups were opened or closed
-      const start = performance.now();
       paint(context, picture, view, size, emphasis);
       pane.minimap.draw(picture, view, size);
-      spent.draw = performance.now() - start;
     });
   };
 
@@ -49,9 +46,7 @@ function makePane(host, label, does) {
    * @param {Scene} scene @param {Item|Group|null} [anchor] */
   pane.show = (scene, anchor = null) => {
     const held = picture && hold(anchor);
-    const start = performance.now();
     picture = arrange(scene);
-    spent.layout = performance.now() - start;
     emphasis.hover = null;
     pane.minimap.forget();
     if (held) restore(held);
@@ -113,13 +108,16 @@ function makePane(host, label, does) {
     pane.moveTo({ x: Math.max(0, Math.min(first.x - width / 4, picture.width - width)), y: first.y - 30, width, height }, 1, 0);
   };
 
+  /** The box that a node is in, if it is in the picture. */
+  const placeOf = (name) => {
+    const item = picture.scene.items.get(name);
+    return item && picture.places.get(shown(item));
+  };
+
   /** Move to boxes by name, close enough to read them, or to see them all. Whether there was one. */
   pane.focus = (names, ms = 380) => {
     if (!picture) return false;
-    const placed = names
-      .map((name) => picture.scene.items.get(name))
-      .filter(Boolean)
-      .map((item) => picture.places.get(shown(item)));
+    const placed = names.map(placeOf).filter(Boolean);
     if (!placed.length) return false;
     const { x, y, width, height } = boundsOf(placed);
     const part = { x: x - 60, y: y - 60, width: width + 120, height: height + 120 };
@@ -131,23 +129,10 @@ function makePane(host, label, does) {
 
   /** Whether all of a box can be seen and read. */
   pane.canRead = (name) => {
-    const item = picture?.scene.items.get(name);
-    const placed = item && picture.places.get(shown(item));
+    const placed = picture && placeOf(name);
     if (!placed || view.k < 0.45) return false;
     const [left, top] = [placed.x * view.k + view.x, placed.y * view.k + view.y];
     return left >= 0 && top >= 0 && left + placed.width * view.k <= size.width && top + placed.height * view.k <= size.height;
-  };
-
-  /** The middle of a box in the coordinates of the window; null where it is not in the picture. For tests. */
-  pane.where = (name) => {
-    const item = picture?.scene.items.get(name);
-    const placed = item ? picture.places.get(shown(item)) : picture?.places.get(picture.scene.groups.get(name));
-    if (!placed) return null;
-    const { left, top } = canvas.getBoundingClientRect();
-    return {
-      x: left + (placed.x + placed.width / 2) * view.k + view.x,
-      y: top + (placed.y + Math.min(placed.height / 2, 14)) * view.k + view.y,
-    };
   };
 
   // ---- pointing and choosing

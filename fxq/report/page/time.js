@@ -20,8 +20,6 @@ function against(title, real, int8, text, better, worse, why) {
   );
 }
 
-const KINDS = ["int8", "moves", "convert", "float", "size"];
-
 /** Time by op: the sum over its nodes, kinds apart. A kernel goes by the ops that it runs. */
 function byOp(ops) {
   const { byName } = graphOf(passes.length - 1);
@@ -39,19 +37,14 @@ const tagOf = (kind) => data.looks[kind]?.tag ?? kind;
 
 /** One bar for all the time, in parts by kind. */
 function shareBar(ops, total) {
-  const sums = KINDS.map((kind) => [kind, d3.sum(ops, (op) => (op.kind === kind ? op.us : 0))]);
-  const rest = total - d3.sum(sums, ([, us]) => us);
-  const parts = [...sums, ["op", rest]].filter(([, us]) => us > 0.0005 * total);
-  const bar = el("div.share", { role: "img", "aria-label": parts.map(([kind, us]) => `${tagOf(kind)} ${percent(us / total)}`).join(", ") });
-  for (const [kind, us] of parts) {
-    const part = el("span", { title: `${tagOf(kind)}: ${duration(us)}` }, us > 0.06 * total ? tagOf(kind) : null);
-    part.style.flexGrow = String(us);
-    part.style.background = kindColour(kind);
-    part.style.color = data.looks[kind].ink;
-    bar.append(part);
-  }
-  const legend = el("div.keys", {}, ...parts.map(([kind, us]) => el("span", {}, swatchOf(`kind-${kind}`, ""), `${tagOf(kind)} ${percent(us / total)} (${duration(us)})`)));
-  return el("div", {}, bar, legend);
+  const sums = d3.rollup(ops, (found) => d3.sum(found, (op) => op.us), (op) => op.kind);
+  const parts = new Map([...sums].filter(([, us]) => us > 0.0005 * total));
+  const told = (kind) => `${tagOf(kind)} ${percent(parts.get(kind) / total)} (${duration(parts.get(kind))})`;
+  const bar = kindsBar(parts, "div.share", (kind) => ({ title: told(kind), text: parts.get(kind) > 0.06 * total ? tagOf(kind) : null }));
+  const kinds = Object.keys(data.looks).filter((kind) => parts.has(kind));
+  bar.role = "img";
+  bar.ariaLabel = kinds.map(told).join(", ");
+  return el("div", {}, bar, legendOf(...kinds.map((kind) => [`kind-${kind}`, told(kind)])));
 }
 
 function renderTime(host, all) {

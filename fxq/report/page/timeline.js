@@ -36,23 +36,25 @@ function passLines(pass, i, most) {
       ? el("span.sqnr", { title: "SQNR against the float model on the example input" }, `${pass.sqnr.toFixed(1)} dB`)
       : null;
   const edits = pass.rewrites.length;
+  const bar = kindsBar(kindsOf(nodes), "span.kinds");
+  bar.title = countsOf(kindsOf(nodes));
+  bar.style.width = `${Math.max(4, (100 * nodes.length) / most)}%`;
   const facts = [`${nodes.length} nodes`, ...(isPair ? [] : [`${edits} edit${edits === 1 ? "" : "s"}`, duration(1000 * pass.ms)])];
   return [
     el("span.name", {}, el("b", {}, pass.name), sqnr),
     el("span.facts", {}, facts.join(" · ")),
-    kindsBar(kindsOf(nodes), nodes.length / most),
+    bar,
   ];
 }
 
-/** A bar with a part for each kind of node; `share`: its length. @param {Map<string, number>} kinds */
-function kindsBar(kinds, share) {
-  const bar = el("span.kinds", { title: countsOf(kinds) });
-  bar.style.width = `${Math.max(4, 100 * share)}%`;
+/** A bar with a part for each kind of node, as long as its share. @param {Map<string, number>} amounts of each kind
+ * @param {string} tag of the bar @param {(kind: string) => any} about  title and text of a part */
+function kindsBar(amounts, tag, about = () => ({})) {
+  const bar = el(tag);
   for (const kind in data.looks) {
-    if (!kinds.get(kind)) continue;
-    const part = el("span");
-    part.style.flexGrow = kinds.get(kind);
-    part.style.background = data.looks[kind].colour;
+    if (!amounts.get(kind)) continue;
+    const part = el("span", { title: about(kind).title }, about(kind).text);
+    Object.assign(part.style, { flexGrow: String(amounts.get(kind)), background: data.looks[kind].colour, color: data.looks[kind].ink });
     bar.append(part);
   }
   return bar;
