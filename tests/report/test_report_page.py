@@ -163,7 +163,7 @@ def test_time_shows_latency_size_and_where_it_goes(browser, digits):
     qmodel, path = digits
     with opened(browser, path, "tab=time") as page:
         text = page.locator("#view-time").inner_text()
-        assert f"{fxq.nbytes(qmodel) / 1e3:.1f} kB" in text
+        assert f"{fxq.nbytes(qmodel) / 1e3:.3g} kB" in text
         assert "float32[8, 1, 8, 8], 1 thread" in text
         shares = page.locator("#view-time .share").get_attribute("aria-label")
         assert shares.startswith("int8 ") and "q/dq" in shares and "float" in shares

@@ -92,7 +92,7 @@ charts.histogram = (host, values) => {
   );
   const range = `${short(low)} to ${short(high)}`;
   const clipped = clip ? `; clipped to ${short(clip[0])} … ${short(clip[1])}, ${values.outside ? percent(values.outside) : "nothing"} outside` : "";
-  host.append(el("p.note", {}, `values ${range}${clipped} (heights by square root)`));
+  host.append(el("p.note", `values ${range}${clipped} (heights by square root)`));
 };
 
 /** The weights of a layer: smallest and largest of each channel, and a histogram of all of them.
@@ -121,7 +121,7 @@ charts.channels = (host, weights) => {
   const widths = weights.high.map((high, i) => Math.max(Math.abs(high), Math.abs(weights.low[i]))).filter((width) => width > 0);
   const spread = widths.length > 1 ? `; the widest channel is ${short(Math.max(...widths) / Math.min(...widths))}× the narrowest` : "";
   charts.histogram(host, { low: weights.range[0], high: weights.range[1], counts: weights.counts, clip: null, outside: 0 });
-  host.append(el("p.note", {}, `${count} ${count === 1 ? "scale, for the whole tensor" : "channels, a scale each"}${spread}`));
+  host.append(el("p.note", `${count} ${count === 1 ? "scale, for the whole tensor" : "channels, a scale each"}${spread}`));
 };
 
 /** How the box that follows the pointer looks. */
@@ -139,12 +139,12 @@ function bars(rows, label) {
       const bar = el("span.bar");
       bar.style.width = `${(100 * row.value) / most}%`;
       if (row.colour) bar.style.background = row.colour;
-      const name = row.onclick ? el("button.link", { type: "button", onclick: row.onclick }, row.name) : el("span", {}, row.name);
+      const name = row.onclick ? el("button.link", { type: "button", onclick: row.onclick }, row.name) : el("span", row.name);
       return el(
         "div.barrow",
         { role: "listitem", title: row.title ?? null },
-        el("span.barname", {}, name, row.tag ? el("span.tag", {}, row.tag) : null),
-        el("span.barplace", {}, bar, el("span.barvalue", {}, row.text)),
+        el("span.barname", name, row.tag ? el("span.tag", row.tag) : null),
+        el("span.barplace", bar, el("span.barvalue", row.text)),
       );
     }),
   );

@@ -142,6 +142,13 @@ function jumpPoints({ cut, x, down, lane }, shift, bounds, gutters, top) {
   const away = LANE * (lane + 1);
   const gutter = gutters[cut] + LANE * lane;
   const [from, to] = [x + shift[cut].x, x + shift[cut + 1].x];
-  const corners = [[from, bottom], [from, bottom + away], [gutter, bottom + away], [gutter, top - away], [to, top - away], [to, top]];
+  const corners = [
+    [from, bottom],
+    [from, bottom + away],
+    [gutter, bottom + away],
+    [gutter, top - away],
+    [to, top - away],
+    [to, top],
+  ];
   return (down ? corners : corners.reverse()).flat();
 }

@@ -56,9 +56,9 @@ const PAIR_COLUMNS = [
 /** Layers that run as one thing in a and as another in b, with the reasons. */
 function fatesApart(pairs) {
   const apart = pairs.filter((pair) => pair.row.fate_a !== pair.row.fate_b);
-  if (!apart.length) return el("p.note", {}, "Every layer runs as the same in both.");
-  const side = (name, fate, row) => el("span", {}, `${name} `, fateTag(fate), fate === "float" && row?.reason ? ` ${row.reason}` : "");
-  return el("ul.apart", {}, ...apart.map((pair) => el("li", {}, el("button.link", { type: "button", onclick: () => showNode(pair.row) }, pair.name), side("a", pair.row.fate_a, pair.a), side("b", pair.row.fate_b, pair.b))));
+  if (!apart.length) return el("p.note", "Every layer runs as the same in both.");
+  const side = (name, fate, row) => el("span", `${name} `, fateTag(fate), fate === "float" && row?.reason ? ` ${row.reason}` : "");
+  return el("ul.apart", ...apart.map((pair) => el("li", el("button.link", { type: "button", onclick: () => showNode(pair.row) }, pair.name), side("a", pair.row.fate_a, pair.a), side("b", pair.row.fate_b, pair.b))));
 }
 
 function compareTiles(all, pairs) {
@@ -66,7 +66,6 @@ function compareTiles(all, pairs) {
   const worst = d3.least(pairs, (pair) => numeric(pair.row.sqnr) ?? Infinity);
   return el(
     "div.tiles",
-    {},
     tile(withUnit(all.output_sqnr), "b's output against a's (SQNR)", `on ${all.measured}`),
     worst ? tile(withUnit(worst.row.sqnr), `furthest apart: ${worst.name}`) : null,
     tile(`${percent(a.ledger.coverage)} : ${percent(b.ledger.coverage)}`, "multiply-accumulates in int8, a : b"),
@@ -80,20 +79,20 @@ function renderCompare(host, all) {
   const charted = el("div.scroll");
   host.append(
     compareTiles(all, pairs),
-    el("h2", {}, "SQNR of each layer against the float model"),
+    el("h2", "SQNR of each layer against the float model"),
     legendOf(["side-a", `a: ${all.sides[0].title}`], ["side-b", `b: ${all.sides[1].title}`, "round"]),
-    el("p.note", {}, "Each as its own ledger has it, on recorded calibration samples. Click a layer to see it in the graphs."),
+    el("p.note", "Each as its own ledger has it, on recorded calibration samples. Click a layer to see it in the graphs."),
     charted,
   );
   if (pairs.length) charted.append(sidesChart(host, pairs, stepFor(charted, pairs.length)));
   const { table } = sortable(PAIR_COLUMNS, pairs, { onclick: (pair) => showNode(pair.row), label: "layers of a and b" });
   host.append(
-    el("h2", {}, "What runs as something else"),
+    el("h2", "What runs as something else"),
     fatesApart(pairs),
-    el("h2", {}, `Layer by layer: b against a, on ${all.measured}`),
-    el("div.tablebox", {}, table),
-    el("h2", {}, "Recipes"),
-    el("div.columns", {}, ...all.sides.map((side) => el("section", {}, el("p.note", {}, `${side.name}: ${side.title}`), el("pre.recipe", {}, recipeLines(side, all.sides))))),
+    el("h2", `Layer by layer: b against a, on ${all.measured}`),
+    el("div.tablebox", table),
+    el("h2", "Recipes"),
+    el("div.columns", ...all.sides.map((side) => el("section", el("p.note", `${side.name}: ${side.title}`), el("pre.recipe", recipeLines(side, all.sides))))),
   );
 }
 
@@ -101,7 +100,7 @@ function renderCompare(host, all) {
 function recipeLines(side, sides) {
   const other = new Set(sides.find((one) => one !== side).recipe.split("\n"));
   const lines = side.recipe.split("\n").map((line) => el(line && !other.has(line) ? "mark" : "span", {}, `${line}\n`));
-  return el("code", {}, ...lines);
+  return el("code", ...lines);
 }
 
 tabs.push({ id: "layers", title: "Layers", kinds: ["compare"], render: (host, all) => fitted(host, () => renderCompare(host, all)) });

@@ -43,18 +43,18 @@ const hooks = (window.fxq = {});
 
 /** A new element. Children that are strings become text, never markup.
  * @param {string} tag  name, with classes: "div.row.wide"
- * @param {Record<string, any>} [attributes]  "on…" are listeners, what is null or false is left out
- * @param {...(Node|string|null)} children
+ * @param {...any} parts  attributes, if first: "on…" are listeners, what is null or false is left out; then children
  * @returns {any} */
-function el(tag, attributes = {}, ...children) {
+function el(tag, ...parts) {
   const [name, ...classes] = tag.split(".");
   const made = document.createElement(name);
   if (classes.length) made.className = classes.join(" ");
+  const attributes = parts[0]?.constructor === Object ? parts.shift() : {};
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value === true ? "" : String(value));
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
+  made.append(...parts.filter((child) => child !== null && child !== undefined));
   return made;
 }
 
@@ -65,7 +65,12 @@ function put(map, key, value) {
 }
 
 /** How often each value is there. @returns {Map<any, number>} */
-const counts = (values) => d3.rollup(values, (found) => found.length, (value) => value);
+const counts = (values) =>
+  d3.rollup(
+    values,
+    (found) => found.length,
+    (value) => value,
+  );
 
 // ---- state: in the hash, so that a link or a screenshot can be made again
 
@@ -125,8 +130,7 @@ const motion = (ms) => (prefersStill.matches ? 0 : ms);
 const short = (value) => (value === 0 ? "0" : Math.abs(value) >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
 
 /** Microseconds with a unit that suits them. @param {number} us */
-const duration = (us) =>
-  us >= 1e6 ? `${(us / 1e6).toFixed(2)} s` : us >= 1000 ? `${(us / 1000).toFixed(us >= 1e5 ? 0 : us >= 1e4 ? 1 : 2)} ms` : `${us.toFixed(us < 10 ? 1 : 0)} µs`;
+const duration = (us) => (us >= 1e6 ? `${short(us / 1e6)} s` : us >= 1000 ? `${short(us / 1000)} ms` : `${short(us)} µs`);
 
 /** A line of code with a button that copies it. @param {string} text */
 function copyable(text) {
@@ -136,7 +140,7 @@ function copyable(text) {
     button.textContent = "copied";
     setTimeout(() => (button.textContent = "copy"), 1500);
   });
-  return el("span.fix", {}, el("code", {}, text), button);
+  return el("span.fix", el("code", text), button);
 }
 
 /** To the clipboard; a page opened from disk may not use it in every browser, but it may press "copy". */

@@ -12,7 +12,7 @@ function renderGraph(host) {
   const legend = el("div.kindlegend", { "aria-label": "Legend" });
   const side = el("aside.panel", { id: "panel", "aria-label": "Node" });
   host.classList.add("graphtab");
-  host.append(left, el("div.center", {}, toolbar, el("div.panes", {}, sides.before, sides.after), legend), side);
+  host.append(left, el("div.center", toolbar, el("div.panes", sides.before, sides.after), legend), side);
 
   const timeline = makeTimeline(left.appendChild(el("section.passlist")));
   const rewrites = makeRewrites(left.appendChild(el("section.rewritelist")));

@@ -20,9 +20,9 @@ function makeHelp() {
   const dialog = el(
     "dialog",
     { id: "help", "aria-label": "Keys" },
-    el("h2", {}, "Keys"),
-    el("table", {}, ...KEYS.map(([keys, what]) => el("tr", {}, el("td", {}, el("kbd", {}, keys)), el("td", {}, what)))),
-    el("form", { method: "dialog" }, el("button", {}, "Close")),
+    el("h2", "Keys"),
+    el("table", ...KEYS.map(([keys, what]) => el("tr", el("td", el("kbd", keys)), el("td", what)))),
+    el("form", { method: "dialog" }, el("button", "Close")),
   );
   dialog.addEventListener("click", (event) => {
     if (event.target === dialog) dialog.close();

@@ -34,12 +34,12 @@ function sortable(columns, rows, options) {
     }
     return count;
   };
-  return { table: el("table.sortable", { "aria-label": options.label }, el("thead", {}, el("tr", {}, ...headers)), body), show };
+  return { table: el("table.sortable", { "aria-label": options.label }, el("thead", el("tr", ...headers)), body), show };
 }
 
 function tableRow(columns, row, numbers, onclick) {
   const shown = (column) => (column.cell ? column.cell(row) : String(column.value(row) ?? ""));
-  const line = el("tr", {}, ...columns.map((column) => el(numbers.has(column) ? "td.number" : "td", {}, shown(column))));
+  const line = el("tr", ...columns.map((column) => el(numbers.has(column) ? "td.number" : "td", {}, shown(column))));
   if (onclick) {
     line.classList.add("clickable");
     line.tabIndex = 0;
@@ -59,7 +59,7 @@ function compareValues(a, b, down) {
 }
 
 /** A fate in its colour, and in words. @param {string} fate */
-const fateTag = (fate) => el(`span.fate.fate-${fate}`, {}, fate);
+const fateTag = (fate) => el(`span.fate.fate-${fate}`, fate);
 
 const inMicroseconds = (value) => (missing(value) ? "" : value < 100 ? value.toFixed(1) : value.toFixed(0));
 
@@ -79,8 +79,8 @@ const LEDGER_COLUMNS = [
 ];
 
 function whyCell(row) {
-  const kind = row.kind ? el("span.quiet", {}, row.decided_by ? `${row.kind}, by ${row.decided_by}` : row.kind) : null;
-  return el("div.why", {}, row.reason ? el("span", {}, row.reason) : null, kind, row.fix ? copyable(row.fix) : null);
+  const kind = row.kind ? el("span.quiet", row.decided_by ? `${row.kind}, by ${row.decided_by}` : row.kind) : null;
+  return el("div.why", row.reason ? el("span", row.reason) : null, kind, row.fix ? copyable(row.fix) : null);
 }
 
 function renderLedger(host, all) {
@@ -107,8 +107,8 @@ function renderLedger(host, all) {
   };
   search.addEventListener("input", filter);
   host.append(
-    el("div.controls", {}, search, ...chips, shown, el("span.note", {}, `${percent(all.ledger.coverage)} of the multiply-accumulates in int8; click a row to see it in the graph`)),
-    el("div.tablebox", {}, table),
+    el("div.controls", search, ...chips, shown, el("span.note", `${percent(all.ledger.coverage)} of the multiply-accumulates in int8; click a row to see it in the graph`)),
+    el("div.tablebox", table),
   );
   filter();
 }

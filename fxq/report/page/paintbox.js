@@ -1,9 +1,11 @@
 /* One box on the canvas: a node or a collapsed group, in full when it can be read, else as much as can be seen. */
 
 /** The variables of the style sheet that a canvas is painted with. */
-const COLOURS = ["paper", "box", "ink", "accent", "halo", "wire", "group", "group-ink", "outline", "frame-0", "frame-1", "frame-line", "frame-ink"];
-COLOURS.push(...["name", "value", "scale", "detail", "warn", "change"].map((role) => `role-${role}`));
-COLOURS.push(...["kept", "added", "removed", "became"].map((pen) => `pen-${pen}`));
+const COLOURS = [
+  ..."paper box ink accent halo wire group group-ink outline frame-0 frame-1 frame-line frame-ink".split(" "),
+  ...["name", "value", "scale", "detail", "warn", "change"].map((role) => `role-${role}`),
+  ...["kept", "added", "removed", "became"].map((pen) => `pen-${pen}`),
+];
 
 const coloursOf = memo((/* isDark */) => {
   const style = getComputedStyle(document.documentElement);

@@ -14,21 +14,27 @@ function makePanel(host) {
   return { show };
 }
 
+/** The top of the panel, with the button that closes it. */
+const heading = (title, name, ...chips) => {
+  const close = { type: "button", "aria-label": "Close", title: "Close (Esc)", onclick: () => go({ node: "", rw: "" }) };
+  return el("header", el("h2", title), ...chips, el("p.nodename", name), el("button.close", close, "×"));
+};
+
 /** A heading with what is below it; nothing where that is empty. */
 function section(title, ...parts) {
   const kept = parts.flat().filter(Boolean);
-  return kept.length ? [el("section", {}, el("h3", {}, title), ...kept)] : [];
+  return kept.length ? [el("section", el("h3", title), ...kept)] : [];
 }
 
 /** Facts by name; those without a value are left out. @param {Record<string, any>} facts */
 function factList(facts) {
   const rows = Object.entries(facts).filter(([, value]) => value !== "" && value !== null && value !== undefined && value !== false);
   if (!rows.length) return null;
-  return el("dl", {}, ...rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", { "data-fact": name }, value)]));
+  return el("dl", ...rows.flatMap(([name, value]) => [el("dt", name), el("dd", { "data-fact": name }, value)]));
 }
 
 const chip = (look, text = look.tag) => {
-  const made = el("span.chip", {}, text);
+  const made = el("span.chip", text);
   made.style.background = look.colour;
   made.style.color = look.ink;
   return made;
@@ -38,7 +44,7 @@ const chip = (look, text = look.tag) => {
 const nodeLink = (name, text = name) =>
   el("button.link", { type: "button", "data-goto": name, onclick: () => go({ node: name, rw: "" }) }, text);
 
-const listed = (names) => (names.length ? el("ul.names", {}, ...names.map((name) => el("li", {}, nodeLink(name)))) : null);
+const listed = (names) => (names.length ? el("ul.names", ...names.map((name) => el("li", nodeLink(name)))) : null);
 
 // ---- a node
 
@@ -50,17 +56,8 @@ function aboutNode(i, node) {
   const rows = rowsOf(node);
   const row = rowOf(node);
   const constants = here.constants.get(node.name) ?? EMPTY;
-  const head = el(
-    "header",
-    {},
-    el("h2", {}, node.label),
-    chip(look),
-    isGone ? chip(data.changes.removed) : null,
-    el("p.nodename", {}, node.name),
-    el("button.close", { type: "button", "aria-label": "Close", title: "Close (Esc)", onclick: () => go({ node: "", rw: "" }) }, "×"),
-  );
   return [
-    head,
+    heading(node.label, node.name, chip(look), isGone ? chip(data.changes.removed) : null),
     ...section(
       "",
       factList({
@@ -82,11 +79,11 @@ function aboutNode(i, node) {
     ...section(
       "Reads",
       listed([...new Set(node.inputs)].filter((name) => here.byName.get(name)?.kind !== "constant")),
-      constantTable(constants),
+      constants.length ? el("ul.constants", ...constants.map(constantRow)) : null,
     ),
     ...section("Read by", listed([...new Set(here.readers.get(node.name) ?? EMPTY)])),
-    ...section("Stands for", node.origins.length ? el("p.quiet", {}, node.origins.join(", ")) : null),
-    ...section("Call", node.text ? el("code", {}, node.text) : null),
+    ...section("Stands for", node.origins.length ? el("p.quiet", node.origins.join(", ")) : null),
+    ...section("Call", node.text ? el("code", node.text) : null),
   ];
 }
 
@@ -130,16 +127,7 @@ function charted(title, source, chart, row, rows) {
   return section(title, host);
 }
 
-const constantTable = (constants) =>
-  constants.length
-    ? el(
-        "ul.constants",
-        {},
-        ...constants.map((c) =>
-          el("li", {}, el("b", {}, lastPart(c.label)), ` ${valueOf(c)}`, c.scale ? el("span.quiet", {}, ` scale ${c.scale}`) : null),
-        ),
-      )
-    : null;
+const constantRow = (c) => el("li", el("b", lastPart(c.label)), ` ${valueOf(c)}`, c.scale ? el("span.quiet", ` scale ${c.scale}`) : null);
 
 /** For each pass, the rewrites by the names of what they made. */
 const rewritesMaking = memo((i) => {
@@ -160,19 +148,18 @@ function story(i, node, isGone) {
     steps.push(
       el(
         "li",
-        {},
         el(
           "button.link",
           { type: "button", onclick: () => go({ pass: passId(k), mode: "diff", node: node.name, rw: "" }) },
           passes[k].name,
         ),
-        rewrite ? el("span", {}, ` ${rewrite.rule}`) : null,
-        rewrite ? el("span.source", {}, ` ${rewrite.source}`) : null,
-        el("span.what", {}, old ? diffOf(k).told.get(node.name)?.join("; ") || "described anew" : k ? madeFrom(k, node, rewrite) : "traced"),
+        rewrite ? el("span", ` ${rewrite.rule}`) : null,
+        rewrite ? el("span.source", ` ${rewrite.source}`) : null,
+        el("span.what", old ? diffOf(k).told.get(node.name)?.join("; ") || "described anew" : k ? madeFrom(k, node, rewrite) : "traced"),
       ),
     );
   }
-  return steps.length ? el("ol.story", {}, ...steps) : null;
+  return steps.length ? el("ol.story", ...steps) : null;
 }
 
 /** From which nodes of the graph before it was made. */
@@ -196,35 +183,27 @@ function aboutGroup(group) {
   collect(group);
   const slow = names.filter((node) => node.kind === "float");
   return [
-    el(
-      "header",
-      {},
-      el("h2", {}, group.title),
-      el("p.nodename", {}, group.path),
-      el("button.close", { type: "button", "aria-label": "Close", onclick: () => go({ node: "" }) }, "×"),
-    ),
+    heading(group.title, group.path),
     ...section("", factList({ nodes: String(group.count), changed: marksOf(group.marks) }), countTable(data.looks, group.kinds)),
     ...section(
       "In float",
       slow.length
-        ? el("ul.names", {}, ...slow.slice(0, 40).map((node) => el("li", {}, nodeLink(node.name), " ", el("span.quiet", {}, node.reason))))
+        ? el("ul.names", ...slow.slice(0, 40).map((node) => el("li", nodeLink(node.name), " ", el("span.quiet", node.reason))))
         : null,
     ),
     ...section(
       "Nodes",
       listed(names.slice(0, 200).map((node) => node.name)),
-      names.length > 200 ? el("p.quiet", {}, `and ${names.length - 200} more`) : null,
+      names.length > 200 ? el("p.quiet", `and ${names.length - 200} more`) : null,
     ),
   ];
 }
 
 /** How many there are of each, with its chip and meaning. @param {Record<string, any>} looks @param {Map<string, number>} counts */
 function countTable(looks, counts) {
-  const row = ([name, look]) =>
-    el("tr", {}, el("td", {}, chip(look)), el("td", {}, look.meaning), el("td.number", {}, String(counts.get(name))));
+  const row = ([name, look]) => el("tr", el("td", chip(look)), el("td", look.meaning), el("td.number", String(counts.get(name))));
   return el(
     "table.kindtable",
-    {},
     ...Object.entries(looks)
       .filter(([name]) => counts.get(name))
       .map(row),
@@ -236,7 +215,7 @@ function aboutPass(i) {
   const diff = diffOf(i);
   const nodes = graphOf(i).drawn;
   return [
-    el("header", {}, el("h2", {}, pass.name), el("p.nodename", {}, pass.stage ? `stage: ${pass.stage}` : "")),
+    el("header", el("h2", pass.name), el("p.nodename", pass.stage ? `stage: ${pass.stage}` : "")),
     ...section(
       "",
       factList({
@@ -252,8 +231,8 @@ function aboutPass(i) {
       diff &&
         (Object.values(diff.counts).some(Boolean)
           ? countTable(data.changes, new Map(Object.entries(diff.counts)))
-          : el("p.quiet", {}, "No difference.")),
+          : el("p.quiet", "No difference.")),
     ),
-    el("p.quiet.hint", {}, "Click a node to see all about it. Press ? for the keys."),
+    el("p.quiet.hint", "Click a node to see all about it. Press ? for the keys."),
   ];
 }

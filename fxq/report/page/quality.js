@@ -20,7 +20,7 @@ function layersOf(rows) {
 }
 
 /** A number that stands out, with what it is. */
-const tile = (value, what, help = null) => el("div.tile", help ? { title: help } : {}, el("strong", {}, value), el("span", {}, what));
+const tile = (value, what, help = null) => el("div.tile", help ? { title: help } : {}, el("strong", value), el("span", what));
 
 function qualityTiles(layers, all) {
   const { ledger } = all;
@@ -29,7 +29,6 @@ function qualityTiles(layers, all) {
   const worst = d3.least(int8, (layer) => layer.dB);
   return el(
     "div.tiles",
-    {},
     tile(withUnit(ledger.output_sqnr), "SQNR of the output", `against the float model: 10 log10(signal / noise), on ${all.measured}`),
     tile(percent(ledger.coverage), "of the multiply-accumulates in int8"),
     tile(`${(fates.get("int8") ?? 0) + (fates.get("moves") ?? 0)} : ${fates.get("float") ?? 0}`, "ops on integers : in float"),
@@ -132,7 +131,7 @@ const onlyOwn = (layer) => [["noise-own", 0, layer.own ?? 0]];
 
 /** A swatch and its meaning. */
 const legendOf = (...entries) =>
-  el("div.keys", {}, ...entries.map(([variable, text, mark = ""]) => el("span", {}, swatchOf(variable, mark), text)));
+  el("div.keys", ...entries.map(([variable, text, mark = ""]) => el("span", swatchOf(variable, mark), text)));
 
 function swatchOf(variable, mark) {
   const made = el(`i.swatch${mark ? `.${mark}` : ""}`);
@@ -157,24 +156,24 @@ function renderQuality(host, all) {
   const layers = layersOf(all.ledger.rows);
   host.append(qualityTiles(layers, all));
   if (!layers.length) {
-    host.append(el("p.empty", {}, "No SQNR is on record: the float and the int8 model did not both run on recorded calibration samples."));
+    host.append(el("p.empty", "No SQNR is on record: the float and the int8 model did not both run on recorded calibration samples."));
     return;
   }
   const split = layers.some((layer) => layer.own !== null);
   const charted = el("div.scroll");
   host.append(
-    el("h2", {}, `SQNR of each layer, in execution order, on ${all.measured}`),
+    el("h2", `SQNR of each layer, in execution order, on ${all.measured}`),
     legendOf(...FATE_LEGEND.filter(([, , , fate]) => layers.some((layer) => layer.row.fate === fate)), ...(split ? [["noise-own", "the layer alone: had it got the float model's values", "dash"]] : [])),
-    layers.some((layer) => layer.dB === Infinity) ? el("p.note", {}, HOLLOW) : "",
+    layers.some((layer) => layer.dB === Infinity) ? el("p.note", HOLLOW) : "",
     charted,
   );
   const step = stepFor(charted, layers.length);
   charted.append(sqnrChart(host, layers, step));
   if (!layers.some((layer) => layer.total > 0)) return;
   host.append(
-    el("h2", {}, "Where the noise comes from"),
+    el("h2", "Where the noise comes from"),
     split ? legendOf(["noise-own", "added by the layer itself"], ["noise-inherited", "inherited from its inputs"]) : "",
-    el("p.note", {}, `${split ? HELP_NOISE : "The noise of a layer is 10^(−SQNR/10), its share of the signal."} Click a layer to see it in the graph.`),
+    el("p.note", `${split ? HELP_NOISE : "The noise of a layer is 10^(−SQNR/10), its share of the signal."} Click a layer to see it in the graph.`),
   );
   const below = el("div.scroll");
   host.append(below);
@@ -190,15 +189,14 @@ function renderQuality(host, all) {
 
 /** What made the model. */
 const about = (all) =>
-  el("details.about", {}, el("summary", {}, "Recipe"), el("pre", {}, all.recipe), el("p.note", {}, `fxq ${all.fxq}, backend ${all.backend}`));
+  el("details.about", el("summary", "Recipe"), el("pre", all.recipe), el("p.note", `fxq ${all.fxq}, backend ${all.backend}`));
 
 /** The layers that cost most, as bars. */
 function worst(layers, split) {
   const by = (value, title) =>
     el(
       "section",
-      {},
-      el("h2", {}, title),
+      el("h2", title),
       bars(
         layers
           .filter((layer) => value(layer) > 0)
@@ -215,7 +213,7 @@ function worst(layers, split) {
         title,
       ),
     );
-  return el("div.columns", {}, by((layer) => layer.total, "Most noise in their output"), split ? by((layer) => layer.own, "Adding most noise themselves") : null);
+  return el("div.columns", by((layer) => layer.total, "Most noise in their output"), split ? by((layer) => layer.own, "Adding most noise themselves") : null);
 }
 
 tabs.push({ id: "quality", title: "Quality", render: (host, all) => fitted(host, () => renderQuality(host, all)) });

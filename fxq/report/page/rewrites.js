@@ -22,7 +22,7 @@ function rewriteText(i, rewrite) {
 
 /** @param {HTMLElement} host */
 function makeRewrites(host) {
-  const title = el("h2", {}, "Rewrites");
+  const title = el("h2", "Rewrites");
   const body = el("div.rewrites", { id: "rewrites" });
   host.append(title, body);
   let shownPass = -1;
@@ -46,18 +46,27 @@ function makeRewrites(host) {
     const numbered = rewrites.map((rewrite, number) => ({ ...rewrite, number }));
     const row = (rewrite) => {
       const press = { type: "button", "data-rewrite": rewrite.number, onclick: () => go({ rw: rewrite.number }) };
-      rows.set(rewrite.number, el("button", { ...press, "aria-current": String(state.rw === String(rewrite.number)) }, rewriteText(i, rewrite)));
+      rows.set(
+        rewrite.number,
+        el("button", { ...press, "aria-current": String(state.rw === String(rewrite.number)) }, rewriteText(i, rewrite)),
+      );
       return rows.get(rewrite.number);
     };
     lists = ruleLists(numbered, row, (rule) => ({ "data-rule": rule }));
     if (lists.length === 1) lists[0].element.open = true;
     body.replaceChildren(...lists.map((list) => list.element));
-    if (!rewrites.length) body.append(el("p.none", {}, i ? "This pass changed nothing." : "The graph as it was traced."));
+    if (!rewrites.length) body.append(el("p.none", i ? "This pass changed nothing." : "The graph as it was traced."));
     if (near.length) {
       const miss = ({ node, matched, of, reason }) =>
-        el("button", { type: "button", onclick: () => chooseIn(i, node) }, el("b", {}, node), ` ${matched} of ${of} · `, el("span.why", {}, reason));
+        el(
+          "button",
+          { type: "button", onclick: () => chooseIn(i, node) },
+          el("b", node),
+          ` ${matched} of ${of} · `,
+          el("span.why", reason),
+        );
       const found = ruleLists(near, miss).map((list) => list.element);
-      body.append(el("section.near", { id: "near" }, el("h2", {}, `Almost matched · ${near.length}`), ...found));
+      body.append(el("section.near", { id: "near" }, el("h2", `Almost matched · ${near.length}`), ...found));
     }
   }
   return { show };
@@ -75,12 +84,12 @@ function ruleList(members, row, attributes) {
   const element = el(
     "details.rule",
     { ...attributes, ontoggle: () => element.open && extend(PAGE) },
-    el("summary", {}, el("b", {}, rule), el("span.count", {}, `${members.length}×`), el("span.source", {}, source)),
+    el("summary", el("b", rule), el("span.count", `${members.length}×`), el("span.source", source)),
     list,
     more,
   );
   const extend = (to) => {
-    list.append(...members.slice(list.children.length, to).map((member) => el("li", {}, row(member))));
+    list.append(...members.slice(list.children.length, to).map((member) => el("li", row(member))));
     more.hidden = list.children.length === members.length;
     more.textContent = `${members.length - list.children.length} more`;
   };

@@ -16,7 +16,7 @@ function makeSearch(host) {
   });
   const count = el("span.count", { id: "search-count", role: "status" });
   const list = el("ol", { id: "results", role: "listbox", "aria-label": "Found nodes", hidden: true });
-  host.append(el("div.search", {}, input, count, list));
+  host.append(el("div.search", input, count, list));
   /** @type {NodeRecord[]} */
   let found = [];
   let at = -1;
@@ -29,7 +29,7 @@ function makeSearch(host) {
     at = -1;
     count.textContent = words.length ? `${found.length} found` : "";
     list.replaceChildren(...found.slice(0, MOST_RESULTS).map(resultRow));
-    if (found.length > MOST_RESULTS) list.append(el("li.more", {}, `and ${found.length - MOST_RESULTS} more: go on typing`));
+    if (found.length > MOST_RESULTS) list.append(el("li.more", `and ${found.length - MOST_RESULTS} more: go on typing`));
     list.hidden = !words.length || !found.length;
     input.setAttribute("aria-expanded", String(!list.hidden));
   };
@@ -47,10 +47,10 @@ function makeSearch(host) {
         },
       },
       chip(data.looks[node.kind]),
-      el("b", {}, node.label),
+      el("b", node.label),
       " ",
       node.name,
-      el("span.quiet", {}, node.path),
+      el("span.quiet", node.path),
     );
   const jump = (k) => {
     at = (k + found.length) % found.length;

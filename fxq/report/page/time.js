@@ -1,8 +1,5 @@
 /* The Time tab: float against int8, and where the time goes. */
 
-/** @param {number} bytes */
-const space = (bytes) => (bytes >= 1e6 ? `${(bytes / 1e6).toFixed(1)} MB` : bytes >= 1e3 ? `${(bytes / 1e3).toFixed(1)} kB` : `${bytes} B`);
-
 /** Float and int8 as two bars, and how many times one is the other. */
 function against(title, real, int8, text, better, worse, why) {
   const rows = [];
@@ -12,11 +9,10 @@ function against(title, real, int8, text, better, worse, why) {
   const words = times === null ? null : times >= 1 ? `${times.toFixed(2)}× ${better}` : `${(1 / times).toFixed(2)}× ${worse}`;
   return el(
     "section.card",
-    {},
-    el("h2", {}, title),
-    words ? el("p.headline", {}, words) : null,
+    el("h2", title),
+    words ? el("p.headline", words) : null,
     rows.length ? bars(rows, title) : null,
-    why ? el("p.note", {}, `Not timed: ${why}.`.replace("..", ".")) : null,
+    why ? el("p.note", `Not timed: ${why}.`.replace("..", ".")) : null,
   );
 }
 
@@ -44,7 +40,7 @@ function shareBar(ops, total) {
   const kinds = Object.keys(data.looks).filter((kind) => parts.has(kind));
   bar.role = "img";
   bar.ariaLabel = kinds.map(told).join(", ");
-  return el("div", {}, bar, legendOf(...kinds.map((kind) => [`kind-${kind}`, told(kind)])));
+  return el("div", bar, legendOf(...kinds.map((kind) => [`kind-${kind}`, told(kind)])));
 }
 
 function renderTime(host, all) {
@@ -54,25 +50,23 @@ function renderTime(host, all) {
   host.append(
     el(
       "div.columns",
-      {},
       against("Latency", time.float_us, time.int8_us, duration, "faster than float", "slower than float", time.why),
-      against("Size", size.float_bytes, size.int8_bytes, space, "smaller than float", "larger than float", ""),
+      against("Size", size.float_bytes, size.int8_bytes, (bytes) => counted(bytes).replace(/([kMGT]?)$/, " $1B"), "smaller than float", "larger than float", ""),
     ),
   );
-  if (time.batch) host.append(el("p.note", {}, `Medians of a few calls on ${time.batch}, measured when this report was written; float and int8 in turns, the float model eager and in the memory format that it has.`));
+  if (time.batch) host.append(el("p.note", `Medians of a few calls on ${time.batch}, measured when this report was written; float and int8 in turns, the float model eager and in the memory format that it has.`));
   if (!ops.length) return;
   const total = d3.sum(ops, (op) => op.us);
-  host.append(el("h2", {}, `Where the time goes: ${duration(total)} in ${ops.length} nodes`), shareBar(ops, total));
-  host.append(el("p.note", {}, "Each node of the int8 model on its own; the sum leaves out what the model's forward costs around them."));
+  host.append(el("h2", `Where the time goes: ${duration(total)} in ${ops.length} nodes`), shareBar(ops, total));
+  host.append(el("p.note", "Each node of the int8 model on its own; the sum leaves out what the model's forward costs around them."));
   const sums = byOp(ops);
   const barOf = (us) => ({ value: us, text: `${duration(us)}  ${percent(us / total)}` });
   host.append(
     el(
       "div.columns",
-      {},
-      el("section", {}, el("h2", {}, "By op"),
+      el("section", el("h2", "By op"),
         bars(sums.slice(0, 16).map((op) => ({ name: op.name, title: op.label, tag: `${tagOf(op.kind)} ×${op.count}`, colour: kindColour(op.kind), ...barOf(op.us) })), "time by op")),
-      el("section", {}, el("h2", {}, "Most costly nodes"),
+      el("section", el("h2", "Most costly nodes"),
         bars([...ops].sort((a, b) => b.us - a.us).slice(0, 16).map((op) => ({
           name: op.name, tag: `${op.label} · ${tagOf(op.kind)}`, colour: kindColour(op.kind), onclick: () => go({ tab: "graph", pass: "", node: op.name }), ...barOf(op.us) })), "most costly nodes")),
     ),

@@ -14,10 +14,10 @@ function makeTimeline(host) {
       ...passLines(pass, i, most),
     );
     if (heading) list.append(heading);
-    list.append(el("li", {}, button));
+    list.append(el("li", button));
     return button;
   });
-  host.append(el("h2", {}, isPair ? "Graphs" : "Passes"), list);
+  host.append(el("h2", isPair ? "Graphs" : "Passes"), list);
   const show = () => {
     const chosen = chosenPass();
     for (const [i, button] of buttons.entries()) {
@@ -40,11 +40,7 @@ function passLines(pass, i, most) {
   bar.title = countsOf(kindsOf(nodes));
   bar.style.width = `${Math.max(4, (100 * nodes.length) / most)}%`;
   const facts = [`${nodes.length} nodes`, ...(isPair ? [] : [`${edits} edit${edits === 1 ? "" : "s"}`, duration(1000 * pass.ms)])];
-  return [
-    el("span.name", {}, el("b", {}, pass.name), sqnr),
-    el("span.facts", {}, facts.join(" · ")),
-    bar,
-  ];
+  return [el("span.name", el("b", pass.name), sqnr), el("span.facts", facts.join(" · ")), bar];
 }
 
 /** A bar with a part for each kind of node, as long as its share. @param {Map<string, number>} amounts of each kind

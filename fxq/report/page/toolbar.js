@@ -59,8 +59,8 @@ const PEN_MEANINGS = { added: "new edge", removed: "edge gone", became: "became"
 /** What the colours mean, of those that are there. @param {Scene} scene */
 function showLegend(host, scene) {
   const kinds = Object.entries(data.looks).filter(([kind]) => scene.root.kinds.get(kind));
-  const entries = kinds.map(([, look]) => el("span.entry", {}, chip(look), look.meaning));
+  const entries = kinds.map(([, look]) => el("span.entry", chip(look), look.meaning));
   if (scene.id.startsWith("diff"))
-    for (const [pen, text] of Object.entries(PEN_MEANINGS)) entries.push(el("span.entry", {}, el(`i.pen.${pen}`), text));
+    for (const [pen, text] of Object.entries(PEN_MEANINGS)) entries.push(el("span.entry", el(`i.pen.${pen}`), text));
   host.replaceChildren(...entries);
 }
