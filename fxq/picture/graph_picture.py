@@ -59,31 +59,21 @@ def node_box(
 ) -> Box:
     """The box of a node; `change` frames it, `changes` are more lines that say what changed."""
     look = LOOKS.get(node.kind, LOOKS["op"])
-    lines = [*(_pill_lines(node) if look.pill else _lines(node, constants)), *changes]
+    weights = [] if look.pill else [Line(text) for text in _weights(constants)]
+    lines = [*node_lines(node), *weights, *changes]
     label, height = box(look, node.label or node.name, lines, change)
     return Box(node.name, label, height, node_tooltip(node, constants), node.path)
 
 
-def _lines(node: NodeView, constants: Sequence[NodeView]) -> list[Line]:
-    lines = [Line(node.name, "name")]
-    if node.body:
-        lines += [Line(text, "value") for text in _body(node.body)]
-    if node.options:
-        lines.append(Line(_short(node.options)))
-    lines += [Line(text) for text in _weights(constants)]
-    if _value(node):
-        lines.append(Line(_value(node), "value"))
-    if node.scale:
-        lines.append(Line(_grid(node), "scale"))
-    if node.reason:
-        lines.append(Line(node.reason, "warn"))
-    return lines
-
-
-def _pill_lines(node: NodeView) -> list[Line]:
-    name = node.label if node.kind == "constant" else node.name
-    texts = [name, _value(node), _grid(node) if node.scale else ""]
-    return [Line(text) for text in texts if text]
+def node_lines(node: NodeView) -> list[Line]:
+    """What stands in the box of a node below its op, but for its constants."""
+    grid = [Line(_grid(node), "scale")] if node.scale else []
+    if LOOKS.get(node.kind, LOOKS["op"]).pill:
+        texts = [node.label if node.kind == "constant" else node.name, _value(node)]
+        return [Line(line.text) for line in (*map(Line, texts), *grid) if line.text]
+    body = [Line(text, "value") for text in (_body(node.body) if node.body else ())]
+    lines = [Line(node.name, "name"), *body, Line(_short(node.options)), Line(_value(node), "value"), *grid]
+    return [line for line in (*lines, Line(node.reason, "warn")) if line.text]
 
 
 def _value(node: NodeView) -> str:
@@ -111,11 +101,15 @@ def _weights(constants: Sequence[NodeView]) -> list[str]:
     """The constants of a node, those of one shape and type on one line."""
     groups: dict[str, list[str]] = defaultdict(list)
     for constant in constants:
-        dtype = "" if constant.dtype in ("", "float32") else f" {constant.dtype}"
-        per = " per channel" if "axis" in constant.scale else ""
-        shape = "×".join(map(str, constant.shape or ())) or "scalar"
-        groups[f"{shape}{dtype}{per}"].append(constant.label.rpartition(".")[2] or constant.name)
+        groups[constant_type(constant)].append(constant.label.rpartition(".")[2] or constant.name)
     return [f"{', '.join(names)} {what}" for what, names in groups.items()]
+
+
+def constant_type(constant: NodeView) -> str:
+    """Shape and type of a constant as the box of its reader says them."""
+    dtype = "" if constant.dtype in ("", "float32") else f" {constant.dtype}"
+    per = " per channel" if "axis" in constant.scale else ""
+    return f"{'×'.join(map(str, constant.shape or ())) or 'scalar'}{dtype}{per}"
 
 
 def node_tooltip(node: NodeView, constants: Sequence[NodeView] = ()) -> str:

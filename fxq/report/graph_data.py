@@ -9,6 +9,7 @@ from typing import Any
 from fxq.graph.view import NodeView
 from fxq.picture.diff import diff
 from fxq.picture.diff_picture import BothGraphs
+from fxq.picture.graph_picture import constant_type, node_lines
 from fxq.pipeline.history import History, Snapshot
 from fxq.text.colours import CHANGES, LOOKS
 
@@ -21,7 +22,7 @@ class Nodes:
     """The nodes of any number of graphs, each that looks the same kept once.
 
     Attributes:
-        records: the nodes as plain data; fields that have their default are left out.
+        records: the nodes as plain data, with the lines of their boxes; fields that have their default are left out.
     """
 
     def __init__(self) -> None:
@@ -41,8 +42,10 @@ class Nodes:
 
 
 def _record(node: NodeView) -> Data:
-    values = ((f.name, getattr(node, f.name)) for f in fields(node))
-    return {name: value for name, value in values if value != _DEFAULTS.get(name, MISSING)}
+    values = {f.name: getattr(node, f.name) for f in fields(node)}
+    record = {name: value for name, value in values.items() if value != _DEFAULTS.get(name, MISSING)}
+    record["lines"] = [[line.role, line.text] for line in node_lines(node)]
+    return {**record, "type": constant_type(node)} if node.kind == "constant" else record
 
 
 def passes(history: History, nodes: Nodes) -> list[Data]:

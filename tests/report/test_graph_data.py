@@ -3,6 +3,7 @@
 import pytest
 
 import fxq
+from fxq.picture.graph_picture import constant_type
 from fxq.report.report import report_data
 from tests.helpers import REFERENCE
 from tests.models import batch, build
@@ -23,7 +24,13 @@ def test_nodes_say_all_that_their_views_say(qmodel, data):
     defaults = {"body": (), "options": "", "inputs": (), "path": "", "source": "", "made_by": "", "shape": None}
     defaults |= {"dtype": "", "scale": "", "zero_point": "", "reason": "", "note": "", "origins": ()}
     for node in qmodel.history[-1].graph:
-        assert {**defaults, **last[node.name]} == vars(node)
+        found = {**defaults, **last[node.name]}
+        lines = [text for _, text in found.pop("lines")]
+        assert found.pop("type", None) == (constant_type(node) if node.kind == "constant" else None)
+        assert found == vars(node)
+        assert (node.label if node.kind == "constant" else node.name) in lines and (
+            not node.reason or node.reason in lines
+        )
 
 
 def test_nodes_that_look_the_same_are_there_once(qmodel, data):

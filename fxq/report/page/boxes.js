@@ -1,4 +1,4 @@
-/* What is written in the box of a node, and how large that makes it. The same lines as in `fxq/picture/graph_picture.py`. */
+/* What is written in the box of a node, and how large that makes it. The lines are those of `fxq/picture/graph_picture.py`. */
 
 const HEAD = { size: 13, weight: "bold", height: 24 };
 const LINE = { height: 15, sizes: { name: 10, value: 11.5, scale: 11, detail: 10, warn: 10, change: 10.5 } };
@@ -43,44 +43,12 @@ function valueOf(node) {
   return [shape, node.dtype].filter(Boolean).join(" · ");
 }
 
-const gridOf = (node) => `scale ${node.scale} · zp ${node.zero_point || 0}`;
-
-/** Options with `(2, 2)` written as `2`. */
-const shortOptions = (options) => options.replace(/\((-?\d+)(?:, \1)*,?\)/g, "$1");
-
-/** The ops of a unit as one line, or a line each where they have options. */
-function bodyLines(body) {
-  if (!body.some((op) => op.includes("("))) return [body.join(" → ")];
-  return body.map((op, k) => (k ? "→ " : "") + shortOptions(op).replace("(", " ").replace(/\)$/, ""));
-}
-
-/** The constants of a node, those of one shape and type on one line. */
-function constantLines(constants) {
-  const groups = new Map();
-  for (const constant of constants) {
-    const dtype = constant.dtype === "" || constant.dtype === "float32" ? "" : ` ${constant.dtype}`;
-    const per = constant.scale.includes("axis") ? " per channel" : "";
-    const what = `${(constant.shape ?? []).join("×") || "scalar"}${dtype}${per}`;
-    put(groups, what, lastPart(constant.label) || constant.name);
-  }
-  return [...groups].map(([what, names]) => `${names.join(", ")} ${what}`);
-}
-
-/** The lines of a node's box, by how much they may take. @returns {Line[]} */
+/** The lines of a node's box; constants of one shape and type are one line. @returns {Line[]} */
 function linesOf(node, constants) {
-  const pill = data.looks[node.kind].pill;
-  if (pill) {
-    const texts = [node.kind === "constant" ? node.label : node.name, valueOf(node), node.scale ? gridOf(node) : ""];
-    return texts.filter(Boolean).map((text) => ({ text: clip(text), role: "detail" }));
-  }
-  const lines = [{ text: node.name, role: "name" }];
-  if (node.body.length) for (const text of bodyLines(node.body)) lines.push({ text, role: "value" });
-  if (node.options) lines.push({ text: shortOptions(node.options), role: "detail" });
-  for (const text of constantLines(constants)) lines.push({ text, role: "detail" });
-  if (valueOf(node)) lines.push({ text: valueOf(node), role: "value" });
-  if (node.scale) lines.push({ text: gridOf(node), role: "scale" });
-  if (node.reason) lines.push({ text: node.reason, role: "warn" });
-  return lines.map(({ text, role }) => ({ text: clip(text), role }));
+  const groups = d3.groups(data.looks[node.kind].pill ? EMPTY : constants, (constant) => constant.type);
+  const nameOf = (constant) => lastPart(constant.label) || constant.name;
+  const weights = groups.map(([type, found]) => ["detail", `${found.map(nameOf).join(", ")} ${type}`]);
+  return [...node.lines, ...weights].map(([role, text]) => ({ role, text: clip(text) }));
 }
 
 /** What changed, as few lines as fit. */

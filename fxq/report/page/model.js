@@ -2,10 +2,11 @@
 
    Everything is made when it is first asked for, and kept. */
 
-/** A node as `fxq/graph/view.py` describes it, fields at their default filled in; `id` is its place in `data.nodes`.
+/** A node as `fxq/graph/view.py` describes it, fields at their default filled in; `id` is its place in `data.nodes`,
+ * `lines` is what stands in its box, each a role and a text, and `type` what a reader says of a constant.
  * @typedef {{id: number, name: string, kind: string, label: string, body: string[], options: string, inputs: string[],
  *   text: string, path: string, source: string, made_by: string, shape: number[]|null, dtype: string, scale: string,
- *   zero_point: string, reason: string, note: string, origins: string[]}} NodeRecord */
+ *   zero_point: string, reason: string, note: string, origins: string[], lines: [string, string][], type: string}} NodeRecord */
 
 /** @type {any} */
 const EMPTY = Object.freeze([]);
@@ -14,7 +15,7 @@ for (const [id, node] of (data.nodes ?? []).entries()) {
   node.id = id;
   node.label ||= node.name;
   if (!(node.kind in data.looks)) node.kind = "op";
-  for (const field of ["inputs", "body", "origins"]) node[field] ??= EMPTY;
+  for (const field of ["inputs", "body", "origins", "lines"]) node[field] ??= EMPTY;
   for (const field of ["options", "text", "path", "source", "made_by", "dtype", "scale", "zero_point", "reason", "note"])
     node[field] ??= "";
   node.shape ??= null;
