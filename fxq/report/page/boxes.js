@@ -11,23 +11,14 @@ const FONT = '"Helvetica Neue", Helvetica, Arial, "Liberation Sans", sans-serif'
 
 const fontOf = (size, weight = "") => `${weight ? weight + " " : ""}${size}px ${FONT}`;
 
-/** Width of a text in world units: a sum over its characters, which is near enough and much faster than measuring. */
-const textWidth = (() => {
+const widthAt100 = memo((weight) => {
   const context = document.createElement("canvas").getContext("2d");
-  const widths = new Map(); // of each character, per font weight, at 100 px
-  return (text, size, weight = "") => {
-    let sum = 0;
-    for (const character of text) {
-      const key = weight + character;
-      if (!widths.has(key)) {
-        context.font = fontOf(100, weight);
-        widths.set(key, context.measureText(character).width);
-      }
-      sum += widths.get(key);
-    }
-    return (sum * size) / 100;
-  };
-})();
+  context.font = fontOf(100, weight);
+  return memo((character) => context.measureText(character).width);
+});
+
+/** Width of a text in world units: a sum over its characters, which is near enough and much faster than measuring. */
+const textWidth = (text, size, weight = "") => (d3.sum(text, widthAt100(weight)) * size) / 100;
 
 /** `text` with its middle left out when it is longer than `most` characters, without line breaks. */
 function clip(text, most = WIDEST) {

@@ -62,10 +62,9 @@ function renderGraph(host) {
 
   function captions() {
     const i = chosenPass();
-    panes.before.caption.textContent = i > 0 ? `${isPair ? "" : "before · "}${passes[i - 1].name}` : "";
-    const from =
-      chosenMode() === "diff" && i > 0 ? `${passes[i - 1].name} → ${passes[i].name}` : `${isPair ? "" : "after · "}${passes[i].name}`;
-    panes.after.caption.textContent = from;
+    const [before, after] = [i > 0 ? passes[i - 1].name : "", passes[i].name];
+    panes.before.caption.textContent = before && !isPair ? `before · ${before}` : before;
+    panes.after.caption.textContent = chosenMode() === "diff" && before ? `${before} → ${after}` : isPair ? after : `after · ${after}`;
   }
 
   function emphasize() {

@@ -86,15 +86,14 @@ const diffScene = memo((i) => {
   for (const [name, item] of scene.items) {
     const old = before.byName.get(name)?.inputs ?? EMPTY;
     const now = after.byName.get(name)?.inputs ?? EMPTY;
-    if (!diff.mark.has(name)) addEdges(scene, item, now, "kept");
-    else {
-      for (const input of new Set(now)) addEdges(scene, item, [input], old.includes(input) ? "kept" : "added");
-      for (const input of new Set(old)) if (!now.includes(input)) addEdges(scene, item, [input], "removed");
-    }
+    for (const input of now) addEdges(scene, item, [input], !mark.has(name) || old.includes(input) ? "kept" : "added");
+    if (mark.has(name)) for (const input of old) if (!now.includes(input)) addEdges(scene, item, [input], "removed");
   }
-  addBecame(scene, diff.became);
-  if (together.size)
-    scene.edges = [...new Map(scene.edges.map((edge) => [`${edge.from.name} ${edge.to.name} ${edge.pen}`, edge])).values()];
+  for (const [name, heirs] of diff.became) for (const heir of heirs) addEdges(scene, scene.items.get(heir), [name], "became");
+  const ends = ({ from, to }) => `${from.name} ${to.name}`;
+  const became = new Set(scene.edges.filter((edge) => edge.pen === "became").map(ends)); // an old edge says nothing more there
+  const once = new Map(scene.edges.map((edge) => [`${ends(edge)} ${edge.pen}`, edge])).values();
+  scene.edges = [...once].filter((edge) => edge.pen !== "removed" || !became.has(ends(edge)));
   return finished(scene);
 }, MOST_SCENES);
 
@@ -111,20 +110,6 @@ function replacedTogether({ before, became }) {
     for (const name of names) together.set(name, nodes);
   }
   return together;
-}
-
-function addBecame(scene, became) {
-  const gone = new Map(); // an old edge between the two says nothing more
-  for (const [name, heirs] of became) {
-    const from = scene.items.get(name);
-    for (const heir of heirs) {
-      const to = scene.items.get(heir);
-      if (!from || !to) continue;
-      gone.set(from, new Set([...(gone.get(from) ?? []), to]));
-      scene.edges.push({ from, to, pen: "became" });
-    }
-  }
-  scene.edges = scene.edges.filter((edge) => edge.pen !== "removed" || !gone.get(edge.from)?.has(edge.to));
 }
 
 function emptyScene(id, graph, diff) {
