@@ -53,8 +53,8 @@ function evenCuts(places, height, count) {
   const cuts = [];
   for (let top = 0; count > 1; count--) {
     const share = (height - top) / count;
-    const near = places.filter(({ at }) => at > top + 0.6 * share && at < top + 1.2 * share);
-    const place = d3.least(near, ({ at, crossing }) => CROSSING * crossing + Math.abs(at - top - share));
+    const below = places.filter(({ at }) => at > top && at < height);
+    const place = d3.least(below, ({ at, crossing }) => CROSSING * crossing + Math.abs(at - top - share));
     if (place) cuts.push((top = place.at));
   }
   return cuts;
