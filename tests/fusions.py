@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
-from tests.graphs import after, equal, text
+from tests.graphs import equal, graph, text
 from tests.helpers import REFERENCE
 from tests.models import call, settled
 
@@ -34,7 +34,7 @@ class Fused(nn.Module):
 def fused(layer: Callable[[], nn.Module], shape: tuple[int, ...], forward: Callable[..., Any]) -> Any:
     """The model, its input, and the graphs before and after fuse, for a backend that runs any unit."""
     model, x = settled(lambda: Fused(layer, forward)), data(shape)
-    return model, x, after(model, x, "fold-batch-norm", REFERENCE), after(model, x, "fuse", REFERENCE)
+    return model, x, graph(model, x, "fold-batch-norm", REFERENCE), graph(model, x, "fuse", REFERENCE)
 
 
 def data(shape: tuple[int, ...]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from textwrap import dedent
 from typing import Any
 
@@ -13,13 +13,15 @@ from torch import fx, nn
 import fxq
 from fxq.api import _manager
 from fxq.graph.view import GraphView, view
+from fxq.passes import InsertObservers, InsertQdq
+from fxq.pipeline.invariants import check
 from fxq.recipe.pass_base import Pass
 from fxq.rewriting.rewriter import Rewriter
+from tests.helpers import REFERENCE, context
 from tests.machine import QMAX
 from tests.models import call
 
 MINMAX = fxq.TensorSpec(observer="minmax")
-WEIGHT = fxq.QuantConfig().weight
 
 
 def text(graph: GraphView | fx.GraphModule) -> str:
@@ -64,23 +66,79 @@ def anonymous(graph: GraphView | fx.GraphModule) -> str:
     return "\n".join(lines)
 
 
-def after(model: nn.Module, inputs: Any, until: str, recipe: Any = "static") -> fx.GraphModule:
+def full_text(gm: fx.GraphModule) -> str:
+    """The graph as text with its numbers."""
+    return str(view(gm))
+
+
+def program(gm: fx.GraphModule) -> str:
+    """The graph as a text that parses back, without what passes know of its nodes."""
+    return fxq.write_graph(gm, facts=False)
+
+
+def node(gm: fx.GraphModule, name: str) -> fx.Node:
+    """The node of that name."""
+    return next(n for n in gm.graph.nodes if n.name == name)
+
+
+def graph(model: nn.Module, inputs: Any, until: str = "canonicalize", recipe: Any = REFERENCE) -> fx.GraphModule:
     """The graph after the pass `until`, one of those before calibration."""
     return fxq.run_passes(model, recipe, inputs, until=until)
 
 
+def run_pass(step: Pass, program: str, given: Any = None, recipe: Any = REFERENCE, data: Any = ()) -> fx.GraphModule:
+    """The graph that a pass makes of the one that is written here. Run once more, it must find nothing to do.
+
+    Args:
+        step: the pass.
+        program: a graph, as `fxq.write_graph` writes one.
+        given: tensors by name; others that the program names are random.
+        recipe: the recipe.
+        data: one batch: the example, what observers have seen, and what is recorded.
+    """
+    gm = fxq.read_graph(program, {**drawn(program), **(given or {})})
+    known = context(gm, *data, recipe=recipe)
+    if data:
+        gm(*data)
+        known.samples.append(known.example)
+    for again in (False, True):
+        if again and isinstance(step, (InsertObservers, InsertQdq)):  # they take what they need out of the graph
+            break
+        work = Rewriter(gm, known, step.name)
+        step.run(work)
+        gm = work.gm
+        check(gm, step.gives, step.name)
+        assert not (again and work.edits)
+    gm.recompile()
+    return gm
+
+
+def drawn(program: str) -> dict[str, torch.Tensor]:
+    """Random tensors for those that a program names: floats between 0 and 1, any int8, zero points of 0."""
+    found = {}
+    for dtype, sizes, name in re.findall(r": (\w+)\[([\d, ]*)[()]*\] = tensor\('([^']+)'\)", program):
+        shape = [int(size) for size in sizes.split(",") if size]
+        real = torch.rand(shape)
+        found[name] = real if dtype == "float32" else (254 * real - 127).to(torch.int8)
+        if dtype == "int32":
+            found[name] = torch.zeros(shape, dtype=torch.int32)
+    return found
+
+
+def stepwise(model: nn.Module, inputs: Any, recipe: Any = "static") -> Iterator[tuple[Any, Pass]]:
+    """The manager and the pass that it has run, pass by pass; calibrated on one batch. Its `gm` runs."""
+    manager = _manager(model, recipe, inputs)
+    for step in manager.context.recipe.pipeline:
+        manager.run([step])
+        yield manager, step
+        if isinstance(step, InsertObservers):
+            call(manager.gm, inputs)
+            manager.context.samples.append(manager.context.example)
+
+
 def until(model: nn.Module, inputs: Any, last: str, recipe: Any = "static") -> Any:
     """The manager after the pass `last` of any stage, calibrated on one batch. Its `gm` runs."""
-    manager = _manager(model, recipe, inputs)
-    line = manager.context.recipe.pipeline
-    last_of_prepare = line.position("insert-observers")
-    end = line.position(last)
-    manager.run(line[: min(end, last_of_prepare) + 1])
-    if end > last_of_prepare:
-        call(manager.gm, inputs)
-        manager.context.samples.append(manager.context.example)
-        manager.run(line[last_of_prepare + 1 : end + 1])
-    return manager
+    return next(manager for manager, step in stepwise(model, inputs, recipe) if step.name == last)
 
 
 def again(manager: Any, step: Pass) -> list[Any]:
@@ -112,6 +170,6 @@ def equal(a: Any, b: Any) -> bool:
     return a == b
 
 
-def kinds(quantized: fxq.QuantizedModel) -> list[str]:
-    """The labels of the final graph's nodes, inputs, outputs and weights left out."""
-    return [n.label for n in quantized.history[-1].graph if n.kind not in ("io", "constant")]
+def kinds(gm: fx.GraphModule) -> list[str]:
+    """The labels of a graph's nodes, inputs, outputs and weights left out."""
+    return [n.label for n in view(gm) if n.kind not in ("io", "constant")]

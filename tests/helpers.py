@@ -1,4 +1,4 @@
-"""Small things that several test files need: models from one function, graphs at a stage, a rewriter outside a pass."""
+"""Small things that several test files need: models from one function, a rewriter outside a pass, counted steps."""
 
 import gc
 import sys
@@ -11,10 +11,8 @@ from torch import nn
 import fxq
 from fxq.backends.by_name import get_backend
 from fxq.common.data import Batch
-from fxq.graph.view import view
 from fxq.ops import OPS
 from fxq.pipeline.context import Context
-from fxq.pipeline.invariants import check
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -28,11 +26,6 @@ def module(forward, **children):
     for name, child in children.items():
         setattr(made, name, nn.Parameter(child) if isinstance(child, torch.Tensor) else child)
     return made.eval()
-
-
-def graph(model, *inputs, until="canonicalize", recipe=REFERENCE):
-    """The graph after a pass."""
-    return fxq.run_passes(model, recipe, inputs, until=until)
 
 
 def context(model, *inputs, recipe=REFERENCE):
@@ -54,40 +47,6 @@ def run(gm, *inputs):
     """The result of an edited graph."""
     gm.recompile()
     return gm(*inputs)
-
-
-def run_pass(step, program, tensors=None, recipe=REFERENCE):
-    """The graph that a pass makes of the one that is written here. Run once more, it must find nothing to do."""
-    gm = fxq.read_graph(program, tensors or {})
-    known = context(gm, recipe=recipe)
-    for edits in (None, []):
-        work = Rewriter(gm, known, step.name)
-        step.run(work)
-        gm = work.gm
-        check(gm, step.gives, step.name)
-        assert edits is None or work.edits == edits
-    gm.recompile()
-    return gm
-
-
-def program(gm):
-    """The graph as a text that parses back, without what passes know of its nodes."""
-    return fxq.write_graph(gm, facts=False)
-
-
-def full_text(gm):
-    """The graph as text with its numbers, one line a node; `tests.graphs.text` leaves out what the data decides."""
-    return str(view(gm))
-
-
-def lines(written):
-    """An expected graph as written in a test: blank ends and the indentation left out."""
-    return "\n".join(line.strip() for line in written.strip().splitlines())
-
-
-def node(gm, name):
-    """The node of that name."""
-    return next(n for n in gm.graph.nodes if n.name == name)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.ledger.ledger import Entry, Ledger
 from tests.helpers import REFERENCE
+from tests.machine import X86, needs_x86
 
-X86 = fxq.Recipe.static(backend="x86")
-needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 

@@ -15,6 +15,8 @@ BITS = 8 if cpu.has_vnni() else 7
 """Of the activations whose products with any int8 weights this machine sums right."""
 QMAX = 2**BITS - 1
 """The largest integer of such an activation."""
+X86 = fxq.Recipe.static(backend="x86")
+needs_x86 = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 needs_vnni = pytest.mark.skipif(not cpu.has_vnni(), reason="8-bit activations need a CPU with VNNI")
 
 

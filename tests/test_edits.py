@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel, Post
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.backends.layer_spec import LayerSpec
@@ -20,9 +19,10 @@ from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
 from tests.helpers import module
 from tests.kernels import weight
+from tests.machine import needs_x86
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
-ONEDNN = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+ONEDNN = needs_x86
 ENGINES = [
     pytest.param("x86", marks=ONEDNN),
     *(

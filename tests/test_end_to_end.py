@@ -11,13 +11,12 @@ from fxq.backends import cpu
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import warn_once
-from tests.graphs import equal
-from tests.machine import decibels, needs_vnni, quiet
+from fxq.graph.info import info
+from tests.graphs import again, equal, stepwise
+from tests.machine import X86, decibels, needs_vnni, needs_x86, quiet
 from tests.models import NETWORKS, batch, build, call, settled
 
-X86 = fxq.Recipe.static(backend="x86")
 REFERENCE = fxq.Recipe.static(backend="reference")
-needs_x86 = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 BACKENDS = ["reference", pytest.param("x86", marks=needs_x86)]
 
 
@@ -32,6 +31,31 @@ def smooth(name, n, seed=1):
     if name == "dict_output":
         inputs["offset"] = torch.linspace(0, 1, 6)
     return inputs
+
+
+# ---- pass by pass
+
+LOSES = {"canonicalize": 110, "decompose": 110, "fold-batch-norm": 110, "insert-qdq": 35, "lower": 50}
+"""dB that a pass keeps of the output of the one before; the others change no bit of it."""
+ONCE = ("trace", "insert-observers", "insert-qdq")  # they give a stage that they do not take
+LOOKS = ("annotate", "share-qparams", "choose-grids", "verify-lowering")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_pass_keeps_the_output_and_does_nothing_twice(name, backend):
+    model, inputs = build(name), batch(name, 8)
+    before = call(model, inputs)
+    with quiet():
+        for manager, step in stepwise(model, inputs, fxq.Recipe.static(backend=backend)):
+            got = call(manager.gm, inputs)
+            assert equal(got, before) or sqnr(before, got) > LOSES.get(step.name, torch.inf), step.name
+            assert step.name in ONCE or again(manager, step) == [], step.name
+            assert step.name not in LOOKS or manager.history[step.name].edits == ()
+            if step.name == "fuse":  # an op belongs to one unit
+                owned = [part[0] for n in manager.gm.graph.nodes for part in info(n).parts if part]
+                assert len(owned) == len(set(owned))
+            before = got
 
 
 # ---- numbers

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8, has_vnni
+from fxq.backends.cpu import has_vnni
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.cost import cache as costs
@@ -30,7 +30,7 @@ from tests.fuzz import Network, Plan, Step, noisy
 from tests.fuzz_forms import FORMS, NOT_DRAWN, UNBOUNDED
 from tests.graphs import idle
 from tests.helpers import ops_of_fxq
-from tests.machine import OF_THE_MACHINE
+from tests.machine import OF_THE_MACHINE, needs_x86
 
 MARGIN = 12.0
 """dB by which an error may exceed the noise model: that has no correlated errors, and the values are few.
@@ -251,14 +251,14 @@ def test_every_spelling_is_drawn_somewhere(op):
         assert any(lines[-1].op == op for lines in drawn), f"spelling {spelling} fits none of the inputs"
 
 
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12))
 def test_random_networks(plan):
     check(plan)
 
 
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), prices=st.integers(0, 99))
 def test_random_networks_at_random_prices(plan, prices):
@@ -283,7 +283,7 @@ def test_random_networks_at_random_prices(plan, prices):
     assert not idle(quantized.history["fallback"].graph), "integers are made that no integer op reads"
 
 
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 def test_too_large_an_error_is_seen():
     """A grid of 4 bits is 24 dB worse than the one that the noise model has."""
     plan = Plan(("image",), (Step("conv2d"), Step("relu"), Step("conv2d")))
@@ -293,7 +293,7 @@ def test_too_large_an_error_is_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 @pytest.mark.parametrize("round_", range(40))
 def test_many_random_networks(round_):
     @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)

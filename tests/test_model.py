@@ -10,7 +10,8 @@ import fxq
 from fxq.backends.kernel import Kernel
 from fxq.errors import InputError
 from fxq.model import BATCHES, SAMPLES, ObservedModel, QuantizedModel
-from tests.helpers import REFERENCE, full_text
+from tests.graphs import full_text
+from tests.helpers import REFERENCE
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 BACKENDS = ["reference", "auto"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxq.backends.cpu import has_onednn_int8
+from tests.machine import needs_x86
 
 pytestmark = pytest.mark.any_cpu
 
@@ -130,7 +130,7 @@ def test_bench_passes_has_a_row_for_every_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 def test_bench_kernels_has_a_row_for_every_other_way():
     rows = run("bench_kernels.py", "--only", "add", "--only", "linear", "--seconds", "0.01").splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["add"] * 8 + ["linear"] * 3

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel, Post
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.plain import binary as arithmetic
@@ -22,8 +21,9 @@ from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
 from fxq.backends.x86.squeeze_excite import Excite
 from tests.kernels import OUTS, RESIDUAL, X, activations, weight
+from tests.machine import needs_x86
 
-pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 OUT, NARROW = OUTS[0], OUTS[1]
 IMAGES = [(2, 8, 6, 6), (1, 8, 1, 1), (1, 8, 6, 1), (3, 8, 7, 9)]
 SLOPES = torch.linspace(-0.2, 0.9, 8)

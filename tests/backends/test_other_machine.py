@@ -18,10 +18,11 @@ from fxq.errors import BackendError, FxqWarning
 from tests import elsewhere as other_process
 from tests import models
 from tests.graphs import equal
+from tests.machine import needs_x86
 
 NAMES = ["residual", "paddings", "several_inputs", "upscaler", "prelu_chain", "squeeze_excite", "in_place", "shapes"]
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
-pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 VNNI = pytest.mark.skipif(not cpu.has_vnni(), reason="needs a CPU with VNNI, which can play one without")
 
 

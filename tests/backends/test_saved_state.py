@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.backends.qdq_form import InForm
@@ -18,10 +17,11 @@ from fxq.errors import InputError
 from tests import models
 from tests.bound import functions, plain
 from tests.graphs import equal
+from tests.machine import needs_x86
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 BACKENDS = [
-    pytest.param("x86", marks=pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")),
+    pytest.param("x86", marks=needs_x86),
     pytest.param("fbgemm", marks=pytest.mark.skipif(not has_engine("fbgemm"), reason="needs fbgemm")),
     "reference",
 ]
@@ -144,7 +144,7 @@ def test_a_state_dict_holds_nothing_but_tensors():
     assert state["_extra_state"].dtype == torch.uint8
 
 
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 def test_forms_take_over_the_numbers_as_well():
     """What a kernel runs as on another CPU is the model that was loaded."""
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage", activation=fxq.TensorSpec(bits=7))

@@ -10,16 +10,14 @@ from torch import nn
 
 import fxq
 from fxq.api import _manager
-from fxq.backends.cpu import has_onednn_int8
 from fxq.passes import Cleanup, Fuse, InsertQdq, Propagate
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Stage
-from tests.graphs import equal
-from tests.helpers import REFERENCE, graph, module
+from tests.graphs import equal, graph
+from tests.helpers import REFERENCE, module
+from tests.machine import needs_x86
 from tests.models import NETWORKS, batch, build, call
 from tests.test_fuzz import plans, recipe
-
-needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 
 
 def again(gm):

@@ -6,7 +6,6 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import get_backend
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel
 from fxq.backends.x86.x86 import X86 as X86Backend
 from fxq.cost.cache import Costs
@@ -14,10 +13,10 @@ from fxq.cost.prices import has_known_shapes, regions_of
 from fxq.cost.probe import Prober
 from fxq.graph.info import info
 from tests.graphs import until
+from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build
 
-pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
-X86 = fxq.Recipe.static(backend="x86")
+pytestmark = needs_x86
 
 
 def prober(costs=None):

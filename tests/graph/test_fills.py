@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxq.graph.fills import Fills
-from tests.graphs import after
+from tests.graphs import graph
 from tests.helpers import REFERENCE
 
 
@@ -27,7 +27,7 @@ class Of(nn.Module):
 
 def held(function):
     """What the value that the network returns may hold besides data."""
-    gm = after(Of(function).eval(), torch.randn(4, 3, 8, 8), "fuse", REFERENCE)
+    gm = graph(Of(function).eval(), torch.randn(4, 3, 8, 8), "fuse", REFERENCE)
     fills = Fills(gm)
     for node in gm.graph.nodes:
         if node.op not in ("output", "get_attr"):
@@ -109,7 +109,7 @@ def test_a_pad_before_a_max_pool_is_unseen_where_every_window_holds_data(sides, 
     ],
 )
 def test_others_see_it(function):
-    gm = after(Of(function).eval(), torch.randn(4, 3, 8, 8), "fuse", REFERENCE)
+    gm = graph(Of(function).eval(), torch.randn(4, 3, 8, 8), "fuse", REFERENCE)
     fills = Fills(gm)
     pad = next(n for n in gm.graph.nodes if n.name == "pad")
     assert fills.of(pad) in ({-3.0}, {3.0}) and fills.brought_by(pad) == fills.of(pad)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fxq.graph.info import info, set_info
-from tests.helpers import graph, module, node
+from tests.graphs import graph, node
+from tests.helpers import module
 
 pytestmark = pytest.mark.any_cpu
 

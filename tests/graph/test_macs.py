@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxq.graph.macs import macs_of
-from tests.helpers import graph, module
+from tests.graphs import graph
+from tests.helpers import module
 
 
 def counted(model, *inputs):
@@ -21,7 +22,7 @@ def counted(model, *inputs):
 
 
 def ours(model, *inputs):
-    gm = graph(model, *inputs)
+    gm = graph(model, inputs)
     return sum(macs_of(gm, node) for node in gm.graph.nodes)
 
 

@@ -7,7 +7,8 @@ from torch import fx
 import fxq
 from fxq.graph.info import set_info
 from fxq.graph.mutation import Changes, changes
-from tests.helpers import graph, module, node
+from tests.graphs import graph, node
+from tests.helpers import module
 
 pytestmark = pytest.mark.any_cpu
 

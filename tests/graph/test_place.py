@@ -5,7 +5,8 @@ from torch import nn
 
 from fxq.graph.info import info
 from fxq.graph.place import where
-from tests.helpers import graph, module, node
+from tests.graphs import graph, node
+from tests.helpers import module
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -8,18 +8,18 @@ from torch import fx
 
 from fxq.graph.info import info
 from fxq.graph.plain_data import from_data, to_data
-from tests.graphs import after, equal
+from tests.graphs import equal, graph
 from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_graph_comes_back_out_of_a_pickle(name):
-    gm = after(build(name), batch(name), "insert-observers", REFERENCE)
-    graph = from_data(pickle.loads(pickle.dumps(to_data(gm.graph))))
-    assert [n.format_node() for n in graph.nodes] == [n.format_node() for n in gm.graph.nodes]
-    assert [info(n) for n in graph.nodes] == [info(n) for n in gm.graph.nodes]
-    assert equal(call(fx.GraphModule(gm, graph), batch(name)), call(gm, batch(name)))
+    gm = graph(build(name), batch(name), "insert-observers", REFERENCE)
+    copied = from_data(pickle.loads(pickle.dumps(to_data(gm.graph))))
+    assert [n.format_node() for n in copied.nodes] == [n.format_node() for n in gm.graph.nodes]
+    assert [info(n) for n in copied.nodes] == [info(n) for n in gm.graph.nodes]
+    assert equal(call(fx.GraphModule(gm, copied), batch(name)), call(gm, batch(name)))
 
 
 def test_nested_arguments_name_the_right_nodes():

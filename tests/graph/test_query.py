@@ -25,7 +25,8 @@ from fxq.graph.query import (
 )
 from fxq.graph.unit import reads_of
 from fxq.quant.observer_base import Observer
-from tests.helpers import REFERENCE, graph, module, node
+from tests.graphs import graph, node
+from tests.helpers import REFERENCE, module
 
 pytestmark = pytest.mark.any_cpu
 

@@ -5,7 +5,8 @@ import torch
 from torch import fx, nn
 
 import fxq
-from tests.helpers import REFERENCE, graph, lines, module, program
+from tests.graphs import expected, graph, program
+from tests.helpers import REFERENCE, module
 
 IMAGE = torch.linspace(-1, 1, 64).reshape(1, 1, 8, 8)
 
@@ -22,7 +23,7 @@ def network():
 @pytest.mark.any_cpu
 def test_a_canonical_graph():
     gm = graph(network(), IMAGE)
-    assert program(gm) == lines("""
+    assert program(gm) == expected("""
         x: float32[1, 1, 8, 8] = input()
         conv_weight: float32[2, 1, 3, 3] = tensor('conv.weight')
         conv_bias: float32[2] = tensor('conv.bias')
@@ -36,7 +37,7 @@ def test_a_canonical_graph():
         getitem = operator.getitem(getattr_1, 1)
         return {'logits': fc, 'size': getitem}
     """)
-    assert fxq.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'graph/test_text_writer.py:14'")
+    assert fxq.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'graph/test_text_writer.py:15'")
     assert set(fxq.graph_tensors(gm)) == {"conv.weight", "conv.bias", "fc.weight"}
     assert fxq.graph_tensors(gm)["fc.weight"] is gm.fc.weight
 
@@ -97,7 +98,7 @@ def test_what_no_text_can_name():
 def test_a_graph_that_fxq_did_not_make():
     gm = fx.symbolic_trace(module(lambda self, x, y=2.0: torch.logsumexp(x, 1).view(-1) * y))
     shown = program(gm)
-    assert shown == lines("""
+    assert shown == expected("""
         x = input()
         y = input(default=2.0)
         logsumexp = torch.logsumexp(x, 1)

@@ -14,7 +14,8 @@ from fxq.graph.info import info
 from fxq.graph.plain_data import from_data, to_data
 from fxq.graph.unit import Inner, calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
-from tests.helpers import graph, module, rewriter, run
+from tests.graphs import graph
+from tests.helpers import module, rewriter, run
 from tests.models import conv_block
 
 pytestmark = pytest.mark.any_cpu

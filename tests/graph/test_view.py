@@ -6,8 +6,8 @@ import fxq
 from fxq.graph.info import set_info
 from fxq.graph.view import KINDS, view
 from fxq.picture.graph_picture import picture
-from tests.graphs import expected
-from tests.helpers import REFERENCE, full_text, graph, module, node, rewriter
+from tests.graphs import expected, full_text, graph, node
+from tests.helpers import REFERENCE, module, rewriter
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 IMAGE = torch.linspace(-1, 1, 64).reshape(1, 1, 8, 8)

@@ -8,7 +8,8 @@ import fxq
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.graph.info import DECISION_KINDS
 from tests.helpers import REFERENCE, module
-from tests.ledgers import RECIPES, X86, X, needs_x86, net
+from tests.ledgers import RECIPES, X, net
+from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build
 
 

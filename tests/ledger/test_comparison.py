@@ -17,15 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
 from fxq.ledger.comparison import LayerRow, PairRow
 from tests.helpers import REFERENCE, module
-from tests.machine import portable, told
+from tests.machine import needs_x86, portable, told
 from tests.models import NETWORKS, batch, build
 
 X86 = fxq.Recipe.static(backend="x86", narrow="activations")
-needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]
 
 

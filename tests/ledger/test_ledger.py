@@ -15,7 +15,8 @@ from tests.helpers import REFERENCE, steps
 
 # ---- what became of every op
 # ---- the lines that change it
-from tests.ledgers import QUICK, RECIPES, SOME, X86, X, needs_x86, net, pasted
+from tests.ledgers import QUICK, RECIPES, SOME, X, net, pasted
+from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build
 
 

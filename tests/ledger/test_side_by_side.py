@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.common.data import Batch
 from fxq.graph.info import set_info
 from fxq.ledger.layer_error import same_values
@@ -16,10 +15,9 @@ from fxq.ledger.ledger import rows_by_node
 from fxq.ledger.side_by_side import Program, side_by_side
 from tests.graphs import until
 from tests.helpers import REFERENCE, module
+from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build
 
-X86 = fxq.Recipe.static(backend="x86")
-needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
 from fxq.graph.query import op_of
 from fxq.ops import OPS
@@ -20,9 +19,9 @@ from tests.cases_arithmetic import ARITHMETIC
 from tests.cases_layers import LAYERS
 from tests.cases_movement import MOVEMENT, SELECTION
 from tests.cases_pooling import POOLING
-from tests.graphs import after, anonymous
+from tests.graphs import anonymous, graph
 from tests.helpers import ops_of_fxq
-from tests.machine import BITS, decibels, portable
+from tests.machine import BITS, decibels, needs_x86, portable
 from tests.opcases import Case
 
 CASES = [*LAYERS, *ACTIVATIONS, *FLOATS, *ARITHMETIC, *MOVEMENT, *SELECTION, *POOLING]
@@ -84,7 +83,7 @@ def test_every_spelling_has_a_case():
 def canonical(case: Case) -> tuple[nn.Module, Tensor, fx.GraphModule]:
     """The model of a case, its data, and its canonical graph."""
     model, x = case.build()
-    return model, x, after(model, x, "canonicalize")
+    return model, x, graph(model, x, "canonicalize")
 
 
 @cache
@@ -99,7 +98,7 @@ def reference(case: Case, bits: int) -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_traced_graph_has_the_spelling(case):
     """The case tests what it says: tracing leaves the spelling as it was written."""
-    gm = after(*case.build(), "trace")
+    gm = graph(*case.build(), "trace")
     called = {type(gm.get_submodule(n.target)) if n.op == "call_module" else n.target for n in gm.graph.nodes}
     assert case.spelled in called
 
@@ -139,7 +138,7 @@ def test_reference_backend_is_close_to_float(case):
         assert sqnr(model(x), got) > 28
 
 
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_x86_is_its_qdq_reference(case):
     """The kernels against the qdq graph they were made from, and against the reference backend."""
@@ -167,7 +166,7 @@ def test_an_instance_norm_of_one_sample(shape):
     norm = [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d][len(shape) - 2](4, affine=True).eval()
     norm.bias.data.copy_(torch.arange(4.0))
     x = torch.randn(shape)
-    gm = after(nn.Sequential(norm), x, "canonicalize")
+    gm = graph(nn.Sequential(norm), x, "canonicalize")
     assert [op.name for node in gm.graph.nodes if (op := op_of(node))] == ["instance_norm"]
     assert torch.equal(gm(x), norm(x))
 
@@ -180,4 +179,4 @@ def test_an_instance_norm_of_one_element_to_a_channel():
             return torch.instance_norm(x, None, torch.arange(4.0), None, None, True, 0.1, 1e-5, False)
 
     x = torch.randn(2, 4, 1)
-    assert torch.equal(after(Normed(), x, "canonicalize")(x), Normed()(x))
+    assert torch.equal(graph(Normed(), x, "canonicalize")(x), Normed()(x))

@@ -6,17 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.unit import reads_of
 from fxq.passes import Annotate
 from tests.graphs import again, text, until
 from tests.helpers import REFERENCE, module
+from tests.machine import X86, needs_x86
 from tests.models import batch, build, settled
-
-X86 = fxq.Recipe.static(backend="x86")
-needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 
 
 def plans(manager):

@@ -10,7 +10,7 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import Canonicalize
-from tests.graphs import after, again, equal, expected, text, until
+from tests.graphs import again, equal, expected, graph, text, until
 from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call, settled
 
@@ -30,7 +30,7 @@ class Spelled(nn.Module):
 
 def test_text_before_and_after():
     model, x = settled(Spelled), torch.randn(2, 3, 8, 8)
-    assert text(after(model, x, "trace")) == expected("""
+    assert text(graph(model, x, "trace")) == expected("""
         x = input
         conv = module Conv2d(x)
         relu_ = .relu_(conv)
@@ -109,7 +109,7 @@ def test_padding_forms(options, lines):
             return self.conv(x)
 
     model, x = settled(Model), torch.randn(2, 3, 9, 7)
-    gm = after(model, x, "canonicalize")
+    gm = graph(model, x, "canonicalize")
     assert text(gm) == f"x = input\n{lines}\nreturn conv"
     torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-6, atol=1e-6)
 
@@ -117,7 +117,7 @@ def test_padding_forms(options, lines):
 @pytest.mark.parametrize("options", [{"padding": "same"}, {"padding": 2, "padding_mode": "circular"}])
 def test_padding_forms_in_one_dimension(options):
     model, x = settled(lambda: nn.Sequential(nn.Conv1d(3, 6, 4, **options))), torch.randn(2, 3, 9)
-    gm = after(model, x, "canonicalize")
+    gm = graph(model, x, "canonicalize")
     assert [n.name for n in gm.graph.nodes if n.op == "call_function"] == ["pad", "_0"]
     torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-6, atol=1e-6)
 
@@ -127,7 +127,7 @@ def test_padding_forms_in_one_dimension(options):
 
 def test_weights_are_those_of_the_model():
     model = build("shared_weight")
-    gm = after(model, batch("shared_weight"), "canonicalize")
+    gm = graph(model, batch("shared_weight"), "canonicalize")
     assert gm.a.weight is model.a.weight is gm.b.weight
 
 
@@ -136,7 +136,7 @@ def test_a_parametrized_weight_is_evaluated():
         return nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.ReLU(), nn.Linear(3, 2))
 
     model, x = settled(make), torch.randn(64, 4)
-    gm = after(model, x, "canonicalize")
+    gm = graph(model, x, "canonicalize")
     assert text(gm).splitlines()[1] == "_0 = linear(input_1, @fxq_data.0_weight, @0.bias)"
     assert equal(call(gm, x), call(model, x))
     assert sqnr(call(model, x), call(fxq.quantize(model, REFERENCE, data=[x]), x)) > 30
@@ -171,7 +171,7 @@ class Halved(nn.Linear):
 )
 def test_unusual_modules(make, node, note):
     model, x = settled(make), torch.randn(2, 4, 4, 4)
-    gm = after(model, x, "canonicalize")
+    gm = graph(model, x, "canonicalize")
     assert equal(call(gm, x), call(model, x))
     modules = {n.name: info(n).kept for n in gm.graph.nodes if n.op == "call_module"}
     assert modules.keys() == ({node} if node else set())
@@ -188,7 +188,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_no_linear():
             return self.fc(x)
 
     model, x = settled(Model), torch.randn(2, 4)
-    gm = after(model, x, "canonicalize")
+    gm = graph(model, x, "canonicalize")
     assert text(gm) == expected("""
         x = input
         linear = linear(x, @fc.weight, @fc.bias)
@@ -205,7 +205,7 @@ def test_a_subclass_that_only_adds_an_initialisation_is_a_linear():
             nn.init.zeros_(self.bias)
 
     model, x = nn.Sequential(Zeroed(4, 4)).eval(), torch.randn(2, 4)
-    gm = after(model, x, "canonicalize")
+    gm = graph(model, x, "canonicalize")
     assert "linear = linear(input_1, @0.weight, @0.bias)" in text(gm)
     assert equal(call(gm, x), call(model, x))
 
@@ -237,6 +237,6 @@ def test_the_user_s_model_is_not_changed():
     model = build("in_place")
     before = {k: v.clone() for k, v in model.state_dict().items()}
     names = [n for n, _ in model.named_modules()]
-    after(model, batch("in_place"), "canonicalize")
+    graph(model, batch("in_place"), "canonicalize")
     assert [n for n, _ in model.named_modules()] == names
     assert equal(dict(model.state_dict()), before)

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.passes import Cleanup
 from fxq.quant.observer_base import Observer
-from tests.graphs import again, equal, text, until
-from tests.helpers import REFERENCE, lines, program, run_pass
+from tests.graphs import again, equal, expected, program, run_pass, text, until
+from tests.helpers import REFERENCE
+from tests.machine import needs_x86
 from tests.models import NETWORKS, batch, build, call
-
-needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("x86", marks=needs_x86)])
@@ -77,7 +75,7 @@ def test_dead_nodes_go_unless_they_do_something():
     """
     dead = "check = torch._assert(True, 'kept')\n        dead = dequantize(x_q, scale=0.5, zero_point=3)"
     gm = run_pass(Cleanup(), kept.replace("check = torch._assert(True, 'kept')", dead))
-    assert program(gm) == lines(kept)
+    assert program(gm) == expected(kept)
 
 
 def test_a_weight_is_brought_near_and_copied_where_it_is_returned():
@@ -91,7 +89,7 @@ def test_a_weight_is_brought_near_and_copied_where_it_is_returned():
         """,
         {"a.b.weight": torch.ones(3), "fxq_data.made": torch.zeros(3)},
     )
-    assert program(gm) == lines("""
+    assert program(gm) == expected("""
         a_b_weight: float32[3] = tensor('fxq_data.a_b_weight')
         made: float32[3] = tensor('fxq_data.made')
         own_copy: float32[3] = own_copy(a_b_weight)

@@ -8,7 +8,7 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import Decompose
-from tests.graphs import after, again, expected, text, until
+from tests.graphs import again, expected, graph, text, until
 from tests.helpers import REFERENCE
 from tests.models import call, settled
 
@@ -161,7 +161,7 @@ def test_a_selector_reaches_a_layer_inside():
     quantized = fxq.quantize(model, recipe, data=[x])
     assert {e.path: e.fate for e in quantized.ledger if e.op == "linear"}["encoder.linear1"] == "float"
     with pytest.raises(fxq.RecipeError, match="selects nothing"):
-        after(model, x, "decompose", REFERENCE.override("encoder.linear9", fxq.FLOAT))
+        graph(model, x, "decompose", REFERENCE.override("encoder.linear9", fxq.FLOAT))
 
 
 REFUSED = {
@@ -196,7 +196,7 @@ def hooked(encoder):
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refuses(reason):
     model, x = settled(REFUSED[reason]), data().clamp(-0.1, 0.1)
-    gm = after(model, x, "decompose")
+    gm = graph(model, x, "decompose")
     left = next(n for n in gm.graph.nodes if n.op == "call_module")
     assert reason in info(left).kept.text
     torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -206,5 +206,5 @@ def test_zeroed_padding_is_not_left_out():
     """Its fast path sets what the mask leaves out to zero; the ops would not."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 24, batch_first=True), 1)
     model = settled(lambda: Encoded(encoder, src_key_padding_mask=torch.arange(L).expand(N, L) >= 4))
-    gm = after(model, data(), "decompose")
+    gm = graph(model, data(), "decompose")
     assert "enable_nested_tensor" in info(next(n for n in gm.graph.nodes if n.op == "call_module")).kept.text

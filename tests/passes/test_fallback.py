@@ -6,15 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
 from fxq.passes import Fallback
 from tests.graphs import again, equal, expected, text, until
 from tests.helpers import REFERENCE
+from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build, call, settled
-
-X86 = fxq.Recipe.static(backend="x86")
-needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 
 
 @needs_x86

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.common.metrics import sqnr
 from fxq.cost import cache as costs
 from fxq.graph.info import info
@@ -18,10 +17,10 @@ from fxq.passes.fallback import CONVERTED, NOT_WORTH_IT
 from fxq.pipeline.candidates import UNREAD
 from tests.graphs import again, equal, expected, idle, text, until
 from tests.helpers import REFERENCE
+from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build, call, settled
 
-pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
-X86 = fxq.Recipe.static(backend="x86")
+pytestmark = needs_x86
 
 
 def int8(key):

@@ -7,8 +7,8 @@ from torch import nn
 import fxq
 from fxq.passes import FoldBatchNorm
 from fxq.patterns.norm import norm_before_layer
-from tests.graphs import after, again, expected, text, until
-from tests.helpers import REFERENCE, lines, program, run_pass
+from tests.graphs import again, expected, graph, program, run_pass, text, until
+from tests.helpers import REFERENCE
 from tests.models import batch, build, call, settled
 
 
@@ -93,7 +93,7 @@ def test_a_shared_conv_with_two_norms_gets_two_weights():
 
     model, x = settled(Model), torch.randn(2, 4, 6, 6)
     weight = model.conv.weight.detach().clone()
-    gm = after(model, x, "fold-batch-norm")
+    gm = graph(model, x, "fold-batch-norm")
     assert "batch_norm" not in text(gm)
     torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
     assert torch.equal(model.conv.weight, weight)
@@ -112,7 +112,7 @@ def test_two_norms_in_a_row():
         return second
     """
     gm = run_pass(FoldBatchNorm(), before, NORM)
-    assert program(gm) == lines("""
+    assert program(gm) == expected("""
         x: float32[2, 4, 6, 6] = input()
         conv_weight_folded_weight_folded: float32[6, 4, 3, 3] = tensor('fxq_data.conv_weight_folded_weight_folded')
         conv_weight_folded_bias_folded: float32[6] = tensor('fxq_data.conv_weight_folded_bias_folded')
@@ -169,7 +169,7 @@ def test_refuses(make, shape, reason):
     from fxq.patterns.norm import norm_after_layer
 
     model, x = settled(make), torch.randn(shape)
-    gm = after(model, x, "fold-batch-norm")
+    gm = graph(model, x, "fold-batch-norm")
     assert "batch_norm(" in text(gm)
     assert torch.equal(call(gm, x), call(model, x))
     norm = next(n for n in gm.graph.nodes if "batch_norm" in str(n.target))
@@ -230,18 +230,18 @@ def test_padding_is_right_at_the_borders():
     """Zeros around the norm's output are not what it makes of zeros, unless it has no shift."""
     x = torch.randn(2, 4, 5, 5)
     model = settled(lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1)))
-    gm = after(model, x, "fold-batch-norm")
+    gm = graph(model, x, "fold-batch-norm")
     assert "batch_norm" in text(gm)
     torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
     assert "padding_is_not_normalized" in fxq.explain(norm_before_layer[1], gm, "layer")
     model.norm = centred(model.norm)
-    gm = after(model, x, "fold-batch-norm")
+    gm = graph(model, x, "fold-batch-norm")
     assert "batch_norm" not in text(gm)
     torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_norm_that_others_read_stays():
-    same = lines("""
+    same = expected("""
         x: float32[2, 6, 5, 5] = input()
         relu: float32[2, 6, 5, 5] = relu(x)
         mean: float32[6] = tensor('mean')

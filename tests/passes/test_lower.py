@@ -10,7 +10,6 @@ from torch import nn
 
 import fxq
 from fxq.backends import layer_kernel as kernel_module
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.layer_spec import LayerSpec
@@ -21,10 +20,9 @@ from fxq.passes import Lower
 from fxq.quant.qparams import QParams
 from tests.graphs import MINMAX, again, equal, expected, kinds, text, until
 from tests.helpers import REFERENCE
+from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build, call, settled
 
-X86 = fxq.Recipe.static(backend="x86")
-needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 pytestmark = needs_x86
 
 

@@ -2,74 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import fxq
 from fxq.passes import Propagate
-from tests.graphs import again, equal, expected, text, until
-from tests.helpers import REFERENCE, lines, program, run_pass
-from tests.models import NETWORKS, batch, build, call, settled
-
-
-def test_text_before_and_after():
-    manager = until(build("upscaler"), batch("upscaler"), "propagate", REFERENCE)
-    assert text(manager.history["insert-qdq"].graph).splitlines()[10:14] == [
-        "up_relu_dq = dequantize(up_relu_q, C)",
-        "interpolate = interpolate(up_relu_dq, scale_factor=2)",
-        "interpolate_q = quantize(interpolate, C)",
-        "interpolate_dq = dequantize(interpolate_q, C)",
-    ]
-    assert text(manager.gm) == expected("""
-        x = input
-        x_q = quantize(x, A)
-        x_dq = dequantize(x_q, A)
-        a_weight_dq = int8(a_weight, axis=0)
-        a_relu = conv2d_relu(x_dq, a_weight_dq, @a.bias) {conv2d(padding=(1, 1)); relu}
-        a_relu_q = quantize(a_relu, B)
-        a_relu_dq = dequantize(a_relu_q, B)
-        up_weight_dq = int8(up_weight, axis=1)
-        up_relu = conv_transpose2d_relu(a_relu_dq, up_weight_dq, @up.bias) {conv_transpose2d(stride=(2, 2)); relu}
-        up_relu_q = quantize(up_relu, C)
-        interpolate = interpolate(up_relu_q, scale_factor=2)
-        interpolate_dq = dequantize(interpolate, C)
-        b_weight_dq = int8(b_weight, axis=0)
-        b_relu = conv2d_relu(interpolate_dq, b_weight_dq, @b.bias) {conv2d(padding=(1, 1)); relu}
-        b_relu_q = quantize(b_relu, D)
-        shuffle = pixel_shuffle(b_relu_q, upscale_factor=2)
-        shuffle_dq = dequantize(shuffle, D)
-        c_weight_dq = int8(c_weight, axis=0)
-        c = conv2d(shuffle_dq, c_weight_dq, @c.bias, padding=(1, 1))
-        return c
-    """)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_networks_keep_their_output_exactly(name):
-    model, inputs = build(name), batch(name)
-    before = call(until(model, inputs, "insert-qdq", REFERENCE).gm, inputs)
-    manager = until(model, inputs, "propagate", REFERENCE)
-    assert equal(call(manager.gm, inputs), before)
-    assert again(manager, Propagate()) == []
-
-
-class Model(nn.Module):
-    def __init__(self, middle):
-        super().__init__()
-        self.a, self.b, self.middle = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1), middle
-
-    def forward(self, x):
-        return self.b(self.middle(self.a(x)))
-
-
-def propagated(middle, recipe=REFERENCE):
-    model, x = settled(lambda: Model(middle)), torch.randn(2, 3, 8, 8)
-    before = call(until(model, x, "insert-qdq", recipe).gm, x)
-    manager = until(model, x, "propagate", recipe)
-    assert equal(call(manager.gm, x), before)
-    assert again(manager, Propagate()) == []
-    return text(manager.gm).splitlines()
-
+from tests.graphs import expected, program, run_pass
 
 CHAIN = """
     x: float32[2, 3, 4] = input()
@@ -85,7 +21,7 @@ CHAIN = """
 
 def test_a_chain_of_movements():
     gm = run_pass(Propagate(), CHAIN)
-    assert program(gm) == lines("""
+    assert program(gm) == expected("""
         x: float32[2, 3, 4] = input()
         x_q: uint8[2, 3, 4] = quantize(x, scale=0.5, zero_point=3)
         turned: uint8[2, 4, 3] = transpose(x_q, dim0=1, dim1=2)
@@ -99,7 +35,7 @@ def test_a_chain_of_movements():
 
 def test_a_float_reader_keeps_its_dequantize():
     gm = run_pass(Propagate(), CHAIN.replace("return flat_dq", "erf = torch.erf(turned)\n    return (flat_dq, erf)"))
-    assert program(gm) == lines("""
+    assert program(gm) == expected("""
         x: float32[2, 3, 4] = input()
         x_q: uint8[2, 3, 4] = quantize(x, scale=0.5, zero_point=3)
         turned: uint8[2, 4, 3] = transpose(x_q, dim0=1, dim1=2)
@@ -111,45 +47,59 @@ def test_a_float_reader_keeps_its_dequantize():
     """)
 
 
+@pytest.mark.parametrize("call", ["relu(x_dq)", "max_pool2d(x_dq, kernel_size=(2, 2), stride=(2, 2))"])
+def test_what_does_more_than_move_stays(call):
+    """relu and max pooling change values in an order that only whole units and kernels can keep."""
+    run = f"""
+        x: float32[2, 3, 4, 4] = input()
+        x_q: uint8[2, 3, 4, 4] = quantize(x, scale=0.5, zero_point=3)
+        x_dq: float32[2, 3, 4, 4] = dequantize(x_q, scale=0.5, zero_point=3)
+        y = {call}  # plan=Plan(Decision('moves'))
+        y_q = quantize(y, scale=0.5, zero_point=3)
+        return y_q
+    """
+    assert program(run_pass(Propagate(), run)) == program(fxq.read_graph(run, {}))
+
+
+@pytest.mark.parametrize("other", ["scale=0.5, zero_point=4", "scale=0.25, zero_point=3"])
+def test_a_cat_of_two_grids_stays(other):
+    run = f"""
+        a: uint8[2, 3] = input()
+        b: uint8[2, 3] = input()
+        a_dq: float32[2, 3] = dequantize(a, scale=0.5, zero_point=3)
+        b_dq: float32[2, 3] = dequantize(b, {other})
+        cat: float32[4, 3] = cat([a_dq, b_dq])  # plan=Plan(Decision('moves'))
+        return cat
+    """
+    assert program(run_pass(Propagate(), run)) == program(fxq.read_graph(run, {}))
+    together = run_pass(Propagate(), run.replace(other, "scale=0.5, zero_point=3"))
+    assert "cat: uint8[4, 3] = cat([a, b])" in program(together)
+
+
 @pytest.mark.parametrize(
-    ("middle", "wanted"),
+    ("call", "up"),
     [
-        (  # four times as many values behind it
-            lambda x: F.interpolate(torch.erf(x), scale_factor=2),
-            ["erf_q = quantize(erf, B)", "interpolate = interpolate(erf_q, scale_factor=2)"],
-        ),
-        (
-            lambda x: F.interpolate(torch.erf(x), scale_factor=0.5),
-            ["interpolate = interpolate(erf, scale_factor=0.5)", "interpolate_q = quantize(interpolate, B)"],
-        ),
-        (
-            lambda x: torch.erf(x).transpose(2, 3),
-            ["transpose = transpose(erf, dim0=2, dim1=3)", "transpose_q = quantize(transpose, B)"],
-        ),
-        (  # bilinear interpolation is arithmetic
-            lambda x: F.interpolate(torch.erf(x), scale_factor=2, mode="bilinear"),
-            [
-                "interpolate = interpolate(erf, scale_factor=2, mode='bilinear')",
-                "interpolate_q = quantize(interpolate, B)",
-            ],
-        ),
+        ("interpolate(x, scale_factor=2)", True),  # four times as many values behind it
+        ("interpolate(x, scale_factor=0.5)", False),
+        ("transpose(x, dim0=2, dim1=3)", False),
+        ("interpolate(x, scale_factor=2, mode='bilinear')", False),  # arithmetic
     ],
 )
-def test_quantize_moves_up_where_there_are_fewer_values(middle, wanted):
-    """Through an op that computes in float, here because the recipe says so."""
-    recipe = REFERENCE
-    for op in ("interpolate", "transpose"):
-        if f"{op}(" in wanted[0] + wanted[1]:
-            recipe = recipe.override(fxq.op(op), fxq.FLOAT)
-    got = propagated(middle, recipe)
-    start = got.index(wanted[0])
-    assert got[start : start + 2] == wanted
-
-
-def test_a_clamp_is_no_mere_movement():
-    """relu and max pooling change values in an order that only whole units and kernels can keep."""
-    shown = propagated(lambda x: F.relu(F.max_pool2d(x, 2)))
-    assert "max_pool2d = max_pool2d(a_dq, kernel_size=(2, 2), stride=(2, 2))" in shown
+def test_quantize_moves_up_where_there_are_fewer_values(call, up):
+    """Through an op that computes in float."""
+    before = f"""
+        x: float32[2, 3, 4, 4] = input()
+        y = {call}
+        y_q = quantize(y, scale=0.5, zero_point=3)
+        y_dq = dequantize(y_q, scale=0.5, zero_point=3)
+        return y_dq
+    """
+    gm = run_pass(Propagate(), before)
+    shown = [line.partition(" = ")[2] for line in program(gm).splitlines()[1:3]]
+    quantize = "quantize({}, scale=0.5, zero_point=3)".format
+    assert shown == ([quantize("x"), call.replace("(x", "(x_q")] if up else [call, quantize("y")])
+    x = torch.randn(2, 3, 4, 4)
+    assert torch.equal(gm(x), fxq.read_graph(before, {})(x))
 
 
 PAIR = """

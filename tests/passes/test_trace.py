@@ -10,7 +10,7 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
-from tests.graphs import after, equal, expected, text
+from tests.graphs import equal, expected, graph, text
 from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call, settled
 
@@ -27,7 +27,7 @@ class Mixed(nn.Module):
 
 def test_text_and_metadata():
     model = Mixed().eval()
-    gm = after(model, torch.randn(2, 3, 8, 8), "trace")
+    gm = graph(model, torch.randn(2, 3, 8, 8), "trace")
     assert text(gm) == expected("""
         x = input
         stem_0 = module Conv2d(x)
@@ -48,16 +48,16 @@ def test_text_and_metadata():
 
 def test_a_plain_sequential_has_no_line_of_its_own():
     """That of whoever quantizes it would say nothing of the model, and two calls would give two models."""
-    gm = after(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.rand(2, 4), "trace")
+    gm = graph(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.rand(2, 4), "trace")
     assert [(info(n).path, info(n).source) for n in gm.graph.nodes if n.op == "call_module"] == [("0", ""), ("1", "")]
     with pytest.raises(fxq.InputError, match=r'layer "0" got float32 \[2, 5\]'):
-        after(nn.Sequential(nn.Linear(4, 4)).eval(), torch.rand(2, 5), "trace")
+        graph(nn.Sequential(nn.Linear(4, 4)).eval(), torch.rand(2, 5), "trace")
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_traced_model_is_the_model(name):
     model, inputs = build(name), batch(name)
-    gm = after(model, inputs, "trace")
+    gm = graph(model, inputs, "trace")
     assert equal(call(gm, inputs), call(model, inputs))
     assert {p.data_ptr() for p in gm.parameters()} <= {p.data_ptr() for p in model.parameters()}
 
@@ -96,7 +96,7 @@ class Outer(nn.Module):
 @pytest.mark.parametrize(("inner", "line", "value"), [(Branch, 2, "%gt = gt(%sum_1)"), (Loop, 1, "%before")])
 def test_strict_tracing_refuses_control_flow(inner, line, value):
     with pytest.raises(fxq.TraceError) as error:
-        after(Outer(inner()).eval(), torch.randn(3, 4), "trace", fxq.Recipe.static(strict_trace=True))
+        graph(Outer(inner()).eval(), torch.randn(3, 4), "trace", fxq.Recipe.static(strict_trace=True))
     message = str(error.value)
     number = inspect.getsourcelines(inner.forward)[1] + line
     assert f"passes/test_trace.py:{number}" in message
@@ -108,7 +108,7 @@ def test_strict_tracing_refuses_control_flow(inner, line, value):
 
 def test_control_flow_in_the_model_itself_has_no_path():
     with pytest.raises(fxq.TraceError, match=r'recipe\.leaf\("path\.of\.module"\)'):
-        after(Branch().eval(), torch.randn(3, 4), "trace")
+        graph(Branch().eval(), torch.randn(3, 4), "trace")
 
 
 def test_a_leaf_runs_in_float():
@@ -129,7 +129,7 @@ def test_a_leaf_runs_in_float():
 
 def test_a_leaf_that_is_not_there():
     with pytest.raises(fxq.RecipeError, match=r"'iner' matches no module of the model; near: inner"):
-        after(Outer(Branch()).eval(), torch.randn(3, 4), "trace", REFERENCE.leaf("iner"))
+        graph(Outer(Branch()).eval(), torch.randn(3, 4), "trace", REFERENCE.leaf("iner"))
 
 
 # ---- inputs
@@ -137,17 +137,17 @@ def test_a_leaf_that_is_not_there():
 
 def test_a_missing_input_is_named():
     with pytest.raises(fxq.InputError, match="the model also needs y"):
-        after(build("several_inputs"), torch.randn(1, 3, 8, 8), "trace")
+        graph(build("several_inputs"), torch.randn(1, 3, 8, 8), "trace")
 
 
 def test_an_input_that_does_not_fit_names_the_layer():
     with pytest.raises(
         fxq.InputError, match=r'layer "stem\.0" \(passes/test_trace\.py:\d+\) got float32 \[1, 5, 8, 8\]'
     ):
-        after(Mixed().eval(), torch.randn(1, 5, 8, 8), "trace")
+        graph(Mixed().eval(), torch.randn(1, 5, 8, 8), "trace")
 
 
-@pytest.mark.parametrize("steps", [lambda m, x: fxq.prepare(m, REFERENCE, x), lambda m, x: after(m, x, "trace")])
+@pytest.mark.parametrize("steps", [lambda m, x: fxq.prepare(m, REFERENCE, x), lambda m, x: graph(m, x, "trace")])
 def test_messages_end_where_they_end(steps):
     """They ended with what torch.fx appends: the node, the whole traceback and an advert."""
     with pytest.raises(fxq.InputError) as error:
@@ -206,11 +206,11 @@ class Overwrites(nn.Module):
 )
 def test_later_readers_read_the_result(change):
     model, x = settled(lambda: Overwrites(change)), torch.randn(64, 4)
-    gm = after(model, x, "trace")
+    gm = graph(model, x, "trace")
     early, changed, last = [n for n in gm.graph.nodes if n.op != "output"][2:]
     assert early.args[0].name == "fc"
     assert last.args == (early, changed)
-    canonical = after(model, x, "canonicalize")
+    canonical = graph(model, x, "canonicalize")
     assert equal(call(canonical, x), call(model, x))
     assert "_(" not in text(canonical)  # no op with an in-place name is left
     assert sqnr(call(model, x), call(fxq.quantize(model, REFERENCE, data=[x]), x)) > 30
@@ -241,7 +241,7 @@ class ThroughView(nn.Module):
 )
 def test_a_change_read_through_a_view_is_refused(view):
     with pytest.raises(fxq.TraceError, match=r"%relu_ .*changes %fc in place, and %add .*reads the same memory"):
-        after(ThroughView(view).eval(), torch.randn(3, 4), "trace")
+        graph(ThroughView(view).eval(), torch.randn(3, 4), "trace")
 
 
 def test_a_change_of_a_view_is_refused():
@@ -252,7 +252,7 @@ def test_a_change_of_a_view_is_refused():
             return y
 
     with pytest.raises(fxq.TraceError, match=r"%relu_ .*changes %getitem in place, and %output"):
-        after(Model().eval(), torch.randn(3, 4), "trace")
+        graph(Model().eval(), torch.randn(3, 4), "trace")
 
 
 def test_a_view_that_nobody_reads_later_is_fine():
@@ -267,7 +267,7 @@ def test_a_view_that_nobody_reads_later_is_fine():
             return y.relu_() + z
 
     model, x = settled(Model), torch.randn(3, 4)
-    assert equal(call(after(model, x, "canonicalize"), x), call(model, x))
+    assert equal(call(graph(model, x, "canonicalize"), x), call(model, x))
 
 
 SAME = [
@@ -320,7 +320,7 @@ CHANGES = [lambda m, y: m.relu(y), lambda m, y: y.add_(1.5), lambda m, y: y.fill
 def test_another_name_of_the_whole_value_is_read_as_the_result(take, change):
     """An nn.Identity before an nn.ReLU(inplace=True) gave -0.3 dB, without a word."""
     model, x = settled(lambda: Aliased(take, change)), torch.randn(64, 4)
-    assert equal(call(after(model, x, "canonicalize"), x), call(model, x))
+    assert equal(call(graph(model, x, "canonicalize"), x), call(model, x))
     assert sqnr(call(model, x), call(fxq.quantize(model, REFERENCE, data=[x]), x)) > 30
 
 
@@ -328,7 +328,7 @@ def test_another_name_of_the_whole_value_is_read_as_the_result(take, change):
 @pytest.mark.parametrize("take", VIEWS)
 def test_any_view_is_known_as_one(take, change):
     with pytest.raises(fxq.TraceError, match=r"changes %fc in place, and %.* reads the same memory through %"):
-        after(Aliased(take, change).eval(), torch.randn(64, 4), "trace")
+        graph(Aliased(take, change).eval(), torch.randn(64, 4), "trace")
 
 
 class Doubles(nn.Module):
@@ -351,7 +351,7 @@ def test_a_leaf_that_changes_its_input_is_seen():
             return self.doubles(y) + rows
 
     with pytest.raises(fxq.TraceError, match=r"%doubles .*changes %fc in place, and %add .*through %getitem"):
-        after(Model().eval(), torch.randn(3, 4), "trace", REFERENCE.leaf("doubles"))
+        graph(Model().eval(), torch.randn(3, 4), "trace", REFERENCE.leaf("doubles"))
 
 
 def test_the_size_of_a_changed_value_may_be_read():
@@ -366,7 +366,7 @@ def test_the_size_of_a_changed_value_may_be_read():
             return y.relu_().reshape(view.size(0), -1)
 
     model, x = settled(Model), torch.randn(4, 4)
-    assert equal(call(after(model, x, "canonicalize"), x), call(model, x))
+    assert equal(call(graph(model, x, "canonicalize"), x), call(model, x))
 
 
 def test_the_run_changes_nothing_of_the_user():
@@ -378,7 +378,7 @@ def test_the_run_changes_nothing_of_the_user():
 
     model, x = Model().eval(), torch.randn(3, 4)
     before = x.clone()
-    gm = after(model, x, "canonicalize")
+    gm = graph(model, x, "canonicalize")
     assert torch.equal(x, before)
     assert equal(call(gm, before.clone()), model(before.clone()))
 
@@ -393,12 +393,12 @@ def test_a_change_of_the_models_own_tensor_is_refused():
             return x + self.seen.add_(x.mean(0))
 
     with pytest.raises(fxq.TraceError, match=r"%add_ .*changes 'seen', a tensor of the model, in place"):
-        after(Model().eval(), torch.randn(3, 4), "trace")
+        graph(Model().eval(), torch.randn(3, 4), "trace")
 
 
 def test_inference_mode():
     with torch.inference_mode(), pytest.raises(fxq.TraceError, match="reads the same memory"):
-        after(Aliased(VIEWS[0], CHANGES[0]).eval(), torch.randn(64, 4), "trace")
+        graph(Aliased(VIEWS[0], CHANGES[0]).eval(), torch.randn(64, 4), "trace")
 
 
 def test_setitem_is_refused():
@@ -411,4 +411,4 @@ def test_setitem_is_refused():
             return y
 
     with pytest.raises(fxq.TraceError, match=r"test_trace\.py:\d+: an assignment to a part of a tensor"):
-        after(Model().eval(), torch.randn(3, 4), "trace")
+        graph(Model().eval(), torch.randn(3, 4), "trace")

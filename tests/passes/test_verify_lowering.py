@@ -11,7 +11,6 @@ from torch import fx, nn
 
 import fxq
 from fxq.backends import lowering
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
@@ -28,11 +27,8 @@ from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering, _Verifier, disagreement, magnitude
 from tests.graphs import again, equal, expected, kinds, text, until
 from tests.helpers import REFERENCE, steps
-from tests.machine import decibels, quiet, told
+from tests.machine import X86, decibels, needs_x86, quiet, told
 from tests.models import NETWORKS, batch, build, call
-
-X86 = fxq.Recipe.static(backend="x86")
-needs_x86 = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 
 
 def planted(monkeypatch, kernel, change):

@@ -7,7 +7,7 @@ from torch import nn
 
 import fxq
 from tests.fusions import check_numbers, check_refused, data, fused, lines
-from tests.graphs import after
+from tests.graphs import graph
 from tests.models import settled
 
 SHAPE = (4, 6, 6, 6)
@@ -94,7 +94,7 @@ def test_batch_norm_relu():
             return self.other(F.relu(self.norm(y + F.max_pool2d(y, 3, 1, 1))))
 
     model, x = settled(Model), data(SHAPE)
-    before, behind = after(model, x, "fold-batch-norm"), after(model, x, "fuse")
+    before, behind = graph(model, x, "fold-batch-norm"), graph(model, x, "fuse")
     assert any(line.startswith("norm_relu = batch_norm_relu(") for line in lines(behind))
     check_numbers(model, x, before, behind)
     quantized = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])

@@ -12,7 +12,7 @@ from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.patterns.excite import FUNCTIONS, GATES
 from tests.fusions import check_numbers, check_refused, data, fused, lines
-from tests.graphs import after
+from tests.graphs import graph
 
 SHAPE = (4, 6, 6, 6)
 OPTIONS = {
@@ -69,7 +69,7 @@ def test_the_module():
             return self.gate(self.fc2(self.act(self.fc1(self.pool(x))))) * x
 
     model, x = nn.Sequential(layer(), Excitation(), layer()).eval(), data(SHAPE)
-    assert "squeeze_excite_silu_sigmoid(" in lines(after(model, x, "fuse"))[1]
+    assert "squeeze_excite_silu_sigmoid(" in lines(graph(model, x, "fuse"))[1]
     recipe = fxq.Recipe.static(backend="reference")
     numbers = fxq.quantize(model, recipe, data=[x]).qparams()
     assert list(numbers) == ["0", "1.fc1", "1.fc2", "2"]

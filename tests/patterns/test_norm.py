@@ -7,13 +7,13 @@ from torch import nn
 import fxq
 from fxq.patterns.norm import norm_after_layer, scale_and_shift
 from fxq.rewriting.match import Matcher
-from tests.graphs import after
+from tests.graphs import graph
 from tests.models import settled
 
 
 def matched(layer, norm, x):
     model = settled(lambda: nn.Sequential(layer, norm))
-    gm = after(model, x, "canonicalize")
+    gm = graph(model, x, "canonicalize")
     node = next(n for n in gm.graph.nodes if n.name == "_1")
     return next(m for rule in norm_after_layer if (m := Matcher(gm).match(rule, node)) is not None), gm
 
@@ -53,6 +53,6 @@ def test_tiny_variances_do_not_overflow():
 
     model, x = settled(make), torch.randn(2, 3, 4, 4)
     norm.running_var[1] = 0.0
-    gm = after(model, x, "fold-batch-norm")
+    gm = graph(model, x, "fold-batch-norm")
     with torch.no_grad():
         torch.testing.assert_close(gm(x), model(x), rtol=1e-4, atol=1e-4)

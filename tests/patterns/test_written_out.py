@@ -10,7 +10,7 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
-from tests.graphs import after, text
+from tests.graphs import graph, text
 from tests.helpers import REFERENCE, module
 from tests.models import call, settled
 
@@ -20,7 +20,7 @@ X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
 def canonical(forward, **children):
     """The canonical graph of a function of x (and of a module), checked against it; without input and return."""
     model = module((lambda self, x: forward(self, x)) if children else (lambda self, x: forward(x)), **children)
-    gm = after(model, X, "canonicalize")
+    gm = graph(model, X, "canonicalize")
     torch.testing.assert_close(call(gm, X), call(model, X), rtol=1e-5, atol=1e-6)
     return text(gm).splitlines()[1:-1]
 
@@ -145,7 +145,7 @@ def test_parts_are_ops_of_their_own():
 )
 def test_leaves_say_why(forward, reason):
     model = module(lambda self, x: forward(x))
-    gm = after(model, X, "canonicalize")
+    gm = graph(model, X, "canonicalize")
     assert any(about.kept and reason in about.kept.text for about in map(info, gm.graph.nodes))
     call(gm, X)
 
@@ -172,7 +172,7 @@ def test_a_type_that_is_read_is_that_of_the_float_model():
             return self.b(F.max_pool2d(y, 1)) + shift
 
     model = settled(Model)
-    assert not any("dtype')" in line for line in text(after(model, X, "canonicalize")).splitlines())
+    assert not any("dtype')" in line for line in text(graph(model, X, "canonicalize")).splitlines())
     quantized = fxq.quantize(model, REFERENCE, data=[X])
     assert call(quantized, X).dtype == torch.float32
     assert sqnr(call(model, X), call(quantized, X)) > 30

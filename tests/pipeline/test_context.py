@@ -6,7 +6,8 @@ from torch import nn
 
 import fxq
 from fxq.errors import RecipeError
-from tests.helpers import REFERENCE, context, graph, module
+from tests.graphs import graph
+from tests.helpers import REFERENCE, context, module
 
 pytestmark = pytest.mark.any_cpu
 

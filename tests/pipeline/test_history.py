@@ -13,7 +13,8 @@ from torch import fx, nn
 import fxq
 from fxq.errors import InputError
 from fxq.passes import Canonicalize, Fuse, Trace
-from tests.helpers import REFERENCE, full_text, managed
+from tests.graphs import full_text
+from tests.helpers import REFERENCE, managed
 from tests.models import two_linears
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)

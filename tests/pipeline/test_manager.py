@@ -13,7 +13,8 @@ from fxq.graph.query import constant
 from fxq.ops import OPS
 from fxq.passes import Annotate, Canonicalize, Fuse, InsertQdq, Trace
 from fxq.recipe.pass_base import Pass, Stage
-from tests.helpers import REFERENCE, graph, managed
+from tests.graphs import graph
+from tests.helpers import REFERENCE, managed
 from tests.machine import quiet, told
 from tests.models import two_linears
 

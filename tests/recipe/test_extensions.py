@@ -12,7 +12,6 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import get_backend
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.cost.cache import Costs
 from fxq.cost.probe import Prober
@@ -22,10 +21,11 @@ from fxq.graph.unit import Calls
 from fxq.ops import OPS
 from tests import extensions as own
 from tests.graphs import until
+from tests.machine import needs_x86
 
 REFERENCE = fxq.Recipe.static(backend="reference")
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-onednn = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+onednn = needs_x86
 
 
 class Net(nn.Module):

@@ -12,16 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.cost import cache as costs
 from fxq.errors import RecipeError
 from fxq.passes.fallback import DECIDED
 from fxq.recipe.pins import Pin, Place
 from tests.graphs import text
+from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build, call, settled
 
-pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
-X86 = fxq.Recipe.static(backend="x86")
+pytestmark = needs_x86
 
 
 @pytest.fixture(autouse=True)

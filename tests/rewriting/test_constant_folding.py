@@ -7,7 +7,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import after, expected, text
+from tests.graphs import expected, graph, text
 from tests.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 512).reshape(2, 4, 8, 8)
@@ -29,7 +29,7 @@ class StandardizedConv(nn.Conv2d):
 
 def test_a_standardized_weight_is_a_weight():
     model = module(lambda self, x: F.relu(self.conv(x)), conv=StandardizedConv(4, 4, 3, padding=1)).eval()
-    gm = after(model, X, "canonicalize")
+    gm = graph(model, X, "canonicalize")
     assert text(gm) == expected("""
         x = input
         conv2d = conv2d(x, @fxq_data.conv_weight_reshape_batch_norm_reshape_as, @conv.bias, padding=(1, 1))
@@ -51,7 +51,7 @@ def test_a_table_of_positions_is_a_constant():
     model = module(forward)
     model.table = nn.Parameter(torch.randn(7, 2))
     model.register_buffer("index", torch.arange(16).reshape(4, 4) % 7)
-    gm = after(model, torch.randn(3, 2, 4, 4), "canonicalize")
+    gm = graph(model, torch.randn(3, 2, 4, 4), "canonicalize")
     assert [line.partition(" = ")[2].partition("(")[0] for line in text(gm).splitlines()[1:3]] == ["add", "softmax"]
     x = torch.randn(3, 2, 4, 4)
     torch.testing.assert_close(gm(x), model(x))
@@ -69,7 +69,7 @@ def test_what_is_left_to_chance_is_not_computed_once(forward):
     model = module(forward)
     model.w = nn.Parameter(torch.full((8,), 0.5))
     state = torch.get_rng_state()
-    gm = after(model, X, "canonicalize")
+    gm = graph(model, X, "canonicalize")
     assert torch.equal(torch.get_rng_state(), state)
     assert "@fxq_data" not in text(gm)
     assert not torch.equal(gm(X), gm(X))
@@ -84,7 +84,7 @@ def test_what_is_changed_in_place_is_not_shared():
     model = module(forward)
     model.w = nn.Parameter(torch.ones(8))
     model.register_buffer("first", torch.tensor([0]))
-    gm = after(model, X, "canonicalize")
+    gm = graph(model, X, "canonicalize")
     for x in (X, 2 * X):
         torch.testing.assert_close(gm(x), model(x))
 
@@ -92,7 +92,7 @@ def test_what_is_changed_in_place_is_not_shared():
 def test_a_small_constant_is_not_made_a_large_one():
     model = module(lambda self, x: x + self.w.repeat(2000, 2000)[:1, :8])
     model.w = nn.Parameter(torch.ones(1, 1))
-    gm = after(model, X, "canonicalize")
+    gm = graph(model, X, "canonicalize")
     assert "repeat" in text(gm)
     assert sum(buffer.numel() for buffer in gm.buffers()) < 100
 
@@ -100,5 +100,5 @@ def test_a_small_constant_is_not_made_a_large_one():
 def test_a_view_shares_the_memory_of_its_weight():
     model = module(lambda self, x: F.linear(x, self.w.t()))
     model.w = nn.Parameter(torch.randn(8, 4))
-    gm = after(model, X, "canonicalize")
+    gm = graph(model, X, "canonicalize")
     assert gm.fxq_data.w_transpose.data_ptr() == model.w.data_ptr()

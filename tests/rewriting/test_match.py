@@ -6,7 +6,8 @@ import fxq
 from fxq.errors import PatternError
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.pattern import rewrite
-from tests.helpers import graph, module, node, steps
+from tests.graphs import graph, node
+from tests.helpers import module, steps
 
 pytestmark = pytest.mark.any_cpu
 
@@ -81,7 +82,7 @@ def test_the_same_capture_twice():
         return op.mul(x, x)
 
     assert matched(square, graph(module(lambda self, x: x * x), X), "mul") is not None
-    gm = graph(module(lambda self, x, y: x * y), X, X)
+    gm = graph(module(lambda self, x, y: x * y), (X, X))
     assert matched(square, gm, "mul") is None
     assert "x is used twice in the pattern, but %x is not %y" in why(square, gm, "mul")
 
@@ -119,8 +120,8 @@ def test_a_default_counts_as_written():
     def plain_sum(op, x, y):
         return op.add(x, y, alpha=1)
 
-    assert matched(plain_sum, graph(module(lambda self, x, y: x + y), X, X), "add") is not None
-    gm = graph(module(lambda self, x, y: torch.add(x, y, alpha=2)), X, X)
+    assert matched(plain_sum, graph(module(lambda self, x, y: x + y), (X, X)), "add") is not None
+    gm = graph(module(lambda self, x, y: torch.add(x, y, alpha=2)), (X, X))
     assert matched(plain_sum, gm, "add") is None
 
 
@@ -142,7 +143,7 @@ def relu_plus(op, x, y):
     "forward", [lambda self, x, y: torch.relu(x) + y, lambda self, x, y: y + torch.relu(x)], ids=["left", "right"]
 )
 def test_an_op_that_commutes_matches_in_both_orders(forward):
-    gm = graph(module(forward), X, X)
+    gm = graph(module(forward), (X, X))
     m = matched(relu_plus, gm, "add")
     assert (m.x.node.name, m.y.node.name) == ("x", "y")
 
@@ -165,7 +166,7 @@ def test_both_operands_fit_and_a_guard_refuses_the_first():
     def x_is_called_a(m):
         return m.x.node.name == "a"
 
-    gm = graph(module(lambda self, a, b: torch.relu(a) + torch.relu(b)), X, X)
+    gm = graph(module(lambda self, a, b: torch.relu(a) + torch.relu(b)), (X, X))
     m = matched(tall, gm, "add")
     assert (m.x.node.name, m.y.node.name) == ("b", "relu")
 
@@ -176,7 +177,7 @@ def test_a_wrong_first_choice_deep_inside_is_taken_back():
         return op.mul(op.add(x, op.tanh(y)), op.add(x, op.sigmoid(z)))
 
     forward = lambda self, x, y, z: (torch.sigmoid(z) + x) * (torch.tanh(y) + x)  # noqa: E731
-    m = matched(nested, graph(module(forward), X, X, X), "mul")
+    m = matched(nested, graph(module(forward), (X, X, X)), "mul")
     assert {k: v.name for k, v in m.captures.items()} == {"x": "x", "y": "y", "z": "z"}
 
 
@@ -202,9 +203,9 @@ def test_lists_match_element_by_element():
     def joined(op, x, y):
         return op.cat([op.relu(x), y], dim=1)
 
-    gm = graph(module(lambda self, x, y: torch.cat([torch.relu(x), y], 1)), X, X)
+    gm = graph(module(lambda self, x, y: torch.cat([torch.relu(x), y], 1)), (X, X))
     assert matched(joined, gm, "cat").y.node.name == "y"
-    gm = graph(module(lambda self, x, y: torch.cat([torch.relu(x), y, y], 1)), X, X)
+    gm = graph(module(lambda self, x, y: torch.cat([torch.relu(x), y, y], 1)), (X, X))
     assert matched(joined, gm, "cat") is None
     assert why(joined, gm, "cat") == (
         "no match (1 of 2 ops matched): the pattern wants [relu(x), y], the graph has [relu, y, y]"
@@ -394,7 +395,7 @@ def test_explain_the_furthest_of_two_orders():
     def deep(op, x, w):
         return op.add(op.relu(op.tanh(x)), op.sigmoid(w))
 
-    gm = graph(module(lambda self, x, y: torch.sigmoid(y) + torch.relu(x * x)), X, X)
+    gm = graph(module(lambda self, x, y: torch.sigmoid(y) + torch.relu(x * x)), (X, X))
     assert why(deep, gm, "add") == "no match (2 of 4 ops matched): the pattern wants tanh, %mul is mul"
 
 

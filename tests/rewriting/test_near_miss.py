@@ -10,7 +10,8 @@ import fxq
 from fxq.backends.reference import Reference
 from fxq.rewriting.near_miss import NearMiss, Refusal
 from fxq.rewriting.pattern import FUSIONS, rewrite
-from tests.helpers import REFERENCE, graph, module, rewriter
+from tests.graphs import graph
+from tests.helpers import REFERENCE, module, rewriter
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -124,7 +125,7 @@ def nothing(op, m):
 
 
 def rewritten(forward, *rules):
-    hand = rewriter(graph(module(forward), X, X))
+    hand = rewriter(graph(module(forward), (X, X)))
     hand.apply(*rules)
     return [(n.rule, n.node, f"{n.matched} of {n.of}", n.reason) for n in hand.near.all()]
 

@@ -9,8 +9,8 @@ from fxq.errors import FxqError, PassError, PatternError
 from fxq.graph.info import info
 from fxq.graph.unit import calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
-from tests.graphs import expected
-from tests.helpers import REFERENCE, full_text, graph, module, node, restored_fusions, rewriter, run, steps
+from tests.graphs import expected, full_text, graph, node
+from tests.helpers import REFERENCE, module, restored_fusions, rewriter, run, steps
 
 pytestmark = pytest.mark.any_cpu
 
@@ -406,7 +406,7 @@ def test_a_users_fusion_end_to_end(fusions):
     qmodel = fxq.quantize(model, REFERENCE, data=data)
     assert "a_relu_mul = conv_gated(x, @a.weight, @a.bias, y)" in str(qmodel.history["fuse"].graph)
     assert {e.op: e.fate for e in qmodel.ledger} == {"conv2d": "int8", "relu": "int8", "mul": "int8"}
-    assert fxq.explain("conv_gated", graph(model, *data[0]), "mul").endswith("matches %a, %relu, %mul")
+    assert fxq.explain("conv_gated", graph(model, data[0]), "mul").endswith("matches %a, %relu, %mul")
     want, got = model(*data[0]), qmodel(*data[0])
     assert 10 * torch.log10((want**2).sum() / ((want - got) ** 2).sum()) > 30  # a few 8-bit roundings: 50 dB at best
     number = graph(module(lambda self, x: torch.relu(self.a(x)) * 3, a=nn.Conv2d(2, 4, 3)), data[0][0])

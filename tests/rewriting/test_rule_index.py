@@ -10,7 +10,8 @@ from fxq.graph.unit import unit_of
 from fxq.rewriting.match import Matcher
 from fxq.rewriting.pattern import FUSIONS, rewrite
 from fxq.rewriting.rule_index import Dispatch
-from tests.helpers import graph, module, node, rewriter
+from tests.graphs import graph, node
+from tests.helpers import module, rewriter
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -70,7 +71,7 @@ def names(rules):
 
 def test_a_rule_is_tried_where_its_root_and_one_of_its_inputs_fit():
     forward = lambda self, x, y: torch.tanh(torch.relu(x) + y) * torch.sigmoid(y)  # noqa: E731
-    gm = graph(module(forward), X, X)
+    gm = graph(module(forward), (X, X))
     table = Dispatch(RULES)
     tried = {n.name: names(table.at(n)) for n in gm.graph.nodes}
     assert tried == {
@@ -95,7 +96,7 @@ def test_the_input_may_stand_in_a_list():
     def joined(op, x, y):
         return op.cat([op.relu(x), y], dim=1)
 
-    gm = graph(module(lambda self, x, y: torch.cat([torch.relu(x), torch.cat([x, y], 1)], 1)), X, X)
+    gm = graph(module(lambda self, x, y: torch.cat([torch.relu(x), torch.cat([x, y], 1)], 1)), (X, X))
     table = Dispatch([joined[0]])
     assert [names(table.at(node(gm, n))) for n in ("cat", "cat_1")] == [[], ["joined"]]
 
@@ -126,7 +127,7 @@ def test_another_way_is_found_where_the_first_one_is_taken():
     def forward(self, x, y):
         return torch.relu(torch.sigmoid(torch.tanh(x))) + torch.relu(y)
 
-    gm = graph(module(forward), X, X)
+    gm = graph(module(forward), (X, X))
     assert [n.name for n in Matcher(gm).match(relu_plus[0], node(gm, "add")).nodes] == ["relu", "add"]
     assert fused(gm, RULES, lambda match: None) == [
         ("relu_of_three", ("tanh", "sigmoid", "relu")),
@@ -183,7 +184,7 @@ class Program(torch.nn.Module):
 @settings(max_examples=150, deadline=None)
 @given(st.lists(STEP, min_size=3, max_size=25), st.sampled_from([None, 2, 3]))
 def test_fusing_chooses_what_the_rules_choose_one_by_one(steps, refused):
-    gm = graph(Program(steps).eval(), X, X)
+    gm = graph(Program(steps).eval(), (X, X))
 
     def refuse(match):
         """Some of the matches, by the name of their first node."""

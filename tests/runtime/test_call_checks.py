@@ -11,14 +11,14 @@ from torch import nn
 
 import fxq
 from fxq import errors
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.errors import InputError
 from tests.helpers import module
+from tests.machine import needs_x86
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 KERNELS = [
-    pytest.param("x86", marks=pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")),
+    pytest.param("x86", marks=needs_x86),
     pytest.param("fbgemm", marks=pytest.mark.skipif(not has_engine("fbgemm"), reason="needs fbgemm")),
 ]
 
@@ -138,7 +138,7 @@ def test_a_warning_points_at_the_users_line():
     assert [warning.filename for warning in said] == [__file__, __file__]
 
 
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 def test_a_cpu_without_vnni_is_told_once():
     """In a process of its own, and of the user's line."""
     code = (

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import after, expected, text
+from tests.graphs import expected, graph, text
 from tests.helpers import REFERENCE, module
 from tests.machine import no_warnings
 from tests.traced import X, close, conv
@@ -19,7 +19,7 @@ pytestmark = no_warnings
 
 def test_arithmetic_on_sizes_stays_in_the_graph():
     model = module(lambda self, x: self.a(x).view(x.size(0), -1), a=conv())
-    assert text(after(model, X, "trace")) == expected("""
+    assert text(graph(model, X, "trace")) == expected("""
         x = input
         a = module Conv2d(x)
         size = .size(x, 0)
@@ -36,7 +36,7 @@ def by_channels(self, x):
 
 
 def test_a_branch_on_a_size_is_checked():
-    gm = after(module(by_channels, a=nn.Conv2d(3, 4, 1)), X, "trace")
+    gm = graph(module(by_channels, a=nn.Conv2d(3, 4, 1)), X, "trace")
     assert "check_same(eq, True, how='bool'" in text(gm)
     qmodel = (
         close(module(by_channels, a=nn.Identity(), b=conv()), X) if False else close(module(by_channels, a=conv()), X)
@@ -90,7 +90,7 @@ def test_a_branch_that_makes_no_difference_is_not_checked(function):
             self.a = conv()
 
     model = nn.Sequential(Block(), Block()).eval()
-    gm = after(model, X, "trace")
+    gm = graph(model, X, "trace")
     assert "check_same" not in text(gm) and "gt" not in text(gm)
     quantized = fxq.quantize(model, REFERENCE, data=[X])
     assert quantized(X[:, :, :1, :1]).shape == model(X[:, :, :1, :1]).shape
@@ -98,7 +98,7 @@ def test_a_branch_that_makes_no_difference_is_not_checked(function):
 
 @pytest.mark.parametrize("forward", [by_channels, either, halved, counted])
 def test_a_branch_that_might_make_one_is(forward):
-    gm = after(module(forward, a=conv()), X, "trace")
+    gm = graph(module(forward, a=conv()), X, "trace")
     assert "check_same" in text(gm)
 
 
@@ -192,7 +192,7 @@ class AssertingNorm(nn.BatchNorm2d):
 
 def test_ranks_are_no_nodes_that_stand_between_ops():
     model = module(lambda self, x: F.relu(self.norm(self.a(x))), a=conv(), norm=AssertingNorm(3))
-    assert text(after(model, X, "fold-batch-norm")) == expected("""
+    assert text(graph(model, X, "fold-batch-norm")) == expected("""
         x = input
         check_fixed = check_fixed({'x': x}, {'x': '<a tensor with 4 axes>'})
         a = conv2d(x, @fxq_data.a_weight_folded, @fxq_data.a_bias_folded, padding=(1, 1))

@@ -6,7 +6,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import after
+from tests.graphs import graph
 from tests.helpers import REFERENCE, module
 from tests.machine import no_warnings
 from tests.traced import Counts, Keeps, X, close, conv
@@ -91,7 +91,7 @@ def test_a_cache_is_no_memory():
 )
 def test_random_numbers_are_drawn_in_every_call(noise):
     model = module(lambda self, x: self.a(x + noise(x)), a=conv()).eval()
-    traced = after(model, X, "trace")
+    traced = graph(model, X, "trace")
     with torch.no_grad():
         wanted, got = drawn(model), drawn(traced)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(wanted, got, strict=True))

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.graphs import after
+from tests.graphs import graph
 from tests.helpers import REFERENCE, module
 from tests.machine import no_warnings
 from tests.traced import X, close, conv
@@ -83,7 +83,7 @@ def test_models_run_and_are_traced_in_several_threads_at_once():
         except BaseException as error:
             errors.append(error)
 
-    after(module(forward, other=other).eval(), X, "trace")
+    graph(module(forward, other=other).eval(), X, "trace")
     assert results and all(results)
     call, threads = nn.Module.__call__, [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
@@ -102,5 +102,5 @@ def test_another_thread_draws_numbers_of_its_own():
         beside.join()
         return self.a(x)
 
-    after(module(forward, a=conv()).eval(), X, "trace")
+    graph(module(forward, a=conv()).eval(), X, "trace")
     assert {type(value) for value in drawn_beside} == {torch.Tensor}

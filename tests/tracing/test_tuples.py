@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel
 from fxq.common.metrics import sqnr
 from fxq.errors import InputError
-from tests.graphs import after
+from tests.graphs import graph
+from tests.machine import needs_x86
 
 
 class Between(nn.Module):
@@ -38,7 +38,7 @@ WHOLE = {
 CHANNELS = {"chunk_named": 16, "tensor_split": 6}
 
 
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 @pytest.mark.parametrize("name", WHOLE)
 def test_runs_on_integers(name):
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def test_runs_on_integers(name):
 def test_is_what_it_is_written_out(name):
     """The canonical graph has one op for each part, and gives the same numbers."""
     model, x = Between(WHOLE[name], CHANNELS.get(name, 8)).eval(), torch.randn(2, 3, 10, 10)
-    gm = after(model, x, "canonicalize")
+    gm = graph(model, x, "canonicalize")
     assert "as a whole" not in str([n.meta["fxq"].kept for n in gm.graph.nodes])
     with torch.no_grad():
         torch.testing.assert_close(gm(x), model(x), rtol=1e-6, atol=1e-6)

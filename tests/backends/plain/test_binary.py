@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends import cpu
 from fxq.backends.kernel import Post
 from fxq.backends.plain import binary as arithmetic
 from fxq.backends.x86 import onednn_binary as x86_elementwise
@@ -19,9 +18,9 @@ from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
 from tests.helpers import module
 from tests.kernels import BYTE, OUTS, RESIDUAL, agree, bytes_, copies, real
-from tests.machine import no_warnings
+from tests.machine import needs_x86, no_warnings
 
-pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 POSTS = {None: lambda y: y, Post("relu"): F.relu, Post("hardtanh", (-0.4, 3.1)): lambda y: y.clamp(-0.4, 3.1)}
 ADDS = arithmetic.Add, x86_elementwise.OnednnAdd
 MULS = arithmetic.Mul, x86_elementwise.OnednnMul

@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends import cpu
 from fxq.backends.plain.lookup import Lookup
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
 from tests.helpers import module
 from tests.kernels import BYTE, OUTS, bytes_, copies
-from tests.machine import no_warnings
+from tests.machine import needs_x86, no_warnings
 
-needs_x86 = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
 FUNCTIONS = {
     "sigmoid": torch.sigmoid, "tanh": torch.tanh, "gelu": F.gelu, "silu": F.silu, "mish": F.mish, "elu": F.elu,

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxq
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Kernel
 from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool3d, Mean
 from fxq.common.metrics import sqnr
@@ -24,6 +23,7 @@ from tests.kernels import (
     bytes_,
     real,
 )
+from tests.machine import needs_x86
 
 
 def layouts(x: Tensor) -> list[Tensor]:
@@ -79,7 +79,7 @@ OPS = [
 ]
 
 
-@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 @pytest.mark.parametrize(("conv", "shape", "pool"), OPS, ids=str)
 def test_no_float_round_trip(conv, shape, pool):
     """Between two layers there is no conversion, and the numbers are those of the qdq graph."""

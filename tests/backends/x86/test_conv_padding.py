@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxq.backends import cpu
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86 import conv_padding as x86_pad
 from fxq.backends.x86.conv_padding import Padding
 from fxq.backends.x86.onednn_conv import OnednnConv
 from tests.kernels import CHANNELS_LAST, OUTS, X, activations, agree, bytes_, real, weight
+from tests.machine import needs_x86
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
@@ -48,7 +48,7 @@ def test_made_in_inference_mode_and_used_outside():
     assert torch.equal(padding.take(x).image, F.pad(x, (1, 1, 1, 1), value=3))
 
 
-@pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+@needs_x86
 def test_a_convolution_in_many_threads():
     q, qp, w = weight(16, 16, 3, 3)
     conv = OnednnConv(LayerSpec(q, qp, None, X, OUTS[0], padding=1))

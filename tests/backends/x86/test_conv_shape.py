@@ -12,9 +12,9 @@ from fxq.backends.x86.conv_shape import misread
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
 from tests.kernels import OUTS, RESIDUAL, X, activations, agree, bytes_, real, weight
-from tests.machine import QMAX
+from tests.machine import QMAX, needs_x86
 
-pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 # C_in per group, kernel: rows of 128 bytes and more in complete tiles of 64.
 WRONG = [
     (c, (1, k))

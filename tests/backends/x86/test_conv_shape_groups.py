@@ -5,15 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends import cpu
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.kernel import Post
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.conv_shape import geometry
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.quant.qparams import QParams
 from tests.kernels import agree, real, weight
+from tests.machine import needs_x86
 
-pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 X = QParams.per_tensor(0.0217, 51, 0, 127)  # a grid that every CPU takes
 OUT = QParams.per_tensor(0.0471, 60, 0, 127)
 

@@ -1,13 +1,13 @@
 """Sums on oneDNN: what `tests/backends/plain/test_binary.py` does not ask of all sums and products alike."""
 
-import pytest
 import torch
 
 from fxq.backends import cpu
 from fxq.backends.x86.onednn_binary import OnednnAdd
 from fxq.quant.qparams import QParams
+from tests.machine import needs_x86
 
-pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 
 
 def test_sums_take_all_bits_on_any_cpu(monkeypatch):

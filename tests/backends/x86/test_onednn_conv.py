@@ -38,9 +38,9 @@ from tests.kernels import (
     real,
     weight,
 )
-from tests.machine import QMAX
+from tests.machine import QMAX, needs_x86
 
-pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends import cpu
 from fxq.backends.kernel import Post
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_conv import OnednnConv
@@ -19,9 +18,9 @@ from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 from tests.helpers import module
 from tests.kernels import OUTS, X, activations, agree, copies, layer, real, weight
-from tests.machine import no_warnings
+from tests.machine import needs_x86, no_warnings
 
-pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
 
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends import cpu
-from fxq.backends.cpu import has_onednn_int8
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.quant.qparams import QParams
@@ -26,9 +25,9 @@ from tests.kernels import (
     real,
     weight,
 )
-from tests.machine import QMAX
+from tests.machine import QMAX, needs_x86
 
-pytestmark = pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 SMALL = QParams.per_tensor(0.0217, 51, 0, 127)  # a grid that every CPU takes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -18,8 +17,9 @@ from tests.kernels import (
     agree,
     real,
 )
+from tests.machine import needs_x86
 
-pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 
 
 def test_pooling():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends import cpu
 from fxq.backends.x86 import onednn_binary as x86_elementwise
 from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, Excite
 from fxq.common.metrics import sqnr
@@ -18,9 +17,9 @@ from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
 from tests.helpers import module
 from tests.kernels import BYTE, CHANNELS_LAST, OUTS, agree, bytes_, copies, real, weight
-from tests.machine import no_warnings
+from tests.machine import needs_x86, no_warnings
 
-pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 
 # No product is so near to a tie that float32 and float64 round it differently in more than a few elements.
 PRODUCTS = [

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends import cpu
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from tests.kernels import (
@@ -19,8 +17,9 @@ from tests.kernels import (
     real,
     weight,
 )
+from tests.machine import needs_x86
 
-pytestmark = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+pytestmark = needs_x86
 
 
 @settings(max_examples=300, deadline=None)
