@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxq
+from fxq.rewriting.rewriter import Rewriter
 from tests.graphs import equal
 from tests.helpers import REFERENCE, module
 from tests.models import NETWORKS, batch, build, call
@@ -240,3 +241,33 @@ def test_the_examples_of_docstrings_run(name):
 def test_there_are_examples():
     finder = doctest.DocTestFinder(exclude_empty=True)
     assert any(test.examples for test in finder.find(importlib.import_module("fxq.api")))
+
+
+def test_conversion_without_data_can_be_made_up_for():
+    """The error comes before the first edit."""
+    model, x = build("dense"), batch("dense")
+    observed = fxq.prepare(model, REFERENCE, x)
+    with pytest.raises(fxq.CalibrationError, match="has seen no data"):
+        fxq.convert(observed)
+    fxq.calibrate(observed, [x])
+    assert equal(call(fxq.convert(observed), x), call(fxq.quantize(model, REFERENCE, data=[x]), x))
+
+
+class WithoutObservers(fxq.Pass):
+    """A bad pass: takes the observers out."""
+
+    name = "no-observers"
+    needs = gives = fxq.Stage.FUSED
+
+    def run(self, rewriter):
+        for node in rewriter.nodes():
+            if node.name.endswith("_observer"):
+                rewriter.replace(node, node.args[0])
+
+
+def test_what_a_bad_pass_left_out_is_named():
+    observed = fxq.prepare(build("dense"), REFERENCE, batch("dense"))
+    observed(batch("dense"))
+    WithoutObservers().run(Rewriter(observed.manager.gm, observed.manager.context))
+    with pytest.raises(fxq.PassError, match=r"%x \(placeholder.*no observer watches"):
+        fxq.convert(observed)

@@ -13,10 +13,10 @@ from fxq.common.metrics import sqnr, tensors
 from fxq.errors import warn_once
 from fxq.graph.info import info
 from tests.graphs import again, equal, stepwise
-from tests.machine import X86, decibels, needs_vnni, needs_x86, quiet
+from tests.helpers import REFERENCE, module
+from tests.machine import X86, decibels, needs_vnni, needs_x86, portable, quiet
 from tests.models import NETWORKS, batch, build, call, settled
 
-REFERENCE = fxq.Recipe.static(backend="reference")
 BACKENDS = ["reference", pytest.param("x86", marks=needs_x86)]
 
 
@@ -215,6 +215,20 @@ def test_fewer_bits_lose_about_six_decibels_each():
         assert all(int(p.weight.abs().max()) == limit for p in quantized.qparams().values())
     assert 9 < losses[6] - losses[4] < 15
     assert 9 < losses[8] - losses[6] < 15
+
+
+@pytest.mark.parametrize("coarse", ["a", "b"])
+def test_two_specs_of_one_value(coarse):
+    """The coarse layer loses what it must, the fine one nothing; kernels read both forms."""
+    layers = {"stem": nn.Linear(4, 8), "a": nn.Linear(8, 4), "b": nn.Linear(8, 4)}
+    model = module(lambda self, x: (self.a(y := self.stem(x)), self.b(y), torch.erf(y)), **layers)
+    x, config = torch.randn(64, 4), fxq.QuantConfig(activation=fxq.TensorSpec(bits=3, observer="minmax"))
+    quantized = call(fxq.quantize(model, portable().override(coarse, config), data=[x]), x)
+    losses = dict(zip("ab", map(sqnr, call(model, x), quantized), strict=False))
+    assert losses.pop(coarse) < 25
+    assert min(losses.values()) > decibels(35)
+    on_auto = fxq.quantize(model, fxq.Recipe.static(narrow="activations").override(coarse, config), data=[x])
+    assert sqnr(quantized, call(on_auto, x)) > 50
 
 
 # ---- special data

@@ -12,7 +12,7 @@ from fxq.graph.info import info
 from fxq.passes import Canonicalize
 from tests.graphs import again, equal, expected, graph, text, until
 from tests.helpers import REFERENCE
-from tests.models import NETWORKS, batch, build, call, settled
+from tests.models import batch, build, call, settled
 
 
 class Spelled(nn.Module):
@@ -55,15 +55,6 @@ def test_text_before_and_after():
         return add
     """)
     assert equal(call(manager.gm, x), call(model, x))
-    assert again(manager, Canonicalize()) == []
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_networks_keep_their_output(name):
-    model, inputs = build(name), batch(name)
-    manager = until(model, inputs, "canonicalize")
-    # Padding as an op of its own lets a convolution sum in another order.
-    torch.testing.assert_close(call(manager.gm, inputs), call(model, inputs), rtol=1e-6, atol=1e-6)
     assert again(manager, Canonicalize()) == []
 
 

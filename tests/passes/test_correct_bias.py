@@ -1,3 +1,5 @@
+"""correct-bias: every int8 layer is fitted to its float form, by its bias and the scale of its weight."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from fxq.common.metrics import sqnr
 from fxq.graph.query import is_op
 from fxq.passes import CorrectBias, correct_bias
 from fxq.passes.correct_bias import _Moments
+from tests.graphs import drawn, expected, program, run_pass
 from tests.helpers import REFERENCE
 
 CORRECTED = fxq.Recipe.static(backend="reference", correct_bias=True)
@@ -40,47 +43,72 @@ def test_the_mean_and_the_gain_of_every_channel_come_back():
         assert shift.abs().max() < 1e-3 < (plain(fresh) - wanted).mean((0, 2, 3)).abs().max()
 
 
-def test_the_integers_stay_and_the_model_too():
-    model = network()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    plain, corrected = (fxq.quantize(model, recipe, data=X).qparams() for recipe in (REFERENCE, CORRECTED))
-    for path in ("0", "2"):
-        assert torch.equal(plain[path].weight, corrected[path].weight)
-        factor = corrected[path].weight_scale / plain[path].weight_scale
-        assert ((factor - 1).abs() < 0.1).all() and (factor != 1).any()  # _MOST
-        assert not torch.equal(plain[path].bias, corrected[path].bias)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+LAYER = """
+    x: float32[4, 3, 16, 16] = input()
+    w: float32[4, 3, 3, 3] = tensor('w')
+    w_int8: int8[4, 3, 3, 3] = tensor('w_int8')
+    scale: float32[4] = tensor('scale')
+    zero: int32[4] = tensor('zero')
+    b: float32[4] = tensor('b')
+    x_q = quantize(x, scale=0.01, zero_point=0)
+    x_dq = dequantize(x_q, scale=0.01, zero_point=0)
+    w_dq = dequantize(w_int8, scale=scale, zero_point=zero, qmin=-127, qmax=127, axis=0)  # stands_for='w'
+    y = conv2d(x_dq, w_dq, b)  # 'conv', plan=Plan(Decision('int8'), reads=TensorSpec())
+    return y
+"""
+SKEWED = skewed(4, 3, 3, 3).detach()
+GIVEN = {"w": SKEWED, "scale": torch.full((4,), 1 / 127), "w_int8": (SKEWED * 127).round().to(torch.int8)}
 
 
-def test_the_factor_is_the_least_squares_slope():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)).eval()
-    model[0].weight = skewed(4, 3, 3, 3)
-    x = torch.rand(4, 3, 16, 16)
-    plain = fxq.quantize(model, REFERENCE, data=[x]).qparams()["0"]
-    fitted = fxq.quantize(model, CORRECTED, data=[x]).qparams()["0"]
-    grid = (torch.round(x / plain.input_scale) + plain.input_zero_point).clamp(0, 255)
-    real = (grid - plain.input_zero_point).double() * plain.input_scale
-    weight = plain.weight.double() * plain.weight_scale.double().view(-1, 1, 1, 1)
-    got = nn.functional.conv2d(real, weight, padding=1).movedim(1, 0).flatten(1)
-    wanted = nn.functional.conv2d(x.double(), model[0].weight.double(), padding=1).movedim(1, 0).flatten(1)
+def test_text_before_and_after():
+    """The integers of the weight stay."""
+    gm = run_pass(CorrectBias(), LAYER, GIVEN, data=(X[0],))
+    assert program(gm) == expected("""
+        x: float32[4, 3, 16, 16] = input()
+        w: float32[4, 3, 3, 3] = tensor('w')
+        w_int8: int8[4, 3, 3, 3] = tensor('w_int8')
+        scale: float32[4] = tensor('scale')
+        zero: int32[4] = tensor('zero')
+        b: float32[4] = tensor('b')
+        x_q: uint8[4, 3, 16, 16] = quantize(x, scale=0.01, zero_point=0)
+        x_dq: float32[4, 3, 16, 16] = dequantize(x_q, scale=0.01, zero_point=0)
+        w_scale_corrected: float32[4] = tensor('fxq_data.w_scale_corrected')
+        w_dq: float32[4, 3, 3, 3] = dequantize(w_int8, scale=w_scale_corrected, zero_point=zero, \
+qmin=-127, qmax=127, axis=0)
+        conv_bias_corrected: float32[4] = tensor('fxq_data.conv_bias_corrected')
+        y: float32[4, 4, 14, 14] = conv2d(x_dq, w_dq, conv_bias_corrected)
+        return y
+    """)
+
+
+def test_the_line_is_the_least_squares_one():
+    """Also: `scale=False` moves the bias alone, by the mean error."""
+    before, gm = fxq.read_graph(LAYER, {**drawn(LAYER), **GIVEN}), run_pass(CorrectBias(), LAYER, GIVEN, data=(X[0],))
+    gm_bias = run_pass(CorrectBias(scale=False), LAYER, GIVEN, data=(X[0],))
+    got = (before(X[0]) - before.b.view(-1, 1, 1)).double().movedim(1, 0).flatten(1)
+    wanted = F.conv2d(X[0].double(), SKEWED.double()).movedim(1, 0).flatten(1)
     for channel in range(4):
         line = torch.stack([got[channel], torch.ones_like(got[channel])], 1)
-        slope = float(torch.linalg.lstsq(line, wanted[channel, :, None].detach()).solution[0])
-        assert abs(float(fitted.weight_scale[channel] / plain.weight_scale[channel]) - slope) < 1e-5
+        slope, shift = torch.linalg.lstsq(line, wanted[channel, :, None]).solution.flatten().tolist()
+        assert float(gm.fxq_data.w_scale_corrected[channel]) * 127 == pytest.approx(slope, abs=1e-5)
+        assert float(gm.fxq_data.conv_bias_corrected[channel] - gm.b[channel]) == pytest.approx(shift, abs=1e-4)
+    means = (wanted - got).mean(1).float()
+    torch.testing.assert_close(gm_bias.fxq_data.conv_bias_corrected - gm_bias.b, means, atol=1e-5, rtol=0)
+    assert "scale_corrected" not in program(gm_bias)
 
 
-def test_without_scale_only_the_bias_moves():
-    recipe = REFERENCE.insert_pass(CorrectBias(scale=False), after="insert-qdq")
-    plain, corrected = (fxq.quantize(network(), r, data=X).qparams() for r in (REFERENCE, recipe))
-    assert torch.equal(plain["0"].weight_scale, corrected["0"].weight_scale)
-    assert not torch.equal(plain["0"].bias, corrected["0"].bias)
-
-
-def test_what_it_leaves_alone():
-    few = fxq.quantize(nn.Sequential(nn.Linear(4, 4)).eval(), CORRECTED, data=[torch.rand(8, 4)])  # 8 values a channel
-    assert few.history["correct-bias"].edits == ()
-    without_bias = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)).eval()
-    assert fxq.quantize(without_bias, CORRECTED, data=X).history["correct-bias"].edits == ()
+@pytest.mark.parametrize(
+    ("step", "written"),
+    [
+        (CorrectBias(least=785), LAYER),  # 784 values a channel
+        (CorrectBias(), LAYER.replace("w_dq, b)", "w_dq)")),
+        (CorrectBias(), LAYER.replace("'int8'", "'float'")),
+    ],
+    ids=["few values", "no bias", "float"],
+)
+def test_what_it_leaves_alone(step, written):
+    gm = run_pass(step, written, GIVEN, data=(X[0],))
+    assert program(gm) == program(fxq.read_graph(written, fxq.graph_tensors(gm)))
 
 
 def test_batches_of_any_size_count_as_one():

@@ -1,4 +1,7 @@
-"""fold-batch-norm: batch norms into the layers before them."""
+"""fold-batch-norm: batch norms into the layers before them, or behind them."""
+
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -6,251 +9,142 @@ from torch import nn
 
 import fxq
 from fxq.passes import FoldBatchNorm
-from fxq.patterns.norm import norm_before_layer
-from tests.graphs import again, expected, graph, program, run_pass, text, until
+from fxq.patterns.norm import norm_after_layer, norm_before_layer
+from tests.graphs import drawn, expected, program, run_pass
 from tests.helpers import REFERENCE
-from tests.models import batch, build, call, settled
+from tests.models import call, settled
 
 
-class Layer(nn.Module):
-    def __init__(self, layer, norm):
-        super().__init__()
-        self.layer, self.norm = layer, norm
+def written(layer, shape, weight, channels, norm="batch_norm({}, mean, var, g, h)", ahead=False):
+    """A layer with a norm behind it; or the other way round, behind a relu."""
+    first, second = norm.format("relu"), layer.replace("(x", "(first")
+    lines = ["relu = relu(x)", f"first = {first}", f"layer = {second}", "return layer"]
+    if not ahead:
+        lines = [f"layer = {layer}", f"norm = {norm.format('layer')}", "return norm"]
+    vectors = [f"{name}: float32[{channels}] = tensor('{name}')" for name in ("mean", "var", "g", "h")]
+    bias = weight.partition(",")[0] if ahead else channels
+    tensors = [f"w: float32[{weight}] = tensor('w')", f"b: float32[{bias}] = tensor('b')", *vectors]
+    return "\n".join([f"x: float32[{shape}] = input()", *tensors, *lines])
 
-    def forward(self, x):
-        return self.norm(self.layer(x))
 
-
-VARIANTS = {
-    "conv1d": (lambda: Layer(nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6)), (2, 4, 9)),
-    "conv2d": (lambda: Layer(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)), (2, 4, 9, 9)),
-    "no bias": (lambda: Layer(nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6)), (2, 4, 9, 9)),
-    "no affine": (lambda: Layer(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, affine=False)), (2, 4, 9, 9)),
-    "eps": (lambda: Layer(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, eps=0.5)), (2, 4, 9, 9)),
-    "grouped": (lambda: Layer(nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)), (2, 4, 9, 9)),
-    "depthwise": (lambda: Layer(nn.Conv2d(4, 4, 3, groups=4), nn.BatchNorm2d(4)), (2, 4, 9, 9)),
-    "transposed": (lambda: Layer(nn.ConvTranspose2d(4, 6, 3, stride=2), nn.BatchNorm2d(6)), (2, 4, 5, 5)),
-    "transposed grouped": (lambda: Layer(nn.ConvTranspose2d(4, 6, 2, groups=2), nn.BatchNorm2d(6)), (2, 4, 5, 5)),
-    "conv3d": (lambda: Layer(nn.Conv3d(4, 6, 3), nn.BatchNorm3d(6)), (2, 4, 5, 5, 5)),
-    "transposed 1d": (lambda: Layer(nn.ConvTranspose1d(4, 6, 3, stride=2), nn.BatchNorm1d(6)), (2, 4, 5)),
-    "transposed 3d": (lambda: Layer(nn.ConvTranspose3d(4, 6, 2, groups=2), nn.BatchNorm3d(6)), (2, 4, 3, 3, 3)),
-    "linear": (lambda: Layer(nn.Linear(4, 6), nn.BatchNorm1d(6)), (8, 4)),
+AFTER = {
+    "conv1d": ("conv1d(x, w, b)", "2, 4, 9", "6, 4, 3", 6),
+    "conv2d": ("conv2d(x, w, b)", "2, 4, 9, 9", "6, 4, 3, 3", 6),
+    "no bias": ("conv2d(x, w)", "2, 4, 9, 9", "6, 4, 3, 3", 6),
+    "no affine": ("conv2d(x, w, b)", "2, 4, 9, 9", "6, 4, 3, 3", 6, "batch_norm({}, mean, var)"),
+    "eps": ("conv2d(x, w, b)", "2, 4, 9, 9", "6, 4, 3, 3", 6, "batch_norm({}, mean, var, g, h, eps=0.5)"),
+    "grouped": ("conv2d(x, w, b, groups=2)", "2, 4, 9, 9", "6, 2, 3, 3", 6),
+    "depthwise": ("conv2d(x, w, b, groups=4)", "2, 4, 9, 9", "4, 1, 3, 3", 4),
+    "transposed": ("conv_transpose2d(x, w, b, stride=(2, 2))", "2, 4, 5, 5", "4, 6, 3, 3", 6),
+    "transposed grouped": ("conv_transpose2d(x, w, b, groups=2)", "2, 4, 5, 5", "4, 3, 2, 2", 6),
+    "conv3d": ("conv3d(x, w, b)", "2, 4, 5, 5, 5", "6, 4, 3, 3, 3", 6),
+    "transposed 1d": ("conv_transpose1d(x, w, b, stride=(2,))", "2, 4, 5", "4, 6, 3", 6),
+    "transposed 3d": ("conv_transpose3d(x, w, b, groups=2)", "2, 4, 3, 3, 3", "4, 3, 2, 2, 2", 6),
+    "linear": ("linear(x, w, b)", "8, 4", "6, 4", 6),
 }
+AHEAD = {
+    "conv1d": ("conv1d(x, w, b)", "2, 4, 9", "6, 4, 3", 4),
+    "conv2d": ("conv2d(x, w, b, stride=(2, 2))", "2, 4, 9, 9", "6, 4, 3, 3", 4),
+    "conv3d": ("conv3d(x, w, b)", "2, 4, 5, 5, 5", "6, 4, 2, 2, 2", 4),
+    "no bias": ("conv2d(x, w)", "2, 4, 9, 9", "6, 4, 3, 3", 4),
+    "no affine": ("conv2d(x, w, b)", "2, 4, 9, 9", "6, 4, 3, 3", 4, "batch_norm({}, mean, var)"),
+    "grouped": ("conv2d(x, w, b, groups=2)", "2, 4, 9, 9", "6, 2, 3, 3", 4),
+    "depthwise": ("conv2d(x, w, b, groups=4)", "2, 4, 9, 9", "8, 1, 3, 3", 4),
+    "linear": ("linear(x, w, b)", "8, 4", "6, 4", 4),
+}
+CASES = [pytest.param(case, False, id=name) for name, case in AFTER.items()]
+CASES += [pytest.param(case, True, id=f"ahead of {name}") for name, case in AHEAD.items()]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_folds(name):
-    make, shape = VARIANTS[name]
-    model, x = settled(make), torch.randn(shape)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    manager = until(model, x, "fold-batch-norm")
-    line = str(text(manager.gm)).splitlines()
-    assert line[1].startswith("layer = ")
-    assert "(x, @fxq_data.layer_weight_folded, @fxq_data.layer_bias_folded" in line[1]
-    assert line[2:] == ["return layer"]
-    wanted = call(model, x)
-    torch.testing.assert_close(call(manager.gm, x), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert again(manager, FoldBatchNorm()) == []
+def ops(gm):
+    """The program's calls, without inputs and tensors."""
+    shown = [line.partition(" = ")[2] or line for line in program(gm).splitlines()]
+    return [call for call in shown if not call.startswith(("tensor(", "input("))]
 
 
-def test_text_before_and_after():
-    model, x = build("residual"), batch("residual")
-    manager = until(model, x, "fold-batch-norm")
-    assert text(manager.history["canonicalize"].graph).splitlines()[3:5] == [
-        "conv1 = conv2d(relu, @conv1.weight, padding=(1, 1))",
-        "bn1 = batch_norm(conv1, @bn1.running_mean, @bn1.running_var, @bn1.weight, @bn1.bias)",
-    ]
-    assert text(manager.gm) == expected("""
-        x = input
-        stem = conv2d(x, @stem.weight, @stem.bias, padding=(1, 1))
-        relu = relu(stem)
-        conv1 = conv2d(relu, @fxq_data.conv1_weight_folded, @fxq_data.conv1_bias_folded, padding=(1, 1))
-        relu_1 = relu(conv1)
-        conv2 = conv2d(relu_1, @fxq_data.conv2_weight_folded, @fxq_data.conv2_bias_folded, padding=(1, 1))
-        add = add(conv2, relu)
-        relu_2 = relu(add)
-        conv3 = conv2d(relu_2, @conv3.weight, @conv3.bias, stride=(2, 2), padding=(1, 1))
-        down = conv2d(relu_2, @down.weight, @down.bias, stride=(2, 2))
-        add_1 = add(conv3, down)
-        relu_3 = relu(add_1)
-        mean = mean(relu_3, dim=(2, 3))
-        head = linear(mean, @head.weight, @head.bias)
-        return head
-    """)
-    assert [e.rule for e in manager.history["fold-batch-norm"].edits][:2] == ["fold_batch_norm_conv2d"] * 2
+@pytest.mark.parametrize(("case", "ahead"), CASES)
+def test_folds(case, ahead):
+    before = written(*case, ahead=ahead)
+    tensors = {name: tensor - 0.25 * (name != "var") for name, tensor in drawn(before).items()}
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    gm = run_pass(FoldBatchNorm(), before, tensors)
+    read = "relu" if ahead else "x"
+    folded = re.sub(r"\(x, w(, b)?", f"({read}, w_weight_folded, w_bias_folded", case[0])
+    assert ops(gm) == ["relu(x)"] * ahead + [folded, "return layer"]
+    x = torch.randn([int(size) for size in case[1].split(", ")])
+    wanted = fxq.read_graph(before, kept)(x)
+    torch.testing.assert_close(gm(x), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    assert all(torch.equal(tensors[name], kept[name]) for name in kept)
+
+
+CONV = written("conv2d(x, w, b)", "2, 4, 6, 6", "4, 4, 3, 3", 4)
 
 
 def test_a_shared_conv_with_two_norms_gets_two_weights():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(4, 4, 3, padding=1)
-            self.first, self.second = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-        def forward(self, x):
-            return self.second(self.conv(torch.relu(self.first(self.conv(x)))))
-
-    model, x = settled(Model), torch.randn(2, 4, 6, 6)
-    weight = model.conv.weight.detach().clone()
-    gm = graph(model, x, "fold-batch-norm")
-    assert "batch_norm" not in text(gm)
-    torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
-    assert torch.equal(model.conv.weight, weight)
+    before = CONV.replace("return norm", "again = conv2d(norm, w)\nlast = batch_norm(again, var, mean)\nreturn last")
+    gm = run_pass(FoldBatchNorm(), before)
+    assert program(gm) == expected("""
+        x: float32[2, 4, 6, 6] = input()
+        w_weight_folded: float32[4, 4, 3, 3] = tensor('fxq_data.w_weight_folded')
+        w_bias_folded: float32[4] = tensor('fxq_data.w_bias_folded')
+        layer: float32[2, 4, 4, 4] = conv2d(x, w_weight_folded, w_bias_folded)
+        w_weight_folded_1: float32[4, 4, 3, 3] = tensor('fxq_data.w_weight_folded_1')
+        w_bias_folded_1: float32[4] = tensor('fxq_data.w_bias_folded_1')
+        again: float32[2, 4, 2, 2] = conv2d(layer, w_weight_folded_1, w_bias_folded_1)
+        return again
+    """)
+    assert not torch.equal(gm.fxq_data.w_weight_folded, gm.fxq_data.w_weight_folded_1)
 
 
 def test_two_norms_in_a_row():
-    before = """
-        x: float32[2, 4, 6, 6] = input()
-        w: float32[6, 4, 3, 3] = tensor('conv.weight')
-        b: float32[6] = tensor('conv.bias')
-        conv = conv2d(x, w, b, stride=(2, 2))
-        mean: float32[6] = tensor('mean')
-        var: float32[6] = tensor('var')
-        first = batch_norm(conv, mean, var)
-        second = batch_norm(first, mean, var)
-        return second
-    """
-    gm = run_pass(FoldBatchNorm(), before, NORM)
-    assert program(gm) == expected("""
-        x: float32[2, 4, 6, 6] = input()
-        conv_weight_folded_weight_folded: float32[6, 4, 3, 3] = tensor('fxq_data.conv_weight_folded_weight_folded')
-        conv_weight_folded_bias_folded: float32[6] = tensor('fxq_data.conv_weight_folded_bias_folded')
-        conv: float32[2, 6, 2, 2] = conv2d(x, conv_weight_folded_weight_folded, conv_weight_folded_bias_folded, \
-stride=(2, 2))
-        return conv
-    """)
-    x = torch.randn(2, 4, 6, 6)
-    torch.testing.assert_close(gm(x), fxq.read_graph(before, NORM)(x), rtol=1e-5, atol=1e-5)
-
-
-NORM = {
-    "conv.weight": torch.randn(6, 4, 3, 3),
-    "conv.bias": torch.randn(6),
-    "mean": torch.randn(6),
-    "var": torch.rand(6) + 0.5,
-}
-
-
-class Inside(nn.Module):
-    """The layer's value is read before the norm, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.norm = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
-
-    def forward(self, x):
-        y = self.layer(x)
-        return self.norm(y) + y
-
-
-class RunTime(nn.Module):
-    """The weight depends on the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.norm = nn.Parameter(torch.randn(4, 4, 3, 3)), nn.BatchNorm2d(4)
-
-    def forward(self, x):
-        return self.norm(nn.functional.conv2d(x, self.weight * x.mean((0, 2, 3)).reshape(1, 4, 1, 1)))
+    before = CONV.replace("return norm", "second = batch_norm(norm, mean, var)\nreturn second")
+    tensors, x = drawn(before), torch.randn(2, 4, 6, 6)
+    gm = run_pass(FoldBatchNorm(), before, tensors)
+    assert ops(gm) == ["conv2d(x, w_weight_folded_weight_folded, w_weight_folded_bias_folded)", "return layer"]
+    torch.testing.assert_close(gm(x), fxq.read_graph(before, tensors)(x), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("make", "shape", "reason"),
+    ("before", "reason"),
     [
-        (lambda: Layer(nn.Linear(4, 6), nn.BatchNorm1d(5)), (2, 5, 4), "channels_are_not_the_second_axis"),
-        (Inside, (2, 4, 6, 6), "%layer is also read by %add"),
-        (RunTime, (2, 4, 6, 6), "weight_is_computed_at_run_time"),
-        (lambda: Layer(nn.ReLU(), nn.BatchNorm2d(4)), (2, 4, 6, 6), ""),
+        (written("linear(x, w)", "2, 4, 4", "4, 4", 4), "channels_are_not_the_second_axis"),
+        (CONV.replace("return norm", "add = add(norm, layer)\nreturn add"), "%layer is also read by %add"),
+        (CONV.replace("conv2d(x, w, b)", "conv2d(x, w2)").replace("layer =", "w2 = mul(w, x)\nlayer =")
+         .replace("[2, 4, 6, 6]", "[4, 4, 3, 3]"), "weight_is_computed_at_run_time"),
+        (CONV.replace("conv2d(x, w, b)", "relu(x)"), ""),
     ],
-)
-def test_refuses(make, shape, reason):
-    import fxq
-    from fxq.patterns.norm import norm_after_layer
+)  # fmt: skip
+def test_refuses(before, reason):
+    gm = run_pass(FoldBatchNorm(), before)
+    assert ops(gm) == ops(fxq.read_graph(before, drawn(before)))
+    assert any(reason in fxq.explain(rule, gm, "norm") for rule in norm_after_layer)
 
-    model, x = settled(make), torch.randn(shape)
-    gm = graph(model, x, "fold-batch-norm")
-    assert "batch_norm(" in text(gm)
-    assert torch.equal(call(gm, x), call(model, x))
-    norm = next(n for n in gm.graph.nodes if "batch_norm" in str(n.target))
-    told = [fxq.explain(rule, gm, norm) for rule in norm_after_layer]
-    assert any(reason in line for line in told)
-    quantized = fxq.quantize(model, REFERENCE, data=[x])  # and goes through the pipeline all the same
-    assert call(quantized, x).shape == call(model, x).shape
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 5), nn.ReLU()])
+def test_what_is_not_folded_goes_through_the_pipeline_all_the_same(layer):
+    model, x = settled(lambda: nn.Sequential(layer, nn.BatchNorm1d(5))), torch.randn(2, 5, 4)
+    with pytest.warns(fxq.FxqWarning) if isinstance(layer, nn.ReLU) else nullcontext():
+        assert call(fxq.quantize(model, REFERENCE, data=[x]), x).shape == call(model, x).shape
 
 
 # ---- into the layer behind it
 
 
-class Ahead(nn.Module):
-    """A batch norm with nothing to fold into before it."""
-
-    def __init__(self, norm, layer):
-        super().__init__()
-        self.norm, self.layer = norm, layer
-
-    def forward(self, x):
-        return self.layer(self.norm(torch.relu(x)))
-
-
-def centred(norm):
-    """Without a shift, zeros of the output are zeros of the input."""
-    norm.register_parameter("bias", None)
-    norm.running_mean = torch.zeros_like(norm.running_mean)
-    return norm
-
-
-AHEAD = {
-    "conv1d": (lambda: Ahead(nn.BatchNorm1d(4), nn.Conv1d(4, 6, 3)), (2, 4, 9)),
-    "conv2d": (lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, stride=2)), (2, 4, 9, 9)),
-    "conv3d": (lambda: Ahead(nn.BatchNorm3d(4), nn.Conv3d(4, 6, 2)), (2, 4, 5, 5, 5)),
-    "no bias": (lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, bias=False)), (2, 4, 9, 9)),
-    "no affine": (lambda: Ahead(nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 6, 3)), (2, 4, 9, 9)),
-    "grouped": (lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2)), (2, 4, 9, 9)),
-    "depthwise": (lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 8, 3, groups=4)), (2, 4, 9, 9)),
-    "linear": (lambda: Ahead(nn.BatchNorm1d(4), nn.Linear(4, 6)), (8, 4)),
-}
-
-
-@pytest.mark.parametrize("name", AHEAD)
-def test_folds_into_the_layer_behind(name):
-    make, shape = AHEAD[name]
-    model, x = settled(make), torch.randn(shape)
-    manager = until(model, x, "fold-batch-norm")
-    shown = text(manager.gm).splitlines()
-    assert shown[1] == "relu = relu(x)"
-    assert "(relu, @fxq_data.layer_weight_folded, @fxq_data.layer_bias_folded" in shown[2]
-    assert shown[3:] == ["return layer"]
-    wanted = call(model, x)
-    torch.testing.assert_close(call(manager.gm, x), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
-    assert again(manager, FoldBatchNorm()) == []
-
-
 def test_padding_is_right_at_the_borders():
     """Zeros around the norm's output are not what it makes of zeros, unless it has no shift."""
-    x = torch.randn(2, 4, 5, 5)
-    model = settled(lambda: Ahead(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1)))
-    gm = graph(model, x, "fold-batch-norm")
-    assert "batch_norm" in text(gm)
-    torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
+    padded = written("conv2d(x, w, b, padding=(1, 1))", "2, 4, 5, 5", "6, 4, 3, 3", 4, ahead=True)
+    gm = run_pass(FoldBatchNorm(), padded)
+    assert ops(gm) == ops(fxq.read_graph(padded, drawn(padded)))
     assert "padding_is_not_normalized" in fxq.explain(norm_before_layer[1], gm, "layer")
-    model.norm = centred(model.norm)
-    gm = graph(model, x, "fold-batch-norm")
-    assert "batch_norm" not in text(gm)
-    torch.testing.assert_close(call(gm, x), call(model, x), rtol=1e-5, atol=1e-5)
+    centred = padded.replace("mean, var, g, h)", "mean, var, g)")
+    tensors, x = {**drawn(centred), "mean": torch.zeros(4)}, torch.randn(2, 4, 5, 5)
+    gm = run_pass(FoldBatchNorm(), centred, tensors)
+    assert "batch_norm" not in program(gm)
+    torch.testing.assert_close(gm(x), fxq.read_graph(centred, tensors)(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_norm_that_others_read_stays():
-    same = expected("""
-        x: float32[2, 6, 5, 5] = input()
-        relu: float32[2, 6, 5, 5] = relu(x)
-        mean: float32[6] = tensor('mean')
-        var: float32[6] = tensor('var')
-        norm: float32[2, 6, 5, 5] = batch_norm(relu, mean, var)
-        w: float32[4, 6, 3, 3] = tensor('w')
-        a: float32[2, 4, 3, 3] = conv2d(norm, w)
-        b: float32[2, 4, 3, 3] = conv2d(norm, w)
-        add: float32[2, 4, 3, 3] = add(a, b)
-        return add
-    """)
-    assert program(run_pass(FoldBatchNorm(), same, {**NORM, "w": torch.randn(4, 6, 3, 3)})) == same
+    same = written("conv2d(x, w, b)", "2, 4, 5, 5", "6, 4, 3, 3", 4, ahead=True).replace(
+        "return layer", "other = conv2d(first, w, b)\nadd = add(layer, other)\nreturn add"
+    )
+    assert ops(run_pass(FoldBatchNorm(), same)) == ops(fxq.read_graph(same, drawn(same)))
