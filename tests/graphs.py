@@ -119,6 +119,30 @@ def _after(step: Pass, gm: fx.GraphModule, known: Context) -> tuple[fx.GraphModu
     return work.gm, work.edits
 
 
+def joined(*parts: str) -> str:
+    """Parts of a program as one, each without its indentation."""
+    return "\n".join(map(expected, parts))
+
+
+def integer_weight(name: str, sizes: str, axis: int = 0) -> str:
+    """The lines of the float weight `name.weight` and of its integers, dequantized as `name_dq`."""
+    channels = sizes.split(", ")[axis]
+    return f"""
+        {name}_real: float32[{sizes}] = tensor('{name}.weight')
+        {name}_int8: int8[{sizes}] = tensor('fxq_data.{name}_weight_int8')
+        {name}_scale: float32[{channels}] = tensor('fxq_data.{name}_weight_scale')
+        {name}_zero: int32[{channels}] = tensor('fxq_data.{name}_weight_zero_point')
+        {name}_dq = dequantize({name}_int8, scale={name}_scale, zero_point={name}_zero, qmin=-127, qmax=127, \
+axis={axis})  # stands_for='{name}.weight'
+    """
+
+
+def qdq(name: str, scale: float = 0.5, zero_point: int = 3) -> str:
+    """The lines that put a value on a grid and take it off again, as `name_q` and `name_qdq`."""
+    grid = f"scale={scale}, zero_point={zero_point}, qmax={QMAX}"
+    return f"{name}_q = quantize({name}, {grid})\n{name}_qdq = dequantize({name}_q, {grid})"
+
+
 def drawn(program: str) -> dict[str, torch.Tensor]:
     """Random tensors for those that a program names: floats between 0 and 1, any int8, zero points of 0."""
     found = {}

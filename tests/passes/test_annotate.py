@@ -75,6 +75,7 @@ COSTS_NOTHING = "is float, so float costs no conversion"
         (("y = mul(a, s)",), "int8", ""),
         (("y = div(a, s)",), "int8", ""),
         (("c: float32[4, 8, 8] = tensor('c')", "y = add(a, c)"), "float", "its input c is a constant"),
+        (("c: float32[2, 4, 8, 8] = tensor('c')", "y = sigmoid(c)"), "float", "its inputs are constants"),
         (("top = amax(a, dim=1, keepdim=True)", "y = div(a, top)"), "float", "it divides by a value that is computed"),
         (("y = add(a, a, alpha=2)",), "float", "its second operand is scaled (alpha)"),
         (("y = interpolate(a, scale_factor=2, mode='bilinear')",), "float", "interpolates (bilinear)"),
@@ -100,10 +101,8 @@ def test_reasons(middle, fate, reason):
 
 
 def test_a_size_is_no_tensor():
-    assert annotated(SIZE, RESHAPE)["size"] == (
-        "float",
-        "its value is not a tensor",
-    )
+    got = annotated(SIZE, HALF, "y: float32[2, 4, 8, 8] = mul(a, half)")
+    assert got["size"] == got["half"] == ("float", "its value is not a tensor")
 
 
 def test_nobody_reads_integers():

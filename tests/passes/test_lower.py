@@ -1,6 +1,5 @@
 """lower: units become the x86 backend's kernels; the reference backend leaves the graph."""
 
-import copy
 import warnings
 
 import pytest
@@ -10,149 +9,154 @@ from torch import nn
 
 import fxq
 from fxq.backends import layer_kernel as kernel_module
-from fxq.backends.kernel import Kernel
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.common.metrics import sqnr
-from fxq.graph.query import submodule
 from fxq.passes import Lower
 from fxq.quant.qparams import QParams
-from tests.graphs import MINMAX, again, equal, expected, kinds, text, until
-from tests.helpers import REFERENCE
-from tests.machine import X86, needs_x86
-from tests.models import NETWORKS, batch, build, call, settled
+from tests.graphs import MINMAX, drawn, equal, expected, integer_weight, joined, kinds, qdq, run_pass, text
+from tests.machine import QMAX, X86, needs_x86
+from tests.models import call, settled
 
 pytestmark = needs_x86
 
 
-def lowered(model, x, recipe=X86):
-    return until(model, x, "lower", recipe)
-
-
-@pytest.mark.parametrize(
-    ("name", "lines"),
-    [
-        (
-            "prelu_chain",
-            """
-            x = input
-            x_q = module cpu.quantize(x)
-            extract = x86.conv(x_q)
-            act1 = cpu.prelu_quantize(extract)
-            shrink = x86.conv(act1)
-            act2 = cpu.prelu_quantize(shrink)
-            map_1 = x86.conv(act2)
-            act3 = cpu.prelu_quantize(map_1)
-            expand = x86.conv(act3)
-            act4 = cpu.prelu_quantize(expand)
-            up = x86.conv_transpose2d(act4)
-            return up
-            """,
-        ),
-        (
-            "residual",
-            """
-            x = input
-            x_q = module cpu.quantize(x)
-            stem_relu = x86.conv(x_q)
-            conv1_relu = x86.conv(stem_relu)
-            conv2_add_relu = x86.conv(conv1_relu, stem_relu)
-            down = x86.conv(conv2_add_relu)
-            conv3_add_relu = x86.conv(conv2_add_relu, down)
-            mean = cpu.mean(conv3_add_relu)
-            head = x86.linear(mean)
-            return head
-            """,
-        ),
-        (
-            "squeeze_excite",
-            """
-            x = input
-            x_q = module cpu.quantize(x)
-            stem_hardswish = x86.conv(x_q)
-            pool_conv2d_relu_conv2d_hardsigmoid_mul = x86.squeeze_excite(stem_hardswish)
-            out = x86.conv(pool_conv2d_relu_conv2d_hardsigmoid_mul)
-            return out
-            """,
-        ),
-        (
-            "shapes",
-            """
-            x = input
-            x_q = module cpu.quantize(x)
-            a_relu = x86.conv(x_q)
-            size = .size(a_relu, 0)
-            getattr_1 = getattr(a_relu, 'shape')
-            getitem = getitem(getattr_1, 2)
-            mul = mul(getitem, 2)
-            view = reshape(a_relu, shape=(size, 2, mul, -1))
-            b_relu = x86.conv(view)
-            permute = permute(b_relu, dims=(0, 2, 3, 1))
-            fc = x86.linear(permute)
-            return fc
-            """,
-        ),
-    ],
+CONV_RELU = """
+    def conv2d_relu(x, weight, bias):
+        conv2d = conv2d(x, weight, bias, padding=(1, 1))
+        relu = relu(conv2d)
+        return relu
+"""
+CONV_ADD_RELU = """
+    def conv2d_add_relu(x, weight, bias, other):
+        conv2d = conv2d(x, weight, bias, padding=(1, 1))
+        add = add(conv2d, other)
+        relu = relu(add)
+        return relu
+"""
+EXCITE = """
+    def squeeze_excite(x, w, b, v, c):
+        pool = adaptive_avg_pool2d(x, output_size=(1, 1))
+        conv2d = conv2d(pool, w, b)
+        relu = relu(conv2d)
+        conv2d_1 = conv2d(relu, v, c)
+        hardsigmoid = hardsigmoid(conv2d_1)
+        mul = mul(x, hardsigmoid)
+        return mul
+"""
+IMAGE = "x: float32[2, 4, 8, 8] = input()\nb: float32[4] = tensor('bias')"
+A, B = integer_weight("a", "4, 4, 3, 3"), integer_weight("b", "4, 4, 3, 3")
+RESIDUAL = joined(
+    CONV_RELU,
+    CONV_ADD_RELU,
+    IMAGE,
+    A,
+    B,
+    integer_weight("head", "5, 4"),
+    qdq("x"),
+    "stem = conv2d_relu(x_qdq, a_dq, b)",
+    qdq("stem"),
+    "conv = conv2d_add_relu(stem_qdq, b_dq, b, stem_qdq)",
+    qdq("conv"),
+    "mean = mean(conv_qdq, dim=(2, 3))",
+    qdq("mean", 0.25),
+    "head = linear(mean_qdq, head_dq)",
+    "return head",
 )
-def test_text(name, lines):
-    """Also: one quantize per PReLU and nothing between it and its convolution; sizes read without a dequantize."""
-    manager = lowered(build(name), batch(name))
-    assert text(manager.gm) == expected(lines)
-    assert again(manager, Lower()) == []
+PROGRAMS = {
+    "a residual": (
+        RESIDUAL,
+        """
+        x = input
+        x_q = module cpu.quantize(x)
+        stem = x86.conv(x_q)
+        conv = x86.conv(stem, stem)
+        mean = cpu.mean(conv)
+        head = x86.linear(mean)
+        return head
+        """,
+    ),
+    "a prelu": (  # one quantize and nothing else between it and its convolution
+        joined(
+            IMAGE, "s: float32[4] = tensor('s')", A, B, integer_weight("up", "4, 2, 2, 2", 1), qdq("x"),
+            "a = conv2d(x_qdq, a_dq, b)", "act = prelu(a, s)", qdq("act"), "up = conv_transpose2d(act_qdq, up_dq)",
+            "return up",
+        ),
+        """
+        x = input
+        x_q = module cpu.quantize(x)
+        a = x86.conv(x_q)
+        act = cpu.prelu_quantize(a)
+        up = x86.conv_transpose2d(act)
+        return up
+        """,
+    ),
+    "squeeze and excite": (
+        joined(
+            EXCITE, IMAGE, A, integer_weight("v", "4, 4, 1, 1"), integer_weight("w", "4, 4, 1, 1"), qdq("x"),
+            "gate = squeeze_excite(x_qdq, v_dq, b, w_dq, b)", qdq("gate"), "out = conv2d(gate_qdq, a_dq)", "return out",
+        ),
+        """
+        x = input
+        x_q = module cpu.quantize(x)
+        gate = x86.squeeze_excite(x_q)
+        out = x86.conv(gate)
+        return out
+        """,
+    ),
+    "sizes that are read": (  # without a dequantize
+        joined(
+            CONV_RELU, IMAGE, A, integer_weight("fc", "3, 8"), qdq("x"), "a = conv2d_relu(x_qdq, a_dq, b)",
+            qdq("a").partition("\n")[0], "size = a_q.size(0)", "shape = getattr(a_q, 'shape')",
+            "rows = operator.getitem(shape, 1)", "view: uint8[2, 4, 8, 8] = reshape(a_q, shape=(size, rows, -1, 8))",
+            f"view_dq = dequantize(view, scale=0.5, zero_point=3, qmax={QMAX})",
+            "fc = linear(view_dq, fc_dq)", "return fc",
+        ),
+        """
+        x = input
+        x_q = module cpu.quantize(x)
+        a = x86.conv(x_q)
+        size = .size(a, 0)
+        shape = getattr(a, 'shape')
+        rows = getitem(shape, 1)
+        view = reshape(a, shape=(size, rows, -1, 8))
+        fc = x86.linear(view)
+        return fc
+        """,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_networks_are_their_qdq_form(name):
-    model, inputs = build(name), batch(name, 8)
-    qdq = until(model, inputs, "fallback", X86)
-    manager = lowered(model, inputs)
-    for given in (inputs, batch(name, 3, seed=5)):  # kernels keep what they packed, for inputs of other sizes too
-        before = copy.deepcopy(given)
-        # A tie moves an element by one step of many: 50 dB leaves room for a few.
-        assert sqnr(call(qdq.gm, given), call(manager.gm, given)) > 50
-        assert equal(given, before)
-
-
-def test_a_convolution_in_front_of_a_prelu_emits_float():
-    manager = lowered(build("prelu_chain"), batch("prelu_chain"))
-    emitted = {
-        n.name: submodule(manager.gm, n).out for n in manager.gm.graph.nodes if hasattr(submodule(manager.gm, n), "out")
-    }
-    assert [name for name, out in emitted.items() if out is None] == ["extract", "shrink", "map_1", "expand", "up"]
+@pytest.mark.parametrize(("before", "after"), PROGRAMS.values(), ids=PROGRAMS)
+def test_text_before_and_after(before, after):
+    tensors, x = drawn(before), 20 * torch.rand(2, 4, 8, 8)
+    gm = run_pass(Lower(), before, tensors, recipe=X86)
+    assert text(gm) == expected(after)
+    assert sqnr(fxq.read_graph(before, tensors)(x), gm(x)) > 50
 
 
 def test_the_reference_backend_leaves_the_graph():
-    manager = lowered(build("residual"), batch("residual"), REFERENCE)
-    assert manager.history["lower"].edits == ()
-    assert not any(isinstance(m, Kernel) for m in manager.gm.modules())
+    assert kinds(run_pass(Lower(), RESIDUAL)) == kinds(fxq.read_graph(RESIDUAL, drawn(RESIDUAL)))
 
 
 def test_what_has_no_kernel_stays_in_qdq_form():
     """A layer whose sums could leave int32."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(150_000, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
-    model, x = settled(Model), torch.rand(4, 150_000)
-    nn.init.constant_(model.a.weight, 1e-3)
-    manager = lowered(model, x, X86.with_optimize("coverage"))
-    assert text(manager.gm).splitlines()[1:6] == [
-        "x_q = module cpu.quantize(x)",
-        "x_dq = module cpu.dequantize(x_q)",
-        "a_weight_dq = int8(a_weight, axis=0)",
-        "a = linear(x_dq, a_weight_dq, @a.bias)",
-        "a_q = module cpu.quantize(a)",
-    ]
-    quantized = fxq.quantize(model, X86.with_optimize("coverage"), data=[x])
-    entry = next(e for e in quantized.ledger if e.path == "a")
-    assert (entry.fate, "beyond int32" in entry.reason) == ("float", True)
-    assert sqnr(model(x), quantized(x)) > 25
+    before = joined(
+        "x: float32[4, 150000] = input()", integer_weight("a", "4, 150000"), integer_weight("b", "3, 4"), qdq("x"),
+        "a = linear(x_qdq, a_dq)", qdq("a"), "b = linear(a_qdq, b_dq)", "return b",
+    )  # fmt: skip
+    weight = {"fxq_data.a_weight_int8": torch.full((4, 150000), 127, dtype=torch.int8)}
+    assert text(run_pass(Lower(), before, weight, recipe=X86)) == expected("""
+        x = input
+        a_dq = int8(a_weight, axis=0)
+        x_q = module cpu.quantize(x)
+        x_qdq = module cpu.dequantize(x_q)
+        a = linear(x_qdq, a_dq)
+        a_q = module cpu.quantize(a)
+        b = x86.linear(a_q)
+        return b
+    """)
 
 
 ENGINES = ["x86", *(name for name in ("fbgemm", "qnnpack") if packed.has_engine(name))]
@@ -162,8 +166,8 @@ ENGINES = ["x86", *(name for name in ("fbgemm", "qnnpack") if packed.has_engine(
 @pytest.mark.parametrize(
     ("layer", "inputs"),
     [
-        (lambda: nn.Linear(150_000, 4), (2, 150_000)),
-        (lambda: nn.Conv1d(150_000, 4, 1), (1, 150_000, 2)),
+        (lambda: nn.Linear(150000, 4), (2, 150000)),
+        (lambda: nn.Conv1d(150000, 4, 1), (1, 150000, 2)),
         (lambda: nn.Conv2d(8_000, 2, 3, padding=1), (1, 8_000, 2, 2)),
         (lambda: nn.ConvTranspose2d(20_000, 2, 2), (1, 20_000, 2, 2)),
     ],
