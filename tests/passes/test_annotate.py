@@ -45,10 +45,11 @@ def test_text_before_and_after():
     written = LAYERS.replace("MIDDLE", "y = " + POOL.format("a"))
     gm = run_pass(Annotate(), written)
     assert program(gm) == program(fxq.read_graph(written, fxq.graph_tensors(gm)))
-    wanted = "plan=Plan(decision=Decision(fate='{}', decided_by='annotate'), reads=TensorSpec())".format
+    wanted = "plan=Plan(decision=Decision(fate='{}', decided_by='annotate'), reads=TensorSpec(){})".format
+    weight = ", weight=TensorSpec(signed=True, symmetric=True, per='channel', observer='minmax')"
     facts = dict(line.partition(" = ")[::2] for line in fxq.write_graph(gm).splitlines())
-    assert facts["a: float32[2, 4, 8, 8]"] == f"conv2d(x, v)  # 'a', {wanted('int8')}"
-    assert facts["y: float32[2, 4, 4, 4]"].endswith(f"stride=(2, 2))  # {wanted('moves')}")
+    assert facts["a: float32[2, 4, 8, 8]"] == f"conv2d(x, v)  # 'a', {wanted('int8', weight)}"
+    assert facts["y: float32[2, 4, 4, 4]"].endswith(f"stride=(2, 2))  # {wanted('moves', '')}")
 
 
 # ---- the reasons

@@ -109,13 +109,33 @@ def test_what_selects_a_small_part_reads_floats():
     assert plan.exact and plan.decision.text == "what it selects spans 100 times less than its input"
 
 
-def test_grids_give_up_a_bit_where_a_kernel_overflows():
-    overflows = CAT.replace(f"y = linear(cat, w)  # {INT8}", f"y = linear(cat, w)  # {INT8[:-1]}, overflows=True)")
-    for narrow, steps in (("activations", 127), ("weights", 255)):
-        recipe = fxq.Recipe.static(backend="reference", narrow=narrow)
-        assert grids(run_pass(ChooseGrids(), overflows, recipe=recipe, data=(STEPS, STEPS)))["cat"] == (
-            round(255 / steps, 6), 0,
-        )  # fmt: skip
+LAYER = f"""
+    modules['o.x'] = observer(spec={S})
+    modules['o.w'] = observer(spec=W, axis=0)
+    x: float32[1, 256] = input()  # edges=({MADE},)
+    x_o: float32[1, 256] = modules['o.x'](x)
+    w: float32[2, 256] = tensor('w')  # edges=(Edge(W, 1, True, True, axis=0),)
+    w_o: float32[2, 256] = modules['o.w'](w)
+    y = linear(x_o, w_o)  # {INT8[:-1]}, weight=W, overflows=True)
+    return y
+""".replace("W", "TensorSpec(signed=True, symmetric=True, per='channel', observer='minmax')")
+
+
+@pytest.mark.parametrize(("narrow", "steps", "limit"), [("activations", 127, 127), ("weights", 255, 63)])
+def test_one_of_two_gives_up_a_bit_where_a_kernel_overflows(narrow, steps, limit):
+    """Also: a weight has one scale for each channel; the observer is shown it here."""
+    recipe = fxq.Recipe.static(backend="reference", narrow=narrow)
+    gm = run_pass(ChooseGrids(), LAYER, recipe=recipe, data=(STEPS,))
+    (edge,), (weight,) = info(node(gm, "x")).edges, info(node(gm, "w")).edges
+    assert edge.qparams.s == pytest.approx(255 / steps)
+    assert (weight.qparams.axis, weight.qparams.qmax) == (0, limit)
+    torch.testing.assert_close(weight.qparams.scale, gm.w.abs().amax(1) / limit)
+
+
+def test_refuses_a_weight_that_no_observer_watches():
+    with pytest.raises(fxq.PassError, match=r"%w .*no observer watches this weight. Run insert-observers"):
+        unwatched = LAYER.replace("w_o: float32[2, 256] = modules['o.w'](w)", "").replace("w_o", "w")
+        run_pass(ChooseGrids(), unwatched, data=(STEPS,))
 
 
 def test_what_is_always_zero_is_noted():

@@ -2,22 +2,25 @@
 
 import pytest
 import torch
+from torch import nn
 
 import fxq
 from fxq.graph.info import info
 from fxq.graph.query import submodule
 from fxq.passes import InsertObservers
 from tests.graphs import equal, expected, node, run_pass, text
-from tests.helpers import REFERENCE
+from tests.helpers import REFERENCE, module
 from tests.models import batch, build
 
-INT8 = "plan=Plan(Decision('int8'), reads=TensorSpec())"
+W = "TensorSpec(signed=True, symmetric=True, per='channel', observer='minmax')"
+INT8 = f"plan=Plan(Decision('int8'), reads=TensorSpec(), weight={W})"
+WEIGHT = f"edges=(Edge({W}, 1, True, observed=True, axis=0),)"
 OBSERVED = "Edge(TensorSpec(), 0, True, observed=True)"
 DENSE = f"""
     x: float32[1, 3, 4, 4] = input()  # edges=({OBSERVED},)
-    w: float32[3, 3, 1, 1] = tensor('a.weight')
+    w: float32[3, 3, 1, 1] = tensor('a.weight')  # {WEIGHT}
     a = conv2d(x, w)  # 'a', 'net.py:7', edges=({OBSERVED},), {INT8}
-    v: float32[2, 6, 1, 1] = tensor('b.weight')
+    v: float32[2, 6, 1, 1] = tensor('b.weight')  # {WEIGHT}
     cat = cat([x, a], dim=1)  # edges=(Edge(TensorSpec(), 0, False),), plan=Plan(Decision('moves'), reads=TensorSpec())
     b = conv2d(cat, v)  # {INT8}
     return b
@@ -25,15 +28,17 @@ DENSE = f"""
 
 
 def test_text_before_and_after():
-    """Behind what is made, not behind what is moved; weights need none, nor what nobody reads as integers."""
+    """Behind what is made, not behind what is moved, nor what nobody reads as integers."""
     gm = run_pass(InsertObservers(), DENSE)
     assert text(gm) == expected("""
         x = input
         x_observer = module Histogram(x)
-        a = conv2d(x_observer, @a.weight)
+        w_observer = module MinMax(@a.weight)
+        a = conv2d(x_observer, w_observer)
         a_observer = module Histogram(a)
+        v_observer = module MinMax(@b.weight)
         cat = cat([x_observer, a_observer], dim=1)
-        b = conv2d(cat, @b.weight)
+        b = conv2d(cat, v_observer)
         return b
     """)
 
@@ -75,6 +80,43 @@ def test_one_observer_for_each_spec():
     """)
     x = torch.randn(8, 4)
     assert equal(gm(x), fxq.read_graph(program, {"w": gm.w})(x))
+
+
+def test_a_weight_has_one_observer_for_each_form_that_layers_want():
+    """What reads it in float, reads it as it is. Calibration shows the observer nothing: a weight is known."""
+    tensor = W.replace("channel", "tensor")
+    gm = run_pass(
+        InsertObservers(),
+        f"""
+        x: float32[8, 4] = input()
+        w: float32[4, 4] = tensor('w')  # edges=(Edge({W}, 1, True, True, axis=0), Edge({tensor}, 2, True, True))
+        a = linear(x, w)  # {INT8}
+        b = linear(x, w)  # {INT8.replace("channel", "tensor")}
+        cdist = torch.cdist(x, w)
+        return (a, b, cdist)
+        """,
+    )
+    assert text(gm).splitlines()[1:] == [
+        "w_observer_1 = module MinMax(@w)",
+        "w_observer = module MinMax(@w)",
+        "a = linear(x, w_observer)",
+        "b = linear(x, w_observer_1)",
+        "cdist = cdist(x, @w)",
+        "return (a, b, cdist)",
+    ]
+    gm(torch.randn(8, 4))
+    observers = [submodule(gm, node(gm, name)) for name in ("w_observer", "w_observer_1")]
+    assert [(observer.axis, observer.seen) for observer in observers] == [(0, False), (None, False)]
+
+
+def test_a_weight_that_changes_after_calibration_is_seen_as_it_is_then():
+    model, x = module(lambda self, x: self.a(x), a=nn.Linear(4, 4)), torch.randn(8, 4)
+    observed = fxq.calibrate(fxq.prepare(model, REFERENCE, x), [x])
+    with torch.no_grad():
+        model.a.weight.mul_(100)
+    assert fxq.convert(observed).qparams()["a"].weight_scale.max() == pytest.approx(
+        float(model.a.weight.detach().abs().max()) / 127, rel=1e-6
+    )
 
 
 def test_nothing_to_observe_in_a_float_model():

@@ -6,9 +6,9 @@ import torch
 import fxq
 from fxq.passes import InsertQdq
 from tests.graphs import expected, program, run_pass, text
-from tests.helpers import REFERENCE
 
-INT8 = "plan=Plan(Decision('int8'), reads=TensorSpec())"
+W = "TensorSpec(signed=True, symmetric=True, per='channel')"
+INT8 = f"plan=Plan(Decision('int8'), reads=TensorSpec(), weight={W})"
 MOVES = "plan=Plan(Decision('moves'), reads=TensorSpec())"
 
 
@@ -18,13 +18,19 @@ def edge(scale, zero_point=0, spec="TensorSpec()", qmax=255):
     return f"Edge({spec}, 0, True, True, qparams={grid})"
 
 
+def weight(scale="[0.01, 0.02, 0.03, 0.04]", zero_point="[0, 0, 0, 0]", axis=0):
+    """The edge of a weight."""
+    grid = f"QParams(scale={scale}, zero_point={zero_point}, qmin=-127, qmax=127, dtype=torch.int8, axis={axis})"
+    return f"edges=(Edge({W}, 0, True, True, axis={axis}, qparams={grid}),)"
+
+
 TWICE = f"""
     modules['seen.x'] = observer(spec=TensorSpec())
     modules['seen.a'] = observer(spec=TensorSpec())
 
     x: float32[5, 4] = input()  # edges=({edge(0.5, 3)},)
     x_observer: float32[5, 4] = modules['seen.x'](x)
-    w: float32[4, 4] = tensor('a.weight')
+    w: float32[4, 4] = tensor('a.weight')  # {weight()}
     b: float32[4] = tensor('a.bias')
     a = linear(x_observer, w, b)  # 'a', edges=({edge(0.25, 2)},), {INT8}
     a_observer: float32[5, 4] = modules['seen.a'](a)
@@ -62,8 +68,8 @@ def test_the_numbers_are_those_of_the_grids():
     def on_grid(value, scale, zero):
         return ((torch.round(value / scale) + zero).clamp(0, 255) - zero) * scale
 
-    steps = weight.double().abs().amax(1, keepdim=True) / 127
-    integers = torch.round(weight.double() / steps)
+    steps = torch.tensor([[0.01], [0.02], [0.03], [0.04]])
+    integers = torch.round(weight.double() / steps).clamp(-127, 127)
     first = on_grid(x.double(), 0.5, 3) @ (integers * steps).T + bias
     wanted = on_grid(first, 0.25, 2) @ (integers * steps).T + bias
     torch.testing.assert_close(gm(x).double(), wanted, rtol=1e-5, atol=1e-5)
@@ -71,18 +77,10 @@ def test_the_numbers_are_those_of_the_grids():
 
 
 def test_weights_per_tensor():
-    weight = fxq.TensorSpec(signed=True, symmetric=True, observer="minmax")
-    gm = run_pass(InsertQdq(), TWICE, recipe=fxq.Recipe.static(backend="reference", weight=weight))
-    (line,) = [line for line in text(gm).splitlines() if line.startswith("a_weight_dq = ")]
-    assert line.startswith("a_weight_dq = dequantize(@fxq_data.a_weight_int8, B, qmin=-127") and "axis" not in line
-
-
-@pytest.mark.parametrize(("narrow", "limit"), [("weights", 63), ("activations", 127)])
-def test_the_weights_of_a_kernel_that_overflows_have_7_bits_where_they_give_way(narrow, limit):
-    overflows = TWICE.replace("reads=TensorSpec()", "reads=TensorSpec(), overflows=True")
-    recipe = fxq.Recipe.static(backend="reference", narrow=narrow)
-    assert f"qmin={-limit}, qmax={limit}, axis=0" in program(run_pass(InsertQdq(), overflows, recipe=recipe))
-    assert "qmax=127, axis=0" in program(run_pass(InsertQdq(), TWICE, recipe=recipe))  # this one does not overflow
+    written = TWICE.replace(weight(), weight("0.5", "0", None).replace(W, W.replace("channel", "tensor")))
+    gm = run_pass(InsertQdq(), written.replace("channel", "tensor"))
+    (line,) = [line for line in program(gm).splitlines() if line.startswith("a_weight_dq: ")]
+    assert line.endswith(" = dequantize(a_weight_int8, scale=0.5, zero_point=0, qmin=-127, qmax=127)")
 
 
 def test_two_specs_of_one_value_are_two_quantizations_of_it():
@@ -92,11 +90,11 @@ def test_two_specs_of_one_value_are_two_quantizations_of_it():
         InsertQdq(),
         f"""
         x: float32[8, 4] = input()
-        w: float32[4, 4] = tensor('w')
-        v: float32[4, 4] = tensor('v')
+        w: float32[4, 4] = tensor('w')  # {weight()}
+        v: float32[4, 4] = tensor('v')  # {weight()}
         y = sigmoid(x)  # edges=({edge(0.5)}, {edge(0.125, 0, coarse, 7)})
         a = linear(y, w)  # {INT8}
-        b = linear(y, v)  # plan=Plan(Decision('int8'), reads={coarse})
+        b = linear(y, v)  # plan=Plan(Decision('int8'), reads={coarse}, weight={W})
         erf = torch.erf(y)
         sin = torch.sin(y)  # plan=Plan(Decision('float'), exact=True)
         return (a, b, erf, sin)
@@ -171,15 +169,3 @@ def test_refuses_an_edge_without_a_grid():
     program = "x: float32[2] = input()  # edges=(Edge(TensorSpec(), 0, True),)\nreturn x"
     with pytest.raises(fxq.PassError, match=r"%x .*its grid is not chosen. Run choose-grids"):
         run_pass(InsertQdq(), program)
-
-
-def test_refuses_a_weight_that_is_computed():
-    program = f"""
-        x: float32[2, 4] = input()
-        v: float32[3, 4] = input()
-        w = relu(v)
-        y = linear(x, w)  # {INT8}
-        return y
-    """
-    with pytest.raises(fxq.PassError, match=r"%w .*is to be an integer weight, but it is computed"):
-        run_pass(InsertQdq(), program, recipe=REFERENCE)

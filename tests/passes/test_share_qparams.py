@@ -80,6 +80,16 @@ def test_what_is_selected_or_may_hold_constants_is_observed_besides_what_is_made
     }
 
 
+def test_a_weight_is_an_edge_alone_in_its_group():
+    weight = "TensorSpec(signed=True, symmetric=True, per='channel')"
+    gm = run_pass(ShareQParams(), CAT.replace(INT8, f"{INT8[:-1]}, weight={weight})"))
+    edges = {n.name: info(n).edges for n in gm.graph.find_nodes(op="get_attr")}
+    assert {name: [(str(e.spec.per), e.axis, e.observed) for e in found] for name, found in edges.items()} == {
+        "w": [("channel", 0, True)], "v": [("channel", 0, True)],
+    }  # fmt: skip
+    assert groups(gm) == [["a*", "b*", "cat", "flat"], ["c*"], ["v*"], ["w*"], ["x*"]]
+
+
 def test_two_specs_of_one_value_are_two_groups():
     coarse = CAT.replace(f"b = linear(x, w)  # {INT8}", f"b = linear(x, w)  # {INT8[:-2]}bits=4))")
     edges = info(node(run_pass(ShareQParams(), coarse), "x")).edges
