@@ -221,19 +221,15 @@ def drop_identity(op: Any, x: Any) -> Any:
     return op.identity(x)
 
 
-@drop_identity.becomes
-def _identity(op: Any, m: Any) -> Any:
-    return m.x
-
-
 @rewrite
 def drop_dropout(op: Any, x: Any) -> Any:
     """Dropout outside training is its input."""
     return op.dropout(x, training=False)
 
 
+@drop_identity.becomes
 @drop_dropout.becomes
-def _dropout(op: Any, m: Any) -> Any:
+def _its_input(op: Any, m: Any) -> Any:
     return m.x
 
 

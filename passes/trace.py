@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -57,7 +58,7 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str,
     Or, where more modules cannot be traced, these: by path, each with the reason.
     """
     recipe = context.recipe
-    leaves = (*recipe.leaf_modules, *map(_escaped, broken))
+    leaves = (*recipe.leaf_modules, *map(glob.escape, broken))
     tracer, gm, touched = _graph(context, leaves)
     if gm is None:
         return tracer.broken
@@ -211,11 +212,6 @@ def _kept_leaf(node: fx.Node, recipe: Any, broken: Mapping[str, str]) -> Decisio
     kept = "the recipe keeps this module as it is" if path and is_kept(path, recipe.leaf_modules) else ""
     why = broken.get(path) or kept
     return Decision("float", "leaf", why, decided_by=Trace.name) if why else None
-
-
-def _escaped(path: str) -> str:
-    """A path as a glob that matches nothing else."""
-    return path.replace("[", "[[]")
 
 
 def _kept(broken: Mapping[str, str], context: Context) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.info import info
-from fxq.graph.query import constant, fills_like, flat_nodes, op_of, options_of
+from fxq.graph.query import called_name, constant, fills_like, flat_nodes, op_of, options_of
 from fxq.graph.unit import Inner, OpCall, calls_of
 from fxq.ops.registry import as_tuple
 from fxq.ops.table import Quant
@@ -99,7 +99,7 @@ def _only_value(tensor: Tensor | None) -> Iterator[float]:
 
 
 def _filled(node: fx.Node) -> Iterator[float]:
-    name = str(getattr(node.target, "__name__", node.target))
+    name = called_name(node)
     value: Any = 1.0 if name in _ONES else None
     if name in _VALUE_AT:
         value = node.args[_VALUE_AT[name]] if _VALUE_AT[name] < len(node.args) else node.kwargs.get("fill_value")

@@ -60,6 +60,12 @@ def op_of(node: fx.Node | Step) -> Op | None:
     return OPS.of_target(node.target) if node.op == "call_function" else None
 
 
+def called_name(node: fx.Node) -> str:
+    """The op of a call, or the name of the function or method that it calls."""
+    op = op_of(node)
+    return op.name if op is not None else str(getattr(node.target, "__name__", node.target))
+
+
 def is_op(node: Any, *names: str) -> bool:
     """Whether `node` is a canonical call of one of these ops."""
     op = op_of(node) if isinstance(node, (fx.Node, Step)) else None

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
 from fxq.graph.info import info
 from fxq.graph.macs import macs_of
-from fxq.graph.query import is_check, makes_no_tensor, op_of, submodule
+from fxq.graph.query import called_name, is_check, makes_no_tensor, submodule
 from fxq.ops import OPS
 from fxq.rewriting.rewriter import Rewriter
 
@@ -139,13 +138,6 @@ def _is_op(node: fx.Node) -> bool:
 
 def _op(rewriter: Rewriter, node: fx.Node, gone: str) -> OriginalOp:
     module = submodule(rewriter.gm, node)
-    op = label(node) if module is None else OPS.leaf_name(module) or type(module).__name__
+    op = called_name(node) if module is None else OPS.leaf_name(module) or type(module).__name__
     macs = 0 if gone else macs_of(rewriter.gm, node)
     return OriginalOp(node.name, info(node).path, op, info(node).source, macs, gone)
-
-
-def label(node: fx.Node) -> str:
-    """The op of a call, or the name of the function or method that it calls."""
-    op = op_of(node)
-    target: Any = node.target
-    return op.name if op is not None else str(getattr(target, "__name__", target))

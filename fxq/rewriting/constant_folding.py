@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.info import info
-from fxq.graph.query import constant, flat_nodes, is_check, op_of, reads_only_metadata
+from fxq.graph.query import called_name, constant, flat_nodes, is_check, reads_only_metadata
 from fxq.graph.run import value_of
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.rewriter import Rewriter
@@ -35,7 +35,7 @@ def fold_constant(rewriter: Rewriter, node: fx.Node) -> bool:
     if value is None or value.numel() > max(_LARGEST, _GROWTH * sum(t.numel() for t in tensors if t is not None)):
         return False
     with rewriter.attributed("fold_constant", fold_constant):
-        name = f"{str(read[0].target).removeprefix(f'{DATA}.')}_{_name(node)}"
+        name = f"{str(read[0].target).removeprefix(f'{DATA}.')}_{called_name(node)}"
         rewriter.replace(node, rewriter.constant(value, name, before=node, like=node))
     return True
 
@@ -53,8 +53,3 @@ def _value(gm: fx.GraphModule, node: fx.Node, given: dict[fx.Node, Tensor | None
 def _state(device: torch.device) -> Tensor:
     """The state of a device's random numbers."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _name(node: fx.Node) -> str:
-    op = op_of(node)
-    return op.name if op is not None else str(getattr(node.target, "__name__", node.target))

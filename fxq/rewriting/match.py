@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fxq.errors import PatternError, unknown
 from fxq.graph.info import info
 from fxq.graph.mutation import Changes
-from fxq.graph.query import constant, flat_nodes, is_op, op_of, options_of
+from fxq.graph.query import called_name, constant, flat_nodes, is_op, op_of, options_of
 from fxq.rewriting.near_miss import Refusal
 from fxq.rewriting.pattern import FUSIONS, Family, PatternNode, Rule
 
@@ -266,11 +266,9 @@ def _mismatch(pattern: PatternNode, value: Any) -> str:
     """Why a graph value does not fit."""
     if not isinstance(value, fx.Node):
         return f"the pattern wants {pattern.name}, the graph has {_show(value)}"
-    op = op_of(value)
-    if op is not pattern.op:
-        return (
-            f"the pattern wants {pattern.name}, %{value.name} is {op.name if op is not None else _show_target(value)}"
-        )
+    if op_of(value) is not pattern.op:
+        called = value.op if value.op in ("placeholder", "output") else called_name(value)
+        return f"the pattern wants {pattern.name}, %{value.name} is {called}"
     options = options_of(value)
     key, wanted = next((key, wanted) for key, wanted in pattern.options.items() if options[key] != wanted)
     return f"the pattern wants {pattern.name} with {key}={wanted!r}, %{value.name} has {options[key]!r}"
@@ -304,14 +302,6 @@ def inputs_as_in(node: fx.Node, pattern: PatternNode, bound: Mapping[PatternNode
 
 def _show(value: Any) -> str:
     return f"%{value.name}" if isinstance(value, fx.Node) else repr(value)
-
-
-def _show_target(node: fx.Node) -> str:
-    return (
-        node.op
-        if node.op in ("placeholder", "output")
-        else f"{node.op} {getattr(node.target, '__name__', node.target)}"
-    )
 
 
 def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) -> str:

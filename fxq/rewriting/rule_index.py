@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import fx
 
+from fxq.common.trees import leaves
 from fxq.graph.query import op_of
 from fxq.ops.table import Op
 from fxq.rewriting.pattern import PatternNode, Rule
@@ -24,7 +24,9 @@ class Dispatch:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._by_root: dict[Op | None, list[tuple[Rule, frozenset[Op | None]]]] = {}
         for rule in rules:
-            self._by_root.setdefault(rule.root.op, []).append((rule, frozenset(_ops(rule.root.inputs))))
+            read = leaves(rule.root.inputs, lambda value: isinstance(value, PatternNode))
+            ops = frozenset(value.op for value in read if isinstance(value, PatternNode) and value.op is not None)
+            self._by_root.setdefault(rule.root.op, []).append((rule, ops))
         self._known: dict[Place, tuple[Rule, ...]] = {}
 
     def at(self, node: fx.Node) -> tuple[Rule, ...]:
@@ -38,12 +40,3 @@ class Dispatch:
             fit = (rule for rule, wanted in self._by_root[op] if not wanted or wanted & place[1])
             known = self._known[place] = tuple(fit)
         return known
-
-
-def _ops(inputs: Sequence[Any]) -> Iterator[Op]:
-    """The ops that a pattern wants among the inputs of its root."""
-    for value in inputs:
-        if isinstance(value, (tuple, list)):
-            yield from _ops(value)
-        elif isinstance(value, PatternNode) and value.op is not None:
-            yield value.op

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxq.common.isolation import copied
+from fxq.common.trees import mapped
 from fxq.errors import InputError, TraceError, words_of
 from fxq.tracing.failure import user_line
-from fxq.tracing.proxies import is_value, replaced, unwatched
+from fxq.tracing.proxies import is_value, unwatched
 
 
 class ExampleRun:
@@ -36,7 +37,7 @@ class ExampleRun:
 
     def values(self, arguments: Any) -> Any:
         """Arguments with values in the place of traced ones, and copies in the place of the model's tensors."""
-        return replaced(arguments, self._value)
+        return mapped(arguments, self._value, is_value)
 
     def _value(self, leaf: Any) -> Any:
         if is_value(leaf):

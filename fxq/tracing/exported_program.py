@@ -37,12 +37,8 @@ class Exported(nn.Module):
         super().__init__()
         inner = program.module(check_guards=False)  # sizes are checked here, with the words of fxq
         _check(inner.graph)
-        for mine, its in (
-            (self._modules, inner._modules),
-            (self._parameters, inner._parameters),
-            (self._buffers, inner._buffers),
-        ):
-            mine.update(its)  # type: ignore[arg-type]
+        for held in ("_modules", "_parameters", "_buffers"):
+            getattr(self, held).update(getattr(inner, held))
         for module in self.modules():
             module.training = False
         self.at = None
@@ -63,15 +59,10 @@ class _Forward:
         self.spec: Any = codegen.pytree_info
         positional, named = self.spec.in_spec.children()
         self.keywords: list[str] = list(named.context or ())
-        names = list(self.spec.orig_args)
-        kinds: list[Any] = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * positional.num_children
-        kinds += [inspect.Parameter.KEYWORD_ONLY] * len(self.keywords)
-        self.__signature__ = inspect.Signature(
-            [
-                inspect.Parameter(n, k)
-                for n, k in zip(names[: positional.num_children] + self.keywords, kinds, strict=True)
-            ]
-        )
+        first = [*self.spec.orig_args][: positional.num_children]
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in first]
+        parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self.keywords]
+        self.__signature__ = inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.__signature__.bind(*args, **kwargs).arguments

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from fxq.common.source import short_path
 from fxq.graph.info import info
+from fxq.graph.query import called_name
 
 
 def _is_library(frame: Any) -> bool:
@@ -91,10 +92,9 @@ def blame(model: nn.Module, error: Exception) -> Blame:
 
 def _made(node: fx.Node) -> str:
     """The value that a branch or loop depends on."""
-    name = getattr(node.target, "__name__", node.target)
     inputs = ", ".join(f"%{n.name}" for n in node.all_input_nodes)
     source = f", {info(node).source}" if info(node).source else ""
-    made = f" = {name}({inputs}){source}" if node.op != "placeholder" else ", an input of the model"
+    made = f" = {called_name(node)}({inputs}){source}" if node.op != "placeholder" else ", an input of the model"
     return f" It depends on the value %{node.name}{made}."
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxq.common.data import Batch
 from fxq.errors import InputError, RecipeError, unknown
@@ -136,20 +135,3 @@ def can_be_default(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(can_be_default(v) for v in value)
     return is_plain(value) or isinstance(value, (int, float, complex, torch.device, Enum))
-
-
-def expanded(value: Any, held: Any, part: Callable[[Any], Any]) -> Any:
-    """An argument as its forward gets it: containers as they are, plain values as they are, the rest traced.
-
-    Args:
-        value: the traced value.
-        held: what it is on the example.
-        part: makes the same of the part of the argument at a key or index.
-    """
-    if isinstance(held, tuple) and hasattr(held, "_fields"):
-        return type(held)(*(part(i) for i in range(len(held))))
-    if type(held) in (tuple, list):
-        return type(held)(part(i) for i in range(len(held)))
-    if type(held) in (dict, OrderedDict):
-        return type(held)((key, part(key)) for key in held)
-    return held if is_plain(held) and not isinstance(held, Tensor) else value

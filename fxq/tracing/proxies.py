@@ -9,15 +9,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from fxq.common.metrics import tensors
-from fxq.common.trees import leaves, mapped
+from fxq.common.trees import leaves
 
 
 class Origin(IntEnum):
@@ -26,31 +26,6 @@ class Origin(IntEnum):
     CONSTANT = 0
     SIZES = 1
     DATA = 2
-
-
-class Asks(Protocol):
-    """Who answers where a plain value is wanted (see `fxq/tracing/assumptions.py`)."""
-
-    def fix(self, value: TracedValue, how: str, *, frame: FrameType | None = None) -> Any: ...
-
-    def forget(self, frame: FrameType) -> None: ...
-
-    def refuse(self, why: str, node: fx.Node) -> Exception: ...
-
-    def reads_dtype(self, value: TracedValue) -> None: ...
-
-    def rank(self, value: TracedValue) -> Any: ...
-
-
-class Traces(Protocol):
-    """What a value asks of its tracer."""
-
-    @property
-    def asked(self) -> Asks: ...
-
-    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def rows(self, value: TracedValue) -> Iterator[Any]: ...
 
 
 _DTYPE_READS = frozenset({"dtype", "layout", "itemsize", "is_sparse", "is_quantized", "is_mkldnn", "is_nested"})
@@ -66,11 +41,11 @@ class TracedValue(fx.Proxy):
     the tracer gives that of the example and has the graph check it, or refuses, where it depends on data.
     """
 
-    tracer: Any
+    tracer: Any  # `fxq/tracing/tracer.py`; what it says of plain values is in `fxq/tracing/assumptions.py`
     __array_priority__ = 1000  # as of tensors: a numpy scalar in front of an operator leaves it to the value behind
 
-    def __init__(self, node: fx.Node, tracer: Traces, value: Any, origin: Origin) -> None:
-        super().__init__(node, tracer)  # type: ignore[arg-type]
+    def __init__(self, node: fx.Node, tracer: Any, value: Any, origin: Origin) -> None:
+        super().__init__(node, tracer)
         self._value, self._origin = value, origin
 
     @classmethod
@@ -188,11 +163,6 @@ def found_in(values: Any) -> Iterator[TracedValue]:
     return filter(is_value, leaves(values, is_value))
 
 
-def replaced(values: Any, by: Callable[[Any], Any]) -> Any:
-    """Nested arguments with everything in them that is no container replaced."""
-    return mapped(values, by, is_value)
-
-
 def examples(values: Any) -> Iterator[Tensor]:
     """Every tensor that traced values and tensors inside a result have on the example, in order."""
     for leaf in leaves(values, is_value):
@@ -202,17 +172,15 @@ def examples(values: Any) -> Iterator[Tensor]:
 # ---- while a forward is traced
 
 _FACTORIES = (
-    "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "scalar_tensor", "tensor", "tril_indices",
-    "triu_indices", "zeros",
-)  # fmt: skip
+    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "scalar_tensor", "tensor", "zeros"),
+    *("tril_indices", "triu_indices"),
+)
 RANDOM = (
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "normal",
-    "multinomial",
-)  # fmt: skip
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "normal", "multinomial"),
+)
 """Functions of torch whose value is another one at every call."""
-FILLS = (
-    "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_",
-)  # fmt: skip
+FILLS = ("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_")
 """Methods that fill a tensor with random numbers."""
 _METHODS = ("expand", "narrow", "new_full", "new_ones", "new_zeros", "repeat", "reshape", "select", "to", "view")
 
@@ -232,48 +200,25 @@ def visible(
         record: makes a node of its kind, what it calls, and the arguments.
         traces: whether a forward is being traced, rather than a layer run on the example.
     """
+    replaced = ((torch, _FACTORIES, None), (torch, RANDOM, traces), (Tensor, _METHODS, None), (Tensor, FILLS, traces))
     with ExitStack() as stack:
-        for name in _FACTORIES:
-            stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record)))
-        for name in RANDOM:
-            stack.enter_context(_replaced_by(torch, name, _recorded(getattr(torch, name), record, traces)))
-        for name in _METHODS:
-            stack.enter_context(_replaced_by(Tensor, name, _called(name, getattr(Tensor, name), record)))
-        for name in FILLS:
-            stack.enter_context(_replaced_by(Tensor, name, _called(name, getattr(Tensor, name), record, traces)))
+        for owner, names, anyway in replaced:
+            for name in names:
+                stack.enter_context(patch.object(owner, name, _recorded(owner, name, record, anyway)))
         stack.enter_context(_Indexing(record))
-        stack.enter_context(_replaced_by(builtins, "isinstance", _asked(builtins.isinstance)))
+        stack.enter_context(patch.object(builtins, "isinstance", _asked(builtins.isinstance)))
         yield
 
 
-@contextmanager
-def _replaced_by(owner: Any, name: str, new: Any) -> Iterator[None]:
-    own = name in vars(owner)
-    old = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, old)
-        else:
-            delattr(owner, name)
+def _recorded(owner: Any, name: str, record: Any, anyway: Callable[[], bool] | None) -> Any:
+    """A function of torch, or a method of tensors, that is recorded where a traced value is among its arguments."""
+    function = getattr(owner, name)
+    kind, target = ("call_method", name) if owner is Tensor else ("call_function", function)
 
-
-def _recorded(function: Any, record: Any, anyway: Callable[[], bool] = lambda: False) -> Any:
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        if anyway() or next(found_in((args, kwargs)), None) is not None:
-            return record("call_function", function, args, kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (anyway is not None and anyway()) or next(found_in((args, kwargs)), None) is not None:
+            return record(kind, target, args, kwargs)
         return function(*args, **kwargs)
-
-    return factory
-
-
-def _called(name: str, method: Any, record: Any, anyway: Callable[[], bool] = lambda: False) -> Any:
-    def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if anyway() or next(found_in((args, kwargs)), None) is not None:
-            return record("call_method", name, (self, *args), kwargs)
-        return method(self, *args, **kwargs)
 
     return call
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import threading
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
@@ -18,7 +19,7 @@ from fxq.common.data import Batch
 from fxq.common.globs import path_matches
 from fxq.common.isolation import copied
 from fxq.errors import FxqError, InputError, TraceError
-from fxq.graph.guards import make_output
+from fxq.graph.guards import is_plain, make_output
 from fxq.graph.info import set_info
 from fxq.graph.query import tensor_meta
 from fxq.ops import OPS
@@ -27,7 +28,7 @@ from fxq.tracing.dependence import origin_of
 from fxq.tracing.example_run import ExampleRun, has_traced_weights
 from fxq.tracing.exported_program import Exported
 from fxq.tracing.failure import Untraceable, blame, user_line
-from fxq.tracing.forward_arguments import arguments, can_be_default, expanded
+from fxq.tracing.forward_arguments import arguments, can_be_default
 from fxq.tracing.memory import MemoryWatch
 from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, visible
 from fxq.tracing.tuples import apart, sliced
@@ -139,7 +140,14 @@ class Tracer(fx.Tracer):
         """A container of inputs as the container that it is, with traced values in it; plain values as they are."""
         if isinstance(held, Tensor):
             value._origin = Origin.DATA
-        return expanded(value, held, lambda key: self._expand(value[key], held[key]))  # type: ignore[index]
+            return value
+        kind: Any = type(held)
+        if kind in (dict, OrderedDict):
+            return kind((key, self._expand(value[key], held[key])) for key in held)  # type: ignore[index]
+        if kind in (tuple, list) or (isinstance(held, tuple) and hasattr(held, "_fields")):
+            parts = [self._expand(value[i], part) for i, part in enumerate(held)]  # type: ignore[index]
+            return kind(*parts) if hasattr(held, "_fields") else kind(parts)
+        return held if is_plain(held) else value
 
     def _erase_unused(self) -> None:
         """Erase reads of sizes and parts that only the trace needed."""
