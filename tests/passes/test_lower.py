@@ -15,8 +15,8 @@ from fxq.backends.packed import quantized_tensors as packed
 from fxq.common.metrics import sqnr
 from fxq.passes import Lower
 from fxq.quant.qparams import QParams
-from tests.graphs import MINMAX, drawn, equal, expected, integer_weight, joined, kinds, qdq, run_pass, text
-from tests.machine import QMAX, X86, needs_x86
+from tests.graphs import GRID, MINMAX, drawn, equal, expected, integer_weight, joined, kinds, qdq, run_pass, text
+from tests.machine import X86, needs_x86
 from tests.models import call, settled
 
 pytestmark = needs_x86
@@ -60,7 +60,7 @@ RESIDUAL = joined(
     "conv = conv2d_add_relu(stem_qdq, b_dq, b, stem_qdq)",
     qdq("conv"),
     "mean = mean(conv_qdq, dim=(2, 3))",
-    qdq("mean", 0.25),
+    qdq("mean"),
     "head = linear(mean_qdq, head_dq)",
     "return head",
 )
@@ -108,9 +108,9 @@ PROGRAMS = {
     "sizes that are read": (  # without a dequantize
         joined(
             CONV_RELU, IMAGE, A, integer_weight("fc", "3, 8"), qdq("x"), "a = conv2d_relu(x_qdq, a_dq, b)",
-            qdq("a").partition("\n")[0], "size = a_q.size(0)", "shape = getattr(a_q, 'shape')",
+            f"a_q = quantize(a, {GRID})", "size = a_q.size(0)", "shape = getattr(a_q, 'shape')",
             "rows = operator.getitem(shape, 1)", "view: uint8[2, 4, 8, 8] = reshape(a_q, shape=(size, rows, -1, 8))",
-            f"view_dq = dequantize(view, scale=0.5, zero_point=3, qmax={QMAX})",
+            f"view_dq = dequantize(view, {GRID})",
             "fc = linear(view_dq, fc_dq)", "return fc",
         ),
         """
