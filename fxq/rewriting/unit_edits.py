@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.errors import PassError
 from fxq.graph.info import Plan, info
-from fxq.graph.query import arguments_of, flat_nodes, op_of
+from fxq.graph.query import arguments_of, called_name, flat_nodes, op_of
 from fxq.graph.unit import UNITS, Unit, unit_of
 from fxq.rewriting.editor import Editor
 from fxq.rewriting.match import Match, inputs_as_in
@@ -60,16 +60,11 @@ def _join(
         paths=tuple(info(n).path for n in inside),
     )
     results = [node]
-    if len(outputs) == 1:
-        editor.describe(node, shape=info(outputs[0]).shape, dtype=info(outputs[0]).dtype)
-    else:
-        results = [
-            editor.node("call_function", operator.getitem, (node, i), like=old, before=max(outputs))
-            for i, old in enumerate(outputs)
-        ]
-        for old, new in zip(outputs, results, strict=True):
-            editor.describe(new, shape=info(old).shape, dtype=info(old).dtype)
+    if len(outputs) > 1:
+        take = [("call_function", operator.getitem, (node, i)) for i in range(len(outputs))]
+        results = [editor.node(*call, like=old, before=max(outputs)) for call, old in zip(take, outputs, strict=True)]
     for old, new in zip(outputs, results, strict=True):
+        editor.describe(new, shape=info(old).shape, dtype=info(old).dtype)
         editor.reroute(old, new, only=lambda user: user not in inside)
     for old in reversed(inside):
         editor.erase(old)
@@ -146,7 +141,7 @@ def split_unit(editor: Editor, node: fx.Node, ops: int | None) -> None:
             editor.describe(rest, plan=Plan(replace(plan.decision, fate="float")))
         unit = opened[0]
         if ops > 1:
-            kind = "_".join(str(getattr(n.target, "__name__", "")) for n in opened[:ops])
+            kind = "_".join(map(called_name, opened[:ops]))
             unit, _ = _join(editor, opened[:ops], opened[ops - 1 : ops], kind, body, given)
     editor.describe(unit, plan=replace(plan.decided(kind="", text="", fix=""), kernel_ops=()))
 

@@ -10,7 +10,7 @@ from tests.machine import X86, needs_x86
 IMAGE = "x: float32[2, 4, 8, 8] = input()\nbias: float32[4] = tensor('bias')"
 A, B = integer_weight("a", "4, 4, 1, 1"), integer_weight("b", "4, 4, 1, 1")
 INT8 = "plan=Plan(Decision('int8'), reads=TensorSpec())"
-PART = "plan=Plan(Decision('int8'), reads=TensorSpec(), kernel_ops=1)"
+PART = "plan=Plan(Decision('int8'), reads=TensorSpec(), kernel_ops=(1,))"
 UNIT = """
     def conv2d_silu(x, weight, bias):
         conv2d = conv2d(x, weight, bias)
@@ -45,7 +45,7 @@ def test_text_before_and_after():
 
 
 def test_a_unit_that_a_kernel_runs_whole_stays():
-    whole = HEAD.replace(", kernel_ops=1", "")
+    whole = HEAD.replace(", kernel_ops=(1,)", "")
     assert kinds(run_pass(Fallback(), whole)) == kinds(fxq.read_graph(whole, drawn(whole)))
 
 

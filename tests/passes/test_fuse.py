@@ -27,22 +27,23 @@ def test_text_before_and_after():
     """Equal bodies would share one module; a unit says which ops it stands for, and where they came from."""
     gm = run_pass(Fuse(), BLOCKS)
     assert fxq.write_graph(gm) == expected("""
-        def conv2d_relu(x, weight):
-            conv2d = conv2d(x, weight)
+        def conv2d_relu(x, weight, bias):
+            conv2d = conv2d(x, weight, bias)
             relu = relu(conv2d)
             return relu
 
-        def conv2d_add_relu(x, weight):
-            conv2d = conv2d(x, weight)
-            add = add(x, conv2d)
+        def conv2d_add_relu(x, weight, bias, residual):
+            conv2d = conv2d(x, weight, bias)
+            add = add(residual, conv2d)
             relu = relu(add)
             return relu
 
         x: float32[1, 3, 5, 5] = input()
         v: float32[3, 3, 1, 1] = tensor('a.weight')
         w: float32[3, 3, 1, 1] = tensor('b.weight')
-        a_relu: float32[1, 3, 5, 5] = conv2d_relu(x, v)  # 'a', 'net.py:3', origins=('a', 'relu'), paths=('a', 'act')
-        b_add_relu: float32[1, 3, 5, 5] = conv2d_add_relu(a_relu, w)  # 'b', 'net.py:5', \
+        a_relu: float32[1, 3, 5, 5] = conv2d_relu(x, v, None)  # 'a', 'net.py:3', \
+origins=('a', 'relu'), paths=('a', 'act')
+        b_add_relu: float32[1, 3, 5, 5] = conv2d_add_relu(a_relu, w, None, a_relu)  # 'b', 'net.py:5', \
 origins=('b', 'add', 'relu_1'), paths=('b', '', 'act')
         return b_add_relu
     """)

@@ -473,5 +473,5 @@ def test_static_takes_leaves_and_fixed_arguments():
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     with pytest.raises(RecipeError, match=r"list of path globs, not 'head': write \['head'\]"):
         Recipe.static(leaf_modules="head")
-    with pytest.raises(RecipeError, match="leaf takes path globs, such as 'head.*', not <class 'torch.nn"):
+    with pytest.raises(RecipeError, match=r"leaf takes path globs, such as 'head\.\*', not <class 'torch.nn"):
         recipe.leaf(nn.Linear)

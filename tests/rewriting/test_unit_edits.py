@@ -10,8 +10,8 @@ from fxq.graph.query import op_of
 from fxq.graph.unit import calls_of, unit_of
 from fxq.rewriting.pattern import FUSIONS, rewrite
 from fxq.rewriting.unit_edits import make_unit, open_unit, split_unit
-from tests.graphs import expected
-from tests.helpers import full_text, graph, module, node, rewriter, run
+from tests.graphs import expected, full_text, graph, node
+from tests.helpers import module, rewriter, run
 from tests.models import conv_block
 
 pytestmark = pytest.mark.any_cpu
@@ -31,7 +31,7 @@ def forward(self, x, gate):
 
 def fused(bias=True):
     model = module(forward, fc=nn.Linear(4, 4, bias=bias))
-    gm = graph(model, X, X + 1)
+    gm = graph(model, (X, X + 1))
     hand = rewriter(gm)
     unit = make_unit(hand, hand.matcher.match(gated[0], node(gm, "add")))
     return hand, unit, model(X, X + 1)
@@ -55,7 +55,7 @@ def resized(op, x):
 
 
 def test_an_option_that_the_graph_gives_is_an_input_of_the_unit():
-    gm = graph(module(lambda self, x, n: torch.relu(x.reshape(n, 2))), X, 6)
+    gm = graph(module(lambda self, x, n: torch.relu(x.reshape(n, 2))), (X, 6))
     hand = rewriter(gm)
     unit = make_unit(hand, hand.matcher.match(resized[0], node(gm, "relu")))
     assert unit.args == (node(gm, "x"), node(gm, "n"))
