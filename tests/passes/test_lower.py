@@ -36,11 +36,11 @@ CONV_ADD_RELU = """
         return relu
 """
 EXCITE = """
-    def squeeze_excite(x, w, b, v, c):
+    def squeeze_excite_relu_hardsigmoid(x, squeeze_weight, squeeze_bias, excite_weight, excite_bias):
         pool = adaptive_avg_pool2d(x, output_size=(1, 1))
-        conv2d = conv2d(pool, w, b)
+        conv2d = conv2d(pool, squeeze_weight, squeeze_bias)
         relu = relu(conv2d)
-        conv2d_1 = conv2d(relu, v, c)
+        conv2d_1 = conv2d(relu, excite_weight, excite_bias)
         hardsigmoid = hardsigmoid(conv2d_1)
         mul = mul(x, hardsigmoid)
         return mul
@@ -95,7 +95,8 @@ PROGRAMS = {
     "squeeze and excite": (
         joined(
             EXCITE, IMAGE, A, integer_weight("v", "4, 4, 1, 1"), integer_weight("w", "4, 4, 1, 1"), qdq("x"),
-            "gate = squeeze_excite(x_qdq, v_dq, b, w_dq, b)", qdq("gate"), "out = conv2d(gate_qdq, a_dq)", "return out",
+            "gate = squeeze_excite_relu_hardsigmoid(x_qdq, v_dq, b, w_dq, b)", qdq("gate"),
+            "out = conv2d(gate_qdq, a_dq)", "return out",
         ),
         """
         x = input
