@@ -1,10 +1,11 @@
 """fxq: a quantization compiler for PyTorch, as a pipeline of graph-rewriting passes on `torch.fx`."""
 
 from fxq.api import calibrate, compare, convert, prepare, quantize, run_passes
-from fxq.backends.base import Backend, Support
+from fxq.backends.base import Backend, Prices, Support
 from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import FusedUnit
 from fxq.backends.own_kernels import register_kernel
+from fxq.backends.region_kernel import RegionKernel
 from fxq.backends.stored_graph import read_graph
 from fxq.common.metrics import nbytes
 from fxq.cost import price_file as prices
@@ -21,6 +22,9 @@ from fxq.errors import (
     RenderError,
     TraceError,
 )
+from fxq.graph.info import Cost
+from fxq.graph.partition import connected_regions
+from fxq.graph.region import Region
 from fxq.graph.text_writer import graph_tensors, write_graph
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
@@ -55,6 +59,7 @@ __all__ = [
     "BackendError",
     "CalibrationError",
     "Comparison",
+    "Cost",
     "Diagnosis",
     "Diff",
     "FusedUnit",
@@ -71,12 +76,15 @@ __all__ = [
     "Pass",
     "PassError",
     "PatternError",
+    "Prices",
     "QParams",
     "Quant",
     "QuantConfig",
     "QuantizedModel",
     "Recipe",
     "RecipeError",
+    "Region",
+    "RegionKernel",
     "RenderError",
     "Rewriter",
     "Snapshot",
@@ -87,6 +95,7 @@ __all__ = [
     "TraceError",
     "calibrate",
     "compare",
+    "connected_regions",
     "convert",
     "diff",
     "doctor",

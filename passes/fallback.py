@@ -101,10 +101,11 @@ def _kernel_ops(rewriter: Rewriter, node: fx.Node, plan: Plan, prober: Prober | 
 
 def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     """Put on record what every op costs; if they are to `choose` by it, put the integer ops that lose into float."""
-    nodes = rewriter.nodes()
+    nodes, context = rewriter.nodes(), rewriter.context
+    prober.own = context.backend.prices(rewriter.gm, (context.samples or [context.example])[0])
     regions = regions_of(rewriter.gm, nodes)
     unknown = sum(has_known_shapes(region) and not prober.knows(region) for region in regions.values())
-    with progress_bar("measuring kernels", unknown, rewriter.context.progress if unknown else False) as advance:
+    with progress_bar("measuring kernels", unknown, context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         left = dict(float_ops(rewriter.gm, nodes, prober))
     for unable, seconds in left.items():

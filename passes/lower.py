@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fxq.backends.lower_graph import lower_graph
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)
 class Lower(Pass):
-    """Replace units and the conversions around them by kernels of the recipe's backend.
+    """Replace units and the conversions around them, or whole regions, by kernels of the recipe's backend.
 
     Before: quantize(conv2d_relu(dequantize(x), dequantize(w), b))    After: x86.conv(x)
     Keeps: the output, to one rounding step of the grid. What the backend has no kernel for stays in qdq form.
@@ -22,6 +23,6 @@ class Lower(Pass):
     gives: ClassVar[Stage] = Stage.LOWERED
 
     def run(self, rewriter: Rewriter) -> None:
-        """Hand the graph to the backend."""
-        rewriter.context.backend.lower(rewriter)
+        """Put the backend's kernels into the graph."""
+        lower_graph(rewriter)
         rewriter.erase_unused()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,12 +13,12 @@ from fxq.common.data import Batch, first_of
 from fxq.common.metrics import tensors
 from fxq.errors import FxqError, InputError, PassError, warn, words_of
 from fxq.graph.bindable import Bindable
-from fxq.graph.info import Decision, Plan
+from fxq.graph.info import Decision, Plan, info
 from fxq.graph.place import where
-from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of, submodule
-from fxq.graph.region import Region, Result, run_region
-from fxq.graph.run import Runner, value_of
-from fxq.graph.unit import inputs_of
+from fxq.graph.query import arguments_of, submodule
+from fxq.graph.region import Region, run_region
+from fxq.graph.region_difference import difference
+from fxq.graph.run import Runner
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -154,23 +152,23 @@ class _Verifier(Runner):
         region = self.regions.get(node)
         if region is None:
             return super().compute(node)
-        values = {read: self.values[now] for read, now in inputs_now(self.gm, node, region)}
+        values = {read: self.values[now] for read, now in inputs_now(self.gm, node, region).items()}
         expected = run_region(self.gm, region, values)
         try:
             got = self._run_kernel(node)
             later = self._run_bound(node, got)
+            why = difference(self.gm, region, values, expected, got, self.rules)
         except FxqError:
             raise
         except Exception as error:
-            self.found.wrong.setdefault(node, f"it raised {type(error).__name__}: {words_of(error)}")
-            return expected.value
-        why = disagreement(expected, got, self.rules, lambda: magnitude(self.gm, region, values))
-        if why is None and not _same(later, got):
+            why = f"it raised {type(error).__name__}: {words_of(error)}"
+        if why is None and not all(map(_same, tensors(later), tensors(got))):
             why = "bound to the kind of its inputs it returns something else"
-        if why is not None:
-            self.found.wrong.setdefault(node, why)
-            return expected.value
-        return got
+        if why is None:
+            return got
+        self.found.wrong.setdefault(node, why)
+        right = tuple(result.value for result in expected)
+        return right if len(right) > 1 else right[0]
 
     def _run_kernel(self, node: fx.Node) -> Any:
         """The kernel's value. A residual that it overwrites is a copy, so that the others still see the right one."""
@@ -221,119 +219,38 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def largest(value: Tensor) -> float:
-    """The largest absolute value, 0 of an empty tensor."""
-    return float(value.abs().max()) if value.numel() else 0.0
-
-
-def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> float:
-    """How large the terms are that the first op of a region adds up, and what later ones add to it.
-
-    That is what float32 rounds: terms that cancel leave the rounding of what they were. A kernel may add up the
-    integers as they are and take the zero point away behind, in the padding as well.
-    """
-    call, env = region.calls[0], {node: _size_of(value) for node, value in values.items()}
-    zeros: dict[Any, float] = {}
-    if is_op(region.node, *CONVERSIONS):
-        return 0.0
-    for step in region.steps:
-        if step.node is region.node:
-            break
-        env[step.node] = _size_of(value_of(gm, step, env))
-        if is_op(step, "dequantize") and "axis" not in step.kwargs:
-            zeros[step.node] = abs(step.kwargs["zero_point"]) * step.kwargs["scale"]
-            env[step.node] += zeros[step.node]
-    read, most = call.tensors.get(call.op.quant.weight or ""), 0.0
-    if isinstance(read, fx.Node):
-        weight = env[read]
-        rows = weight.movedim(call.op.quant.axis or 0, 0).flatten(1).sum(1)
-        most = zeros.get(call.tensors[call.op.quant.inputs[0]], 0.0) * largest(rows)
-    for sign in (1, -1):  # of a sum and of a difference
-        tensors = {name: fx.node.map_arg(value, env.__getitem__) for name, value in call.tensors.items()}
-        if len(call.op.quant.inputs) > 1 and isinstance(tensors[call.op.quant.inputs[1]], Tensor):
-            tensors[call.op.quant.inputs[1]] = sign * tensors[call.op.quant.inputs[1]]
-        most = max(most, largest(call.op.target(**tensors, **call.options)))
-    others = [read.node for read in inputs_of(region.calls) if read.call > 0 and read.role == "activation"]
-    return most + sum(largest(env[node]) for node in dict.fromkeys(others))
-
-
-def _size_of(value: Any) -> Any:
-    return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def disagreement(expected: Result, got: Tensor, rules: VerifyLowering, size: Callable[[], float]) -> str | None:
-    """How `got` differs from what is expected beyond rounding; None when it does not.
-
-    Integers with a known real value must be the nearest ones: a tie may go either way. Other integers must be equal.
-
-    Args:
-        expected: what the qdq form computes, any shape, integer or float.
-        got: what the kernel computes.
-        rules: how far it may be off.
-        size: the magnitude of the terms that both add up; asked for where that decides.
-    """
-    steps, limit = expected.steps, 0.5 + rules.tolerance
-    if steps is None or got.dtype != expected.dtype:
-        steps, limit = expected.value, 0.0
-    if steps.shape != got.shape or got.dtype != expected.dtype:
-        return f"it returns {got.dtype} {list(got.shape)} instead of {expected.dtype} {list(steps.shape)}"
-    if got.numel() == 0:
-        return None
-    if got.dtype.is_floating_point:
-        most = float((steps.double() - got.double()).abs().max())
-        limit = rules.float_tolerance * largest(steps)
-        if not most <= limit:
-            limit += rules.sum_tolerance * size()
-        return f"off by {most:.3g}, more than {limit:.3g}" if not most <= limit else None
-    distance = (steps.float() - got).abs_()
-    most = float(distance.max())
-    if math.isnan(most):  # NaN has no integer
-        most = float(distance.nan_to_num_(0.0).max())
-    if most > limit and expected.last is not None and limit > 0:
-        limit += rules.sum_tolerance * size() / float(options_of(expected.last)["scale"])
-    if most <= limit:
-        return None
-    share = 100 * float((distance > limit).double().mean())
-    return f"off by up to {most:.3g} steps, more than rounding in {share:.3g} % of the elements"
-
-
-def inputs_now(gm: fx.GraphModule, node: fx.Node, region: Region) -> list[tuple[fx.Node, fx.Node]]:
+def inputs_now(gm: fx.GraphModule, node: fx.Node, region: Region) -> dict[fx.Node, fx.Node]:
     """The inputs of a kernel's region, each with the node that the kernel reads today in its place.
 
     Raises:
         PassError: a pass behind lower has let the kernel read more or fewer values.
     """
-    read: Any = node.all_input_nodes
-    if len(read) != len(region.inputs):  # two that were apart may have become one
-        read = node.args
-    if len(read) != len(region.inputs):
+    reads = getattr(submodule(gm, node), "reads", None) or range(len(region.inputs))
+    if len(node.args) != len(reads):
         raise PassError(
-            f"{where(gm, node)}: the kernel was made for {len(region.inputs)} inputs and reads {len(read)}; a pass "
+            f"{where(gm, node)}: the kernel was made for {len(reads)} inputs and reads {len(node.args)}; a pass "
             "behind lower has changed it. Let such a pass run before lower, or behind verify-lowering."
         )
-    return list(zip(region.inputs, read, strict=True))
+    args: Any = node.args
+    return {region.inputs[i]: arg for i, arg in zip(reads, args, strict=True)}
 
 
 def put_back(rewriter: Rewriter, node: fx.Node, region: Region, reason: str) -> None:
     """Replace a kernel by the qdq form that it came from."""
-    copies = dict(inputs_now(rewriter.gm, node, region))
+    copies = inputs_now(rewriter.gm, node, region)
     unverified = Plan(Decision("float", "unverified", reason, decided_by=rewriter.name))
-    made = []
     for step in region.steps:
         copy = rewriter.node(step.op, step.target, *arguments_of(step, copies), like=node, name=step.name)
         copies[step.node] = copy
-        made.append((copy, step.name))
-        about = step.about
-        rewriter.describe(
-            copy,
-            shape=about.shape,
-            dtype=about.dtype,
-            origins=about.origins,
-            parts=about.parts,
-            values=about.values,
-            plan=unverified if about.plan is not None else None,
-        )
-    rewriter.replace(node, made[-1][0])
-    for copy, name in made:  # back to the names of before: torch.fx gives none twice
-        if name not in rewriter.names:
-            rewriter.rename(copy, name)
+        plan = unverified if step.about.plan is not None and step.about.plan.fate != "float" else step.about.plan
+        rewriter.describe(copy, **step.about._replace(plan=plan, made_by=info(copy).made_by)._asdict())
+    if len(region.outputs) == 1:
+        rewriter.replace(node, copies[region.outputs[0]])
+    else:
+        for part in list(node.users):
+            index: Any = part.args[1]
+            rewriter.replace(part, copies[region.outputs[index]])
+        rewriter.erase(node)
+    for step in region.steps:  # back to the names of before: torch.fx gives none twice
+        if step.name not in rewriter.names:
+            rewriter.rename(copies[step.node], step.name)

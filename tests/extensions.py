@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxq
+from fxq.graph.unit import calls_of
 from fxq.quant.qparams import quantize
 
 # ---- ops: a function of one element, one that moves values
@@ -92,7 +93,7 @@ class OnlyLinear(fxq.Backend):
         fits = calls[0].op.name == "linear"
         return fxq.Support(1) if fits else fxq.Support(0, "only_linear runs linear layers")
 
-    def lower(self, rewriter: fxq.Rewriter) -> None:
+    def lower(self, gm: fx.GraphModule, region) -> None:
         return None
 
 
@@ -108,3 +109,44 @@ class NamedAsAnother(OnlyLinear):
 
 class Nameless(fxq.Backend):
     """Not all of a backend."""
+
+
+# ---- an engine
+
+
+class WholeRegion(fxq.RegionKernel):
+    """What an engine would make of a region: here, its float ops between conversions."""
+
+    name = "tests.region"
+
+
+class Engine(fxq.Backend):
+    """Runs whole regions, of all ops but two: one has no integer form, the other moves integers as it stands."""
+
+    name = "engine"
+
+    def takes(self, gm, node) -> bool:
+        return all(call.op.name not in ("erf", "transpose") for call in calls_of(gm, node))
+
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls, config) -> fxq.Support:
+        return fxq.Support(len(calls))
+
+    def regions(self, gm: fx.GraphModule):
+        return fxq.connected_regions(gm, lambda node: self.takes(gm, node))
+
+    def lower(self, gm: fx.GraphModule, region: fxq.Region) -> fxq.Kernel:
+        return WholeRegion.of(gm, region)
+
+
+class PricedEngine(Engine):
+    """The same; it says itself what its ops cost: in float as much as convolutions do on integers."""
+
+    name = "priced_engine"
+
+    def prices(self, gm: fx.GraphModule, example):
+        costs = {}
+        for node in gm.graph.nodes:
+            calls = calls_of(gm, node)
+            if calls and calls[0].op.name not in ("quantize", "dequantize", "requantize"):
+                costs[node] = fxq.Cost(10.0, 1.0 if calls[0].op.name == "conv2d" else 30.0)
+        return fxq.Prices(costs, conversion=0.001)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
+from fxq.backends.kernel import Kernel
+from fxq.common.data import Batch
 from fxq.common.source import digest_of
+from fxq.graph.info import Cost
+from fxq.graph.region import Region, unit_regions
 from fxq.graph.unit import Calls
 from fxq.quant.spec import QuantConfig
-from fxq.rewriting.rewriter import Rewriter
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,39 @@ class Trap:
     is_right: Callable[[], bool]
 
 
+@dataclass(frozen=True)
+class Prices:
+    """What a backend has measured of a qdq graph itself.
+
+    Attributes:
+        ops: units and ops of the graph, in float and on integers. The others are timed alone.
+        conversion: microseconds to quantize or dequantize a value between them, for each of its elements.
+    """
+
+    ops: Mapping[fx.Node, Cost]
+    conversion: float = 0.0
+
+
 class Backend(ABC):
     """An engine that runs integer kernels.
 
-    A backend is asked twice. In `annotate`, `supports` says what it can run, and why not. In `lower`, it replaces the
-    units of the qdq graph by its kernels: one at a time, or whole regions, as it likes. What it leaves stays in qdq
-    form, which runs everywhere.
+    A backend is asked three times. In `annotate`, `supports` says what it can run, and why not. In `fallback`, `prices`
+    says what that costs, for a backend that measures itself. In `lower`, it cuts the qdq graph into `regions`, units
+    alone or whole parts of the graph, and `lower` makes the kernel of each. What it leaves stays in qdq form, which
+    runs everywhere.
+
+    Example:
+        Linear layers as one kernel each, which computes in float.
+
+        >>> class OnlyLinear(fxq.Backend):
+        ...     name = "only_linear"
+        ...
+        ...     def supports(self, gm, node, calls, config):
+        ...         fits = calls[0].op.name == "linear"
+        ...         return fxq.Support(1) if fits else fxq.Support(0, "only_linear runs linear layers")
+        ...
+        ...     def lower(self, gm, region):
+        ...         return fxq.RegionKernel.of(gm, region) if region.calls[0].op.name == "linear" else None
     """
 
     name: ClassVar[str]
@@ -69,8 +99,30 @@ class Backend(ABC):
         """How much of the unit `node`, which runs `calls`, has an integer kernel here, with `config`."""
 
     @abstractmethod
-    def lower(self, rewriter: Rewriter) -> None:
-        """Replace units of the qdq graph by kernels."""
+    def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
+        """The kernel of a region of the qdq graph; None: it stays as it stands, without a reason.
+
+        The kernel is called with the values of `region.inputs` and returns that of its output; of several outputs, a
+        tuple.
+
+        Raises:
+            BackendError: there is none; the message is the decision of its ops.
+        """
+
+    def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
+        """What kernels are to be made of, in the order of the graph: every unit alone, then every conversion.
+
+        The next one is asked for when the kernel of the one before stands in the graph. An engine that runs more at
+        once returns `fxq.connected_regions(gm, takes)`.
+        """
+        return unit_regions(gm)
+
+    def prices(self, gm: fx.GraphModule, example: Batch) -> Prices | None:
+        """What the ops of the qdq graph cost either way, where the backend measures that itself on an example input.
+
+        None: every unit is timed alone, as the kernel that `lower` makes of it, and in float.
+        """
+        return None
 
     def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
         """The config that this backend uses for a unit of `calls` where a recipe asks for `config`.

@@ -104,14 +104,15 @@ class Kernel(Bindable):
     """Of how many sizes of inputs it keeps what it has made for them."""
     inplace: bool | None = None
     """Whether it overwrites its second input, a residual; None: it has none."""
+    reads: tuple[int, ...] | None = None
+    """Which inputs of its region it is called with, in order; None: with all of them."""
     form: Form | None = None
     """What it stands for, where it was made of the qdq graph."""
     _packed: PackedTensors | None = None
 
-    @property
-    def ends_in(self) -> tuple[Any, Mapping[str, Any]]:
-        """As in `Bindable`: the last call of its q/dq form."""
-        return self.form.ends_in if self.form is not None else super().ends_in
+    def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
+        """As in `Bindable`: in its q/dq form."""
+        return self.form.ends_in(part) if self.form is not None else super().ends_in(part)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register a class that has a name of its own. Raises `BackendError` when another class has that name."""
@@ -197,7 +198,7 @@ class Kernel(Bindable):
             BackendError: there can be no such kernel.
         """
         other = type(self).from_config(config, dict(self.named_buffers(recurse=False)))
-        own = nn.Module().__dict__.keys() | {"form"}
+        own = nn.Module().__dict__.keys() | {"form", "reads"}
         self._changes()
         self.__dict__.update({name: value for name, value in other.__dict__.items() if name not in own})
         self._modules.update(other._modules)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.backends.kernel import Kernel
-from fxq.graph.plain_data import NodeData, from_data, to_data
+from fxq.graph.plain_data import NodeData, from_data, numbers_of, to_data
 from fxq.graph.query import read_attribute
 from fxq.graph.region import Region
+from fxq.ops import OPS
 
 
 class Part(NamedTuple):
@@ -61,11 +62,18 @@ class Form:
                 free.pop(name or "", None)
         return cls(to_data(graph), tuple(map(list(inputs).index, region.inputs)), modules, tensors)
 
-    @property
-    def ends_in(self) -> tuple[Any, Mapping[str, Any]]:
-        """What it calls last, with which options."""
-        _, target, _, options, *_ = self.nodes[-2]  # the last one is the output
-        return target, options
+    def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
+        """What it calls for its value, or for one of several, with which options; what only moves integers left out."""
+        value, moved, row = self.nodes[-1][2][0], False, None
+        if isinstance(value, (tuple, list)) is (part is None):
+            return None, {}
+        read = value if part is None else value[part]
+        while True:
+            op, target, args, options, *_ = self.nodes[next(numbers_of(read))]
+            row = OPS.of_target(target) if op == "call_function" else None
+            if row is None or not row.quant.layout:
+                return (None, {}) if moved and row is OPS["dequantize"] else (target, options)
+            read, moved = args, True
 
     def module(self, kernel: Kernel) -> fx.GraphModule:
         """The form as a module of its own, with the kernel's tensors as they are now. It takes what the form takes."""

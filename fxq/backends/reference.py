@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import fx
 
 from fxq.backends.base import Backend, Support
+from fxq.graph.region import Region
 from fxq.graph.unit import OpCall
 from fxq.quant.spec import QuantConfig
-from fxq.rewriting.rewriter import Rewriter
 
 
 class Reference(Backend):
@@ -22,6 +23,9 @@ class Reference(Backend):
         """All of it: a float op between conversions is the meaning of the integer op."""
         return Support(len(calls))
 
-    def lower(self, rewriter: Rewriter) -> None:
-        """Leave the graph as it is."""
-        return None
+    def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
+        """None: the graph stays as it is."""
+        return ()
+
+    def lower(self, gm: fx.GraphModule, region: Region) -> None:
+        """No kernel."""

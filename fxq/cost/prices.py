@@ -13,13 +13,13 @@ from fxq.cost.min_cut import Key, Priced, PricedValue, by_a_hair, cheapest, seco
 from fxq.cost.probe import Prober
 from fxq.graph.info import info
 from fxq.graph.query import CONVERSIONS, is_op, made_by, reads_only_metadata
-from fxq.graph.region import Region, read_region
+from fxq.graph.region import UnitRegion, read_region
 from fxq.graph.unit import calls_of
 
 log = logging.getLogger("fxq")
 
 
-def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Region]:
+def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, UnitRegion]:
     """The regions of the ops and units that run on integers."""
     found = {}
     for node in nodes:
@@ -32,13 +32,13 @@ def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Re
     return found
 
 
-def has_known_shapes(region: Region) -> bool:
+def has_known_shapes(region: UnitRegion) -> bool:
     """Whether all values that a region reads and makes are tensors of known shapes, so that it can be timed alone."""
     return all(info(n).is_tensor for n in (region.node, *region.node.all_input_nodes))
 
 
 def priced_ops(
-    gm: fx.GraphModule, regions: dict[fx.Node, Region], prober: Prober, advance: Callable[[], None]
+    gm: fx.GraphModule, regions: dict[fx.Node, UnitRegion], prober: Prober, advance: Callable[[], None]
 ) -> list[Priced]:
     """Ops with their seconds on integers and in float, the conversions around them left out.
 
@@ -68,7 +68,7 @@ def priced_ops(
 def choose_by_price(
     gm: fx.GraphModule,
     nodes: Sequence[fx.Node],
-    regions: dict[fx.Node, Region],
+    regions: dict[fx.Node, UnitRegion],
     prober: Prober,
     ops: list[Priced],
 ) -> tuple[list[Priced], list[PricedValue], set[Key]]:
@@ -94,7 +94,7 @@ _TRIES = 4
 """How often prices that decide by a hair are looked for: better prices may bring others to the brink."""
 
 
-def _priced(gm: fx.GraphModule, node: Any, regions: dict[fx.Node, Region], prober: Prober) -> Priced:
+def _priced(gm: fx.GraphModule, node: Any, regions: dict[fx.Node, UnitRegion], prober: Prober) -> Priced:
     seconds = prober.kernel(gm, regions[node]) + _requantizing(gm, node, prober)
     return Priced(node, seconds, prober.real(gm, regions[node]))
 
@@ -120,7 +120,7 @@ def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> I
 
 
 def priced_values(
-    gm: fx.GraphModule, nodes: Sequence[fx.Node], regions: dict[fx.Node, Region], prober: Prober
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], regions: dict[fx.Node, UnitRegion], prober: Prober
 ) -> list[PricedValue]:
     """The values between ops, with what it costs to convert them."""
     readers: dict[fx.Node, list[fx.Node]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxq.backends.base import Backend
+from fxq.backends.base import Backend, Prices
+from fxq.backends.lower_graph import lower_graph
 from fxq.common.data import Batch
 from fxq.cost.cache import Call, Costs
 from fxq.cost.min_cut import HAIR
 from fxq.graph.grid import grid_of
-from fxq.graph.info import NodeInfo, info
-from fxq.graph.query import arguments_of, is_op, options_of
-from fxq.graph.region import Region
+from fxq.graph.info import Cost, NodeInfo, info
+from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of
+from fxq.graph.region import UnitRegion
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
 from fxq.graph.view import options_text
@@ -26,14 +28,21 @@ from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import split_unit
 from fxq.runtime.binding import bind
 
+_MICRO = 1e-6
+
 
 class Prober:
-    """Measures with one backend, and remembers (see `Costs`)."""
+    """Measures with one backend, and remembers (see `Costs`).
+
+    Attributes:
+        own: what the backend has measured itself: these ops, and conversions, are not timed here.
+    """
 
     def __init__(self, backend: Backend, recipe: Recipe, costs: Costs) -> None:
         self.backend, self.recipe, self.costs = backend, recipe, costs
+        self.own: Prices | None = None
 
-    def kernel(self, gm: fx.GraphModule, region: Region, ops: int | None = None) -> float:
+    def kernel(self, gm: fx.GraphModule, region: UnitRegion, ops: int | None = None) -> float:
         """Seconds of a region of the qdq graph `gm` as the backend lowers it, on random integers.
 
         Args:
@@ -41,11 +50,16 @@ class Prober:
             region: the region.
             ops: how many of its ops a kernel runs, the others running in float; None: all of them.
         """
+        if self.own is not None and is_op(region.node, *CONVERSIONS):
+            return self.own.conversion * _MICRO * math.prod(info(region.node).shape or ())
+        known = self._own(region) if ops is None else None
+        if known is not None and known.int8_us is not None:
+            return _MICRO * known.int8_us
         return self.costs.seconds(
             self._kernel_key(region, ops), lambda: _call(self._lowered(gm, region.to_graph(), ops))
         )
 
-    def fastest(self, gm: fx.GraphModule, region: Region, ways: Sequence[int]) -> int:
+    def fastest(self, gm: fx.GraphModule, region: UnitRegion, ways: Sequence[int]) -> int:
         """How many of a region's ops a kernel best runs, of these numbers; see `choose_by_price` for rounds."""
         parts = {ops: ops if ops < len(region.calls) else None for ops in ways}
         keys = [self._kernel_key(region, part) for part in parts.values()]
@@ -60,19 +74,25 @@ class Prober:
             found = seconds()
         return min(found, key=found.__getitem__)
 
-    def real(self, gm: fx.GraphModule, region: Region) -> float:
+    def real(self, gm: fx.GraphModule, region: UnitRegion) -> float:
         """Seconds of the ops of a region in float, with float weights, on random numbers."""
+        known = self._own(region)
+        if known is not None:
+            return _MICRO * known.float_us
         return self.costs.seconds(_float_key(region), lambda: _float_form(gm, region))
 
-    def knows(self, region: Region) -> bool:
+    def knows(self, region: UnitRegion) -> bool:
         """Whether a region has been measured before."""
-        return all(key in self.costs for key in self.keys(region))
+        return self._own(region) is not None or all(key in self.costs for key in self.keys(region))
 
-    def keys(self, region: Region) -> tuple[str, str]:
+    def _own(self, region: UnitRegion) -> Cost | None:
+        return self.own.ops.get(region.node) if self.own is not None else None
+
+    def keys(self, region: UnitRegion) -> tuple[str, str]:
         """What the costs of a region are kept under: as a kernel, and in float."""
         return self._kernel_key(region), _float_key(region)
 
-    def _kernel_key(self, region: Region, ops: int | None = None) -> str:
+    def _kernel_key(self, region: UnitRegion, ops: int | None = None) -> str:
         """All that the time depends on: not the values of weights and scales, but whether a zero point is 0."""
         name = self.backend.name + self.backend.code(region.calls)
         parts = [f"{name} {_threads()}: {_ops_on(region)} from", *map(_shape, map(info, region.inputs))]
@@ -93,6 +113,9 @@ class Prober:
         return self._conversion("dequantize", elements)
 
     def _conversion(self, op: str, elements: int) -> float:
+        if self.own is not None:
+            return _MICRO * self.own.conversion * elements
+
         def prepare(size: int) -> Call:
             graph = fx.Graph()
             rewriter = Rewriter(fx.GraphModule(nn.Module(), graph), self._context(), "probe")
@@ -119,7 +142,7 @@ class Prober:
         rewriter = Rewriter(fx.GraphModule(gm, copied), self._context(), "probe")
         for node in [n for n in rewriter.nodes() if unit_of(rewriter.gm, n) is not None]:
             split_unit(rewriter, node, ops)
-        self.backend.lower(rewriter)
+        lower_graph(rewriter)
         rewriter.erase_unused()
         rewriter.gm.recompile()
         return rewriter.gm
@@ -133,17 +156,17 @@ def _shape(about: NodeInfo) -> str:
     return f"{str(about.dtype).removeprefix('torch.')}{list(about.shape or ())}"
 
 
-def _ops_on(region: Region) -> str:
+def _ops_on(region: UnitRegion) -> str:
     """The ops with their options, and what they read, in that order."""
     ops = " ".join(f"{call.op.name}({options_text(call.options)})" for call in region.calls)
     return f"{ops} of {' '.join(_shape(info(n)) for n in region.node.all_input_nodes)}"
 
 
-def _float_key(region: Region) -> str:
+def _float_key(region: UnitRegion) -> str:
     return f"float {_threads()}: {_ops_on(region)}"
 
 
-def _float_form(gm: fx.GraphModule, region: Region) -> Call:
+def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
     """The region's unit or op on random floats, as a bound graph calls it; its weights are the dequantized ones."""
     node, given = region.node, dict[fx.Node, Any]()
     for value in node.all_input_nodes:

@@ -78,9 +78,12 @@ class Bindable(nn.Module):
 
     _watches: weakref.WeakSet[ModuleWatch] | None = None
 
-    @property
-    def ends_in(self) -> tuple[Any, Mapping[str, Any]]:
-        """The last call of what it stands for, with its options; (None, {}) where nobody knows."""
+    def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
+        """What it calls last for its value, with the options; (None, {}) where nobody knows.
+
+        Args:
+            part: which of several values; None: it has one.
+        """
         return None, {}
 
     def bind(self, *inputs: Any) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.bindable import Bindable
-from fxq.graph.query import CONVERSIONS, argument, constant, flat_nodes, op_of, submodule
+from fxq.graph.query import CONVERSIONS, argument, constant, flat_nodes, op_of, submodule, taken_part
 from fxq.ops import OPS
 from fxq.quant.qparams import QParams
 
@@ -73,8 +73,14 @@ def _own_grid(gm: fx.GraphModule, node: fx.Node) -> QParams | None:
 
 
 def _called(gm: fx.GraphModule, node: fx.Node) -> tuple[str, Mapping[str, Any]]:
-    """The op that a node calls, or its kernel ends in, with its options; an empty name for any other node."""
-    module = submodule(gm, node)
-    target, options = module.ends_in if isinstance(module, Bindable) else (node.target, node.kwargs)
+    """The op that a node calls, or its kernel ends in, with its options; an empty name for any other node.
+
+    A value of a kernel of several is what that kernel ends in there.
+    """
+    module, part = submodule(gm, node), None
+    source = node.args[0] if module is None and node.args else None
+    if isinstance(source, fx.Node) and isinstance(taken_part(node, source), int):
+        module, part = submodule(gm, source), taken_part(node, source)
+    target, options = module.ends_in(part) if isinstance(module, Bindable) else (node.target, node.kwargs)
     op = OPS.of_target(target)
     return (op.name if op is not None else ""), options

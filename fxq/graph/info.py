@@ -144,6 +144,7 @@ class NodeInfo(NamedTuple):
         parts: for a unit, the origins of each of its ops.
         values: for a unit, shape and dtype of the value of each of its ops.
         paths: for a unit, the module path of each of its ops.
+        plans: for a kernel of several units, what was decided of each of its ops.
         made_by: the pass and rule that made it, with the rule's source line; empty for traced nodes.
         kept: where a pass before `annotate` leaves a call or a module as it is, its decision.
         plan: what `annotate` decided, once it has run.
@@ -164,6 +165,7 @@ class NodeInfo(NamedTuple):
     parts: tuple[tuple[str, ...], ...] = ()
     values: tuple[tuple[tuple[int, ...] | None, torch.dtype | None], ...] = ()
     paths: tuple[str, ...] = ()
+    plans: tuple[Plan, ...] = ()
     made_by: str = ""
     kept: Decision | None = None
     plan: Plan | None = None

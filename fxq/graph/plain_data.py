@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,13 @@ def to_data(graph: fx.Graph) -> list[NodeData]:
         )
         for n in graph.nodes
     ]
+
+
+def numbers_of(arguments: Any) -> Iterator[int]:
+    """The numbers of the nodes among the arguments of another."""
+    found: list[int] = []
+    map_aggregate(arguments, lambda value: found.append(value.index) if isinstance(value, _Read) else None)
+    return iter(found)
 
 
 def from_data(data: list[NodeData]) -> fx.Graph:

@@ -178,9 +178,13 @@ def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
     module = submodule(gm, node)
     if module is not None:
         return getattr(module, "pure", False) is True
-    if node.target is operator.getitem and makes_no_tensor(node):
+    if node.target is operator.getitem and (makes_no_tensor(node) or _is_pure_module(gm, node.args[0])):
         return True
     return node.op == "get_attr" or op_of(node) is not None or (reads_only_metadata(node) and not is_check(node))
+
+
+def _is_pure_module(gm: fx.GraphModule, value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "call_module" and is_pure(gm, value)
 
 
 def made_by(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Regions of the qdq graph: a unit with the conversions around it, read for lowering and kept for verification."""
+"""Regions of the qdq graph: what one kernel takes the place of, read for lowering and kept for verification."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,29 +28,22 @@ class Weight:
 
 @dataclass(frozen=True)
 class Region:
-    """A unit of the qdq graph with its conversions: quantize(unit(dequantize(x), ...)).
+    """A part of the qdq graph that one kernel can run, as the graph was when it was read.
 
     Attributes:
-        node: the unit (or single op).
-        calls: the ops that it runs.
-        out: the quantize that alone reads it, or None: then its value is wanted in float.
-        steps: what it computes, in order, as the graph was when it was read. Weights are `get_attr`.
+        nodes: what the kernel takes the place of, in order.
+        outputs: those of them whose values are read outside, in order.
+        steps: what it computes, in order: the nodes with the weights and conversions that they read.
         inputs: the nodes that the steps read from outside: no copies; integers where dequantized inside.
     """
 
-    node: fx.Node
-    calls: Calls
-    out: fx.Node | None
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
     steps: tuple[Step, ...]
     inputs: tuple[fx.Node, ...]
 
-    @property
-    def last(self) -> fx.Node:
-        """The node whose value the region computes."""
-        return self.out if self.out is not None else self.node
-
     def to_graph(self) -> fx.Graph:
-        """The region as a graph of its own, with the metadata of its nodes."""
+        """The region as a graph of its own, with the metadata of its nodes; of several outputs it returns a tuple."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.inputs:
@@ -59,11 +52,38 @@ class Region:
         for step in self.steps:
             copies[step.node] = graph.create_node(step.op, step.target, *arguments_of(step, copies), step.name)
             copies[step.node].meta[META] = step.about
-        graph.output(copies[self.last])
+        made = tuple(copies[node] for node in self.outputs)
+        graph.output(made if len(made) > 1 else made[0])
         return graph
 
 
-def read_region(gm: fx.GraphModule, node: fx.Node) -> Region | None:
+@dataclass(frozen=True)
+class UnitRegion(Region):
+    """A unit of the qdq graph with its conversions: quantize(unit(dequantize(x), ...)). It has one output.
+
+    Attributes:
+        calls: the ops that it runs.
+    """
+
+    calls: Calls
+
+    @property
+    def node(self) -> fx.Node:
+        """The unit (or single op)."""
+        return self.nodes[0]
+
+    @property
+    def out(self) -> fx.Node | None:
+        """The quantize that alone reads it, or None: then its value is wanted in float."""
+        return self.nodes[1] if len(self.nodes) > 1 else None
+
+    @property
+    def last(self) -> fx.Node:
+        """The node whose value the region computes."""
+        return self.nodes[-1]
+
+
+def read_region(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
     """The region around a unit or op of the qdq graph; None when `node` runs no op.
 
     A conversion is a region of its own: it takes in no other conversion.
@@ -72,33 +92,75 @@ def read_region(gm: fx.GraphModule, node: fx.Node) -> Region | None:
     if not calls:
         return None
     conversion = is_op(node, *CONVERSIONS)
-    out = None
-    if not conversion and len(node.users) == 1 and is_op(next(iter(node.users)), "quantize"):
-        out = next(iter(node.users))
-    steps: dict[fx.Node, Step | None] = {}
-    for value in node.all_input_nodes:
-        _take(value, steps, conversion)
-    for center in (node, out) if out is not None else (node,):
-        steps[center] = Step.of(center)
-    inputs = tuple(value for value, step in steps.items() if step is None)
-    return Region(node, calls, out, tuple(step for step in steps.values() if step is not None), inputs)
+    nodes = [node]
+    if not conversion and len(node.users) == 1:
+        nodes += [user for user in node.users if is_op(user, "quantize")]
+
+    def taken_along(value: fx.Node) -> bool:
+        return value.op == "get_attr" or (not conversion and is_op(value, "dequantize"))
+
+    return UnitRegion(tuple(nodes), (nodes[-1],), *_read(nodes, taken_along), calls)
 
 
-def _take(value: fx.Node, steps: dict[fx.Node, Step | None], alone: bool) -> None:
-    """Add a value to a region, behind those that it reads; None stands for one that comes from outside.
+def region_of(nodes: Sequence[fx.Node]) -> Region:
+    """The region of these nodes of the qdq graph, in order, with the weights that they read."""
+    inside = set(nodes)
+    outputs = tuple(node for node in nodes if not inside.issuperset(node.users))
+    return Region(tuple(nodes), outputs, *_read(nodes, is_weight))
 
-    A region that stands `alone` takes in weights only, and no conversion.
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether a node is a constant of the model, or dequantizes one."""
+    return node.op == "get_attr" or (
+        is_op(node, "dequantize") and all(read.op == "get_attr" for read in node.all_input_nodes)
+    )
+
+
+def unit_regions(gm: fx.GraphModule) -> Iterator[UnitRegion]:
+    """Every unit or op that runs on integers as a region of its own, then every conversion that is left.
+
+    Each is read when its turn comes, so that it reads from the kernels that took the place of those before it.
     """
-    if value in steps:
-        return
-    inside = value.op == "get_attr" or (not alone and is_op(value, "dequantize"))
-    if inside:
-        for read in value.all_input_nodes:
-            _take(read, steps, alone)
+    for node in list(gm.graph.nodes):
+        plan = info(node).plan
+        if plan.fate != "float" if plan is not None else _has_grids(gm, node):
+            region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None
+            if region is not None:
+                yield region
+    for node in list(gm.graph.nodes):
+        region = read_region(gm, node) if is_op(node, *CONVERSIONS) and not is_weight(node) else None
+        if region is not None:
+            yield region
+
+
+def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether an op of which nobody has decided makes integers; or is a layer, whose kernel can make floats."""
+    region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None
+    return region is not None and (region.out is not None or region.calls[0].op.quant.heavy)
+
+
+def _read(
+    nodes: Iterable[fx.Node], taken_along: Callable[[fx.Node], bool]
+) -> tuple[tuple[Step, ...], tuple[fx.Node, ...]]:
+    """The steps and inputs of a region of these nodes and of those before them that are to be taken along."""
+    steps: dict[fx.Node, Step | None] = {}  # None: it comes from outside
+    for node in nodes:
+        _take(node, True, steps, taken_along)
+    inputs = tuple(value for value, step in steps.items() if step is None)
+    return tuple(step for step in steps.values() if step is not None), inputs
+
+
+def _take(
+    value: fx.Node, inside: bool, steps: dict[fx.Node, Step | None], taken_along: Callable[[fx.Node], bool]
+) -> None:
+    """Add a value to a region, behind those that it reads."""
+    for read in value.all_input_nodes if inside else ():
+        if read not in steps:
+            _take(read, taken_along(read), steps, taken_along)
     steps[value] = Step.of(value) if inside else None
 
 
-def out_grid(gm: fx.GraphModule, region: Region) -> QParams | None:
+def out_grid(gm: fx.GraphModule, region: UnitRegion) -> QParams | None:
     """Scale and zero point of the integer output of a region; None for a float output."""
     return grid_of(gm, region.out) if region.out is not None else None
 
@@ -155,17 +217,29 @@ class Result:
         return real.div(grid["scale"]).add_(grid["zero_point"]).clamp_(grid["qmin"], grid["qmax"])
 
 
-def run_region(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> Result:
-    """What the region computes on these values of its inputs.
+Round = Callable[[Result], Tensor]
+"""How a value inside a region is rounded to its grid."""
+
+
+def run_region(
+    gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any], rounded: Round = lambda result: result.value
+) -> list[Result]:
+    """What the region computes on these values of its inputs, output by output.
 
     Not with `fx.Interpreter`: that lists all modules of `gm` first, which is quadratic over regions.
+
+    Args:
+        gm: the module of the graph that the region was read from.
+        region: the region.
+        values: by input.
+        rounded: how to round what steps inside of the region read.
     """
-    env = dict(values)
-    result = Result(None)
+    env, results = dict(values), dict.fromkeys(region.outputs, Result(None))
     for step in region.steps:
-        if is_op(step, "quantize", "requantize"):
-            result = Result(env[step.args[0]], step)
-        else:
-            env[step.node] = value_of(gm, step, env)
-            result = Result(env[step.node])
-    return result
+        rounds = is_op(step, "quantize", "requantize")
+        result = Result(env[step.args[0]], step) if rounds else Result(value_of(gm, step, env))
+        if step.node in results:
+            results[step.node] = result
+        if step is not region.steps[-1]:
+            env[step.node] = rounded(result) if rounds else result.raw
+    return list(results.values())

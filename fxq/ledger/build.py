@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from torch import fx
@@ -10,7 +10,7 @@ from torch import fx
 from fxq.common.isolation import seeded, untouched
 from fxq.errors import PassError
 from fxq.graph.info import Cost, Decision, Fate, info
-from fxq.graph.query import submodule
+from fxq.graph.query import submodule, taken_part
 from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
 from fxq.ledger.float_record import Record, record_of
@@ -35,7 +35,8 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
         raise PassError("the ledger needs the ops of the float model, which canonicalize keeps; it did not run.")
     views = history[-1].graph.by_name
     nodes = [n for n in gm.graph.nodes if info(n).origins and views[n.name].kind not in _NO_OPS]
-    workers = [_worker(gm, n, views[n.name], original, lowered=bool(context.regions)) for n in nodes]
+    lowered = bool(context.regions)
+    workers = [worker for n in nodes for worker in _workers(gm, n, views[n.name], original, lowered)]
     runs: dict[str, list[_Worker]] = {}
     absorbed: dict[str, _Worker] = {}
     for worker in workers:
@@ -48,7 +49,7 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
         found = measure(original, gm, node_rows, measured_with(context, original), edges.read)
     mending = Mending(edges, entries)
     mends = {node_rows[n.name].row.name: mending.line(n) for n in nodes if n.name in node_rows}
-    costs = {w.runs[0]: plan.cost for w in workers if w.runs and (plan := info(w.node).plan) and plan.cost}
+    costs = {w.runs[0]: w.cost for w in workers if w.runs}
     entries = [replace(entry, mend=mends.get(entry.name, "")) for entry in entries]
     ledger = Ledger(tuple(_with_numbers(entry, found, costs.get(entry.name)) for entry in entries))
     return ledger, record_of(context.model, context.example, found.values)
@@ -71,20 +72,46 @@ class _Worker:
     Attributes:
         node: the node.
         decision: what it runs as, and why.
+        cost: what they take, where that was measured.
         runs: the ops that it runs, in execution order.
         absorbs: the ops that went into the weights of these.
     """
 
     node: fx.Node
     decision: Decision
+    cost: Cost | None
     runs: tuple[str, ...]
     absorbs: tuple[str, ...]
 
 
-def _worker(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Original, lowered: bool) -> _Worker:
-    about, by_origin = info(node), original.by_origin
+def _workers(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Original, lowered: bool) -> Iterator[_Worker]:
+    """What does the work of a node: the node; for a kernel of several units, each of their ops has its own decision.
+
+    The value of such an op is that of the part of the kernel's value, where it is one.
+    """
+    about, source = info(node), node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and info(source).plans and taken_part(node, source) is not None:
+        return
     inside = about.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
     parts = about.parts or (about.origins,)
+    if not about.plans:
+        cost = about.plan.cost if about.plan is not None else None
+        yield _worker(node, _decision(gm, node, view.kind, lowered), cost, parts, inside, original)
+        return
+    handed_out = {info(user).origins: user for user in reversed(node.users) if info(user).origins}
+    for part, op, plan in zip(parts, inside, about.plans, strict=True):
+        yield _worker(handed_out.get(part, node), plan.decision, plan.cost, (part,), (op,), original)
+
+
+def _worker(
+    node: fx.Node,
+    decision: Decision,
+    cost: Cost | None,
+    parts: tuple[tuple[str, ...], ...],
+    inside: tuple[str, ...],
+    original: Original,
+) -> _Worker:
+    by_origin = original.by_origin
     runs: list[str] = []
     absorbs: list[str] = []
     for i, part in enumerate(parts):
@@ -94,7 +121,7 @@ def _worker(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Origina
         ] or known
         runs += named
         absorbs += [name for name in known if name not in named]
-    return _Worker(node, _decision(gm, node, view.kind, lowered), tuple(runs), tuple(absorbs))
+    return _Worker(node, decision, cost, tuple(runs), tuple(absorbs))
 
 
 def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> Decision:

@@ -1,0 +1,174 @@
+"""Regions of the qdq graph become kernels: what is done for every backend."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from torch import fx
+
+from fxq.backends.base import Backend
+from fxq.backends.kernel import Kernel
+from fxq.backends.qdq_form import Form
+from fxq.errors import BackendError
+from fxq.graph.info import Decision, Fate, Plan, info
+from fxq.graph.query import CONVERSIONS, is_op, made_by, op_of, submodule
+from fxq.graph.region import Region, UnitRegion, read_region
+from fxq.graph.unit import calls_of
+from fxq.rewriting.rewriter import Rewriter
+from fxq.rewriting.unit_edits import open_unit
+
+
+def lower_graph(rewriter: Rewriter) -> None:
+    """Replace the regions of the backend by its kernels; last, say which residuals these may overwrite."""
+    backend: Backend = rewriter.context.backend
+    for region in backend.regions(rewriter.gm):
+        _lower(rewriter, backend, region)
+    _settle_inplace(rewriter)
+
+
+def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
+    """Replace a region by its kernel. Of a unit that has none, the first op is tried alone."""
+    try:
+        kernel = backend.lower(rewriter.gm, region)
+    except BackendError as error:
+        if isinstance(region, UnitRegion) and len(region.calls) > 1:
+            _open(rewriter, backend, region.node)
+        else:
+            _leave_in_float(rewriter, region.nodes, f"stays in qdq form: {error}")
+        return
+    if kernel is not None:
+        _replace(rewriter, region, kernel)
+
+
+def _open(rewriter: Rewriter, backend: Backend, node: fx.Node) -> None:
+    """Run the first op of a unit on integers and the others in float, where no kernel takes the unit whole."""
+    plan = info(node).plan
+    first, *rest = open_unit(rewriter, node)
+    rewriter.describe(first, plan=plan)
+    _leave_in_float(rewriter, rest, "its result is wanted in float")
+    region = read_region(rewriter.gm, first)
+    if region is not None:
+        _lower(rewriter, backend, region)
+
+
+def _leave_in_float(rewriter: Rewriter, nodes: Sequence[fx.Node], why: str) -> None:
+    """Say so of what has been decided otherwise."""
+    plan = Plan(Decision("float", "unsupported", why, decided_by=rewriter.name))
+    for node in nodes:
+        before = info(node).plan
+        if not is_op(node, *CONVERSIONS) and (before is None or before.fate != "float"):
+            rewriter.describe(node, plan=plan)
+
+
+def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
+    """Put a kernel in the place of a region, and remember the region for verification."""
+    read = region.inputs if kernel.reads is None else tuple(region.inputs[i] for i in kernel.reads)
+    kernel.form = Form.of(rewriter.gm, region, kernel, read)
+    units = [node for node in region.nodes if calls_of(rewriter.gm, node) and not is_op(node, *CONVERSIONS)]
+    units = units or [*region.nodes]
+    name = units[0].name if len(units) == 1 else f"{units[0].name}_to_{units[-1].name}"
+    names = [node.name for node in region.outputs]
+    with rewriter.attributed(kernel.name, type(kernel)):
+        target = rewriter.module(kernel, name)
+        node = rewriter.node("call_module", target, read, like=units, before=region.nodes[-1])
+        _describe(rewriter, node, units)
+        results = [node] if len(names) == 1 else _results(rewriter, region, node)
+        for old, new in zip(region.outputs, results, strict=True):
+            rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
+            rewriter.reroute(old, new)
+        for old in reversed(region.nodes):
+            rewriter.erase(old)
+        for new, old_name in zip(results, names, strict=True):
+            rewriter.rename(new, old_name)
+        rewriter.rename(node, name)
+    rewriter.context.regions[node] = region
+
+
+def _describe(rewriter: Rewriter, node: fx.Node, units: Sequence[fx.Node]) -> None:
+    """Tell a kernel's node what the units were that it runs; of several, what was decided of each op."""
+    calls = {unit: calls_of(rewriter.gm, unit) for unit in units if not is_op(unit, *CONVERSIONS)}
+    body = tuple(call.op.name for found in calls.values() for call in found)
+    if len(calls) < 2:
+        rewriter.describe(node, parts=info(units[0]).parts, body=body, note=info(units[0]).note)
+        return
+    plans, parts, paths = list[Plan](), list[tuple[str, ...]](), list[str]()
+    for unit, found in calls.items():
+        about = info(unit)
+        plan = about.plan or Plan(Decision("float", "undecided"))
+        plans += [plan, *[replace(plan, cost=None)] * (len(found) - 1)]  # what it costs, the first stands for
+        parts += about.parts or (about.origins,)
+        paths += about.paths or (about.path,) * len(found)
+    fates = {plan.fate for plan in plans}
+    fate = next(fate for fate in _FATES if fate in fates)
+    rewriter.describe(
+        node,
+        path=_common(paths),
+        plan=Plan(Decision(fate, decided_by=rewriter.name)),
+        parts=tuple(parts),
+        paths=tuple(paths),
+        body=body,
+        plans=tuple(plans),
+    )
+
+
+def _common(paths: Iterable[str]) -> str:
+    """The innermost module that has all of these inside."""
+    split = [path.split(".") for path in paths] or [[]]
+    first, last = min(split), max(split)  # what these begin with, all do
+    return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+
+
+_FATES: tuple[Fate, ...] = ("int8", "moves", "float")
+"""What a kernel counts as that runs ops of each: the first that there is."""
+
+
+def _results(rewriter: Rewriter, region: Region, node: fx.Node) -> list[fx.Node]:
+    """The values of a kernel of several outputs: each is a node, which stands for the op that makes it."""
+    made, inside = [], set(region.nodes)
+    for i, old in enumerate(region.outputs):
+        maker = made_by(old)
+        like = maker if maker in inside else old
+        part = rewriter.node("call_function", operator.getitem, (node, i), like=like, before=region.nodes[-1])
+        rewriter.describe(part, origins=(info(like).parts or (info(like).origins,))[-1])
+        made.append(part)
+    return made
+
+
+def _settle_inplace(rewriter: Rewriter) -> None:
+    """Let a kernel overwrite its residual where nobody reads that value afterwards.
+
+    The residual must be a kernel's own result: no input, no view of something else. It must not be read by the same
+    kernel in another place, nor by anybody later in the graph.
+    """
+    order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
+    ends: dict[fx.Node, float] = {}  # a value may have very many readers: they are asked once
+    for node in order:
+        kernel = submodule(rewriter.gm, node)
+        if not isinstance(kernel, Kernel) or kernel.inplace is None or len(node.args) < 2:
+            continue
+        residual = node.args[1]
+        if not isinstance(residual, fx.Node) or residual is node.args[0] or not _is_fresh(rewriter, residual):
+            continue
+        if residual not in ends:
+            alive = any(_may_alias(rewriter, user) for user in residual.users)
+            ends[residual] = math.inf if alive else max(order[user] for user in residual.users)
+        kernel.inplace = ends[residual] <= order[node]
+
+
+def _is_fresh(rewriter: Rewriter, node: fx.Node) -> bool:
+    """Whether a node's value is a tensor of its own."""
+    module = submodule(rewriter.gm, node)
+    return isinstance(module, Kernel) and not module.returns_view
+
+
+def _may_alias(rewriter: Rewriter, user: fx.Node) -> bool:
+    """Whether the result of a reader may share memory with what it read."""
+    module = submodule(rewriter.gm, user)
+    if isinstance(module, Kernel):
+        return module.returns_view
+    op = op_of(user)
+    return op is None or op.quant.view or user.op == "output"

@@ -1,0 +1,55 @@
+"""Kernels of whole regions: what an engine has made of the qdq form, which it makes again from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, fx
+from typing_extensions import Self
+
+from fxq.backends.kernel import Kernel
+from fxq.graph.query import read_attribute
+from fxq.graph.region import Region
+
+
+class RegionKernel(Kernel):
+    """A region of the qdq graph as one kernel. Its tensors are those of the region; its form says the rest.
+
+    What an engine makes of it, `build` returns: at the first call, and again where a tensor was changed. It is
+    neither copied nor pickled. A class of its own has a `name`, and is all that an engine has to write.
+
+    Args:
+        tensors: the tensors of the region, by name.
+    """
+
+    name: ClassVar[str] = "qdq.region"
+
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor.detach())
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, region: Region) -> Self:
+        """The kernel of a region of the graph of `gm`."""
+        paths = dict.fromkeys(str(step.target) for step in region.steps if step.op == "get_attr")
+        names = (f"t{i}_{path.rpartition('.')[2]}" for i, path in enumerate(paths))  # no attribute has such a name
+        return cls(**{name: read_attribute(gm, path) for name, path in zip(names, paths, strict=True)})
+
+    def build(self, form: fx.GraphModule) -> Callable[..., Any]:
+        """What runs the region: takes its inputs and returns its value, or a tuple of several.
+
+        Args:
+            form: the region as a module in qdq form. Returned as it is, it is what an engine's result must be.
+        """
+        return form
+
+    def forward(self, *inputs: Any) -> Any:
+        """As the region."""
+        run: Callable[..., Any] = self._kept("", self._built)
+        return run(*inputs)
+
+    def _built(self) -> Callable[..., Any]:
+        assert self.form is not None  # it has one from where it was put into the graph
+        return self.build(self.form.module(self))

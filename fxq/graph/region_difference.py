@@ -1,0 +1,174 @@
+"""Whether a kernel returns what its region computes, up to what rounding explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from fxq.graph.query import CONVERSIONS, is_op, options_of
+from fxq.graph.region import Region, Result, UnitRegion, run_region
+from fxq.graph.run import value_of
+from fxq.graph.unit import inputs_of
+
+SPREAD = 4.0
+"""How many times further off than its own qdq form, rounded otherwise near ties, a kernel may be that rounds inside."""
+
+
+class Limits(Protocol):
+    """How far a kernel may be off, see `fxq.passes.VerifyLowering`."""
+
+    @property
+    def tolerance(self) -> float:
+        """In steps, beside the half of one."""
+
+    @property
+    def float_tolerance(self) -> float:
+        """Of float results, relative to the largest."""
+
+    @property
+    def sum_tolerance(self) -> float:
+        """Relative to the terms that are added up."""
+
+
+def difference(
+    gm: fx.GraphModule,
+    region: Region,
+    values: Mapping[fx.Node, Any],
+    expected: Sequence[Result],
+    got: Any,
+    limits: Limits,
+) -> str | None:
+    """How what a kernel returns differs from its region beyond rounding; None where it does not.
+
+    A unit rounds once, at its end. In a region of several a value near a tie may be rounded either way, and what comes
+    behind follows: how far that carries, two more runs show, in which each such value goes the other way once.
+
+    Args:
+        gm: the module of the region's graph.
+        region: the region.
+        values: what the kernel was run on, by input of the region.
+        expected: what the region computes on them.
+        got: what the kernel returned.
+        limits: how far it may be off.
+    """
+    made = got if len(expected) > 1 and isinstance(got, tuple) else (got,)
+    if len(made) != len(expected):
+        return f"it returns {type(got).__name__} instead of a tuple of {len(expected)}"
+    runs = [] if isinstance(region, UnitRegion) else list(_rounded_otherwise(gm, region, values, limits.tolerance))
+    for i, (want, value) in enumerate(zip(expected, made, strict=True)):
+        why = disagreement(want, value, limits, lambda: magnitude(gm, region, values), [run[i] for run in runs])
+        if why is not None:
+            return why if len(expected) == 1 else f"%{region.outputs[i].name}, its output {i}: {why}"
+    return None
+
+
+def _rounded_otherwise(
+    gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any], by: float
+) -> Iterator[list[Result]]:
+    """The region twice more, with every value that it rounds inside moved by so many steps, up or down, and back."""
+    for sign in (by, -by):
+        drawn = torch.Generator().manual_seed(0)
+
+        def rounded(result: Result, sign: float = sign, drawn: torch.Generator = drawn) -> Tensor:
+            steps, last = result.steps, result.last
+            if steps is None or last is None:
+                return result.value
+            grid = options_of(last)
+            move = torch.randint(0, 2, steps.shape, generator=drawn).mul_(2).sub_(1).to(steps.device)
+            return (steps + sign * move).round_().clamp_(grid["qmin"], grid["qmax"]).to(grid["dtype"])
+
+        yield run_region(gm, region, values, rounded)
+
+
+def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> float:
+    """How large the terms are that the first op of a unit's region adds up, and what later ones add to it; else 0.
+
+    That is what float32 rounds: terms that cancel leave the rounding of what they were. A kernel may add up the
+    integers as they are and take the zero point away behind, in the padding as well.
+    """
+    if not isinstance(region, UnitRegion) or is_op(region.node, *CONVERSIONS):
+        return 0.0
+    call, env = region.calls[0], {node: _size_of(value) for node, value in values.items()}
+    zeros: dict[Any, float] = {}
+    for step in region.steps:
+        if step.node is region.node:
+            break
+        env[step.node] = _size_of(value_of(gm, step, env))
+        if is_op(step, "dequantize") and "axis" not in step.kwargs:
+            zeros[step.node] = abs(step.kwargs["zero_point"]) * step.kwargs["scale"]
+            env[step.node] += zeros[step.node]
+    read, most = call.tensors.get(call.op.quant.weight or ""), 0.0
+    if isinstance(read, fx.Node):
+        weight = env[read]
+        rows = weight.movedim(call.op.quant.axis or 0, 0).flatten(1).sum(1)
+        most = zeros.get(call.tensors[call.op.quant.inputs[0]], 0.0) * largest(rows)
+    for sign in (1, -1):  # of a sum and of a difference
+        tensors = {name: fx.node.map_arg(value, env.__getitem__) for name, value in call.tensors.items()}
+        if len(call.op.quant.inputs) > 1 and isinstance(tensors[call.op.quant.inputs[1]], Tensor):
+            tensors[call.op.quant.inputs[1]] = sign * tensors[call.op.quant.inputs[1]]
+        most = max(most, largest(call.op.target(**tensors, **call.options)))
+    others = [read.node for read in inputs_of(region.calls) if read.call > 0 and read.role == "activation"]
+    return most + sum(largest(env[node]) for node in dict.fromkeys(others))
+
+
+def _size_of(value: Any) -> Any:
+    return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def disagreement(
+    expected: Result, got: Tensor, limits: Limits, size: Callable[[], float], others: Sequence[Result] = ()
+) -> str | None:
+    """How `got` differs from what is expected beyond rounding; None when it does not.
+
+    Integers with a known real value must be the nearest ones: a tie may go either way. Other integers must be equal.
+
+    Args:
+        expected: what the qdq form computes, any shape, integer or float.
+        got: what the kernel computes.
+        limits: how far it may be off.
+        size: the magnitude of the terms that both add up; asked for where that decides.
+        others: what the qdq form computes where values before it are rounded otherwise. At most and on average, `got`
+            may be further off by `SPREAD` times what these are.
+    """
+    if got.shape != expected.raw.shape or got.dtype != expected.dtype:
+        return f"it returns {got.dtype} {list(got.shape)} instead of {expected.dtype} {list(expected.raw.shape)}"
+    if got.numel() == 0:
+        return None
+    real, (want, limit) = got.dtype.is_floating_point, _limited(expected, limits)
+    distance = _apart(want, got) if real else _apart(want, got).nan_to_num_(0.0)  # NaN has no integer: any will do
+    spread = [_apart(want, _limited(other, limits)[0]).nan_to_num_(0.0) for other in others]
+    mean = limit + SPREAD * max((float(other.mean()) for other in spread), default=math.inf)
+    limit += SPREAD * max(map(largest, spread), default=0.0)
+    most = largest(distance)
+    if not most <= limit and (real or expected.last is not None):
+        scale = 1.0 if expected.last is None else float(options_of(expected.last)["scale"])
+        limit += limits.sum_tolerance * size() / scale
+    if most <= limit:
+        usual = float(distance.mean()) if spread else 0.0
+        return f"off by {usual:.3g} on average, more than {mean:.3g}" if usual > mean else None
+    if real:
+        return f"off by {most:.3g}, more than {limit:.3g}"
+    share = 100 * float((distance > limit).double().mean())
+    return f"off by up to {most:.3g} steps, more than rounding in {share:.3g} % of the elements"
+
+
+def _limited(expected: Result, limits: Limits) -> tuple[Tensor, float]:
+    """What is expected, in steps where it is rounded, and how far from it is right."""
+    if expected.steps is not None:
+        return expected.steps, 0.5 + limits.tolerance
+    value = expected.value
+    return value, limits.float_tolerance * largest(value) if value.dtype.is_floating_point else 0.0
+
+
+def _apart(want: Tensor, got: Tensor) -> Tensor:
+    """How far two tensors are apart, element by element."""
+    return (want.float() - got.float()).abs_()
+
+
+def largest(value: Tensor) -> float:
+    """The largest absolute value, 0 of an empty tensor."""
+    return float(value.abs().max()) if value.numel() else 0.0

@@ -1,0 +1,87 @@
+"""Kernels take the place of regions: what stays behind where there is none, and what a node knows of its ops."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.cpu import has_onednn_int8
+from fxq.graph.info import info
+from fxq.graph.query import submodule
+from tests import extensions as own
+from tests.graphs import equal, text, until
+
+ENGINE = fxq.Recipe.static(backend=own.Engine, optimize="coverage").with_min_sqnr(None)
+pytestmark = pytest.mark.any_cpu
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+        self.body = nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), nn.Conv2d(4, 4, 1))
+
+    def forward(self, x):
+        return self.body(torch.erf(self.stem(x)))
+
+
+def lowered(recipe=ENGINE):
+    torch.manual_seed(0)
+    return until(Blocks().eval(), torch.randn(2, 3, 4, 4), "lower", recipe)
+
+
+def test_the_node_of_a_region_knows_its_ops():
+    gm = lowered().gm
+    stem, body = (n for n in gm.graph.nodes if n.op == "call_module")
+    assert (stem.name, body.name) == ("stem_0_relu", "body_0_0_relu_to_body_1")
+    assert (info(stem).path, info(stem).body, info(stem).plans) == ("stem.0", ("conv2d", "relu"), ())
+    about = info(body)
+    assert (about.path, about.paths) == ("body", ("body.0.0", "body.0.1", "body.1"))
+    assert about.body == ("conv2d", "relu", "conv2d") and about.parts == (("body_0_0",), ("body_0_1",), ("body_1",))
+    assert [plan.fate for plan in about.plans] == ["int8"] * 3 and about.plan.fate == "int8"
+
+
+def test_ops_of_a_region_without_a_kernel_say_why(monkeypatch):
+    def lower(self, gm, region):
+        if len(region.nodes) > 5:
+            raise fxq.BackendError("the engine is out of memory")
+        return own.WholeRegion.of(gm, region)
+
+    monkeypatch.setattr(own.Engine, "lower", lower)
+    torch.manual_seed(0)
+    qmodel = fxq.quantize(Blocks().eval(), ENGINE, data=[torch.randn(2, 3, 4, 4)])
+    told = [(e.name, e.fate, e.kind, e.reason, e.decided_by) for e in qmodel.ledger if e.op != "erf"]
+    why = "float", "unsupported", "stays in qdq form: the engine is out of memory", "lower"
+    assert told[:2] == [("stem_0", "int8", "", "", "annotate"), ("stem_1", "int8", "", "", "annotate")]
+    assert told[2:] == [(name, *why) for name in ("body_0_0", "body_0_1", "body_1")]
+    assert "body_1 = conv2d(" in text(qmodel.history[-1].graph)
+
+
+def test_a_backend_may_leave_the_graph_as_it_stands(monkeypatch):
+    monkeypatch.setattr(own.Engine, "lower", lambda self, gm, region: None)
+    manager = lowered()
+    before = [line for line in text(manager.history["fallback"].graph).splitlines()]
+    assert sorted(text(manager.gm).splitlines()) == sorted(before)  # their order is that of the regions
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y + y)
+
+
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+def test_a_kernel_that_reads_a_value_twice():
+    x = torch.randn(4, 8)
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
+    qmodel = fxq.quantize(Twice().eval(), recipe, data=[x])
+    add = next(n for n in qmodel.graph.nodes if n.name == "add")
+    assert add.args[0] is add.args[1] and submodule(qmodel, add).reads == (0, 0)
+    assert equal(pickle.loads(pickle.dumps(qmodel))(x), qmodel(x))
+    assert not qmodel.history["verify-lowering"].edits

@@ -1,0 +1,233 @@
+"""An engine that runs whole regions: all that a user does with a model, with the engine of `tests/extensions.py`."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.qdq_form import InForm
+from fxq.graph.grid import grid_of
+from fxq.graph.info import info
+from fxq.graph.query import submodule
+from tests import extensions as own
+from tests.graphs import equal, expected, kinds, text, until
+from tests.machine import quiet, told
+
+ENGINE = fxq.Recipe.static(backend=own.Engine, optimize="coverage").with_min_sqnr(None)
+REFERENCE = ENGINE.with_backend("reference")
+pytestmark = pytest.mark.any_cpu
+
+
+class Net(nn.Module):
+    """Two regions around an erf. Between them and out of the first go floats and, through a transpose, integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.c, self.d = nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        z = torch.erf(self.b(y))
+        return self.d((self.c(y.transpose(2, 3)) + z).mean((2, 3))), y
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().eval(), torch.randn(4, 3, 8, 8)
+
+
+def quantized(net, recipe=ENGINE):
+    model, x = net
+    with quiet():
+        return fxq.quantize(model, recipe, data=[x])
+
+
+def engine_kernels(gm):
+    return [n for n in gm.graph.nodes if isinstance(submodule(gm, n), own.WholeRegion)]
+
+
+def test_text_of_regions_of_several_inputs_and_outputs(net):
+    manager = until(*net, "lower", ENGINE)
+    assert text(manager.gm) == expected("""
+        x = input
+        a_relu_to_b = tests.region(x)
+        a_relu_q = getitem(a_relu_to_b, 0)
+        a_relu_dq = getitem(a_relu_to_b, 1)
+        b = getitem(a_relu_to_b, 2)
+        erf = erf(b)
+        transpose = transpose(a_relu_q, dim0=2, dim1=3)
+        c_add_to_d = tests.region(erf, transpose)
+        return (c_add_to_d, a_relu_dq)
+    """)
+    types = {n.name: info(n).dtype for n in manager.gm.graph.nodes}
+    assert (types["a_relu_q"], types["transpose"], types["b"]) == (torch.uint8, torch.uint8, torch.float32)
+    before = until(*net, "fallback", ENGINE).gm
+    grids = [next(grid_of(gm, n) for n in gm.graph.nodes if n.name == "transpose") for gm in (before, manager.gm)]
+    assert grids[0].same_as(grids[1])
+
+
+def test_an_engine_computes_what_the_qdq_graph_does(net):
+    qmodel, x = quantized(net), net[1]
+    assert kinds(qmodel).count("tests.region") == 2 and not qmodel.history["verify-lowering"].edits
+    right = quantized(net, REFERENCE)(x)
+    for _ in range(3):  # as it stands, then bound to the kind of its inputs
+        assert equal(qmodel(x), right)
+    assert equal(qmodel(x[:1]), quantized(net, REFERENCE)(x[:1]))
+    for copied in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        assert equal(copied(x), right) and equal(copied(x), right)
+
+
+def test_the_ledger_has_every_op_of_a_region_with_its_own_decision(net):
+    qmodel = quantized(net)
+    assert [(e.name, e.fate, e.into) for e in qmodel.ledger] == [
+        ("a", "int8", "a_relu_to_b"),
+        ("relu", "int8", "a_relu_q"),
+        ("b", "int8", "b"),
+        ("erf", "float", "erf"),
+        ("transpose", "moves", "transpose"),
+        ("c", "int8", "c_add_to_d"),
+        ("add", "int8", "c_add_to_d"),
+        ("mean", "int8", "c_add_to_d"),
+        ("d", "int8", "c_add_to_d"),
+    ]
+    assert qmodel.ledger.where(fate="float").entries[0].reason == "erf has no integer form"
+    reference = {e.name: e.sqnr for e in quantized(net, REFERENCE).ledger}
+    seen = {e.name: e.sqnr for e in qmodel.ledger if e.sqnr is not None}
+    assert seen == pytest.approx({name: reference[name] for name in ("relu", "b", "erf", "transpose", "d")})
+    assert {path: (q.node, tuple(q.weight.shape)) for path, q in qmodel.qparams().items()} == {
+        "a": ("a_relu_to_b", (8, 3, 3, 3)),
+        "b": ("a_relu_to_b", (8, 8, 3, 3)),
+        "c": ("c_add_to_d", (8, 8, 1, 1)),
+        "d": ("c_add_to_d", (4, 8)),
+    }
+
+
+def test_reports_pictures_and_comparisons(net, tmp_path):
+    qmodel, (model, x) = quantized(net), net
+    page = qmodel.report(tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "tests.region" in page and "a_relu_to_b" in page
+    drawn = qmodel.history["lower"].render(tmp_path / "g.dot").read_text(encoding="utf-8")
+    assert "tests.region" in drawn and "a_relu_to_b" in drawn
+    changes = fxq.diff(qmodel.history["fallback"], qmodel.history["lower"])
+    assert "tests.region" in changes.render(tmp_path / "d.dot").read_text(encoding="utf-8")
+    rows = {row.name: row.sqnr for row in fxq.compare(model, qmodel, [x])}
+    assert rows.keys() == {"relu", "b", "erf", "transpose", "d"} and min(rows.values()) > 25
+
+
+def test_what_is_built_of_a_region_is_built_again_and_never_copied(net, monkeypatch):
+    built = []
+    build = own.WholeRegion.build
+    monkeypatch.setattr(own.WholeRegion, "build", lambda self, form: built.append(self) or build(self, form))
+    qmodel, x = quantized(net), net[1]
+    kernel = submodule(qmodel, engine_kernels(qmodel)[0])
+    before, _ = qmodel(x), built.clear()
+    assert equal(qmodel(x), before) and not built
+    other = pickle.loads(pickle.dumps(qmodel))
+    assert equal(other(x), before) and len(built) == 2
+    weight = next(t for name, t in kernel.named_buffers() if "weight_int8" in name)
+    with torch.no_grad():
+        weight.zero_()
+    assert not equal(qmodel(x), before) and built[2:] == [kernel]
+    qmodel.load_state_dict(other.state_dict())
+    assert equal(qmodel(x), before)
+
+
+def test_on_another_machine_a_region_runs_in_qdq_form_where_it_is_wrong(net, monkeypatch):
+    qmodel, x = quantized(net), net[1]
+    right, data = qmodel(x), pickle.dumps(qmodel)
+    monkeypatch.setattr("fxq.backends.cpu.machine", lambda: {"cpu": "another"})
+    assert not any(isinstance(m, InForm) for m in pickle.loads(data).modules())
+    monkeypatch.setattr(own.WholeRegion, "build", lambda self, form: lambda *xs: wrong(form(*xs)))
+    with pytest.warns(fxq.FxqWarning, match="2 of its 2 kernels do not run right here"):
+        there = pickle.loads(data)
+    assert sum(isinstance(m, InForm) for m in there.modules()) == 2 and equal(there(x), right)
+
+
+# ---- prices
+
+
+def test_an_engine_says_itself_what_its_ops_cost(net, monkeypatch):
+    """Nothing is timed. What loses runs in float; of ops in one region, each has its own price."""
+    monkeypatch.setattr("fxq.cost.cache.measure", None)
+    qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize("speed"))
+    assert {e.name: (e.fate, e.float_us, e.int8_us) for e in qmodel.ledger if e.float_us} == {
+        "a": ("int8", 10.0, pytest.approx(1.0)),
+        "b": ("int8", 10.0, pytest.approx(1.0)),
+        "c": ("int8", 10.0, pytest.approx(1.0)),
+        "erf": ("float", 10.0, None),
+        "transpose": ("float", 10.0, pytest.approx(30.0)),
+        "mean": ("float", 10.0, pytest.approx(30.0)),
+        "d": ("float", 10.0, pytest.approx(30.0)),
+    }
+
+
+# ---- wrong ones
+
+
+def wrong(made):
+    """Every fourth element of the first value is off."""
+    first, *rest = made if isinstance(made, tuple) else (made,)
+    first = first.clone(memory_format=torch.contiguous_format)
+    first.view(-1)[::4] += 30 if first.dtype == torch.uint8 else 1.0
+    return (first, *rest) if rest else first
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (wrong, r"%a_relu_q, its output 0: off by up to [\d.]+ steps"),
+        (lambda made: (*made[:2], made[2] * 1.05) if isinstance(made, tuple) else made, "%b, its output 2: off by"),
+        (lambda made: made[0] if isinstance(made, tuple) else made, "it returns Tensor instead of a tuple of 3"),
+        (lambda made: (made[1], *made[1:]) if isinstance(made, tuple) else made, "it returns torch.float32"),
+        (lambda made: made / 0 if isinstance(made, tuple) else made, "it raised TypeError"),
+    ],
+)
+def test_a_wrong_region_is_put_back(net, monkeypatch, change, why):
+    build = own.WholeRegion.build
+    monkeypatch.setattr(own.WholeRegion, "build", lambda self, form: lambda *xs: change(build(self, form)(*xs)))
+    model, x = net
+    with pytest.warns(fxq.FxqWarning, match=f"the tests.region kernel is wrong on this machine: .*{why}") as caught:
+        qmodel = fxq.quantize(model, ENGINE, data=[x])
+    both = change is wrong
+    assert len([said for said in told(caught) if "kernel is wrong" in said]) == 1 + both
+    assert [n.name for n in engine_kernels(qmodel)] == ([] if both else ["c_add_to_d"])
+    assert equal(qmodel(x), quantized(net, REFERENCE)(x))
+    unverified = {e.name for e in qmodel.ledger.where(kind="unverified")}
+    assert unverified == {"a", "relu", "b"} | ({"c", "add", "mean", "d"} if both else set())
+    before = [line for line in text(qmodel.history["fallback"].graph).splitlines() if line.startswith(("a_", "b ="))]
+    after = text(qmodel.history["verify-lowering"].graph).splitlines()
+    assert [line for line in before if not line.startswith("a_relu_dq")] and set(before) <= set(after)
+
+
+def inside(change):
+    """A `build` of a region whose inner quantizes have other options."""
+
+    def build(self, form):
+        *_, last = form.graph.nodes
+        for node in form.graph.nodes:
+            if getattr(node.target, "__name__", "") == "quantize" and last not in node.users:
+                node.kwargs = {**node.kwargs, **change(node.kwargs)}
+        form.recompile()
+        return form
+
+    return build
+
+
+def test_rounding_on_the_way_is_no_error(net, monkeypatch):
+    """Some values inside of the region are rounded to the other side of a tie, and what comes behind follows."""
+    monkeypatch.setattr(own.WholeRegion, "build", inside(lambda grid: {"scale": grid["scale"] * (1 - 3e-5)}))
+    qmodel = quantized(net)
+    assert not qmodel.history["verify-lowering"].edits
+    assert not equal(qmodel(net[1]), quantized(net, REFERENCE)(net[1]))
+
+
+def test_a_step_too_much_on_the_way_is_an_error(net, monkeypatch):
+    monkeypatch.setattr(own.WholeRegion, "build", inside(lambda grid: {"zero_point": grid["zero_point"] + 1}))
+    with pytest.warns(fxq.FxqWarning, match="the tests.region kernel is wrong on this machine: .*off by"):
+        qmodel = fxq.quantize(net[0], ENGINE, data=[net[1]])
+    assert not engine_kernels(qmodel)

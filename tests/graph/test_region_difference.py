@@ -1,0 +1,89 @@
+"""What counts as a difference between a kernel and its region, and what rounding explains."""
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fxq.graph.grid import grid_of
+from fxq.graph.query import Step, is_op
+from fxq.graph.region import Result, read_region, run_region
+from fxq.graph.region_difference import disagreement, magnitude
+from fxq.ops import OPS
+from fxq.passes.verify_lowering import VerifyLowering
+from tests.graphs import until
+from tests.helpers import REFERENCE
+
+
+def integers(*values):
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def none():
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "wrong"),
+    [
+        (torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8), False),
+        (torch.zeros(1000, dtype=torch.uint8), (torch.arange(1000) < 1).to(torch.uint8), True),  # no rounding here
+        (integers(0, 5, 5), integers(255, 5, 5), True),
+        (integers(5, 5, 5), integers(5, 5), True),
+        (integers(5, 5, 5), torch.tensor([5.0, 5.0, 5.0]), True),
+        (torch.tensor([1.0, -100.0]), torch.tensor([1.0, -100.009]), False),
+        (torch.tensor([1.0, -100.0]), torch.tensor([1.0, -100.02]), True),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")]), True),
+        (torch.zeros(3), torch.full((3,), 1e-20), True),
+        (torch.zeros(0, 3), torch.zeros(0, 3), False),
+    ],
+)
+def test_disagreement(expected, got, wrong):
+    assert (disagreement(Result(expected), got, VerifyLowering(), none) is not None) is wrong
+
+
+@pytest.mark.parametrize(
+    ("real", "got", "wrong"),
+    [
+        ([1.4, 1.5, 2.5], (4, 4, 6), False),  # ties to even ...
+        ([1.5, 1.5, 2.5], (5, 4, 5), False),  # ... or the other way, and in as many elements as there are
+        ([1.5005], (4,), False),  # float32 arithmetic
+        ([1.52], (4,), True),
+        ([1.4, 1.4, 1.4], (5, 4, 4), True),  # a single element off by one step
+        ([300.0, -300.0], (15, 0), False),  # clamped
+        ([300.0, -300.0], (14, 0), True),
+        ([-300.0], (255,), True),  # 0 - 255 does not wrap
+        ([float("nan"), 1.0], (0, 4), False),
+    ],
+)
+def test_disagreement_with_a_real_value(real, got, wrong):
+    """The grid has 16 steps of 1/2, zero point 1: `real` is in steps above it."""
+    graph = fx.Graph()
+    grid = {"scale": 0.5, "zero_point": 3, "qmin": 0, "qmax": 15}
+    quantize = graph.call_function(OPS["quantize"].target, (graph.placeholder("x"),), grid)
+    expected = Result(torch.tensor(real) / 2, Step.of(quantize))
+    assert (disagreement(expected, integers(*got), VerifyLowering(), none) is not None) is wrong
+
+
+def test_zeros_are_compared_by_the_size_of_other_results():
+    """Terms that cancel leave a little, which is nothing beside what they were."""
+    expected, got = Result(torch.zeros(3)), torch.tensor([0.0, 1e-8, 0.0])
+    for size, wrong in [(1e-1, False), (1e-3, True)]:
+        assert (disagreement(expected, got, VerifyLowering(), lambda size=size: size) is not None) is wrong
+
+
+def test_the_magnitude_of_what_is_summed():
+    """By hand, in float64: the sum of the products' absolute values, zero points included, and of what is added."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).eval()
+    manager = until(nn.Sequential(model).eval(), torch.randn(4, 5), "fallback", REFERENCE)
+    gm = manager.gm
+    node = next(n for n in gm.graph.nodes if is_op(n, "linear"))
+    region = read_region(gm, node)
+    (x,) = region.inputs
+    q = torch.randint(0, 256, (4, 5), dtype=torch.uint8)
+    qp = grid_of(gm, x)
+    found = magnitude(gm, region, {x: q})
+    weight = run_region(gm, region, {x: torch.eye(5, dtype=torch.uint8) + qp.z})[0].value - model.bias
+    raw = (q.double() - qp.z).abs() + qp.z
+    expected = (raw @ weight.double().abs() + model.bias.double().abs()).max()
+    assert found == pytest.approx(float(expected), rel=1e-4)
