@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 from torch import fx
 
@@ -20,6 +21,9 @@ from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import open_unit
+
+_FATES: tuple[Fate, ...] = ("int8", "moves", "float")
+"""What a kernel counts as that runs ops of each: the first that there is."""
 
 
 def lower_graph(rewriter: Rewriter) -> None:
@@ -68,51 +72,41 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
     """Put a kernel in the place of a region, and remember the region for verification."""
     read = region.inputs if kernel.reads is None else tuple(region.inputs[i] for i in kernel.reads)
     kernel.form = Form.of(rewriter.gm, region, kernel, read)
-    units = [node for node in region.nodes if calls_of(rewriter.gm, node) and not is_op(node, *CONVERSIONS)]
-    units = units or [*region.nodes]
+    ops = {node: calls_of(rewriter.gm, node) for node in region.nodes if not is_op(node, *CONVERSIONS)}
+    units = [node for node, calls in ops.items() if calls] or [*region.nodes]
     name = units[0].name if len(units) == 1 else f"{units[0].name}_to_{units[-1].name}"
     names = [node.name for node in region.outputs]
     with rewriter.attributed(kernel.name, type(kernel)):
         target = rewriter.module(kernel, name)
         node = rewriter.node("call_module", target, read, like=units, before=region.nodes[-1])
-        _describe(rewriter, node, units)
+        body = tuple(call.op.name for calls in ops.values() for call in calls)
+        rewriter.describe(node, body=body, **_known_of(rewriter, [u for u in units if u in ops]))
         results = [node] if len(names) == 1 else _results(rewriter, region, node)
         for old, new in zip(region.outputs, results, strict=True):
             rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
             rewriter.reroute(old, new)
         for old in reversed(region.nodes):
             rewriter.erase(old)
-        for new, old_name in zip(results, names, strict=True):
-            rewriter.rename(new, old_name)
-        rewriter.rename(node, name)
+        for part, of_part in zip(results, names if len(names) > 1 else [name], strict=True):
+            rewriter.rename(part, of_part)
+        if len(names) > 1:
+            rewriter.rename(node, name)
     rewriter.context.regions[node] = region
 
 
-def _describe(rewriter: Rewriter, node: fx.Node, units: Sequence[fx.Node]) -> None:
-    """Tell a kernel's node what the units were that it runs; of several, what was decided of each op."""
-    calls = {unit: calls_of(rewriter.gm, unit) for unit in units if not is_op(unit, *CONVERSIONS)}
-    body = tuple(call.op.name for found in calls.values() for call in found)
-    if len(calls) < 2:
-        rewriter.describe(node, parts=info(units[0]).parts, body=body, note=info(units[0]).note)
-        return
+def _known_of(rewriter: Rewriter, units: Sequence[fx.Node]) -> dict[str, Any]:
+    """What a kernel's node knows of the units that it runs; of several, what was decided of each op."""
+    if len(units) < 2:
+        return {"parts": info(units[0]).parts, "note": info(units[0]).note} if units else {}
     plans, parts, paths = list[Plan](), list[tuple[str, ...]](), list[str]()
-    for unit, found in calls.items():
-        about = info(unit)
-        plan = about.plan or Plan(Decision("float", "undecided"))
-        plans += [plan, *[replace(plan, cost=None)] * (len(found) - 1)]  # what it costs, the first stands for
+    for about in map(info, units):
+        plan, count = about.plan or Plan(Decision("float", "undecided")), max(len(about.parts), 1)
+        plans += [plan, *[replace(plan, cost=None)] * (count - 1)]  # what it costs, the first stands for
         parts += about.parts or (about.origins,)
-        paths += about.paths or (about.path,) * len(found)
+        paths += about.paths or (about.path,) * count
     fates = {plan.fate for plan in plans}
-    fate = next(fate for fate in _FATES if fate in fates)
-    rewriter.describe(
-        node,
-        path=_common(paths),
-        plan=Plan(Decision(fate, decided_by=rewriter.name)),
-        parts=tuple(parts),
-        paths=tuple(paths),
-        body=body,
-        plans=tuple(plans),
-    )
+    plan = Plan(Decision(next(fate for fate in _FATES if fate in fates), decided_by=rewriter.name))
+    return {"path": _common(paths), "plan": plan, "parts": tuple(parts), "paths": tuple(paths), "plans": tuple(plans)}
 
 
 def _common(paths: Iterable[str]) -> str:
@@ -120,10 +114,6 @@ def _common(paths: Iterable[str]) -> str:
     split = [path.split(".") for path in paths] or [[]]
     first, last = min(split), max(split)  # what these begin with, all do
     return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-
-
-_FATES: tuple[Fate, ...] = ("int8", "moves", "float")
-"""What a kernel counts as that runs ops of each: the first that there is."""
 
 
 def _results(rewriter: Rewriter, region: Region, node: fx.Node) -> list[fx.Node]:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from typing_extensions import Self
 
 from fxq.backends.kernel import Kernel
+from fxq.errors import BackendError
 from fxq.graph.query import read_attribute
 from fxq.graph.region import Region
 
@@ -51,5 +52,9 @@ class RegionKernel(Kernel):
         return run(*inputs)
 
     def _built(self) -> Callable[..., Any]:
-        assert self.form is not None  # it has one from where it was put into the graph
+        if self.form is None:
+            raise BackendError(
+                f"{self.name}: the kernel is not one of a graph that was lowered: texts of graphs do not say what a "
+                "region computes. Pickle the model."
+            )
         return self.build(self.form.module(self))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, op
 from fxq.graph.run import value_of
 from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
-from fxq.quant.qparams import QParams
+from fxq.quant.qparams import QParams, spread
 
 
 @dataclass(frozen=True)
@@ -210,11 +210,13 @@ class Result:
         """
         if self.last is None:
             return None
-        grid = options_of(self.last)
-        real = self.raw.to(torch.float32)
+        grid, real = options_of(self.last), self.raw.to(torch.float32)
         if is_op(self.last, "requantize"):
             real = (real - grid["from_zero_point"]).mul_(grid["from_scale"])
-        return real.div(grid["scale"]).add_(grid["zero_point"]).clamp_(grid["qmin"], grid["qmax"])
+        scale, zero_point = grid["scale"], grid["zero_point"]
+        if isinstance(scale, Tensor):
+            scale, zero_point = (spread(v, real, grid["axis"], grid["block"]) for v in (scale, zero_point))
+        return real.div(scale).add_(zero_point).clamp_(grid["qmin"], grid["qmax"])
 
 
 Round = Callable[[Result], Tensor]
@@ -237,7 +239,11 @@ def run_region(
     env, results = dict(values), dict.fromkeys(region.outputs, Result(None))
     for step in region.steps:
         rounds = is_op(step, "quantize", "requantize")
-        result = Result(env[step.args[0]], step) if rounds else Result(value_of(gm, step, env))
+        if rounds:
+            (raw,), grid = arguments_of(step, env)
+            result = Result(raw, replace(step, kwargs=grid))
+        else:
+            result = Result(value_of(gm, step, env))
         if step.node in results:
             results[step.node] = result
         if step is not region.steps[-1]:

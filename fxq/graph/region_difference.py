@@ -145,8 +145,8 @@ def disagreement(
     limit += SPREAD * max(map(largest, spread), default=0.0)
     most = largest(distance)
     if not most <= limit and (real or expected.last is not None):
-        scale = 1.0 if expected.last is None else float(options_of(expected.last)["scale"])
-        limit += limits.sum_tolerance * size() / scale
+        scale = 1.0 if expected.last is None else options_of(expected.last)["scale"]
+        limit += limits.sum_tolerance * size() / float(torch.as_tensor(scale).min())
     if most <= limit:
         usual = float(distance.mean()) if spread else 0.0
         return f"off by {usual:.3g} on average, more than {mean:.3g}" if usual > mean else None

@@ -55,7 +55,7 @@ def _to_grid(
     return torch.round(x / scale).add_(zero_point).clamp_(qmin, qmax).to(dtype)
 
 
-def _spread(values: Tensor, x: Tensor, axis: int | None, block: int | None) -> Tensor:
+def spread(values: Tensor, x: Tensor, axis: int | None, block: int | None) -> Tensor:
     """Scales or zero points, shaped to broadcast with `x`.
 
     Without `axis` they do already: () for the tensor, (..., 1) for rows. With it they are (C,), one for each of its
@@ -82,7 +82,7 @@ def _quantize_tensor(
     dtype: torch.dtype,
 ) -> Tensor:
     x = as_float32(x)
-    return _to_grid(x, _spread(scale, x, axis, block), _spread(zero_point, x, axis, block), qmin, qmax, dtype)
+    return _to_grid(x, spread(scale, x, axis, block), spread(zero_point, x, axis, block), qmin, qmax, dtype)
 
 
 def _dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
@@ -90,7 +90,7 @@ def _dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
 
 
 def _dequantize_tensor(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
-    return (q.to(torch.float32) - _spread(zero_point, q, axis, block)).mul_(_spread(scale, q, axis, block))
+    return (q.to(torch.float32) - spread(zero_point, q, axis, block)).mul_(spread(scale, q, axis, block))
 
 
 _LIB.impl("quantize", _quantize, "CompositeExplicitAutograd")

@@ -11,7 +11,7 @@ from fxq.backends.cpu import has_onednn_int8
 from fxq.graph.info import info
 from fxq.graph.query import submodule
 from tests import extensions as own
-from tests.graphs import equal, text, until
+from tests.graphs import equal, expected, text, until
 
 ENGINE = fxq.Recipe.static(backend=own.Engine, optimize="coverage").with_min_sqnr(None)
 pytestmark = pytest.mark.any_cpu
@@ -64,6 +64,23 @@ def test_a_backend_may_leave_the_graph_as_it_stands(monkeypatch):
     manager = lowered()
     before = [line for line in text(manager.history["fallback"].graph).splitlines()]
     assert sorted(text(manager.gm).splitlines()) == sorted(before)  # their order is that of the regions
+
+
+def test_without_regions_of_its_own_a_backend_is_asked_for_every_unit_and_conversion(monkeypatch):
+    monkeypatch.setattr(own.Engine, "regions", fxq.Backend.regions)
+    manager = lowered()
+    x, qdq = torch.randn(3, 3, 4, 4), lowered(ENGINE.with_backend("reference")).gm
+    assert text(manager.gm) == expected("""
+        x = input
+        x_q = module tests.region(x)
+        stem_0_relu = tests.region(x_q)
+        erf = erf(stem_0_relu)
+        erf_q = module tests.region(erf)
+        body_0_0_relu = tests.region(erf_q)
+        body_1 = tests.region(body_0_0_relu)
+        return body_1
+    """)
+    assert equal(manager.gm(x), qdq(x))
 
 
 class Twice(nn.Module):

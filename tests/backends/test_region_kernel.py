@@ -148,6 +148,35 @@ def test_on_another_machine_a_region_runs_in_qdq_form_where_it_is_wrong(net, mon
     assert sum(isinstance(m, InForm) for m in there.modules()) == 2 and equal(there(x), right)
 
 
+class InPlace(nn.Module):
+    """A value is changed in place behind a layer that has read it, and before another one reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        z = self.b(y)
+        y.index_fill_(1, torch.tensor([0]), 0.5)
+        return self.c(torch.relu(y)) + z
+
+
+def test_what_is_changed_in_place_stays_outside():
+    torch.manual_seed(0)
+    net = InPlace().eval(), torch.randn(2, 3, 4, 4)
+    qmodel, right = quantized(net), quantized(net, REFERENCE)
+    assert equal(qmodel(net[1]), right(net[1]))
+    assert qmodel.output_sqnr > 30 and engine_kernels(qmodel)
+
+
+def test_a_text_of_a_graph_does_not_hold_regions(net):
+    gm = until(*net, "lower", ENGINE).gm
+    read = fxq.read_graph(fxq.write_graph(gm), fxq.graph_tensors(gm))
+    with pytest.raises(fxq.BackendError, match=r"tests\.region: .*texts of graphs do not say what a region computes"):
+        read(net[1])
+
+
 # ---- prices
 
 
