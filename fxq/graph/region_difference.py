@@ -85,12 +85,19 @@ def _rounded_otherwise(
 
 
 def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> float:
-    """How large the terms are that the first op of a unit's region adds up, and what later ones add to it; else 0.
+    """How large the terms are that the first op of a unit adds up, and what later ones add to it.
 
     That is what float32 rounds: terms that cancel leave the rounding of what they were. A kernel may add up the
-    integers as they are and take the zero point away behind, in the padding as well.
+    integers as they are and take the zero point away behind, in the padding as well. Of a region of several units, the
+    largest value that it computes with.
     """
-    if not isinstance(region, UnitRegion) or is_op(region.node, *CONVERSIONS):
+    if not isinstance(region, UnitRegion):
+        computed = dict(values)
+        for step in region.steps:
+            computed[step.node] = value_of(gm, step, computed)
+        real = [v for v in computed.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        return max(map(largest, real), default=0.0)
+    if is_op(region.node, *CONVERSIONS):
         return 0.0
     call, env = region.calls[0], {node: _size_of(value) for node, value in values.items()}
     zeros: dict[Any, float] = {}
@@ -146,7 +153,8 @@ def disagreement(
     most = largest(distance)
     if not most <= limit and (real or expected.last is not None):
         scale = 1.0 if expected.last is None else options_of(expected.last)["scale"]
-        limit += limits.sum_tolerance * size() / float(torch.as_tensor(scale).min())
+        terms = limits.sum_tolerance * size() / float(torch.as_tensor(scale).min())
+        limit, mean = limit + terms, mean + terms
     if most <= limit:
         usual = float(distance.mean()) if spread else 0.0
         return f"off by {usual:.3g} on average, more than {mean:.3g}" if usual > mean else None

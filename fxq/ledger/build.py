@@ -85,22 +85,23 @@ class _Worker:
 
 
 def _workers(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Original, lowered: bool) -> Iterator[_Worker]:
-    """What does the work of a node: the node; for a kernel of several units, each of their ops has its own decision.
+    """The node as a worker; where it is a kernel of several units, one for each op, since each has its own decision.
 
-    The value of such an op is that of the part of the kernel's value, where it is one.
+    Of a kernel of several values, that which is the op's stands for it.
     """
     about, source = info(node), node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and info(source).plans and taken_part(node, source) is not None:
+    if isinstance(source, fx.Node) and info(source).body and taken_part(node, source) is not None:
         return
     inside = about.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
     parts = about.parts or (about.origins,)
-    if not about.plans:
-        cost = about.plan.cost if about.plan is not None else None
-        yield _worker(node, _decision(gm, node, view.kind, lowered), cost, parts, inside, original)
-        return
-    handed_out = {info(user).origins: user for user in reversed(node.users) if info(user).origins}
-    for part, op, plan in zip(parts, inside, about.plans, strict=True):
-        yield _worker(handed_out.get(part, node), plan.decision, plan.cost, (part,), (op,), original)
+    taken = [user for user in reversed(node.users) if about.body and taken_part(user, node) is not None]
+    values = {info(user).origins: user for user in taken}
+    if about.plans:
+        for part, op, plan in zip(parts, inside, about.plans, strict=True):
+            yield _worker(values.get(part, node), plan.decision, plan.cost, (part,), (op,), original)
+    else:
+        cost, decision = about.plan.cost if about.plan is not None else None, _decision(gm, node, view.kind, lowered)
+        yield _worker(values.get(parts[-1], node), decision, cost, parts, inside, original)
 
 
 def _worker(

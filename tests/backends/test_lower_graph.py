@@ -83,6 +83,38 @@ def test_without_regions_of_its_own_a_backend_is_asked_for_every_unit_and_conver
     assert equal(manager.gm(x), qdq(x))
 
 
+class BothForms(nn.Module):
+    """One unit whose value is read as integers and returned as floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        return y, self.b(y.transpose(2, 3))
+
+
+def test_a_unit_alone_may_hand_out_two_values():
+    torch.manual_seed(0)
+    qmodel = fxq.quantize(BothForms().eval(), ENGINE, data=[torch.randn(2, 3, 4, 4)])
+    assert text(qmodel.history["lower"].graph) == expected("""
+        x = input
+        a_relu = tests.region(x)
+        a_relu_q = getitem(a_relu, 0)
+        a_relu_dq = getitem(a_relu, 1)
+        transpose = transpose(a_relu_q, dim0=2, dim1=3)
+        b = tests.region(transpose)
+        return (a_relu_dq, b)
+    """)
+    assert [(e.name, e.fate, e.into, e.sqnr is not None) for e in qmodel.ledger] == [
+        ("a", "int8", "a_relu_q", False),
+        ("relu", "int8", "a_relu_q", True),
+        ("transpose", "moves", "transpose", True),
+        ("b", "int8", "b", True),
+    ]
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()

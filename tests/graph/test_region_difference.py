@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import fx, nn
 
+import fxq
 from fxq.graph.grid import grid_of
+from fxq.graph.partition import connected_regions
 from fxq.graph.query import Step, is_op
 from fxq.graph.region import Result, read_region, run_region
 from fxq.graph.region_difference import disagreement, magnitude
@@ -87,3 +89,34 @@ def test_the_magnitude_of_what_is_summed():
     raw = (q.double() - qp.z).abs() + qp.z
     expected = (raw @ weight.double().abs() + model.bias.double().abs()).max()
     assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_magnitude_of_a_region_is_the_largest_value_in_it():
+    gm = fxq.read_graph(
+        """
+        x: float32[2] = input()
+        w = tensor('w')
+        a = add(x, w)
+        b = sub(a, w)
+        return b
+        """,
+        {"w": torch.tensor([1e6, -3e6])},
+    )
+    (region,) = connected_regions(gm, lambda node: True)
+    x = next(iter(gm.graph.nodes))
+    assert magnitude(gm, region, {x: torch.ones(2)}) == 3e6
+
+
+@pytest.mark.parametrize(
+    ("got", "wrong"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], None),
+        ([1.0, 2.0, 3.3, 4.0], None),  # one as far off as four times what the two forms differ
+        ([1.0, 2.0, 3.5, 4.0], "off by 0.5, more than 0.4"),
+        ([1.3, 2.3, 3.3, 4.3], "off by 0.3 on average, more than 0.1"),
+    ],
+)
+def test_behind_values_that_were_rounded_on_the_way(got, wrong):
+    expected, other = Result(torch.tensor([1.0, 2.0, 3.0, 4.0])), Result(torch.tensor([1.0, 2.1, 3.0, 4.0]))
+    said = disagreement(expected, torch.tensor(got), VerifyLowering(), none, [expected, other])
+    assert said is None if wrong is None else said.startswith(wrong)
