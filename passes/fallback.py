@@ -27,7 +27,6 @@ from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, Decision, DecisionKind, Plan, info
 from fxq.graph.query import CONVERSIONS, flat_nodes, is_op, op_of, read_attribute, reads_only_metadata
 from fxq.graph.region import read_region
-from fxq.graph.unit import calls_of
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
 from fxq.quant.qparams import QParams
@@ -82,12 +81,12 @@ def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
         plan = info(node).plan
         if plan is None or not plan.kernel_ops:
             continue
-        ops, whole = plan.kernel_ops[-1], len(calls_of(rewriter.gm, node))
+        ops = plan.kernel_ops[-1]
         if len(plan.kernel_ops) > 1:
             ops = pinned.ops(place) if pinned is not None else _kernel_ops(rewriter, node, plan, prober)
             decided.append(Pin.at(place, "opened", ops))
         with rewriter.attributed("split_unit", split_unit):
-            split_unit(rewriter, node, ops if ops < whole else None)
+            split_unit(rewriter, node, ops)
     return decided
 
 

@@ -99,6 +99,11 @@ class Fit:
     calls: tuple[OpCall, ...]
     captures: Mapping[str, Any]
 
+    @property
+    def costs_twice(self) -> bool:
+        """Whether it costs as much again as the kernel that runs all ops but the last."""
+        return self.calls[-1].op.name in self.row.twice
+
     def refused(self, gm: fx.GraphModule) -> str | None:
         """Why the kernel cannot run the ops, as far as that is known before calibration."""
         if self.row.make is None:

@@ -41,16 +41,18 @@ class RowBackend(Backend):
         weighted = any(call.op.quant.weight for call in found[0].calls)
         if weighted and weight is not None and not (weight.signed and weight.symmetric):
             return Support(0, f"{self.name} kernels take signed symmetric weights")
-        reasons = [fit.refused(gm) for fit in found]
-        able = [fit for fit, reason in zip(found, reasons, strict=True) if reason is None]
-        if not able:
-            return Support(0, reasons[-1] or "")
-        row, ops, last = able[0].row, len(able[0].calls), able[0].calls[-1].op.name
-        if last in row.twice and len(able) > 1:
-            reason = f"{last} costs a second {calls[0].op.name} on integers"
-            return Support(ops, reason, len(able[1].calls), row.emits_float)
-        rest = f"no kernel of {self.name} takes {calls[ops].op.name} along" if ops < len(calls) else ""
-        return Support(ops, reasons[0] or rest, emits_float=row.emits_float)
+        reasons = []
+        for fit in found:
+            reason, ops = fit.refused(gm), len(fit.calls)
+            if reason is not None:
+                reasons.append(reason)
+            elif fit.costs_twice:
+                reason = f"{calls[ops - 1].op.name} costs a second {calls[0].op.name} on integers"
+                return Support(ops, reason, ops - 1, fit.row.emits_float)
+            else:
+                rest = [f"no kernel of {self.name} takes {call.op.name} along" for call in calls[ops:]]
+                return Support(ops, next(iter([*reasons, *rest]), ""), emits_float=fit.row.emits_float)
+        return Support(0, reasons[-1])
 
     def code(self, calls: Calls) -> str:
         """As in `Backend`; besides, that of a kernel of the user's own."""

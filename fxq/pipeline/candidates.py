@@ -106,16 +106,14 @@ class Candidate:
         emits = None if self.support.emits_float else self.spec
         decision = Decision("int8", decided_by=decided_by)
         plan = Plan(decision, reads=spec, weight=self.weight, emits=emits, overflows=self.overflows)
-        if self.ops < self.support.ops:
+        ours = self.support
+        if self.ops < ours.ops:
             plan = plan.decided(kind="no integer neighbour", text="nothing reads integers from the sum")
             return replace(plan, kernel_ops=(self.ops,))
-        if self.support.fewer:
-            plan = plan.decided(kind="slower", text=self.support.reason)
-            return replace(plan, kernel_ops=(self.support.fewer, self.ops))
-        if self.ops < len(self.calls):
-            plan = plan.decided(kind="unsupported", text=self.support.reason)
-            return replace(plan, kernel_ops=(self.ops,))
-        return plan
+        if not ours.fewer and ours.ops == len(self.calls):
+            return plan
+        plan = plan.decided(kind="slower" if ours.fewer else "unsupported", text=ours.reason)
+        return replace(plan, kernel_ops=(ours.fewer, ours.ops) if ours.fewer else (ours.ops,))
 
 
 class Settled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import fx
 
 from fxq.errors import PassError
 from fxq.graph.info import Plan, info
-from fxq.graph.query import arguments_of, called_name, flat_nodes, op_of
-from fxq.graph.unit import UNITS, Unit, unit_of
+from fxq.graph.query import arguments_of, flat_nodes, op_of
+from fxq.graph.unit import UNITS, Unit, calls_of, unit_of
 from fxq.rewriting.editor import Editor
 from fxq.rewriting.match import Match, inputs_as_in
 from fxq.rewriting.pattern import PatternNode
@@ -31,9 +31,19 @@ def make_unit(editor: Editor, match: Match, moved: dict[fx.Node, fx.Node] | None
     def now(value: Any) -> Any:
         return fx.node.map_arg(value, lambda node: moved.get(node, node))
 
+    bound = {pattern: now(value) for pattern, value in match.bound.items()}
     given = {name: now(value) for name, value in match.captures.items()}
-    body = _body(match, {pattern: now(value) for pattern, value in match.bound.items()}, given)
-    node, results = _join(editor, match.nodes, match.outputs, match.rule.name, body, tuple(given.values()))
+    inside, patterns = match.nodes, {node: pattern for pattern, node in match.bound.items() if pattern.op is not None}
+    reads = {node: inputs_as_in(node, patterns[node], bound) for node in inside}
+    options = [read for node in inside for read in flat_nodes(node.kwargs) if read not in patterns]
+    given |= {f"option_{i}": read for i, read in enumerate(options) if read not in given.values()}
+    same = [(id(patterns[node]), reads[node] is patterns[node].inputs, node.kwargs) for node in inside]
+
+    def body() -> fx.Graph:
+        return _body(match, reads, patterns, given)
+
+    name = match.rule.name
+    node, results = _join(editor, inside, match.outputs, name, f"{name} {same}", body, tuple(given.values()))
     moved.update(zip(match.outputs, results, strict=True))
     return node
 
@@ -43,14 +53,14 @@ def _join(
     inside: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     kind: str,
-    body: fx.Graph,
+    key: str,
+    body: Callable[[], fx.Graph],
     given: tuple[Any, ...],
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Replace op nodes by a call of a unit with this body; its node, and the nodes of its outputs."""
-    key = f"{kind}: {[(n.name, n.target, n.args, n.kwargs) for n in body.nodes]}"
+    """Replace op nodes by a call of a unit; its node, and the nodes of its outputs. Equal keys say equal bodies."""
     units: dict[str, str] = editor.context.units
     if key not in units:
-        units[key] = editor.module(Unit(kind, body), kind, UNITS)
+        units[key] = editor.module(Unit(kind, body()), kind, UNITS)
     name = "_".join([inside[0].name, *(op.name for op in map(op_of, inside[1:]) if op is not None)])
     node = editor.node("call_module", units[key], given, like=inside, before=max(outputs), name=name)
     editor.describe(
@@ -71,24 +81,27 @@ def _join(
     return node, results
 
 
-def _body(match: Match, bound: Mapping[PatternNode, Any], given: dict[str, Any]) -> fx.Graph:
-    """The matched nodes as a graph of their own, whose placeholders are the captures.
+def _body(
+    match: Match,
+    reads: Mapping[fx.Node, tuple[Any, ...]],
+    patterns: Mapping[fx.Node, PatternNode],
+    given: Mapping[str, Any],
+) -> fx.Graph:
+    """The matched nodes as a graph of their own.
 
     Args:
         match: the match.
-        bound: what its pattern is bound to now.
-        given: the values of its captures; learns those of options that nodes of the graph give.
+        reads: by node, in order, what of the pattern it reads.
+        patterns: what of the pattern each node is.
+        given: what the unit is called with, by the names of the placeholders.
     """
-    body, inside = fx.Graph(), match.nodes
-    options = [read for node in inside for read in flat_nodes(node.kwargs) if read not in inside]
-    given |= {f"option_{i}": read for i, read in enumerate(options) if read not in given.values()}
+    body = fx.Graph()
     placeholders = {name: body.placeholder(name) for name in given}
     outer = {value: placeholders[name] for name, value in given.items() if isinstance(value, fx.Node)}
-    copies: dict[Any, Any] = {p: placeholders[p.name] for p in bound if p.op is None}
-    patterns = {node: pattern for pattern, node in match.bound.items() if pattern.op is not None}
-    for node in inside:
+    copies: dict[Any, Any] = {p: placeholders[p.name] for p in match.bound if p.op is None}
+    for node, inputs in reads.items():
         pattern = patterns[node]
-        args = fx.node.map_aggregate(inputs_as_in(node, pattern, bound), lambda p: copies.get(p, p))
+        args = fx.node.map_aggregate(inputs, lambda p: copies.get(p, p))
         kwargs = fx.node.map_arg(node.kwargs, outer.__getitem__)
         outer[node] = copies[pattern] = body.create_node("call_function", node.target, args, kwargs, pattern.name)
     result = tuple(copies[pattern] for pattern in match.rule.outputs)
@@ -128,21 +141,22 @@ def split_unit(editor: Editor, node: fx.Node, ops: int | None) -> None:
     Args:
         editor: of the graph.
         node: the unit, with a plan.
-        ops: how many; None: all of them, so that only its plan changes.
+        ops: how many; None, or as many as it has: all of them, so that only its plan changes.
     """
-    plan = info(node).plan
+    plan, calls = info(node).plan, calls_of(editor.gm, node)
     if plan is None:
         raise PassError(f"{editor.name}: the unit %{node.name} has no plan.")
     unit = node
-    if ops is not None:
+    if ops is not None and ops < len(calls):
         body, given = _head(editor.gm, node, ops)
         opened = open_unit(editor, node)
         for rest in opened[ops:]:
             editor.describe(rest, plan=Plan(replace(plan.decision, fate="float")))
         unit = opened[0]
         if ops > 1:
-            kind = "_".join(map(called_name, opened[:ops]))
-            unit, _ = _join(editor, opened[:ops], opened[ops - 1 : ops], kind, body, given)
+            kind = "_".join(call.op.name for call in calls[:ops])
+            key = f"{node.target} {ops}"
+            unit, _ = _join(editor, opened[:ops], opened[ops - 1 : ops], kind, key, lambda: body, given)
     editor.describe(unit, plan=replace(plan.decided(kind="", text="", fix=""), kernel_ops=()))
 
 

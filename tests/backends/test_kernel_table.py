@@ -120,3 +120,46 @@ def test_the_function_behind_a_layer_is_a_post():
     calls = unit("l = conv2d(a, k, c); m = add(l, r); n = relu(m); return n")[1]
     posts = [FusedUnit({}, None, calls[:ops]).post for ops in (1, 2, 3)]
     assert posts[:2] == [None, None] and posts[2].name == "relu" and posts[2].name in CLAMPS
+
+
+QDQ = """
+def gate(a, k, c, r):
+    l = conv2d(a, k, c)
+    m = sigmoid(l)
+    n = mul(m, r)
+    return n
+
+x: uint8[1, 3, 4, 4] = input()
+x_dq: float32[1, 3, 4, 4] = dequantize(x, scale=0.5, zero_point=3)
+y: float32[1, 3, 4, 4] = input()
+w: int8[3, 3, 1, 1] = tensor('w')
+w_dq: float32[3, 3, 1, 1] = dequantize(w, scale=0.25, zero_point=0, qmin=-127, qmax=127)
+s: float32[1] = tensor('s')
+z: float32[1, 3, 4, 4] = gate(x_dq, w_dq, {rest})
+return z
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "inputs", "found"),
+    [
+        ("None, x_dq", ["x", "x"], {"a": 0.5, "k": "int8", "c": None, "r": 0.5}),
+        ("None, s", ["x"], {"a": 0.5, "k": "int8", "c": None, "r": TENSORS["s"]}),
+        ("s, 1.5", ["x"], {"a": 0.5, "k": "int8", "c": TENSORS["s"], "r": 1.5}),
+        ("None, y", ["x"], {"a": 0.5, "k": "int8", "c": None, "r": None}),
+    ],
+)
+def test_what_a_kernel_is_made_of(rest, inputs, found):
+    """Grids of activations, each an input of the kernel; int8 weights; constants and numbers as they are."""
+    gm = fxq.read_graph(QDQ.format(rest=rest), {"w": torch.ones(3, 3, 1, 1, dtype=torch.int8), "s": TENSORS["s"]})
+    calls = calls_of(gm, next(n for n in gm.graph.nodes if n.name == "z"))
+    (fit,) = fits(calls, {rule_key("gate", "akcr"): KernelRow(None)})
+    read, captures = fit.integers(gm)
+    assert [node.name for node in read] == inputs
+    assert {name: brief(value) for name, value in captures.items()} == found
+
+
+def brief(value):
+    if isinstance(value, QParams):
+        return value.s
+    return str(value.values.dtype).removeprefix("torch.") if isinstance(value, Weight) else value

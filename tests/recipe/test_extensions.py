@@ -150,6 +150,21 @@ def test_a_fusion_of_the_user_s_runs_in_the_user_s_kernel(factor):
     assert "tests.linear_tanh_mul" not in kernels(fxq.quantize(model, fxq.Recipe.static(backend="x86"), data=[X]))
 
 
+@onednn
+def test_a_kernel_is_made_of_what_the_pattern_captured(monkeypatch):
+    """Here of a layer without a bias, and a number that stands on the other side in the model."""
+    made, make = [], own.LinearTanhMul
+    monkeypatch.setattr(own, "LinearTanhMul", lambda *args: made.append(args) or make(*args))
+    model = settled(lambda: Fused(2.5))
+    model.first.bias = None
+    qmodel = fxq.quantize(model, fused_recipe(), data=[X])
+    weight, scale, bias, factor, x, out = made[-1]
+    assert torch.allclose(weight * scale[:, None], model.first.weight, atol=0.6 * float(scale.max()))
+    assert (weight.dtype, bias, float(factor)) == (torch.int8, None, 2.5)
+    assert (x.s, out.qmin) == (pytest.approx((X.max() - X.min()).item() / x.qmax, rel=1e-3), 0)
+    assert "tests.linear_tanh_mul" in kernels(qmodel)
+
+
 @pytest.mark.skipif(not has_engine("fbgemm"), reason="needs fbgemm")
 def test_a_kernel_on_another_backend():
     qmodel = fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe().with_backend("fbgemm"), data=[X])
