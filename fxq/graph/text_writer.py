@@ -54,14 +54,14 @@ def write_graph(gm: fx.GraphModule, *, facts: bool = True) -> str:
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False), torch.nn.ReLU()).eval()
         >>> print(write_graph(fxq.run_passes(model, "static", torch.rand(1, 4), until="fuse")))
-        def linear_relu(x, weight):
-            linear = linear(x, weight)
+        def linear_relu(x, weight, bias):
+            linear = linear(x, weight, bias)
             relu = relu(linear)
             return relu
         <BLANKLINE>
         input_1: float32[1, 4] = input('input')
         _0_weight: float32[2, 4] = tensor('0.weight')  # '0'
-        _0_relu: float32[1, 2] = linear_relu(input_1, _0_weight)  # '0', origins=('_0', '_1'), paths=('0', '1')
+        _0_relu: float32[1, 2] = linear_relu(input_1, _0_weight, None)  # '0', origins=('_0', '_1'), paths=('0', '1')
         return _0_relu
     """
     return "\n".join(_Writer(gm).lines(facts))
