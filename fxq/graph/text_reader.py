@@ -301,7 +301,9 @@ class _Reader:
         config = {k: self._value(v) for k, v in given.items() if k not in held}
         try:
             if name == "observer":
+                paused = bool(config.pop("paused", False))
                 observer = make_observer(**config)
+                observer.paused = paused
                 observer._buffers.update(tensors)
                 return observer
             made: nn.Module = self.kernels(name).from_config(config, tensors)

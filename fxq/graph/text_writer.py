@@ -180,7 +180,8 @@ def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any]) -
 def _declaration(path: str, module: nn.Module | None) -> str:
     config: Mapping[str, Any]
     if isinstance(module, Observer):
-        name, config = "observer", {key: getattr(module, key) for key in ("spec", "axis", "name", "constants")}
+        said = ("spec", "axis", "name", "constants", *(["paused"] if module.paused else []))
+        name, config = "observer", {key: getattr(module, key) for key in said}
     elif isinstance(module, Bindable):
         name, config = str(module.name), module.config()  # type: ignore[operator]
     else:

@@ -5,6 +5,7 @@ import torch
 from torch import fx, nn
 
 import fxq
+from fxq.quant.observer_base import Observer
 from tests.graphs import expected, graph, program
 from tests.helpers import REFERENCE, module
 
@@ -37,7 +38,7 @@ def test_a_canonical_graph():
         getitem = operator.getitem(getattr_1, 1)
         return {'logits': fc, 'size': getitem}
     """)
-    assert fxq.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'graph/test_text_writer.py:15'")
+    assert fxq.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'graph/test_text_writer.py:16'")
     assert set(fxq.graph_tensors(gm)) == {"conv.weight", "conv.bias", "fc.weight"}
     assert fxq.graph_tensors(gm)["fc.weight"] is gm.fc.weight
 
@@ -62,6 +63,17 @@ def test_observers_and_their_buffers():
     assert declared.startswith("modules['fxq_observers.x'] = observer(spec=TensorSpec(), axis=None, name=")
     assert "minimum=tensor('fxq_observers.x.minimum')" in declared
     assert "fxq_observers.x.minimum" in fxq.graph_tensors(gm)
+
+
+@pytest.mark.any_cpu
+def test_the_observer_of_a_weight_is_read_back_paused():
+    gm = graph(network(), IMAGE, until="insert-observers")
+    again = fxq.read_graph(program(gm), fxq.graph_tensors(gm))
+    found = [module.paused for module in again.modules() if isinstance(module, Observer)]
+    assert found == [False, True, False, False, True]  # of x, a weight, two values between, the other weight
+    again(IMAGE)
+    seen = {module.name: module.seen for module in again.modules() if isinstance(module, Observer)}
+    assert [seen for name, seen in seen.items() if name.startswith("the weight")] == [False, False]
 
 
 @pytest.mark.any_cpu
