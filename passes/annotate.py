@@ -153,8 +153,8 @@ class _Asked:
 def _with_ways_out(context: Context, asked: _Asked, plans: Mapping[fx.Node, Plan]) -> dict[fx.Node, Plan]:
     """The plans; where one leaves an op in float, wholly or in part, with the line that would not, if there is any.
 
-    A longer kernel of the same backend comes first, then other backends; the reference backend, which is exact but
-    slower than float, comes last.
+    A kernel of the same backend that runs more comes first, then other backends; the reference backend, which is exact
+    but slower than float, comes last.
     """
     whole = {n for n, plan in plans.items() if plan.kernel_ops[1:] == (len(asked.ops[n]),)}
     ways = dict.fromkeys(whole, 'recipe.with_optimize("coverage")')

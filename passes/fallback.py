@@ -83,19 +83,15 @@ def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
             continue
         ops = plan.kernel_ops[-1]
         if len(plan.kernel_ops) > 1:
-            ops = pinned.ops(place) if pinned is not None else _kernel_ops(rewriter, node, plan, prober)
+            region = read_region(rewriter.gm, node)
+            if pinned is not None:
+                ops = pinned.ops(place)
+            elif prober is not None and region is not None:
+                ops = prober.fastest(rewriter.gm, region, plan.kernel_ops)
             decided.append(Pin.at(place, "opened", ops))
         with rewriter.attributed("split_unit", split_unit):
             split_unit(rewriter, node, ops)
     return decided
-
-
-def _kernel_ops(rewriter: Rewriter, node: fx.Node, plan: Plan, prober: Prober | None) -> int:
-    """How many ops of a unit a kernel is to run of the two ways there are: the faster, where prices are asked for."""
-    region = read_region(rewriter.gm, node)
-    if prober is None or region is None:
-        return plan.kernel_ops[-1]
-    return prober.fastest(rewriter.gm, region, plan.kernel_ops)
 
 
 def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:

@@ -218,10 +218,6 @@ def _adaptive_max(unit: FusedUnit) -> Kernel:
     return AdaptiveMaxPool(**unit.options)
 
 
-def _adaptive_max_refuses(unit: FusedUnit) -> str | None:
-    return AdaptiveMaxPool.refuses(**unit.options)
-
-
 def same_grid(unit: FusedUnit) -> QParams:
     """The grid that input and output share. Raises `BackendError` when they do not."""
     if unit.out is None or not unit.grids[0].same_as(unit.out):
@@ -229,11 +225,15 @@ def same_grid(unit: FusedUnit) -> QParams:
     return unit.grids[0]
 
 
-def wanted(unit: FusedUnit) -> QParams:
-    """The grid of the result. Raises `BackendError` when it is wanted in float."""
-    if unit.out is None:
-        raise BackendError("its result is wanted in float")
-    return unit.out
+def of_two(kernel: Callable[..., Kernel], **options: Any) -> Callable[[FusedUnit], Kernel]:
+    """Makes kernels of two activations. Raises `BackendError` when the result is wanted in float."""
+
+    def make(unit: FusedUnit) -> Kernel:
+        if unit.out is None:
+            raise BackendError("its result is wanted in float")
+        return kernel(*unit.grids, unit.out, post=unit.post, **options)
+
+    return make
 
 
 def _adaptive_refuses(unit: FusedUnit) -> str | None:
@@ -253,10 +253,6 @@ def _mean(unit: FusedUnit) -> Kernel:
 
 def _clamp(unit: FusedUnit) -> Kernel:
     return Clamp(same_grid(unit), post_of(unit.calls[0]))
-
-
-def _pad_refuses(unit: FusedUnit) -> str | None:
-    return Pad.refuses(mode=unit.options["mode"])
 
 
 def _pad(unit: FusedUnit) -> Kernel:
@@ -308,14 +304,16 @@ LOOKED_UP = KernelRow(looked_up, _table_refuses, CLAMPS)
 """A function of one tensor: see `Lookup`."""
 PLAIN: dict[str, KernelRow] = {
     **dict.fromkeys(OPS.family("max_pool"), KernelRow(_max_pool)),
-    **dict.fromkeys(OPS.family("adaptive_max_pool"), KernelRow(_adaptive_max, _adaptive_max_refuses)),
+    **dict.fromkeys(
+        OPS.family("adaptive_max_pool"), KernelRow(_adaptive_max, lambda unit: AdaptiveMaxPool.refuses(**unit.options))
+    ),
     **dict.fromkeys(OPS.family("adaptive_avg_pool"), KernelRow(global_mean, _adaptive_refuses)),
     "mean": KernelRow(_mean),
     "sum": KernelRow(_mean),
     "relu": KernelRow(_clamp),
     "relu6": KernelRow(_clamp),
     "hardtanh": KernelRow(_clamp),
-    "pad": KernelRow(_pad, _pad_refuses),
+    "pad": KernelRow(_pad, lambda unit: Pad.refuses(mode=unit.options["mode"])),
 }
 """What runs on plain uint8 tensors without an engine, on any CPU, besides what `_row_of` knows from the op's row."""
 QUANTIZING: dict[str, Callable[[Tensor, QParams], Kernel]] = {"prelu": PReLUQuantize}

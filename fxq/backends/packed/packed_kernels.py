@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, fits, wanted
+from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, fits, of_two
 from fxq.backends.layer_rows import layer_row
 from fxq.backends.lowering import RowBackend
 from fxq.backends.packed.packed_conv import PackedConv, PackedConvTranspose
@@ -51,16 +51,12 @@ def table(
     mul: type[PackedBinary],
 ) -> dict[str, KernelRow]:
     """The rows of an engine, from its kernels."""
-
-    def binary(kernel: type[PackedBinary]) -> Any:
-        return lambda unit: kernel(unit.grids[0], unit.grids[1], wanted(unit), post=unit.post)
-
     convolution, transposed = layer_row(conv), layer_row(transpose)
     return {
         **PLAIN,
         **dict.fromkeys(OPS.family("conv"), convolution),
         **dict.fromkeys(OPS.family("conv_transpose"), transposed),
         "linear": layer_row(linear),
-        "add": KernelRow(binary(add), posts=CLAMPS, emits_float=False),
-        "mul": KernelRow(binary(mul), posts=CLAMPS, emits_float=False),
+        "add": KernelRow(of_two(add), posts=CLAMPS, emits_float=False),
+        "mul": KernelRow(of_two(mul), posts=CLAMPS, emits_float=False),
     }

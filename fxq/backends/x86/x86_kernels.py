@@ -17,8 +17,8 @@ from fxq.backends.kernel_table import (
     KernelRow,
     global_mean,
     looked_up,
+    of_two,
     rule_key,
-    wanted,
 )
 from fxq.backends.layer_rows import layer_row
 from fxq.backends.layer_spec import LayerSpec, weight_refused
@@ -77,19 +77,6 @@ def _adaptive(unit: FusedUnit) -> Kernel:
     return global_mean(unit) if all(n == 1 for n in size) else AdaptiveAvgPool2d(unit.grids[0], unit.out, size)
 
 
-def _of_two_refuses(unit: FusedUnit) -> str | None:
-    return OnednnAdd.refuses(post=unit.post)
-
-
-def _add(unit: FusedUnit) -> Kernel:
-    sign = -1 if unit.calls[0].op.name == "sub" else 1
-    return OnednnAdd(unit.grids[0], unit.grids[1], wanted(unit), post=unit.post, sign=sign)
-
-
-def _mul(unit: FusedUnit) -> Kernel:
-    return OnednnMul(unit.grids[0], unit.grids[1], wanted(unit), post=unit.post)
-
-
 def _excite(unit: FusedUnit) -> Kernel:
     tensors: dict[str, Any] = {}
     for name in ("squeeze", "excite"):
@@ -120,8 +107,8 @@ ROWS: dict[str, KernelRow] = {
     "avg_pool1d": KernelRow(_avg_pool, _avg_pool_refuses),
     "avg_pool2d": KernelRow(_avg_pool, _avg_pool_refuses),
     "adaptive_avg_pool2d": KernelRow(_adaptive),
-    "add": KernelRow(_add, _of_two_refuses, CLAMPS),
-    "sub": KernelRow(_add, _of_two_refuses, CLAMPS),
-    "mul": KernelRow(_mul, _of_two_refuses, CLAMPS),
+    "add": KernelRow(of_two(OnednnAdd), posts=CLAMPS),
+    "sub": KernelRow(of_two(OnednnAdd, sign=-1), posts=CLAMPS),
+    "mul": KernelRow(of_two(OnednnMul), posts=CLAMPS),
     **dict.fromkeys(EXCITED, KernelRow(_excite)),
 }
