@@ -89,8 +89,8 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
             rewriter.erase(old)
         for part, of_part in zip(results, names if len(names) > 1 else [name], strict=True):
             rewriter.rename(part, of_part)
-        if len(names) > 1:
-            rewriter.rename(node, name)
+        if len(names) > 1:  # one of its values may have the name of its unit
+            rewriter.rename(node, name if name not in names else f"{name}_region")
     rewriter.context.regions[node] = region
 
 

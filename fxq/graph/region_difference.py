@@ -96,7 +96,7 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
         for step in region.steps:
             computed[step.node] = value_of(gm, step, computed)
         real = [v for v in computed.values() if isinstance(v, Tensor) and v.is_floating_point()]
-        return max(map(largest, real), default=0.0)
+        return max((largest(_finite(value)) for value in real), default=0.0)
     if is_op(region.node, *CONVERSIONS):
         return 0.0
     call, env = region.calls[0], {node: _size_of(value) for node, value in values.items()}
@@ -169,12 +169,19 @@ def _limited(expected: Result, limits: Limits) -> tuple[Tensor, float]:
     if expected.steps is not None:
         return expected.steps, 0.5 + limits.tolerance
     value = expected.value
-    return value, limits.float_tolerance * largest(value) if value.dtype.is_floating_point else 0.0
+    return value, limits.float_tolerance * largest(_finite(value)) if value.dtype.is_floating_point else 0.0
 
 
 def _apart(want: Tensor, got: Tensor) -> Tensor:
-    """How far two tensors are apart, element by element."""
-    return (want.float() - got.float()).abs_()
+    """How far two tensors are apart, element by element; not at all where both are the same infinity, or both NaN."""
+    distance = (want.float() - got.float()).abs_()
+    if not math.isfinite(float(distance.sum())):
+        distance.masked_fill_((want == got) | (want.isnan() & got.isnan()), 0.0)
+    return distance
+
+
+def _finite(value: Tensor) -> Tensor:
+    return value.nan_to_num(0.0, 0.0, 0.0)
 
 
 def largest(value: Tensor) -> float:

@@ -10,8 +10,10 @@ import fxq
 from fxq.backends.cpu import has_onednn_int8
 from fxq.graph.info import info
 from fxq.graph.query import submodule
+from fxq.passes import Lower
 from tests import extensions as own
 from tests.graphs import equal, expected, text, until
+from tests.helpers import run_pass
 
 ENGINE = fxq.Recipe.static(backend=own.Engine, optimize="coverage").with_min_sqnr(None)
 pytestmark = pytest.mark.any_cpu
@@ -113,6 +115,21 @@ def test_a_unit_alone_may_hand_out_two_values():
         ("transpose", "moves", "transpose", True),
         ("b", "int8", "b", True),
     ]
+
+
+def test_no_two_nodes_get_one_name():
+    gm = run_pass(
+        Lower(),
+        """
+        x: float32[4] = input()
+        a = relu(x)
+        q = quantize(a, scale=0.5, zero_point=0)
+        return (a, q)
+        """,
+        recipe=ENGINE,
+    )
+    assert [n.name for n in gm.graph.nodes] == ["x", "a_region", "a", "q", "output"]
+    assert equal(gm(torch.ones(4)), (torch.ones(4), torch.full((4,), 2, dtype=torch.uint8)))
 
 
 class Twice(nn.Module):

@@ -9,12 +9,14 @@ from torch import nn
 
 import fxq
 from fxq.backends.qdq_form import InForm
+from fxq.common.metrics import sqnr
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import submodule
 from tests import extensions as own
 from tests.graphs import equal, expected, kinds, text, until
 from tests.machine import quiet, told
+from tests.models import NETWORKS, batch, build, call
 
 ENGINE = fxq.Recipe.static(backend=own.Engine, optimize="coverage").with_min_sqnr(None)
 REFERENCE = ENGINE.with_backend("reference")
@@ -80,6 +82,17 @@ def test_an_engine_computes_what_the_qdq_graph_does(net):
     assert equal(qmodel(x[:1]), quantized(net, REFERENCE)(x[:1]))
     for copied in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
         assert equal(copied(x), right) and equal(copied(x), right)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_run_in_regions(name):
+    model, x = build(name), batch(name)
+    with quiet():
+        qmodel, right = (fxq.quantize(model, recipe, data=[x]) for recipe in (ENGINE, REFERENCE))
+    assert len(engine_kernels(qmodel)) == {"sequence": 2, "shapes": 2}.get(name, 1)
+    assert not qmodel.history["verify-lowering"].edits
+    assert sqnr(call(right, x), call(qmodel, x)) > 100  # the same ops in another order of memory
+    assert [(e.name, e.fate) for e in qmodel.ledger] == [(e.name, e.fate) for e in right.ledger]
 
 
 def test_the_ledger_has_every_op_of_a_region_with_its_own_decision(net):

@@ -15,6 +15,8 @@ from fxq.passes.verify_lowering import VerifyLowering
 from tests.graphs import until
 from tests.helpers import REFERENCE
 
+INF, NAN = float("inf"), float("nan")
+
 
 def integers(*values):
     return torch.tensor(values, dtype=torch.uint8)
@@ -36,6 +38,10 @@ def none():
         (torch.tensor([1.0, -100.0]), torch.tensor([1.0, -100.02]), True),
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")]), True),
         (torch.zeros(3), torch.full((3,), 1e-20), True),
+        (torch.tensor([1.0, -INF, NAN]), torch.tensor([1.0, -INF, NAN]), False),
+        (torch.tensor([1.0, -INF, NAN]), torch.tensor([1.1, -INF, NAN]), True),
+        (torch.tensor([1.0, INF]), torch.tensor([1.0, -INF]), True),
+        (torch.tensor([1.0, INF]), torch.tensor([1.0, 1e30]), True),
         (torch.zeros(0, 3), torch.zeros(0, 3), False),
     ],
 )
