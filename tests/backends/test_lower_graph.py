@@ -12,8 +12,7 @@ from fxq.graph.info import info
 from fxq.graph.query import submodule
 from fxq.passes import Lower
 from tests import extensions as own
-from tests.graphs import equal, expected, text, until
-from tests.helpers import run_pass
+from tests.graphs import equal, expected, run_pass, text, until
 
 ENGINE = fxq.Recipe.static(backend=own.Engine, optimize="coverage").with_min_sqnr(None)
 pytestmark = pytest.mark.any_cpu
