@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -10,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxq.backends.by_name import NAMES, Backend, get_backend
+from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
-from fxq.errors import BackendError
 from fxq.graph.info import Decision, DecisionKind, Plan, info
 from fxq.graph.mutation import Changes
 from fxq.graph.query import constant, reads_only_metadata, submodule
@@ -153,35 +151,21 @@ class _Asked:
 def _with_ways_out(context: Context, asked: _Asked, plans: Mapping[fx.Node, Plan]) -> dict[fx.Node, Plan]:
     """The plans; where one leaves an op in float, wholly or in part, with the line that would not, if there is any.
 
-    A kernel of the same backend that runs more comes first, then other backends; the reference backend, which is exact
-    but slower than float, comes last.
+    A kernel of the same backend that runs more comes first, then the reference backend, which is exact but slower than
+    float. Others are not asked: what they need may not be installed, or slow to import.
     """
     whole = {n for n, plan in plans.items() if plan.kernel_ops[1:] == (len(asked.ops[n]),)}
     ways = dict.fromkeys(whole, 'recipe.with_optimize("coverage")')
     left = [n for n, plan in plans.items() if _stays(plan) and not plan.decision.fix and n not in whole]
-    for name in NAMES if left else ():
-        other = _other_backend(name, context)
-        if other is not None:
-            there = asked.plans(other)
-            ways.update({n: f'recipe.with_backend("{name}")' for n in left if n not in ways and not _stays(there[n])})
+    if left and context.backend.name != "reference":
+        there = asked.plans(get_backend("reference", device_of(context.model)))
+        ways.update({n: 'recipe.with_backend("reference")' for n in left if not _stays(there[n])})
     return {node: plan.decided(fix=ways[node]) if node in ways else plan for node, plan in plans.items()}
 
 
 def _stays(plan: Plan) -> bool:
     """Whether ops of a node stay in float."""
     return plan.fate == "float" or bool(plan.kernel_ops)
-
-
-def _other_backend(name: str, context: Context) -> Backend | None:
-    """Another backend that runs on this machine."""
-    if name in ("auto", context.backend.name):
-        return None
-    with warnings.catch_warnings():  # what it warns about matters to those who use it
-        warnings.simplefilter("ignore")
-        try:
-            return get_backend(name, device_of(context.model))
-        except BackendError:
-            return None
 
 
 def _called(gm: fx.GraphModule, node: fx.Node) -> str:
