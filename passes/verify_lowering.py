@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from fxq.backends.kernel import Kernel
 from fxq.common.data import Batch, first_of
 from fxq.common.metrics import tensors
+from fxq.common.source import name_of
 from fxq.errors import FxqError, InputError, PassError, warn, words_of
 from fxq.graph.bindable import Bindable
 from fxq.graph.info import Decision, Plan, info
@@ -63,7 +64,8 @@ class VerifyLowering(Pass):
         for node, why in found.wrong.items():
             _warn(rewriter, node, f"kernel is wrong on this machine: {why}. It runs in qdq form instead")
             with rewriter.attributed("put_back", put_back):
-                put_back(rewriter, node, regions[node], f"its kernel failed verification: {why}")
+                reason = f"its kernel {_name_of(rewriter, node)} failed verification: {why}"
+                put_back(rewriter, node, regions[node], reason)
         for node, why in found.overwrites.items():
             kernel = submodule(rewriter.gm, node)
             if kernel is not None and node not in found.wrong:
@@ -114,10 +116,16 @@ def _runs_in_float(context: Context, batch: Batch) -> bool:
     return True
 
 
+def _name_of(rewriter: Rewriter, node: fx.Node) -> str:
+    kernel = submodule(rewriter.gm, node)
+    return str(getattr(kernel, "name", node.target)) if kernel is not None else node.name
+
+
 def _warn(rewriter: Rewriter, node: fx.Node, what: str) -> None:
     kernel = submodule(rewriter.gm, node)
-    name = getattr(kernel, "name", node.target) if kernel is not None else node.name
-    warn(f"{where(rewriter.gm, node)}: the {name} {what}; please report it.")
+    ours = kernel is None or type(kernel).__module__.partition(".")[0] == "fxq"
+    mend = "please report it" if ours else f"its class is {name_of(type(kernel))}"
+    warn(f"{where(rewriter.gm, node)}: the {_name_of(rewriter, node)} {what}; {mend}.")
 
 
 @dataclass

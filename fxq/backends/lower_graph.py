@@ -40,7 +40,7 @@ def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
         kernel = backend.lower(rewriter.gm, region)
     except BackendError as error:
         if isinstance(region, UnitRegion) and len(region.calls) > 1:
-            _open(rewriter, backend, region.node)
+            _open(rewriter, backend, region.node, str(error))
         else:
             _leave_in_float(rewriter, region.nodes, f"stays in qdq form: {error}")
         return
@@ -48,12 +48,12 @@ def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
         _replace(rewriter, region, kernel)
 
 
-def _open(rewriter: Rewriter, backend: Backend, node: fx.Node) -> None:
+def _open(rewriter: Rewriter, backend: Backend, node: fx.Node, why: str) -> None:
     """Run the first op of a unit on integers and the others in float, where no kernel takes the unit whole."""
     plan = info(node).plan
     first, *rest = open_unit(rewriter, node)
     rewriter.describe(first, plan=plan)
-    _leave_in_float(rewriter, rest, "its result is wanted in float")
+    _leave_in_float(rewriter, rest, why)
     region = read_region(rewriter.gm, first)
     if region is not None:
         _lower(rewriter, backend, region)

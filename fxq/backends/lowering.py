@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -23,16 +24,41 @@ from fxq.quant.spec import QuantConfig
 
 
 class RowBackend(Backend):
-    """A backend whose kernels stand in a table: by op, what starts a kernel. The kernels take plain uint8 tensors."""
+    """A backend whose kernels stand in a table: by op, what starts a kernel. The kernels take plain uint8 tensors.
+
+    One of your own extends another's table. Its class needs no more than a name, and these rows:
+
+        class MyX86(fxq.backends.x86.x86.X86):
+            name = "my_x86"
+
+            @property
+            def rows(self):
+                return {**super().rows, "linear": fxq.backends.kernel_table.KernelRow(make)}
+
+    where `make(unit)` takes a `fxq.FusedUnit` and returns a `fxq.Kernel`, as for `fxq.register_kernel`.
+    """
+
+    registered: ClassVar[dict[str, KernelRow]] = {}
+    """The rows that `fxq.register_kernel` has added for this class. Those that extend it have them, too."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give it a table of its own for the user's kernels."""
+        super().__init_subclass__(**kwargs)
+        cls.registered = {}
 
     @property
     @abstractmethod
     def rows(self) -> Mapping[str, KernelRow]:
         """The table."""
 
+    def fits(self, calls: Calls) -> list[Fit]:
+        """The kernels that run a unit or its first ops, the user's own among them; see `kernel_table.fits`."""
+        kinds = [kind for kind in reversed(type(self).__mro__) if issubclass(kind, RowBackend)]
+        return fits(calls, {**self.rows, **{key: row for kind in kinds for key, row in kind.registered.items()}})
+
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """What the table says of the leading ops."""
-        found = fits(calls, self.rows)
+        found = self.fits(calls)
         if not found:
             return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}")
         if config.activation is not None and config.activation.signed:
@@ -56,7 +82,7 @@ class RowBackend(Backend):
 
     def code(self, calls: Calls) -> str:
         """As in `Backend`; besides, that of a kernel of the user's own."""
-        return super().code(calls) + "".join(fit.row.code for fit in fits(calls, self.rows)[:1])
+        return super().code(calls) + "".join(fit.row.code for fit in self.fits(calls)[:1])
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
         """As in `Backend`; a function that has a kernel together with the quantize behind it goes along with that."""
@@ -73,7 +99,7 @@ class RowBackend(Backend):
             assert grid is not None and weight is not None  # as was asked
             return QUANTIZING[region.calls[0].op.name](weight, grid)
         refused = None
-        for fit in fits(region.calls, self.rows):
+        for fit in self.fits(region.calls):
             if len(fit.calls) < len(region.calls):
                 continue
             if fit.row.make is None:

@@ -10,7 +10,7 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import FusedUnit, KernelRow, rule_key
 from fxq.backends.lowering import RowBackend
 from fxq.common.source import digest_of, name_of
-from fxq.errors import BackendError, InputError
+from fxq.errors import BackendError, FxqError, InputError, words_of
 from fxq.rewriting.pattern import Family
 
 _MAKERS: dict[str, Callable[..., Any]] = {}
@@ -28,8 +28,8 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
     the function: `Recipe.with_extensions`.
 
     Args:
-        backend: name of a backend with a table of kernels: "x86", "fbgemm", "qnnpack", or the import path of a
-            `RowBackend` of your own.
+        backend: name of a backend with a table of kernels: "x86", "fbgemm", "qnnpack", or the import path of one
+            of your own, see `fxq.backends.lowering.RowBackend`.
         fusion: what `fxq.fusion` made, of one output.
         emits_float: whether the kernel can emit float32; if not, its result is rounded to a grid wherever it is read.
 
@@ -74,7 +74,6 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
         )
     if not isinstance(fusion, Family) or any(r.replacement is not None or len(r.outputs) != 1 for r in fusion):
         raise InputError(f"register_kernel takes what fxq.fusion made, with one output, not {fusion!r}.")
-    rows: Any = kind().rows
 
     def register(make: Maker) -> Maker:
         if not callable(make):
@@ -85,7 +84,7 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
                 raise BackendError(f"the kernel of {rule.name!r} on {backend} is made by {name_of(known)} already.")
             _MAKERS[f"{backend} {rule.name}"] = make
             row = KernelRow(_checked(make), emits_float=emits_float, code=digest_of(make))
-            rows[rule_key(rule.name, rule.captures)] = row
+            kind.registered[rule_key(rule.name, rule.captures)] = row
         return make
 
     return register
@@ -98,7 +97,13 @@ def makes_kernels(value: Any) -> bool:
 
 def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[FusedUnit], Kernel]:
     def made(unit: FusedUnit) -> Kernel:
-        kernel = make(unit)
+        try:
+            kernel = make(unit)
+        except FxqError:
+            raise
+        except Exception as error:
+            what = f"{name_of(make)} makes no kernel of the captures {', '.join(unit.captures)}"
+            raise InputError(f"{what}: {type(error).__name__}: {words_of(error)}") from error
         if not isinstance(kernel, Kernel) or not hasattr(kernel, "name"):
             raise InputError(f"{name_of(make)} makes kernels: fxq.Kernel with a name, not {kernel!r}.")
         return kernel

@@ -103,7 +103,8 @@ def _spelled(given: Any) -> Iterator[Spelling]:
     """A spelling; for an op of `torch.library` one for each of its overloads besides."""
     spelling = given if isinstance(given, Spelling) else Spelling(given)
     target = spelling.target
-    if not (isinstance(target, str) or callable(target)) or isinstance(target, nn.Module):
+    is_name = isinstance(target, str) and target.isidentifier()
+    if not (is_name or callable(target)) or isinstance(target, nn.Module):
         raise InputError(f"an op is spelled by functions, nn.Module types and names of methods, not by {given!r}.")
     yield spelling
     if isinstance(target, torch._ops.OpOverloadPacket):

@@ -256,7 +256,7 @@ class OpTable:
     def add(self, op: Op) -> Op:
         """Add a row. Raises `FxqError` when its name or one of its spellings is taken."""
         if op.name in self._rows:
-            raise FxqError(f"op table: the name {op.name!r} is taken.")
+            raise FxqError(f"op table: the name {op.name!r} is taken; choose another (name=...).")
         spelled: dict[Any, tuple[Op, Spelling]] = {}
         for spelling in op.spellings:
             owner = self._spelled.get(spelling.target) or spelled.get(spelling.target)

@@ -47,7 +47,7 @@ def _spelled_canonically(gm: fx.GraphModule, node: fx.Node) -> str | None:
     if node.op in ("call_function", "call_method") and op_of(node) is None and info(node).kept is None:
         found = OPS.of_call(node.target)
         if found is not None and info(node).is_tensor and not _picks_of_unit(gm, node):
-            return f"is a spelling of {found[0].name}; canonicalize must rewrite it or say why not (`kept`)"
+            return f"is a spelling of {found[0].name}; a pass writes rewriter.call({found[0].name!r}, ...)"
     return None
 
 

@@ -127,6 +127,7 @@ class PassManager:
         check(self.gm, self.stage, step.name)
         if not _is_own(step):
             self._try_out(step)
+            check(self.gm, self.stage, step.name)  # now it is known which of its nodes are tensors
         self._snapshot(step, rewriter, seconds)
 
     def _try_out(self, step: Pass) -> None:

@@ -70,7 +70,7 @@ def test_a_spelling_that_is_not_canonical(stage):
     source = next(n for n in gm.graph.nodes if n.op == "placeholder")
     extra = add(gm, "call_function", torch.relu, source)
     message = broken(gm, stage)
-    said = "is a spelling of relu; canonicalize must rewrite it or say why not (`kept`)"
+    said = "is a spelling of relu; a pass writes rewriter.call('relu', ...)"
     assert message == f"{AFTER}%{extra.name} (call_function): {said}"
     set_info(extra, kept=Decision("float", "unsupported", "stays as it is: a reason"))
     check(gm, stage, "my-pass")

@@ -109,11 +109,24 @@ class Turn(Pass):
         rewriter.update(linear, args=(turned, *linear.args[1:]))
 
 
+@dataclass(frozen=True)
+class AddMethod(Pass):
+    """Calls a method: nothing knows that its value is a tensor before it runs."""
+
+    name = "add-method"
+
+    def run(self, rewriter):
+        linear = rewriter.nodes("linear")[-1]
+        sigmoid = rewriter.node("call_method", "sigmoid", (linear.args[0],), before=linear)
+        rewriter.update(linear, args=(sigmoid, *linear.args[1:]))
+
+
 @pytest.mark.parametrize(
     ("step", "error", "message"),
     [
         (Misplace(), PassError, "after misplace: the graph is invalid: .*_0"),
         (Respell(), PassError, r"after respell: %_1 \(call_function, layer \"1\".*\): is a spelling of relu"),
+        (AddMethod(), PassError, r"after add-method: %sigmoid .*: is a spelling of sigmoid; a pass"),
         (Raise(), PassError, "raise failed: ZeroDivisionError: division by zero"),
         (Complain(), InputError, "^complain failed: what, where, why, what to do$"),
         (

@@ -12,12 +12,14 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import get_backend
+from fxq.backends.kernel_table import KernelRow
 from fxq.backends.packed.quantized_tensors import has_engine
+from fxq.backends.x86.x86 import X86
 from fxq.cost.cache import Costs
 from fxq.cost.probe import Prober
 from fxq.graph.query import submodule
 from fxq.graph.region import read_region
-from fxq.graph.unit import Calls
+from fxq.graph.unit import Calls, calls_of
 from fxq.ops import OPS
 from tests import extensions as own
 from tests.graphs import until
@@ -99,6 +101,7 @@ def test_an_op_is_selected_fused_and_called_as_ever():
         (lambda: fxq.register_op(quant=fxq.Quant("compute")), "unknown kind of a fxq.Quant 'compute'; did you mean"),
         (lambda: fxq.register_op(quant=fxq.Quant("computes", weight="w")), "has axis and channels, too"),
         (lambda: fxq.register_op(3, quant=fxq.Quant("float")), "an op is spelled by functions, .* not by 3"),
+        (lambda: fxq.register_op("fxq_tests::bump", quant=fxq.Quant("float")), "not by 'fxq_tests::bump'"),
         (lambda: fxq.register_op(nn.ReLU(), quant=fxq.Quant("float")), "not by ReLU()"),
         (lambda: fxq.register_op(quant=fxq.Quant("float"))(torch.relu), "decorates a plain function, not <built-in"),
         (lambda: fxq.register_op(quant=fxq.Quant("float", ("y",)))(lambda x: x), "no positional parameter: .*'y'"),
@@ -175,9 +178,11 @@ def test_a_kernel_on_another_backend():
 def test_the_user_s_kernel_is_verified(monkeypatch):
     forward = own.LinearTanhMul.forward
     monkeypatch.setattr(own.LinearTanhMul, "forward", lambda self, x: forward(self, x) // 2)
-    with pytest.warns(fxq.FxqWarning, match="the tests.linear_tanh_mul kernel is wrong on this machine: off by"):
+    with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine: off by") as warned:
         qmodel = fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
     assert "tests.linear_tanh_mul" not in kernels(qmodel) and qmodel.output_sqnr > 30
+    assert qmodel.ledger[0].reason.startswith("its kernel tests.linear_tanh_mul failed verification: off by")
+    assert str(warned[0].message).endswith("its class is tests.extensions:LinearTanhMul.")
 
 
 @onednn
@@ -200,9 +205,35 @@ def test_a_kernel_that_refuses_or_is_none(monkeypatch):
     monkeypatch.setattr(own, "LinearTanhMul", refuse)
     qmodel = fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
     assert "x86.linear" in kernels(qmodel) and qmodel.output_sqnr > 30
+    assert [e.reason for e in qmodel.ledger.where(fate="float")] == ["not today"] * 2
     monkeypatch.setattr(own, "LinearTanhMul", lambda *args: "no kernel")
     with pytest.raises(fxq.InputError, match=r"make_linear_tanh_mul makes kernels: .*, not 'no kernel'"):
         fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
+    monkeypatch.setattr(own, "LinearTanhMul", lambda *args: {}["scale"])
+    with pytest.raises(fxq.FxqError, match=r"makes no kernel of the captures x, w, b, s: KeyError: 'scale'"):
+        fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
+
+
+class ExtendedX86(X86):
+    """Its table is another one at every call."""
+
+    name = "extended_x86"
+
+    @property
+    def rows(self):
+        return {**super().rows, "linear": KernelRow(None)}
+
+
+@onednn
+def test_a_kernel_of_a_backend_that_extends_another():
+    """It has the other one's, and its own is not had by that one."""
+    gm = until(settled(lambda: Fused(2.5)), X, "propagate", fused_recipe()).gm
+    (unit,) = gm.graph.find_nodes(op="call_module")
+    row = X86().fits(calls_of(gm, unit))[0].row
+    assert ExtendedX86().fits(calls_of(gm, unit))[0].row is row
+    fxq.register_kernel("tests.recipe.test_extensions:ExtendedX86", own.linear_tanh_mul)(lambda unit: None)
+    assert ExtendedX86().fits(calls_of(gm, unit))[0].row is not row
+    assert X86().fits(calls_of(gm, unit))[0].row is row
 
 
 @fxq.fusion(everywhere=False)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, fits, of_two
+from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, of_two
 from fxq.backends.layer_rows import layer_row
 from fxq.backends.lowering import RowBackend
 from fxq.backends.packed.packed_conv import PackedConv, PackedConvTranspose
@@ -40,7 +40,7 @@ class PackedBackend(RowBackend):
 
     def fuses(self, calls: Calls) -> bool:
         """Only what one kernel takes whole."""
-        return any(len(fit.calls) == len(calls) for fit in fits(calls, self.rows))
+        return any(len(fit.calls) == len(calls) for fit in self.fits(calls))
 
 
 def table(
