@@ -14,7 +14,7 @@ from torch import fx
 from fxq.backends.base import Backend
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import Form
-from fxq.errors import BackendError
+from fxq.errors import BackendError, InputError
 from fxq.graph.info import Decision, Fate, Plan, info
 from fxq.graph.query import CONVERSIONS, is_op, made_by, op_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
@@ -44,8 +44,11 @@ def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
         else:
             _leave_in_float(rewriter, region.nodes, f"stays in qdq form: {error}")
         return
-    if kernel is not None:
-        _replace(rewriter, region, kernel)
+    if kernel is None:
+        return
+    if not isinstance(kernel, Kernel):
+        raise InputError(f"lower of the backend {backend.name!r} returns a fxq.Kernel or None, not {kernel!r}.")
+    _replace(rewriter, region, kernel)
 
 
 def _open(rewriter: Rewriter, backend: Backend, node: fx.Node, why: str) -> None:

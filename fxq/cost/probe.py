@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import split_unit
 from fxq.runtime.binding import bind
 
+log = logging.getLogger("fxq")
 _MICRO = 1e-6
 
 
@@ -125,7 +127,11 @@ class Prober:
             real, integer = typed if op == "quantize" else reversed(typed)
             rewriter.describe(x, shape=real[0], dtype=real[1])
             graph.output(rewriter.call(op, x, after=x, typed=integer, **grid))
-            return _call(self._lowered(rewriter.gm, graph))
+            try:
+                return _call(self._lowered(rewriter.gm, graph))
+            except Exception as error:  # whatever an engine raises that builds no conversion alone
+                log.debug("%s cannot be timed as a kernel: %s: %s", op, type(error).__name__, error)
+                return _call(rewriter.gm)
 
         return self.costs.of_size(f"{self.backend.name} {_threads()}: {op}", elements, prepare)
 

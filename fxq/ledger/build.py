@@ -35,7 +35,7 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
         raise PassError("the ledger needs the ops of the float model, which canonicalize keeps; it did not run.")
     views = history[-1].graph.by_name
     nodes = [n for n in gm.graph.nodes if info(n).origins and views[n.name].kind not in _NO_OPS]
-    lowered = bool(context.regions)
+    lowered = context.backend.has_kernels and any(step.name == "lower" for step in history)
     workers = [worker for n in nodes for worker in _workers(gm, n, views[n.name], original, lowered)]
     runs: dict[str, list[_Worker]] = {}
     absorbed: dict[str, _Worker] = {}

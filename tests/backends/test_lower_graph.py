@@ -1,6 +1,7 @@
 """Kernels take the place of regions: what stays behind where there is none, and what a node knows of its ops."""
 
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -65,6 +66,29 @@ def test_a_backend_may_leave_the_graph_as_it_stands(monkeypatch):
     manager = lowered()
     before = [line for line in text(manager.history["fallback"].graph).splitlines()]
     assert sorted(text(manager.gm).splitlines()) == sorted(before)  # their order is that of the regions
+
+
+def test_what_lower_returns_is_a_kernel(monkeypatch):
+    monkeypatch.setattr(own.Engine, "lower", lambda self, gm, region: torch.relu)
+    with pytest.raises(fxq.InputError, match=r"lower of the backend '\w+' returns a fxq.Kernel or None, not <built-in"):
+        lowered()
+
+
+@pytest.mark.parametrize(
+    "lower", [lambda self, gm, region: None, lambda self, gm, region: own.WholeRegion.of(gm, region)]
+)
+def test_an_engine_that_builds_nothing_runs_nothing_on_integers(lower, monkeypatch):
+    """Neither where it makes no kernel at all, nor where the kernels fail when they are built: conversions, too."""
+
+    def build(self, form):
+        raise RuntimeError("unsupported")
+
+    monkeypatch.setattr(own.Engine, "lower", lower)
+    monkeypatch.setattr(own.WholeRegion, "build", build)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)
+        qmodel = fxq.quantize(Blocks().eval(), ENGINE, data=[torch.randn(2, 3, 4, 4)])
+    assert {entry.fate for entry in qmodel.ledger} == {"float"}
 
 
 def test_without_regions_of_its_own_a_backend_is_asked_for_every_unit_and_conversion(monkeypatch):
