@@ -72,10 +72,16 @@ class Backend(ABC):
     A backend is asked three times. In `annotate`, `supports` says what it can run, and why not. In `fallback`, `prices`
     says what that costs, for a backend that measures itself. In `lower`, it cuts the qdq graph into `regions`, units
     alone or whole parts of the graph, and `lower` makes the kernel of each. What it leaves stays in qdq form, which
-    runs everywhere.
+    runs everywhere. One that has a table of kernels, as x86, is extended by `fxq.backends.lowering.RowBackend`.
+
+    Attributes:
+        name: of the backend; a class of your own stands in a saved recipe by its import path.
+        devices: types of the devices that it runs on; empty: any.
+        has_kernels: whether it runs integers faster than float somewhere, so that prices mean something.
 
     Example:
-        Linear layers as one kernel each, which computes in float.
+        Linear layers as one kernel each, which computes in float. `calls` are the ops of a unit, in order; its region
+        has them, too.
 
         >>> class OnlyLinear(fxq.Backend):
         ...     name = "only_linear"
@@ -90,9 +96,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     devices: ClassVar[tuple[str, ...]] = ()
-    """Types of the devices that it runs on; empty: any."""
     has_kernels: ClassVar[bool] = True
-    """Whether it runs integers faster than float somewhere, so that prices mean something."""
 
     @abstractmethod
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:

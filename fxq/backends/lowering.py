@@ -28,7 +28,9 @@ class RowBackend(Backend):
 
     One of your own extends another's table. Its class needs no more than a name, and these rows:
 
-        class MyX86(fxq.backends.x86.x86.X86):
+        from fxq.backends.x86.x86 import X86
+
+        class MyX86(X86):
             name = "my_x86"
 
             @property

@@ -35,6 +35,7 @@ class Region:
         outputs: those of them whose values are read outside, in order.
         steps: what it computes, in order: the nodes with the weights and conversions that they read.
         inputs: the nodes that the steps read from outside: no copies; integers where dequantized inside.
+        calls: (of one unit or op alone) the ops that it runs: each has its row, `op`, and its `options`.
     """
 
     nodes: tuple[fx.Node, ...]

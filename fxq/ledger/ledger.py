@@ -119,7 +119,7 @@ class Ledger(Rows[Entry]):
     """One entry per op of the model, in execution order. `print` shows a table.
 
     Attributes:
-        entries: the rows.
+        entries: the rows. The `fate` of an op is "int8", "moves" (it moves integers), "float" or "folded"; see `Entry`.
         output_sqnr: dB of the model's output against the float model's, over recorded calibration samples; of several,
             that of the one that is furthest off. Infinite when they are equal, NaN where one is not finite and the
             float model's is. None where there is no float output.

@@ -35,13 +35,15 @@ class Pass(ABC):
         class DropTanh(fxq.Pass):
             '''Before: tanh(x)    After: x'''
             name = "drop-tanh"
-            needs = gives = Stage.CANONICAL
+            needs = gives = fxq.Stage.CANONICAL
 
             def run(self, rewriter):
                 for node in rewriter.nodes("tanh"):
                     rewriter.replace(node, node.args[0])
 
-    `recipe.insert_pass(DropTanh(), after="canonicalize")` puts it into the pipeline.
+    `recipe.insert_pass(DropTanh(), after="canonicalize")` puts it into the pipeline. A test runs it alone, on a graph
+    that `fxq.read_graph` has made of a text: `DropTanh().run(fxq.Rewriter(gm, context=None))`. A graph that is invalid,
+    or does not run, is an error that names the pass; of wrong numbers, `recipe.with_check()` says whose they are.
     """
 
     name: ClassVar[str] = ""

@@ -66,6 +66,9 @@ class Captured:
 class Match:
     """A rule bound to nodes of a graph. Captures are attributes: `m.x.shape`; `m.root` is the first output.
 
+    A capture has `shape` and `dtype`; `node`; `tensor`, where it is a weight or another constant; `value`, the node or
+    the number; and `is_none`, where the argument is not given.
+
     Attributes:
         rule: the rule.
         gm: the graph's module.
