@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -65,7 +66,7 @@ def _pull_quantize(rewriter: Rewriter, node: fx.Node) -> None:
     mover = node.args[0]
     if not isinstance(mover, fx.Node):
         raise PassError(f"{where(rewriter.gm, node)}: quantizes {mover!r}, which is no value of the graph.")
-    op = op_of(mover) if "axis" not in node.kwargs else None
+    op = op_of(mover) if _is_of_numbers(options_of(node)) else None
     if op is None or not op.quant.layout or len(op.quant.inputs) != 1 or len(mover.users) != 1:
         return
     source = argument(mover, op.quant.inputs[0])
@@ -93,17 +94,27 @@ def cancel_pair(op: Any, x: Any) -> Any:
     return op.quantize(op.dequantize(x))
 
 
+def _is_of_numbers(grid: Mapping[str, Any]) -> bool:
+    """Whether the scale of a grid is a number; else it is one of several, or computed in the graph."""
+    return isinstance(grid["scale"], (int, float))
+
+
 @cancel_pair.unless
-def has_a_scale_per_channel(m: Any) -> bool:
-    """Whether one of the grids is none of a whole tensor."""
-    return any(m.options(op)["axis"] is not None for op in ("quantize", "dequantize"))
+def has_scales_that_are_no_numbers(m: Any) -> bool:
+    """Whether one of two grids has a scale per channel or row, or one that the graph computes."""
+    return not _have_one_grid(m) and not all(_is_of_numbers(m.options(op)) for op in ("quantize", "dequantize"))
+
+
+def _have_one_grid(m: Any) -> bool:
+    grid, before = m.options("quantize"), m.options("dequantize")
+    return all(grid[key] == before[key] for key in before)
 
 
 @cancel_pair.becomes
 def _cancelled(op: Any, m: Any) -> Any:
     """x itself when both have one grid, else one requantize."""
-    grid, before = m.options("quantize"), m.options("dequantize")
-    if all(grid[key] == before[key] for key in before):
+    if _have_one_grid(m):
         return m.x
+    grid, before = m.options("quantize"), m.options("dequantize")
     del grid["axis"]
     return op.requantize(m.x, from_scale=before["scale"], from_zero_point=before["zero_point"], **grid)

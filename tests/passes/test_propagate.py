@@ -5,7 +5,7 @@ import torch
 
 import fxq
 from fxq.passes import Propagate
-from tests.graphs import expected, program, run_pass
+from tests.graphs import drawn, expected, program, run_pass
 
 CHAIN = """
     x: float32[2, 3, 4] = input()
@@ -131,3 +131,42 @@ def test_pairs_cancel_or_become_one_requantize(scale, wanted):
     assert program(gm).splitlines() == ["q: uint8[2, 3] = input()", *wanted, "return dq"]
     q = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
     assert torch.equal(gm(q), fxq.read_graph(before, {})(q))
+
+
+ROWS = """
+    x: float32[2, 3] = input()
+    s: float32[2, 1] = tensor('s')
+    other: float32[2, 1] = tensor('other')
+    z: int32[2, 1] = tensor('z')
+    x_q: uint8[2, 3] = quantize(x, scale=s, zero_point=z)
+    x_dq: float32[2, 3] = dequantize(x_q, scale=s, zero_point=z)
+    y: uint8[2, 3] = quantize(x_dq, scale={}, zero_point=z)
+    return y
+"""
+GRIDS = {
+    "s": torch.tensor([[0.1], [0.2]]),
+    "other": torch.tensor([[0.3], [0.1]]),
+    "z": torch.full((2, 1), 7, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize(("scale", "cancels"), [("s", True), ("other", False)])
+def test_a_pair_with_scales_that_the_graph_holds_cancels_or_stays(scale, cancels):
+    """requantize takes numbers."""
+    before = ROWS.format(scale)
+    gm = run_pass(Propagate(), before, GRIDS)
+    assert "requantize" not in program(gm) and ("dequantize" not in program(gm)) is cancels
+    x = torch.randn(2, 3)
+    assert torch.equal(gm(x), fxq.read_graph(before, GRIDS)(x))
+
+
+def test_quantize_with_a_scale_for_each_row_stays_behind_what_changes_rows():
+    before = """
+        x: float32[2, 3] = input()
+        s: float32[4, 1, 1] = tensor('s')
+        z: int32[4, 1, 1] = tensor('z')
+        y: float32[4, 2, 3] = expand(x, sizes=(4, 2, 3))
+        y_q: uint8[4, 2, 3] = quantize(y, scale=s, zero_point=z)
+        return y_q
+    """
+    assert program(run_pass(Propagate(), before)) == program(fxq.read_graph(before, drawn(before)))
