@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from fxq.graph.query import CONVERSIONS, is_op, options_of
+from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of
 from fxq.graph.region import Region, Result, UnitRegion, run_region
 from fxq.graph.run import value_of
 from fxq.graph.unit import inputs_of
@@ -106,8 +106,10 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
             break
         env[step.node] = _size_of(value_of(gm, step, env))
         if is_op(step, "dequantize") and "axis" not in step.kwargs:
-            zeros[step.node] = abs(step.kwargs["zero_point"]) * step.kwargs["scale"]
-            env[step.node] += zeros[step.node]
+            grid = arguments_of(step, env)[1]
+            zero = torch.as_tensor(abs(grid["zero_point"]) * grid["scale"])
+            zeros[step.node] = largest(zero)
+            env[step.node] += zero
     read, most = call.tensors.get(call.op.quant.weight or ""), 0.0
     if isinstance(read, fx.Node):
         weight = env[read]

@@ -8,7 +8,7 @@ import fxq
 from fxq.graph.grid import grid_of
 from fxq.graph.partition import connected_regions
 from fxq.graph.query import Step, is_op
-from fxq.graph.region import Result, read_region, run_region
+from fxq.graph.region import Result, read_region, run_region, unit_regions
 from fxq.graph.region_difference import disagreement, magnitude
 from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering
@@ -95,6 +95,29 @@ def test_the_magnitude_of_what_is_summed():
     raw = (q.double() - qp.z).abs() + qp.z
     expected = (raw @ weight.double().abs() + model.bias.double().abs()).max()
     assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_magnitude_where_the_graph_holds_the_scale():
+    written = """
+        q: uint8[1, 2] = input()
+        s: float32[()] = tensor('s')
+        z: int32[()] = tensor('z')
+        w: float32[2, 2] = tensor('w')
+        x = dequantize(q, scale={}, zero_point={})
+        y = linear(x, w)
+        return y
+    """
+    given = {
+        "s": torch.tensor(0.5),
+        "z": torch.tensor(4, dtype=torch.int32),
+        "w": torch.tensor([[1.0, -2.0], [0.0, 1.0]]),
+    }
+    found = []
+    for numbers in (("s", "z"), (0.5, 4)):
+        gm = fxq.read_graph(written.format(*numbers), given)
+        region = next(iter(unit_regions(gm)))
+        found.append(magnitude(gm, region, {region.inputs[0]: torch.tensor([[4, 10]], dtype=torch.uint8)}))
+    assert found == [2 * 1 + 5 * 2] * 2  # |x| and the zero point are (2, 5)
 
 
 def test_the_magnitude_of_a_region_is_the_largest_value_in_it():
