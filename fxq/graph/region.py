@@ -135,8 +135,11 @@ def unit_regions(gm: fx.GraphModule) -> Iterator[UnitRegion]:
 
 
 def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether an op of which nobody has decided makes integers; or is a layer, whose kernel can make floats."""
-    region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None
+    """Whether an op of which nobody has decided makes integers; or is a layer, whose kernel can make floats.
+
+    Not a unit of several outputs: a kernel of a unit has one.
+    """
+    region = read_region(gm, node) if info(node).is_tensor and not is_op(node, *CONVERSIONS) else None
     return region is not None and (region.out is not None or region.calls[0].op.quant.heavy)
 
 

@@ -5,10 +5,11 @@ import gc
 import pytest
 import torch
 
+import fxq
 from fxq.cost.prices import regions_of
 from fxq.graph.info import info
 from fxq.graph.query import is_op
-from fxq.graph.region import read_region, run_region
+from fxq.graph.region import read_region, run_region, unit_regions
 from tests.graphs import until
 from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build
@@ -93,3 +94,22 @@ def test_a_region_leaves_nothing_to_the_collector():
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_a_unit_of_several_outputs_is_no_region_alone():
+    """A kernel of a unit has one output."""
+    written = """
+        def both(x, w):
+            linear = linear(x, w)
+            relu = relu(linear)
+            return {}
+
+        x: float32[2, 3] = input()
+        w: float32[4, 3] = tensor('w')
+        y = both(x, w)
+        return y
+    """
+    given = {"w": torch.ones(4, 3)}
+    for result, names in (("relu", ["y"]), ("(linear, relu)", [])):
+        gm = fxq.read_graph(written.format(result), given)
+        assert [region.node.name for region in unit_regions(gm)] == names
