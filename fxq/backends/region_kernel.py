@@ -25,6 +25,7 @@ class RegionKernel(Kernel):
     """
 
     name: ClassVar[str] = "qdq.region"
+    returns_view: ClassVar[bool] = True
 
     def __init__(self, **tensors: Tensor) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.cpu import has_onednn_int8
+from fxq.backends.x86.x86 import X86
 from fxq.graph.info import info
 from fxq.graph.query import submodule
 from fxq.passes import Lower
@@ -174,3 +175,38 @@ def test_a_kernel_that_reads_a_value_twice():
     assert add.args[0] is add.args[1] and submodule(qmodel, add).reads == (0, 0)
     assert equal(pickle.loads(pickle.dumps(qmodel))(x), qmodel(x))
     assert not qmodel.history["verify-lowering"].edits
+
+
+class Residual(nn.Module):
+    """A view of a residual is read behind the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(3, 3, 1) for _ in range(3))
+        self.d = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        view = y.transpose(2, 3)
+        return self.c(torch.relu(self.b(x) + y)), self.d(view)
+
+
+class ViewsAsRegions(X86):
+    """Its transpositions are kernels of regions."""
+
+    name = "tests.views_as_regions"
+
+    def lower(self, gm, region):
+        view = region.calls[0].op.name == "transpose"
+        return own.WholeRegion.of(gm, region) if view else super().lower(gm, region)
+
+
+@pytest.mark.skipif(not has_onednn_int8(), reason="needs the oneDNN int8 kernels")
+def test_the_kernel_of_a_region_may_return_a_view_of_a_residual():
+    torch.manual_seed(0)
+    net, x = Residual().eval(), torch.randn(2, 3, 4, 4)
+    recipe = ENGINE.with_backend(ViewsAsRegions)
+    gm, right = until(net, x, "lower", recipe).gm, until(net, x, "lower", recipe.with_backend("x86")).gm
+    assert "b_add_relu = x86.conv(x_q, a_relu)" in text(gm)
+    assert gm.get_submodule("fxq_kernels.b_add_relu").inplace is False
+    assert all(equal(a, b) for a, b in zip(gm(x), right(x), strict=True))
