@@ -19,7 +19,7 @@ from fxq.cost.min_cut import HAIR
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, NodeInfo, info
 from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of
-from fxq.graph.region import UnitRegion
+from fxq.graph.region import UnitRegion, is_weight
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
 from fxq.graph.view import options_text
@@ -176,9 +176,7 @@ def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
     """The region's unit or op on random floats, as a bound graph calls it; its weights are the dequantized ones."""
     node, given = region.node, dict[fx.Node, Any]()
     for value in node.all_input_nodes:
-        if value.op == "get_attr":
-            given[value] = value_of(gm, value, {})
-        elif any(read.op == "get_attr" for read in value.all_input_nodes) and is_op(value, "dequantize"):
+        if is_weight(value):
             given[value] = value_of(gm, value, {read: value_of(gm, read, {}) for read in value.all_input_nodes})
         else:
             about = info(value)

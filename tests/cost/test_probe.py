@@ -12,6 +12,7 @@ from fxq.cost.cache import Costs
 from fxq.cost.prices import has_known_shapes, regions_of
 from fxq.cost.probe import Prober
 from fxq.graph.info import info
+from fxq.graph.region import unit_regions
 from tests.graphs import until
 from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build
@@ -63,6 +64,26 @@ def test_every_unit_runs_both_ways(name, monkeypatch):
         if info(region.node).plan.fate == "int8":
             assert any(isinstance(module, Kernel) for module in lowered[-1])
     assert lowered and list(gm.graph.nodes) == before and gm.code == code
+
+
+def test_a_layer_whose_input_has_a_scale_that_the_graph_holds_is_timed_in_float():
+    given = {"s": torch.tensor(0.5), "z": torch.tensor(3, dtype=torch.int32), "w": torch.ones(4, 3)}
+    gm = fxq.read_graph(
+        """
+        q: uint8[2, 3] = input()
+        s: float32[()] = tensor('s')
+        z: int32[()] = tensor('z')
+        w: float32[4, 3] = tensor('w')
+        x = dequantize(q, scale=s, zero_point=z)
+        y = linear(x, w)
+        return y
+        """,
+        given,
+    )
+    region = next(unit_regions(gm))
+    known = prober(Results())
+    known.real(gm, region)
+    assert known.costs.results[known.keys(region)[1]].shape == (2, 4)
 
 
 @pytest.mark.parametrize("elements", [1, 1000, 300_000])
