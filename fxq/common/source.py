@@ -16,9 +16,12 @@ from fxq.errors import RecipeError
 
 @lru_cache(maxsize=256)  # to find a class, Python parses its whole file
 def source_of(function: Callable[..., Any]) -> str:
-    """`folder/file.py:line` of a function or class."""
+    """`folder/file.py:line` of a function or class; of a class that is in no file, as in a terminal, its name."""
     if inspect.isclass(function):
-        return f"{short_path(inspect.getfile(function))}:{inspect.getsourcelines(function)[1]}"
+        try:
+            return f"{short_path(inspect.getfile(function))}:{inspect.getsourcelines(function)[1]}"
+        except (OSError, TypeError):
+            return name_of(function)
     code = inspect.unwrap(function).__code__
     return f"{short_path(code.co_filename)}:{code.co_firstlineno}"
 
