@@ -43,14 +43,13 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
         BackendError: the backend has no table of kernels, or another function makes this fusion's kernel.
 
     Example:
-        A layer with a function behind it that x86 does not take along. The kernel computes in float, for shortness.
+        A layer with a gate, which x86 does not take along. For shortness, the kernel computes in float.
 
         >>> @fxq.fusion(everywhere=False)
         ... def linear_gate(op, x, w, b, s):
         ...     return op.mul(op.sigmoid(op.linear(x, w, b)), s)
         >>> class LinearGate(fxq.Kernel):
         ...     name, options = "mine.linear_gate", ("x", "out", "factor")
-        ...
         ...     def __init__(self, weight, scale, bias, x, out, factor):
         ...         super().__init__()
         ...         for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
@@ -58,36 +57,39 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
         ...         self.x, self.out, self.factor = x, out, factor
         ...
         ...     def forward(self, x):
-        ...         weight = self.weight * self.scale.view(-1, 1)
-        ...         real = (x.float() - self.x.z) * self.x.s
-        ...         y = torch.sigmoid(nn.functional.linear(real, weight, self.bias)) * self.factor
+        ...         real, weight = (x.float() - self.x.z) * self.x.s, self.weight * self.scale.view(-1, 1)
+        ...         y = nn.functional.linear(real, weight, self.bias).sigmoid() * self.factor
         ...         return y if self.out is None else fxq.quant.qparams.quantize(y, self.out)
         >>> @fxq.register_kernel("x86", linear_gate)
         ... def make(unit):
         ...     w, b, s = (unit.captures[name] for name in "wbs")
         ...     return LinearGate(w.values, w.qparams.scale, b, unit.captures["x"], unit.out, s)
     """
-    kind = backend_type(backend)
-    if not issubclass(kind, RowBackend):
-        raise BackendError(
-            f"backend {backend!r} has no table of kernels: one of your own runs units as its lower says."
-        )
     if not isinstance(fusion, Family) or any(r.replacement is not None or len(r.outputs) != 1 for r in fusion):
         raise InputError(f"register_kernel takes what fxq.fusion made, with one output, not {fusion!r}.")
+    rows = _registered(backend)
 
     def register(make: Maker) -> Maker:
-        if not callable(make):
-            raise InputError(f"register_kernel decorates a function that makes a kernel, not {make!r}.")
+        row = KernelRow(_checked(make), emits_float=emits_float, code=digest_of(make))
         for rule in fusion:
             known = _MAKERS.setdefault(f"{backend} {rule.name}", make)
             if name_of(known) != name_of(make):
                 raise BackendError(f"the kernel of {rule.name!r} on {backend} is made by {name_of(known)} already.")
             _MAKERS[f"{backend} {rule.name}"] = make
-            row = KernelRow(_checked(make), emits_float=emits_float, code=digest_of(make))
-            kind.registered[rule_key(rule.name, rule.captures)] = row
+            rows[rule_key(rule.name, rule.captures)] = row
         return make
 
     return register
+
+
+def _registered(backend: str) -> dict[str, KernelRow]:
+    """The user's own kernels beside the table of a backend."""
+    kind = backend_type(backend)
+    if not issubclass(kind, RowBackend):
+        raise BackendError(
+            f"backend {backend!r} has no table of kernels: one of your own runs units as its lower says."
+        )
+    return kind.registered
 
 
 def makes_kernels(value: Any) -> bool:
@@ -96,6 +98,9 @@ def makes_kernels(value: Any) -> bool:
 
 
 def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[FusedUnit], Kernel]:
+    if not callable(make):
+        raise InputError(f"register_kernel decorates a function that makes a kernel, not {make!r}.")
+
     def made(unit: FusedUnit) -> Kernel:
         try:
             kernel = make(unit)

@@ -88,9 +88,7 @@ class Recipe:
         if self.optimize not in ("speed", "coverage", "decided"):
             raise RecipeError(unknown("value of optimize", self.optimize, ["speed", "coverage", "decided"]))
         if self.optimize == "decided" and not self.decided:
-            raise RecipeError(
-                'optimize="decided" needs decisions: take qmodel.recipe_as_decided() of a quantized model.'
-            )
+            raise RecipeError('optimize="decided" needs decisions: take qmodel.recipe_as_decided().')
         if self.narrow not in (narrow := ("auto", *NARROW)):
             raise RecipeError(unknown("value of narrow", self.narrow, narrow))
         if self.check not in ("none", "numeric"):
@@ -158,9 +156,7 @@ class Recipe:
             config: the configuration.
         """
         if not isinstance(config, QuantConfig):
-            raise RecipeError(
-                f"override({selector!r}, ...): the config is a fxq.QuantConfig or fxq.FLOAT, not {config!r}."
-            )
+            raise RecipeError(f"override({selector!r}, ...) takes a fxq.QuantConfig or fxq.FLOAT, not {config!r}.")
         return replace(self, overrides=(*self.overrides, (as_selector(selector), config)))
 
     def insert_pass(self, new: Pass, *, after: str | None = None, before: str | None = None) -> Recipe:

@@ -67,7 +67,7 @@ def test_the_override_that_decided_is_told():
 
 
 def test_an_override_takes_a_config():
-    with pytest.raises(RecipeError, match=r"override\('head', ...\): the config is a fxq\.QuantConfig or fxq\.FLOAT"):
+    with pytest.raises(RecipeError, match=r"override\('head', ...\) takes a fxq\.QuantConfig or fxq\.FLOAT"):
         Recipe.static().override("head", TensorSpec())
 
 
