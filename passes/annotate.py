@@ -84,7 +84,7 @@ class _Asked:
     def _agree(self, plans: dict[fx.Node, Plan]) -> None:
         """Let all readers of a kernel that emits integers only, hence one form, read the narrowest that one wants.
 
-        Not where one of them moves it on: what that hands out would have to change, too.
+        Not where one of them only moves it: the form of its result would have to change, too.
         """
         for node, plan in plans.items():
             if plan.emits is None:

@@ -254,7 +254,7 @@ class _Chooser:
         return any(given) and not all(given)
 
     def _is_kept(self, node: fx.Node) -> bool:
-        """Whether somebody reads a value who does not merely move it on, or several do."""
+        """Whether an op reads a value that does more than to move it, or several ops read it."""
         readers = self.readers.get(node, [])
         return len(readers) != 1 or self._plan(readers[0]).fate != "moves"
 

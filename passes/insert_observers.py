@@ -19,7 +19,7 @@ FOLDER = "fxq_observers"
 
 @dataclass(frozen=True)
 class InsertObservers(Pass):
-    """Put an observer behind every value and weight that takes an integer form and is not merely moved as a whole.
+    """Put an observer behind every value and weight that takes an integer form unless it is moved as a whole.
 
     Before: conv2d(x, w, b)    After: conv2d(histogram(x), minmax(w), b)
     Keeps: the output, exactly: an observer returns what it is given. That of a weight is paused: choose-grids shows it

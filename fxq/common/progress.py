@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(what: str, total: int | None, show: bool | None = None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; yields the function that moves it on by one.
+    """A progress bar on stderr; yields the function that counts one more.
 
     Args:
         what: what is being done.

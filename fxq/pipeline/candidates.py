@@ -67,7 +67,7 @@ class Candidate:
 
     @property
     def ops(self) -> int:
-        """How many ops the kernel runs, as things stand.
+        """How many ops the kernel runs, by what is wanted of it so far.
 
         A layer's sum that nobody reads as integers is left to float: integers would do no more to the residual stream
         of a transformer, where layer norms read the sums, than to round it once for every layer.
@@ -86,12 +86,12 @@ class Candidate:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs on integers, as things stand."""
+        """Whether it runs on integers, by what is wanted of it so far."""
         return not self.reason and (self.heavy or self.wanted is not None)
 
     @property
     def reads(self) -> TensorSpec | None:
-        """What it wants of its inputs, as things stand: movers want what is wanted of them."""
+        """What it wants of its inputs so far; what only moves data wants what is wanted of it."""
         if not self.runs:
             return None
         return self.wanted if self.moves else self.spec
@@ -174,7 +174,7 @@ class Settled:
         return ""
 
     def _follow(self, first: fx.Node) -> list[fx.Node]:
-        """Let wishes follow what a node reads as things stand; the nodes that may have lost their reason to run."""
+        """Update the wishes for what a node reads now; the nodes that may have lost their reason to run."""
         near: list[fx.Node] = []
         todo = [first]
         while todo:
@@ -196,7 +196,7 @@ class Settled:
 
 
 def _stand(candidate: Candidate) -> tuple[Mapping[fx.Node, None], TensorSpec | None]:
-    """What a candidate reads as integers, as things stand, and in which form."""
+    """What a candidate reads as integers so far, and in which form."""
     return (candidate.inputs if candidate.runs else _NOTHING), candidate.reads
 
 
