@@ -184,14 +184,15 @@ def inputs_of(calls: tuple[OpCall, ...]) -> Iterator[UnitInput]:
                 yield UnitInput(node, role, quant.axis if role == "weight" else None, i)
 
 
+def activations_of(calls: tuple[OpCall, ...]) -> dict[fx.Node, None]:
+    """The values that ops read from outside as activations, constants left out."""
+    read = (found.node for found in inputs_of(calls) if found.role == "activation")
+    return dict.fromkeys(node for node in read if node.op != "get_attr")
+
+
 def read_by(calls: tuple[OpCall, ...], plan: Plan) -> dict[fx.Node, None]:
     """The nodes that ops with this plan read as integers: the activations of those that the kernel runs."""
-    if plan.reads is None:
-        return {}
-    read = (
-        found.node for found in inputs_of(calls[: max(plan.kernel_ops, default=None)]) if found.role == "activation"
-    )
-    return dict.fromkeys(node for node in read if node.op != "get_attr")
+    return activations_of(calls[: max(plan.kernel_ops, default=None)]) if plan.reads is not None else {}
 
 
 def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.backends.by_name import Support
 from fxq.graph.info import Decision, Plan
-from fxq.graph.unit import OpCall, inputs_of
+from fxq.graph.unit import OpCall, activations_of, inputs_of
 from fxq.quant.spec import TensorSpec
 
 UNREAD = "nothing reads integers from it"
@@ -48,11 +48,7 @@ class Candidate:
     @cached_property
     def _inputs(self) -> Mapping[int, Mapping[fx.Node, None]]:
         """The same for every number of ops that the kernel may run."""
-        made = {}
-        for ops in {self.support.ops, self._before_sum}:
-            reads = [i.node for i in inputs_of(self.calls[:ops]) if i.role == "activation"]
-            made[ops] = dict.fromkeys(node for node in reads if node.op != "get_attr")
-        return made
+        return {ops: activations_of(self.calls[:ops]) for ops in {self.support.ops, self._before_sum}}
 
     @cached_property
     def _before_sum(self) -> int:
