@@ -286,14 +286,14 @@ class QuantizedModel(Quantized):
         return model.eval()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        held = (self._parameters, self._buffers, self._modules)
-        return _restore, (held, to_data(self.graph), self._parts, cpu.machine())
+        members = (self._parameters, self._buffers, self._modules)
+        return _restore, (members, to_data(self.graph), self._parts, cpu.machine())
 
 
-def _restore(held: Any, data: list[NodeData], parts: Any, made_on: Mapping[str, str]) -> QuantizedModel:
+def _restore(members: Any, data: list[NodeData], parts: Any, made_on: Mapping[str, str]) -> QuantizedModel:
     """Inverse of `QuantizedModel.__reduce__`. On another machine than `made_on`, the kernels are asked again."""
     root = nn.Module()
-    root._parameters, root._buffers, root._modules = held
+    root._parameters, root._buffers, root._modules = members
     model = QuantizedModel(root, from_data(data))
     model._attach(**parts)
     if made_on != cpu.machine():

@@ -146,14 +146,14 @@ class _Verifier(Runner):
 
     Attributes:
         found: what is wrong so far.
-        held: whose memory lives longer than a run, by address: inputs and weights.
+        lasting: what lives longer than a run, by the address of its memory: inputs and weights.
     """
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, regions: dict[fx.Node, Region], rules: VerifyLowering) -> None:
         super().__init__(gm, batch)
         self.regions, self.rules, self.found = regions, rules, _Found()
-        held = {"a weight": [*gm.parameters(), *gm.buffers()], "an input of the model": list(self.values.values())}
-        self.held = {_memory(tensor): name for name, values in held.items() for tensor in tensors(values)}
+        lasting = {"a weight": [*gm.parameters(), *gm.buffers()], "an input of the model": list(self.values.values())}
+        self.lasting = {_memory(tensor): name for name, values in lasting.items() for tensor in tensors(values)}
 
     def compute(self, node: fx.Node) -> Any:
         """The kernel's value when it is right, the reference's when it is not."""
@@ -215,7 +215,7 @@ class _Verifier(Runner):
             if m not in dead or (m in node.args and m is not node.args[1])
         }
         shared = (name for name, value in needed.items() if any(_memory(t) == memory for t in tensors(value)))
-        return next(shared, self.held.get(memory))
+        return next(shared, self.lasting.get(memory))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -51,7 +51,7 @@ def read(
                 raise InputError(f"line {number}: {error}") from None
     if reader.unit is not None or not reader.main.done:
         raise InputError("the text ends before the graph does: expected `return ...` as its last line.")
-    return fx.GraphModule(reader.held, reader.main.graph)
+    return fx.GraphModule(reader.used, reader.main.graph)
 
 
 class _Body:
@@ -89,7 +89,7 @@ class _Reader:
     Attributes:
         main: the graph.
         unit: the unit that is being read, as its name, its kind and its body.
-        held: the tensors and modules that the graph uses, by path.
+        used: the tensors and modules that the graph uses, by path.
         units: the units by name.
     """
 
@@ -97,7 +97,7 @@ class _Reader:
         self.tensors, self.leaves, self.kernels = tensors, modules, kernels
         self.main = _Body()
         self.unit: tuple[str, str, _Body] | None = None
-        self.held: dict[str, Any] = {}
+        self.used: dict[str, Any] = {}
         self.declared: dict[str, nn.Module] = {}
         self.units: dict[str, Unit] = {}
 
@@ -182,7 +182,7 @@ class _Reader:
     def _tensor(self, name: str, call: ast.Call) -> fx.Node:
         path = self._value(call.args[0]) if len(call.args) == 1 and not call.keywords else None
         path = _checked(path)
-        self.held[path] = self._given(path)
+        self.used[path] = self._given(path)
         return self.main.add(name, "get_attr", path)
 
     def _given(self, path: Any) -> Tensor:
@@ -196,11 +196,11 @@ class _Reader:
             path = self._path(func)
             if path not in self.declared:
                 raise InputError(unknown("module", path, self.declared))
-            self.held[path] = self.declared[path]
+            self.used[path] = self.declared[path]
             return "call_module", path, ()
         name = dotted(func)
         if name in self.units and self.unit is None:
-            self.held[f"{UNITS}.{name}"] = self.units[name]
+            self.used[f"{UNITS}.{name}"] = self.units[name]
             return "call_module", f"{UNITS}.{name}", ()
         if name in OPS:
             return "call_function", OPS[name].target, ()
@@ -230,7 +230,7 @@ class _Reader:
 
     def _called(self, node: fx.Node) -> Any:
         """The module that a node calls, or None."""
-        return self.held[str(node.target)] if node.op == "call_module" else None
+        return self.used[str(node.target)] if node.op == "call_module" else None
 
     # ---- what is known of a node
 
@@ -251,7 +251,7 @@ class _Reader:
 
     def _found_type(self, node: fx.Node) -> Typed:
         if node.op == "get_attr":
-            return tensor_meta(self.held[str(node.target)])
+            return tensor_meta(self.used[str(node.target)])
         unit = self._called(node)
         if isinstance(unit, Unit):
             last = next(iter(unit.graph.output_node().args))
