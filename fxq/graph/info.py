@@ -141,9 +141,9 @@ class NodeInfo(NamedTuple):
         shape: shape of its value, or None when the value is not a tensor.
         dtype: dtype of its value, or None.
         origins: names of the traced ops that it stands for.
-        parts: for a unit, the origins of each of its ops.
+        parts: for a unit or kernel, the origins of each of its ops.
         values: for a unit, shape and dtype of the value of each of its ops.
-        paths: for a unit, the module path of each of its ops.
+        paths: for a unit, or a kernel of several, the module path of each of its ops.
         plans: for a kernel of several units, what was decided of each of its ops.
         made_by: the pass and rule that made it, with the rule's source line; empty for traced nodes.
         kept: where a pass before `annotate` leaves a call or a module as it is, its decision.

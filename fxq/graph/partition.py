@@ -49,7 +49,7 @@ def connected_regions(gm: fx.GraphModule, takes: Takes) -> Iterator[Region]:
     for node in order:
         if node in levels.taken:
             regions.setdefault(levels.group(node), []).append(node)
-    return (region_of(nodes) for nodes in regions.values())
+    return (region for nodes in regions.values() if (region := region_of(nodes)).outputs)  # others nobody reads
 
 
 class _Levels:

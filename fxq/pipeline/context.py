@@ -37,7 +37,7 @@ class Context:
         units: path of the unit module for each kind and body, so that equal bodies share one.
         regions: for each lowered node, the qdq form it came from; for verify-lowering.
         narrow: which role gives up a bit where kernels overflow with 8; the recipe's, and where that is "auto", the one
-            that `fxq.narrowing` tries.
+            that `fxq/ledger/narrowing.py` chooses.
         progress: whether to show progress bars; None: on a terminal.
         outputs: what the float model returns for `example`.
         decided: what `fallback` decided of every op that could run either way.

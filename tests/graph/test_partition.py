@@ -29,6 +29,7 @@ def cut(text):
     ("text", "expected"),
     [
         ("a = relu(x)\nb = tanh(a)\nc = add(a, b)\nreturn (a, c)", [["a", "b", "c"]]),
+        ("a = relu(x)\nb = relu(x)\nc = relu(b)\nreturn a", [["a"]]),  # nobody reads the others
         ("a = relu(x)\nb = relu(x)\nreturn (a, b)", [["a"], ["b"]]),  # connected means by an edge
         ("a = relu(x)\nout = erf(a)\nb = relu(out)\nreturn b", [["a"], ["b"]]),
         ("a = relu(x)\nout = erf(a)\nb = add(a, out)\nreturn b", [["a"], ["b"]]),  # a path leaves it and comes back
@@ -141,7 +142,7 @@ def dag(seed, count):
         reads = [nodes[max(0, len(nodes) - 1 - int(rng.expovariate(0.3)))] for _ in range(rng.choice([1, 1, 2]))]
         nodes.append(graph.call_function(OPS["add" if len(reads) == 2 else "relu"].target, tuple(reads)))
         taken.update(nodes[-1:] if rng.random() < 0.8 else [])
-    graph.output(tuple(nodes[-3:]))
+    graph.output(tuple(node for node in nodes if not node.users or node in nodes[-3:]))
     for node in nodes:
         set_info(node, shape=(2,), dtype=torch.float32)
     return fx.GraphModule(nn.Module(), graph), taken
