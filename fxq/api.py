@@ -108,7 +108,10 @@ def prepare(model: nn.Module, recipe: Any = "static", example_inputs: Any = None
     before, _, _ = _phases(manager.context.recipe)
     manager.run(before)
     if manager.stage < Stage.OBSERVED:
-        raise RecipeError("the pipeline has no pass that inserts observers: insert-observers was removed.")
+        early = next((step.name for step in manager.context.recipe.pipeline[len(before) :]), "")
+        later = any(step.gives == Stage.OBSERVED for step in manager.context.recipe.pipeline[len(before) :])
+        why = f"{early} needs observers and stands before it" if later else "insert-observers was removed"
+        raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
     manager.check_float()
     return ObservedModel.from_manager(manager)
 

@@ -27,5 +27,5 @@ class FoldBatchNorm(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Apply the rule everywhere but where the recipe tells layer and batch norm apart."""
         for rule in (norm_after_layer, norm_before_layer):
-            rewriter.apply(rule, refuse=lambda match: rewriter.context.apart(match.nodes))
+            rewriter.apply(rule, refuse=lambda match: rewriter.context.refuses_to_join(match.nodes))
         rewriter.erase_unused()

@@ -39,7 +39,7 @@ class Fuse(Pass):
             calls = calls_among(match.nodes, match.rule.name, match.captures)
             if not context.backend.fuses(calls):
                 return f"the backend {context.backend.name} wants these ops apart"
-            return context.apart(match.nodes) or _left_over(rewriter, match.nodes, calls)
+            return context.refuses_to_join(match.nodes) or _left_over(rewriter, match.nodes, calls)
 
         rewriter.fuse(context.recipe.fusion_rules(), refuse)
 

@@ -85,7 +85,7 @@ class Context:
             selector = f"fxq.op({op!r}, {path!r})" if path else f"fxq.op({op!r})"
         return f"recipe.override({selector}, {config})"
 
-    def apart(self, nodes: Sequence[fx.Node]) -> str | None:
+    def refuses_to_join(self, nodes: Sequence[fx.Node]) -> str | None:
         """Why ops may not become one, for the recipe; None when they may. A `refuse` for the rewriter.
 
         It asks for float for some and integers for others; or for different specs, of ops that have a say in them: a

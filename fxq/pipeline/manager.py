@@ -153,7 +153,7 @@ class PassManager:
             self._views.pop(node, None)
         graph = view(self.gm, step.name, self._views)
         value = self._measure(step) if self.context.recipe.check == "numeric" else None
-        edits, near = tuple(rewriter.edits), rewriter.near.all()
+        edits, near = tuple(rewriter.edits), rewriter.near_misses.all()
         self.history.snapshots.append(Snapshot(step.name, seconds, edits, graph, self.stage, value, near))
         log.info("%s: %d edits, %d nodes, %.1f ms", step.name, len(rewriter.edits), len(graph), 1e3 * seconds)
 

@@ -51,7 +51,7 @@ class Editor:
         self.context = context
         self.name = name
         self.edits: list[Edit] = []
-        self.near = NearMisses()
+        self.near_misses = NearMisses()
         self.touched: set[fx.Node] = set()
         self.matcher = Matcher(gm)
         self.names = {node.name for node in gm.graph.nodes}

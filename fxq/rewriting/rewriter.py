@@ -50,7 +50,7 @@ class Rewriter(Editor):
             done.append(match.rule)
             if len(done) > budget:
                 raise PassError(_endless(self.name, done))
-            self.near.took(match.rule, match.nodes)
+            self.near_misses.took(match.rule, match.nodes)
             with self.attributed(match.rule.name, match.rule.source):
                 new = replace_match(self, match)
             for near in _neighbours(new):
@@ -71,7 +71,7 @@ class Rewriter(Editor):
         refusal = Refusal()
         match = self.matcher.match(rule, node, refusal)
         if match is None:
-            self.near.note(rule, node, refusal)
+            self.near_misses.note(rule, node, refusal)
         return match
 
     def _turned_down(self, match: Match, refuse: Refuse | None) -> bool:
@@ -79,7 +79,7 @@ class Rewriter(Editor):
         if reason is not None:
             refusal = Refusal()
             refusal.record(match.rule.size + 1, str, reason)
-            self.near.note(match.rule, match.root.node, refusal)
+            self.near_misses.note(match.rule, match.root.node, refusal)
         return reason is not None
 
     def fuse(self, rules: Sequence[Rule], refuse: Refuse | None = None) -> int:
@@ -112,7 +112,7 @@ class Rewriter(Editor):
                     chosen.append(match)
         taken.clear()
         for match in chosen:
-            self.near.took(match.rule, match.nodes)
+            self.near_misses.took(match.rule, match.nodes)
         return chosen
 
     def _match_everywhere(self, rules: Sequence[Rule]) -> dict[Rule, list[tuple[fx.Node, Match | None]]]:

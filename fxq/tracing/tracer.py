@@ -31,7 +31,7 @@ from fxq.tracing.failure import Untraceable, blame, user_line
 from fxq.tracing.forward_arguments import arguments, can_be_default
 from fxq.tracing.memory import MemoryWatch
 from fxq.tracing.proxies import Origin, TracedValue, examples, found_in, is_value, visible
-from fxq.tracing.tuples import apart, sliced
+from fxq.tracing.tuples import sliced, taken_apart
 from fxq.tracing.wrappers import wrapped
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -174,7 +174,7 @@ class Tracer(fx.Tracer):
             if some is not None:
                 return some
         if kind in ("call_function", "call_method"):
-            args, kwargs = apart(target, args, kwargs)
+            args, kwargs = taken_apart(target, args, kwargs)
         self.asked.forget()
         self.asked.squeezes = self.asked.squeezes or target in _SQUEEZES
         before = self.watch.versions(self.run.values((args, kwargs)))

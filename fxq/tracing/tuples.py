@@ -16,7 +16,7 @@ from fxq.ops import OPS
 from fxq.tracing.proxies import found_in, is_value
 
 
-def apart(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def taken_apart(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call of an op, with tuples in the place of traced ones: of tensors as of sizes."""
     found = OPS.of_call(target)
     if found is None or getattr(target, "__module__", None) == operator.add.__module__:  # x.size()[:-1] + (3,)

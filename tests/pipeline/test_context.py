@@ -42,9 +42,9 @@ def test_ops_with_other_configs_stay_apart():
     made = model()
     gm = graph(made, X)
     nodes = [n for n in gm.graph.nodes if n.op == "call_function"][:2]  # a linear layer and its relu
-    assert context(made, X).apart(nodes) is None
+    assert context(made, X).refuses_to_join(nodes) is None
     other = context(made, X, recipe=REFERENCE.override(fxq.op("relu"), fxq.FLOAT))
-    assert other.apart(nodes) == "the recipe configures these ops differently"
+    assert other.refuses_to_join(nodes) == "the recipe configures these ops differently"
 
 
 def test_a_selector_that_selects_nothing_is_told_what_is_near():

@@ -48,11 +48,27 @@ def test_the_stage_moves_forward_only():
 def test_a_removed_pass_that_others_need_is_told():
     with pytest.raises(PassError, match="annotate needs the stage fused, but the graph is canonical"):
         fxq.prepare(two_linears(), REFERENCE.without_pass("fuse"), X)
-    with pytest.raises(RecipeError, match="no pass that inserts observers"):
+    with pytest.raises(RecipeError, match="no pass that inserts observers: insert-observers was removed"):
         fxq.prepare(two_linears(), REFERENCE.without_pass("insert-observers"), X)
 
 
+def test_a_pass_that_needs_observers_and_stands_before_them_is_named():
+    with pytest.raises(RecipeError, match="inserts observers: looks-at-observers needs observers and stands before it"):
+        fxq.prepare(two_linears(), REFERENCE.insert_pass(LooksAtObservers(), after="fuse"), X)
+
+
 # ---- passes that go wrong
+
+
+@dataclass(frozen=True)
+class LooksAtObservers(Pass):
+    """Does nothing."""
+
+    name = "looks-at-observers"
+    needs = gives = Stage.OBSERVED
+
+    def run(self, rewriter):
+        pass
 
 
 @dataclass(frozen=True)

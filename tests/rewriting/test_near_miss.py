@@ -45,7 +45,7 @@ def fused(forward, *rules, refuse=None):
     """What the fusion of these rules says of those that made no unit: name, node, how far, reason."""
     hand = rewriter(graph(module(forward), X))
     hand.fuse([rule[0] for rule in rules], refuse)
-    return [(n.rule, n.node, f"{n.matched} of {n.of}", n.reason) for n in hand.near.all()]
+    return [(n.rule, n.node, f"{n.matched} of {n.of}", n.reason) for n in hand.near_misses.all()]
 
 
 # ---- which ones
@@ -127,7 +127,7 @@ def nothing(op, m):
 def rewritten(forward, *rules):
     hand = rewriter(graph(module(forward), (X, X)))
     hand.apply(*rules)
-    return [(n.rule, n.node, f"{n.matched} of {n.of}", n.reason) for n in hand.near.all()]
+    return [(n.rule, n.node, f"{n.matched} of {n.of}", n.reason) for n in hand.near_misses.all()]
 
 
 def test_a_rewrite_that_came_near():
