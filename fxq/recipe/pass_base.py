@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from fxq.errors import PassError
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -49,6 +50,12 @@ class Pass(ABC):
     name: ClassVar[str] = ""
     needs: ClassVar[Stage] = Stage.CANONICAL
     gives: ClassVar[Stage] = Stage.CANONICAL
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise `PassError` for a class with an `__init__` of its own: a saved recipe would not have its options."""
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
+            raise PassError(f"{cls.__name__}: a pass is a dataclass(frozen=True): its options are fields, no __init__.")
 
     @abstractmethod
     def run(self, rewriter: Rewriter) -> None:
