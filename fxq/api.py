@@ -108,9 +108,9 @@ def prepare(model: nn.Module, recipe: Any = "static", example_inputs: Any = None
     before, _, _ = _phases(manager.context.recipe)
     manager.run(before)
     if manager.stage < Stage.OBSERVED:
-        early = next((step.name for step in manager.context.recipe.pipeline[len(before) :]), "")
-        later = any(step.gives == Stage.OBSERVED for step in manager.context.recipe.pipeline[len(before) :])
-        why = f"{early} needs observers and stands before it" if later else "insert-observers was removed"
+        left = manager.context.recipe.pipeline[len(before) :]
+        later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
+        why = f"{left[0].name} needs observers and stands before it" if later else "insert-observers was removed"
         raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
     manager.check_float()
     return ObservedModel.from_manager(manager)

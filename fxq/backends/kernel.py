@@ -90,24 +90,28 @@ class Kernel(Bindable):
 
     Its options are fixed. Its tensors may be edited, or replaced by others of the same type and shape: what was made of
     the old ones is made again.
+
+    Attributes:
+        name: what files and the ledger call it; no two kernels have the same.
+        options: the names of the attributes that `config()` holds: parameters of the class, as its tensors are.
+        pure: whether it only computes its value.
+        opaque: whether it takes plain tensors, and no tool can look into it.
+        returns_view: whether its value may share memory with its input.
+        sizes_kept: of how many sizes of inputs it keeps what it has made for them.
+        inplace: whether it overwrites its second input, a residual; None: it has none.
+        reads: which inputs of its region it is called with, in order; None: with all of them.
+        form: what it stands for, where it was made of the qdq graph.
     """
 
     name: ClassVar[str]
     pure: ClassVar[bool] = True
-    """It only computes its value."""
     opaque: ClassVar[bool] = True
-    """It takes plain tensors, and no tool can look into it."""
     returns_view: ClassVar[bool] = False
-    """Its value may share memory with its input."""
     options: ClassVar[tuple[str, ...]] = ()
     sizes_kept: ClassVar[int] = 16
-    """Of how many sizes of inputs it keeps what it has made for them."""
     inplace: bool | None = None
-    """Whether it overwrites its second input, a residual; None: it has none."""
     reads: tuple[int, ...] | None = None
-    """Which inputs of its region it is called with, in order; None: with all of them."""
     form: Form | None = None
-    """What it stands for, where it was made of the qdq graph."""
     _packed: PackedTensors | None = None
 
     def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:

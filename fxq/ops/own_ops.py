@@ -64,7 +64,7 @@ def register_op(
         >>> recipe = fxq.Recipe.static(backend="reference")
         >>> [(entry.op, entry.fate) for entry in fxq.quantize(Net(), recipe, data=[torch.randn(2, 8)]).ledger]
         [('linear', 'int8'), ('gaussian', 'int8'), ('linear', 'int8')]
-        >>> OPS.discard("gaussian")
+        >>> fxq.ops.OPS.discard("gaussian")
     """
     _check_quant(quant)
     written = [spelling for given in spellings for spelling in _spelled(given)]

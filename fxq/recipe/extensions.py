@@ -28,7 +28,9 @@ def import_extensions(paths: Iterable[str]) -> None:
 
 
 def backend_path(backend: Any) -> str:
-    """What a recipe calls a backend, which is given so or as a class."""
+    """What a recipe calls a backend, which is given so or as a class. Raises `RecipeError` for an instance."""
+    if isinstance(backend, backends.Backend):
+        raise RecipeError(f"a recipe takes the class of a backend, {type(backend).__name__}, not an instance.")
     return import_path(backend, "the backend") if isinstance(backend, type) else str(backend)
 
 

@@ -278,8 +278,9 @@ def test_a_backend_of_the_user_s():
     ("backend", "message"),
     [
         ("tests.extensions:NoSuch", "cannot import 'tests.extensions:NoSuch'"),
-        ("torch.nn:Linear", "'torch.nn:Linear' is not a Backend class"),
-        (nn.Linear, "is not a Backend class"),
+        ("torch.nn:Linear", "'torch.nn:Linear' names no class of Backend"),
+        (nn.Linear, "names no class of Backend"),
+        (own.OnlyLinear(), "takes the class of a backend, OnlyLinear, not an instance"),
         (own.Nameless, "has no name, or not the methods of a fxq.Backend"),
         (own.NamedAsOurs, "is called 'x86', as fxq's is; choose another name"),
         (own.NamedAsAnother, "is called 'only_linear', as tests.extensions:OnlyLinear is; choose another name"),
