@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
 from fxq.ops.table import META
@@ -21,6 +23,13 @@ class _Read:
     index: int
 
 
+@dataclass(frozen=True)
+class _Function:
+    """Stands for a function that pickle does not find by itself: its import path."""
+
+    path: str
+
+
 def to_data(graph: fx.Graph) -> list[NodeData]:
     """The nodes in order: op, target, args, kwargs, name, metadata."""
     number = {node: i for i, node in enumerate(graph.nodes)}
@@ -31,7 +40,7 @@ def to_data(graph: fx.Graph) -> list[NodeData]:
     return [
         (
             n.op,
-            n.target,
+            _named(n.target),
             map_aggregate(n.args, read),
             map_aggregate(n.kwargs, read),
             n.name,
@@ -39,6 +48,14 @@ def to_data(graph: fx.Graph) -> list[NodeData]:
         )
         for n in graph.nodes
     ]
+
+
+def _named(target: Any) -> Any:
+    if isinstance(target, OpOverload):
+        return _Function(f"torch:ops.{target}")
+    if "<locals>" in getattr(target, "__qualname__", "") and target.__module__.startswith("torch."):  # as torch.unique
+        return _Function(f"{target.__module__}:{target.__name__}")
+    return target
 
 
 def numbers_of(arguments: Any) -> Iterator[int]:
@@ -57,6 +74,7 @@ def from_data(data: list[NodeData]) -> fx.Graph:
         return made[value.index] if isinstance(value, _Read) else value
 
     for op, target, args, kwargs, name, meta in data:
+        target = resolve_name(target.path) if isinstance(target, _Function) else target
         node = graph.create_node(op, target, map_aggregate(args, write), map_aggregate(kwargs, write), name)
         node.meta.update(meta)
         made.append(node)

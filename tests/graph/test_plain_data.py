@@ -38,3 +38,11 @@ def test_the_data_does_not_follow_later_edits():
     data = to_data(graph)
     next(n for n in graph.nodes if n.op == "call_function").target = torch.abs
     assert fx.GraphModule({}, from_data(data))(torch.tensor([3])).tolist() == [-3]
+
+
+def test_functions_that_pickle_does_not_find_by_itself():
+    graph = fx.Graph()
+    unique = graph.call_function(torch.unique, (graph.placeholder("x"),))
+    graph.output(graph.call_function(torch.ops.aten.new_zeros.default, (unique, [2])))
+    made = from_data(pickle.loads(pickle.dumps(to_data(graph))))
+    assert [n.target for n in made.nodes] == [n.target for n in graph.nodes]
