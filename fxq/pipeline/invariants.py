@@ -27,6 +27,8 @@ def check(gm: fx.GraphModule, stage: Stage, after: str) -> None:
         gm.graph.lint()
     except (RuntimeError, ValueError) as error:
         raise PassError(f"after {after}: the graph is invalid: {_lint(gm, error)}") from error
+    if not gm.graph.find_nodes(op="output"):
+        raise PassError(f"after {after}: the graph has no output node: it returns nothing.")
     checks = _CHECKS[stage]
     for node in gm.graph.nodes:
         for wrong in checks:

@@ -64,6 +64,12 @@ def test_lint_at_every_stage(stage):
     assert "\n" not in broken(gm, stage)  # not the whole graph
 
 
+def test_a_graph_without_its_output():
+    gm = at(Stage.FUSED)
+    gm.graph.erase_node(gm.graph.output_node())
+    assert broken(gm, Stage.FUSED) == "after my-pass: the graph has no output node: it returns nothing."
+
+
 @pytest.mark.parametrize("stage", [Stage.CANONICAL, Stage.FUSED, Stage.OBSERVED, Stage.QDQ], ids=str)
 def test_a_spelling_that_is_not_canonical(stage):
     gm = at(stage)
