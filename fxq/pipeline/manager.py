@@ -91,7 +91,7 @@ class PassManager:
         with untouched(context.model), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
             result = self.gm(*given.args, **given.kwargs)
         known = [t for t in tensors((given.args, given.kwargs, context.outputs)) if t.is_floating_point() and t.numel()]
-        largest = max((float(t.abs().nan_to_num(0, 0, 0).max()) for t in known), default=0.0)
+        largest = max((float(t.detach().abs().nan_to_num(0, 0, 0).max()) for t in known), default=0.0)
         for want, got in zip(tensors(context.outputs), tensors(result), strict=True):
             found = Agreement()
             if want.is_floating_point():

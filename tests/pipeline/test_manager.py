@@ -14,7 +14,7 @@ from fxq.ops import OPS
 from fxq.passes import Annotate, Canonicalize, Fuse, InsertQdq, Trace
 from fxq.recipe.pass_base import Pass, Stage
 from tests.graphs import graph
-from tests.helpers import REFERENCE, managed
+from tests.helpers import REFERENCE, managed, module
 from tests.machine import quiet, told
 from tests.models import two_linears
 
@@ -325,6 +325,13 @@ def test_a_row_that_is_wrong_is_told_before_anything_is_rounded(wrong_row):
         warnings.simplefilter("error", FxqWarning)
         fxq.prepare(model, REFERENCE.leaf("1"), X)
         fxq.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), REFERENCE, X)
+
+
+def test_a_weight_that_is_returned_is_compared_without_a_warning():
+    model = module(lambda self, x: (self.fc(x), self.fc.weight), fc=nn.Linear(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxq.prepare(model, REFERENCE, X)
 
 
 def test_what_rounding_leaves_of_zero_is_no_error():
