@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from fxq.errors import InputError
 from fxq.graph.info import info
 from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import FATES, NodeRow, rows_by_node
-from fxq.ledger.output_check import rank
+from fxq.ledger.output_check import add_output, rank
 from fxq.ledger.quantized import Quantized
 from fxq.ledger.side_by_side import Program, side_by_side
 from fxq.text.queryable import Rows, decibels, layer_text
@@ -246,7 +245,7 @@ class _Sums:
     own: bool
     batches: int = 0
     by_node: dict[fx.Node, tuple[Agreement, Agreement]] = field(default_factory=dict)
-    outputs: defaultdict[int, Agreement] = field(default_factory=lambda: defaultdict(Agreement))
+    outputs: dict[int, Agreement] = field(default_factory=dict)
 
     def add(self, reference: Program, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
         """Take in one batch."""
@@ -254,7 +253,7 @@ class _Sums:
         for value in side_by_side(reference, compared, pairs, batch, own=self.own):
             if value.node.op == "output":
                 for i, (want, got) in enumerate(zip(value.want, value.got, strict=True)):
-                    self.outputs[i].add(want, got)
+                    add_output(self.outputs, i, want, got)
                 continue
             found, alone = self.by_node.setdefault(value.node, (Agreement(), Agreement()))
             for want, got in zip(value.want, value.got, strict=True):

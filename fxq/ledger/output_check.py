@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxq.common.data import Batch, first_of
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
@@ -73,8 +73,19 @@ def _compared(
         for place, (want, *gots) in enumerate(zip(*results, strict=True)):
             if want.is_floating_point():
                 for outputs, got in zip(found, gots, strict=True):
-                    outputs.setdefault(place, Agreement()).add(want, got)
+                    add_output(outputs, place, want, got)
     return [min((output.sqnr for output in outputs.values()), key=rank, default=None) for outputs in found]
+
+
+def add_output(outputs: dict[int, Agreement], place: int, want: Tensor, got: Tensor) -> None:
+    """Take in an output. Where its shape follows from values, rounding may change it: that is said, not compared."""
+    if want.shape == got.shape:
+        outputs.setdefault(place, Agreement()).add(want, got)
+        return
+    warn(
+        f"output {place} is not compared where its shape follows from values, which are rounded: it is "
+        f"{tuple(got.shape)}, and {tuple(want.shape)} in the model that it is compared with."
+    )
 
 
 def rank(sqnr: float | None) -> float:
@@ -97,7 +108,8 @@ def check_output(ledger: Ledger, least: float | None) -> None:
     layers = layers.where(lambda e: math.isnan(found) or e.fault_sqnr < found + NEAR) or layers
     ways = "".join(f"\n  {e.path or e.name} ({e.op}, {e.fault_sqnr:.1f} dB): {e.mend}" for e in layers)
     named = f" The layers whose own error is largest, and what mends it:{ways}\n" if ways else " "
-    text = "not finite where the float model's is" if math.isnan(found) else f"at {found:.1f} dB SQNR"
+    other = "not finite where the float model's is, or the other way round"
+    text = other if math.isnan(found) else f"at {found:.1f} dB SQNR"
     warn(
         f"the output is {text}, against the float model on recorded calibration data; the recipe asks for {least:g} dB "
         f"(min_sqnr).{named}Where a pass of your own is in the recipe: recipe.with_check() compares after every pass, "

@@ -82,7 +82,7 @@ class _Run(Runner):
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """One value as both graphs compute it: tensors of the same shapes, in floating point.
+    """One value as both graphs compute it: tensors in floating point, of the same shapes but for what a graph returns.
 
     Attributes:
         node: the node of the graph that is compared.
@@ -120,7 +120,8 @@ def side_by_side(
         see: is called with every node of `reference` and its value.
 
     Yields:
-        `ComparedValue`s. Values that cannot be compared (no float tensors, another structure) are left out.
+        `ComparedValue`s. Values that cannot be compared (no float tensors, another structure) are left out, and so are
+        the integers among others.
     """
     integer, alone = _Run(compared, batch), _Alone(compared.alone, batch) if own else None
     real = _Wanted(reference, set(pairs.values()), batch, see)
@@ -206,12 +207,12 @@ def _plain(value: Any, qp: QParams | None) -> list[Tensor]:
 
 
 def _comparable(node: fx.Node, wants: list[Tensor], qp: QParams | None, got: Any, own: Any) -> ComparedValue | None:
-    gots, owns = _plain(got, qp), None if own is None else _plain(own, qp)
-    for others in (gots, owns):
-        if others is None:
-            continue
-        if not wants or [t.shape for t in wants] != [t.shape for t in others]:
-            return None
-        if not all(t.is_floating_point() for t in (*wants, *others)):
-            return None
-    return ComparedValue(node, wants, gots, owns)
+    found = [wants, _plain(got, qp), *([] if own is None else [_plain(own, qp)])]
+    if any(len(each) != len(wants) for each in found):
+        return None
+    floats = [i for i, each in enumerate(zip(*found, strict=True)) if all(t.is_floating_point() for t in each)]
+    wants, gots, *owns = ([each[i] for i in floats] for each in found)
+    shapes = [[t.shape for t in each] for each in (wants, gots, *owns)]
+    if not wants or (node.op != "output" and any(each != shapes[0] for each in shapes)):
+        return None
+    return ComparedValue(node, wants, gots, owns[0] if owns else None)

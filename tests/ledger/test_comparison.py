@@ -78,6 +78,14 @@ def distances(want, got):
     )
 
 
+def test_integers_beside_the_output_do_not_hide_it():
+    model, data = module(lambda self, x: (self.fc(x), self.fc(x).argmax(1)), fc=nn.Linear(6, 5)), batches()
+    qmodel = fxq.quantize(model, REFERENCE, data=data)
+    with torch.no_grad():
+        want, got = [model(x)[0] for x in data], [qmodel(x)[0] for x in data]
+    assert fxq.compare(model, qmodel, data).output_sqnr == pytest.approx(sqnr(want, got), abs=1e-3)
+
+
 def test_rows_are_what_hooks_on_the_float_model_see(qmodel):
     """The int8 model recomputed from its qparams alone, and all batches taken as one."""
     model, data = net(), torch.cat(batches())

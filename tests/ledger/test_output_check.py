@@ -113,6 +113,17 @@ def test_the_same_infinities_are_no_error():
     assert 25 < silent(model, REFERENCE, [X]).output_sqnr < 70
 
 
+def test_an_output_whose_size_follows_from_values_is_not_compared():
+    model = module(lambda self, x: (y := self.fc(x), y[y > 1e-4]), fc=nn.Linear(2, 2, bias=False))
+    model.fc.weight.data = torch.eye(2)
+    data = [torch.tensor([[1.0, 1e-3]])]  # 1e-3 is rounded to 0
+    with pytest.warns(fxq.FxqWarning, match=r"output 1 is not compared .* it is \(1,\), and \(2,\) in the model"):
+        qmodel = fxq.quantize(model, REFERENCE, data=data)
+    assert qmodel.output_sqnr > 25
+    with pytest.warns(fxq.FxqWarning, match="output 1 is not compared"):
+        assert fxq.compare(model, qmodel, data).output_sqnr == pytest.approx(qmodel.output_sqnr, abs=1e-3)
+
+
 def test_no_float_output_has_no_sqnr():
     model = module(lambda self, x: self.fc(x).argmax(1), fc=nn.Linear(8, 8))
     qmodel = silent(model, REFERENCE, [X])
