@@ -147,7 +147,7 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
     if ledger and not ledger.count("int8"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
-    check_output(ledger, context.recipe.min_sqnr)
+    check_output(ledger, context)
     return QuantizedModel.from_manager(manager, ledger, record)
 
 

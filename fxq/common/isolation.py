@@ -152,10 +152,10 @@ def autocast_on() -> list[str]:
 
 
 @contextmanager
-def seeded() -> Iterator[None]:
+def seeded(seed: int = 0) -> Iterator[None]:
     """The same random numbers each time; the user's generator goes on where it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         yield
 
 

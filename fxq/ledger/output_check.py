@@ -15,7 +15,7 @@ from fxq.common.metrics import Agreement, tensors
 from fxq.errors import InputError, warn
 from fxq.ledger.ledger import Ledger
 from fxq.pipeline.context import Context
-from fxq.tracing.fidelity import run_model
+from fxq.tracing.fidelity import run_model, same_values
 
 log = logging.getLogger("fxq")
 
@@ -93,15 +93,23 @@ def rank(sqnr: float | None) -> float:
     return -math.inf if sqnr is None or math.isnan(sqnr) else sqnr
 
 
-def check_output(ledger: Ledger, least: float | None) -> None:
-    """Warn when the output is further from the float model's than `least` dB, with what would mend it.
+def check_output(ledger: Ledger, context: Context) -> None:
+    """Warn when the output is further from the float model's than the recipe's `min_sqnr`, with what would mend it.
 
     Args:
         ledger: of the finished model, with its `output_sqnr`.
-        least: the recipe's `min_sqnr`; None: never warn.
+        context: the float model and the recipe.
     """
-    found = ledger.output_sqnr
+    found, least = ledger.output_sqnr, context.recipe.min_sqnr
     if least is None or found is None or found >= least:
+        return
+    runs = (run_model(context.model, context.example, context.recipe.concrete_args, seed) for seed in (0, 1))
+    if not same_values(*runs):
+        warn(
+            f"the output is at {found:.1f} dB SQNR against the float model's, but that says nothing: the float model "
+            "itself draws random numbers, as dropout with training=True does, and gives other outputs each time. "
+            "Compare without them; recipe.with_min_sqnr(None) turns this off."
+        )
         return
     layers = ledger.worst(WORST)
     # where none is near, small errors are left as their signals cancel out, or are drowned by others in the same tensor

@@ -16,16 +16,16 @@ from fxq.common.metrics import tensors
 from fxq.tracing.forward_arguments import arguments
 
 
-def run_model(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> Any:
+def run_model(model: nn.Module, example: Batch, fixed: Mapping[str, Any], seed: int = 0) -> Any:
     """What the float model returns for a copy of one batch, with the arguments that the recipe fixes."""
     with untouched(model):
-        return _run(model, example, fixed)
+        return _run(model, example, fixed, seed)
 
 
-def _run(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> Any:
+def _run(model: nn.Module, example: Batch, fixed: Mapping[str, Any], seed: int = 0) -> Any:
     batch = copied(example)
     late = {a.name: a.value for a in arguments(model, example, fixed)[len(batch.args) :] if a.fixed}
-    with seeded(), torch.inference_mode(False), torch.no_grad():
+    with seeded(seed), torch.inference_mode(False), torch.no_grad():
         return model(*batch.args, **{**late, **batch.kwargs})
 
 

@@ -197,3 +197,11 @@ def test_layers_are_named_also_where_their_small_errors_are_what_is_left():
     (text,) = [str(w.message) for w in caught]
     assert "recipe.override('one', fxq.FLOAT)" in text and "recipe.override('two', fxq.FLOAT)" in text
     assert min(e.fault_sqnr for e in qmodel.ledger.worst(2)) > qmodel.output_sqnr + 10
+
+
+def test_a_model_that_draws_random_numbers_is_not_blamed_on_a_layer():
+    """The kernel's result lies in memory otherwise than the float layer's, so that dropout leaves out others."""
+    noisy = module(lambda self, x: nn.functional.dropout(self.conv(x), training=True), conv=nn.Conv2d(3, 4, 3))
+    recipe = REFERENCE.with_min_sqnr(1e3)
+    with pytest.warns(fxq.FxqWarning, match="the float model itself draws random numbers"):
+        fxq.quantize(noisy, recipe, data=[torch.randn(2, 3, 8, 8)])
