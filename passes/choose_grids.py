@@ -124,7 +124,8 @@ class _Chooser:
         tensor, observer = constant(self.gm, node), self.observers.get((node, edge.spec, edge.axis))
         if tensor is None or observer is None:
             raise PassError(f"{where(self.gm, node)}: no observer watches this weight. Run insert-observers.")
-        seen = copy.deepcopy(observer)
+        seen = copy.copy(observer)
+        seen._buffers = {name: buffer.clone() for name, buffer in observer.named_buffers()}
         seen.paused = False
         seen(tensor)
         readers = [r for r in self.readers[node] if wishes_of(self.gm, r).get(node) == (edge.spec, edge.axis)]

@@ -78,12 +78,12 @@ class BareWalk(fxq.Pass):
 
 
 def metered(step: fxq.Pass, meter: Meter) -> fxq.Pass:
-    """The same pass, measured."""
+    """The same pass, measured. It counts as fxq's own: behind a user's, the whole graph is run and looked at again."""
 
     def run(self: fxq.Pass, rewriter: fxq.Rewriter) -> None:
         meter(step.name, lambda: step.run(rewriter))
 
-    about = {"name": step.name, "needs": step.needs, "gives": step.gives}
+    about = {"name": step.name, "needs": step.needs, "gives": step.gives, "__module__": "fxq.passes.measured"}
     made: fxq.Pass = type(type(step).__name__, (fxq.Pass,), {**about, "run": run})()
     return made
 
