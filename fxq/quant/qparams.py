@@ -8,6 +8,7 @@ Source: Jacob et al. 2018, section 2.1, equation 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,22 +101,9 @@ _LIB.impl("dequantize.tensor", _dequantize_tensor, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fxq::quantize")
-def _(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
-
-
 @torch.library.register_fake("fxq::quantize.tensor")
-def _(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    axis: int | None,
-    block: int | None,
-    qmin: int,
-    qmax: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
+def _(x: Tensor, *grid: Any) -> Tensor:
+    return torch.empty_like(x, dtype=grid[-1])
 
 
 @torch.library.register_fake("fxq::dequantize")
