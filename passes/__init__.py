@@ -1,4 +1,4 @@
-"""The passes, one per file, and the pipelines made of them."""
+"""The passes, one per file, and the pipeline made of them, which all presets share."""
 
 from fxq.passes.annotate import Annotate
 from fxq.passes.canonicalize import Canonicalize
@@ -19,7 +19,7 @@ from fxq.passes.verify_lowering import VerifyLowering
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pipeline import PipelineEdit, register_option, register_pipeline
 
-STATIC: tuple[Pass, ...] = (
+PASSES: tuple[Pass, ...] = (
     Trace(),
     Canonicalize(),
     Decompose(),
@@ -38,11 +38,12 @@ STATIC: tuple[Pass, ...] = (
     Cleanup(),
 )
 
-register_pipeline("static", STATIC)
+for preset in ("static", "dynamic"):
+    register_pipeline(preset, PASSES)
 register_option("correct_bias", PipelineEdit("insert-qdq", CorrectBias()))
 
 __all__ = [
-    "STATIC",
+    "PASSES",
     "Annotate",
     "Canonicalize",
     "ChooseGrids",

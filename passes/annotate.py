@@ -115,7 +115,9 @@ class _Asked:
         config, selector = context.config_for(about.path, calls[0].op.name)
         if config.is_float:
             fix = context.override_line(about.path, calls[0].op.name, "fxq.QuantConfig()")
-            return self._float("excluded by the recipe", f"the recipe says float for {selector}", fix)
+            return self._float(
+                "excluded by the recipe", f"the recipe says float for {selector or 'what it does not name'}", fix
+            )
         return self._fit(node, backend, config)
 
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
@@ -124,6 +126,9 @@ class _Asked:
         reason = _unfit(gm, calls, self.changes)
         if reason is not None:
             return self._float("unsupported", reason)
+        light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.heavy for call in calls)
+        if light and config.activation is not None and config.activation.range == "measured":
+            return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
         config = backend.config(config, calls)
         support = backend.supports(gm, node, calls, config)
         if support.ops == 0:

@@ -265,9 +265,9 @@ def test_every_package_is_installed():
 
 
 def test_every_pass_is_in_a_file_of_its_name():
-    from fxq.passes import STATIC
+    from fxq.passes import PASSES
 
-    for step in STATIC:
+    for step in PASSES:
         assert type(step).__module__ == f"fxq.passes.{step.name.replace('-', '_')}"
 
 

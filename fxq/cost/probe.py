@@ -19,7 +19,7 @@ from fxq.cost.min_cut import HAIR
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, NodeInfo, info
 from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of
-from fxq.graph.region import UnitRegion, is_weight
+from fxq.graph.region import UnitRegion, is_weight, region_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
 from fxq.graph.view import options_text
@@ -105,6 +105,15 @@ class Prober:
                 parts.append(f"{'at 0' if grid['zero_point'] == 0 else 'shifted'} {grid['qmin']}..{grid['qmax']}")
         some = [f"after {ops} ops"] if ops is not None else []
         return " ".join([*parts, "to", _shape(info(region.last)), *some])
+
+    def measure(self, gm: fx.GraphModule, quantize: fx.Node) -> float:
+        """Seconds to measure the scale of a value and to quantize it with that."""
+        if self.own is not None:
+            return self.own.conversion * _MICRO * math.prod(info(quantize).shape or ())
+        scale: Any = quantize.kwargs["scale"]
+        axis = options_of(scale)["axis"]
+        key = f"{self.backend.name} {_threads()}: measure {_shape(info(quantize.all_input_nodes[0]))} from {axis}"
+        return self.costs.seconds(key, lambda: _call(self._lowered(gm, region_of((scale, quantize)).to_graph())))
 
     def quantize(self, elements: int) -> float:
         """Seconds to quantize so many floats."""

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxq.ops.table import META
+from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
@@ -119,8 +120,9 @@ class Edge:
         observed: whether an observer watches it: where it is made, where a part of other values is selected, and where
             it may hold constants.
         constants: what masks, pads and fills may have put among its values; no data.
-        axis: of a weight, the axis of its output channels where each has a scale; None: one scale.
-        qparams: its scale and zero point, once they are chosen.
+        axis: of a weight, the axis of its output channels where each has a scale; of a value whose rows have scales
+            that are measured, the first axis of a row, counted from the end; None: one scale.
+        qparams: its scale and zero point, once they are chosen; where they are measured at run time, their grid.
     """
 
     spec: TensorSpec
@@ -129,7 +131,12 @@ class Edge:
     observed: bool = False
     constants: tuple[float, ...] = ()
     axis: int | None = None
-    qparams: QParams | None = None
+    qparams: QParams | MeasuredGrid | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether its scale is measured at run time: nothing is to be calibrated."""
+        return self.spec.range == "measured"
 
 
 class NodeInfo(NamedTuple):

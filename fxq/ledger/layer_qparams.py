@@ -93,7 +93,8 @@ def _layer(gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None)
     if source is None and not isinstance(read, Inner):
         return None
     bias = constant(gm, call.tensors.get(quant.bias or ""))
-    bias_scale = None if source is None else weight.qparams.scale.cpu() * source[1].s
+    x = source.grid if source is not None and source.scale is None else None
+    bias_scale = None if x is None else weight.qparams.scale.cpu() * x.s
     if bias is not None and bias_scale is not None:
         if bias_scale.dim():  # a transposed convolution's groups share the scales of their channels
             bias_scale = bias_scale.repeat(bias.numel() // bias_scale.numel())
@@ -105,8 +106,8 @@ def _layer(gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None)
         axis=weight.qparams.axis,
         bias=bias.cpu() if bias is not None else None,
         bias_scale=bias_scale,
-        input_scale=source[1].s if source is not None else None,
-        input_zero_point=source[1].z if source is not None else None,
+        input_scale=x.s if x is not None else None,
+        input_zero_point=x.z if x is not None else None,
         output_scale=out.s if out is not None else None,
         output_zero_point=out.z if out is not None else None,
         node=node.name,

@@ -149,8 +149,9 @@ class Settled:
         users = self._users[node]
         while users:
             user = self.candidates.get(users[-1])
-            if user is not None and node in user.inputs and user.reads is not None:
-                return user.reads
+            spec = user.reads if user is not None and node in user.inputs else None
+            if spec is not None and spec.range != "measured":  # such a reader rounds a value for itself, as it comes
+                return spec
             users.pop()
         return None
 

@@ -110,6 +110,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 """What a tensor is to the op that reads it, as its row in the op table says."""
 
 ACTIVATION = TensorSpec()
+MEASURED = TensorSpec(symmetric=True, per="row", range="measured")
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 
 
@@ -147,6 +148,11 @@ class QuantConfig:
     def is_float(self) -> bool:
         """Whether the layer stays in float."""
         return all(self.of(role) is None for role in ROLES)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether ranges of activations are found on calibration data."""
+        return self.activation is not None and self.activation.range == "calibrated"
 
     @property
     def fits_int16(self) -> bool:

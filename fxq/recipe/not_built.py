@@ -11,7 +11,7 @@ from fxq.quant.spec import ROLES, QuantConfig, Role, TensorSpec
 
 def check_preset(preset: str) -> None:
     """Raise `RecipeError` for a preset that is planned, and for one that fxq had."""
-    if preset in ("dynamic", "weight_only", "qat"):
+    if preset == "qat":
         raise RecipeError(f'the preset "{preset}" is not built yet: use "static", with calibration data.')
     if preset == "static_corrected":
         raise RecipeError('the preset "static_corrected" is now an option: write fxq.Recipe.static(correct_bias=True).')
@@ -47,12 +47,18 @@ def _missing(config: QuantConfig) -> Iterator[str]:
             yield from _missing_of(role, spec)
 
 
-_PER: dict[Role, tuple[str, ...]] = {"activation": ("tensor",), "weight": ("tensor", "channel")}
+_PER: dict[Role, tuple[str, ...]] = {"activation": ("tensor", "row"), "weight": ("tensor", "channel")}
+_RANGES: dict[Role, tuple[str, ...]] = {"activation": ("calibrated", "measured"), "weight": ("calibrated",)}
 
 
 def _missing_of(role: Role, spec: TensorSpec) -> Iterator[str]:
-    if spec.range != "calibrated":
-        yield f'range="{spec.range}" for the {role} is not built yet: use range="calibrated".'
+    if spec.range not in _RANGES[role]:
+        use = " or ".join(f'range="{known}"' for known in _RANGES[role])
+        yield f'range="{spec.range}" for the {role} is not built yet: use {use}.'
+    if spec.per == "row" and spec.range == "calibrated":
+        yield 'rows have no calibrated ranges, since there are others at every call: use range="measured".'
+    if spec.range == "measured" and not spec.symmetric:
+        yield f"a measured range for the {role} that is not symmetric is not built yet: use symmetric=True."
     if spec.per not in _PER[role]:
         use = " or ".join(f'per="{per}"' for per in _PER[role])
         yield f"per={spec.per!r} for the {role} is not built yet: use {use}."

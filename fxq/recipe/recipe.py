@@ -14,7 +14,7 @@ import tomli_w
 from fxq.backends.base import Backend
 from fxq.common.source import import_path
 from fxq.errors import RecipeError, unknown
-from fxq.quant.spec import ACTIVATION, NARROW, WEIGHT, QuantConfig, TensorSpec
+from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, NARROW, WEIGHT, QuantConfig, TensorSpec
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.not_built import check_config, check_preset
 from fxq.recipe.pass_base import Pass
@@ -29,12 +29,16 @@ else:
     import tomli as tomllib
 
 
+_CONFIGS = {"static": QuantConfig(), "dynamic": QuantConfig(MEASURED)}
+"""By preset, how a layer is quantized where nothing else is said."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What `fxq.quantize` is to do. Make one with a preset (`Recipe.static()`), then refine it.
 
     Attributes:
-        preset: the preset it started from; decides the pipeline.
+        preset: the preset it started from; decides the pipeline, and the config where none is given.
         backend: name of the backend, import path of one of your own, or "auto" for the best one that this machine runs.
         config: how a layer is quantized where no override speaks.
         overrides: (selector, config) pairs; later ones win.
@@ -64,7 +68,7 @@ class Recipe:
 
     preset: str = "static"
     backend: str = "auto"
-    config: QuantConfig = field(default_factory=QuantConfig)
+    config: QuantConfig = None  # type: ignore[assignment]  # the preset's
     overrides: tuple[tuple[Selector, QuantConfig], ...] = ()
     leaf_modules: tuple[str, ...] = ()
     strict_trace: bool = False
@@ -82,6 +86,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_preset(self.preset)
+        if self.config is None:
+            object.__setattr__(self, "config", _CONFIGS.get(self.preset, QuantConfig()))
         _ = self.pipeline, FUSIONS.plus(self.fusions)
         check_backend(self.backend)
         import_extensions(self.extensions)
@@ -147,6 +153,40 @@ class Recipe:
             check_inputs=check_inputs,
         )
         return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
+
+    @classmethod
+    def dynamic(cls, *, activation: TensorSpec = MEASURED, weight: TensorSpec = WEIGHT, **options: Any) -> Recipe:
+        """Post-training dynamic quantization: ranges of activations are measured at every call. Needs no data.
+
+        Layers with weights read integers and give floats: linear layers, convolutions, recurrent layers.
+
+        Args:
+            activation: spec of what layers read; the default measures each row: of a linear layer a token, of a
+                convolution an image.
+            weight: spec of all weights; the default is int8 symmetric per channel.
+            options: as for `static`, but `correct_bias`.
+
+        Example:
+            >>> recipe = Recipe.dynamic().only(nn.Linear)  # as torch's quantize_dynamic(model, {nn.Linear})
+            >>> recipe = Recipe.static().override("encoder.*", Recipe.dynamic().config)  # both in one model
+
+        Source: Jacob et al. 2018, section 3; Dettmers et al. 2022, section 2.1 (a scale for each row).
+        """
+        return replace(cls.static(activation=activation, weight=weight, **options), preset="dynamic")
+
+    def only(self, *selectors: Any) -> Recipe:
+        """Quantize what one of the selectors selects, as this recipe does now, and nothing else.
+
+        Args:
+            selectors: as for `override`: module path globs, `fxq.op(name)`, `nn.Module` types.
+
+        Raises:
+            RecipeError: there is none, or the recipe has overrides already: write them behind `only`.
+        """
+        if not selectors or self.overrides:
+            raise RecipeError("only() takes selectors, and stands before any override.")
+        overrides = tuple((as_selector(selector), self.config) for selector in selectors)
+        return replace(self, config=FLOAT, overrides=overrides)
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
         """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.
@@ -259,7 +299,7 @@ class Recipe:
         for key in _LISTS:
             if getattr(self, key):
                 data[key] = list(getattr(self, key))
-        if self.config != QuantConfig():
+        if self.config != _CONFIGS[self.preset]:
             data["config"] = self.config.to_dict()
         if self.overrides:
             data["override"] = [{**s.to_dict(), "config": c.to_dict()} for s, c in self.overrides]
@@ -293,7 +333,7 @@ class Recipe:
             plain["preset"], edits = "static", (edit_for("correct_bias"), *edits)
         return cls(
             **plain,
-            config=QuantConfig.from_dict(data["config"]) if "config" in data else QuantConfig(),
+            **({"config": QuantConfig.from_dict(data["config"])} if "config" in data else {}),
             overrides=tuple(
                 (Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())
             ),

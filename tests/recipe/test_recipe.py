@@ -11,13 +11,13 @@ from torch import nn
 import fxq
 from fxq.errors import RecipeError
 from fxq.ops import OPS
-from fxq.passes import STATIC, CorrectBias, VerifyLowering
+from fxq.passes import PASSES, CorrectBias, VerifyLowering
 from fxq.quant.observers import OBSERVERS, Histogram
 from fxq.quant.spec import ACTIVATION, FLOAT, ROLES, WEIGHT, QuantConfig, TensorSpec
 from fxq.recipe.recipe import Recipe, as_recipe, tomllib
 from tests.helpers import Scale
 
-NAMES = [p.name for p in STATIC]
+NAMES = [p.name for p in PASSES]
 
 
 def names(recipe):
