@@ -94,7 +94,7 @@ class MeasuredLayer(Kernel):
         """uint8 as the layer takes it, and its scale, float32, that broadcasts with the result -> float32."""
         layer, bias, clamp = self._kept("", self._made)
         y: Tensor = layer(x)
-        y = y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale)
+        y = y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
         return y if clamp is None else y.clamp_(*clamp)
 
     def _made(self) -> tuple[LayerKernel, Tensor | None, tuple[float, float] | None]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import fxq.quant.qparams  # noqa: F401  (registers fxq::quantize and fxq::dequantize)
-from fxq.quant.measured import measured_scale
 from fxq.ops.registry import row
 from fxq.ops.table import float_only, spell
+from fxq.quant.measured import measured_scale
 
 
 @row(

@@ -38,4 +38,4 @@ class MeasuredQuantize(Kernel):
         x = x if x.dtype == torch.float32 else as_float32(x)
         scale = measured_scale(x, self._steps, self.axis)
         # Nothing is to be clamped: no value is further from zero than the scale was made for.
-        return scale, dense(torch.addcdiv(self._zero, x, scale).view(torch.int32).to(torch.uint8))
+        return scale, dense((x / scale).add_(self._zero).view(torch.int32).to(torch.uint8))
