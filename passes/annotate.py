@@ -20,6 +20,7 @@ from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
 from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.recipe import config_of
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -114,10 +115,9 @@ class _Asked:
             return self._float("unsupported", f"{_called(self.rewriter.gm, node)} is not in the op table")
         config, selector = context.config_for(about.path, calls[0].op.name)
         if config.is_float:
-            fix = context.override_line(about.path, calls[0].op.name, "fxq.QuantConfig()")
-            return self._float(
-                "excluded by the recipe", f"the recipe says float for {selector or 'what it does not name'}", fix
-            )
+            fix = context.override_line(about.path, calls[0].op.name, context.recipe.preset_line)
+            what = selector or "all that it does not name"
+            return self._float("excluded by the recipe", f"the recipe says float for {what}", fix)
         return self._fit(node, backend, config)
 
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
@@ -142,7 +142,7 @@ class _Asked:
 
     def _would_run(self, node: fx.Node, backend: Backend, settled: Settled) -> bool:
         """Whether a node that the recipe leaves in float would run on integers if it did not."""
-        found = self._fit(node, backend, QuantConfig())
+        found = self._fit(node, backend, config_of(self.rewriter.context.recipe.preset))
         if isinstance(found, Plan):
             return False
         only = next(iter(found.inputs)) if len(found.inputs) == 1 else None

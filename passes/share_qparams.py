@@ -86,7 +86,8 @@ def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None
     for value, wishes in wanted.items():
         is_weight = value.op == "get_attr"
         edges = [Edge(spec, group + i, True, is_weight, axis=axis) for i, (spec, axis) in enumerate(wishes)]
-        rewriter.describe(value, edges=(*info(value).edges, *edges))
+        calibrated = [edge for edge in info(value).edges if not (is_weight or edge.measured)]
+        rewriter.describe(value, edges=(*calibrated, *edges))
         group += len(edges)
 
 

@@ -30,7 +30,11 @@ else:
 
 
 _CONFIGS = {"static": QuantConfig(), "dynamic": QuantConfig(MEASURED)}
-"""By preset, how a layer is quantized where nothing else is said."""
+
+
+def config_of(preset: str) -> QuantConfig:
+    """How a preset quantizes a layer of which nothing else is said; that of "static" where there is no such preset."""
+    return _CONFIGS.get(preset, QuantConfig())
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Recipe:
     def __post_init__(self) -> None:
         check_preset(self.preset)
         if self.config is None:
-            object.__setattr__(self, "config", _CONFIGS.get(self.preset, QuantConfig()))
+            object.__setattr__(self, "config", config_of(self.preset))
         _ = self.pipeline, FUSIONS.plus(self.fusions)
         check_backend(self.backend)
         import_extensions(self.extensions)
@@ -266,6 +270,11 @@ class Recipe:
         return replace(self, min_sqnr=min_sqnr)
 
     @property
+    def preset_line(self) -> str:
+        """How Python writes the config that the preset gives a layer."""
+        return "fxq.QuantConfig()" if self.preset == "static" else f"fxq.Recipe.{self.preset}().config"
+
+    @property
     def pipeline(self) -> Pipeline:
         """The passes that this recipe runs, in order."""
         return pipeline_of(self.preset, self.edits)
@@ -299,7 +308,7 @@ class Recipe:
         for key in _LISTS:
             if getattr(self, key):
                 data[key] = list(getattr(self, key))
-        if self.config != _CONFIGS[self.preset]:
+        if self.config != config_of(self.preset):
             data["config"] = self.config.to_dict()
         if self.overrides:
             data["override"] = [{**s.to_dict(), "config": c.to_dict()} for s, c in self.overrides]
