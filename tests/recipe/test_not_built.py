@@ -25,7 +25,10 @@ CASES = {
     "measured weights": (fxq.QuantConfig(weight=replace(WEIGHT, range="measured")), 'range="measured" for the weight'),
     "a measured zero point": (fxq.QuantConfig(replace(ACTIVATION, range="measured")), "use symmetric=True"),
     "training": (fxq.QuantConfig(weight=replace(WEIGHT, range="learned")), 'range="learned" for the weight'),
-    "fixed": (fxq.QuantConfig(replace(ACTIVATION, range="fixed")), 'range="fixed" .*: use range="calibrated" or range="measured"'),
+    "fixed": (
+        fxq.QuantConfig(replace(ACTIVATION, range="fixed")),
+        'range="fixed" .*: use range="calibrated" or range="measured"',
+    ),
 }
 
 
