@@ -136,7 +136,7 @@ def test_one_of_two_gives_up_a_bit_where_a_kernel_overflows(narrow, steps, limit
 @pytest.mark.parametrize(("narrow", "bits"), [("activations", 7), ("weights", 8)])
 def test_a_measured_edge_gets_its_grid_without_an_observer(narrow, bits):
     rows = "TensorSpec(symmetric=True, per='row', range='measured')"
-    lines = LAYER.replace(MADE, f"Edge({rows}, 0, True, axis=-1)").replace("reads=TensorSpec()", f"reads={rows}")
+    lines = LAYER.replace(MADE, f"Edge({rows}, 0, True, axis=-1)").replace(f"reads={S}", f"reads={rows}")
     lines = "\n".join(line for line in lines.splitlines() if "o.x" not in line).replace("linear(x_o", "linear(x")
     gm = run_pass(ChooseGrids(), lines, recipe=fxq.Recipe.dynamic(backend="reference", narrow=narrow), data=(STEPS,))
     (edge,) = info(node(gm, "x")).edges
