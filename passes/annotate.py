@@ -135,7 +135,8 @@ class _Asked:
             return self._float("unsupported", support.reason)
         assert config.activation is not None
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
-        return Candidate(calls, config.activation, config.weight, support, overflows)
+        state = config.state if calls[0].op.quant.state else None
+        return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _float(self, kind: DecisionKind, text: str, fix: str = "") -> Plan:
         return Plan(Decision("float", kind, text, fix, self.rewriter.name))

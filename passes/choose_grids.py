@@ -62,6 +62,10 @@ class ChooseGrids(Pass):
         chosen = chooser.chosen()
         for node, plan in chooser.plans.items():
             rewriter.describe(node, plan=plan)
+        for node in rewriter.nodes():
+            plan = info(node).plan
+            if plan is not None and plan.state is not None and plan.overflows and chooser.narrow == "activations":
+                rewriter.describe(node, plan=replace(plan, state=plan.state.narrowed))
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:

@@ -13,7 +13,7 @@ from fxq.errors import PassError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, info
 from fxq.graph.place import where
-from fxq.graph.query import constant, made_by, reads_only_metadata, submodule
+from fxq.graph.query import constant, made_by, op_of, reads_only_metadata, submodule
 from fxq.graph.unit import Wish, wishes_of
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
@@ -60,6 +60,8 @@ class InsertQdq(Pass):
                 elif wish:
                     _convert_weight(rewriter, value, edge, wish)
             rewriter.describe(value, edges=())
+        for node in rewriter.nodes():
+            _put_state_on_a_grid(rewriter, node)
         for node, grids in results.items():
             _bring_together(rewriter, node, grids, wishes[node])
         rewriter.erase_unused()
@@ -134,6 +136,14 @@ def _bring_together(
         if isinstance(wanted, QParams) and own is not None and not wanted.same_as(own):
             _, dq = _pair(rewriter, read, read, wanted, value.name, like=node)
             rewriter.update(node, args=_swap(node.args, read, dq))
+
+
+def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
+    """Let a recurrent layer round its hidden state: an option of the op says to what."""
+    plan, op = info(node).plan, op_of(node)
+    if plan is not None and plan.state is not None and op is not None and op.quant.state is not None:
+        steps = MeasuredGrid.of(plan.state, None).steps
+        rewriter.update(node, kwargs={**node.kwargs, op.quant.state: steps})
 
 
 def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:

@@ -192,6 +192,7 @@ def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
             moved = about.dtype is None or grid_of(gm, value) is not None
             given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
     args, kwargs = arguments_of(node, given)
+    kwargs = {key: value for key, value in kwargs.items() if key != region.calls[0].op.quant.state}
     unit = unit_of(gm, node)
     target: Any = node.target if unit is None else unit.callee()
     return partial(target, *args, **kwargs)

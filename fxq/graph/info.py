@@ -80,6 +80,7 @@ class Plan:
         decision: what it runs as. Its reason says why it is float, or why the ops behind the kernel are.
         reads: the spec that it wants of the activations that its kernel reads; None: it reads floats.
         weight: the spec that it wants of its weights; None: it has none, or reads them in float.
+        state: the spec of its hidden state; None: it has none, or keeps it in float.
         emits: the spec of its result where its kernel emits nothing but integers, else None.
         agreed: the spec in which all read its value that read it as integers; None: each as it wants.
         overflows: whether its kernel adds products in int16, and they do not fit: activations or weights give up a bit.
@@ -92,6 +93,7 @@ class Plan:
     decision: Decision
     reads: TensorSpec | None = None
     weight: TensorSpec | None = None
+    state: TensorSpec | None = None
     kernel_ops: tuple[int, ...] = ()
     cost: Cost | None = None
     emits: TensorSpec | None = None

@@ -51,6 +51,8 @@ class Quant:
         maximum: the largest value of each window (options kernel_size, padding, dilation and ceil_mode) is the output,
             so that what is below all others in its window is not seen.
         masks: a mask can be applied by it: by adding large numbers, or by choosing between values.
+        state: the option that puts its hidden state on a symmetric grid: the number of integers on either side of zero;
+            0 for float.
         unless: given all arguments, the reason why this call does not fit `kind`, or None.
     """
 
@@ -70,6 +72,7 @@ class Quant:
     surrounds: str | None = None
     maximum: bool = False
     masks: bool = False
+    state: str | None = None
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
     def role(self, name: str) -> Role | None:

@@ -26,6 +26,7 @@ class Candidate:
         calls: the ops of the node.
         spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
         weight: what it wants of its weights; None: floats.
+        state: what it wants of its hidden state; None: it has none, or in float.
         support: what the backend says of it.
         overflows: whether activations or weights must give up a bit.
         wanted: the spec that a consumer wants of its value, or None.
@@ -36,6 +37,7 @@ class Candidate:
     spec: TensorSpec
     weight: TensorSpec | None
     support: Support
+    state: TensorSpec | None = None
     overflows: bool = False
     wanted: TensorSpec | None = None
     reason: str = ""
@@ -101,7 +103,7 @@ class Candidate:
             return Plan(Decision("moves", decided_by=decided_by), reads=spec)
         emits = None if self.support.emits_float else self.spec
         decision = Decision("int8", decided_by=decided_by)
-        plan = Plan(decision, reads=spec, weight=self.weight, emits=emits, overflows=self.overflows)
+        plan = Plan(decision, reads=spec, weight=self.weight, state=self.state, emits=emits, overflows=self.overflows)
         ours = self.support
         if self.ops < ours.ops:
             plan = plan.decided(kind="no integer neighbour", text="nothing reads integers from the sum")

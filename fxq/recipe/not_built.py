@@ -47,8 +47,16 @@ def _missing(config: QuantConfig) -> Iterator[str]:
             yield from _missing_of(role, spec)
 
 
-_PER: dict[Role, tuple[str, ...]] = {"activation": ("tensor", "row"), "weight": ("tensor", "channel")}
-_RANGES: dict[Role, tuple[str, ...]] = {"activation": ("calibrated", "measured"), "weight": ("calibrated",)}
+_PER: dict[Role, tuple[str, ...]] = {
+    "activation": ("tensor", "row"),
+    "weight": ("tensor", "channel"),
+    "state": ("row",),
+}
+_RANGES: dict[Role, tuple[str, ...]] = {
+    "activation": ("calibrated", "measured"),
+    "weight": ("calibrated",),
+    "state": ("measured",),
+}
 
 
 def _missing_of(role: Role, spec: TensorSpec) -> Iterator[str]:

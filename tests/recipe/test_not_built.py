@@ -12,7 +12,7 @@ CASES = {
     "weight-only": (fxq.QuantConfig(activation=None), "integer weights with float activations"),
     "activations alone": (fxq.QuantConfig(weight=None), "integer activations with float weights"),
     "bias": (fxq.QuantConfig(bias=fxq.TensorSpec()), "a grid of its own for the bias .*: leave bias=None"),
-    "state": (fxq.QuantConfig(state=fxq.TensorSpec()), "a grid of its own for the state .*: leave state=None"),
+    "state": (fxq.QuantConfig(state=fxq.TensorSpec()), 'for the state .*: use range="measured"'),
     "blocks of an activation": (
         fxq.QuantConfig(replace(ACTIVATION, per=64)),
         'per=64 for the activation .*: use per="tensor" or per="row"',

@@ -13,7 +13,7 @@ from fxq.errors import RecipeError
 from fxq.ops import OPS
 from fxq.passes import PASSES, CorrectBias, VerifyLowering
 from fxq.quant.observers import OBSERVERS, Histogram
-from fxq.quant.spec import ACTIVATION, FLOAT, ROLES, WEIGHT, QuantConfig, TensorSpec
+from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, ROLES, WEIGHT, QuantConfig, TensorSpec
 from fxq.recipe.recipe import Recipe, as_recipe, tomllib
 from tests.helpers import Scale
 
@@ -151,7 +151,7 @@ def test_the_grid_of_a_spec(spec, qmin, qmax, dtype):
 
 def test_a_config_has_a_spec_or_none_for_each_role():
     assert FLOAT.is_float and not QuantConfig().is_float and not QuantConfig(weight=None).is_float
-    assert [QuantConfig().of(role) for role in ROLES] == [ACTIVATION, WEIGHT, None, None]
+    assert [QuantConfig().of(role) for role in ROLES] == [ACTIVATION, WEIGHT, None, MEASURED]
     with pytest.raises(RecipeError, match=r"weight is a fxq\.TensorSpec or None, not 8"):
         QuantConfig(weight=8)
 
