@@ -29,6 +29,7 @@ from fxq.graph.text_writer import graph_tensors, write_graph
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
+from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.ops.own_ops import register_op
 from fxq.ops.table import Quant, Spelling
@@ -71,6 +72,7 @@ __all__ = [
     "LayerQParams",
     "Ledger",
     "Match",
+    "ModelQParams",
     "ObservedModel",
     "Observer",
     "Pass",

@@ -51,6 +51,7 @@ class Quant:
         maximum: the largest value of each window (options kernel_size, padding, dilation and ceil_mode) is the output,
             so that what is below all others in its window is not seen.
         masks: a mask can be applied by it: by adding large numbers, or by choosing between values.
+        gates: of a recurrent layer, the names of its gates: equal parts of the rows of its weights, in this order.
         unless: given all arguments, the reason why this call does not fit `kind`, or None.
     """
 
@@ -70,6 +71,7 @@ class Quant:
     surrounds: str | None = None
     maximum: bool = False
     masks: bool = False
+    gates: tuple[str, ...] = ()
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
     def role(self, name: str) -> Role | None:
