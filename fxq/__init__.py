@@ -36,6 +36,13 @@ from fxq.ops.table import Quant, Spelling
 from fxq.picture.diff import Diff, diff
 from fxq.pipeline.history import History, Snapshot
 from fxq.quant.observer_base import Observer
+from fxq.quant.one_tensor import (
+    QuantizationNoise,
+    dequantize_tensor,
+    make_observer,
+    quantization_error,
+    quantize_tensor,
+)
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -82,6 +89,7 @@ __all__ = [
     "QParams",
     "Quant",
     "QuantConfig",
+    "QuantizationNoise",
     "QuantizedModel",
     "Recipe",
     "RecipeError",
@@ -99,16 +107,20 @@ __all__ = [
     "compare",
     "connected_regions",
     "convert",
+    "dequantize_tensor",
     "diff",
     "doctor",
     "explain",
     "fusion",
     "graph_tensors",
+    "make_observer",
     "nbytes",
     "op",
     "prepare",
     "prices",
+    "quantization_error",
     "quantize",
+    "quantize_tensor",
     "read_graph",
     "register_kernel",
     "register_op",
