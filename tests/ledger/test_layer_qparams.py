@@ -245,16 +245,30 @@ def test_a_scale_measured_at_run_time_leaves_the_bias_in_float():
     layer = only_layer(f"""
         x: float32[2, 4] = input()
         s: float32[()] = input()
-        z: int32[()] = input()
         {WEIGHT}
-        x_q = quantize(x, scale=s, zero_point=z)
-        x_dq = dequantize(x_q, scale=s, zero_point=z)
+        x_q = quantize(x, scale=s, zero_point=128)
+        x_dq = dequantize(x_q, scale=s, zero_point=128)
         y = linear(x_dq, w_dq, b)
         return y
     """)
-    assert (layer.reads, layer.input_scale, layer.bias_scale) == ("measured", None, None)
-    assert layer.bias.dtype == torch.float32
+    assert (layer.reads, layer.input_scale, layer.input_zero_point) == ("measured", None, 128)
+    assert layer.bias_scale is None and torch.equal(layer.bias, GIVEN["b"])
     assert layer.float_bias_reason == "the scale of its input is measured at run time"
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_dynamic_model(backend):
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
+    recipe = fxq.Recipe.dynamic(backend=backend, optimize="coverage")
+    layers = fxq.quantize(model, recipe, example_inputs=torch.randn(4, 16)).qparams()
+    assert list(layers) == ["0", "2"]
+    for name, layer in layers.items():
+        weight = model[int(name)].weight.detach()
+        assert (
+            (layer.weight * layer.weight_scale[:, None] - weight).abs() <= layer.weight_scale[:, None] * 0.501
+        ).all()
+        assert layer.reads == "measured" and torch.equal(layer.bias, model[int(name)].bias)
+        assert layer.float_bias_reason == "the scale of its input is measured at run time"
 
 
 def test_there_is_no_reason_where_there_is_no_bias():
