@@ -22,7 +22,7 @@ from fxq.quant.qparams import QParams
 Reads = Literal["integers", "measured", "float"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerQParams:
     """The integers of one layer, on the CPU. The real value of an integer q is (q - zero_point) * scale.
 
@@ -100,6 +100,10 @@ class LayerQParams:
         if grid.scale.dim() and (grid.axis == 0 or grid.block is not None):
             grid = replace(grid, scale=grid.scale[part], zero_point=grid.zero_point[part])
         return Weight(rows[weight].values[part], grid)
+
+    def __repr__(self) -> str:
+        weights = ", ".join(f"{name} {tuple(weight.values.shape)}" for name, weight in self.weights.items())
+        return f"<LayerQParams of {self.node}: {weights}, reads {self.reads}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data and tensors.

@@ -229,6 +229,7 @@ def test_weights_alone_are_a_layer_with_a_float_bias():
     assert layer.bias.dtype == torch.float32 and torch.equal(layer.bias, GIVEN["b"])
     assert (layer.bias_scale, layer.input_scale, layer.output_scale) == (None, None, None)
     assert layer.float_bias_reason == "its input is float"
+    assert repr(layer) == "<LayerQParams of y: weight (3, 4), reads float>"
 
 
 def test_a_float_weight_makes_no_layer():
