@@ -22,7 +22,7 @@ from fxq.graph.text_values import dotted, key_of, parsed, read_arguments, read_v
 from fxq.graph.text_writer import FACTS, derived
 from fxq.graph.unit import UNITS, Unit
 from fxq.ops import OPS
-from fxq.quant.observers import make_observer
+from fxq.quant.observers import observer_for
 
 Kernels = Callable[[str], Any]
 """The class of the kernels of a name. Raises `FxqError` where there is none."""
@@ -302,7 +302,7 @@ class _Reader:
         try:
             if name == "observer":
                 paused = bool(config.pop("paused", False))
-                observer = make_observer(**config)
+                observer = observer_for(**config)
                 observer.paused = paused
                 observer._buffers.update(tensors)
                 return observer
