@@ -1,5 +1,6 @@
 """verify-lowering: a kernel that is wrong is found, warned about and put back."""
 
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -131,6 +132,20 @@ def test_other_wrong_kernels(monkeypatch, change):
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
         quantized = fxq.quantize(build("spellings"), X86, data=[batch("spellings")])
     assert ("cpu.max_pool2d" in kinds(quantized)) is (change is not_a_number)
+
+
+@needs_x86
+def test_values_near_the_end_of_float32_are_blamed_on_the_data(monkeypatch):
+    """There a kernel may overflow: an int32 sum times such a scale is infinite. Some do, on some machines."""
+    planted(monkeypatch, OnednnConv, crooked)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval(), torch.rand(4, 3, 12, 12) - 0.5
+    with pytest.warns(fxq.FxqWarning) as caught:
+        quantized = fxq.quantize(model, X86, data=[x * 2e38])
+    wrong = [message for message in told(caught) if "x86.conv kernel" in message]
+    assert len(wrong) == 2
+    why = r"fails on values as large as .*e\+3\d, near the end of float32 \(3.4e\+38\): .*; scale the data down"
+    assert all(re.search(why, message) for message in wrong)
+    assert sqnr(call(model, x * 2e38), call(quantized, x * 2e38)) > 30
 
 
 @needs_x86
