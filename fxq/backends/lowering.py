@@ -20,6 +20,7 @@ from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, options_of
 from fxq.graph.region import Region, UnitRegion, out_grid, read_region, region_of, unit_regions
 from fxq.graph.unit import Calls
+from fxq.ops.table import Op
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig
 
@@ -127,6 +128,14 @@ class RowBackend(Backend):
         if refused is not None:
             raise refused
         return None
+
+
+def _advice(op: Op) -> str:
+    """What its author can do about an op that has no kernel; nothing for fxq's own."""
+    if op.target.__module__.startswith("fxq."):
+        return ""
+    moves = ', or where it only moves values, quant=fxq.Quant("moves", layout=True)' if op.quant.kind == "moves" else ""
+    return f": give it one by fxq.register_kernel{moves}"
 
 
 def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
