@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from fxq.cost.probe import Prober
 from fxq.graph.query import submodule
 from fxq.graph.region import read_region
 from fxq.graph.unit import Calls, calls_of
+from fxq.quant.observers import MinMax
+from fxq.recipe.recipe import tomllib
 from tests import extensions as own
 from tests.graphs import until
 from tests.machine import needs_x86
@@ -222,6 +225,37 @@ def test_a_saved_recipe_has_them_where_nothing_was_imported(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "r.toml")], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == recipe.to_toml().strip()
+
+
+@dataclass(frozen=True)
+class Idle(fxq.Pass):
+    """Does nothing."""
+
+    name = "idle"
+
+    def run(self, rewriter):
+        pass
+
+
+def test_names_of_the_running_script_are_warned_of(monkeypatch):
+    """Ops, kernels, fusions, backends, observers, passes and module types: another process has another `__main__`."""
+    names = ("bump", "make_linear_tanh_mul", "linear_tanh_mul", "Alone", "Swap", "Halved", "Idle")
+    bases = {"Swap": nn.Module, "Halved": MinMax, "Alone": own.OnlyLinear}
+    types = {name: type(name, (base,), {"name": "alone"}) for name, base in bases.items()} | {"Idle": Idle}
+    for name in names:
+        value = types.get(name) or getattr(own, name)
+        monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
+        if name in types:
+            monkeypatch.setattr(value, "__module__", "__main__")
+    recipe = REFERENCE.with_extensions(*(f"__main__:{name}" for name in names[:2])).with_backend("__main__:Alone")
+    recipe = recipe.with_fusions("__main__:linear_tanh_mul").override(types["Swap"], fxq.FLOAT)
+    recipe = recipe.override("a", fxq.QuantConfig(fxq.TensorSpec(observer="__main__:Halved")))
+    recipe = recipe.insert_pass(Idle(), after="canonicalize")
+    with pytest.warns(fxq.FxqWarning, match="only the script or notebook that defines them can load it") as caught:
+        text = recipe.to_toml()
+    said = str(caught.pop().message)
+    assert all(f"__main__:{name}" in said for name in names)
+    assert fxq.Recipe.from_dict(tomllib.loads(text)) == recipe
 
 
 @onednn
