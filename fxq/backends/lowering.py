@@ -73,7 +73,7 @@ class RowBackend(Backend):
         measured = config.activation is not None and config.activation.range == "measured"
         found = self.fits(calls, measured)
         if not found:
-            what = " with ranges measured at run time" if measured else ""
+            what = " with ranges measured at run time" if measured else _advice(calls[0].op)
             return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}{what}")
         if config.activation is not None and config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
