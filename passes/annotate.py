@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
 
 from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
@@ -112,7 +114,8 @@ class _Asked:
         if not about.is_tensor:
             return self._float("no tensor", no_tensor)
         if not calls:
-            return self._float("unsupported", f"{_called(self.rewriter.gm, node)} is not in the op table")
+            way = "; fxq.register_op adds it" if _is_users(node.target) else ""
+            return self._float("unsupported", f"{_called(self.rewriter.gm, node)} is not in the op table{way}")
         config, selector = context.config_for(about.path, calls[0].op.name)
         if config.is_float:
             fix = context.override_line(about.path, calls[0].op.name, context.recipe.preset_line)
@@ -177,6 +180,14 @@ def _stays(plan: Plan) -> bool:
 def _called(gm: fx.GraphModule, node: fx.Node) -> str:
     module = submodule(gm, node)
     return type(module).__name__ if module is not None else str(getattr(node.target, "__name__", node.target))
+
+
+def _is_users(target: Any) -> bool:
+    """Whether a function, or an op of `torch.library`, is none of torch's or Python's own."""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return not str(target).startswith("aten.")
+    home = getattr(target, "__module__", None) or "builtins"
+    return callable(target) and home.partition(".")[0] not in ("torch", "fxq", *sys.stdlib_module_names)
 
 
 def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> str | None:

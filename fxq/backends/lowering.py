@@ -20,6 +20,7 @@ from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, options_of
 from fxq.graph.region import Region, UnitRegion, out_grid, read_region, region_of, unit_regions
 from fxq.graph.unit import Calls
+from fxq.ops.table import Op
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig
 
@@ -72,7 +73,7 @@ class RowBackend(Backend):
         measured = config.activation is not None and config.activation.range == "measured"
         found = self.fits(calls, measured)
         if not found:
-            what = " with ranges measured at run time" if measured else ""
+            what = " with ranges measured at run time" if measured else _advice(calls[0].op)
             return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}{what}")
         if config.activation is not None and config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
@@ -127,6 +128,14 @@ class RowBackend(Backend):
         if refused is not None:
             raise refused
         return None
+
+
+def _advice(op: Op) -> str:
+    """What its author can do about an op that has no kernel; nothing for fxq's own."""
+    if op.target.__module__.startswith("fxq."):
+        return ""
+    moves = ', or where it only moves values, quant=fxq.Quant("moves", layout=True)' if op.quant.kind == "moves" else ""
+    return f": give it one by fxq.register_kernel{moves}"
 
 
 def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:

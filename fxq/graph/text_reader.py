@@ -296,9 +296,9 @@ class _Reader:
                 raise InputError(f"the leaf module {path!r} is no data: give it, modules={{{path!r}: ...}}.")
             return self.leaves[path]
         given = {key_of(keyword): keyword.value for keyword in call.keywords}
-        held = {k: v for k, v in given.items() if isinstance(v, ast.Call) and dotted(v.func) == "tensor"}
-        tensors = {k: self._given(self._value(v.args[0])) for k, v in held.items() if v.args}
-        config = {k: self._value(v) for k, v in given.items() if k not in held}
+        named = {k: v for k, v in given.items() if isinstance(v, ast.Call) and dotted(v.func) == "tensor"}
+        tensors = {k: self._given(self._value(v.args[0])) for k, v in named.items() if v.args}
+        config = {k: self._value(v) for k, v in given.items() if k not in named}
         try:
             if name == "observer":
                 paused = bool(config.pop("paused", False))

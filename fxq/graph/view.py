@@ -18,8 +18,6 @@ from fxq.graph.unit import Unit
 from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams
 
-KINDS = ("int8", "moves", "convert", "float", "observer", "op", "size", "constant", "io")
-
 
 @dataclass(frozen=True)
 class NodeView:

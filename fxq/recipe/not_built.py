@@ -18,17 +18,22 @@ def check_preset(preset: str) -> None:
 
 
 def check_config(config: QuantConfig, where: str) -> None:
-    """Raise `RecipeError` when a config asks for an observer that does not exist, or for what is not built yet.
+    """Raise `RecipeError` when a config asks for an observer that cannot be made, or for what is not built yet.
 
     Args:
         config: a config of a recipe.
         where: what in the recipe asks for it.
     """
-    for spec in map(config.of, ROLES):
-        if spec is not None:
-            observer_named(spec.observer)
+    specs = {role: spec for role in ROLES if (spec := config.of(role)) is not None}
+    observers = {role: observer_named(spec.observer)[0] for role, spec in specs.items()}
     for reason in _missing(config):
         raise RecipeError(f"{where}: {reason}")
+    for role, spec in specs.items():
+        if spec.per == "channel" and not observers[role].per_channel:
+            raise RecipeError(
+                f"{where}: the {spec.observer!r} observer of the {role} has one range per tensor, but the recipe asks "
+                "for one per channel. Use observer='minmax', or per='tensor'."
+            )
 
 
 def _missing(config: QuantConfig) -> Iterator[str]:

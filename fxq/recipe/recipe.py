@@ -15,7 +15,7 @@ from fxq.backends.base import Backend
 from fxq.common.source import import_path
 from fxq.errors import RecipeError, unknown
 from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, NARROW, WEIGHT, QuantConfig, TensorSpec
-from fxq.recipe.extensions import backend_path, check_backend, import_extensions
+from fxq.recipe.extensions import backend_path, check_backend, import_extensions, warn_of_main
 from fxq.recipe.not_built import check_config, check_preset
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
@@ -352,11 +352,11 @@ class Recipe:
         )
 
     def to_toml(self) -> str:
-        """The recipe as TOML text. Raises `RecipeError` when it fixes an argument to something that no file holds."""
+        """The recipe as TOML text. Raises `RecipeError` for a fixed value that no file holds; warns of `__main__`."""
         for name, value in self.concrete_args.items():
             if not isinstance(value, (bool, int, float, str)):
                 raise RecipeError(f"concrete_args: a file cannot hold {name}={value!r}.")
-        return tomli_w.dumps(self.to_dict())
+        return tomli_w.dumps(warn_of_main(self.to_dict()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe to a `.toml` file."""

@@ -52,6 +52,18 @@ def test_a_preset_that_was():
         fxq.Recipe(preset="static_corrected")
 
 
-def test_what_is_built():
-    for per in ("tensor", "channel"):
-        assert fxq.Recipe.static(weight=replace(WEIGHT, per=per)).override("head", fxq.FLOAT)
+@pytest.mark.parametrize("observer", ["histogram", "percentile:99.9", "fxq.quant.observers:Histogram"])
+def test_one_range_per_channel_of_an_observer_that_has_one_per_tensor(observer):
+    weight = replace(WEIGHT, observer=observer)
+    message = f"the {observer!r} observer of the weight .* Use observer='minmax', or per='tensor'"
+    with pytest.raises(RecipeError, match=f"^the recipe: {message}"):
+        fxq.Recipe.static(weight=weight)
+    with pytest.raises(RecipeError, match=f"^the override for 'head': {message}"):
+        fxq.Recipe.static().override("head", fxq.QuantConfig(weight=weight))
+    assert fxq.Recipe.static(weight=replace(weight, per="tensor")).config.weight.observer == observer
+
+
+@pytest.mark.parametrize("observer", ["minmax", "moving_average"])
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+def test_what_is_built(per, observer):
+    assert fxq.Recipe.static(weight=replace(WEIGHT, per=per, observer=observer)).override("head", fxq.FLOAT)
