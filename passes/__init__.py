@@ -16,8 +16,9 @@ from fxq.passes.propagate import Propagate
 from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
+from fxq.quant.spec import MEASURED, QuantConfig
 from fxq.recipe.pass_base import Pass
-from fxq.recipe.pipeline import PipelineEdit, register_option, register_pipeline
+from fxq.recipe.pipeline import PipelineEdit, register_option, register_preset
 
 PASSES: tuple[Pass, ...] = (
     Trace(),
@@ -38,8 +39,8 @@ PASSES: tuple[Pass, ...] = (
     Cleanup(),
 )
 
-for preset in ("static", "dynamic"):
-    register_pipeline(preset, PASSES)
+register_preset("static", PASSES, QuantConfig())
+register_preset("dynamic", PASSES, QuantConfig(MEASURED))
 register_option("correct_bias", PipelineEdit("insert-qdq", CorrectBias()))
 
 __all__ = [

@@ -22,7 +22,7 @@ from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
 from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.recipe.recipe import config_of
+from fxq.recipe.pipeline import preset_config
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -146,7 +146,7 @@ class _Asked:
 
     def _would_run(self, node: fx.Node, backend: Backend, settled: Settled) -> bool:
         """Whether a node that the recipe leaves in float would run on integers if it did not."""
-        found = self._fit(node, backend, config_of(self.rewriter.context.recipe.preset))
+        found = self._fit(node, backend, preset_config(self.rewriter.context.recipe.preset))
         if isinstance(found, Plan):
             return False
         only = next(iter(found.inputs)) if len(found.inputs) == 1 else None

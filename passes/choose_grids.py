@@ -63,9 +63,9 @@ class ChooseGrids(Pass):
         for node, plan in chooser.plans.items():
             rewriter.describe(node, plan=plan)
         for node in rewriter.nodes():
-            plan = info(node).plan
-            if plan is not None and plan.state is not None and plan.overflows and chooser.narrow == "activations":
-                rewriter.describe(node, plan=replace(plan, state=plan.state.narrowed))
+            made = info(node).plan
+            if made is not None and made.state is not None and made.overflows and chooser.narrow == "activations":
+                rewriter.describe(node, plan=replace(made, state=made.state.narrowed))
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:

@@ -106,8 +106,8 @@ class RowBackend(Backend):
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """The kernel that the table has for a unit or a conversion."""
         if not isinstance(region, UnitRegion):
-            measured, grid = map(options_of, region.nodes)
-            return MeasuredQuantize(grid["qmin"], grid["qmax"], measured["axis"])
+            scale, integers = map(options_of, region.nodes)
+            return MeasuredQuantize(integers["qmin"], integers["qmax"], scale["axis"])
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):

@@ -197,4 +197,6 @@ def _spec_from_dict(role: str, value: object) -> TensorSpec | None:
     return TensorSpec(**value)
 
 
+OF_PRESET = QuantConfig()
+"""In a recipe that names no config: the preset's."""
 FLOAT = QuantConfig(activation=None, weight=None, state=None)

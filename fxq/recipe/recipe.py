@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from fxq.backends.base import Backend
 from fxq.common.source import import_path
 from fxq.errors import RecipeError, unknown
-from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, NARROW, WEIGHT, QuantConfig, TensorSpec
-from fxq.recipe.extensions import backend_path, check_backend, import_extensions, warn_of_main
+from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, NARROW, OF_PRESET, WEIGHT, QuantConfig, TensorSpec
+from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.not_built import check_config, check_preset
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
-from fxq.recipe.pipeline import Pipeline, PipelineEdit, edit_for, pipeline_of
+from fxq.recipe.pipeline import Pipeline, PipelineEdit, edit_for, pipeline_of, preset_config
+from fxq.recipe.recipe_file import arguments_from, data_of, read_toml, toml_of
 from fxq.recipe.selector import Selector, as_selector
 from fxq.rewriting.pattern import FUSIONS, Family, Rule
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-
-_CONFIGS = {"static": QuantConfig(), "dynamic": QuantConfig(MEASURED)}
-
-
-def config_of(preset: str) -> QuantConfig:
-    """How a preset quantizes a layer of which nothing else is said; that of "static" where there is no such preset."""
-    return _CONFIGS.get(preset, QuantConfig())
 
 
 @dataclass(frozen=True)
@@ -72,7 +57,7 @@ class Recipe:
 
     preset: str = "static"
     backend: str = "auto"
-    config: QuantConfig = None  # type: ignore[assignment]  # the preset's
+    config: QuantConfig = OF_PRESET
     overrides: tuple[tuple[Selector, QuantConfig], ...] = ()
     leaf_modules: tuple[str, ...] = ()
     strict_trace: bool = False
@@ -90,8 +75,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_preset(self.preset)
-        if self.config is None:
-            object.__setattr__(self, "config", config_of(self.preset))
+        if self.config is OF_PRESET:
+            object.__setattr__(self, "config", preset_config(self.preset))
         _ = self.pipeline, FUSIONS.plus(self.fusions)
         check_backend(self.backend)
         import_extensions(self.extensions)
@@ -297,66 +282,16 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain data, for `from_dict`. Defaults are left out."""
-        data: dict[str, Any] = {"preset": self.preset}
-        defaults = {f.name: f.default for f in fields(Recipe)}
-        for key in _OPTIONS:
-            value = getattr(self, key)
-            if value != defaults[key]:
-                data[key] = "none" if value is None else value
-        if self.concrete_args:
-            data["concrete_args"] = dict(self.concrete_args)
-        for key in _LISTS:
-            if getattr(self, key):
-                data[key] = list(getattr(self, key))
-        if self.config != config_of(self.preset):
-            data["config"] = self.config.to_dict()
-        if self.overrides:
-            data["override"] = [{**s.to_dict(), "config": c.to_dict()} for s, c in self.overrides]
-        if self.edits:
-            data["pass"] = [e.to_dict() for e in self.edits]
-        if self.decided:
-            data["decided"] = [pin.to_dict() for pin in self.decided]
-        return data
+        return data_of(self, {f.name: f.default for f in fields(Recipe)})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """Inverse of `to_dict`, for older files too. Raises `RecipeError` naming unknown keys, presets, passes, ..."""
-        known = [*_PLAIN, *_LISTS, "config", "override", "pass", "decided"]
-        for key in data:
-            if key not in known:
-                raise RecipeError(unknown("recipe key", key, known))
-            if not isinstance(data[key], _SHAPES.get(key, str)):
-                raise RecipeError(f"recipe key {key!r} has a value of the wrong shape: {data[key]!r}.")
-        tables = [*data.get("override", ()), *data.get("pass", ()), *data.get("decided", ())]
-        if not all(isinstance(table, Mapping) for table in tables):
-            raise RecipeError(
-                "override, pass and decided are lists of tables: [[override]], [[pass]], [[decided]] in a .toml file."
-            )
-        import_extensions(data.get("extensions", ()))  # overrides may name its ops
-        lists: dict[str, Any] = {key: tuple(data.get(key, ())) for key in _LISTS}
-        plain = {k: data[k] for k in _PLAIN if k in data}
-        if plain.get("min_sqnr") == "none":
-            plain["min_sqnr"] = None
-        edits = tuple(PipelineEdit.from_dict(e) for e in data.get("pass", ()))
-        if plain.get("preset") == "static_corrected":  # how files of version 0.1 say it
-            plain["preset"], edits = "static", (edit_for("correct_bias"), *edits)
-        return cls(
-            **plain,
-            **({"config": QuantConfig.from_dict(data["config"])} if "config" in data else {}),
-            overrides=tuple(
-                (Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())
-            ),
-            **lists,
-            edits=edits,
-            decided=tuple(Pin.from_dict(pin) for pin in data.get("decided", ())),
-        )
+        return cls(**arguments_from(data))
 
     def to_toml(self) -> str:
         """The recipe as TOML text. Raises `RecipeError` for a fixed value that no file holds; warns of `__main__`."""
-        for name, value in self.concrete_args.items():
-            if not isinstance(value, (bool, int, float, str)):
-                raise RecipeError(f"concrete_args: a file cannot hold {name}={value!r}.")
-        return tomli_w.dumps(warn_of_main(self.to_dict()))
+        return toml_of(self.to_dict())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe to a `.toml` file."""
@@ -365,24 +300,7 @@ class Recipe:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
         """Read a recipe from a `.toml` file. Raises `RecipeError` when there is none or it is not TOML."""
-        try:
-            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from None
-
-
-_OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace", "check_inputs")
-_PLAIN = ("preset", *_OPTIONS, "concrete_args")
-_LISTS = ("leaf_modules", "fusions", "extensions")
-_SHAPES: dict[str, Any] = {
-    "strict_trace": bool,
-    "check_inputs": bool,
-    "concrete_args": Mapping,
-    "max_loss": (int, float),
-    "min_sqnr": (int, float, str),
-    "config": (str, Mapping),
-    **dict.fromkeys((*_LISTS, "override", "pass", "decided"), (list, tuple)),
-}
+        return cls.from_dict(read_toml(path))
 
 
 def as_recipe(value: Any) -> Recipe:

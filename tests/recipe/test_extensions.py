@@ -22,7 +22,7 @@ from fxq.graph.query import submodule
 from fxq.graph.region import read_region
 from fxq.graph.unit import Calls, calls_of
 from fxq.quant.observers import MinMax
-from fxq.recipe.recipe import tomllib
+from fxq.recipe.recipe_file import tomllib
 from tests import extensions as own
 from tests.graphs import until
 from tests.machine import needs_x86
