@@ -258,7 +258,7 @@ def test_backends_stand_on_their_own():
 
 
 def test_every_package_is_installed():
-    from fxq.recipe.recipe import tomllib
+    from fxq.recipe.recipe_file import tomllib
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     assert set(settings["packages"]) == PACKAGES
