@@ -8,19 +8,24 @@ from typing import ClassVar
 from torch import fx, nn
 
 from fxq.graph.info import Decision, info
-from fxq.graph.query import op_of, reads_only_metadata, submodule, taken_part
-from fxq.patterns.attention import EXPANSIONS, CannotExpand, Expansion
+from fxq.graph.query import op_of, submodule, taken_part
+from fxq.patterns.attention import ATTENTION
+from fxq.patterns.recurrent_layers import RECURRENT
 from fxq.pipeline.float_ops import expand_original
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.expansion import CannotExpand, Expand, Expansion
 from fxq.rewriting.rewriter import Rewriter
+
+EXPANSIONS = {**ATTENTION, **RECURRENT}
 
 
 @dataclass(frozen=True)
 class Decompose(Pass):
-    """Write attention and encoder layers of torch.nn with ops of the table, so that their linears can be quantized.
+    """Write attention, encoder layers and recurrent layers of torch.nn with ops of the table.
 
     Before: module MultiheadAttention(x, x, x)
     After: linear, chunk, unflatten and transpose, scaled_dot_product_attention, transpose and flatten, linear
+    Before: module LSTM(x) of two layers    After: lstm(lstm(x, ...), ...)
     Keeps: the output, to 1e-5. Each op gets the module path of the layer that it stands for. What cannot be written so
     stays a module in float, with the reason.
     Refuses: selectors of the recipe that select nothing in the graph that this leaves.
@@ -35,12 +40,13 @@ class Decompose(Pass):
         expanded: dict[str, list[fx.Node]] = {}
         for node in rewriter.nodes():
             module = submodule(rewriter.gm, node)
-            if module is not None and type(module) in EXPANSIONS and not info(node).kept:
+            if module is not None and isinstance(module, tuple(EXPANSIONS)) and not info(node).kept:
                 name = node.name
                 made = _expand(rewriter, node, module)
                 if made:
                     expanded[name] = made
         rewriter.erase_unused()
+        expanded = {name: [op for op in made if not op._erased] for name, made in expanded.items()}
         if expanded:
             expand_original(rewriter, expanded)
         ops = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
@@ -49,32 +55,26 @@ class Decompose(Pass):
 
 def _expand(rewriter: Rewriter, node: fx.Node, module: nn.Module) -> list[fx.Node]:
     """Put a module's ops in the place of its call, or say why they cannot be; the ops."""
-    expand = EXPANSIONS[type(module)]
-    several = info(node).shape is None
-    checks = [user for user in node.users if reads_only_metadata(user)]  # that there are two outputs, as there are
-    taken = {user: taken_part(user, node) for user in node.users if user not in checks} if several else {}
     made = Expansion(rewriter, node)
     try:
-        if any(index not in (0, 1) for index in taken.values()):
-            raise CannotExpand("its outputs are used as a whole")
-        if any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()):
-            raise CannotExpand("it has forward hooks")
+        expand = _expansion_of(module)
         with rewriter.attributed(type(module).__name__, expand):
-            weights = any(index == 1 and user.users for user, index in taken.items())
-            values = expand(made, module, node, weights)
-            for user, index in taken.items():
-                rewriter.replace(user, values[index or 0])
-            if several:
-                for check in checks:
-                    rewriter.erase(check)
-            else:
-                rewriter.reroute(node, values[0])
-            rewriter.erase(node)
+            made.put(expand(made, module))
         return made.ops
     except CannotExpand as reason:
         for op in reversed(made.ops):
             rewriter.erase(op)
         text = f"{type(module).__name__} stays as it is: {reason}"
-        for left in (node, *taken):
+        parts = [user for user in node.users if taken_part(user, node) is not None]
+        for left in (node, *parts):
             rewriter.describe(left, kept=Decision("float", "unsupported", text, decided_by=rewriter.name))
         return []
+
+
+def _expansion_of(module: nn.Module) -> Expand:
+    if any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()):
+        raise CannotExpand("it has forward hooks")
+    if type(module) not in EXPANSIONS:
+        base = next(cls for cls in type(module).__mro__ if cls in EXPANSIONS)
+        raise CannotExpand(f"it is a kind of {base.__name__} of its own")
+    return EXPANSIONS[type(module)]

@@ -2,88 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxq.graph.info import info
-from fxq.ops import OPS
-from fxq.rewriting.rewriter import Rewriter
+from fxq.rewriting.expansion import CannotExpand, Expand, Expansion
 
 Values = tuple[Any, ...]
-
-
-class CannotExpand(Exception):
-    """A module in a form that has no expansion; the message is the reason that the ledger gives."""
-
-
-class Expansion:
-    """Ops in the place of the call of one module: made before it, under the paths of the modules inside it.
-
-    Attributes:
-        ops: those made so far.
-    """
-
-    def __init__(self, rewriter: Rewriter, node: fx.Node) -> None:
-        self.rewriter = rewriter
-        self.node = node
-        self.ops: list[fx.Node] = []
-
-    def call(self, op: str, *args: Any, at: str = "", **options: Any) -> fx.Node:
-        """A call of an op; `at` is the path, inside the module, of what makes it."""
-        path = ".".join(part for part in (str(self.node.target), at) if part)
-        name = path.replace(".", "_") if at.rpartition(".")[2] not in ("", "self_attn") else op
-        made = self.rewriter.call(op, *args, like=self.node, before=self.node, name=name, **options)
-        self.rewriter.describe(made, path=path, origins=(made.name,))
-        self.ops.append(made)
-        return made
-
-    def read(self, path: str, tensor: Tensor | None) -> fx.Node | None:
-        """A parameter of the module, by its path inside it; None stays None."""
-        if tensor is None:
-            return None
-        return self.rewriter.read(f"{self.node.target}.{path}", tensor, before=self.node, like=self.node)
-
-    def part(self, path: str, tensor: Tensor | None) -> fx.Node | None:
-        """A part of a parameter, as a constant of that name."""
-        if tensor is None:
-            return None
-        return self.rewriter.constant(tensor, f"{self.node.target}.{path}", before=self.node, like=self.node)
-
-    def linear(self, x: fx.Node, layer: nn.Linear, at: str) -> fx.Node:
-        """A linear layer inside the module."""
-        weight, bias = self.read(f"{at}.weight", layer.weight), self.read(f"{at}.bias", layer.bias)
-        return self.call("linear", x, weight, bias, at=at)
-
-    def norm(self, x: fx.Node, layer: nn.Module, at: str) -> fx.Node:
-        """A layer norm inside the module."""
-        if type(layer) is not nn.LayerNorm:
-            raise CannotExpand(f"its norm is a {type(layer).__name__}")
-        weight, bias = self.read(f"{at}.weight", layer.weight), self.read(f"{at}.bias", layer.bias)
-        shape = tuple(layer.normalized_shape)
-        return self.call("layer_norm", x, weight, bias, at=at, normalized_shape=shape, eps=layer.eps)
-
-    def activation(self, x: fx.Node, function: Any, at: str) -> fx.Node:
-        """A function inside the module: a module or a plain function that the table knows."""
-        is_module = isinstance(function, nn.Module)
-        found = OPS.of_module(function) if is_module else OPS.of_call(function)
-        name = getattr(function, "__name__", type(function).__name__)
-        if found is None:
-            raise CannotExpand(f"its activation {name} is not in the op table")
-        op, spelling = found
-        bound = op.bind_module(spelling, function, (x,), {}) if is_module else op.bind(spelling, (x,), {})
-        if not isinstance(bound, dict) or any(isinstance(v, Tensor) for v in bound.values()):
-            raise CannotExpand(f"its activation {name} is no plain function")
-        return self.call(op.name, x, at=at, **{k: v for k, v in bound.items() if k in op.options})
-
-
-def _bound(module: nn.Module, node: fx.Node) -> dict[str, Any]:
-    bound = inspect.signature(module.forward).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    return bound.arguments
 
 
 def _attend(
@@ -164,11 +92,11 @@ def _heads(make: Expansion, x: fx.Node, heads: int, at: str) -> fx.Node:
     return make.call("transpose", split, at=at, dim0=1, dim1=2)
 
 
-def attention(make: Expansion, module: nn.MultiheadAttention, node: fx.Node, weights: bool) -> Values:
+def attention(make: Expansion, module: nn.MultiheadAttention) -> Values:
     """(output, attention weights): the weights only where somebody reads them."""
-    given = _bound(module, node)
+    given = make.given
     masks = (given["key_padding_mask"], given["attn_mask"])
-    weights = weights and given["need_weights"]
+    weights = given["need_weights"] and make.is_read(1)
     output, each = _attend(make, module, "", (given["query"], given["key"], given["value"]), masks, weights)
     if each is not None and given["average_attn_weights"]:
         each = make.call("mean", each, dim=1)
@@ -200,26 +128,26 @@ def _layer(make: Expansion, module: nn.Module, at: str, x: fx.Node, masks: Value
     return norm(make.call("add", x, feed(x), at=at), "norm2")
 
 
-def encoder_layer(make: Expansion, module: nn.TransformerEncoderLayer, node: fx.Node, weights: bool) -> Values:
+def encoder_layer(make: Expansion, module: nn.TransformerEncoderLayer) -> fx.Node:
     """The output of one layer."""
-    given = _bound(module, node)
-    return (_layer(make, module, "", given["src"], (given["src_key_padding_mask"], given["src_mask"])),)
+    given = make.given
+    return _layer(make, module, "", given["src"], (given["src_key_padding_mask"], given["src_mask"]))
 
 
-def encoder(make: Expansion, module: nn.TransformerEncoder, node: fx.Node, weights: bool) -> Values:
+def encoder(make: Expansion, module: nn.TransformerEncoder) -> fx.Node:
     """The output of all layers and the norm behind them."""
-    given = _bound(module, node)
+    given = make.given
     if given["src_key_padding_mask"] is not None and module.use_nested_tensor:
         raise CannotExpand("it sets what its padding mask leaves out to zero (enable_nested_tensor=True)")
     x = given["src"]
     for i, layer in enumerate(module.layers):
         x = _layer(make, layer, f"layers.{i}", x, (given["src_key_padding_mask"], given["mask"]))
-    return (make.norm(x, module.norm, "norm") if module.norm is not None else x,)
+    return make.norm(x, module.norm, "norm") if module.norm is not None else x
 
 
-EXPANSIONS: dict[type[nn.Module], Callable[..., Values]] = {
+ATTENTION: dict[type[nn.Module], Expand] = {
     nn.MultiheadAttention: attention,
     nn.TransformerEncoderLayer: encoder_layer,
     nn.TransformerEncoder: encoder,
 }
-"""How modules are written with ops: functions of (expansion, module, node, whether attention weights are read)."""
+"""How modules of attention are written with ops."""

@@ -176,6 +176,21 @@ def linear(pick: Picks, x: Tensor) -> nn.Module:
     return scaled(pick, nn.Linear(x.shape[-1], pick(*CHANNELS), pick(True, False)))
 
 
+def _recurrent(name: str, module: Any, *spellings: Call) -> None:
+    @form(name, lambda m, x: m(x)[0], *spellings)
+    def make(pick: Picks, x: Tensor) -> nn.Module | None:
+        options: dict[str, Any] = {"batch_first": True, "bidirectional": pick(False, True), "bias": pick(True, False)}
+        if name == "lstm":
+            options["proj_size"] = pick(0, 0, 1)
+        made: nn.Module = module(x.shape[-1], pick(4, 3, 8), pick(1, 2), **options)
+        return made if x.dim() == 3 else None
+
+
+_recurrent("lstm", nn.LSTM, lambda m, x: m(x)[1][0].transpose(0, 1), lambda m, x: m(x)[1][1].transpose(0, 1))
+_recurrent("gru", nn.GRU, lambda m, x: m(x)[1].transpose(0, 1))
+_recurrent("rnn", nn.RNN, lambda m, x: m(x)[1].transpose(0, 1))
+
+
 @form(
     "batch_norm",
     called,

@@ -1,4 +1,4 @@
-"""Rows of the op table: linear layers, norms, embeddings, attention, and the modules that keep a state."""
+"""Rows of the op table: linear layers, norms, embeddings, attention."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ from torch import Tensor, fx, nn
 from fxq.ops.arithmetic import product_macs
 from fxq.ops.registry import OPS, RANKS, aten, named, pick_values, row
 from fxq.ops.table import Arguments, Shape, computes, float_only, shape_of, spell
-
-OPS.leaf("lstm", nn.LSTM)
-OPS.leaf("gru", nn.GRU)
-OPS.leaf("rnn", nn.RNN)
-OPS.leaf("lstm_cell", nn.LSTMCell)
-OPS.leaf("gru_cell", nn.GRUCell)
-OPS.leaf("rnn_cell", nn.RNNCell)
 
 _FLOAT = float_only("x")
 

@@ -34,6 +34,7 @@ class Quant:
             and its output share scale and zero point), `float` (no integer form).
         inputs: names of the arguments that are activations.
         weight: name of the argument that is a weight, if any.
+        more_weights: names of further ones, of the same output-channel axis.
         bias: name of the argument that is a bias, if any.
         axis: the output-channel axis of the weight.
         channels: the axis of these channels in the output, counted from its end.
@@ -60,6 +61,7 @@ class Quant:
     kind: Kind
     inputs: tuple[str, ...] = ("x",)
     weight: str | None = None
+    more_weights: tuple[str, ...] = ()
     bias: str | None = None
     axis: int | None = None
     channels: int | None = None
@@ -81,6 +83,8 @@ class Quant:
         """What the argument of that name is to the op; None for one that is read in float whatever happens."""
         if name in self.inputs:
             return "activation"
+        if name in self.more_weights:
+            return "weight"
         return {self.weight: "weight", self.bias: "bias"}.get(name)  # type: ignore[return-value]
 
 

@@ -73,6 +73,11 @@ def test_text_before_and_after():
     """)
 
 
+@torch.fx.wrap
+def sum_of(values):
+    return values[0] + values[1].sum()
+
+
 FORMS = {
     "sequence first": (None, {"batch_first": False}),
     "no bias": (None, {"bias": False}),
@@ -97,6 +102,7 @@ FORMS = {
         {},
     ),
     "both results": (lambda self, x: (lambda y, w: y + w @ x)(*self.attend(x, x, x)), {}),
+    "as a whole": (lambda self, x: sum_of(self.attend(x, x, x)), {}),
 }
 
 
@@ -166,16 +172,10 @@ def test_a_selector_reaches_a_layer_inside():
 
 REFUSED = {
     "it adds keys of its own": lambda: Attention(add_zero_attn=True),
-    "its outputs are used as a whole": lambda: Attention(lambda self, x: sum_of(self.attend(x, x, x))),
     "its norm is a OwnNorm": lambda: Encoded(with_own_norm(ENCODERS["layer"]())),
     "its activation erfinv is not in the op table": lambda: Encoded(ENCODERS["layer"](activation=torch.erfinv)),
     "it has forward hooks": lambda: Encoded(hooked(ENCODERS["layers"]())),
 }
-
-
-@torch.fx.wrap
-def sum_of(values):
-    return values[0] + 1
 
 
 class OwnNorm(nn.LayerNorm):

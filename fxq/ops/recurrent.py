@@ -1,0 +1,202 @@
+"""Rows of the op table: recurrent layers, one layer and one direction each.
+
+Their tensors: x (T, N, I), time first; weight_ih (G*H, I) and weight_hh (G*H, P), the rows of G gates on top of each
+other; bias_ih and bias_hh (G*H,), both or none; the initial states h (N, P) and c (N, H), zeros where not given;
+weight_hr (P, H), a projection, without which P is H. All float32. They return the hidden states (T, N, P).
+
+On integers, the product with the hidden state reads that from a grid. With `state_qmax` > 0 it is symmetric, with
+the integers -state_qmax..state_qmax and the scale `state_scale`; None: measured in each step, for each sample of the
+batch. (Kernels keep them unsigned, with the zero point state_qmax + 1.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxq.ops.registry import OPS, row
+from fxq.ops.table import Shape, computes
+
+OPS.leaf("lstm", nn.LSTM)
+OPS.leaf("gru", nn.GRU)
+OPS.leaf("rnn", nn.RNN)
+OPS.leaf("lstm_cell", nn.LSTMCell)
+OPS.leaf("gru_cell", nn.GRUCell)
+OPS.leaf("rnn_cell", nn.RNNCell)
+
+Step = Callable[..., tuple[Tensor, ...]]
+
+
+def _macs(out: Shape, x: Shape, weight_ih: Shape, weight_hh: Shape, *rest: Shape | None) -> int:
+    """Steps x samples x the values of all weights."""
+    weight_hr = rest[4] if len(rest) > 4 else None
+    weights = (weight_ih, weight_hh, *([weight_hr] if weight_hr is not None else []))
+    return x[0] * x[1] * sum(rows * columns for rows, columns in weights)
+
+
+def _quant(*more: str) -> Any:
+    return computes("x", weight="weight_ih", more_weights=("weight_hh", *more), axis=0, channels=-1, heavy=True)
+
+
+@row(quant=_quant("weight_hr"), macs=_macs)
+def lstm(
+    x: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+    h: Tensor | None = None,
+    c: Tensor | None = None,
+    weight_hr: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cell: bool = False,
+    state_qmax: int = 0,
+    state_scale: float | None = None,
+) -> Tensor:
+    """The hidden states (T, N, P); gates in the order input, forget, cell, output.
+
+    With `cell`, the last cell state stands behind them, in ceil(H / P) rows of P: (T + ceil(H / P), N, P). What the
+    projection reads is on a grid as the hidden state is, with a measured scale or with 1 / state_qmax.
+    Source: Hochreiter and Schmidhuber 1997; Sak et al. 2014 (projection).
+    """
+    hidden, width = weight_hh.shape[0] // 4, weight_hh.shape[1]
+    h = x.new_zeros(x.shape[1], width) if h is None else h
+    c = x.new_zeros(x.shape[1], hidden) if c is None else c
+    weights = (weight_ih, weight_hh)
+    if state_qmax:
+
+        def step(gates: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            gates = gates + F.linear(on_grid(h, state_qmax, state_scale), weight_hh, bias_hh)
+            i, f, g, o = gates.chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            if weight_hr is not None:
+                scale = 1 / state_qmax if state_scale is not None else None
+                h = F.linear(on_grid(h, state_qmax, scale), weight_hr)
+            return h, c
+
+        y, (_, c) = run_steps(F.linear(x, weight_ih, bias_ih), step, (h, c), reverse)
+    elif len(x) == 1 and weight_hr is None:  # the layer packs its weights anew in each call
+        h, c = torch.lstm_cell(x[0], (h, c), *weights, bias_ih, bias_hh)
+        return torch.stack((h, c)) if cell else h[None]
+    else:
+        projection = [weight_hr] if weight_hr is not None else []
+        layer = partial(torch.lstm, hx=(h[None], c[None]), params=[*weights, *_given(bias_ih, bias_hh), *projection])
+        y, c = _fused(layer, x, bias_ih is not None, reverse)
+    return torch.cat([y, rows_of_cell(c, width)]) if cell else y
+
+
+@row(quant=_quant(), macs=_macs)
+def gru(
+    x: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+    h: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    state_qmax: int = 0,
+    state_scale: float | None = None,
+) -> Tensor:
+    """The hidden states (T, N, H); gates in the order reset, update, new.  Source: Cho et al. 2014."""
+    h = x.new_zeros(x.shape[1], weight_hh.shape[1]) if h is None else h
+    weights = (weight_ih, weight_hh)
+    if state_qmax:
+
+        def step(gates: Tensor, h: Tensor) -> tuple[Tensor]:
+            other = F.linear(on_grid(h, state_qmax, state_scale), weight_hh, bias_hh).chunk(3, 1)
+            reset, update, new = gates.chunk(3, 1)
+            update = (update + other[1]).sigmoid()
+            new = (new + (reset + other[0]).sigmoid() * other[2]).tanh()
+            return (new + update * (h - new),)
+
+        return run_steps(F.linear(x, weight_ih, bias_ih), step, (h,), reverse)[0]
+    if len(x) == 1:
+        return torch.gru_cell(x[0], h, *weights, bias_ih, bias_hh)[None]
+    layer = partial(torch.gru, hx=h[None], params=[*weights, *_given(bias_ih, bias_hh)])
+    return _fused(layer, x, bias_ih is not None, reverse)[0]
+
+
+@row(quant=_quant(), macs=_macs)
+def rnn(
+    x: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+    h: Tensor | None = None,
+    *,
+    nonlinearity: str = "tanh",
+    reverse: bool = False,
+    state_qmax: int = 0,
+    state_scale: float | None = None,
+) -> Tensor:
+    """The hidden states (T, N, H), with the nonlinearity "tanh" or "relu".  Source: Elman 1990."""
+    h = x.new_zeros(x.shape[1], weight_hh.shape[1]) if h is None else h
+    weights = (weight_ih, weight_hh)
+    if state_qmax:
+        function = torch.tanh if nonlinearity == "tanh" else torch.relu
+
+        def step(gates: Tensor, h: Tensor) -> tuple[Tensor]:
+            return (function(gates + F.linear(on_grid(h, state_qmax, state_scale), weight_hh, bias_hh)),)
+
+        return run_steps(F.linear(x, weight_ih, bias_ih), step, (h,), reverse)[0]
+    if len(x) == 1:
+        cell = torch.rnn_tanh_cell if nonlinearity == "tanh" else torch.rnn_relu_cell
+        return cell(x[0], h, *weights, bias_ih, bias_hh)[None]
+    whole = torch.rnn_tanh if nonlinearity == "tanh" else torch.rnn_relu
+    layer = partial(whole, hx=h[None], params=[*weights, *_given(bias_ih, bias_hh)])
+    return _fused(layer, x, bias_ih is not None, reverse)[0]
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _fused(layer: Callable[..., Any], x: Tensor, has_biases: bool, reverse: bool) -> tuple[Tensor, Tensor]:
+    """PyTorch's own layer: its hidden states, and of its last states the last one."""
+    given = x.flip(0) if reverse else x
+    y, *last = layer(
+        given, has_biases=has_biases, num_layers=1, dropout=0.0, train=False, bidirectional=False, batch_first=False
+    )
+    return (y.flip(0) if reverse else y), last[-1][0]
+
+
+def run_steps(gates: Tensor, step: Step, state: tuple[Tensor, ...], reverse: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The first state behind each step, stacked, and all states behind the last one.
+
+    Args:
+        gates: what each step reads of the input, (T, N, ...).
+        step: the next states from that and the states before.
+        state: the states before the first step, (N, ...) each.
+        reverse: whether the last entry is the first step.
+    """
+    order: Sequence[int] = range(len(gates))
+    made: dict[int, Tensor] = {}
+    for t in reversed(order) if reverse else order:
+        state = step(gates[t], *state)
+        made[t] = state[0]
+    return torch.stack([made[t] for t in order]), state
+
+
+def on_grid(h: Tensor, qmax: int, scale: float | None) -> Tensor:
+    """A hidden state (N, P) rounded to the integers -qmax..qmax times the scale, or a measured one for each sample."""
+    steps = h.abs().amax(1, keepdim=True).clamp(min=TINY) / qmax if scale is None else scale
+    return (h / steps).round().clamp(-qmax, qmax) * steps
+
+
+TINY = 1e-30
+"""The least range that is measured, so that a state of zeros has a scale."""
+
+
+def rows_of_cell(c: Tensor, width: int) -> Tensor:
+    """A cell state (N, H) in rows of so many values, zeros behind the last: (ceil(H / width), N, width)."""
+    count = -(-c.shape[1] // width)
+    return F.pad(c, (0, count * width - c.shape[1])).unflatten(1, (count, width)).transpose(0, 1)
