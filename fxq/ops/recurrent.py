@@ -39,11 +39,20 @@ def _macs(out: Shape, x: Shape, weight_ih: Shape, weight_hh: Shape, *rest: Shape
     return x[0] * x[1] * sum(rows * columns for rows, columns in weights)
 
 
-def _quant(*more: str) -> Any:
-    return computes("x", weight="weight_ih", more_weights=("weight_hh", *more), axis=0, channels=-1, heavy=True)
+def _quant(gates: str, *more: str) -> Any:
+    return computes(
+        "x",
+        weight="weight_ih",
+        more_weights=("weight_hh", *more),
+        axis=0,
+        channels=-1,
+        heavy=True,
+        state="state_qmax",
+        gates=tuple(gates),
+    )
 
 
-@row(quant=_quant("weight_hr"), macs=_macs)
+@row(quant=_quant("ifgo", "weight_hr"), macs=_macs)
 def lstm(
     x: Tensor,
     weight_ih: Tensor,
@@ -92,7 +101,7 @@ def lstm(
     return torch.cat([y, rows_of_cell(c, width)]) if cell else y
 
 
-@row(quant=_quant(), macs=_macs)
+@row(quant=_quant("rzn"), macs=_macs)
 def gru(
     x: Tensor,
     weight_ih: Tensor,
@@ -124,7 +133,7 @@ def gru(
     return _fused(layer, x, bias_ih is not None, reverse)[0]
 
 
-@row(quant=_quant(), macs=_macs)
+@row(quant=_quant(""), macs=_macs)
 def rnn(
     x: Tensor,
     weight_ih: Tensor,
