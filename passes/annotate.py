@@ -129,7 +129,7 @@ class _Asked:
         reason = _unfit(gm, calls, self.changes)
         if reason is not None:
             return self._float("unsupported", reason)
-        light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.heavy for call in calls)
+        light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.weight for call in calls)
         if light and config.activation is not None and config.activation.range == "measured":
             return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
         config = backend.config(config, calls)

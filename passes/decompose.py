@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import fx, nn
 
 from fxq.graph.info import Decision, info
 from fxq.graph.query import op_of, submodule, taken_part
-from fxq.patterns.attention import ATTENTION
+from fxq.patterns.attention import ATTENTION, called_as_module
 from fxq.patterns.recurrent_layers import RECURRENT
 from fxq.pipeline.float_ops import expand_original
 from fxq.recipe.pass_base import Pass, Stage
@@ -21,7 +22,7 @@ EXPANSIONS = {**ATTENTION, **RECURRENT}
 
 @dataclass(frozen=True)
 class Decompose(Pass):
-    """Write attention, encoder layers and recurrent layers of torch.nn with ops of the table.
+    """Write attention, encoder, decoder and recurrent layers of torch.nn with ops of the table.
 
     Before: module MultiheadAttention(x, x, x)
     After: linear, chunk, unflatten and transpose, scaled_dot_product_attention, transpose and flatten, linear
@@ -39,6 +40,8 @@ class Decompose(Pass):
         """Expand module by module, then check the recipe's selectors against what is there."""
         expanded: dict[str, list[fx.Node]] = {}
         for node in rewriter.nodes():
+            if node.target is F.multi_head_attention_forward:
+                called_as_module(rewriter, node)
             module = submodule(rewriter.gm, node)
             if module is not None and isinstance(module, tuple(EXPANSIONS)) and not info(node).kept:
                 name = node.name

@@ -1,15 +1,20 @@
-"""Attention and encoder layers of torch.nn, written with ops of the table. For decompose."""
+"""Attention, encoder and decoder layers of torch.nn, written with ops of the table. For decompose."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import fx, nn
 
 from fxq.graph.info import info
+from fxq.graph.query import constant
 from fxq.rewriting.expansion import CannotExpand, Expand, Expansion
+from fxq.rewriting.rewriter import Rewriter
 
 Values = tuple[Any, ...]
 
@@ -103,29 +108,111 @@ def attention(make: Expansion, module: nn.MultiheadAttention) -> Values:
     return output, each
 
 
-def _layer(make: Expansion, module: nn.Module, at: str, x: fx.Node, masks: Values) -> fx.Node:
-    if type(module) is not nn.TransformerEncoderLayer:
+def called_as_module(rewriter: Rewriter, node: fx.Node) -> None:
+    """Make a call of `F.multi_head_attention_forward` that of a module with its weights, where these are constants."""
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    tensors = {name: constant(rewriter.gm, given[name]) for name in _PARAMETERS}
+    unknown = [name for name, tensor in tensors.items() if tensor is None and given[name] is not None]
+    if unknown or given["static_k"] is not None or given["static_v"] is not None:
+        return
+    key, value = (tensors[f"{name}_proj_weight"] for name in "kv")
+    module = nn.MultiheadAttention(
+        given["embed_dim_to_check"], given["num_heads"], given["dropout_p"], add_zero_attn=given["add_zero_attn"],
+        kdim=None if key is None else key.shape[1], vdim=None if value is None else value.shape[1], device="meta",
+    ).train(given["training"])  # fmt: skip
+    for name, tensor in tensors.items():
+        parameter = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
+        behind = name.startswith("out_proj")
+        setattr(module.out_proj if behind else module, name.removeprefix("out_proj_"), parameter)
+    inputs = tuple(given[name] for name in ("query", "key", "value"))
+    options = {name: given[name] for name in ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights")}
+    target = rewriter.module(module, node.name, FOLDER)
+    rewriter.update(node, target, inputs, options, op="call_module")
+
+
+FOLDER = "fxq_attention"
+_PARAMETERS = (
+    *("in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "out_proj_weight", "out_proj_bias"),
+    *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
+)
+
+
+def _residual(
+    make: Expansion, module: nn.Module, at: str, x: fx.Node, steps: Sequence[Callable[[fx.Node], fx.Node]]
+) -> fx.Node:
+    """Each step added to what it reads; its layer norm, `norm1` and so on, before it or behind the sum."""
+    prefix = f"{at}." if at else ""
+    for i, step in enumerate(steps, 1):
+        norm = partial(make.norm, layer=getattr(module, f"norm{i}"), at=f"{prefix}norm{i}")
+        y = step(norm(x) if module.norm_first else x)
+        x = make.call("add", x, y, at=at)
+        x = x if module.norm_first else norm(x)
+    return x
+
+
+def _feed_forward(make: Expansion, module: nn.Module, at: str, x: fx.Node) -> fx.Node:
+    prefix = f"{at}." if at else ""
+    y = make.linear(x, module.linear1, f"{prefix}linear1")  # type: ignore[arg-type]
+    y = make.activation(y, module.activation, f"{prefix}activation")
+    return make.linear(y, module.linear2, f"{prefix}linear2")  # type: ignore[arg-type]
+
+
+def _check_layer(module: nn.Module, kind: type[nn.Module]) -> None:
+    if type(module) is not kind:
         raise CannotExpand(f"its layers are {type(module).__name__}")
     if module.training:
         raise CannotExpand("it is in training mode")
+
+
+def _layer(make: Expansion, module: nn.TransformerEncoderLayer, at: str, x: fx.Node, masks: Values) -> fx.Node:
+    _check_layer(module, nn.TransformerEncoderLayer)
+    path = f"{at}.self_attn" if at else "self_attn"
+    attend = partial(_attend_to_itself, make, module.self_attn, path, masks)
+    return _residual(make, module, at, x, [attend, partial(_feed_forward, make, module, at)])
+
+
+def _attend_to_itself(make: Expansion, module: nn.MultiheadAttention, at: str, masks: Values, x: fx.Node) -> fx.Node:
+    return _attend(make, module, at, (x, x, x), masks, False)[0]
+
+
+def _decoder_layer(
+    make: Expansion, module: nn.TransformerDecoderLayer, at: str, x: fx.Node, memory: fx.Node, masks: Values
+) -> fx.Node:
+    """One layer of a decoder; `masks`: those of what it attends to in itself, and in the memory."""
+    _check_layer(module, nn.TransformerDecoderLayer)
     prefix = f"{at}." if at else ""
+    own, others = masks
 
     def attend(y: fx.Node) -> fx.Node:
-        return _attend(make, module.self_attn, f"{prefix}self_attn", (y, y, y), masks, False)[0]
+        path = f"{prefix}multihead_attn"
+        return _attend(make, module.multihead_attn, path, (y, memory, memory), others, False)[0]
 
-    def feed(y: fx.Node) -> fx.Node:
-        y = make.linear(y, module.linear1, f"{prefix}linear1")
-        y = make.activation(y, module.activation, f"{prefix}activation")
-        return make.linear(y, module.linear2, f"{prefix}linear2")
+    itself = partial(_attend_to_itself, make, module.self_attn, f"{prefix}self_attn", own)
+    return _residual(make, module, at, x, [itself, attend, partial(_feed_forward, make, module, at)])
 
-    def norm(y: fx.Node, which: str) -> fx.Node:
-        return make.norm(y, getattr(module, which), f"{prefix}{which}")
 
-    if module.norm_first:
-        x = make.call("add", x, attend(norm(x, "norm1")), at=at)
-        return make.call("add", x, feed(norm(x, "norm2")), at=at)
-    x = norm(make.call("add", x, attend(x), at=at), "norm1")
-    return norm(make.call("add", x, feed(x), at=at), "norm2")
+def _decoder_masks(given: Mapping[str, Any]) -> Values:
+    return (
+        (given["tgt_key_padding_mask"], given["tgt_mask"]),
+        (given["memory_key_padding_mask"], given["memory_mask"]),
+    )
+
+
+def decoder_layer(make: Expansion, module: nn.TransformerDecoderLayer) -> fx.Node:
+    """The output of one layer of a decoder."""
+    given = make.given
+    return _decoder_layer(make, module, "", given["tgt"], given["memory"], _decoder_masks(given))
+
+
+def decoder(make: Expansion, module: nn.TransformerDecoder) -> fx.Node:
+    """The output of all layers of a decoder and the norm behind them."""
+    given = make.given
+    x = given["tgt"]
+    for i, layer in enumerate(module.layers):
+        x = _decoder_layer(make, layer, f"layers.{i}", x, given["memory"], _decoder_masks(given))
+    return make.norm(x, module.norm, "norm") if module.norm is not None else x
 
 
 def encoder_layer(make: Expansion, module: nn.TransformerEncoderLayer) -> fx.Node:
@@ -149,5 +236,7 @@ ATTENTION: dict[type[nn.Module], Expand] = {
     nn.MultiheadAttention: attention,
     nn.TransformerEncoderLayer: encoder_layer,
     nn.TransformerEncoder: encoder,
+    nn.TransformerDecoderLayer: decoder_layer,
+    nn.TransformerDecoder: decoder,
 }
 """How modules of attention are written with ops."""

@@ -317,10 +317,7 @@ TESTED_ELSEWHERE = {
     "tests/tracing/test_tracer.py runs examples by it": ("fxq.tracing.example_run",),
     "tests/graph/test_text_reader.py reads by it": ("fxq.backends.stored_graph",),
     "tests/text/test_terminal.py and test_notebook.py show all that is printed": ("fxq.text.printed",),
-    "tests/passes/test_decompose.py: that pass does nothing else": (
-        "fxq.patterns.attention",
-        "fxq.rewriting.expansion",
-    ),
+    "tests/passes/test_decompose.py: that pass does nothing else": ("fxq.rewriting.expansion",),
 }
 """Modules without a test file of their name, by the reason."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from fxq.graph.info import info
 from fxq.graph.query import reads_only_metadata, taken_part
 from fxq.ops import OPS
 from fxq.rewriting.rewriter import Rewriter
@@ -63,7 +64,7 @@ class Expansion:
 
     def call(self, op: str, *args: Any, at: str = "", **options: Any) -> fx.Node:
         """A call of an op; `at` is the path, inside the module, of what makes it."""
-        path = ".".join(part for part in (str(self.node.target), at) if part)
+        path = ".".join(part for part in (info(self.node).path, at) if part)
         name = path.replace(".", "_") if at.rpartition(".")[2] not in ("", "self_attn") else op
         made = self.rewriter.call(op, *args, like=self.node, before=self.node, name=name, **options)
         self.rewriter.describe(made, path=path, origins=(made.name,))

@@ -1,0 +1,119 @@
+"""Decoders, and attention called as a function. Encoders and modules of attention: tests/passes/test_decompose.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.graph.info import info
+from tests.graphs import graph, until
+from tests.models import call, settled
+
+E, H, N, L, S = 16, 4, 3, 5, 7
+DYNAMIC = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def check(model, inputs):
+    """No module is left, the numbers are the same, and every linear layer runs on integers."""
+    gm = until(model, inputs, "decompose").gm
+    assert not [n for n in gm.graph.nodes if n.op == "call_module"]
+    torch.testing.assert_close(call(gm, inputs), call(model, inputs), rtol=1e-5, atol=1e-5)
+    qmodel = fxq.quantize(model, DYNAMIC, example_inputs=inputs)
+    linears = [row for row in qmodel.ledger if row.op == "linear"]
+    assert linears and all(row.fate == "int8" for row in linears) and qmodel.output_sqnr > 30
+    return [row.path for row in linears]
+
+
+class Decoded(nn.Module):
+    def __init__(self, decoder, **given):
+        super().__init__()
+        self.decoder, self.given = decoder, given
+
+    def forward(self, x, memory):
+        return self.decoder(x, memory, **self.given)
+
+
+def layer(**options):
+    return nn.TransformerDecoderLayer(E, H, 24, batch_first=True, **options)
+
+
+DECODERS = {"layer": layer, "layers": lambda **o: nn.TransformerDecoder(layer(**o), 2, nn.LayerNorm(E))}
+PARTS = ("self_attn.in_proj", "self_attn.out_proj", "multihead_attn.q_proj", "multihead_attn.kv_proj")
+CAUSAL = torch.ones(L, L, dtype=torch.bool).triu(1)
+GIVEN = {
+    "no mask": {},
+    "causal": {"tgt_mask": CAUSAL, "tgt_is_causal": True},
+    "all masks": {
+        "tgt_mask": CAUSAL,
+        "memory_mask": drawn(L, S),
+        "tgt_key_padding_mask": torch.arange(L).expand(N, L) >= 4,
+        "memory_key_padding_mask": torch.arange(S).expand(N, S) >= 5,
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(name, norm_first, given):
+    model = settled(lambda: Decoded(DECODERS[name](norm_first=norm_first), **given))
+    paths = check(model, (drawn(N, L, E), drawn(N, S, E)))
+    prefix = "decoder." if name == "layer" else "decoder.layers.1."
+    assert {prefix + part for part in (*PARTS, "multihead_attn.out_proj", "linear1", "linear2")} <= set(paths)
+
+
+def test_a_whole_transformer():
+    model = settled(lambda: nn.Transformer(E, H, 1, 1, 24, batch_first=True))
+    assert len(check(model, (drawn(N, S, E), drawn(N, L, E)))) == 11
+
+
+def test_a_layer_of_another_class_stays():
+    class Own(nn.TransformerDecoderLayer):
+        pass
+
+    model = settled(lambda: Decoded(nn.TransformerDecoder(Own(E, H, 24, batch_first=True), 1)))
+    gm = graph(model, (drawn(N, L, E), drawn(N, S, E)), "decompose")
+    assert "its layers are Own" in info(next(n for n in gm.graph.nodes if n.op == "call_module")).kept.text
+
+
+class Called(nn.Module):
+    """Attention as a function of the parameters of a module; `scaled`: of weights that are computed in each call."""
+
+    def __init__(self, scaled=False, **options):
+        super().__init__()
+        self.own = nn.MultiheadAttention(E, H, **options)
+        self.scaled = scaled
+
+    def forward(self, q, k, v, mask):
+        own = self.own
+        weight = own.out_proj.weight * (q.mean() if self.scaled else 1.0)
+        y, weights = F.multi_head_attention_forward(
+            q, k, v, E, H, own.in_proj_weight, own.in_proj_bias, own.bias_k, own.bias_v, False, 0.0, weight,
+            own.out_proj.bias, training=False, attn_mask=mask, use_separate_proj_weight=own.in_proj_weight is None,
+            q_proj_weight=own.q_proj_weight, k_proj_weight=own.k_proj_weight, v_proj_weight=own.v_proj_weight,
+        )  # fmt: skip
+        return y + weights.sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 10}, {"bias": False}], ids=["one", "apart", "no bias"])
+def test_attention_as_a_function(options):
+    model = settled(lambda: Called(**options))
+    before = list(model.state_dict())
+    check(
+        model, (drawn(L, N, E), drawn(S, N, options.get("kdim", E)), drawn(S, N, options.get("vdim", E)), drawn(L, S))
+    )
+    assert list(model.state_dict()) == before and len(list(model.modules())) == 3
+
+
+def test_weights_that_are_computed_stay_in_the_function():
+    inputs = (drawn(L, N, E), drawn(S, N, E), drawn(S, N, E), drawn(L, S))
+    model = settled(lambda: Called(scaled=True))
+    gm = graph(model, inputs, "decompose")
+    assert any(n.target is F.multi_head_attention_forward for n in gm.graph.nodes)
+    torch.testing.assert_close(call(gm, inputs), call(model, inputs))
