@@ -10,7 +10,7 @@ from torch import nn
 import fxq
 from fxq.errors import InputError, RecipeError
 from tests.helpers import module
-from tests.machine import decibels, needs_x86
+from tests.machine import decibels, needs_x86, quiet
 
 DYNAMIC = fxq.Recipe.dynamic(optimize="coverage")
 SYMMETRIC = fxq.TensorSpec(symmetric=True, range="measured")
@@ -73,6 +73,16 @@ def test_static_and_dynamic_layers_in_one_model():
         fxq.quantize(network(), recipe)
     with pytest.raises(fxq.FxqError, match="seen no data"):
         fxq.quantize(network(), recipe, example_inputs=X)
+
+
+@needs_x86
+def test_a_static_layer_reads_what_a_dynamic_one_gives():
+    """The kernel of the first emits float, although a quantize alone reads it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage").override("0", DYNAMIC.config)
+    with quiet():
+        qmodel = fxq.quantize(model, recipe, data=[torch.randn(16, 8)])
+    assert fates(qmodel) == {"linear": "int8"} and qmodel.output_sqnr > decibels(30)
 
 
 @pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")

@@ -76,6 +76,7 @@ class KernelRow:
         adds: whether it adds a residual itself.
         twice: those of its activation functions that cost as much again as the kernel without them.
         emits_float: whether the kernel can also emit float32.
+        emits_integers: whether it can emit integers.
         code: of a kernel of the user's own: a hash of the code that makes it.
         measured: the row for activations whose scale is measured at run time; None: there is no such kernel.
     """
@@ -86,6 +87,7 @@ class KernelRow:
     adds: bool = False
     twice: tuple[str, ...] = ()
     emits_float: bool = True
+    emits_integers: bool = True
     code: str = ""
     measured: KernelRow | None = None
 

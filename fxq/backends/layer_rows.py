@@ -29,6 +29,7 @@ def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -
         lambda unit: MeasuredLayer.of(kernel, change(layer_of(unit))),
         lambda unit: MeasuredLayer.refuses(kernel, change(layer_of(unit))),
         CLAMPS,
+        emits_integers=False,
     )
     return KernelRow(
         lambda unit: kernel(change(layer_of(unit))),

@@ -101,7 +101,11 @@ class RowBackend(Backend):
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
         """As in `Backend`; a function, or a scale, that a quantize behind it needs goes along with that."""
         for region in unit_regions(gm):
-            yield _with_its_function(gm, region.node) or _with_its_scale(gm, region.node) or region
+            fits = self.fits(region.calls, _is_measured(region)) if region.out is not None else []
+            if fits and not fits[0].row.emits_integers:
+                yield read_region(gm, region.node, emits_float=True) or region
+            else:
+                yield _with_its_function(gm, region.node) or _with_its_scale(gm, region.node) or region
 
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """The kernel that the table has for a unit or a conversion."""
@@ -115,8 +119,7 @@ class RowBackend(Backend):
             assert grid is not None and weight is not None  # as was asked
             return QUANTIZING[region.calls[0].op.name](weight, grid)
         refused = None
-        measured = any(_scale_of(step) is not None for step in region.steps)
-        for fit in self.fits(region.calls, measured):
+        for fit in self.fits(region.calls, _is_measured(region)):
             if len(fit.calls) < len(region.calls):
                 continue
             if fit.row.make is None:
@@ -173,6 +176,11 @@ def _with_its_function(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
     source = node.args[0] if is_op(node, "quantize") else None
     region = read_region(gm, source) if isinstance(source, fx.Node) and is_op(source, *QUANTIZING) else None
     return region if region is not None and _quantizes(gm, region) else None
+
+
+def _is_measured(region: UnitRegion) -> bool:
+    """Whether the scale of something that a unit reads is measured at run time."""
+    return any(_scale_of(step) is not None for step in region.steps)
 
 
 def _scale_of(node: Any) -> fx.Node | None:

@@ -84,17 +84,18 @@ class UnitRegion(Region):
         return self.nodes[-1]
 
 
-def read_region(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
+def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) -> UnitRegion | None:
     """The region around a unit or op of the qdq graph; None when `node` runs no op.
 
-    A conversion is a region of its own: it takes in no other conversion.
+    A conversion is a region of its own: it takes in no other conversion. With `emits_float`, the region ends in the
+    unit, also where a quantize alone reads that.
     """
     calls = calls_of(gm, node)
     if not calls:
         return None
     conversion = is_op(node, *CONVERSIONS)
     nodes = [node]
-    if not conversion and len(node.users) == 1:
+    if not conversion and not emits_float and len(node.users) == 1:
         nodes += [user for user in node.users if is_op(user, "quantize")]
 
     def taken_along(value: fx.Node) -> bool:
