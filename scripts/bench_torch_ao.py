@@ -1,6 +1,6 @@
 """fxq against torch.ao: the FX graph mode quantization that it replaces, on every engine of this machine.
 
-The only benchmark that imports torch.ao. Each engine quantizes the same model with the same calibration batches and its
+Each engine quantizes the same model with the same calibration batches and its
 own default settings, and is timed in the memory format that suits it. An engine gets a network right when it runs and
 its SQNR against float is at least `RIGHT` dB. fxq, with its default recipe, is compared with the fastest engine that
 does; beside it stands, without a target, the comparison with the fastest engine whatever it computes.
@@ -14,12 +14,12 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from bench_cases import CASES, Case
 from bench_number import Number, sqnr
+from rivals import restored_engine
 from timing import interleaved, no_gc, threads
 from torch import Tensor, nn
 
@@ -74,7 +74,7 @@ def _compare(name: str, case: Case, seconds: float) -> list[Number]:
         reference = case.model(case.fresh)
         noise = sqnr(reference, qmodel(case.fresh))
     picture = case.timed.to(memory_format=torch.channels_last)
-    with threads(1), _restored_engine():
+    with threads(1), restored_engine():
         entries = [_entry(engine, case, reference) for engine in torch.backends.quantized.supported_engines]
         close = {e.engine: e.call for e in entries if e.call and e.seconds <= CLOSE * _fastest(entries, e.right)}
         case.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -150,13 +150,3 @@ def _best_of_a_few(call: Callable[[], object]) -> float:
             call()
             times.append(time.perf_counter() - start)
     return min(times[1:])
-
-
-@contextmanager
-def _restored_engine() -> Iterator[None]:
-    """Leave torch's quantized engine as it was: it is global."""
-    before = torch.backends.quantized.engine
-    try:
-        yield
-    finally:
-        torch.backends.quantized.engine = before

@@ -7,7 +7,6 @@ classifier. Both are calibrated on training data and judged on data that neither
 from __future__ import annotations
 
 import argparse
-import io
 import shutil
 import sys
 import time
@@ -22,6 +21,7 @@ from networks import DigitsNet, load_demo_networks
 from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.table import Table
+from rivals import saved
 from timing import float_against_int8, threads
 from torch import Tensor, nn
 
@@ -203,13 +203,6 @@ def bias_as_integer(model: DigitsNet, qmodel: fxq.QuantizedModel) -> Table:
     table.add_row("integer bias: b / (s_x · s_w), rounded", str(integer))
     table.add_row("what that stands for", f"{integer * step:.6f}")
     return table
-
-
-def saved(model: nn.Module) -> int:
-    """Bytes of the state dict as `torch.save` writes it."""
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    return file.tell()
 
 
 def percent(right: Tensor) -> float:

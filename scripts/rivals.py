@@ -1,0 +1,144 @@
+"""What other tools make of a model by dynamic quantization: torch.ao, torchao and ONNX Runtime, where installed.
+
+Each with its own defaults. torch.ao comes with torch; the others are no dependency, and are used where they are found.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model as one tool has quantized it.
+
+    Attributes:
+        call: runs it, on the inputs of the float model.
+        nbytes: size of its state dict in a file, or of its ONNX file.
+    """
+
+    call: Call
+    nbytes: int
+
+
+Make = Callable[[nn.Module, Sequence[Tensor]], Made]
+"""Quantizes a float model, of which example inputs are given."""
+
+
+def rivals(engines: bool = False) -> dict[str, Make]:
+    """The tools that are installed, by name; `engines`: torch.ao once with each engine of this machine."""
+    found: dict[str, Make] = {"torch.ao dynamic": torch_ao()}
+    if engines:
+        supported = [engine for engine in torch.backends.quantized.supported_engines if engine != "none"]
+        found = {f"torch.ao dynamic, {engine}": torch_ao(engine) for engine in supported}
+    if find_spec("torchao"):
+        found["torchao dynamic"] = torchao
+    if find_spec("onnxruntime") and find_spec("onnx"):
+        found["ONNX Runtime float"] = onnx_runtime(quantized=False)
+        found["ONNX Runtime dynamic"] = onnx_runtime(quantized=True)
+    return found
+
+
+def torch_ao(engine: str | None = None) -> Make:
+    """torch.ao's `quantize_dynamic` of all linear and recurrent layers, by one engine; default: torch's choice."""
+
+    def make(model: nn.Module, example: Sequence[Tensor]) -> Made:
+        chosen = engine or torch.backends.quantized.engine
+        kinds = {nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell}
+        with warnings.catch_warnings(), restored_engine():
+            torch.backends.quantized.engine = chosen
+            warnings.simplefilter("ignore")  # deprecated, both the workflow and its dtypes
+            from torch.ao.quantization import quantize_dynamic
+
+            made = quantize_dynamic(copy.deepcopy(model), kinds, dtype=torch.qint8)
+            size = saved(made)
+
+        def call(*inputs: Tensor) -> Any:
+            torch.backends.quantized.engine = chosen  # qnnpack reads it when it runs
+            return made(*inputs)
+
+        return Made(call, size)
+
+    return make
+
+
+def torchao(model: nn.Module, example: Sequence[Tensor]) -> Made:
+    """torchao's int8 weights and int8 activations, measured for each token, of linear layers."""
+    logging.getLogger("torchao").setLevel(logging.CRITICAL)  # it tells of kernels for other devices
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    made = copy.deepcopy(model)
+    quantize_(made, Int8DynamicActivationInt8WeightConfig())
+    return Made(made, saved(made))
+
+
+def onnx_runtime(quantized: bool) -> Make:
+    """ONNX Runtime on one thread; `quantized`: by its `quantize_dynamic`."""
+
+    def make(model: nn.Module, example: Sequence[Tensor]) -> Made:
+        import onnxruntime
+
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates the exporter that needs no further package
+            path = Path(folder, "float.onnx")
+            names = [f"input{i}" for i in range(len(example))]
+            sizes = {name: {0: "batch", 1: "length"} for name, x in zip(names, example, strict=True) if _is_sequence(x)}
+            torch.onnx.export(model, tuple(example), path, dynamo=False, input_names=names, dynamic_axes=sizes)
+            if quantized:
+                from onnxruntime.quantization import quantize_dynamic
+
+                logging.disable(logging.WARNING)  # it advises to preprocess, which changes nothing here
+                quantize_dynamic(path, path := Path(folder, "int8.onnx"))
+                logging.disable(logging.NOTSET)
+            data = path.read_bytes()
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        wanted = {node.name for node in session.get_inputs()}
+
+        def call(*inputs: Tensor) -> Any:
+            feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True) if name in wanted}
+            outputs = [torch.from_numpy(y) for y in session.run(None, feed)]
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+        return Made(call, len(data))
+
+    return make
+
+
+def _is_sequence(x: Tensor) -> bool:
+    """Whether the second dimension of an input is a length: of indices, or of vectors."""
+    return x.dim() == 3 or (x.dim() == 2 and not x.is_floating_point())
+
+
+@contextmanager
+def restored_engine() -> Iterator[None]:
+    """Leave torch's quantized engine as it was: it is global."""
+    before = torch.backends.quantized.engine
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
+
+
+def saved(model: nn.Module) -> int:
+    """Bytes of the state dict as `torch.save` writes it."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return file.tell()
