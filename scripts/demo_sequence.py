@@ -8,14 +8,15 @@ MiniLM encodes sentences (attention), Resemblyzer's encoder voices (LSTM), g2p-e
 None was trained here, and no label is used: what is measured is agreement with the float network, on data that was not
 used to calibrate. Beside fxq stand torch.ao, torchao and ONNX Runtime where they are installed.
 
-Times are for one thread and a batch of one, the least of interleaved runs: other programs on the machine make them
-longer, never shorter.
+Times are for one thread and a batch of one: what the thread had of the CPU, the least of interleaved runs, so that the
+ratios hold on a busy machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,18 +28,12 @@ from demo_sequence_subjects import SUBJECTS, Part, Subject
 from rich.console import Console
 from rich.progress import Progress
 from rivals import Made, Make, restored_engine, rivals, saved
+from sequence_recipes import RECIPES
 from tabulate import tabulate
 from timing import interleaved, threads
 
 import fxq
 
-RECIPES: dict[str, Callable[[], fxq.Recipe]] = {
-    "fxq dynamic": lambda: fxq.Recipe.dynamic(),
-    "fxq static": lambda: fxq.Recipe.static(),
-    "fxq int8 weights": lambda: fxq.Recipe.weight_only(),
-    "fxq int4 weights": lambda: fxq.Recipe.weight_only(bits=4),
-    "fxq float16 weights": lambda: fxq.Recipe.weight_only(dtype=torch.float16),
-}
 FLOAT = "float"
 
 
@@ -138,7 +133,7 @@ def measured(
         for name, make in progress.track(list(makes.items()), description=subject.name):
             rows.append(judged(subject, name, make, expected))
     runs = {row.quantizer: (lambda calls=row.calls: subject.timed(calls)) for row in rows if row.calls}  # type: ignore[misc]
-    times = interleaved(runs, seconds * len(runs), statistic=min)
+    times = interleaved(runs, seconds * len(runs), statistic=min, clock=time.thread_time)
     for row in rows:
         taken = times.get(row.quantizer)
         speed = (1e3 * taken, times[FLOAT] / taken) if taken else ("", "")

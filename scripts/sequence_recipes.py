@@ -1,0 +1,18 @@
+"""The recipes that demo_sequence.py and bench_sequence.py compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import fxq
+
+RECIPES: dict[str, Callable[[], fxq.Recipe]] = {
+    "fxq dynamic": lambda: fxq.Recipe.dynamic(),
+    "fxq static": lambda: fxq.Recipe.static(),
+    "fxq int8 weights": lambda: fxq.Recipe.weight_only(),
+    "fxq int4 weights": lambda: fxq.Recipe.weight_only(bits=4),
+    "fxq float16 weights": lambda: fxq.Recipe.weight_only(dtype=torch.float16),
+}
+"""Made when asked for: one that this version does not have is a row of the table like what else fails."""
