@@ -23,8 +23,6 @@ SCRIPTS = (
     "groups.js",
     "boxes.js",
     "scene.js",
-    "pieces.js",
-    "slices.js",
     "layout.js",
     "columns.js",
     "arrange.js",

@@ -95,6 +95,7 @@ function measure(group, inner) {
   const children = group.children.map((child) => (isGroupOf(child) && isOpen(child) ? measure(child, inner) : child));
   const ports = (n) => new Array(n).fill(0);
   const parts = {
+    isRoot: group.parent === null,
     ins,
     outs,
     widths: [...ports(ins).fill(12), ...children.map((c) => c.width ?? c.box.width), ...ports(outs).fill(12)],
@@ -103,7 +104,7 @@ function measure(group, inner) {
   };
   for (const { tail, head } of lines.pairs.values())
     parts.edges.push([tail < 0 ? -1 - tail : ins + tail, head >= 1e6 ? ins + count + head - 1e6 : ins + head]);
-  const arranged = flowOf(parts, group.parent === null);
+  const arranged = flowOf(JSON.stringify(parts));
   const inX = new Map([...lines.ins].map(([value, k]) => [value, arranged.x[k] + 6]));
   const outX = new Map([...lines.outs].map(([value, k]) => [value, arranged.x[ins + count + k] + 6]));
   const title = group.parent ? textWidth(clip(group.title), 12, "bold") + 70 : 0;
@@ -112,12 +113,12 @@ function measure(group, inner) {
   return { group, children, lines, ins, arranged, inX, outX, indent, width, height: arranged.height + FRAME.head + FRAME.bottom };
 }
 
-/** The arranged parts of a group, kept by content. */
-function flowOf(parts, isRoot) {
+/** The arranged parts of a group as JSON: kept by content, which has no names. @returns {Arranged} */
+const flowOf = memo((text) => {
+  const parts = JSON.parse(text);
   if (!parts.widths.length) return { x: [], y: [], strokes: [], width: 0, height: 0 };
-  const arranged = () => (isRoot ? inColumns(parts, layoutFlow(parts), 1.2, 700) : inColumns(parts, layoutFlow(parts), 0.9, 1000));
-  return alike(`${isRoot}|${parts.ins}|${parts.outs}`, parts.widths, parts.heights, parts.edges, "", arranged);
-}
+  return parts.isRoot ? inColumns(parts, layoutFlow(parts), 1.2, 700) : inColumns(parts, layoutFlow(parts), 0.9, 1000);
+});
 
 /** Give an open group its place, and everything in it. @returns {Frame} */
 function place(measured, x, y, picture) {
