@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
@@ -154,9 +154,12 @@ class BothGraphs:
                 yield f"unchanged {i}.{bisect(cuts, position[name])}", name
 
     def _box(self, name: str) -> Box:
-        node, mark = self.nodes[name], self.mark.get(name)
-        constants = (self.old_constants if mark == "removed" else self.new_constants).get(name, ())
-        return node_box(node, constants, mark, list(_joined(self.texts(name))))
+        changes = [Line(text, "change") for text in self.texts(name)]
+        return node_box(self.nodes[name], self.constants(name), self.mark.get(name), changes)
+
+    def constants(self, name: str) -> Sequence[NodeView]:
+        """What a node reads of constants: they are a line in its box."""
+        return (self.old_constants if self.mark.get(name) == "removed" else self.new_constants).get(name, ())
 
     def _group_box(self, key: str, names: list[str]) -> Box:
         nodes = [self.nodes[name] for name in names]
@@ -170,7 +173,7 @@ class BothGraphs:
         return Box(key, label, height, tip, nodes[0].path)
 
     def texts(self, name: str) -> list[str]:
-        """What changed at a node. The body of a unit is in its box anyway."""
+        """What changed at a node, on as few lines as it fits on. The body of a unit is in its box anyway."""
         texts: list[str] = []
         if name in self.changes:
             texts += [text for field, text in self.changes[name].by_field.items() if field != "body"]
@@ -182,7 +185,7 @@ class BothGraphs:
             old, new = self.diff.before[name].inputs, self.diff.after[name].inputs
             lost, gained = [n for n in old if n not in new], [n for n in new if n not in old]
             texts.append(f"reads {', '.join(lost) or '–'} → {', '.join(gained) or '–'}")
-        return texts
+        return list(_joined(texts))
 
 
 def _happened(diff: GraphChanges) -> dict[str, int]:
@@ -191,16 +194,16 @@ def _happened(diff: GraphChanges) -> dict[str, int]:
     return {" ".join(filter(None, (MARKS[mark], what, how))): len(names) for (mark, what, how, _), names in frequent}
 
 
-def _joined(texts: Iterable[str]) -> Iterator[Line]:
+def _joined(texts: Iterable[str]) -> Iterator[str]:
     """The texts on as few lines as they fit on."""
     line = ""
     for text in texts:
         if line and len(line) + len(text) > WIDEST:
-            yield Line(line, "change")
+            yield line
             line = ""
         line = f"{line}; {text}" if line else text
     if line:
-        yield Line(line, "change")
+        yield line
 
 
 def _drawn(graph: GraphView, constants: Mapping[str, list[NodeView]]) -> dict[str, NodeView]:

@@ -3,7 +3,7 @@
 
 const charts = {};
 
-for (const [kind, look] of Object.entries(data.looks ?? {})) {
+for (const [kind, look] of Object.entries(data.looks)) {
   document.documentElement.style.setProperty(`--kind-${kind}`, look.colour);
   document.documentElement.style.setProperty(`--ink-${kind}`, look.ink);
 }

@@ -127,7 +127,7 @@ function charted(title, source, chart, row, rows) {
   return section(title, host);
 }
 
-const constantRow = (c) => el("li", el("b", lastPart(c.label)), ` ${valueOf(c)}`, c.scale ? el("span.quiet", ` scale ${c.scale}`) : null);
+const constantRow = (c) => el("li", el("b", lastPart(c.label)), ` ${c.shape?.join("×") || "scalar"} · ${c.dtype}`, c.scale ? el("span.quiet", ` scale ${c.scale}`) : null);
 
 /** For each pass, the rewrites by the names of what they made. */
 const rewritesMaking = memo((i) => {
