@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 
@@ -14,7 +14,7 @@ from fxq.graph.view import GraphView, NodeView
 from fxq.picture.columns import Arrow, Box, Pen, Picture
 from fxq.picture.diff_summary import MARKS, alike
 from fxq.picture.graph_changes import Change, GraphChanges
-from fxq.picture.graph_picture import constants_read, header, node_box
+from fxq.picture.graph_picture import constants_read, drawn, header, node_box
 from fxq.text.colours import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
 from fxq.text.colours import Change as Mark
 
@@ -58,7 +58,7 @@ class BothGraphs:
     def __init__(self, diff: GraphChanges) -> None:
         self.diff = diff
         self.old_constants, self.new_constants = constants_read(diff.before), constants_read(diff.after)
-        self.nodes = {**_drawn(diff.before, self.old_constants), **_drawn(diff.after, self.new_constants)}
+        self.nodes = {node.name: node for node in (*drawn(diff.before), *drawn(diff.after))}
         self.changes: dict[str, Change] = {change.name: change for change in diff.changed}
         self.rewired = set(diff.rewired)
         self.mark: dict[str, Mark] = {}
@@ -204,11 +204,6 @@ def _joined(texts: Iterable[str]) -> Iterator[str]:
         line = f"{line}; {text}" if line else text
     if line:
         yield line
-
-
-def _drawn(graph: GraphView, constants: Mapping[str, list[NodeView]]) -> dict[str, NodeView]:
-    folded = {constant.name for read in constants.values() for constant in read}
-    return {node.name: node for node in graph if node.name not in folded}
 
 
 def _merged(arrows: Iterable[Arrow]) -> tuple[Arrow, ...]:

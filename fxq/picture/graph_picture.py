@@ -34,13 +34,17 @@ def render(graph: GraphView, path: str | Path, *, title: str = "") -> Path:
 
 def picture(graph: GraphView, title: str) -> Picture:
     """The graph as boxes and arrows."""
-    constants = constants_read(graph)
-    folded = {constant.name for group in constants.values() for constant in group}
-    drawn = [node for node in graph if node.name not in folded]
-    boxes = tuple(node_box(node, constants.get(node.name, ())) for node in drawn)
-    known = {node.name for node in drawn}
-    arrows = dict.fromkeys(Arrow(name, node.name) for node in drawn for name in node.inputs if name in known)
-    return Picture(_header(title, drawn), boxes, tuple(arrows))
+    constants, nodes = constants_read(graph), drawn(graph)
+    boxes = tuple(node_box(node, constants.get(node.name, ())) for node in nodes)
+    known = {node.name for node in nodes}
+    arrows = dict.fromkeys(Arrow(name, node.name) for node in nodes for name in node.inputs if name in known)
+    return Picture(_header(title, nodes), boxes, tuple(arrows))
+
+
+def drawn(graph: GraphView) -> list[NodeView]:
+    """The nodes that have a box: constants are a line in the boxes of their readers."""
+    read = {name for node in graph for name in node.inputs}
+    return [node for node in graph if node.kind != "constant" or node.name not in read]
 
 
 def constants_read(graph: GraphView) -> dict[str, list[NodeView]]:
