@@ -24,29 +24,10 @@ function arrange(scene) {
 
 function arrangeAnew(scene) {
   const picture = { scene, root: null, places: new Map(), boxes: 0, version: opened.version };
-  picture.root = place(measure(scene.root, innerOf(scene)), 0, 0, picture);
-  return { ...picture, width: picture.root.width, height: picture.root.height };
-}
-
-/** Lay out a scene ahead of time, a little with each step. @param {() => Scene} make */
-function* arrangeSlowly(make) {
-  const scene = make();
-  yield;
-  const inner = innerOf(scene);
-  yield;
-  for (const child of scene.root.children) {
-    if (!isGroupOf(child) || !isOpen(child)) continue;
-    measure(child, inner); // what was laid out is kept by content
-    yield;
-  }
-  arrange(scene);
-}
-
-/** What runs in each open group. */
-function innerOf(scene) {
-  const inner = new Map();
+  const inner = new Map(); // what runs in each open group
   for (const edge of scene.edges) addInner(inner, edge);
-  return inner;
+  picture.root = place(measure(scene.root, inner), 0, 0, picture);
+  return { ...picture, width: picture.root.width, height: picture.root.height };
 }
 
 const noLines = () => ({ ins: new Map(), outs: new Map(), pairs: new Map() });
