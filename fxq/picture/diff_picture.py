@@ -182,8 +182,7 @@ class BothGraphs:
                 what, fields = constant.label.rpartition(".")[2], self.changes[constant.name].by_field
                 texts += [f"{what} {fields[field]}" for field in ("shape", "dtype") if field in fields]
         if name in self.rewired:
-            old, new = self.diff.before[name].inputs, self.diff.after[name].inputs
-            lost, gained = [n for n in old if n not in new], [n for n in new if n not in old]
+            lost, gained = self.diff.reads(name)
             texts.append(f"reads {', '.join(lost) or '–'} → {', '.join(gained) or '–'}")
         return list(_joined(texts))
 
