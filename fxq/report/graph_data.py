@@ -11,7 +11,7 @@ from fxq.picture.diff import diff
 from fxq.picture.diff_picture import BothGraphs
 from fxq.picture.graph_picture import constants_read, node_lines
 from fxq.pipeline.history import History, Snapshot
-from fxq.text.colours import CHANGES, LOOKS, clip
+from fxq.text.colours import CHANGES, LOOKS, Look, clip
 
 _DEFAULTS = {f.name: f.default for f in fields(NodeView) if f.default is not MISSING}
 
@@ -88,11 +88,8 @@ def _diff(before: Snapshot | None, after: Snapshot, nodes: Nodes) -> Data | None
 
 def looks() -> Data:
     """How kinds of nodes and changes look, for the page: colours have one home, `fxq/text/colours.py`."""
-    return {"looks": _looks(LOOKS), "changes": _looks(CHANGES)}
-
-
-def _looks(table: Mapping[Any, Any]) -> Data:
-    return {name: asdict(look) for name, look in table.items()}
+    tables: dict[str, Mapping[Any, Look]] = {"looks": LOOKS, "changes": CHANGES}
+    return {table: {name: asdict(look) for name, look in looks.items()} for table, looks in tables.items()}
 
 
 def number(value: float, digits: int = 5) -> float | str:
