@@ -62,11 +62,11 @@ class FloatAttributes:
         """
         if name in self.values:
             return self.values[name]
-        if name in self.left:
-            raise NoAttributeError(f"{kind} has no attribute {name!r}: the float model has it, but {self.left[name]}.")
-        raise NoAttributeError(
-            f"{kind} has no attribute {name!r}, and the float model had none that could be handed on."
-        )
+        why = f": the float model has it, but {self.left[name]}" if name in self.left else _NOWHERE
+        raise NoAttributeError(f"{kind} has no attribute {name!r}{why}.")
+
+
+_NOWHERE = ", and the float model had none that could be handed on"
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:

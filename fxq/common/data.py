@@ -49,17 +49,16 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
         return value
     if isinstance(value, Tensor):
         return Batch((value,))
+    names, open_ended, required = _parameters(model)
     if isinstance(value, Mapping):
-        names, open_ended = _parameters(model)
         for key in value:
             if not isinstance(key, str) or (key not in names and not open_ended):
                 raise InputError(f"{where}: forward has no argument {key!r}; it has {', '.join(names) or 'none'}.")
         return Batch((), dict(value))
     if isinstance(value, (tuple, list)) and value:
-        names, open_ended = _parameters(model)
         if len(value) == 2 and len(names) == 1 and not open_ended:
             return Batch((value[0],))
-        if len(value) == 2 and len(_required(model)) == 1 and not open_ended:
+        if len(value) == 2 and required == 1 and not open_ended:
             x, second = names[:2]
             raise InputError(
                 f"{where}: a pair is ambiguous: its second half may be a target or {second!r}, which forward does not "
@@ -74,17 +73,11 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
     )
 
 
-def _parameters(model: nn.Module) -> tuple[list[str], bool]:
-    """Names of forward's arguments, and whether it takes any number of them."""
+def _parameters(model: nn.Module) -> tuple[list[str], bool, int]:
+    """Names of forward's arguments, whether it takes any number of them, and how many have no default."""
     parameters = list(inspect.signature(model.forward).parameters.values())
-    plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return plain, len(plain) != len(parameters)
-
-
-def _required(model: nn.Module) -> list[str]:
-    """Names of forward's arguments without a default."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [p.name for p in plain], len(plain) != len(parameters), sum(p.default is p.empty for p in plain)
 
 
 def batches(data: Any, model: nn.Module) -> Iterator[Batch]:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,29 +42,20 @@ def untouched(model: nn.Module) -> Iterator[Touched]:
     """
     # a script module keeps its own behind its attributes, and makes some of them when they are asked for
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
-    kept = [(n, m, dict(vars(m)), _contents(vars(m))) for n, m in modules]
+    kept = [(path, module, _contents(module)) for path, module in modules]
     buffers = [(n, b, b._version, b.detach().clone()) for n, b in model.named_buffers() if not b.is_inference()]
     touched = Touched()
     try:
         yield touched
     finally:
-        for path, module, attributes, items in kept:
-            if _is_as_before(vars(module), attributes, items):
-                continue
-            names = list(_set(vars(module), attributes, items))
+        for path, module, before in kept:
+            now = _contents(module)
+            changed = [n for n in dict.fromkeys((*now, *before)) if not _same(now.get(n, []), before.get(n, []))]
+            names = [name for n in changed for name in _named(n, now.get(n, []), before.get(n, []))]
             if names:
                 touched.attributes[path] = names
-            if not _same_items(vars(module), attributes):  # or another thread that runs the model may find it empty
-                vars(module).clear()
-                vars(module).update(attributes)
-            for name, value in items.items():
-                if _same_items(_items(attributes[name]), value):
-                    continue
-                if isinstance(value, dict):
-                    attributes[name].clear()
-                    attributes[name].update(value)
-                else:
-                    attributes[name][:] = value
+            for name in changed:
+                _restore(vars(module), name, before.get(name, []))
         with torch.no_grad():
             for name, buffer, version, value in buffers:
                 if buffer._version != version:
@@ -78,41 +70,36 @@ def _has_other_values(buffer: Tensor, value: Tensor) -> bool:
     return buffer.layout is torch.strided and not buffer.is_meta and not torch.equal(buffer, value)
 
 
-def _contents(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copies of the lists and dicts among a module's attributes."""
-    return {name: _items(value) for name, value in attributes.items() if isinstance(value, (dict, list))}
+def _contents(module: nn.Module) -> dict[str, list[Any]]:
+    """Each attribute of a module, and what is in it where it is a list or a dict: keys and values in turns."""
+    return {
+        name: [value, *(chain(*value.items()) if isinstance(value, dict) else value if isinstance(value, list) else ())]
+        for name, value in vars(module).items()
+    }
 
 
-def _is_as_before(now: dict[str, Any], before: dict[str, Any], contents: dict[str, Any]) -> bool:
-    """Whether a module is as it was, which most are: the quick answer."""
-    return _same_items(now, before) and all(
-        len(before[name]) == len(value) and (not value or _same_items(before[name], value))
-        for name, value in contents.items()
-    )
-
-
-def _items(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else None
-
-
-def _set(now: dict[str, Any], before: dict[str, Any], items: dict[str, Any]) -> Iterator[str]:
-    """Names of a module's attributes, buffers included, that are no longer what they were."""
-    for name in dict.fromkeys((*now, *before)):
-        value: Any = now.get(name)
-        if name == "_buffers":
-            yield from (k for k in {**value, **items[name]} if value.get(k) is not items[name].get(k))
-        elif name.startswith("_tensor_constant"):  # of torch.fx
-            continue
-        elif value is not before.get(name) or not _same_items(_items(value), items.get(name)):
-            yield name
-
-
-def _same_items(now: Any, before: Any) -> bool:
-    if isinstance(now, dict) and isinstance(before, dict):
-        return list(now) == list(before) and _same_items(list(now.values()), list(before.values()))
-    if now is None or before is None:
-        return now is before
+def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _named(name: str, now: list[Any], before: list[Any]) -> list[str]:
+    """What a changed attribute is called: of the table of buffers, those that were set; nothing of torch.fx's own."""
+    if name == "_buffers":
+        new, old = (dict(zip(found[1::2], found[2::2], strict=True)) for found in (now, before))
+        return [k for k in {**new, **old} if new.get(k) is not old.get(k)]
+    return [] if name.startswith("_tensor_constant") else [name]
+
+
+def _restore(attributes: dict[str, Any], name: str, before: list[Any]) -> None:
+    if not before:
+        del attributes[name]
+        return
+    attributes[name], *items = before
+    if isinstance(before[0], dict):
+        before[0].clear()
+        before[0].update(zip(items[::2], items[1::2], strict=True))
+    elif isinstance(before[0], list):
+        before[0][:] = items
 
 
 def unshare(model: nn.Module, lender: nn.Module) -> None:

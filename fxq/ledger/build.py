@@ -98,31 +98,25 @@ def _workers(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Origin
     values = {info(user).origins: user for user in taken}
     if about.plans:
         for part, op, plan in zip(parts, inside, about.plans, strict=True):
-            yield _worker(values.get(part, node), plan.decision, plan.cost, (part,), (op,), original)
+            yield _Worker(values.get(part, node), plan.decision, plan.cost, *_ops_of((part,), (op,), original))
     else:
         cost, decision = about.plan.cost if about.plan is not None else None, _decision(gm, node, view.kind, lowered)
-        yield _worker(values.get(parts[-1], node), decision, cost, parts, inside, original)
+        yield _Worker(values.get(parts[-1], node), decision, cost, *_ops_of(parts, inside, original))
 
 
-def _worker(
-    node: fx.Node,
-    decision: Decision,
-    cost: Cost | None,
-    parts: tuple[tuple[str, ...], ...],
-    inside: tuple[str, ...],
-    original: Original,
-) -> _Worker:
+def _ops_of(
+    parts: tuple[tuple[str, ...], ...], inside: tuple[str, ...], original: Original
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The ops that parts of a node run, by their origins and what is inside, and those that went into their weights."""
     by_origin = original.by_origin
     runs: list[str] = []
     absorbs: list[str] = []
     for i, part in enumerate(parts):
         known = list(dict.fromkeys(by_origin[o] for o in part if by_origin.get(o) in original.by_name))
-        named = [
-            name for name in known if len(parts) == len(inside) and original.by_name[name].op == inside[i]
-        ] or known
-        runs += named
-        absorbs += [name for name in known if name not in named]
-    return _Worker(node, decision, cost, tuple(runs), tuple(absorbs))
+        named = [name for name in known if len(parts) == len(inside) and original.by_name[name].op == inside[i]]
+        runs += named or known
+        absorbs += [name for name in known if named and name not in named]
+    return tuple(runs), tuple(absorbs)
 
 
 def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> Decision:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, takewhile
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise, takewhile
 from typing import Literal
 
 from fxq.text.colours import QUIET, Look, tooltip
@@ -76,23 +76,21 @@ def nest(boxes: Sequence[Box], smallest: int = 3) -> Group:
     A module is a run of neighbours whose paths start with it; runs shorter than `smallest` and modules that hold
     nothing but one other module are left out.
     """
-    root = Group("")
-    stack = [root]
-    for box, path in zip(boxes, _filled(boxes), strict=True):
-        parts = path.split(".") if path else []
-        wanted = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        common = 0
-        while common < min(len(wanted), len(stack) - 1) and stack[common + 1].path == wanted[common]:
-            common += 1
-        del stack[common + 1 :]
-        for prefix in wanted[common:]:
-            group = Group(prefix)
-            stack[-1].items.append(group)
-            stack.append(group)
-        stack[-1].items.append(box)
-        for group in stack:
-            group.size += 1
-    return _pruned(root, smallest)
+    return _nested("", list(zip(boxes, _filled(boxes), strict=True)), smallest)
+
+
+def _nested(path: str, run: Sequence[tuple[Box, str]], smallest: int) -> Group:
+    """A module with a run of boxes in it, each with its path."""
+    group, depth = Group(path, size=len(run)), len(path.split(".")) if path else 0
+    for inside, part in groupby(run, lambda one: ".".join(one[1].split(".")[: depth + 1])):
+        found = list(part)
+        if inside == path:
+            group.items += [box for box, _ in found]
+            continue
+        inner = _nested(inside, found, smallest)
+        is_frame = inner.size >= smallest and not (len(inner.items) == 1 and isinstance(inner.items[0], Group))
+        group.items += [inner] if is_frame else inner.items
+    return group
 
 
 def _filled(boxes: Sequence[Box]) -> list[str]:
@@ -113,21 +111,6 @@ def _shared(a: str, b: str) -> list[str]:
     """The modules that two paths have in common, from the outermost."""
     pairs = zip(a.split("."), b.split("."), strict=False)
     return [x for x, y in takewhile(lambda pair: pair[0] == pair[1], pairs) if x]
-
-
-def _pruned(group: Group, smallest: int) -> Group:
-    items: list[Box | Group] = []
-    for item in group.items:
-        if isinstance(item, Box):
-            items.append(item)
-            continue
-        inner = _pruned(item, smallest)
-        only = inner.items[0] if len(inner.items) == 1 else None
-        if inner.size < smallest:
-            items.extend(inner.items)
-        else:
-            items.append(only if isinstance(only, Group) else inner)
-    return replace(group, items=items)
 
 
 def boxes_of(group: Group) -> list[Box]:

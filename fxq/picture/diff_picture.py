@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 
@@ -14,7 +14,7 @@ from fxq.graph.view import GraphView, NodeView
 from fxq.picture.columns import Arrow, Box, Pen, Picture
 from fxq.picture.diff_summary import MARKS, alike
 from fxq.picture.graph_changes import Change, GraphChanges
-from fxq.picture.graph_picture import constants_read, header, node_box
+from fxq.picture.graph_picture import constants_read, drawn, header, node_box
 from fxq.text.colours import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
 from fxq.text.colours import Change as Mark
 
@@ -58,7 +58,7 @@ class BothGraphs:
     def __init__(self, diff: GraphChanges) -> None:
         self.diff = diff
         self.old_constants, self.new_constants = constants_read(diff.before), constants_read(diff.after)
-        self.nodes = {**_drawn(diff.before, self.old_constants), **_drawn(diff.after, self.new_constants)}
+        self.nodes = {node.name: node for node in (*drawn(diff.before), *drawn(diff.after))}
         self.changes: dict[str, Change] = {change.name: change for change in diff.changed}
         self.rewired = set(diff.rewired)
         self.mark: dict[str, Mark] = {}
@@ -154,9 +154,12 @@ class BothGraphs:
                 yield f"unchanged {i}.{bisect(cuts, position[name])}", name
 
     def _box(self, name: str) -> Box:
-        node, mark = self.nodes[name], self.mark.get(name)
-        constants = (self.old_constants if mark == "removed" else self.new_constants).get(name, ())
-        return node_box(node, constants, mark, list(_joined(self.texts(name))))
+        changes = [Line(text, "change") for text in self.texts(name)]
+        return node_box(self.nodes[name], self.constants(name), self.mark.get(name), changes)
+
+    def constants(self, name: str) -> Sequence[NodeView]:
+        """What a node reads of constants: they are a line in its box."""
+        return (self.old_constants if self.mark.get(name) == "removed" else self.new_constants).get(name, ())
 
     def _group_box(self, key: str, names: list[str]) -> Box:
         nodes = [self.nodes[name] for name in names]
@@ -170,7 +173,7 @@ class BothGraphs:
         return Box(key, label, height, tip, nodes[0].path)
 
     def texts(self, name: str) -> list[str]:
-        """What changed at a node. The body of a unit is in its box anyway."""
+        """What changed at a node, on as few lines as it fits on. The body of a unit is in its box anyway."""
         texts: list[str] = []
         if name in self.changes:
             texts += [text for field, text in self.changes[name].by_field.items() if field != "body"]
@@ -179,10 +182,9 @@ class BothGraphs:
                 what, fields = constant.label.rpartition(".")[2], self.changes[constant.name].by_field
                 texts += [f"{what} {fields[field]}" for field in ("shape", "dtype") if field in fields]
         if name in self.rewired:
-            old, new = self.diff.before[name].inputs, self.diff.after[name].inputs
-            lost, gained = [n for n in old if n not in new], [n for n in new if n not in old]
+            lost, gained = self.diff.reads(name)
             texts.append(f"reads {', '.join(lost) or '–'} → {', '.join(gained) or '–'}")
-        return texts
+        return list(_joined(texts))
 
 
 def _happened(diff: GraphChanges) -> dict[str, int]:
@@ -191,21 +193,16 @@ def _happened(diff: GraphChanges) -> dict[str, int]:
     return {" ".join(filter(None, (MARKS[mark], what, how))): len(names) for (mark, what, how, _), names in frequent}
 
 
-def _joined(texts: Iterable[str]) -> Iterator[Line]:
+def _joined(texts: Iterable[str]) -> Iterator[str]:
     """The texts on as few lines as they fit on."""
     line = ""
     for text in texts:
         if line and len(line) + len(text) > WIDEST:
-            yield Line(line, "change")
+            yield line
             line = ""
         line = f"{line}; {text}" if line else text
     if line:
-        yield Line(line, "change")
-
-
-def _drawn(graph: GraphView, constants: Mapping[str, list[NodeView]]) -> dict[str, NodeView]:
-    folded = {constant.name for read in constants.values() for constant in read}
-    return {node.name: node for node in graph if node.name not in folded}
+        yield line
 
 
 def _merged(arrows: Iterable[Arrow]) -> tuple[Arrow, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import networkx as nx
 
@@ -85,9 +84,9 @@ def _replaced(diff: GraphChanges) -> Iterator[tuple[list[str], list[str]]]:
     yield from parts.values()
 
 
-def _labels(nodes: Iterable[NodeView]) -> str:
-    """The ops, each once, with how many there are."""
-    counts = Counter(node.label for node in nodes)
+def _labels(nodes: Iterable[NodeView], constants: bool = True) -> str:
+    """The ops, each once, with how many there are; `constants`: by the names of their weights."""
+    counts = Counter(node.label if constants or node.kind != "constant" else "constant" for node in nodes)
     return ", ".join(label if count == 1 else f"{count} {label}" for label, count in counts.items())
 
 
@@ -105,16 +104,11 @@ def _how(change: Change) -> str:
 
 def _reads(diff: GraphChanges, name: str) -> str:
     """What a node reads instead of what, as ops."""
-    old, new = diff.before[name].inputs, diff.after[name].inputs
-    lost = [diff.before[n] for n in old if n not in new]
-    gained = [diff.after[n] for n in new if n not in old]
-    sides = (_labels(_anonymous(nodes)) or "nothing" for nodes in (lost, gained))
-    return f"reads {' → '.join(sides)}" if lost or gained else "reads the same in another order"
-
-
-def _anonymous(nodes: Iterable[NodeView]) -> Iterator[NodeView]:
-    """The nodes, constants without the names of their weights."""
-    return (replace(node, label="constant") if node.kind == "constant" else node for node in nodes)
+    lost, gained = diff.reads(name)
+    if not lost and not gained:
+        return "reads the same in another order"
+    sides = [diff.before[n] for n in lost], [diff.after[n] for n in gained]
+    return f"reads {' → '.join(_labels(nodes, constants=False) or 'nothing' for nodes in sides)}"
 
 
 def _by(diff: GraphChanges, name: str) -> str:

@@ -78,6 +78,11 @@ class GraphChanges:
         gained = ((name, (o for o in _origins(new) if o not in _origins(old))) for name, old, new in both)
         return {name: heirs for name, heirs in self._heirs(gained).items() if name not in self.became}
 
+    def reads(self, name: str) -> tuple[list[str], list[str]]:
+        """What a node of both graphs no longer reads, and what it reads instead, by name."""
+        old, new = self.before[name].inputs, self.after[name].inputs
+        return [n for n in old if n not in new], [n for n in new if n not in old]
+
     def _heirs(self, stand_for: Iterable[tuple[str, Iterable[str]]]) -> dict[str, tuple[str, ...]]:
         """For each removed node, which of the nodes stand for one of its origins; those without any are left out."""
         heirs: dict[str, list[str]] = {}

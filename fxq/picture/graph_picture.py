@@ -34,13 +34,17 @@ def render(graph: GraphView, path: str | Path, *, title: str = "") -> Path:
 
 def picture(graph: GraphView, title: str) -> Picture:
     """The graph as boxes and arrows."""
-    constants = constants_read(graph)
-    folded = {constant.name for group in constants.values() for constant in group}
-    drawn = [node for node in graph if node.name not in folded]
-    boxes = tuple(node_box(node, constants.get(node.name, ())) for node in drawn)
-    known = {node.name for node in drawn}
-    arrows = dict.fromkeys(Arrow(name, node.name) for node in drawn for name in node.inputs if name in known)
-    return Picture(_header(title, drawn), boxes, tuple(arrows))
+    constants, nodes = constants_read(graph), drawn(graph)
+    boxes = tuple(node_box(node, constants.get(node.name, ())) for node in nodes)
+    known = {node.name for node in nodes}
+    arrows = dict.fromkeys(Arrow(name, node.name) for node in nodes for name in node.inputs if name in known)
+    return Picture(_header(title, nodes), boxes, tuple(arrows))
+
+
+def drawn(graph: GraphView) -> list[NodeView]:
+    """The nodes that have a box: constants are a line in the boxes of their readers."""
+    read = {name for node in graph for name in node.inputs}
+    return [node for node in graph if node.kind != "constant" or node.name not in read]
 
 
 def constants_read(graph: GraphView) -> dict[str, list[NodeView]]:
@@ -58,22 +62,21 @@ def node_box(
     node: NodeView, constants: Sequence[NodeView] = (), change: Change | None = None, changes: Iterable[Line] = ()
 ) -> Box:
     """The box of a node; `change` frames it, `changes` are more lines that say what changed."""
-    look = LOOKS.get(node.kind, LOOKS["op"])
-    weights = [] if look.pill else [Line(text) for text in _weights(constants)]
-    lines = [*node_lines(node), *weights, *changes]
+    look, lines = LOOKS.get(node.kind, LOOKS["op"]), [*node_lines(node, constants), *changes]
     label, height = box(look, node.label or node.name, lines, change)
     return Box(node.name, label, height, node_tooltip(node, constants), node.path)
 
 
-def node_lines(node: NodeView) -> list[Line]:
-    """What stands in the box of a node below its op, but for its constants."""
+def node_lines(node: NodeView, constants: Sequence[NodeView] = ()) -> list[Line]:
+    """What stands in the box of a node below its op."""
     grid = [Line(_grid(node), "scale")] if node.scale else []
     if LOOKS.get(node.kind, LOOKS["op"]).pill:
         texts = [node.label if node.kind == "constant" else node.name, _value(node)]
         return [Line(line.text) for line in (*map(Line, texts), *grid) if line.text]
     body = [Line(text, "value") for text in (_body(node.body) if node.body else ())]
     lines = [Line(node.name, "name"), *body, Line(_short(node.options)), Line(_value(node), "value"), *grid]
-    return [line for line in (*lines, Line(node.reason, "warn")) if line.text]
+    weights = [Line(text) for text in _weights(constants)]
+    return [line for line in (*lines, Line(node.reason, "warn"), *weights) if line.text]
 
 
 def _value(node: NodeView) -> str:
@@ -101,15 +104,11 @@ def _weights(constants: Sequence[NodeView]) -> list[str]:
     """The constants of a node, those of one shape and type on one line."""
     groups: dict[str, list[str]] = defaultdict(list)
     for constant in constants:
-        groups[constant_type(constant)].append(constant.label.rpartition(".")[2] or constant.name)
+        dtype = "" if constant.dtype in ("", "float32") else f" {constant.dtype}"
+        per = " per channel" if "axis" in constant.scale else ""
+        what = f"{'×'.join(map(str, constant.shape or ())) or 'scalar'}{dtype}{per}"
+        groups[what].append(constant.label.rpartition(".")[2] or constant.name)
     return [f"{', '.join(names)} {what}" for what, names in groups.items()]
-
-
-def constant_type(constant: NodeView) -> str:
-    """Shape and type of a constant as the box of its reader says them."""
-    dtype = "" if constant.dtype in ("", "float32") else f" {constant.dtype}"
-    per = " per channel" if "axis" in constant.scale else ""
-    return f"{'×'.join(map(str, constant.shape or ())) or 'scalar'}{dtype}{per}"
 
 
 def node_tooltip(node: NodeView, constants: Sequence[NodeView] = ()) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from fxq.graph.view import NodeView
 from fxq.picture.diff import diff
 from fxq.picture.diff_picture import BothGraphs
-from fxq.picture.graph_picture import constant_type, node_lines
+from fxq.picture.graph_picture import constants_read, node_lines
 from fxq.pipeline.history import History, Snapshot
-from fxq.text.colours import CHANGES, LOOKS
+from fxq.text.colours import CHANGES, LOOKS, Look, clip
 
 _DEFAULTS = {f.name: f.default for f in fields(NodeView) if f.default is not MISSING}
 
@@ -19,7 +19,7 @@ Data = dict[str, Any]
 
 
 class Nodes:
-    """The nodes of any number of graphs, each that looks the same kept once.
+    """The nodes of any number of graphs, each that looks the same, with the constants that it reads, kept once.
 
     Attributes:
         records: the nodes as plain data, with the lines of their boxes; fields that have their default are left out.
@@ -27,25 +27,24 @@ class Nodes:
 
     def __init__(self) -> None:
         self.records: list[Data] = []
-        self._by_id: dict[int, int] = {}  # most snapshots share their views: looked up before their values are hashed
-        self._by_value: dict[NodeView, int] = {}
+        self._by_id: dict[tuple[int, ...], int] = {}  # most snapshots share their views: no values are hashed then
+        self._by_value: dict[tuple[NodeView, ...], int] = {}
 
-    def index(self, node: NodeView) -> int:
+    def index(self, node: NodeView, constants: Sequence[NodeView]) -> int:
         """The place of a node among the records."""
-        known = self._by_id.get(id(node))
-        if known is None:
-            known = self._by_value.setdefault(node, len(self.records))
-            self._by_id[id(node)] = known
-            if known == len(self.records):
-                self.records.append(_record(node))
-        return known
+        views = (node, *constants)
+        key = tuple(map(id, views))
+        if key not in self._by_id:
+            self._by_id[key] = self._by_value.setdefault(views, len(self.records))
+            if self._by_id[key] == len(self.records):
+                self.records.append(_record(node, constants))
+        return self._by_id[key]
 
 
-def _record(node: NodeView) -> Data:
+def _record(node: NodeView, constants: Sequence[NodeView]) -> Data:
     values = {f.name: getattr(node, f.name) for f in fields(node)}
-    record = {name: value for name, value in values.items() if value != _DEFAULTS.get(name, MISSING)}
-    record["lines"] = [[line.role, line.text] for line in node_lines(node)]
-    return {**record, "type": constant_type(node)} if node.kind == "constant" else record
+    lines = [[line.role, clip(line.text)] for line in node_lines(node, constants)]
+    return {**{k: v for k, v in values.items() if v != _DEFAULTS.get(k, MISSING)}, "lines": lines}
 
 
 def passes(history: History, nodes: Nodes) -> list[Data]:
@@ -68,7 +67,8 @@ def graph_records(graphs: Iterable[tuple[str, Snapshot]], nodes: Nodes) -> Itera
     """Graphs, each after a name, as passes of which no more is known than what differs from the graph before."""
     before: Snapshot | None = None
     for name, snapshot in graphs:
-        places = [nodes.index(node) for node in snapshot.graph]
+        read = constants_read(snapshot.graph)
+        places = [nodes.index(node, read.get(node.name, ())) for node in snapshot.graph]
         yield {"name": name, "nodes": places, "rewrites": [], "near": [], "diff": _diff(before, snapshot, nodes)}
         before = snapshot
 
@@ -79,7 +79,7 @@ def _diff(before: Snapshot | None, after: Snapshot, nodes: Nodes) -> Data | None
         return None
     both = BothGraphs(diff(before, after))
     return {
-        "order": [nodes.index(both.nodes[name]) for name in both.order],
+        "order": [nodes.index(both.nodes[name], both.constants(name)) for name in both.order],
         "mark": both.mark,
         "told": {name: texts for name in both.mark if (texts := both.texts(name))},
         "became": both.became,
@@ -88,11 +88,8 @@ def _diff(before: Snapshot | None, after: Snapshot, nodes: Nodes) -> Data | None
 
 def looks() -> Data:
     """How kinds of nodes and changes look, for the page: colours have one home, `fxq/text/colours.py`."""
-    return {"looks": _looks(LOOKS), "changes": _looks(CHANGES)}
-
-
-def _looks(table: Mapping[Any, Any]) -> Data:
-    return {name: asdict(look) for name, look in table.items()}
+    tables: dict[str, Mapping[Any, Look]] = {"looks": LOOKS, "changes": CHANGES}
+    return {table: {name: asdict(look) for name, look in looks.items()} for table, looks in tables.items()}
 
 
 def number(value: float, digits: int = 5) -> float | str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
@@ -54,18 +54,16 @@ def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
     Raises:
         InputError: one of them was no plain tensor.
     """
-    args, kwargs = list[Tensor](), dict[str, Tensor]()
+    made: dict[str | int, Tensor] = {}
     for i, one in enumerate(inputs):
         if one.shape is None or one.dtype is None:
-            what = repr(one.name) if one.name else str(i)
-            raise InputError(f"input {what} is no plain tensor; give example_inputs= to time the model with.")
+            raise InputError(
+                f"input {one.name or i!r} is no plain tensor; give example_inputs= to time the model with."
+            )
         make = torch.randn if one.dtype.is_floating_point else torch.zeros
-        value = make(one.shape, dtype=one.dtype, device=device)
-        if one.name:
-            kwargs[one.name] = value
-        else:
-            args.append(value)
-    return Batch(tuple(args), kwargs)
+        made[one.name or i] = make(one.shape, dtype=one.dtype, device=device)
+    named = {name: value for name, value in made.items() if isinstance(name, str)}
+    return Batch(tuple(made.values())[: len(made) - len(named)], named)
 
 
 def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> Latency:
@@ -81,30 +79,26 @@ def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> 
     """
     why = _not_timed(real, batch)
     with torch.no_grad(), without_autocast(), seeded(), ExitStack() as kept:
-        for module in (model, *([real] if real is not None else [])):
+        calls: dict[str, Callable[[], object]] = {}
+        for name, module in {"int8": model, **({"float": real} if real is not None and not why else {})}.items():
             kept.enter_context(untouched(module))
-        calls = {"int8": _call(model, batch)}
-        try:
-            calls["int8"]()
-        except Exception as error:  # whatever a module that was kept as it is raises
-            raise InputError(f"the model does not run on {batch}: {type(error).__name__}: {words_of(error)}") from error
-        if real is not None and not why:
+            given = copied(batch)  # a model may change its inputs in place
+            call = partial(module, *given.args, **given.kwargs)
             try:
-                (call := _call(real, batch))()
-                calls["float"] = call
-            except Exception as error:
-                why = f"the float model does not run on {batch}: {type(error).__name__}: {words_of(error)}"
-        wait = _wait_for(device_of(model))
-        medians = interleaved(calls, wait)
-        nodes = _nodes(model, batch, wait)
+                call()
+            except Exception as error:  # whatever a module that was kept as it is raises
+                which = "the float model" if name == "float" else "the model"
+                why = f"{which} does not run on {batch}: {type(error).__name__}: {words_of(error)}"
+                if name == "int8":
+                    raise InputError(why) from error
+                continue
+            calls[name] = call
+        # a CPU has done by then what it was given
+        wait = torch.accelerator.synchronize if device_of(model) != "cpu" else lambda: None
+        medians, nodes = interleaved(calls, wait), _nodes(model, batch, wait)
     count = torch.get_num_threads()
     text = f"{str(batch)[1:-1]}, {count} {'thread' if count == 1 else 'threads'}"
     return Latency(medians.get("float"), medians["int8"], why, text, nodes)
-
-
-def _wait_for(device: str) -> Callable[[], None]:
-    """Waits until a device has done what it was given; a CPU has by then."""
-    return (lambda: None) if device == "cpu" else torch.accelerator.synchronize
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], wait: Callable[[], None]) -> dict[str, float]:
@@ -153,11 +147,6 @@ def _timed(times: list[float], wait: Callable[[], None]) -> Iterator[None]:
 def _median(times: Sequence[float]) -> float:
     """In microseconds; the first call, which packs weights, counts only where it is the only one."""
     return 1e6 * statistics.median(times[1:] or times)
-
-
-def _call(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    given = copied(batch)  # a model may change its inputs in place
-    return lambda: model(*given.args, **given.kwargs)
 
 
 def _not_timed(real: nn.Module | None, batch: Batch) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxq.tracing.proxies import FILLS, RANDOM, Origin, found_in
@@ -25,7 +24,7 @@ def origin_of(kind: str, target: Any, args: Any, kwargs: Any) -> Origin:
         args: its arguments, with traced values.
         kwargs: the same by name.
     """
-    name = _name(target)
+    name = function_name(target)
     if kind == "call_module" or name in RANDOM or name in FILLS:
         return Origin.DATA
     inputs = list(found_in((args, kwargs)))
@@ -39,7 +38,7 @@ def _sizes_of(value: Any) -> Origin:
     return min(value._origin, Origin.SIZES) if isinstance(value._value, Tensor) else value._origin
 
 
-def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket.__name__)
-    return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
+def function_name(target: Any) -> str:
+    """The name of what a node calls, without its overload; empty where it has none."""
+    packet = getattr(target, "overloadpacket", target)
+    return packet if isinstance(packet, str) else str(getattr(packet, "__name__", ""))

@@ -18,6 +18,7 @@ from fxq.errors import InputError, RecipeError
 from fxq.graph.guards import check_sizes
 from fxq.graph.query import arguments_of
 from fxq.graph.run import Runner
+from fxq.tracing.dependence import function_name
 from fxq.tracing.proxies import is_value
 
 _ASSERTIONS = ("_assert", "sym_constrain_range")
@@ -90,7 +91,7 @@ class _ProgramRunner(Runner):
 
     def compute(self, node: fx.Node) -> Any:
         """The value of a node; None for the exporter's assertions: what they say of sizes is checked at the inputs."""
-        self.owner.at, name = node, _name(node.target) if node.op == "call_function" else ""
+        self.owner.at, name = node, function_name(node.target) if node.op == "call_function" else ""
         if name.startswith(_ASSERTIONS):
             return None
         if name == "wrap_with_set_grad_enabled":
@@ -108,7 +109,7 @@ def _check(graph: fx.Graph) -> None:
             "keeps no state between calls. Export the model in eval mode, without such changes, or give the model."
         )
     for node in graph.nodes:
-        at = _TRAINING.get(_name(node.target)) if node.op == "call_function" else None
+        at = _TRAINING.get(function_name(node.target)) if node.op == "call_function" else None
         if at is not None and node.args[at : at + 1] == (True,):
             raise InputError(
                 f"the program was exported in train mode ({node.name}, {_line(node)}). Call model.eval() before "
@@ -127,11 +128,6 @@ def _overwritten(node: fx.Node) -> list[fx.Node]:
         return []
     written = [v for a, v in zip(schema.arguments, node.args, strict=False) if a.alias_info and a.alias_info.is_write]
     return [v for v in written if isinstance(v, fx.Node)]
-
-
-def _name(target: Any) -> str:
-    packet = getattr(target, "overloadpacket", target)
-    return str(getattr(packet, "__name__", packet))
 
 
 def _path(node: fx.Node) -> str:

@@ -60,31 +60,23 @@ def arguments(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> lis
         RecipeError: a fixed value is of no argument, is no plain value, or is another one than the batch gives.
     """
     found: list[Argument] = []
-    parameters = inspect.signature(model.forward).parameters.values()
-    given, named = list(example.args), dict(example.kwargs)
-    _check_concrete(fixed, [p.name for p in parameters])
+    signature = inspect.signature(model.forward)
+    given = signature.bind_partial(*example.args, **example.kwargs).arguments
+    _check_concrete(fixed, list(signature.parameters))
     missing, late = [], False
-    for p in sorted(parameters, key=lambda p: p.kind is p.VAR_POSITIONAL):
+    for p in signature.parameters.values():
         if p.kind is p.VAR_POSITIONAL:
-            found.append(Argument(f"*{p.name}", tuple(given)))
+            found.append(Argument(f"*{p.name}", given.get(p.name, ())))
             continue
         if p.kind is p.VAR_KEYWORD:
+            named = given.get(p.name, {})
             found.extend(Argument(name, value, (None,), keyword_only=True, late=True) for name, value in named.items())
             continue
-        default = () if p.default is p.empty else (p.default,)
-        if p.name in fixed:
-            default = (fixed[p.name],)
-        positional = bool(given) and p.kind is not p.KEYWORD_ONLY
-        left_out = not positional and p.name not in named
-        if positional:
-            value = given.pop(0)
-        elif not left_out:
-            value = named.pop(p.name)
-        elif default:
-            value = default[0]
-        else:
+        default = (fixed[p.name],) if p.name in fixed else () if p.default is p.empty else (p.default,)
+        if p.name not in given and not default:
             missing.append(p.name)
             continue
+        value = given.get(p.name, *default)
         if p.name in fixed and value != fixed[p.name]:
             raise RecipeError(f"concrete_args fixes {p.name}={fixed[p.name]!r}, and the data gives {value!r}.")
         behind, late = late and not default, late or bool(default)
@@ -93,11 +85,11 @@ def arguments(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> lis
                 p.name,
                 value,
                 (None,) if behind else default,
-                positional,
-                left_out and p.name not in fixed,
-                p.kind is p.KEYWORD_ONLY,
-                p.name in fixed,
-                behind,
+                positional=p.name in given and p.name not in example.kwargs,
+                left_out=p.name not in given and p.name not in fixed,
+                keyword_only=p.kind is p.KEYWORD_ONLY,
+                fixed=p.name in fixed,
+                late=behind,
             )
         )
     if missing:

@@ -3,8 +3,9 @@
 import pytest
 
 import fxq
-from fxq.picture.graph_picture import constant_type
+from fxq.picture.graph_picture import constants_read, node_lines
 from fxq.report.report import report_data
+from fxq.text.colours import clip
 from tests.helpers import REFERENCE
 from tests.models import batch, build
 
@@ -23,18 +24,20 @@ def test_nodes_say_all_that_their_views_say(qmodel, data):
     last = {data["nodes"][i]["name"]: data["nodes"][i] for i in data["passes"][-1]["nodes"]}
     defaults = {"body": (), "options": "", "inputs": (), "path": "", "source": "", "made_by": "", "shape": None}
     defaults |= {"dtype": "", "scale": "", "zero_point": "", "reason": "", "note": "", "origins": ()}
+    constants = constants_read(qmodel.history[-1].graph)
     for node in qmodel.history[-1].graph:
         found = {**defaults, **last[node.name]}
         lines = [text for _, text in found.pop("lines")]
-        assert found.pop("type", None) == (constant_type(node) if node.kind == "constant" else None)
         assert found == vars(node)
-        assert (node.label if node.kind == "constant" else node.name) in lines and (
-            not node.reason or node.reason in lines
-        )
+        assert lines == [clip(line.text) for line in node_lines(node, constants.get(node.name, ()))]
+        assert clip(node.label if node.kind == "constant" else node.name) in lines
+    (conv,) = [last[node.name] for node in qmodel.history[-1].graph if node.path == "stem" and node.kind == "int8"]
+    assert ["detail", "bias 8"] in conv["lines"]
 
 
 def test_nodes_that_look_the_same_are_there_once(qmodel, data):
-    views = {node for snapshot in qmodel.history for node in snapshot.graph}
+    graphs = [(snapshot.graph, constants_read(snapshot.graph)) for snapshot in qmodel.history]
+    views = {(node, *constants.get(node.name, ())) for graph, constants in graphs for node in graph}
     assert len(data["nodes"]) == len(views)
     assert sum(len(p["nodes"]) for p in data["passes"]) > 2 * len(views)
 

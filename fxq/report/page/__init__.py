@@ -23,8 +23,6 @@ SCRIPTS = (
     "groups.js",
     "boxes.js",
     "scene.js",
-    "pieces.js",
-    "slices.js",
     "layout.js",
     "columns.js",
     "arrange.js",
@@ -66,22 +64,18 @@ def page(data: dict[str, Any]) -> str:
 @cache
 def _static() -> str:
     """The page without title and data; `$` of the scripts is doubled, as `Template` wants it."""
-    libraries = "\n".join(f"<script>/*\n{_licence(name)}\n*/\n{_library(name)}</script>" for name in LIBRARIES)
-    own = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    script = f'<script>\n"use strict";\n(() => {{\n{own}\n}})();\n</script>'
+    licences = {file: _read(f"vendor/{name}.LICENSE.txt").strip() for name, file in LIBRARIES.items()}
+    libraries = [f"<script>/*\n{text}\n*/\n{_read(f'vendor/{file}')}</script>" for file, text in licences.items()]
+    own = "\n".join(map(_read, SCRIPTS))
     parts = {
-        "style": "\n".join((HERE / name).read_text(encoding="utf-8") for name in STYLES),
-        "libraries": libraries,
-        "script": script,
+        "style": "\n".join(map(_read, STYLES)),
+        "libraries": "\n".join(libraries),
+        "script": f'<script>\n"use strict";\n(() => {{\n{own}\n}})();\n</script>',
     }
-    return Template((HERE / "index.html").read_text(encoding="utf-8")).safe_substitute(
+    return Template(_read("index.html")).safe_substitute(
         {name: part.replace("$", "$$") for name, part in parts.items()}
     )
 
 
-def _library(name: str) -> str:
-    return (HERE / "vendor" / LIBRARIES[name]).read_text(encoding="utf-8")
-
-
-def _licence(name: str) -> str:
-    return (HERE / "vendor" / f"{name}.LICENSE.txt").read_text(encoding="utf-8").strip()
+def _read(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")

@@ -24,29 +24,10 @@ function arrange(scene) {
 
 function arrangeAnew(scene) {
   const picture = { scene, root: null, places: new Map(), boxes: 0, version: opened.version };
-  picture.root = place(measure(scene.root, innerOf(scene)), 0, 0, picture);
-  return { ...picture, width: picture.root.width, height: picture.root.height };
-}
-
-/** Lay out a scene ahead of time, a little with each step. @param {() => Scene} make */
-function* arrangeSlowly(make) {
-  const scene = make();
-  yield;
-  const inner = innerOf(scene);
-  yield;
-  for (const child of scene.root.children) {
-    if (!isGroupOf(child) || !isOpen(child)) continue;
-    measure(child, inner); // what was laid out is kept by content
-    yield;
-  }
-  arrange(scene);
-}
-
-/** What runs in each open group. */
-function innerOf(scene) {
-  const inner = new Map();
+  const inner = new Map(); // what runs in each open group
   for (const edge of scene.edges) addInner(inner, edge);
-  return inner;
+  picture.root = place(measure(scene.root, inner), 0, 0, picture);
+  return { ...picture, width: picture.root.width, height: picture.root.height };
 }
 
 const noLines = () => ({ ins: new Map(), outs: new Map(), pairs: new Map() });
@@ -95,6 +76,7 @@ function measure(group, inner) {
   const children = group.children.map((child) => (isGroupOf(child) && isOpen(child) ? measure(child, inner) : child));
   const ports = (n) => new Array(n).fill(0);
   const parts = {
+    isRoot: group.parent === null,
     ins,
     outs,
     widths: [...ports(ins).fill(12), ...children.map((c) => c.width ?? c.box.width), ...ports(outs).fill(12)],
@@ -103,7 +85,7 @@ function measure(group, inner) {
   };
   for (const { tail, head } of lines.pairs.values())
     parts.edges.push([tail < 0 ? -1 - tail : ins + tail, head >= 1e6 ? ins + count + head - 1e6 : ins + head]);
-  const arranged = flowOf(parts, group.parent === null);
+  const arranged = flowOf(JSON.stringify(parts));
   const inX = new Map([...lines.ins].map(([value, k]) => [value, arranged.x[k] + 6]));
   const outX = new Map([...lines.outs].map(([value, k]) => [value, arranged.x[ins + count + k] + 6]));
   const title = group.parent ? textWidth(clip(group.title), 12, "bold") + 70 : 0;
@@ -112,12 +94,12 @@ function measure(group, inner) {
   return { group, children, lines, ins, arranged, inX, outX, indent, width, height: arranged.height + FRAME.head + FRAME.bottom };
 }
 
-/** The arranged parts of a group, kept by content. */
-function flowOf(parts, isRoot) {
+/** The arranged parts of a group as JSON: kept by content, which has no names. @returns {Arranged} */
+const flowOf = memo((text) => {
+  const parts = JSON.parse(text);
   if (!parts.widths.length) return { x: [], y: [], strokes: [], width: 0, height: 0 };
-  const arranged = () => (isRoot ? inColumns(parts, layoutFlow(parts), 1.2, 700) : inColumns(parts, layoutFlow(parts), 0.9, 1000));
-  return alike(`${isRoot}|${parts.ins}|${parts.outs}`, parts.widths, parts.heights, parts.edges, "", arranged);
-}
+  return parts.isRoot ? inColumns(parts, layoutFlow(parts), 1.2, 700) : inColumns(parts, layoutFlow(parts), 0.9, 1000);
+});
 
 /** Give an open group its place, and everything in it. @returns {Frame} */
 function place(measured, x, y, picture) {

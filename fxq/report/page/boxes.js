@@ -1,4 +1,4 @@
-/* What is written in the box of a node, and how large that makes it. The lines are those of `fxq/picture/graph_picture.py`. */
+/* How large what is written in the box of a node makes it. The lines are those of `fxq/picture/graph_picture.py`. */
 
 const HEAD = { size: 13, weight: "bold", height: 24 };
 const LINE = { height: 15, sizes: { name: 10, value: 11.5, scale: 11, detail: 10, warn: 10, change: 10.5 } };
@@ -28,55 +28,25 @@ function clip(text, most = WIDEST) {
   return `${plain.slice(0, most - tail - 1)}…${plain.slice(-tail)}`;
 }
 
-/** `64×32×8×8 · uint8` of a node. */
-function valueOf(node) {
-  const shape = node.shape === null ? "" : node.shape.join("×") || "scalar";
-  return [shape, node.dtype].filter(Boolean).join(" · ");
-}
-
-/** The lines of a node's box; constants of one shape and type are one line. @returns {Line[]} */
-function linesOf(node, constants) {
-  const groups = d3.groups(data.looks[node.kind].pill ? EMPTY : constants, (constant) => constant.type);
-  const nameOf = (constant) => lastPart(constant.label) || constant.name;
-  const weights = groups.map(([type, found]) => ["detail", `${found.map(nameOf).join(", ")} ${type}`]);
-  return [...node.lines, ...weights].map(([role, text]) => ({ role, text: clip(text) }));
-}
-
-/** What changed, as few lines as fit. */
-function changeLines(texts) {
-  const lines = [];
-  for (const text of texts) {
-    const last = lines.length - 1;
-    if (last >= 0 && lines[last].length + text.length < WIDEST) lines[last] += `; ${text}`;
-    else lines.push(text);
-  }
-  return lines.map((text) => ({ text: clip(text), role: "change" }));
-}
-
-/** Boxes of nodes, by what is in them: passes share them. */
-const plainBoxes = new Map();
-
-/** The box of a node. `mark`: how it changed; `told`: what changed, as text.
- * @param {NodeRecord} node @param {NodeRecord[]} constants @returns {Box} */
-function boxOf(node, constants, mark = "", told = EMPTY) {
-  const key = constants.length ? `${node.id} ${constants.map((c) => c.id).join(" ")}` : node.id;
-  let plain = plainBoxes.get(key);
-  if (!plain) plainBoxes.set(key, (plain = plainBox(node, constants)));
+/** The box of a node. `mark`: how it changed; `told`: what changed, as lines. @param {NodeRecord} node @returns {Box} */
+function boxOf(node, mark, told) {
+  const plain = plainBox(node);
   if (!mark) return plain;
-  const more = changeLines(told);
+  const more = told.map((text) => ({ text: clip(text), role: "change" }));
   const height = plain.height + STRIP + more.length * LINE.height;
-  return { ...plain, lines: more.length ? [...plain.lines, ...more] : plain.lines, width: Math.max(plain.width, widthOf(more)), height };
+  return { ...plain, lines: [...plain.lines, ...more], width: Math.max(plain.width, widthOf(more)), height };
 }
 
-function plainBox(node, constants) {
+/** The same without what changed: passes share it. */
+const plainBox = memo((node) => {
   const look = data.looks[node.kind];
-  const lines = linesOf(node, constants);
+  const lines = node.lines.map(([role, text]) => ({ role, text }));
   const head = clip(node.label, 30);
   const tag = look.pill ? "" : look.tag;
   const width = textWidth(head, HEAD.size, HEAD.weight) + (tag ? textWidth(tag, 10) + 14 : 0) + 20;
   const height = HEAD.height + lines.length * LINE.height + (lines.length ? 7 : 2);
   return { head, tag, pill: look.pill, lines, width: Math.max(rounded(width), widthOf(lines)), height };
-}
+});
 
 /** Few different widths: groups that are alike then have the same layout, which is made once. */
 const rounded = (width) => Math.max(120, Math.ceil(width / 30) * 30);
@@ -95,14 +65,8 @@ const REPLACED = { tag: "replaced", colour: "#8f8f8f", ink: "#ffffff", pill: fal
 function replacedBox(nodes) {
   const lines = nodes.map((node) => ({ text: clip(`${node.label}   ${node.name}`), role: "detail" }));
   const head = `${nodes.length} nodes`;
-  return {
-    head,
-    tag: REPLACED.tag,
-    pill: false,
-    lines,
-    width: widthOf(lines),
-    height: HEAD.height + lines.length * LINE.height + 7 + STRIP,
-  };
+  const height = HEAD.height + lines.length * LINE.height + 7 + STRIP;
+  return { head, tag: REPLACED.tag, pill: false, lines, width: widthOf(lines), height };
 }
 
 /** Which of the nodes of a box stands at a height in it. @param {Item} item */

@@ -3,7 +3,7 @@
 
 const charts = {};
 
-for (const [kind, look] of Object.entries(data.looks ?? {})) {
+for (const [kind, look] of Object.entries(data.looks)) {
   document.documentElement.style.setProperty(`--kind-${kind}`, look.colour);
   document.documentElement.style.setProperty(`--ink-${kind}`, look.ink);
 }
@@ -139,7 +139,7 @@ function bars(rows, label) {
       const bar = el("span.bar");
       bar.style.width = `${(100 * row.value) / most}%`;
       if (row.colour) bar.style.background = row.colour;
-      const name = row.onclick ? el("button.link", { type: "button", onclick: row.onclick }, row.name) : el("span", row.name);
+      const name = row.onclick ? el("button.link", { onclick: row.onclick }, row.name) : el("span", row.name);
       return el(
         "div.barrow",
         { role: "listitem", title: row.title ?? null },

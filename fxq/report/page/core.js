@@ -41,7 +41,7 @@ const tabs = [];
 /** Hooks for tests and for who plays with the page in the console. */
 const hooks = (window.fxq = {});
 
-/** A new element. Children that are strings become text, never markup.
+/** A new element. Children that are strings become text, never markup; a button submits nothing, unless it says so.
  * @param {string} tag  name, with classes: "div.row.wide"
  * @param {...any} parts  attributes, if first: "on…" are listeners, what is null or false is left out; then children
  * @returns {any} */
@@ -49,6 +49,7 @@ function el(tag, ...parts) {
   const [name, ...classes] = tag.split(".");
   const made = document.createElement(name);
   if (classes.length) made.className = classes.join(" ");
+  if (name === "button") made.type = "button";
   const attributes = parts[0]?.constructor === Object ? parts.shift() : {};
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
@@ -58,6 +59,9 @@ function el(tag, ...parts) {
   return made;
 }
 
+/** A button that is a sign, with its meaning. */
+const signButton = (title, sign, id, onclick) => el("button", { id, title, "aria-label": title, onclick }, sign);
+
 /** Add to the list that a map has at a key. */
 function put(map, key, value) {
   if (!map.has(key)) map.set(key, []);
@@ -65,12 +69,7 @@ function put(map, key, value) {
 }
 
 /** How often each value is there. @returns {Map<any, number>} */
-const counts = (values) =>
-  d3.rollup(
-    values,
-    (found) => found.length,
-    (value) => value,
-  );
+const counts = (values) => d3.rollup(values, (found) => found.length, (value) => value);
 
 // ---- state: in the hash, so that a link or a screenshot can be made again
 
@@ -116,6 +115,8 @@ const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 /** Whether the page is dark: as chosen, else as the system is. */
 const isDark = () => (state.theme ? state.theme === "dark" : prefersDark.matches);
 
+const turnTheme = () => go({ theme: isDark() ? "light" : "dark" });
+
 function applyTheme() {
   document.documentElement.dataset.theme = isDark() ? "dark" : "light";
   emit("theme", isDark());
@@ -134,7 +135,7 @@ const duration = (us) => (us >= 1e6 ? `${short(us / 1e6)} s` : us >= 1000 ? `${s
 
 /** A line of code with a button that copies it. @param {string} text */
 function copyable(text) {
-  const button = el("button.copy", { type: "button", title: "copy this line", "aria-label": `copy: ${text}` }, "copy");
+  const button = el("button.copy", { title: "copy this line", "aria-label": `copy: ${text}` }, "copy");
   button.addEventListener("click", async () => {
     await copy(text);
     button.textContent = "copied";

@@ -217,18 +217,16 @@ function flash(pane, names) {
 /** In idle moments, lay out what may be asked for next: the passes around the chosen one first. */
 let warming = 0;
 function warmUp() {
-  const idle = window.requestIdleCallback ?? ((/** @type {any} */ work) => setTimeout(() => work({ timeRemaining: () => 12 }), 30));
+  const idle = window.requestIdleCallback ?? ((/** @type {any} */ work) => setTimeout(work, 30));
   const mine = ++warming;
   const i = chosenPass();
   const make = { graph: [graphScene], diff: [diffScene], side: [beforeScene, afterScene] }[chosenMode()];
   const near = d3.sort(d3.range(passes.length), (k) => Math.abs(k - i - 0.1)).slice(0, MOST_SCENES - 1); // those below first
-  const steps = (function* () {
-    for (const k of near) for (const scene of make) yield* arrangeSlowly(() => scene(k));
-    if (chosenMode() === "graph") yield* arrangeSlowly(() => diffScene(i));
-  })();
-  const work = (deadline) => {
-    do if (mine !== warming || steps.next().done) return;
-    while (deadline.timeRemaining() > 8);
+  const scenes = near.flatMap((k) => make.map((scene) => () => scene(k)));
+  if (chosenMode() === "graph") scenes.push(() => diffScene(i));
+  const work = () => {
+    if (mine !== warming || !scenes.length) return;
+    arrange(scenes.shift()());
     idle(work);
   };
   setTimeout(() => idle(work), 150);

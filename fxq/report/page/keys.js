@@ -22,7 +22,7 @@ function makeHelp() {
     { id: "help", "aria-label": "Keys" },
     el("h2", "Keys"),
     el("table", ...KEYS.map(([keys, what]) => el("tr", el("td", el("kbd", keys)), el("td", what)))),
-    el("form", { method: "dialog" }, el("button", "Close")),
+    el("form", { method: "dialog" }, el("button", { type: "submit" }, "Close")),
   );
   dialog.addEventListener("click", (event) => {
     if (event.target === dialog) dialog.close();

@@ -1,10 +1,10 @@
-/* Where things are inside one group: dagre lays out its parts, we stack them.
+/* Where things are inside one group, by dagre.
 
    A group is laid out by itself. Its children are boxes of known size; a value that enters or leaves is a port, a box
-   without size at the top or the bottom, so that edges run around boxes. A network is mostly a chain: where all that
-   lives is one value, the graph is cut, and dagre is called for the piece between two cuts (pieces.js). */
+   without size at the top or the bottom, so that edges run around boxes. */
 
 const GAP = { rank: 40, node: 26, edge: 14 };
+const MOST_LINES = 4; // of one value, side by side: what more boxes read is one line with branches
 
 /** What is laid out: `widths`, `heights` of the boxes, in-ports first, then children, then out-ports; edges as pairs.
  * @typedef {{ins: number, outs: number, widths: number[], heights: number[], edges: [number, number][]}} Parts
@@ -13,121 +13,97 @@ const GAP = { rank: 40, node: 26, edge: 14 };
 
 /** @param {Parts} parts @returns {Flow} */
 function layoutFlow(parts) {
-  const { widths, edges } = parts;
-  const { order, reading } = topological(parts);
-  const x = new Array(widths.length).fill(0);
-  const y = new Array(widths.length).fill(0);
-  const routes = new Array(edges.length);
-  const sequence = order ?? widths.map((_, k) => k);
-  const cuts = order ? cutsOf(order, reading) : [0, widths.length - 1];
-  const inside = edgesBetween(sequence, cuts, edges);
-  for (let k = 0; k < cuts.length - 1; k++)
-    placePiece(parts, sequence.slice(cuts[k], cuts[k + 1] + 1), inside[k], k === 0, x, y, routes, order !== null);
+  const { widths, heights, edges } = parts;
+  const graph = new dagre.graphlib.Graph();
+  graph.setGraph({ rankdir: "TB", nodesep: GAP.node, edgesep: GAP.edge, ranksep: GAP.rank, rankalign: "top" });
+  for (const [i, width] of widths.entries()) graph.setNode(i, { width, height: heights[i] });
+  const ways = waysOf(graph, edges);
+  holdPorts(graph, parts);
+  dagre.layout(graph);
+  const x = widths.map((width, i) => graph.node(i).x - width / 2);
+  const y = heights.map((height, i) => graph.node(i).y - height / 2);
+  const bottoms = d3.rollup(y.keys(), (row) => d3.max(row, (i) => y[i] + heights[i]), (i) => Math.round(y[i]));
+  const routes = ways.map((way) => {
+    const steps = d3.pairs(way, (from, to) => [...graph.edge(from, to).points.slice(1, -1), graph.node(to)]).flat();
+    const points = steps.slice(0, -1).flatMap((point) => pastBoxes(point, bottoms));
+    return attached(points, way[0], way.at(-1), { x, y, widths, heights }, bottoms);
+  });
   return shifted(parts, { x, y, routes, width: 0, height: 0 });
 }
 
-/** The boxes in an order in which each stands behind what it reads, and late: a source next to who reads it.
- * `reading[i]`: the edges that leave box i, by number. No order where there is a cycle. */
-function topological({ ins, widths, edges }) {
-  const inputs = widths.map(() => []);
-  const reading = widths.map(() => []);
-  for (const [number, [a, b]] of edges.entries()) {
-    inputs[b].push(a);
-    reading[a].push({ to: b, number });
+/** Give the graph its edges; for each, the nodes on its way. A value with many readers has a node where each branches off. */
+function waysOf(graph, edges) {
+  const link = (from, to, weight) => graph.setEdge(from, to, { weight, labeloffset: 0 });
+  const ways = [];
+  for (const [tail, numbers] of d3.group(edges.keys(), (number) => edges[number][0])) {
+    let way = [tail];
+    for (const [k, number] of d3.sort(numbers, (n) => edges[n][1]).entries()) {
+      if (numbers.length > MOST_LINES && k > 0 && k < numbers.length - 1) {
+        const branch = `${tail} ${k}`;
+        graph.setNode(branch, { width: 0, height: 0 });
+        link(way.at(-1), branch, 1);
+        way = [...way, branch];
+      }
+      link(way.at(-1), edges[number][1], 2);
+      ways[number] = [...way, edges[number][1]];
+    }
   }
-  const order = [];
-  const seen = new Uint8Array(widths.length); // 1: on the way, 2: done
-  const visit = (i) => {
-    if (seen[i] === 2) return true;
-    if (seen[i] === 1) return false;
-    seen[i] = 1;
-    for (const input of inputs[i]) if (!visit(input)) return false;
-    seen[i] = 2;
-    order.push(i);
-    return true;
+  return ways;
+}
+
+/** Invisible edges that keep values that enter above all, and what leaves and what nobody reads below. */
+function holdPorts(graph, { ins, outs, widths, edges }) {
+  const hold = (from, to, weight, minlen = 1) => graph.setEdge(from, to, { weight, minlen, labeloffset: 0 });
+  const count = widths.length;
+  const isRead = new Set(edges.map(([a]) => a));
+  const last = outs ? "bottom" : count - 1;
+  if (outs) graph.setNode("bottom", { width: 0, height: 0 });
+  for (let i = count - outs; i < count; i++) hold(i, "bottom", 50);
+  for (let i = ins; i < count - outs; i++) if (!isRead.has(i) && i !== last) hold(i, last, 0, outs ? 2 : 1);
+  if (!ins) return;
+  graph.setNode("top", { width: 0, height: 0 });
+  for (let i = 0; i < ins; i++) hold("top", i, 50);
+  for (const i of besidePorts(ins, edges)) hold("top", i, 0, 2);
+}
+
+/** The boxes that read nothing and would stand as high as the ports, next to what is read with these. */
+function besidePorts(ins, edges) {
+  const rows = new Map(d3.range(ins).map((i) => [i, 0])); // below the ports, at least
+  for (const [a, b] of d3.sort(edges, ([a]) => a)) if (rows.has(a)) rows.set(b, Math.max(rows.get(b) ?? 0, rows.get(a) + 1));
+  const free = new Map();
+  for (const [a, b] of d3.sort(edges, ([a]) => -a))
+    if (!rows.has(a)) free.set(a, Math.min(free.get(a) ?? Infinity, (rows.get(b) ?? free.get(b) ?? Infinity) - 1));
+  const reads = new Set(edges.map(([, b]) => b));
+  return [...free].filter(([i, row]) => row < 1 && !reads.has(i)).map(([i]) => i);
+}
+
+/** A point of an edge; one that passes a row of boxes goes straight down until the row ends. */
+function pastBoxes({ x, y }, bottoms) {
+  const bottom = bottoms.get(Math.round(y));
+  return bottom === undefined || bottom - y < 1 ? [x, y] : [x, y, x, bottom];
+}
+
+/** The points of an edge with its ends on the lower side of one box and the upper side of the other. */
+function attached(points, a, b, { x, y, widths, heights }, bottoms) {
+  const into = (i, wanted) => {
+    const margin = Math.min(14, widths[i] / 2);
+    return Math.max(x[i] + margin, Math.min(x[i] + widths[i] - margin, wanted));
   };
-  for (let i = 0; i < widths.length; i++) {
-    const waits = i >= ins && !inputs[i].length && reading[i].length; // its reader takes it along
-    if (!waits && !visit(i)) return { order: null, reading };
-  }
-  return { order, reading };
-}
-
-/** Places in the order past which only values of the box at that place live: there the graph can be cut. */
-function cutsOf(order, reading) {
-  const place = new Int32Array(order.length);
-  for (const [k, i] of order.entries()) place[i] = k;
-  const cuts = [];
-  let reach = -1;
-  for (const [k, i] of order.entries()) {
-    if (reach <= k) cuts.push(k);
-    for (const { to } of reading[i]) reach = Math.max(reach, place[to]);
-  }
-  return cuts;
-}
-
-/** For each two cuts, the edges between them, by number. */
-function edgesBetween(sequence, cuts, edges) {
-  const piece = new Int32Array(sequence.length); // that a box is in the first part of
-  for (let k = 0; k < cuts.length - 1; k++) for (let at = cuts[k]; at < cuts[k + 1]; at++) piece[sequence[at]] = k;
-  piece[sequence.at(-1)] = cuts.length - 2;
-  const inside = cuts.map(() => []);
-  for (const [number, [a]] of edges.entries()) inside[piece[a]].push(number);
-  return inside;
-}
-
-/** Lay out the boxes of one piece below its first box, which has its place already, unless it is the first piece. */
-function placePiece(parts, members, numbers, isFirst, x, y, routes, isAcyclic) {
-  const { widths, heights, ins, outs } = parts;
-  const index = new Map(members.map((i, k) => [i, k]));
-  const edges = numbers.map((number) => parts.edges[number].map((i) => index.get(i)));
-  const port = members.map((i) => (i < ins ? 1 : i >= widths.length - outs ? 2 : 0));
-  const flow = pieceFlow(
-    members.map((i) => widths[i]),
-    members.map((i) => heights[i]),
-    edges,
-    port,
-    isAcyclic,
-  );
-  const top = members[0];
-  // Turned around where it would lead even further to one side: pieces that all lean to the right would make a slope.
-  const middle = isFirst ? 0 : x[top] + widths[top] / 2;
-  const lean = flow.x.at(-1) + widths[members.at(-1)] / 2 - (flow.x[0] + widths[top] / 2);
-  const turn = middle * lean > 0 ? -1 : 1;
-  const axis = flow.x[0] + widths[top] / 2;
-  const dy = isFirst ? 0 : y[top] - flow.y[0];
-  for (const [k, i] of members.entries()) {
-    x[i] = middle + turn * (flow.x[k] + widths[i] / 2 - axis) - widths[i] / 2;
-    y[i] = flow.y[k] + dy;
-  }
-  for (const [k, number] of numbers.entries())
-    routes[number] = flow.routes[k].map((v, at) => (at % 2 ? v + dy : middle + turn * (v - axis)));
+  const start = into(a, points.length ? points[0] : x[b] + widths[b] / 2);
+  const end = into(b, points.length ? points.at(-2) : x[a] + widths[a] / 2);
+  if (y[b] < y[a]) return [start, y[a], ...points, end, y[b] + heights[b]]; // only where there is a cycle
+  const below = pastBoxes({ x: start, y: y[a] }, bottoms).slice(2); // past higher boxes in its row
+  return [start, y[a] + heights[a], ...below, ...points, end, y[b]];
 }
 
 /** The flow with its top left corner at 0, 0, and its size. */
 function shifted({ widths, heights, ins, outs }, flow) {
-  let [left, right, top, bottom] = [Infinity, -Infinity, Infinity, -Infinity];
-  for (const [i, w] of widths.entries()) {
-    left = Math.min(left, flow.x[i]);
-    right = Math.max(right, flow.x[i] + w);
-    top = Math.min(top, flow.y[i]);
-    bottom = Math.max(bottom, flow.y[i] + heights[i]);
-  }
-  for (const route of flow.routes) {
-    for (let k = 0; k < route.length; k += 2) {
-      left = Math.min(left, route[k]);
-      right = Math.max(right, route[k]);
-    }
-  }
-  // Edges of ports would begin a whole gap away from the frame.
-  if (ins) top += GAP.rank / 2;
-  if (outs) bottom -= GAP.rank / 2;
-  const x = flow.x.map((v) => v - left);
-  const y = flow.y.map((v) => v - top);
-  const routes = flow.routes.map((route) => route.map((v, at) => v - (at % 2 ? top : left)));
-  for (const route of routes) {
-    if (route[1] < 0) route[1] = 0;
-    if (route.at(-1) > bottom - top) route[route.length - 1] = bottom - top;
-  }
-  return { x, y, routes, width: right - left, height: bottom - top };
+  const across = flow.routes.flatMap((route) => route.filter((_, at) => at % 2 === 0));
+  const left = d3.min([...flow.x, ...across]);
+  const right = d3.max([...flow.x.map((v, i) => v + widths[i]), ...across]);
+  const top = d3.min(flow.y) + (ins ? GAP.rank / 2 : 0); // edges of ports would begin a whole gap away from the frame
+  const bottom = d3.max(flow.y, (v, i) => v + heights[i]) - (outs ? GAP.rank / 2 : 0);
+  const within = (v) => Math.max(0, Math.min(bottom - top, v - top));
+  const routes = flow.routes.map((route) => route.map((v, at) => (at % 2 ? within(v) : v - left)));
+  return { x: flow.x.map((v) => v - left), y: flow.y.map((v) => v - top), routes, width: right - left, height: bottom - top };
 }

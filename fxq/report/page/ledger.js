@@ -13,7 +13,7 @@ function sortable(columns, rows, options) {
   const lines = rows.map((row) => ({ row, line: tableRow(columns, row, numbers, options.onclick) }));
   const headers = columns.map((column, k) =>
     el(numbers.has(column) ? "th.number" : "th", { scope: "col", "data-key": column.key, "aria-sort": "none", title: column.help ?? null },
-      el("button", { type: "button", onclick: () => sortBy(k) }, column.title)),
+      el("button", { onclick: () => sortBy(k) }, column.title)),
   );
   let sorted = { k: -1, down: false };
   const sortBy = (k) => {
@@ -93,7 +93,7 @@ function renderLedger(host, all) {
   const search = el("input", { type: "search", placeholder: "filter: layer, op, reason", "aria-label": "filter the ledger", id: "ledger-filter" });
   const shown = el("output", { "aria-live": "polite" });
   const chips = [...total].map(([fate, count]) =>
-    el("button.pick", { type: "button", "aria-pressed": "false", "data-fate": fate, onclick: (event) => toggle(fate, event.currentTarget) }, fateTag(fate), String(count)),
+    el("button.pick", { "aria-pressed": "false", "data-fate": fate, onclick: (event) => toggle(fate, event.currentTarget) }, fateTag(fate), String(count)),
   );
   const filter = () => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);

@@ -10,13 +10,8 @@ function start() {
   for (const tab of usable) {
     const host = (hosts[tab.id] = el("section.view", { id: `view-${tab.id}`, role: "tabpanel", "aria-label": tab.title, hidden: true }));
     views.append(host);
-    bar.append(
-      el(
-        "button",
-        { type: "button", role: "tab", "data-tab": tab.id, "aria-controls": host.id, onclick: () => go({ tab: tab.id }) },
-        tab.title,
-      ),
-    );
+    const about = { role: "tab", "data-tab": tab.id, "aria-controls": host.id, onclick: () => go({ tab: tab.id }) };
+    bar.append(el("button", about, tab.title));
   }
   const open = () => {
     const chosen = usable.find((tab) => tab.id === state.tab) ?? usable[0];
@@ -35,21 +30,8 @@ function start() {
     const search = makeSearch(tools);
     onKeys({ "/": search.focus }, () => true);
   }
-  onKeys({ "?": help.toggle, t: () => go({ theme: isDark() ? "light" : "dark" }) }, () => true);
-  tools.append(
-    el("button", { type: "button", id: "help-button", title: "keys (?)", "aria-label": "keys", onclick: help.toggle }, "?"),
-    el(
-      "button",
-      {
-        type: "button",
-        id: "theme",
-        title: "light or dark",
-        "aria-label": "light or dark",
-        onclick: () => go({ theme: isDark() ? "light" : "dark" }),
-      },
-      "◐",
-    ),
-  );
+  onKeys({ "?": help.toggle, t: turnTheme }, () => true);
+  tools.append(signButton("keys (?)", "?", "help-button", help.toggle), signButton("light or dark (t)", "◐", "theme", turnTheme));
   prefersDark.addEventListener("change", applyTheme);
   on("state", (changed) => {
     if (changed.theme) applyTheme();

@@ -2,17 +2,16 @@
 
    Everything is made when it is first asked for, and kept. */
 
-/** A node as `fxq/graph/view.py` describes it, fields at their default filled in; `id` is its place in `data.nodes`,
- * `lines` is what stands in its box, each a role and a text, and `type` what a reader says of a constant.
- * @typedef {{id: number, name: string, kind: string, label: string, body: string[], options: string, inputs: string[],
+/** A node as `fxq/graph/view.py` describes it, fields at their default filled in; `lines` is what stands in its box, each
+ * a role and a text.
+ * @typedef {{name: string, kind: string, label: string, body: string[], options: string, inputs: string[],
  *   text: string, path: string, source: string, made_by: string, shape: number[]|null, dtype: string, scale: string,
- *   zero_point: string, reason: string, note: string, origins: string[], lines: [string, string][], type: string}} NodeRecord */
+ *   zero_point: string, reason: string, note: string, origins: string[], lines: [string, string][]}} NodeRecord */
 
 /** @type {any} */
 const EMPTY = Object.freeze([]);
 
-for (const [id, node] of (data.nodes ?? []).entries()) {
-  node.id = id;
+for (const node of data.nodes) {
   node.label ||= node.name;
   if (!(node.kind in data.looks)) node.kind = "op";
   for (const field of ["inputs", "body", "origins", "lines"]) node[field] ??= EMPTY;
@@ -37,7 +36,7 @@ function memo(make, most = Infinity) {
   };
 }
 
-const passes = data.passes ?? [];
+const passes = data.passes;
 
 /** The graph after pass `i`. @type {(i: number) => Graph} */
 const graphOf = memo((i) => {

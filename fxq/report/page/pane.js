@@ -6,8 +6,7 @@ const ZOOM = { least: 0.01, most: 3, read: 0.85 };
  * @param {{choose(name: string): void, toggle(group: Group): void, moved?(pane: any): void}} does */
 function makePane(host, label, does) {
   const canvas = el("canvas.graph", { tabindex: 0, role: "img", "aria-label": label });
-  const tip = el("div.tip", { hidden: true });
-  host.append(canvas, tip);
+  host.append(canvas);
   const context = canvas.getContext("2d", { alpha: false });
   const size = { width: 1, height: 1, ratio: 1 };
   const emphasis = { ...NO_EMPHASIS };
@@ -24,7 +23,6 @@ function makePane(host, label, does) {
     .wheelDelta((event) => -event.deltaY * (event.deltaMode === 1 ? 0.05 : event.deltaMode ? 1 : 0.002) * (event.ctrlKey ? 6 : 1))
     .on("zoom", (event) => {
       view = event.transform;
-      hideTip();
       pane.draw();
       if (event.sourceEvent) does.moved?.(pane);
     });
@@ -155,7 +153,7 @@ function makePane(host, label, does) {
     if (group && !found.onToggle) does.toggle(group);
   });
   canvas.addEventListener("pointermove", (event) => {
-    if (event.buttons) return hideTip();
+    if (event.buttons) return;
     const found = at(event);
     const placed = found?.placed ?? null;
     canvas.style.cursor = found && (!found.group || found.onToggle) ? "pointer" : "grab";
@@ -163,30 +161,12 @@ function makePane(host, label, does) {
       emphasis.hover = placed;
       pane.draw();
     }
-    showTip(found && !found.group ? found : null, event);
+    canvas.title = !found || found.group ? "" : found.node ? nodeTip(found.node) : groupTip(found.of);
   });
   canvas.addEventListener("pointerleave", () => {
     emphasis.hover = null;
-    hideTip();
     pane.draw();
   });
-
-  let tipTimer = 0;
-  function showTip(found, event) {
-    hideTip();
-    if (!found) return;
-    tipTimer = setTimeout(() => {
-      tip.textContent = found.node ? nodeTip(found.node) : groupTip(found.of);
-      tip.hidden = false;
-      const { left, top } = host.getBoundingClientRect();
-      tip.style.left = `${Math.min(event.clientX - left + 14, size.width - tip.offsetWidth - 8)}px`;
-      tip.style.top = `${Math.min(event.clientY - top + 16, size.height - tip.offsetHeight - 8)}px`;
-    }, 450);
-  }
-  function hideTip() {
-    clearTimeout(tipTimer);
-    tip.hidden = true;
-  }
 
   const resize = (pane.resize = () => {
     const { width, height } = host.getBoundingClientRect();

@@ -16,7 +16,7 @@ function makePanel(host) {
 
 /** The top of the panel, with the button that closes it. */
 const heading = (title, name, ...chips) => {
-  const close = { type: "button", "aria-label": "Close", title: "Close (Esc)", onclick: () => go({ node: "", rw: "" }) };
+  const close = { "aria-label": "Close", title: "Close (Esc)", onclick: () => go({ node: "", rw: "" }) };
   return el("header", el("h2", title), ...chips, el("p.nodename", name), el("button.close", close, "×"));
 };
 
@@ -42,7 +42,7 @@ const chip = (look, text = look.tag) => {
 
 /** A button that chooses a node of the pass that is shown. */
 const nodeLink = (name, text = name) =>
-  el("button.link", { type: "button", "data-goto": name, onclick: () => go({ node: name, rw: "" }) }, text);
+  el("button.link", { "data-goto": name, onclick: () => go({ node: name, rw: "" }) }, text);
 
 const listed = (names) => (names.length ? el("ul.names", ...names.map((name) => el("li", nodeLink(name)))) : null);
 
@@ -91,11 +91,13 @@ function whyFloat(node, rows) {
   const told = rows.filter((row) => row.fate === "float");
   const reason = node.reason || told.find((row) => row.reason)?.reason;
   const fix = told.find((row) => row.fix)?.fix ?? rows.find((row) => row.fix)?.fix ?? "";
-  const parts = [];
-  if (reason && (node.kind === "float" || node.reason)) parts.push(el("p.warn", { "data-fact": "reason" }, reason));
-  if (parts.length && fix) parts.push(el("div.fixline", { "data-fact": "fix" }, copyable(fix)));
-  if (node.note) parts.push(el("p", { "data-fact": "note" }, node.note));
-  return section(node.kind === "float" ? "Why float" : "Note", parts);
+  const isTold = reason && (node.kind === "float" || node.reason);
+  return section(
+    node.kind === "float" ? "Why float" : "Note",
+    isTold && el("p.warn", { "data-fact": "reason" }, reason),
+    isTold && fix && el("div.fixline", { "data-fact": "fix" }, copyable(fix)),
+    node.note && el("p", { "data-fact": "note" }, node.note),
+  );
 }
 
 const decibelsOf = (value) => (value === null || value === undefined ? null : withUnit(value));
@@ -127,7 +129,7 @@ function charted(title, source, chart, row, rows) {
   return section(title, host);
 }
 
-const constantRow = (c) => el("li", el("b", lastPart(c.label)), ` ${valueOf(c)}`, c.scale ? el("span.quiet", ` scale ${c.scale}`) : null);
+const constantRow = (c) => el("li", el("b", lastPart(c.label)), ` ${c.shape?.join("×") || "scalar"} · ${c.dtype}`, c.scale ? el("span.quiet", ` scale ${c.scale}`) : null);
 
 /** For each pass, the rewrites by the names of what they made. */
 const rewritesMaking = memo((i) => {
@@ -148,11 +150,7 @@ function story(i, node, isGone) {
     steps.push(
       el(
         "li",
-        el(
-          "button.link",
-          { type: "button", onclick: () => go({ pass: passId(k), mode: "diff", node: node.name, rw: "" }) },
-          passes[k].name,
-        ),
+        el("button.link", { onclick: () => go({ pass: passId(k), mode: "diff", node: node.name, rw: "" }) }, passes[k].name),
         rewrite ? el("span", ` ${rewrite.rule}`) : null,
         rewrite ? el("span.source", ` ${rewrite.source}`) : null,
         el("span.what", old ? diffOf(k).told.get(node.name)?.join("; ") || "described anew" : k ? madeFrom(k, node, rewrite) : "traced"),
@@ -185,12 +183,7 @@ function aboutGroup(group) {
   return [
     heading(group.title, group.path),
     ...section("", factList({ nodes: String(group.count), changed: marksOf(group.marks) }), countTable(data.looks, group.kinds)),
-    ...section(
-      "In float",
-      slow.length
-        ? el("ul.names", ...slow.slice(0, 40).map((node) => el("li", nodeLink(node.name), " ", el("span.quiet", node.reason))))
-        : null,
-    ),
+    ...section("In float", slow.length && el("ul.names", ...slow.slice(0, 40).map(inFloat))),
     ...section(
       "Nodes",
       listed(names.slice(0, 200).map((node) => node.name)),
@@ -199,15 +192,12 @@ function aboutGroup(group) {
   ];
 }
 
+const inFloat = (node) => el("li", nodeLink(node.name), " ", el("span.quiet", node.reason));
+
 /** How many there are of each, with its chip and meaning. @param {Record<string, any>} looks @param {Map<string, number>} counts */
 function countTable(looks, counts) {
   const row = ([name, look]) => el("tr", el("td", chip(look)), el("td", look.meaning), el("td.number", String(counts.get(name))));
-  return el(
-    "table.kindtable",
-    ...Object.entries(looks)
-      .filter(([name]) => counts.get(name))
-      .map(row),
-  );
+  return el("table.kindtable", ...Object.entries(looks).filter(([name]) => counts.get(name)).map(row));
 }
 
 function aboutPass(i) {

@@ -45,12 +45,10 @@ function makeRewrites(host) {
     title.textContent = rewrites.length ? `Rewrites · ${rewrites.length}` : "Rewrites";
     const numbered = rewrites.map((rewrite, number) => ({ ...rewrite, number }));
     const row = (rewrite) => {
-      const press = { type: "button", "data-rewrite": rewrite.number, onclick: () => go({ rw: rewrite.number }) };
-      rows.set(
-        rewrite.number,
-        el("button", { ...press, "aria-current": String(state.rw === String(rewrite.number)) }, rewriteText(i, rewrite)),
-      );
-      return rows.get(rewrite.number);
+      const { number } = rewrite;
+      const about = { "data-rewrite": number, "aria-current": String(state.rw === String(number)), onclick: () => go({ rw: number }) };
+      rows.set(number, el("button", about, rewriteText(i, rewrite)));
+      return rows.get(number);
     };
     lists = ruleLists(numbered, row, (rule) => ({ "data-rule": rule }));
     if (lists.length === 1) lists[0].element.open = true;
@@ -58,13 +56,7 @@ function makeRewrites(host) {
     if (!rewrites.length) body.append(el("p.none", i ? "This pass changed nothing." : "The graph as it was traced."));
     if (near.length) {
       const miss = ({ node, matched, of, reason }) =>
-        el(
-          "button",
-          { type: "button", onclick: () => chooseIn(i, node) },
-          el("b", node),
-          ` ${matched} of ${of} · `,
-          el("span.why", reason),
-        );
+        el("button", { onclick: () => chooseIn(i, node) }, el("b", node), ` ${matched} of ${of} · `, el("span.why", reason));
       const found = ruleLists(near, miss).map((list) => list.element);
       body.append(el("section.near", { id: "near" }, el("h2", `Almost matched · ${near.length}`), ...found));
     }
@@ -80,7 +72,7 @@ const ruleLists = (all, row, attributes = (rule) => ({})) =>
 function ruleList(members, row, attributes) {
   const { rule, source } = members[0];
   const list = el("ol");
-  const more = el("button.more", { type: "button", onclick: () => extend(list.children.length + PAGE) });
+  const more = el("button.more", { onclick: () => extend(list.children.length + PAGE) });
   const element = el(
     "details.rule",
     { ...attributes, ontoggle: () => element.open && extend(PAGE) },

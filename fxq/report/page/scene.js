@@ -10,14 +10,13 @@
 
 /** What a box stands for: a node, or several removed ones that became the same (`members`). */
 class Item {
-  /** @param {NodeRecord[]} members @param {Graph} graph  that they are nodes of @param {Diff|null} diff  to mark it with */
-  constructor(members, graph, diff) {
+  /** @param {NodeRecord[]} members @param {Diff|null} diff  to mark it with @param {boolean} isOld  whether it is of the graph before */
+  constructor(members, diff, isOld = false) {
     this.members = members;
     this.node = members[0];
     this.name = this.node.name;
-    this.graph = graph;
-    this.diff = diff;
     this.mark = diff?.mark.get(this.name) ?? "";
+    this.told = (!isOld && diff?.told.get(this.name)) || EMPTY;
     /** @type {Group|null} */
     this.parent = null;
     this.at = 0; // among the children of its parent
@@ -26,13 +25,7 @@ class Item {
 
   /** Made when it is first seen: in a large graph, most are in closed groups. @returns {Box} */
   get box() {
-    return (this.made ??= this.members.length > 1 ? replacedBox(this.members) : this.boxOfOne());
-  }
-
-  boxOfOne() {
-    const { node, graph, diff, mark } = this;
-    const told = mark && graph === diff.after ? diff.told.get(this.name) : EMPTY;
-    return boxOf(node, graph.constants.get(this.name) ?? EMPTY, mark, told);
+    return (this.made ??= this.members.length > 1 ? replacedBox(this.members) : boxOf(this.node, this.mark, this.told));
   }
 }
 
@@ -66,7 +59,7 @@ const afterScene = memo((i) => (i < 1 ? graphScene(0) : plainScene(`after ${i}`,
 function plainScene(id, graph, diff) {
   const scene = emptyScene(id, graph, diff);
   const at = placesIn(graph.index);
-  for (const node of graph.drawn) addItem(scene, new Item([node], graph, diff), at.get(node.name));
+  for (const node of graph.drawn) addItem(scene, new Item([node], diff, graph !== diff?.after), at.get(node.name));
   for (const item of scene.items.values()) addEdges(scene, item, item.node.inputs, "kept");
   return finished(scene);
 }
@@ -81,7 +74,7 @@ const diffScene = memo((i) => {
   for (const node of diff.order) {
     if (scene.items.has(node.name)) continue; // in the box of another
     const graph = mark.get(node.name) === "removed" ? before : after;
-    addItem(scene, new Item(together.get(node.name) ?? [node], graph, diff), placesIn(graph.index).get(node.name));
+    addItem(scene, new Item(together.get(node.name) ?? [node], diff), placesIn(graph.index).get(node.name));
   }
   for (const [name, item] of scene.items) {
     const old = before.byName.get(name)?.inputs ?? EMPTY;

@@ -33,25 +33,15 @@ function makeSearch(host) {
     list.hidden = !words.length || !found.length;
     input.setAttribute("aria-expanded", String(!list.hidden));
   };
-  const resultRow = (node, k) =>
-    el(
-      "li",
-      {
-        id: `result-${k}`,
-        role: "option",
-        "data-result": node.name,
-        onpointerdown: (event) => {
-          event.preventDefault();
-          jump(k);
-          close();
-        },
-      },
-      chip(data.looks[node.kind]),
-      el("b", node.label),
-      " ",
-      node.name,
-      el("span.quiet", node.path),
-    );
+  const resultRow = (node, k) => {
+    const onpointerdown = (event) => {
+      event.preventDefault();
+      jump(k);
+      close();
+    };
+    const about = { id: `result-${k}`, role: "option", "data-result": node.name, onpointerdown };
+    return el("li", about, chip(data.looks[node.kind]), el("b", node.label), ` ${node.name}`, el("span.quiet", node.path));
+  };
   const jump = (k) => {
     at = (k + found.length) % found.length;
     for (const [row, item] of [...list.children].entries()) item.setAttribute("aria-selected", String(row === at));

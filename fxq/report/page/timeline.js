@@ -8,11 +8,8 @@ function makeTimeline(host) {
   const buttons = passes.map((pass, i) => {
     const heading = pass.stage && pass.stage !== stage ? el("li.stage", { "aria-hidden": "true" }, pass.stage) : null;
     stage = pass.stage ?? stage;
-    const button = el(
-      "button.pass",
-      { type: "button", "data-pass": passId(i), onclick: () => go({ pass: passId(i), rw: "" }) },
-      ...passLines(pass, i, most),
-    );
+    const about = { "data-pass": passId(i), onclick: () => go({ pass: passId(i), rw: "" }) };
+    const button = el("button.pass", about, ...passLines(pass, i, most));
     if (heading) list.append(heading);
     list.append(el("li", button));
     return button;

@@ -3,9 +3,8 @@
 /** Buttons above the graph. */
 function makeToolbar(host, does) {
   const modes = Object.entries(MODES).map(([mode, title]) =>
-    el("button", { type: "button", "data-mode": mode, title: `${title} (${mode[0]})`, onclick: () => go({ mode }) }, title),
+    el("button", { "data-mode": mode, title: `${title} (${mode[0]})`, onclick: () => go({ mode }) }, title),
   );
-  const button = (title, text, id, action) => el("button", { type: "button", id, title, "aria-label": title, onclick: action }, text);
   const depth = el("select", {
     id: "depth",
     "aria-label": "Expand to depth",
@@ -19,16 +18,16 @@ function makeToolbar(host, does) {
     el(
       "div.buttons",
       { role: "group", "aria-label": "Groups" },
-      button("Collapse all groups (c)", "⊟", "collapse-all", () => does.depth(0)),
-      button("Expand all groups (e)", "⊞", "expand-all", () => does.depth(Infinity)),
+      signButton("Collapse all groups (c)", "⊟", "collapse-all", () => does.depth(0)),
+      signButton("Expand all groups (e)", "⊞", "expand-all", () => does.depth(Infinity)),
       depth,
     ),
     el(
       "div.buttons",
       { role: "group", "aria-label": "Zoom" },
-      button("Zoom out (−)", "−", "zoom-out", () => does.zoom(1 / 1.3)),
-      button("Fit the whole graph (f)", "Fit", "fit", does.fit),
-      button("Zoom in (+)", "+", "zoom-in", () => does.zoom(1.3)),
+      signButton("Zoom out (−)", "−", "zoom-out", () => does.zoom(1 / 1.3)),
+      signButton("Fit the whole graph (f)", "Fit", "fit", does.fit),
+      signButton("Zoom in (+)", "+", "zoom-in", () => does.zoom(1.3)),
     ),
   );
   return {
