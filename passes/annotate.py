@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxq.backends.base import support_of
 from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
 from fxq.graph.info import Decision, DecisionKind, Plan, info
@@ -125,7 +126,7 @@ class _Asked:
         if reason is not None:
             return self._float("unsupported", reason)
         config = backend.config(config, calls)
-        support = backend.supports(gm, node, calls, config)
+        support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
         assert config.activation is not None

@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 import fxq.patterns  # noqa: F401  (registers the patterns)
+from fxq.backends.base import support_of
 from fxq.graph.info import info
 from fxq.graph.unit import Calls, calls_among
 from fxq.pipeline.context import Context
@@ -52,7 +53,7 @@ def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> st
     if asked.is_float or inner:  # of several outputs, which no kernel has: annotate says so
         return None
     backend = context.backend
-    support = backend.supports(rewriter.gm, nodes[-1], calls, backend.config(asked, calls))
+    support = support_of(backend, rewriter.gm, nodes[-1], calls, backend.config(asked, calls))
     if support.ops == len(calls) or (support.ops == 0 and not any(call.op.quant.heavy for call in calls[1:])):
         return None
     return f"{backend.name} has a kernel for the first {support.ops} of these {len(calls)} ops alone"

@@ -14,7 +14,7 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
-from fxq.errors import BackendError
+from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op
 from fxq.graph.region import Region, UnitRegion, out_grid, read_region, unit_regions
@@ -93,7 +93,11 @@ class RowBackend(Backend):
 
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """The kernel that the table has for a unit or a conversion."""
-        assert isinstance(region, UnitRegion)  # as above
+        if not isinstance(region, UnitRegion):
+            raise InputError(
+                f"the backend {self.name!r} has kernels of single units: for a region of {len(region.nodes)} nodes, "
+                f"from %{region.nodes[0].name} on, its class needs a `lower` of its own beside its `regions`."
+            )
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):

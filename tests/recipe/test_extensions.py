@@ -293,6 +293,50 @@ def test_a_backend_that_cannot_be(backend, message):
         fxq.Recipe.static(backend=backend)
 
 
+class SaysYes(own.OnlyLinear):
+    """Its answer is no Support."""
+
+    name = "says_yes"
+
+    def supports(self, gm, node, calls, config):
+        return True
+
+
+class SaysTooMuch(own.OnlyLinear):
+    """It runs more ops than there are."""
+
+    name = "says_too_much"
+
+    def supports(self, gm, node, calls, config):
+        return fxq.Support(9)
+
+
+class Regions(ExtendedX86):
+    """Asks a table of kernels for those of whole regions."""
+
+    name = "regions_of_x86"
+
+    def regions(self, gm):
+        return fxq.connected_regions(gm, lambda node: True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (SaysYes, "supports of the backend 'says_yes' returns a fxq.Support of 0 to [23] ops for %.*, not True"),
+        (SaysTooMuch, r"a fxq.Support of 0 to [23] ops for %.*, not Support\(ops=9"),
+        pytest.param(
+            Regions,
+            r"'regions_of_x86' has kernels of single units: for a region of \d+ nodes, from %x_q on, its class",
+            marks=onednn,
+        ),
+    ],
+)
+def test_a_backend_that_answers_wrong(backend, message):
+    with pytest.raises(fxq.InputError, match=message):
+        fxq.quantize(settled(lambda: Fused(2.5)), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
+
+
 # ---- saved
 
 
