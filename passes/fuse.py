@@ -37,7 +37,7 @@ class Fuse(Pass):
         context: Context = rewriter.context
 
         def refuse(match: Match) -> str | None:
-            calls = calls_among(match.nodes, match.rule.name, match.captures)
+            calls = calls_among(match.nodes, match.rule.name, match.captures, match.outputs)
             if not context.backend.fuses(calls):
                 return f"the backend {context.backend.name} wants these ops apart"
             return context.refuses_to_join(match.nodes) or _left_over(rewriter, match.nodes, calls)
@@ -49,8 +49,7 @@ def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> st
     """Why a unit of these ops would run in float in part, where a kernel of the backend runs others of them."""
     context = rewriter.context
     asked, _ = context.config_for(info(nodes[0]).path, calls[0].op.name)
-    inner = any(user not in nodes for node in nodes[:-1] for user in node.users)
-    if asked.is_float or inner:  # of several outputs, which no kernel has: annotate says so
+    if asked.is_float:
         return None
     backend = context.backend
     support = support_of(backend, rewriter.gm, nodes[-1], calls, backend.config(asked, calls))

@@ -59,7 +59,8 @@ class Prices:
     """What a backend has measured of a qdq graph itself.
 
     Attributes:
-        ops: units and ops of the graph, in float and on integers. The others are timed alone.
+        ops: units and ops of the graph, in float and on integers. The others are timed alone. A unit that stands here
+            is not taken apart to find out whether fewer of its ops are faster (`Support.fewer`).
         conversion: microseconds to quantize or dequantize a value between them, for each of its elements.
     """
 
@@ -125,6 +126,7 @@ class Backend(ABC):
     def prices(self, gm: fx.GraphModule, example: Batch) -> Prices | None:
         """What the ops of the qdq graph cost either way, where the backend measures that itself on an example input.
 
+        It is asked before anything is timed, and again where units of which it runs the first ops alone were opened.
         None: every unit is timed alone, as the kernel that `lower` makes of it, and in float.
         """
         return None

@@ -16,8 +16,8 @@ from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
-from fxq.graph.query import CONVERSIONS, argument, constant, is_op
-from fxq.graph.region import Region, UnitRegion, out_grid, read_region, unit_regions
+from fxq.graph.query import CONVERSIONS, argument, constant, is_op, values_of
+from fxq.graph.region import Region, UnitRegion, out_grids, read_region, unit_regions
 from fxq.graph.unit import Calls
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig
@@ -101,7 +101,7 @@ class RowBackend(Backend):
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):
-            grid, weight = out_grid(gm, region), constant(gm, argument(region.node, "weight"))
+            (grid,), weight = out_grids(gm, region), constant(gm, argument(region.node, "weight"))
             assert grid is not None and weight is not None  # as was asked
             return QUANTIZING[region.calls[0].op.name](weight, grid)
         refused = None
@@ -124,8 +124,11 @@ def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
     inputs, captures = fit.integers(gm)
     if set(inputs) != set(region.inputs):
         raise BackendError("an input is not in integers")
+    taken = [node.args[1] for node in values_of(region.node) if node is not region.node]
+    if taken != [*range(fit.outputs)][: len(taken)] or len(region.outputs) != fit.outputs:
+        raise BackendError("not every one of its outputs is read, or one is taken twice")
     assert fit.row.make is not None  # else it runs as it stands
-    kernel = fit.row.make(FusedUnit(captures, out_grid(gm, region), region.calls))
+    kernel = fit.row.make(FusedUnit(captures, out_grids(gm, region), region.calls))
     reason = sums_refused(kernel) if isinstance(kernel, LayerKernel) else None
     if reason is not None:
         raise BackendError(reason)
@@ -160,7 +163,7 @@ def _quantizes(gm: fx.GraphModule, region: UnitRegion) -> bool:
     """Whether a region is a function of floats that a kernel computes along with the quantize behind it."""
     return (
         is_op(region.node, *QUANTIZING)
-        and _is_plain(out_grid(gm, region))
+        and all(map(_is_plain, out_grids(gm, region)))
         and constant(gm, argument(region.node, "weight")) is not None
         and not any(is_op(step, "dequantize") for step in region.steps)
     )

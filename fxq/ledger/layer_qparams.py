@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxq.backends.kernel import Kernel
 from fxq.graph.info import info
 from fxq.graph.query import constant, submodule
-from fxq.graph.region import integer_input, integer_weight, out_grid, read_region
+from fxq.graph.region import integer_input, integer_weight, out_grids, read_region
 from fxq.graph.unit import Inner, OpCall
 from fxq.quant.qparams import QParams
 
@@ -31,7 +31,8 @@ class LayerQParams:
         bias: int32, (C,), or None: round(bias / bias_scale), zero point 0. float32 where it reads floats.
         bias_scale: float32, (C,) or (): input_scale * weight_scale; None where it reads floats.
         input_scale, input_zero_point: of the activation that it reads; None where it reads floats.
-        output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float.
+        output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float. Of a unit of
+            several outputs, of the first.
         node: the node of the graph that runs it, as the ledger's `into` names it.
     """
 
@@ -77,7 +78,7 @@ def _layers(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, LayerQPara
     if region is None:
         return
     for i, call in enumerate(region.calls):
-        found = _layer(gm, node, call, out_grid(gm, region) if i == 0 else None)
+        found = _layer(gm, node, call, out_grids(gm, region)[0] if i == 0 else None)
         if found is not None:
             inside = about.paths[i] if i and about.paths else about.path
             yield inside or about.path or node.name, found
