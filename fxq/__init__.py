@@ -29,12 +29,20 @@ from fxq.graph.text_writer import graph_tensors, write_graph
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
+from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.ops.own_ops import register_op
 from fxq.ops.table import Quant, Spelling
 from fxq.picture.diff import Diff, diff
 from fxq.pipeline.history import History, Snapshot
 from fxq.quant.observer_base import Observer
+from fxq.quant.one_tensor import (
+    QuantizationNoise,
+    dequantize_tensor,
+    make_observer,
+    quantization_error,
+    quantize_tensor,
+)
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -71,6 +79,7 @@ __all__ = [
     "LayerQParams",
     "Ledger",
     "Match",
+    "ModelQParams",
     "ObservedModel",
     "Observer",
     "Pass",
@@ -80,6 +89,7 @@ __all__ = [
     "QParams",
     "Quant",
     "QuantConfig",
+    "QuantizationNoise",
     "QuantizedModel",
     "Recipe",
     "RecipeError",
@@ -97,16 +107,20 @@ __all__ = [
     "compare",
     "connected_regions",
     "convert",
+    "dequantize_tensor",
     "diff",
     "doctor",
     "explain",
     "fusion",
     "graph_tensors",
+    "make_observer",
     "nbytes",
     "op",
     "prepare",
     "prices",
+    "quantization_error",
     "quantize",
+    "quantize_tensor",
     "read_graph",
     "register_kernel",
     "register_op",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from fxq.ledger.float_record import checksums
 from fxq.ledger.narrowing import narrowed
 from fxq.ledger.output_check import check_output, output_sqnr
 from fxq.ledger.side_by_side import Program
-from fxq.model import ObservedModel, QuantizedModel
+from fxq.model import BATCHES, ObservedModel, QuantizedModel
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Pass, Stage
@@ -49,9 +49,10 @@ def quantize(
     Args:
         model: a float `nn.Module` in eval mode (where that makes a difference), or an `ExportedProgram` of one
             (`torch.export.export`); data parallel and `torch.compile` wrappers are taken off.
-        recipe: a `Recipe`, a preset's name ("static"), a dict, or a path to a .toml file.
+        recipe: a `Recipe`, a preset's name ("static", "dynamic"), a dict, or a path to a .toml file.
         data: calibration batches: an iterable of tensors, tuples or lists of positional inputs, or dicts of keyword
-            inputs; `(input, target)` pairs are taken as the input alone when the model takes one.
+            inputs; `(input, target)` pairs are taken as the input alone when the model takes one. A recipe that
+            measures all ranges at run time needs none, and looks at the first few if there are any.
         example_inputs: one batch to find shapes with; default: the first of `data`.
         progress: show a progress bar; default: when stderr is a terminal.
 
@@ -71,21 +72,20 @@ def quantize(
     """
     chosen, model = as_recipe(recipe), unwrapped(model)
     _check_model(model)
-    if data is None:
+    stream = batches(data, model) if data is not None else iter(())
+    first = list(islice(stream, 1))
+    if example_inputs is None and not first:
         raise InputError(
             f"the recipe {chosen.preset!r} needs data to calibrate with: fxq.quantize(model, recipe, data=loader)."
+            if chosen.config.is_calibrated
+            else "give one batch of inputs to find shapes with: fxq.quantize(model, recipe, example_inputs=x)."
         )
-    stream = batches(data, model)
-    first = next(stream)
-    example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else first
+    example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else first[0]
     observed = prepare(model, chosen, example)
     observed.manager.context.progress = progress
-
-    def all_batches() -> Iterator[Batch]:
-        yield first
-        yield from stream
-
-    _calibrate(observed, all_batches(), _length(data), progress)
+    if data is not None:
+        shown = chain(first, stream) if observed.calibrates else islice(chain(first, stream), BATCHES)
+        _calibrate(observed, shown, _length(data) if observed.calibrates else BATCHES, progress)
     return convert(observed)
 
 

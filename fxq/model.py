@@ -32,6 +32,7 @@ from fxq.ledger.ledger import Ledger
 from fxq.ledger.quantized import Quantized
 from fxq.pipeline.history import History
 from fxq.pipeline.manager import PassManager
+from fxq.quant.observer_base import Observer
 from fxq.recipe.pass_base import Stage
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
@@ -75,6 +76,11 @@ class ObservedModel(fx.GraphModule):
     def history(self) -> History:
         """One snapshot per pass so far."""
         return self.manager.history
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether ranges are to be found on data: else they are measured at run time, or nothing is quantized."""
+        return any(isinstance(module, Observer) and not module.paused for module in self.modules())
 
     def _repr_html_(self) -> str:
         """In a notebook: how far it is, and the passes so far."""

@@ -1,4 +1,4 @@
-"""The passes, one per file, and the pipelines made of them."""
+"""The passes, one per file, and the pipeline made of them, which all presets share."""
 
 from fxq.passes.annotate import Annotate
 from fxq.passes.canonicalize import Canonicalize
@@ -16,10 +16,11 @@ from fxq.passes.propagate import Propagate
 from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
+from fxq.quant.spec import MEASURED, QuantConfig
 from fxq.recipe.pass_base import Pass
-from fxq.recipe.pipeline import PipelineEdit, register_option, register_pipeline
+from fxq.recipe.pipeline import PipelineEdit, register_option, register_preset
 
-STATIC: tuple[Pass, ...] = (
+PASSES: tuple[Pass, ...] = (
     Trace(),
     Canonicalize(),
     Decompose(),
@@ -38,11 +39,12 @@ STATIC: tuple[Pass, ...] = (
     Cleanup(),
 )
 
-register_pipeline("static", STATIC)
+register_preset("static", PASSES, QuantConfig())
+register_preset("dynamic", PASSES, QuantConfig(MEASURED))
 register_option("correct_bias", PipelineEdit("insert-qdq", CorrectBias()))
 
 __all__ = [
-    "STATIC",
+    "PASSES",
     "Annotate",
     "Canonicalize",
     "ChooseGrids",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
 
 from fxq.backends.base import support_of
 from fxq.backends.by_name import Backend, get_backend
@@ -21,6 +23,7 @@ from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
 from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.pipeline import preset_config
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -111,11 +114,13 @@ class _Asked:
         if not about.is_tensor and len(calls.outputs) == 1:
             return self._float("no tensor", no_tensor)
         if not calls:
-            return self._float("unsupported", f"{_called(self.rewriter.gm, node)} is not in the op table")
+            way = "; fxq.register_op adds it" if _is_users(node.target) else ""
+            return self._float("unsupported", f"{_called(self.rewriter.gm, node)} is not in the op table{way}")
         config, selector = context.config_for(about.path, calls[0].op.name)
         if config.is_float:
-            fix = context.override_line(about.path, calls[0].op.name, "fxq.QuantConfig()")
-            return self._float("excluded by the recipe", f"the recipe says float for {selector}", fix)
+            fix = context.override_line(about.path, calls[0].op.name, context.recipe.preset_line)
+            what = selector or "all that it does not name"
+            return self._float("excluded by the recipe", f"the recipe says float for {what}", fix)
         return self._fit(node, backend, config)
 
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
@@ -124,20 +129,24 @@ class _Asked:
         reason = _unfit(gm, calls, self.changes)
         if reason is not None:
             return self._float("unsupported", reason)
+        light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.heavy for call in calls)
+        if light and config.activation is not None and config.activation.range == "measured":
+            return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
         config = backend.config(config, calls)
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
         assert config.activation is not None
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
-        return Candidate(calls, config.activation, config.weight, support, overflows)
+        state = config.state if calls[0].op.quant.state else None
+        return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _float(self, kind: DecisionKind, text: str, fix: str = "") -> Plan:
         return Plan(Decision("float", kind, text, fix, self.rewriter.name))
 
     def _would_run(self, node: fx.Node, backend: Backend, settled: Settled) -> bool:
         """Whether a node that the recipe leaves in float would run on integers if it did not."""
-        found = self._fit(node, backend, QuantConfig())
+        found = self._fit(node, backend, preset_config(self.rewriter.context.recipe.preset))
         if isinstance(found, Plan):
             return False
         only = next(iter(found.inputs)) if len(found.inputs) == 1 else None
@@ -171,6 +180,14 @@ def _stays(plan: Plan) -> bool:
 def _called(gm: fx.GraphModule, node: fx.Node) -> str:
     module = submodule(gm, node)
     return type(module).__name__ if module is not None else str(getattr(node.target, "__name__", node.target))
+
+
+def _is_users(target: Any) -> bool:
+    """Whether a function, or an op of `torch.library`, is none of torch's or Python's own."""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return not str(target).startswith("aten.")
+    home = getattr(target, "__module__", None) or "builtins"
+    return callable(target) and home.partition(".")[0] not in ("torch", "fxq", *sys.stdlib_module_names)
 
 
 def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> str | None:

@@ -17,6 +17,7 @@ from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from, unobserved
 from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of, wishes_of
+from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.spec import TensorSpec
 from fxq.quant.strands import FAR, Strand, around, watching
@@ -61,6 +62,10 @@ class ChooseGrids(Pass):
         chosen = chooser.chosen()
         for node, plan in chooser.plans.items():
             rewriter.describe(node, plan=plan)
+        for node in rewriter.nodes():
+            made = info(node).plan
+            if made is not None and made.state is not None and made.overflows and chooser.narrow == "activations":
+                rewriter.describe(node, plan=replace(made, state=made.state.narrowed))
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:
@@ -82,6 +87,7 @@ class _Chooser:
         off: values that are on no grid, with the reason for their readers.
         narrow: which role gives up a bit where kernels overflow with 8.
         weights: those that take an integer form.
+        measured: values that take one whose scale is measured at run time.
         infinite: those of them that hold infinity.
     """
 
@@ -89,6 +95,7 @@ class _Chooser:
         self.gm, self.fills = rewriter.gm, Fills(rewriter.gm)
         self.narrow = rewriter.context.narrow
         self.weights: list[fx.Node] = []
+        self.measured: list[fx.Node] = []
         self.observers: dict[tuple[fx.Node, TensorSpec, int | None], Observer] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         self.plans: dict[fx.Node, Plan] = {}
@@ -113,11 +120,26 @@ class _Chooser:
         grids = {strand: strand.qparams(strand in narrow) for strand in numbers}
         found = {}
         for value in dict.fromkeys(value for value, _ in self._strands):
-            roots = {edge: self._strands[value, edge.spec].root() for edge in info(value).edges}
+            calibrated = [edge for edge in info(value).edges if not edge.measured]
+            roots = {edge: self._strands[value, edge.spec].root() for edge in calibrated}
             edges = (replace(edge, group=numbers[root], qparams=grids[root]) for edge, root in roots.items())
             found[value] = tuple(edges)
         weights = {node: tuple(self._weight(node, edge) for edge in info(node).edges) for node in self.weights}
-        return {**found, **weights, **dict.fromkeys(self.off, ())}
+        found = {**found, **weights, **dict.fromkeys(self.off, ())}
+        for node in self.measured:
+            edges = (self._measured(node, edge) for edge in info(node).edges if edge.measured)
+            found[node] = (*found.get(node, ()), *edges)
+        return found
+
+    def _measured(self, node: fx.Node, edge: Edge) -> Edge:
+        """An edge whose scale is measured, with its grid."""
+        spec = edge.spec.narrowed if self.narrow == "activations" and self._overflows(node, edge) else edge.spec
+        return replace(edge, qparams=MeasuredGrid.of(spec, edge.axis))
+
+    def _overflows(self, node: fx.Node, edge: Edge) -> bool:
+        """Whether a kernel that reads an edge overflows with 8 bits of both activations and weights."""
+        readers = [r for r in self.readers[node] if wishes_of(self.gm, r).get(node) == (edge.spec, edge.axis)]
+        return any(self._plan(reader).overflows for reader in readers)
 
     def _weight(self, node: fx.Node, edge: Edge) -> Edge:
         """The edge of a weight with its grid: one bit less where a kernel that reads it overflows with 8."""
@@ -128,8 +150,7 @@ class _Chooser:
         seen._buffers = {name: buffer.clone() for name, buffer in observer.named_buffers()}
         seen.paused = False
         seen(tensor)
-        readers = [r for r in self.readers[node] if wishes_of(self.gm, r).get(node) == (edge.spec, edge.axis)]
-        narrow = self.narrow == "weights" and any(self._plan(reader).overflows for reader in readers)
+        narrow = self.narrow == "weights" and self._overflows(node, edge)
         return replace(edge, qparams=(seen.on(edge.spec.narrowed) if narrow else seen).qparams())
 
     def _overflowing(self) -> set[Strand]:
@@ -150,7 +171,9 @@ class _Chooser:
         for value in reads:
             if value in self.off:
                 self._stop_reading(node, value, f"its input %{value.name} {self.off[value]}")
-        edges = info(node).edges
+        edges = [edge for edge in info(node).edges if not edge.measured]
+        if len(edges) < len(info(node).edges):
+            self.measured.append(node)
         moved = self._plan(node).fate == "moves"
         for edge in edges:
             inputs = [self._strands[key] for key in reads.items() if key[1] == edge.spec] if moved else []

@@ -215,6 +215,9 @@ def _run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason:
         if path:
             weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
             rewriter.update(node, args=_swap(node.args, {read: weight}))
+    op = op_of(node)
+    if op is not None and op.quant.state in node.kwargs:
+        rewriter.update(node, kwargs={key: value for key, value in node.kwargs.items() if key != op.quant.state})
     decision = Decision("float", kind, reason, 'recipe.with_optimize("coverage")', rewriter.name)
     if grid_of(rewriter.gm, node) is not None:
         _move_floats(rewriter, node)

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxq.graph.info import Edge, info
 from fxq.graph.unit import wishes_of
-from fxq.quant.observers import make_observer
+from fxq.quant.observers import observer_for
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -48,7 +48,7 @@ def _observe(rewriter: Rewriter, value: fx.Node, seen: fx.Node, edge: Edge, wish
     about, is_weight = info(value), value.op == "get_attr"
     what = f'layer "{about.path}"' if about.path else "the input" if value.op == "placeholder" else "the model"
     name = f"%{value.name} ({what}{', ' + about.source if about.source else ''})"
-    made = make_observer(edge.spec, edge.axis, f"the weight {value.target}" if is_weight else name, edge.constants)
+    made = observer_for(edge.spec, edge.axis, f"the weight {value.target}" if is_weight else name, edge.constants)
     made.paused = is_weight
     target = rewriter.module(made, value.name, FOLDER)
     observer = rewriter.node("call_module", target, (seen,), after=seen, name=f"{value.name}_observer")

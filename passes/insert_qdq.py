@@ -13,8 +13,9 @@ from fxq.errors import PassError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, info
 from fxq.graph.place import where
-from fxq.graph.query import constant, made_by, reads_only_metadata, submodule
+from fxq.graph.query import constant, made_by, op_of, reads_only_metadata, submodule
 from fxq.graph.unit import Wish, wishes_of
+from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams, quantize
 from fxq.quant.spec import TensorSpec
@@ -49,7 +50,7 @@ class InsertQdq(Pass):
             if isinstance(submodule(rewriter.gm, node), Observer):
                 rewriter.replace(node, node.args[0])
         wishes = {node: wishes_of(rewriter.gm, node) for node in rewriter.nodes()}
-        results = {value: {edge.spec: edge.qparams for edge in info(value).edges} for value in chosen}
+        results = {value: {e.spec: e.qparams for e in info(value).edges if not e.measured} for value in chosen}
         for value in chosen:
             current, readers = value, list(value.users)
             for edge in info(value).edges:
@@ -59,6 +60,8 @@ class InsertQdq(Pass):
                 elif wish:
                     _convert_weight(rewriter, value, edge, wish)
             rewriter.describe(value, edges=())
+        for node in rewriter.nodes():
+            _put_state_on_a_grid(rewriter, node)
         for node, grids in results.items():
             _bring_together(rewriter, node, grids, wishes[node])
         rewriter.erase_unused()
@@ -72,6 +75,9 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
     """
     assert edge.qparams is not None  # all of them are chosen
     q, dq = _pair(rewriter, value, current, edge.qparams, value.name)
+    if edge.measured:
+        rewriter.reroute(current, dq, only=lambda user: user in wish)
+        return current
 
     def wants(user: fx.Node) -> bool:
         plan = info(user).plan
@@ -83,12 +89,26 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
 
 
 def _pair(
-    rewriter: Rewriter, value: fx.Node, after: fx.Node, qp: QParams, name: str, like: fx.Node | None = None
+    rewriter: Rewriter,
+    value: fx.Node,
+    after: fx.Node,
+    qp: QParams | MeasuredGrid,
+    name: str,
+    like: fx.Node | None = None,
 ) -> tuple[fx.Node, fx.Node]:
-    """quantize(value) and its dequantize, behind `after`."""
+    """quantize(value) and its dequantize, behind `after`; before them its scale, where that is measured."""
     about = info(like or value)
     shape = info(value).shape
-    grid: dict[str, Any] = {"scale": qp.s, "zero_point": qp.z, "qmin": qp.qmin, "qmax": qp.qmax}
+    grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax}
+    if isinstance(qp, MeasuredGrid):
+        typed = (*(shape or ())[: qp.axis], *[1] * -qp.axis) if qp.axis is not None else (), torch.float32
+        after = rewriter.call(
+            "choose_scale", value, after=after, name=f"{name}_scale", typed=typed, steps=qp.steps, axis=qp.axis
+        )
+        rewriter.describe(after, path=about.path, source=about.source)
+        grid |= {"scale": after, "zero_point": qp.zero_point}
+    else:
+        grid |= {"scale": qp.s, "zero_point": qp.z}
     q = rewriter.call("quantize", value, after=after, name=f"{name}_q", typed=(shape, qp.dtype), dtype=qp.dtype, **grid)
     dq = rewriter.call("dequantize", q, after=q, name=f"{name}_dq", typed=(shape, torch.float32), **grid)
     for node in (q, dq):
@@ -97,7 +117,10 @@ def _pair(
 
 
 def _bring_together(
-    rewriter: Rewriter, node: fx.Node, results: Mapping[TensorSpec, QParams | None], wishes: Mapping[fx.Node, Wish]
+    rewriter: Rewriter,
+    node: fx.Node,
+    results: Mapping[TensorSpec, QParams | MeasuredGrid | None],
+    wishes: Mapping[fx.Node, Wish],
 ) -> None:
     """Put the inputs of an op that moves integers onto the grid of its result, those that have another one.
 
@@ -110,9 +133,17 @@ def _bring_together(
         own = grid_of(rewriter.gm, read)
         value: Any = made_by(read)
         wanted = results.get(wishes[value][0]) if value in wishes else None
-        if wanted is not None and own is not None and not wanted.same_as(own):
+        if isinstance(wanted, QParams) and own is not None and not wanted.same_as(own):
             _, dq = _pair(rewriter, read, read, wanted, value.name, like=node)
             rewriter.update(node, args=_swap(node.args, read, dq))
+
+
+def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
+    """Let a recurrent layer round its hidden state: an option of the op says to what."""
+    plan, op = info(node).plan, op_of(node)
+    if plan is not None and plan.state is not None and op is not None and op.quant.state is not None:
+        steps = MeasuredGrid.of(plan.state, None).steps
+        rewriter.update(node, kwargs={**node.kwargs, op.quant.state: steps})
 
 
 def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
@@ -122,7 +153,7 @@ def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
 def _convert_weight(rewriter: Rewriter, weight: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> None:
     """Put the integer form of a weight, dequantized, behind the float one, for those that want it."""
     tensor, qp = constant(rewriter.gm, weight), edge.qparams
-    assert tensor is not None and qp is not None  # choose-grids has seen it
+    assert tensor is not None and isinstance(qp, QParams)  # choose-grids has seen it
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
     values = rewriter.constant(quantize(tensor.detach(), qp), f"{name}_int8", before=weight.next)
     grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": qp.axis}

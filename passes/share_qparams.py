@@ -25,7 +25,7 @@ class ShareQParams(Pass):
     """Group the integer edges that can have one scale and zero point.
 
     Before: plans    After: the same graph, with `edges` on every value and weight that takes an integer form
-    Keeps: the graph.
+    Keeps: the graph. An edge whose scale is measured at run time is alone in its group.
 
     An op that moves data ties its inputs and its output together (cat, max pool, reshape). Groups are the connected
     components of these ties. Which ties hold, `choose-grids` decides when the ranges are known.
@@ -42,7 +42,8 @@ class ShareQParams(Pass):
         reads = {node: reads_of(rewriter.gm, node) for node in nodes}
         for read in reads.values():
             for value, spec in read.items():
-                wanted.setdefault(value, {})[spec] = None
+                if spec.range != "measured":
+                    wanted.setdefault(value, {})[spec] = None
         for node in nodes:
             plan = info(node).plan
             if plan is not None and plan.emits is not None:
@@ -71,19 +72,24 @@ class ShareQParams(Pass):
                 edges.append(Edge(spec, group[value, spec], source, observed, constants))
             if edges:
                 rewriter.describe(value, edges=tuple(edges))
-        _add_weights(rewriter, nodes, len(set(group.values())))
+        _add_alone(rewriter, nodes, len(set(group.values())))
 
 
-def _add_weights(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None:
-    """Give every weight an edge for each form that its readers want; `group`: the first number that is free."""
+def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None:
+    """Give weights, and values whose scales are measured, an edge for each form that their readers want.
+
+    No other edge shares their grids. `group`: the first number that is free.
+    """
     wanted: dict[fx.Node, dict[Wish, None]] = {}
     for node in nodes:
         for value, wish in wishes_of(rewriter.gm, node).items():
-            if value.op == "get_attr":
+            if value.op == "get_attr" or wish[0].range == "measured":
                 wanted.setdefault(value, {})[wish] = None
     for value, wishes in wanted.items():
-        edges = [Edge(spec, group + i, True, True, axis=axis) for i, (spec, axis) in enumerate(wishes)]
-        rewriter.describe(value, edges=tuple(edges))
+        is_weight = value.op == "get_attr"
+        edges = [Edge(spec, group + i, True, is_weight, axis=axis) for i, (spec, axis) in enumerate(wishes)]
+        calibrated = [edge for edge in info(value).edges if not (is_weight or edge.measured)]
+        rewriter.describe(value, edges=(*calibrated, *edges))
         group += len(edges)
 
 

@@ -18,7 +18,7 @@ from fxq.graph.info import Decision, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region, run_region
-from fxq.graph.region_difference import difference
+from fxq.graph.region_difference import FLOAT32, LARGE, difference, largest_value
 from fxq.graph.run import Runner
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
@@ -61,11 +61,16 @@ class VerifyLowering(Pass):
         if not regions:
             return
         found = self._find(rewriter)
-        for node, why in found.wrong.items():
-            _warn(rewriter, node, f"kernel is wrong on this machine: {why}. It runs in qdq form instead")
+        for node, wrong in found.wrong.items():
+            if wrong.largest < LARGE:
+                _warn(rewriter, node, f"kernel is wrong on this machine: {wrong.why}. It runs in qdq form instead")
+                reason = f"failed verification: {wrong.why}"
+            else:
+                end = f"{wrong.largest:.3g}, near the end of float32 ({FLOAT32:.3g})"
+                reason = f"fails on values as large as {end}: {wrong.why}"
+                _warn(rewriter, node, f"kernel {reason}. It runs in qdq form instead", "scale the data down")
             with rewriter.attributed("put_back", put_back):
-                reason = f"its kernel {_name_of(rewriter, node)} failed verification: {why}"
-                put_back(rewriter, node, regions[node], reason)
+                put_back(rewriter, node, regions[node], f"its kernel {_name_of(rewriter, node)} {reason}")
         for node, why in found.overwrites.items():
             kernel = submodule(rewriter.gm, node)
             if kernel is not None and node not in found.wrong:
@@ -121,11 +126,19 @@ def _name_of(rewriter: Rewriter, node: fx.Node) -> str:
     return str(getattr(kernel, "name", node.target)) if kernel is not None else node.name
 
 
-def _warn(rewriter: Rewriter, node: fx.Node, what: str) -> None:
+def _warn(rewriter: Rewriter, node: fx.Node, what: str, mend: str = "") -> None:
     kernel = submodule(rewriter.gm, node)
     ours = kernel is None or type(kernel).__module__.partition(".")[0] == "fxq"
-    mend = "please report it" if ours else f"its class is {name_of(type(kernel))}"
+    mend = mend or ("please report it" if ours else f"its class is {name_of(type(kernel))}")
     warn(f"{where(rewriter.gm, node)}: the {_name_of(rewriter, node)} {what}; {mend}.")
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """How a kernel's result differs, and the largest value that its region computes with."""
+
+    why: str
+    largest: float
 
 
 @dataclass
@@ -133,11 +146,11 @@ class _Found:
     """What is wrong, by the kernel's node.
 
     Attributes:
-        wrong: how its result differs.
+        wrong: how its result differs, and on which values.
         overwrites: who else reads what it overwrites.
     """
 
-    wrong: dict[fx.Node, str] = field(default_factory=dict)
+    wrong: dict[fx.Node, _Wrong] = field(default_factory=dict)
     overwrites: dict[fx.Node, str] = field(default_factory=dict)
 
 
@@ -174,7 +187,7 @@ class _Verifier(Runner):
             why = "bound to the kind of its inputs it returns something else"
         if why is None:
             return got
-        self.found.wrong.setdefault(node, why)
+        self.found.wrong.setdefault(node, _Wrong(why, largest_value(self.gm, region, values)))
         right = tuple(result.value for result in expected)
         return right if len(right) > 1 else right[0]
 

@@ -329,12 +329,7 @@ TRANSFORMERS: tuple[tuple[str, str, Callable[..., Any], dict[str, Any]], ...] = 
         {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 32},
     ),
     ("mobilebert", "MobileBertModel", _text, {**TEXT, "embedding_size": 64, "intra_bottleneck_size": 64}),
-    (
-        "t5-encoder",
-        "T5EncoderModel",
-        _text,
-        {"vocab_size": 1000, "d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4},
-    ),
+    ("t5-encoder", "T5EncoderModel", _text, T5),
     ("vit", "ViTModel", _pixels, VISION),
     (
         "swin",

@@ -120,6 +120,8 @@ def show_digits(model: DigitsNet, out: Path, effort: Effort, console: Console) -
     console.print(latencies(model, qmodel, inputs, effort))
     console.print("(An 8×8 digit alone is little arithmetic: there the overhead of each call decides.)\n", style="dim")
     console.print(sizes(model, qmodel))
+    print(qmodel.qparams(), end="\n\n")
+    console.print(bias_as_integer(model, qmodel))
     draw_history(qmodel.history, out)
     qmodel.report(out / "report.html", example_inputs=images[:64])
 
@@ -182,6 +184,24 @@ def sizes(model: nn.Module, qmodel: nn.Module) -> Table:
     }
     for name, (before, after) in rows.items():
         table.add_row(name, f"{before / 1e3:.1f}", f"{after / 1e3:.1f}", f"{before / after:.1f}× smaller")
+    return table
+
+
+def bias_as_integer(model: DigitsNet, qmodel: fxq.QuantizedModel) -> Table:
+    """How the float bias of the first convolution, its folded batch norm's, enters the int32 accumulator."""
+    table = Table("stem.0, channel 0", "number", title="How a float bias enters the int32 accumulator")
+    layer, norm = qmodel.qparams().get("stem.0"), model.stem[1]
+    bias = norm.bias - norm.running_mean * norm.weight / torch.sqrt(norm.running_var + norm.eps)
+    table.add_row("float bias b", f"{float(bias[0]):.6f}")
+    if layer is None or layer.bias is None or layer.bias_scale is None or layer.input_scale is None:
+        table.add_row("the layer runs in float here, where that is faster", "")
+        return table
+    integer, step = int(layer.bias[0]), float(layer.bias_scale[0])
+    table.add_row("scale of the input s_x", f"{layer.input_scale:.6g}")
+    table.add_row("scale of the weight s_w", f"{float(layer.weight_scale[0]):.6g}")
+    table.add_row("a step of the accumulator s_x · s_w", f"{step:.6g}")
+    table.add_row("integer bias: b / (s_x · s_w), rounded", str(integer))
+    table.add_row("what that stands for", f"{integer * step:.6f}")
     return table
 
 

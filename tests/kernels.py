@@ -96,3 +96,9 @@ def copies(kernel: Kernel) -> list[Kernel]:
         torch.load(io.BytesIO(saved.getvalue()), weights_only=False),
         type(kernel).from_config(config, dict(kernel.named_buffers())),
     ]
+
+
+def planted(monkeypatch, kernel, change):
+    """Let a kernel's forward return `change(result)`."""
+    forward = kernel.forward
+    monkeypatch.setattr(kernel, "forward", lambda self, *args: change(forward(self, *args)))

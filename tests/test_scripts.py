@@ -59,6 +59,17 @@ def test_demo_reports_quality_within_the_promised_bounds(demo):
 
 
 @pytest.mark.slow
+def test_demo_shows_how_a_bias_becomes_an_integer(demo):
+    text, _ = demo
+    if "the layer runs in float here" in text:
+        pytest.skip("on this machine float is faster")
+    bias, step = column(text, "float bias b", 1), column(text, "a step of the accumulator", 1)
+    assert step == pytest.approx(column(text, "scale of the input", 1) * column(text, "scale of the weight", 1), 1e-4)
+    assert column(text, "integer bias", 1) == pytest.approx(bias / step, abs=0.6)
+    assert column(text, "what that stands for", 1) == pytest.approx(bias, abs=step)
+
+
+@pytest.mark.slow
 def test_demo_compares_pictures_and_says_where(demo):
     from PIL import Image
 

@@ -52,9 +52,9 @@ def encode(value: object) -> Any:
 
 def decode(value: Any) -> Any:
     """Inverse of `encode`; lists become tuples."""
-    if isinstance(value, Mapping) and "scale" in value:
+    if isinstance(value, Mapping) and "zero_point" in value:
         return QParams.per_tensor(value["scale"], value["zero_point"], value["qmin"], value["qmax"])
-    if isinstance(value, Mapping) and "post" in value:
+    if isinstance(value, Mapping) and "algorithm" in value:
         return Post(value["post"], tuple(value["args"]), value["algorithm"])
     return tuple(value) if isinstance(value, list) else value
 

@@ -39,6 +39,9 @@ class FusedUnit:
             with what an add behind it adds, `residual`, and the weight of a function behind it, `slope`.
         outs: the grid of each output, in the order of the fusion's; None: it is wanted in float32.
         calls: the ops, in order, with their options.
+
+    An activation whose scale is measured at run time is on a grid of steps of 1, and the kernel gets the scale behind
+    its integers.
     """
 
     captures: Mapping[str, Any]
@@ -79,6 +82,7 @@ class KernelRow:
         twice: those of its activation functions that cost as much again as the kernel without them.
         emits_float: whether the kernel can also emit float32.
         code: of a kernel of the user's own: a hash of the code that makes it.
+        measured: the row for activations whose scale is measured at run time; None: there is no such kernel.
     """
 
     make: Callable[[FusedUnit], Kernel] | None
@@ -88,6 +92,7 @@ class KernelRow:
     twice: tuple[str, ...] = ()
     emits_float: bool = True
     code: str = ""
+    measured: KernelRow | None = None
 
 
 @dataclass(frozen=True)
@@ -125,12 +130,12 @@ class Fit:
 
     def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
         """The integer activations that the kernel takes, in the order of the captures; and these, as in `FusedUnit`."""
-        inputs, found = [], dict(self.captures)
+        inputs, found = list[fx.Node](), dict(self.captures)
         for name, value in self.captures.items():
             weight, read = integer_weight(gm, value), integer_input(gm, value)
             if weight is None and read is not None:
-                inputs.append(read[0])
-                found[name] = read[1]
+                inputs += read.nodes
+                found[name] = read.grid
             elif isinstance(value, fx.Node):
                 found[name] = weight or constant(gm, value)
         return tuple(inputs), found

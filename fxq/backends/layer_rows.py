@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from torch import fx
 
-from fxq.backends.kernel_table import FusedUnit, KernelRow
+from fxq.backends.kernel_table import CLAMPS, FusedUnit, KernelRow
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.backends.layer_spec import LayerSpec, is_depthwise
+from fxq.backends.measured_layer import MeasuredLayer
 from fxq.errors import BackendError
 from fxq.graph.info import info
 from fxq.graph.region import Weight
@@ -24,6 +25,11 @@ def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -
         kernel: the kernel.
         change: what the layer becomes before the kernel gets it.
     """
+    measured = KernelRow(
+        lambda unit: MeasuredLayer.of(kernel, change(layer_of(unit))),
+        lambda unit: MeasuredLayer.refuses(kernel, change(layer_of(unit))),
+        CLAMPS,
+    )
     return KernelRow(
         lambda unit: kernel(change(layer_of(unit))),
         lambda unit: kernel.refuses(change(layer_of(unit))),
@@ -31,6 +37,7 @@ def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -
         "residual" in kernel.options,
         kernel.twice,
         kernel.emits_float,
+        measured=measured if kernel.emits_float else None,
     )
 
 

@@ -14,11 +14,13 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
+from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
-from fxq.graph.query import CONVERSIONS, argument, constant, is_op, values_of
-from fxq.graph.region import Region, UnitRegion, out_grids, read_region, unit_regions
+from fxq.graph.query import CONVERSIONS, argument, constant, is_op, options_of, values_of
+from fxq.graph.region import Region, UnitRegion, out_grids, read_region, region_of, unit_regions
 from fxq.graph.unit import Calls
+from fxq.ops.table import Op
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig
 
@@ -53,16 +55,26 @@ class RowBackend(Backend):
     def rows(self) -> Mapping[str, KernelRow]:
         """The table."""
 
-    def fits(self, calls: Calls) -> list[Fit]:
-        """The kernels that run a unit or its first ops, the user's own among them; see `kernel_table.fits`."""
+    def fits(self, calls: Calls, measured: bool = False) -> list[Fit]:
+        """The kernels that run a unit or its first ops, the user's own among them; see `kernel_table.fits`.
+
+        Args:
+            calls: the ops.
+            measured: whether scales of their activations are measured at run time.
+        """
         kinds = [kind for kind in reversed(type(self).__mro__) if issubclass(kind, RowBackend)]
-        return fits(calls, {**self.rows, **{key: row for kind in kinds for key, row in kind.registered.items()}})
+        rows = {**self.rows, **{key: row for kind in kinds for key, row in kind.registered.items()}}
+        if measured:
+            rows = {key: row.measured for key, row in rows.items() if row.measured is not None}
+        return fits(calls, rows)
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """What the table says of the leading ops."""
-        found = self.fits(calls)
+        measured = config.activation is not None and config.activation.range == "measured"
+        found = self.fits(calls, measured)
         if not found:
-            return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}")
+            what = " with ranges measured at run time" if measured else _advice(calls[0].op)
+            return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}{what}")
         if config.activation is not None and config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
         weight = config.weight
@@ -87,17 +99,21 @@ class RowBackend(Backend):
         return super().code(calls) + "".join(fit.row.code for fit in self.fits(calls)[:1])
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
-        """As in `Backend`; a function that has a kernel together with the quantize behind it goes along with that."""
+        """As in `Backend`; a function, or a scale, that a quantize behind it needs goes along with that."""
         for region in unit_regions(gm):
-            yield _with_its_function(gm, region.node) or region
+            yield _with_its_function(gm, region.node) or _with_its_scale(gm, region.node) or region
 
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """The kernel that the table has for a unit or a conversion."""
         if not isinstance(region, UnitRegion):
-            raise InputError(
-                f"the backend {self.name!r} has kernels of single units: for a region of {len(region.nodes)} nodes, "
-                f"from %{region.nodes[0].name} on, its class needs a `lower` of its own beside its `regions`."
-            )
+            if len(region.nodes) != 2 or not is_op(region.nodes[0], "choose_scale"):
+                first, count = region.nodes[0].name, len(region.nodes)
+                raise InputError(
+                    f"the backend {self.name!r} has kernels of single units: for a region of {count} nodes, from "
+                    f"%{first} on, its class needs a `lower` of its own beside its `regions`."
+                )
+            scale, integers = map(options_of, region.nodes)
+            return MeasuredQuantize(integers["qmin"], integers["qmax"], scale["axis"])
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):
@@ -105,7 +121,8 @@ class RowBackend(Backend):
             assert grid is not None and weight is not None  # as was asked
             return QUANTIZING[region.calls[0].op.name](weight, grid)
         refused = None
-        for fit in self.fits(region.calls):
+        measured = any(_scale_of(step) is not None for step in region.steps)
+        for fit in self.fits(region.calls, measured):
             if len(fit.calls) < len(region.calls):
                 continue
             if fit.row.make is None:
@@ -117,6 +134,14 @@ class RowBackend(Backend):
         if refused is not None:
             raise refused
         return None
+
+
+def _advice(op: Op) -> str:
+    """What its author can do about an op that has no kernel; nothing for fxq's own."""
+    if op.target.__module__.startswith("fxq."):
+        return ""
+    moves = ', or where it only moves values, quant=fxq.Quant("moves", layout=True)' if op.quant.kind == "moves" else ""
+    return f": give it one by fxq.register_kernel{moves}"
 
 
 def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
@@ -157,6 +182,20 @@ def _with_its_function(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
     source = node.args[0] if is_op(node, "quantize") else None
     region = read_region(gm, source) if isinstance(source, fx.Node) and is_op(source, *QUANTIZING) else None
     return region if region is not None and _quantizes(gm, region) else None
+
+
+def _scale_of(node: Any) -> fx.Node | None:
+    """The node that gives a conversion its scale, where that is no number."""
+    scale = options_of(node)["scale"] if is_op(node, "quantize", "dequantize") else None
+    return scale if isinstance(scale, fx.Node) and scale.op != "get_attr" else None
+
+
+def _with_its_scale(gm: fx.GraphModule, node: fx.Node) -> Region | None:
+    """The region of a quantize with the op that measures its scale; else None."""
+    scale = _scale_of(node) if is_op(node, "quantize") else None
+    if scale is None or not is_op(scale, "choose_scale") or options_of(node)["dtype"] != torch.uint8:
+        return None
+    return region_of((scale, node))
 
 
 def _quantizes(gm: fx.GraphModule, region: UnitRegion) -> bool:

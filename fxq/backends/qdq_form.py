@@ -81,10 +81,10 @@ class Form:
 
     def module(self, kernel: Kernel) -> fx.GraphModule:
         """The form as a module of its own, with the kernel's tensors as they are now. It takes what the form takes."""
-        held: dict[str, Any] = dict(self.modules)
+        attributes: dict[str, Any] = dict(self.modules)
         for path, tensor in self.tensors.items():
-            held[path] = kernel.get_buffer(tensor.name).view(tensor.shape) if isinstance(tensor, Part) else tensor
-        return fx.GraphModule(held, from_data(list(self.nodes)), "Form")
+            attributes[path] = kernel.get_buffer(tensor.name).view(tensor.shape) if isinstance(tensor, Part) else tensor
+        return fx.GraphModule(attributes, from_data(list(self.nodes)), "Form")
 
     def runner(self, kernel: Kernel) -> Callable[..., Tensor]:
         """What the kernel stands for, as a function of the kernel's inputs."""

@@ -212,8 +212,8 @@ def is_busy() -> bool:
 
 def _bytes(call: Call) -> int:
     """The size of the tensors that a `functools.partial` holds as arguments; of another call nothing is known: 0."""
-    held = tree_leaves((getattr(call, "args", ()), getattr(call, "keywords", {})))
-    return sum(value.numel() * value.element_size() for value in held if isinstance(value, Tensor))
+    given = tree_leaves((getattr(call, "args", ()), getattr(call, "keywords", {})))
+    return sum(value.numel() * value.element_size() for value in given if isinstance(value, Tensor))
 
 
 def _is_sure(rounds: list[float]) -> bool:

@@ -118,15 +118,21 @@ def priced_values(
     gm: fx.GraphModule, nodes: Sequence[fx.Node], regions: dict[fx.Node, UnitRegion], prober: Prober
 ) -> list[PricedValue]:
     """The values between ops, with what it costs to convert them."""
-    readers: dict[fx.Node, list[fx.Node]] = {}
+    readers: dict[fx.Node, list[fx.Node | None]] = {}
+    measured: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         if is_op(node, *CONVERSIONS) or reads_only_metadata(node):
             continue
         for read in node.all_input_nodes:
             value = made_by(read)
-            if value.op != "get_attr" and info(value).is_tensor:
+            if value.op == "get_attr" or not info(value).is_tensor:
+                continue
+            if (quantize := measuring(read)) is not None and node in regions:
+                measured.setdefault(quantize, []).append(node)
+                readers.setdefault(value, []).append(None)  # who measures a value reads floats
+            else:
                 readers.setdefault(value, []).append(node)
-    values = []
+    values = [PricedValue(None, tuple(found), prober.measure(gm, q), 0.0) for q, found in measured.items()]
     for value, found in readers.items():
         maker = taken_from(value)
         if maker not in regions and not any(reader in regions for reader in found):
@@ -142,6 +148,13 @@ def priced_values(
             )
         )
     return values
+
+
+def measuring(value: fx.Node) -> fx.Node | None:
+    """The quantize behind a dequantize, where its scale is measured at run time; else None."""
+    source = value.args[0] if is_op(value, "dequantize") else None
+    scale = source.kwargs.get("scale") if isinstance(source, fx.Node) and is_op(source, "quantize") else None
+    return source if isinstance(source, fx.Node) and is_op(scale, "choose_scale") else None
 
 
 def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from fxq.cost.min_cut import HAIR
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, NodeInfo, info
 from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of, values_of
-from fxq.graph.region import UnitRegion, is_weight
+from fxq.graph.region import UnitRegion, is_weight, region_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
 from fxq.graph.view import options_text
@@ -116,6 +116,15 @@ class Prober:
         some = [f"after {ops} ops"] if ops is not None else []
         return " ".join([*parts, "to", *map(_shape, map(info, region.outputs)), *some])
 
+    def measure(self, gm: fx.GraphModule, quantize: fx.Node) -> float:
+        """Seconds to measure the scale of a value and to quantize it with that."""
+        if self.own is not None:
+            return self.own.conversion * _MICRO * math.prod(info(quantize).shape or ())
+        scale: Any = quantize.kwargs["scale"]
+        axis = options_of(scale)["axis"]
+        key = f"{self.backend.name} {_threads()}: measure {_shape(info(quantize.all_input_nodes[0]))} from {axis}"
+        return self.costs.seconds(key, lambda: _call(self._lowered(gm, region_of((scale, quantize)).to_graph())))
+
     def quantize(self, elements: int) -> float:
         """Seconds to quantize so many floats."""
         return self._conversion("quantize", elements)
@@ -193,6 +202,7 @@ def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
             moved = about.dtype is None or grid_of(gm, value) is not None
             given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
     args, kwargs = arguments_of(node, given)
+    kwargs = {key: value for key, value in kwargs.items() if key != region.calls[0].op.quant.state}
     unit = unit_of(gm, node)
     target: Any = node.target if unit is None else unit.callee()
     return partial(target, *args, **kwargs)

@@ -63,13 +63,13 @@ class Fills:
         """The same for each op that a node runs."""
         made: list[frozenset[float]] = []
         for call in calls:
-            held = set(self._brings(call, node))
+            constants = set(self._brings(call, node))
             if hands_on(call.op.quant):
                 for name in call.op.quant.inputs:
-                    held |= self._read(call.tensors.get(name), made)
+                    constants |= self._read(call.tensors.get(name), made)
             if call.op.quant.narrows and not any(flat_nodes(call.options)):  # limits of a call are not known here
-                held = {float(call.op.target(torch.tensor(value), **call.options)) for value in held}
-            made.append(frozenset(held))
+                constants = {float(call.op.target(torch.tensor(value), **call.options)) for value in constants}
+            made.append(frozenset(constants))
         return made
 
     def _read(self, value: Any, made: list[frozenset[float]]) -> frozenset[float]:

@@ -50,16 +50,17 @@ def moved_from(node: fx.Node) -> fx.Node | None:
 
 def grid_from(gm: fx.GraphModule, options: Mapping[str, Any]) -> QParams | None:
     """The grid that the options of a conversion say, defaults included; None where the scale is no constant."""
-    scale, zero_point = (_number(gm, options[key]) for key in ("scale", "zero_point"))
+    scale, zero_point = (_number(gm, options.get(key)) for key in ("scale", "zero_point"))
+    if scale is None or zero_point is None:
+        return None
     qmin, qmax = options["qmin"], options["qmax"]
     dtype = options.get("dtype") or (torch.int8 if qmin < 0 else torch.uint8)
     axis = options.get("axis")
-    if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
+    if isinstance(scale, Tensor):
+        zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=scale.device).expand_as(scale)
         if axis is None and scale.numel() != 1:
             return None
         return QParams(scale, zero_point, qmin, qmax, dtype, axis, options.get("block"))
-    if scale is None or zero_point is None:
-        return None
     return QParams.per_tensor(scale, zero_point, qmin, qmax, dtype)
 
 

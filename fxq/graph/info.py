@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxq.ops.table import META
+from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
@@ -79,6 +80,7 @@ class Plan:
         decision: what it runs as. Its reason says why it is float, or why the ops behind the kernel are.
         reads: the spec that it wants of the activations that its kernel reads; None: it reads floats.
         weight: the spec that it wants of its weights; None: it has none, or reads them in float.
+        state: the spec of its hidden state; None: it has none, or keeps it in float.
         emits: the spec of its result where its kernel emits nothing but integers, else None.
         agreed: the spec in which all read its value that read it as integers; None: each as it wants.
         overflows: whether its kernel adds products in int16, and they do not fit: activations or weights give up a bit.
@@ -91,6 +93,7 @@ class Plan:
     decision: Decision
     reads: TensorSpec | None = None
     weight: TensorSpec | None = None
+    state: TensorSpec | None = None
     kernel_ops: tuple[int, ...] = ()
     cost: Cost | None = None
     emits: TensorSpec | None = None
@@ -119,8 +122,9 @@ class Edge:
         observed: whether an observer watches it: where it is made, where a part of other values is selected, and where
             it may hold constants.
         constants: what masks, pads and fills may have put among its values; no data.
-        axis: of a weight, the axis of its output channels where each has a scale; None: one scale.
-        qparams: its scale and zero point, once they are chosen.
+        axis: of a weight, the axis of its output channels where each has a scale; of a value whose rows have scales
+            that are measured, the first axis of a row, counted from the end; None: one scale.
+        qparams: its scale and zero point, once they are chosen; where they are measured at run time, their grid.
     """
 
     spec: TensorSpec
@@ -129,7 +133,12 @@ class Edge:
     observed: bool = False
     constants: tuple[float, ...] = ()
     axis: int | None = None
-    qparams: QParams | None = None
+    qparams: QParams | MeasuredGrid | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether its scale is measured at run time: nothing is to be calibrated."""
+        return self.spec.range == "measured"
 
 
 class NodeInfo(NamedTuple):

@@ -115,8 +115,8 @@ def submodule(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return gm.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-CONVERSIONS = ("quantize", "dequantize", "requantize")
-"""The ops between floats and integers of one grid, and from one grid to another."""
+CONVERSIONS = ("quantize", "dequantize", "requantize", "choose_scale")
+"""The ops between floats and integers of one grid, and from one grid to another; and what measures a grid's scale."""
 _METADATA_METHODS = frozenset({"size", "dim", "numel", "stride", "ndimension", "nelement"})
 _METADATA_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
 _METADATA_FUNCTIONS = frozenset({torch.numel, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default})

@@ -165,11 +165,39 @@ def out_grids(gm: fx.GraphModule, region: UnitRegion) -> tuple[QParams | None, .
     return tuple(grid_of(gm, out) if is_op(out, "quantize") else None for out in region.outputs)
 
 
-def integer_input(gm: fx.GraphModule, value: Any) -> tuple[fx.Node, QParams] | None:
-    """The integer tensor and its grid behind a dequantized activation; None when `value` is no such thing."""
-    grid = grid_of(gm, value) if is_op(value, "dequantize") else None
-    known = grid is not None and grid.axis is None and isinstance(value.args[0], fx.Node)
-    return (value.args[0], grid) if known and grid is not None else None
+@dataclass(frozen=True)
+class Integers:
+    """An activation that a kernel reads as integers.
+
+    Attributes:
+        values: the node of the integers.
+        grid: their grid; where the scale is measured, that of steps of 1.
+        scale: the node of the measured scale, or None.
+    """
+
+    values: fx.Node
+    grid: QParams
+    scale: fx.Node | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What the kernel is called with."""
+        return (self.values,) if self.scale is None else (self.values, self.scale)
+
+
+def integer_input(gm: fx.GraphModule, value: Any) -> Integers | None:
+    """The integers behind a dequantized activation; None when `value` is no such thing."""
+    if not is_op(value, "dequantize") or not isinstance(value.args[0], fx.Node):
+        return None
+    grid = grid_of(gm, value)
+    if grid is not None:
+        return Integers(value.args[0], grid) if grid.axis is None else None
+    options = options_of(value)
+    scale, zero = options["scale"], options["zero_point"]
+    measured = isinstance(scale, fx.Node) and constant(gm, scale) is None
+    if not measured or not isinstance(zero, int) or options["axis"] is not None:
+        return None
+    return Integers(value.args[0], QParams.per_tensor(1.0, zero, options["qmin"], options["qmax"]), scale)
 
 
 def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:

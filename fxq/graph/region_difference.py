@@ -22,6 +22,11 @@ in float32 is off.
 """
 
 
+FLOAT32 = torch.finfo(torch.float32).max
+LARGE = FLOAT32 / 2**24
+"""Values from which on a kernel may leave float32: it may multiply an int32 sum by a scale, a 127th of the largest."""
+
+
 class Limits(Protocol):
     """How far a kernel may be off, see `fxq.passes.VerifyLowering`."""
 
@@ -96,6 +101,15 @@ def _rounded_otherwise(
         yield run_region(gm, region, values, rounded)
 
 
+def largest_value(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> float:
+    """The largest absolute value, infinity aside, among the floats that a region reads and computes."""
+    computed = dict(values)
+    for step in region.steps:
+        computed[step.node] = value_of(gm, step, computed)
+    real = [v for v in computed.values() if isinstance(v, Tensor) and v.is_floating_point()]
+    return max((largest(_finite(value)) for value in real), default=0.0)
+
+
 def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> float:
     """How large the terms are that the first op of a unit adds up, and what later ones add to it.
 
@@ -104,11 +118,7 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
     largest value that it computes with.
     """
     if not isinstance(region, UnitRegion):
-        computed = dict(values)
-        for step in region.steps:
-            computed[step.node] = value_of(gm, step, computed)
-        real = [v for v in computed.values() if isinstance(v, Tensor) and v.is_floating_point()]
-        return max((largest(_finite(value)) for value in real), default=0.0)
+        return largest_value(gm, region, values)
     if is_op(region.node, *CONVERSIONS):
         return 0.0
     call, env = region.calls[0], {node: _size_of(value) for node, value in values.items()}
@@ -168,7 +178,7 @@ def disagreement(
     most = largest(distance)
     if not most <= limit and (real or expected.last is not None):
         scale = 1.0 if expected.last is None else options_of(expected.last)["scale"]
-        terms = limits.sum_tolerance * size() / float(torch.as_tensor(scale).min())
+        terms = limits.sum_tolerance * min(size(), FLOAT32) / float(torch.as_tensor(scale).min())
         limit, mean = limit + terms, mean + terms
     if most <= limit:
         usual = float(distance.mean()) if moved else 0.0

@@ -22,7 +22,7 @@ from fxq.graph.text_values import dotted, key_of, parsed, read_arguments, read_v
 from fxq.graph.text_writer import FACTS, derived
 from fxq.graph.unit import UNITS, Unit
 from fxq.ops import OPS
-from fxq.quant.observers import make_observer
+from fxq.quant.observers import observer_for
 
 Kernels = Callable[[str], Any]
 """The class of the kernels of a name. Raises `FxqError` where there is none."""
@@ -315,13 +315,13 @@ class _Reader:
             return self.leaves[path]
         given = {key_of(keyword): keyword.value for keyword in call.keywords}
         runs = given.pop("runs", None)
-        held = {k: v for k, v in given.items() if isinstance(v, ast.Call) and dotted(v.func) == "tensor"}
-        tensors = {k: self._given(self._value(v.args[0])) for k, v in held.items() if v.args}
-        config = {k: self._value(v) for k, v in given.items() if k not in held}
+        named = {k: v for k, v in given.items() if isinstance(v, ast.Call) and dotted(v.func) == "tensor"}
+        tensors = {k: self._given(self._value(v.args[0])) for k, v in named.items() if v.args}
+        config = {k: self._value(v) for k, v in given.items() if k not in named}
         try:
             if name == "observer":
                 paused = bool(config.pop("paused", False))
-                observer = make_observer(**config)
+                observer = observer_for(**config)
                 observer.paused = paused
                 observer._buffers.update(tensors)
                 return observer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor, fx
 
 from fxq.errors import InputError, unknown
 from fxq.graph.info import Cost, Decision, Edge, Plan
+from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
-RECORDS = {cls.__name__: cls for cls in (Plan, Decision, Cost, Edge, TensorSpec, QParams)}
+RECORDS = {cls.__name__: cls for cls in (Plan, Decision, Cost, Edge, TensorSpec, QParams, MeasuredGrid)}
 """The classes whose objects may stand in a text, written as a call of the class with the fields that matter."""
 
 Nodes = Mapping[str, fx.Node]
@@ -117,15 +118,14 @@ def _made(call: ast.Call, nodes: Nodes) -> Any:
     name, (args, kwargs) = dotted(call.func), read_arguments(call, nodes)
     if name not in makers:
         raise InputError(unknown("kind of value", name, makers))
-    if name == "QParams":
-        kwargs = {k: torch.tensor(v, dtype=_OF_GRID[k]) if k in _OF_GRID else v for k, v in kwargs.items()}
     try:
-        return makers[name](*args, **kwargs)
+        made = makers[name](*args, **kwargs)
+        if isinstance(made, QParams):
+            scale, zero_point = torch.tensor(made.scale), torch.tensor(made.zero_point, dtype=torch.int32)
+            return replace(made, scale=scale.float(), zero_point=zero_point)
+        return made
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"no {name} can be made of this: {error}") from None
-
-
-_OF_GRID = {"scale": torch.float32, "zero_point": torch.int32}
 
 
 def parsed(line: str) -> tuple[ast.stmt, str]:

@@ -219,15 +219,17 @@ _UNPLANNED = Plan(Decision("float"))
 
 
 Wish = tuple[TensorSpec, int | None]
-"""The integers that a node wants of a value: the spec, and the channel axis where each channel has a scale."""
+"""The integers that a node wants of a value: the spec, and the axis where each channel, or row, has a scale."""
 
 
 def wishes_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, Wish]:
     """The values and the weights that a node reads as integers; seen through observers."""
-    wishes: dict[fx.Node, Wish] = {value: (spec, None) for value, spec in reads_of(gm, node).items()}
-    plan = info(node).plan
+    plan, calls = info(node).plan, calls_of(gm, node)
+    row = calls[0].op.quant.channels if calls else None
+    reads = reads_of(gm, node)
+    wishes: dict[fx.Node, Wish] = {v: (spec, row if spec.per == "row" else None) for v, spec in reads.items()}
     if plan is not None and plan.fate == "int8" and plan.weight is not None:
-        for read in inputs_of(calls_of(gm, node)):
+        for read in inputs_of(calls):
             if read.role == "weight":
                 axis = read.axis if plan.weight.per == "channel" else None
                 wishes[unobserved(gm, read.node)] = plan.weight, axis

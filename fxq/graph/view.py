@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,8 +17,6 @@ from fxq.graph.text_values import value_text
 from fxq.graph.unit import Unit
 from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams
-
-KINDS = ("int8", "moves", "convert", "float", "observer", "op", "size", "constant", "io")
 
 
 @dataclass(frozen=True)
@@ -159,6 +158,10 @@ def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], 
         label = getattr(module, "name", None)
         kind = getattr(module, "kind", kind)
         return str(label) if isinstance(label, str) else type(module).__name__, info(node).body, "", kind
+    source = node.args[0] if node.target is operator.getitem else None
+    part_of = submodule(gm, source) if isinstance(source, fx.Node) else None
+    if part_of is not None and not isinstance(part_of, Unit):
+        kind = getattr(part_of, "kind", kind)
     kind = "size" if makes_no_tensor(node) else kind
     return getattr(node.target, "__name__", str(node.target)), (), options_text(node.kwargs), kind
 

@@ -3,54 +3,127 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 from fxq.backends.kernel import Kernel
+from fxq.errors import InputError, unknown
+from fxq.graph.grid import grid_of
 from fxq.graph.info import info
-from fxq.graph.query import constant, submodule
-from fxq.graph.region import integer_input, integer_weight, out_grids, read_region
-from fxq.graph.unit import Inner, OpCall
+from fxq.graph.query import constant, is_op, submodule
+from fxq.graph.region import Weight, integer_input, integer_weight, out_grids, read_region
+from fxq.graph.unit import OpCall
 from fxq.quant.qparams import QParams
 
+Reads = Literal["integers", "measured", "float"]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class LayerQParams:
     """The integers of one layer, on the CPU. The real value of an integer q is (q - zero_point) * scale.
 
-    A layer inside a unit (of squeeze-and-excitation) reads and makes floats: only its weight is in integers.
-
     Attributes:
-        weight: int8, the layer's own weight shape.
-        weight_scale: float32, (C,) per channel or () per tensor.
-        weight_zero_point: int32, same shape; 0 for symmetric weights.
-        axis: the output-channel axis of the weight, or None per tensor.
-        bias: int32, (C,), or None: round(bias / bias_scale), zero point 0. float32 where it reads floats.
-        bias_scale: float32, (C,) or (): input_scale * weight_scale; None where it reads floats.
-        input_scale, input_zero_point: of the activation that it reads; None where it reads floats.
+        weights: by the name of the op's argument, which is "weight" but in recurrent layers: its `values`, int8 and of
+            the weight's own shape (a 4-bit value has a byte, too), and their `qparams`.
+        gates: of a recurrent layer, the rows of each gate in its weights and its bias, by name: `bias[gates["f"]]`.
+        bias: int32, (C,): round(bias / bias_scale), zero point 0; or float32, see `float_bias_reason`; or None.
+        bias_scale: float32, (C,) or (), of the accumulator: input_scale * weight_scale; None where the bias is float.
+        float_bias_reason: why the accumulator has no scale known beforehand, so that the bias is float; else empty.
+        reads: "integers" on a grid known beforehand, integers on a grid that is "measured" at run time, or "float", as
+            with weights alone in integers, and inside of a unit (of squeeze-and-excitation).
+        input_scale, input_zero_point: of the integers that it reads; None where not known beforehand.
         output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float. Of a unit of
             several outputs, of the first.
         node: the node of the graph that runs it, as the ledger's `into` names it.
     """
 
-    weight: Tensor
-    weight_scale: Tensor
-    weight_zero_point: Tensor
-    axis: int | None
+    weights: Mapping[str, Weight]
+    gates: Mapping[str, slice]
     bias: Tensor | None
     bias_scale: Tensor | None
+    float_bias_reason: str
+    reads: Reads
     input_scale: float | None
     input_zero_point: int | None
     output_scale: float | None
     output_zero_point: int | None
     node: str
 
+    @property
+    def weight(self) -> Tensor:
+        """The integers of its weight; of several, the first. The next four are of the same weight."""
+        return self._first.values
+
+    @property
+    def weight_scale(self) -> Tensor:
+        """float32: () per tensor, (C,) per channel, or for blocks the weight's shape, but for `axis`."""
+        return self._first.qparams.scale
+
+    @property
+    def weight_zero_point(self) -> Tensor:
+        """int32, same shape; 0 for symmetric weights."""
+        return self._first.qparams.zero_point
+
+    @property
+    def axis(self) -> int | None:
+        """The output-channel axis of the weight, or the one that is cut into blocks; None per tensor."""
+        return self._first.qparams.axis
+
+    @property
+    def block(self) -> int | None:
+        """How many values of the weight along `axis` share a scale; None per tensor and per channel."""
+        return self._first.qparams.block
+
+    @property
+    def _first(self) -> Weight:
+        return next(iter(self.weights.values()))
+
+    def gate(self, name: str, weight: str = "weight_ih") -> Weight:
+        """The rows of one gate of a recurrent layer, in one of its weights.
+
+        Args:
+            name: "i", "f", "g" or "o" of an LSTM, "r", "z" or "n" of a GRU.
+            weight: "weight_ih", which the input is multiplied by, or "weight_hh", for the hidden state.
+
+        Raises:
+            InputError: the layer has no such gate, or no such weight with gates.
+        """
+        if name not in self.gates:
+            raise InputError(unknown("gate", name, self.gates))
+        rows = {key: w for key, w in self.weights.items() if len(w.values) == max(s.stop for s in self.gates.values())}
+        if weight not in rows:
+            raise InputError(unknown("weight with gates", weight, rows))
+        part, grid = self.gates[name], rows[weight].qparams
+        if grid.scale.dim() and (grid.axis == 0 or grid.block is not None):
+            grid = replace(grid, scale=grid.scale[part], zero_point=grid.zero_point[part])
+        return Weight(rows[weight].values[part], grid)
+
+    def __repr__(self) -> str:
+        weights = ", ".join(f"{name} {tuple(weight.values.shape)}" for name, weight in self.weights.items())
+        return f"<LayerQParams of {self.node}: {weights}, reads {self.reads}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data and tensors.
+
+        Each weight by its name, and behind this name `_scale`, `_zero_point`, `_axis`, `_block` and `_bits`; the first
+        and the last row of each gate; all else as the attributes are called.
+        """
+        found: dict[str, Any] = {}
+        for name, weight in self.weights.items():
+            grid = weight.qparams
+            about = {"scale": grid.scale, "zero_point": grid.zero_point, "axis": grid.axis, "block": grid.block}
+            found[name] = weight.values
+            found |= {f"{name}_{key}": value for key, value in {**about, "bits": grid.bits}.items()}
+        rest = {key: value for key, value in vars(self).items() if key != "weights"}
+        return {**found, **rest, "gates": {name: [rows.start, rows.stop - 1] for name, rows in self.gates.items()}}
+
 
 def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
-    """The integers of every layer of a qdq or lowered graph that runs on integers, by module path.
+    """The integers of every layer of a qdq or lowered graph whose weight is in integers, by module path.
 
     A functional call outside any module goes by its node's name; a layer called again gets `@2`, `@3`, ... appended.
     """
@@ -86,32 +159,72 @@ def _layers(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, LayerQPara
 
 def _layer(gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None) -> LayerQParams | None:
     quant = call.op.quant
-    weight = integer_weight(gm, call.tensors.get(quant.weight)) if quant.weight is not None else None
-    if weight is None:
+    read = {
+        name: integer_weight(gm, call.tensors.get(name)) for name in call.op.tensors if quant.role(name) == "weight"
+    }
+    weights = {name: _on_cpu(weight) for name, weight in read.items() if weight is not None}
+    if not weights:
         return None
-    read = call.tensors.get(quant.inputs[0])
-    source = integer_input(gm, read)
-    if source is None and not isinstance(read, Inner):
-        return None
+    first = next(iter(weights.values()))
+    value = call.tensors.get(quant.inputs[0])
+    source, reads = integer_input(gm, value), _reads(gm, value)
+    input_scale = source.grid.s if source is not None and reads == "integers" else None
+    reason = _float_accumulator(quant.axis, weights, reads, input_scale is not None)
+    scale = first.qparams.scale * input_scale if input_scale is not None and not reason else None
     bias = constant(gm, call.tensors.get(quant.bias or ""))
-    bias_scale = None if source is None else weight.qparams.scale.cpu() * source[1].s
-    if bias is not None and bias_scale is not None:
-        if bias_scale.dim():  # a transposed convolution's groups share the scales of their channels
-            bias_scale = bias_scale.repeat(bias.numel() // bias_scale.numel())
-        bias = int32_bias(bias, bias_scale)
+    if scale is not None and bias is not None:
+        if scale.dim():  # a transposed convolution's groups share the scales of their channels
+            scale = scale.repeat(bias.numel() // scale.numel())
+        bias = int32_bias(bias, scale)
+    size = len(first.values) // max(len(quant.gates), 1)
     return LayerQParams(
-        weight=weight.values.cpu(),
-        weight_scale=weight.qparams.scale.cpu(),
-        weight_zero_point=weight.qparams.zero_point.cpu(),
-        axis=weight.qparams.axis,
-        bias=bias.cpu() if bias is not None else None,
-        bias_scale=bias_scale,
-        input_scale=source[1].s if source is not None else None,
-        input_zero_point=source[1].z if source is not None else None,
+        weights=weights,
+        gates={name: slice(i * size, (i + 1) * size) for i, name in enumerate(quant.gates)},
+        bias=bias.detach().cpu() if bias is not None else None,
+        bias_scale=scale,
+        float_bias_reason=reason if bias is not None else "",
+        reads=reads,
+        input_scale=input_scale,
+        input_zero_point=source.grid.z if source is not None else None,
         output_scale=out.s if out is not None else None,
         output_zero_point=out.z if out is not None else None,
         node=node.name,
     )
+
+
+def _on_cpu(weight: Weight) -> Weight:
+    grid = weight.qparams
+    return Weight(weight.values.cpu(), replace(grid, scale=grid.scale.cpu(), zero_point=grid.zero_point.cpu()))
+
+
+def _reads(gm: fx.GraphModule, value: Any) -> Reads:
+    """What a layer reads, of which this is the value: see `LayerQParams.reads`."""
+    if not is_op(value, "dequantize"):
+        return "float"
+    return "measured" if grid_of(gm, value) is None else "integers"
+
+
+def _float_accumulator(axis: int | None, weights: Mapping[str, Weight], reads: Reads, one_scale: bool) -> str:
+    """Why no scale is known beforehand of what a layer adds its bias to; empty where one is.
+
+    Args:
+        axis: the output-channel axis of the layer's weight.
+        weights: its weights by name.
+        reads: what it reads.
+        one_scale: whether this has one scale for the whole tensor, known beforehand.
+    """
+    if reads == "float":
+        return "its input is float"
+    if reads == "measured":
+        return "the scale of its input is measured at run time"
+    if not one_scale:
+        return "its input has several scales"
+    if len(weights) > 1:
+        return "the products of its weights are on different scales"
+    grid = next(iter(weights.values())).qparams
+    if grid.block is not None or grid.axis not in (None, axis):
+        return "the weights of one output have several scales"
+    return ""
 
 
 def int32_bias(bias: Tensor, scale: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from fxq.backends.by_name import devices_of
 from fxq.backends.saved_state import check_same, state_of, take_over
 from fxq.errors import InputError
 from fxq.ledger.float_record import Record
-from fxq.ledger.layer_qparams import LayerQParams, layers_of
+from fxq.ledger.layer_qparams import layers_of
 from fxq.ledger.ledger import Ledger
+from fxq.ledger.qparams_table import ModelQParams
 from fxq.pipeline.history import History
 from fxq.recipe.recipe import Recipe
 
@@ -49,12 +50,12 @@ class Quantized(fx.GraphModule):
         """The float model that it was made from, for as long as somebody keeps it."""
         return None
 
-    def qparams(self) -> dict[str, LayerQParams]:
-        """The integers of every int8 layer with a weight, as they are now, by module path.
+    def qparams(self) -> ModelQParams:
+        """The integers of every layer whose weight is in integers, as they are now, by module path.
 
-        A functional call goes by its node's name.
+        A functional call goes by its node's name. `print` shows a table, `.save("p.npz")` writes a file.
         """
-        return layers_of(self)
+        return ModelQParams(layers_of(self))
 
     @property
     def device(self) -> torch.device:

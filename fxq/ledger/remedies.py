@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
@@ -35,6 +36,9 @@ class IntegerEdges:
     def converts(self, node: fx.Node) -> bool:
         """Whether a node is a conversion, as an op or as a kernel."""
         module = submodule(self.gm, node)
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and source.op == "call_module":  # integers, or their scale
+            return self.converts(source)
         converted = module is not None and getattr(module, "kind", "") == "convert"
         return converted or is_op(node, *CONVERSIONS)
 

@@ -1,9 +1,9 @@
-"""Rows of the op table: conversions between floats and integers.
+"""Rows of the op table: conversions between floats and integers, and the scale of a value that is measured.
 
 They hold all there is to know of a grid (see `fxq/graph/grid.py`). Scale and zero point are numbers, one for the whole
 tensor, or tensors, float32 and int32, which are constants of the graph or computed in it: 0-d for the whole tensor;
 (..., 1), one for each row; with `axis`, (C,), one for each of its entries; with `block` besides, of the shape of x, but
-for `axis`, which has an entry for each so many of x.
+for `axis`, which has an entry for each so many of x. A zero point that is a number goes with scales of any shape.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 import fxq.quant.qparams  # noqa: F401  (registers fxq::quantize and fxq::dequantize)
 from fxq.ops.registry import row
 from fxq.ops.table import float_only, spell
+from fxq.quant.measured import measured_scale
 
 
 @row(
@@ -37,6 +38,7 @@ def quantize(
     """x float32 -> `dtype`, on one grid or several."""
     if not isinstance(scale, Tensor):
         return torch.ops.fxq.quantize.default(x, scale, zero_point, qmin, qmax, dtype)
+    zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=x.device)
     return torch.ops.fxq.quantize.tensor(x, scale, zero_point, axis, block, qmin, qmax, dtype)
 
 
@@ -58,7 +60,21 @@ def dequantize(
     """x integer -> float32: the inverse of `quantize`. Its value does not depend on `qmin` and `qmax`."""
     if not isinstance(scale, Tensor):
         return torch.ops.fxq.dequantize.default(x, scale, zero_point)
+    zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=x.device)
     return torch.ops.fxq.dequantize.tensor(x, scale, zero_point, axis, block)
+
+
+@row(quant=float_only("x"))
+def choose_scale(x: Tensor, *, steps: int, axis: int | None = None) -> Tensor:
+    """The scale of a symmetric grid with so many integers on either side of zero, from the values themselves.
+
+    Args:
+        x: float32.
+        steps: the largest magnitude of a value is that many steps.
+        axis: None: one scale, 0-d. Else a scale for each row: the values from this axis, counted from the end, on; the
+            result has the shape of x with ones there.
+    """
+    return measured_scale(x, steps, axis)
 
 
 @row(quant=float_only("x"))

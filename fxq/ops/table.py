@@ -51,6 +51,9 @@ class Quant:
         maximum: the largest value of each window (options kernel_size, padding, dilation and ceil_mode) is the output,
             so that what is below all others in its window is not seen.
         masks: a mask can be applied by it: by adding large numbers, or by choosing between values.
+        state: the option that puts its hidden state on a symmetric grid: the number of integers on either side of zero;
+            0 for float.
+        gates: of a recurrent layer, the names of its gates: equal parts of the rows of its weights, in this order.
         unless: given all arguments, the reason why this call does not fit `kind`, or None.
     """
 
@@ -70,6 +73,8 @@ class Quant:
     surrounds: str | None = None
     maximum: bool = False
     masks: bool = False
+    state: str | None = None
+    gates: tuple[str, ...] = ()
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
     def role(self, name: str) -> Role | None:

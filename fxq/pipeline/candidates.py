@@ -27,6 +27,7 @@ class Candidate:
         calls: the ops of the node.
         spec: what it wants of its activation inputs, when it has a say (ops with weights and light ops).
         weight: what it wants of its weights; None: floats.
+        state: what it wants of its hidden state; None: it has none, or in float.
         support: what the backend says of it.
         overflows: whether activations or weights must give up a bit.
         wanted: the spec that a consumer wants of its value, or None.
@@ -37,6 +38,7 @@ class Candidate:
     spec: TensorSpec
     weight: TensorSpec | None
     support: Support
+    state: TensorSpec | None = None
     overflows: bool = False
     wanted: TensorSpec | None = None
     reason: str = ""
@@ -102,7 +104,7 @@ class Candidate:
             return Plan(Decision("moves", decided_by=decided_by), reads=spec)
         emits = None if self.support.emits_float else self.spec
         decision = Decision("int8", decided_by=decided_by)
-        plan = Plan(decision, reads=spec, weight=self.weight, emits=emits, overflows=self.overflows)
+        plan = Plan(decision, reads=spec, weight=self.weight, state=self.state, emits=emits, overflows=self.overflows)
         ours = self.support
         if self.ops < ours.ops:
             plan = plan.decided(kind="no integer neighbour", text="nothing reads integers from the sum")
@@ -151,8 +153,9 @@ class Settled:
         while readings:
             value, reader = readings[-1]
             user = self.candidates.get(reader)
-            if user is not None and value in user.inputs and user.reads is not None:
-                return user.reads
+            spec = user.reads if user is not None and value in user.inputs else None
+            if spec is not None and spec.range != "measured":  # such a reader rounds a value for itself, as it comes
+                return spec
             readings.pop()
         return None
 

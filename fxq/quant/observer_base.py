@@ -80,8 +80,8 @@ class Observer(nn.Module, ABC):
         self.constants = tuple(constants)
         if axis is not None and not self.per_channel:
             raise RecipeError(
-                f"{self._tensor}: the {spec.observer!r} observer has one range per tensor, but the recipe asks for one "
-                f"per channel. Set observer='minmax', or per='tensor'."
+                f"{self._tensor}: the {spec.observer!r} observer has one range per tensor, not one per channel as is "
+                "asked for. Set observer='minmax', or per='tensor'."
             )
         self.register_buffer("minimum", torch.tensor(math.inf))
         self.register_buffer("maximum", torch.tensor(-math.inf))
@@ -125,11 +125,14 @@ class Observer(nn.Module, ABC):
 
         Raises:
             CalibrationError: `x` is not floating point, holds NaN or Inf, or its channels differ from those before.
+            InputError: `x` is no tensor.
         """
+        if not isinstance(x, Tensor):
+            raise InputError(f"{self._tensor} is {x!r} ({type(x).__name__}); an observer takes a tensor.")
         if not x.is_floating_point():
             raise CalibrationError(
                 f"{self._tensor} is {x.dtype}; only floating point tensors can be quantized. "
-                f"Set the layer to float in the recipe."
+                f"{'Set the layer to float in the recipe.' if self.name else 'Give it x.float().'}"
             )
         if x.numel() and not x.is_meta and not self.paused:
             with torch.no_grad():
@@ -220,10 +223,10 @@ class Observer(nn.Module, ABC):
             return torch.zeros(()), torch.zeros(())
         if not self.seen:
             why = ": what reached it was empty, as are batches of size 0" if self._met_empty else ""
-            raise CalibrationError(
-                f"{self._tensor} has seen no data{why}. Calibrate with inputs that reach this layer, or set it to "
-                "float."
-            )
+            todo = "Calibrate with inputs that reach this layer, or set it to float."
+            if not self.name:  # an observer by itself
+                todo = "Call the observer on it first."
+            raise CalibrationError(f"{self._tensor} has seen no data{why}. {todo}")
         return self.minimum.float().cpu(), self.maximum.float().cpu()
 
     @property
@@ -250,7 +253,7 @@ class Observer(nn.Module, ABC):
 
     @property
     def _tensor(self) -> str:
-        return self.name or "an unnamed tensor"
+        return self.name or "the tensor"
 
     @abstractmethod
     def observe(self, x: Tensor) -> None:

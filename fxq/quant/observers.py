@@ -185,7 +185,7 @@ def observer_named(text: str) -> tuple[type[Observer], dict[str, float]]:
     return made, made.options_from(rest)
 
 
-def make_observer(
+def observer_for(
     spec: TensorSpec, axis: int | None = None, name: str = "", constants: Sequence[float] = ()
 ) -> Observer:
     """The observer that `spec` asks for.

@@ -158,6 +158,11 @@ class QParams:
         return int(self.zero_point)
 
     @property
+    def bits(self) -> int:
+        """How many bits its integers need."""
+        return (self.qmax - self.qmin).bit_length()
+
+    @property
     def low(self) -> Tensor:
         """The smallest float that the grid holds, same shape as `scale`."""
         return (self.qmin - self.zero_point) * self.scale

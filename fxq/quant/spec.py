@@ -110,6 +110,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 """What a tensor is to the op that reads it, as its row in the op table says."""
 
 ACTIVATION = TensorSpec()
+MEASURED = TensorSpec(symmetric=True, per="row", range="measured")
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 
 
@@ -121,7 +122,7 @@ class QuantConfig:
         activation: of the layer's inputs.
         weight: of the layer's weight, if it has one.
         bias: of its bias. None: as the kernel takes it, int32 with the product of the two scales, or float.
-        state: of what a recurrent layer hands on from step to step.
+        state: of what a recurrent layer hands on from step to step, where it reads integers.
 
     Example:
         >>> QuantConfig(activation=TensorSpec(observer="minmax")).is_float
@@ -131,7 +132,7 @@ class QuantConfig:
     activation: TensorSpec | None = ACTIVATION
     weight: TensorSpec | None = WEIGHT
     bias: TensorSpec | None = None
-    state: TensorSpec | None = None
+    state: TensorSpec | None = MEASURED
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -146,7 +147,12 @@ class QuantConfig:
     @property
     def is_float(self) -> bool:
         """Whether the layer stays in float."""
-        return all(self.of(role) is None for role in ROLES)
+        return all(self.of(role) is None for role in ROLES if role != "state")
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether ranges of activations are found on calibration data."""
+        return self.activation is not None and self.activation.range == "calibrated"
 
     @property
     def fits_int16(self) -> bool:
@@ -159,7 +165,8 @@ class QuantConfig:
         """Plain data for a recipe file: `"float"`, or by role a spec as a dict, or `"float"`."""
         if self.is_float:
             return "float"
-        written = [role for role in ROLES if self.of(role) or QuantConfig().of(role)]
+        usual = QuantConfig()
+        written = [role for role in ROLES if role in ("activation", "weight") or self.of(role) != usual.of(role)]
         return {role: asdict(spec) if (spec := self.of(role)) is not None else "float" for role in written}
 
     @classmethod
@@ -190,4 +197,6 @@ def _spec_from_dict(role: str, value: object) -> TensorSpec | None:
     return TensorSpec(**value)
 
 
-FLOAT = QuantConfig(activation=None, weight=None)
+OF_PRESET = QuantConfig()
+"""In a recipe that names no config: the preset's."""
+FLOAT = QuantConfig(activation=None, weight=None, state=None)

@@ -1,4 +1,4 @@
-"""What is the user's own and named in a recipe by import path: ops, kernels, a backend."""
+"""What is the user's own and named in a recipe by import path: ops, kernels, a backend, and in which module it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from fxq.backends import by_name as backends
 from fxq.backends.own_kernels import makes_kernels
 from fxq.common.source import import_path, imported
-from fxq.errors import BackendError, RecipeError, unknown
+from fxq.common.trees import leaves
+from fxq.errors import BackendError, RecipeError, unknown, warn
 from fxq.ops import OPS
 
 
@@ -44,3 +45,14 @@ def check_backend(name: str) -> None:
         backends.backend_type(name)
     except BackendError as error:
         raise RecipeError(str(error)) from None
+
+
+def warn_of_main(data: dict[str, Any]) -> dict[str, Any]:
+    """The plain data of a recipe; warns where it names something of `__main__`, which is another module elsewhere."""
+    paths = {leaf for leaf in leaves(data) if isinstance(leaf, str) and leaf.startswith("__main__:")}
+    if paths:
+        warn(
+            f"the recipe names {', '.join(sorted(paths))}: only the script or notebook that defines them can load it. "
+            "Move them to a module of their own, and import them from there."
+        )
+    return data

@@ -11,24 +11,29 @@ from fxq.quant.spec import ROLES, QuantConfig, Role, TensorSpec
 
 def check_preset(preset: str) -> None:
     """Raise `RecipeError` for a preset that is planned, and for one that fxq had."""
-    if preset in ("dynamic", "weight_only", "qat"):
+    if preset == "qat":
         raise RecipeError(f'the preset "{preset}" is not built yet: use "static", with calibration data.')
     if preset == "static_corrected":
         raise RecipeError('the preset "static_corrected" is now an option: write fxq.Recipe.static(correct_bias=True).')
 
 
 def check_config(config: QuantConfig, where: str) -> None:
-    """Raise `RecipeError` when a config asks for an observer that does not exist, or for what is not built yet.
+    """Raise `RecipeError` when a config asks for an observer that cannot be made, or for what is not built yet.
 
     Args:
         config: a config of a recipe.
         where: what in the recipe asks for it.
     """
-    for spec in map(config.of, ROLES):
-        if spec is not None:
-            observer_named(spec.observer)
+    specs = {role: spec for role in ROLES if (spec := config.of(role)) is not None}
+    observers = {role: observer_named(spec.observer)[0] for role, spec in specs.items()}
     for reason in _missing(config):
         raise RecipeError(f"{where}: {reason}")
+    for role, spec in specs.items():
+        if spec.per == "channel" and not observers[role].per_channel:
+            raise RecipeError(
+                f"{where}: the {spec.observer!r} observer of the {role} has one range per tensor, but the recipe asks "
+                "for one per channel. Use observer='minmax', or per='tensor'."
+            )
 
 
 def _missing(config: QuantConfig) -> Iterator[str]:
@@ -47,12 +52,26 @@ def _missing(config: QuantConfig) -> Iterator[str]:
             yield from _missing_of(role, spec)
 
 
-_PER: dict[Role, tuple[str, ...]] = {"activation": ("tensor",), "weight": ("tensor", "channel")}
+_PER: dict[Role, tuple[str, ...]] = {
+    "activation": ("tensor", "row"),
+    "weight": ("tensor", "channel"),
+    "state": ("row",),
+}
+_RANGES: dict[Role, tuple[str, ...]] = {
+    "activation": ("calibrated", "measured"),
+    "weight": ("calibrated",),
+    "state": ("measured",),
+}
 
 
 def _missing_of(role: Role, spec: TensorSpec) -> Iterator[str]:
-    if spec.range != "calibrated":
-        yield f'range="{spec.range}" for the {role} is not built yet: use range="calibrated".'
+    if spec.range not in _RANGES[role]:
+        use = " or ".join(f'range="{known}"' for known in _RANGES[role])
+        yield f'range="{spec.range}" for the {role} is not built yet: use {use}.'
+    if spec.per == "row" and spec.range == "calibrated":
+        yield 'rows have no calibrated ranges, since there are others at every call: use range="measured".'
+    if spec.range == "measured" and not spec.symmetric:
+        yield f"a measured range for the {role} that is not symmetric is not built yet: use symmetric=True."
     if spec.per not in _PER[role]:
         use = " or ".join(f'per="{per}"' for per in _PER[role])
         yield f"per={spec.per!r} for the {role} is not built yet: use {use}."

@@ -10,17 +10,24 @@ from rich.text import Text
 
 from fxq.common.source import import_name, import_path
 from fxq.errors import RecipeError, unknown
+from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass
 from fxq.text.printed import Printed
 from fxq.text.tables import Column, Part, Table, row, text
 
 _PIPELINES: dict[str, tuple[Pass, ...]] = {}
+_CONFIGS: dict[str, QuantConfig] = {}
 _OPTIONS: dict[str, PipelineEdit] = {}
 
 
-def register_pipeline(name: str, passes: Sequence[Pass]) -> None:
-    """Make a list of passes known as the pipeline of the preset `name`."""
-    _PIPELINES[name] = tuple(passes)
+def register_preset(name: str, passes: Sequence[Pass], config: QuantConfig) -> None:
+    """Make a preset known: its passes, and how it quantizes a layer of which nothing else is said."""
+    _PIPELINES[name], _CONFIGS[name] = tuple(passes), config
+
+
+def preset_config(preset: str) -> QuantConfig:
+    """How a preset quantizes a layer of which nothing else is said."""
+    return _CONFIGS.get(preset, QuantConfig())
 
 
 def register_option(name: str, edit: PipelineEdit) -> None:

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from fxq.backends.base import Backend
 from fxq.common.source import import_path
 from fxq.errors import RecipeError, unknown
-from fxq.quant.spec import ACTIVATION, NARROW, WEIGHT, QuantConfig, TensorSpec
+from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, NARROW, OF_PRESET, WEIGHT, QuantConfig, TensorSpec
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.not_built import check_config, check_preset
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
-from fxq.recipe.pipeline import Pipeline, PipelineEdit, edit_for, pipeline_of
+from fxq.recipe.pipeline import Pipeline, PipelineEdit, edit_for, pipeline_of, preset_config
+from fxq.recipe.recipe_file import arguments_from, data_of, read_toml, toml_of
 from fxq.recipe.selector import Selector, as_selector
 from fxq.rewriting.pattern import FUSIONS, Family, Rule
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @dataclass(frozen=True)
@@ -34,7 +27,7 @@ class Recipe:
     """What `fxq.quantize` is to do. Make one with a preset (`Recipe.static()`), then refine it.
 
     Attributes:
-        preset: the preset it started from; decides the pipeline.
+        preset: the preset it started from; decides the pipeline, and the config where none is given.
         backend: name of the backend, import path of one of your own, or "auto" for the best one that this machine runs.
         config: how a layer is quantized where no override speaks.
         overrides: (selector, config) pairs; later ones win.
@@ -64,7 +57,7 @@ class Recipe:
 
     preset: str = "static"
     backend: str = "auto"
-    config: QuantConfig = field(default_factory=QuantConfig)
+    config: QuantConfig = OF_PRESET
     overrides: tuple[tuple[Selector, QuantConfig], ...] = ()
     leaf_modules: tuple[str, ...] = ()
     strict_trace: bool = False
@@ -82,6 +75,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_preset(self.preset)
+        if self.config is OF_PRESET:
+            object.__setattr__(self, "config", preset_config(self.preset))
         _ = self.pipeline, FUSIONS.plus(self.fusions)
         check_backend(self.backend)
         import_extensions(self.extensions)
@@ -147,6 +142,40 @@ class Recipe:
             check_inputs=check_inputs,
         )
         return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
+
+    @classmethod
+    def dynamic(cls, *, activation: TensorSpec = MEASURED, weight: TensorSpec = WEIGHT, **options: Any) -> Recipe:
+        """Post-training dynamic quantization: ranges of activations are measured at every call. Needs no data.
+
+        Layers with weights read integers and give floats: linear layers, convolutions, recurrent layers.
+
+        Args:
+            activation: spec of what layers read; the default measures each row: of a linear layer a token, of a
+                convolution an image.
+            weight: spec of all weights; the default is int8 symmetric per channel.
+            options: as for `static`, but `correct_bias`.
+
+        Example:
+            >>> recipe = Recipe.dynamic().only(nn.Linear)  # as torch's quantize_dynamic(model, {nn.Linear})
+            >>> recipe = Recipe.static().override("encoder.*", Recipe.dynamic().config)  # both in one model
+
+        Source: Jacob et al. 2018, section 3; Dettmers et al. 2022, section 2.1 (a scale for each row).
+        """
+        return replace(cls.static(activation=activation, weight=weight, **options), preset="dynamic")
+
+    def only(self, *selectors: Any) -> Recipe:
+        """Quantize what one of the selectors selects, as this recipe does now, and nothing else.
+
+        Args:
+            selectors: as for `override`: module path globs, `fxq.op(name)`, `nn.Module` types.
+
+        Raises:
+            RecipeError: there is none, or the recipe has overrides already: write them behind `only`.
+        """
+        if not selectors or self.overrides:
+            raise RecipeError("only() takes selectors, and stands before any override.")
+        overrides = tuple((as_selector(selector), self.config) for selector in selectors)
+        return replace(self, config=FLOAT, overrides=overrides)
 
     def override(self, selector: Any, config: QuantConfig) -> Recipe:
         """Quantize what `selector` selects with `config` (or `fxq.FLOAT`: not at all). Later overrides win.
@@ -226,6 +255,11 @@ class Recipe:
         return replace(self, min_sqnr=min_sqnr)
 
     @property
+    def preset_line(self) -> str:
+        """How Python writes the config that the preset gives a layer."""
+        return "fxq.QuantConfig()" if self.preset == "static" else f"fxq.Recipe.{self.preset}().config"
+
+    @property
     def pipeline(self) -> Pipeline:
         """The passes that this recipe runs, in order."""
         return pipeline_of(self.preset, self.edits)
@@ -248,66 +282,16 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain data, for `from_dict`. Defaults are left out."""
-        data: dict[str, Any] = {"preset": self.preset}
-        defaults = {f.name: f.default for f in fields(Recipe)}
-        for key in _OPTIONS:
-            value = getattr(self, key)
-            if value != defaults[key]:
-                data[key] = "none" if value is None else value
-        if self.concrete_args:
-            data["concrete_args"] = dict(self.concrete_args)
-        for key in _LISTS:
-            if getattr(self, key):
-                data[key] = list(getattr(self, key))
-        if self.config != QuantConfig():
-            data["config"] = self.config.to_dict()
-        if self.overrides:
-            data["override"] = [{**s.to_dict(), "config": c.to_dict()} for s, c in self.overrides]
-        if self.edits:
-            data["pass"] = [e.to_dict() for e in self.edits]
-        if self.decided:
-            data["decided"] = [pin.to_dict() for pin in self.decided]
-        return data
+        return data_of(self, {f.name: f.default for f in fields(Recipe)})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """Inverse of `to_dict`, for older files too. Raises `RecipeError` naming unknown keys, presets, passes, ..."""
-        known = [*_PLAIN, *_LISTS, "config", "override", "pass", "decided"]
-        for key in data:
-            if key not in known:
-                raise RecipeError(unknown("recipe key", key, known))
-            if not isinstance(data[key], _SHAPES.get(key, str)):
-                raise RecipeError(f"recipe key {key!r} has a value of the wrong shape: {data[key]!r}.")
-        tables = [*data.get("override", ()), *data.get("pass", ()), *data.get("decided", ())]
-        if not all(isinstance(table, Mapping) for table in tables):
-            raise RecipeError(
-                "override, pass and decided are lists of tables: [[override]], [[pass]], [[decided]] in a .toml file."
-            )
-        import_extensions(data.get("extensions", ()))  # overrides may name its ops
-        lists: dict[str, Any] = {key: tuple(data.get(key, ())) for key in _LISTS}
-        plain = {k: data[k] for k in _PLAIN if k in data}
-        if plain.get("min_sqnr") == "none":
-            plain["min_sqnr"] = None
-        edits = tuple(PipelineEdit.from_dict(e) for e in data.get("pass", ()))
-        if plain.get("preset") == "static_corrected":  # how files of version 0.1 say it
-            plain["preset"], edits = "static", (edit_for("correct_bias"), *edits)
-        return cls(
-            **plain,
-            config=QuantConfig.from_dict(data["config"]) if "config" in data else QuantConfig(),
-            overrides=tuple(
-                (Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in data.get("override", ())
-            ),
-            **lists,
-            edits=edits,
-            decided=tuple(Pin.from_dict(pin) for pin in data.get("decided", ())),
-        )
+        return cls(**arguments_from(data))
 
     def to_toml(self) -> str:
-        """The recipe as TOML text. Raises `RecipeError` when it fixes an argument to something that no file holds."""
-        for name, value in self.concrete_args.items():
-            if not isinstance(value, (bool, int, float, str)):
-                raise RecipeError(f"concrete_args: a file cannot hold {name}={value!r}.")
-        return tomli_w.dumps(self.to_dict())
+        """The recipe as TOML text. Raises `RecipeError` for a fixed value that no file holds; warns of `__main__`."""
+        return toml_of(self.to_dict())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe to a `.toml` file."""
@@ -316,24 +300,7 @@ class Recipe:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
         """Read a recipe from a `.toml` file. Raises `RecipeError` when there is none or it is not TOML."""
-        try:
-            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from None
-
-
-_OPTIONS = ("backend", "optimize", "check", "max_loss", "min_sqnr", "narrow", "strict_trace", "check_inputs")
-_PLAIN = ("preset", *_OPTIONS, "concrete_args")
-_LISTS = ("leaf_modules", "fusions", "extensions")
-_SHAPES: dict[str, Any] = {
-    "strict_trace": bool,
-    "check_inputs": bool,
-    "concrete_args": Mapping,
-    "max_loss": (int, float),
-    "min_sqnr": (int, float, str),
-    "config": (str, Mapping),
-    **dict.fromkeys((*_LISTS, "override", "pass", "decided"), (list, tuple)),
-}
+        return cls.from_dict(read_toml(path))
 
 
 def as_recipe(value: Any) -> Recipe:

@@ -14,6 +14,7 @@ from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Entry
 from fxq.ledger.quantized import Quantized
 from fxq.ops import OPS
+from fxq.quant.qparams import dequantize, spread
 from fxq.report.graph_data import number, numbers
 
 BINS = 64
@@ -58,19 +59,27 @@ def _has_weight(row: Entry) -> bool:
 
 
 def _weight(layer: LayerQParams) -> dict[str, Any]:
-    channels = layer.weight.flatten()[None] if layer.axis is None else layer.weight.movedim(layer.axis, 0).flatten(1)
-    scale, zero_point = (t.reshape(-1, 1) for t in (layer.weight_scale, layer.weight_zero_point))
-    values = (channels - zero_point) * scale
-    low, high = values.aminmax(dim=1) if values.shape[1] else (scale[:, 0] * 0, scale[:, 0] * 0)
+    """Of a weight in blocks, the channels are its rows, each with its largest scale."""
+    grid = next(iter(layer.weights.values())).qparams
+    axis = layer.axis if layer.block is None else 0
+    steps = spread(layer.weight_scale, layer.weight, layer.axis, layer.block).expand_as(layer.weight)
+    values, steps = (_channels(t, axis) for t in (dequantize(layer.weight, grid), steps))
+    scale = steps.amax(1) if values.shape[1] else layer.weight_scale.reshape(-1)
+    low, high = values.aminmax(dim=1) if values.shape[1] else (scale * 0, scale * 0)
     ends = float(low.min()), float(high.max())
     return {
-        "axis": layer.axis,
+        "axis": axis,
         "low": numbers(low.tolist(), 3),
         "high": numbers(high.tolist(), 3),
-        "scale": numbers(scale[:, 0].tolist(), 3),
+        "scale": numbers(scale.tolist(), 3),
         "range": numbers(ends),
         "counts": _counts(values, *ends),
     }
+
+
+def _channels(values: Tensor, axis: int | None) -> Tensor:
+    """Values as a row for each entry of the axis; as one row without an axis."""
+    return values.flatten()[None] if axis is None else values.movedim(axis, 0).flatten(1)
 
 
 def _counts(values: Tensor, low: float, high: float) -> list[int]:

@@ -20,7 +20,7 @@ from fxq.graph.info import info
 from fxq.graph.mutation import Changes
 from fxq.graph.query import called_name, constant, flat_nodes, is_op, op_of, options_of
 from fxq.rewriting.near_miss import Refusal
-from fxq.rewriting.pattern import FUSIONS, Family, PatternNode, Rule
+from fxq.rewriting.pattern import FUSIONS, ON_REQUEST, Family, PatternNode, Rule
 
 _MOST_CANDIDATES = 16
 
@@ -311,7 +311,7 @@ def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) 
     """Why a rule matches at a node, or the furthest it got and why it stopped.
 
     Args:
-        rule: a rule, or the name of a registered fusion.
+        rule: a rule, or the name of a fusion, also of one that only recipes use which name it.
         gm: a graph at the canonical stage, e.g. from `fxq.run_passes(model, recipe, inputs, until="fold-batch-norm")`.
         node: the node where the pattern's first output would be, or its name.
 
@@ -321,8 +321,9 @@ def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) 
     Raises:
         PatternError: unknown rule or node (nearest names given).
     """
-    chosen = FUSIONS[rule] if isinstance(rule, str) else rule[0] if isinstance(rule, Family) else rule
-    place = node if isinstance(node, fx.Node) else _find(gm, node)
+    fusions = {**ON_REQUEST, **{fusion.name: fusion for fusion in FUSIONS}}
+    chosen = _find("rule", rule, fusions) if isinstance(rule, str) else rule[0] if isinstance(rule, Family) else rule
+    place = node if isinstance(node, fx.Node) else _find("node", node, {n.name: n for n in gm.graph.nodes})
     refusal = Refusal()
     match = Matcher(gm).match(chosen, place, refusal)
     where = f"{chosen.name} ({chosen.source}) at %{place.name}"
@@ -332,8 +333,7 @@ def explain(rule: str | Rule | Family, gm: fx.GraphModule, node: str | fx.Node) 
     return f"{where}: no match ({depth}): {refusal.reason}"
 
 
-def _find(gm: fx.GraphModule, name: str) -> fx.Node:
-    by_name = {n.name: n for n in gm.graph.nodes}
-    if name not in by_name:
-        raise PatternError(unknown("node", name, by_name))
-    return by_name[name]
+def _find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise PatternError(unknown(kind, name, known))
+    return known[name]

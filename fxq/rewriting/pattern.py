@@ -199,6 +199,8 @@ class RuleSet:
 
 
 FUSIONS = RuleSet()
+ON_REQUEST: dict[str, Rule] = {}
+"""The fusions that only recipes use which name them; of two with one name, the one defined last."""
 
 
 def fusion(name: Any = None, *, everywhere: bool = True, **variants: Sequence[str]) -> Any:
@@ -231,6 +233,8 @@ def fusion(name: Any = None, *, everywhere: bool = True, **variants: Sequence[st
         family = _family(function, name, variants)
         if everywhere:
             FUSIONS.add(family)
+        else:
+            ON_REQUEST.update((rule.name, rule) for rule in family)
         return family
 
     return register

@@ -44,7 +44,7 @@ class Assumptions:
         self.branches: dict[str, int] = {}
         self.answers: dict[fx.Node, tuple[str, bool]] = {}
         self._runs: Counter[tuple[str, int]] = Counter()
-        self._frames: list[FrameType | None] = []  # held, so that no other gets the same id
+        self._frames: list[FrameType | None] = []  # kept, so that no other gets the same id
         self.refusals: list[Untraceable] = []
         self._dtypes = self._ranks = False
         self._guarded: set[tuple[fx.Node, str]] = set()
@@ -114,15 +114,15 @@ class Assumptions:
         It follows from those of the inputs, which the graph then checks; where a `squeeze` drops what has size 1, from
         sizes too, and it stays a traced value.
         """
-        held = value._value
+        known = value._value
         if self.squeezes:
             return (
                 self.fix(value, "len")
-                if isinstance(held, torch.Size)
+                if isinstance(known, torch.Size)
                 else value.tracer.create_proxy("call_method", "dim", (value,), {})
             )
         self._ranks = self._ranks or value._origin is not Origin.CONSTANT
-        return held.dim() if isinstance(held, Tensor) else len(held)
+        return known.dim() if isinstance(known, Tensor) else len(known)
 
     def give(self, entry: Argument, node: fx.Node) -> None:
         """Note an input of the graph, and what it must be where the example decides that."""

@@ -37,8 +37,8 @@ class Exported(nn.Module):
         super().__init__()
         inner = program.module(check_guards=False)  # sizes are checked here, with the words of fxq
         _check(inner.graph)
-        for held in ("_modules", "_parameters", "_buffers"):
-            getattr(self, held).update(getattr(inner, held))
+        for registry in ("_modules", "_parameters", "_buffers"):
+            getattr(self, registry).update(getattr(inner, registry))
         for module in self.modules():
             module.training = False
         self.at = None

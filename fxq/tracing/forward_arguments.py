@@ -112,10 +112,10 @@ def arguments(model: nn.Module, example: Batch, fixed: Mapping[str, Any]) -> lis
 def _in_order(found: list[Argument]) -> list[Argument]:
     """`*args` last. Refuses keyword-only arguments besides it: positional ones would be taken for them."""
     if any(a.name.startswith("*") for a in found) and any(a.keyword_only for a in found):
-        held = [a for a in found if a.keyword_only and not a.left_out]
-        if held:
+        given = [a for a in found if a.keyword_only and not a.left_out]
+        if given:
             raise InputError(
-                f"forward takes any number of inputs and {held[0].name} besides, which a graph cannot; "
+                f"forward takes any number of inputs and {given[0].name} besides, which a graph cannot; "
                 "name the inputs in its signature, or give a module that calls this one."
             )
         found = [a for a in found if not a.keyword_only]

@@ -131,23 +131,23 @@ class Tracer(fx.Tracer):
 
     def _input(self, entry: Any) -> Any:
         node = self.create_node("placeholder", entry.name, entry.default, {})
-        held = copied(entry.value)
-        self._see(node, held)
+        value = copied(entry.value)
+        self._see(node, value)
         self.asked.give(entry, node)
-        return held if entry.fixed else TracedValue(node, self, held, Origin.SIZES)
+        return value if entry.fixed else TracedValue(node, self, value, Origin.SIZES)
 
-    def _expand(self, value: TracedValue, held: Any) -> Any:
+    def _expand(self, value: TracedValue, example: Any) -> Any:
         """A container of inputs as the container that it is, with traced values in it; plain values as they are."""
-        if isinstance(held, Tensor):
+        if isinstance(example, Tensor):
             value._origin = Origin.DATA
             return value
-        kind: Any = type(held)
+        kind: Any = type(example)
         if kind in (dict, OrderedDict):
-            return kind((key, self._expand(value[key], held[key])) for key in held)  # type: ignore[index]
-        if kind in (tuple, list) or (isinstance(held, tuple) and hasattr(held, "_fields")):
-            parts = [self._expand(value[i], part) for i, part in enumerate(held)]  # type: ignore[index]
-            return kind(*parts) if hasattr(held, "_fields") else kind(parts)
-        return held if is_plain(held) else value
+            return kind((key, self._expand(value[key], example[key])) for key in example)  # type: ignore[index]
+        if kind in (tuple, list) or (isinstance(example, tuple) and hasattr(example, "_fields")):
+            parts = [self._expand(value[i], part) for i, part in enumerate(example)]  # type: ignore[index]
+            return kind(*parts) if hasattr(example, "_fields") else kind(parts)
+        return example if is_plain(example) else value
 
     def _erase_unused(self) -> None:
         """Erase reads of sizes and parts that only the trace needed."""
@@ -215,9 +215,9 @@ class Tracer(fx.Tracer):
             return super().create_arg(a.item())
         own = isinstance(a, Mapping) and type(a).__module__ not in _PLAIN_MAPPINGS
         if own or (is_dataclass(a) and not isinstance(a, type)):
-            held = {f.name: getattr(a, f.name) for f in fields(a)} if not isinstance(a, Mapping) else dict(a)
+            parts = {f.name: getattr(a, f.name) for f in fields(a)} if not isinstance(a, Mapping) else dict(a)
             return self.create_proxy(
-                "call_function", make_output, (f"{type(a).__module__}:{type(a).__qualname__}", held), {}
+                "call_function", make_output, (f"{type(a).__module__}:{type(a).__qualname__}", parts), {}
             ).node
         try:
             return super().create_arg(a)
@@ -250,10 +250,10 @@ class Tracer(fx.Tracer):
         if path is None:
             return attr_val
         if path not in self._read:
-            held = self.run.copy(attr_val)
+            value = self.run.copy(attr_val)
             node = self.create_node("get_attr", path, (), {})
-            self._see(node, held)
-            self._read[path] = TracedValue(node, self, held, Origin.CONSTANT)
+            self._see(node, value)
+            self._read[path] = TracedValue(node, self, value, Origin.CONSTANT)
         return self._read[path]
 
     # ---- modules

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+import fxq
 from fxq.backends.by_name import get_backend
 from fxq.cost.cache import Costs
 from fxq.cost.min_cut import Priced, PricedValue
-from fxq.cost.prices import emits_float, regions_of, slower_than_float
+from fxq.cost.prices import emits_float, priced_values, regions_of, slower_than_float
 from fxq.cost.probe import Prober
 from fxq.graph.info import info, set_info
 from tests.graphs import until
@@ -40,6 +41,38 @@ def test_one_layer_with_an_activation_emits_float_and_a_sum_does_not():
     gm = until(module(forward, **layers), torch.rand(2, 3, 4, 4), "propagate", REFERENCE).gm
     units = {n.name: emits_float(gm, n) for n in gm.graph.nodes if n.op == "call_module"}
     assert units == {name: "add" not in name for name in units} and set(units.values()) == {True, False}
+
+
+class Fixed:
+    """A prober that has measured everything."""
+
+    def quantize(self, elements):
+        return 1.0
+
+    def dequantize(self, elements):
+        return 2.0
+
+    def measure(self, gm, quantize):
+        return 3.0
+
+
+def test_a_value_that_is_measured_is_measured_once_and_read_as_floats():
+    """Two layers read one measured form of a value, and a third its calibrated one."""
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y), self.c(y), self.d(y)
+
+    rows = fxq.Recipe.dynamic().config
+    layers = {name: nn.Linear(3, 3) for name in "abcd"}
+    mixed = REFERENCE.override("c", rows).override("d", rows)
+    gm = until(module(forward, **layers), torch.rand(2, 3), "propagate", mixed).gm
+    nodes = list(gm.graph.nodes)
+    found = priced_values(gm, nodes, regions_of(gm, nodes), Fixed())
+    by_reader = {str(reader): v for v in found for reader in v.readers}
+    measured, calibrated = by_reader["c"], by_reader["b"]
+    assert by_reader["d"] is measured and (measured.producer, measured.quantize, measured.dequantize) == (None, 3.0, 0)
+    assert str(calibrated.producer) == "a" and None in calibrated.readers and calibrated.quantize == 1.0
 
 
 a, b = (fx.Graph().placeholder(name) for name in "ab")

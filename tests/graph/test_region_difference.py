@@ -49,6 +49,14 @@ def test_disagreement(expected, got, wrong):
     assert (disagreement(Result(expected), got, VerifyLowering(), none) is not None) is wrong
 
 
+def test_terms_beyond_float32_are_no_reason_for_any_difference():
+    expected = Result(torch.tensor([1e38, 0.0]))
+    assert (
+        disagreement(expected, torch.tensor([INF, 0.0]), VerifyLowering(), lambda: INF)
+        == "off by inf, more than 1.03e+34"
+    )
+
+
 @pytest.mark.parametrize(
     ("real", "got", "wrong"),
     [

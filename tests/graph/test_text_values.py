@@ -62,6 +62,21 @@ def test_grids():
         assert qp.same_as(read(value_text(qp)))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "QParams(0.5, 3, 0, 255, torch.uint8)",
+        "QParams([0.5, 1.0], zero_point=[0, 0], qmin=0, qmax=255, dtype=torch.uint8, axis=0)",
+    ],
+)
+def test_a_grid_by_position(text):
+    grid = read(text)
+    assert (grid.scale.dtype, grid.zero_point.dtype) == (torch.float32, torch.int32)
+    assert grid.same_as(read(value_text(grid)))
+    with pytest.raises(InputError, match="no QParams can be made of this"):
+        read("QParams('wide', 3, 0, 255, torch.uint8)")
+
+
 def test_nan_and_what_has_no_name():
     assert math.isnan(read(value_text(math.nan)))
     for value in ({1}, object(), 1j, b"x", torch.ones(2, 2), range(3)):

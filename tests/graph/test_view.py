@@ -4,8 +4,9 @@ from torch import nn
 
 import fxq
 from fxq.graph.info import set_info
-from fxq.graph.view import KINDS, view
+from fxq.graph.view import view
 from fxq.picture.graph_picture import picture
+from fxq.text.colours import LOOKS
 from tests.graphs import expected, full_text, graph, node
 from tests.helpers import REFERENCE, module, rewriter
 
@@ -97,7 +98,7 @@ def test_every_node_has_a_known_kind(until):
     gm = graph(network(), IMAGE, until=until)
     shown = view(gm)
     assert [n.name for n in shown] == [n.name for n in gm.graph.nodes] and len(shown) == len(gm.graph.nodes)
-    assert {n.kind for n in shown} <= set(KINDS)
+    assert {n.kind for n in shown} <= set(LOOKS)
     assert [n.inputs for n in shown] == [
         tuple(i.name for i in torch.utils._pytree.tree_leaves((n.args, n.kwargs)) if isinstance(i, torch.fx.Node))
         for n in gm.graph.nodes

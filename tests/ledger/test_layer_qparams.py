@@ -8,7 +8,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxq
-from fxq.ledger.layer_qparams import int32_bias
+from fxq.graph.region import Weight
+from fxq.ledger.layer_qparams import LayerQParams, int32_bias, layers_of
+from fxq.ops import OPS
+from fxq.ops.table import Quant
+from fxq.quant.qparams import QParams
+from tests.graphs import drawn
 from tests.helpers import module
 
 MINMAX = fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(observer="minmax"))
@@ -168,12 +173,6 @@ def test_float_layers_have_no_entry():
     assert list(qmodel.qparams()) == ["0"]
 
 
-def test_what_is_handed_out_is_a_copy_of_the_table(case):
-    qmodel = case[2]
-    qmodel.qparams().clear()
-    assert list(qmodel.qparams()) == ["0", "3"]
-
-
 def test_every_backend_reports_the_same_integers(case):
     model, data, qmodel = case
     other = fxq.quantize(model, fxq.Recipe.static(activation=MINMAX.config.activation, narrow="activations"), data=data)
@@ -192,3 +191,221 @@ def test_weights_on_another_device_than_the_scales():
         with pytest.raises(RuntimeError, match="device"):
             bias / scale
         assert int32_bias(bias, scale).device.type == "cpu"
+
+
+# ---- layers whose accumulator has no scale known beforehand, as graphs
+
+
+WEIGHT = """
+        w: int8[3, 4] = tensor("w")
+        scale: float32[3] = tensor("scale")
+        zero: int32[3] = tensor("zero")
+        b: float32[3] = tensor("b")
+        w_dq = dequantize(w, scale=scale, zero_point=zero, qmin=-127, qmax=127, axis=0)
+"""
+GIVEN = {
+    "w": torch.arange(-6, 6, dtype=torch.int8).reshape(3, 4),
+    "scale": torch.tensor([0.5, 0.25, 2.0]),
+    "zero": torch.zeros(3, dtype=torch.int32),
+    "b": torch.tensor([1.0, -1.0, 0.5]),
+}
+
+
+def only_layer(program: str, **given: torch.Tensor) -> LayerQParams:
+    """The layer of a graph that has one."""
+    (layer,) = layers_of(fxq.read_graph(program, {**drawn(program), **GIVEN, **given})).values()
+    return layer
+
+
+def test_weights_alone_are_a_layer_with_a_float_bias():
+    layer = only_layer(f"""
+        x: float32[2, 4] = input()
+        {WEIGHT}
+        y = linear(x, w_dq, b)  # 'head.fc', 'net.py:1'
+        return y
+    """)
+    assert torch.equal(layer.weight, GIVEN["w"]) and torch.equal(layer.weight_scale, GIVEN["scale"])
+    assert (layer.axis, layer.block, layer.reads) == (0, None, "float")
+    assert layer.bias.dtype == torch.float32 and torch.equal(layer.bias, GIVEN["b"])
+    assert (layer.bias_scale, layer.input_scale, layer.output_scale) == (None, None, None)
+    assert layer.float_bias_reason == "its input is float"
+    assert repr(layer) == "<LayerQParams of y: weight (3, 4), reads float>"
+
+
+def test_a_float_weight_makes_no_layer():
+    program = """
+        x: float32[2, 4] = input()
+        w: float32[3, 4] = tensor("w")
+        y = linear(x, w)
+        return y
+    """
+    assert layers_of(fxq.read_graph(program, {"w": torch.randn(3, 4)})) == {}
+
+
+def test_a_scale_measured_at_run_time_leaves_the_bias_in_float():
+    layer = only_layer(f"""
+        x: float32[2, 4] = input()
+        s: float32[()] = input()
+        {WEIGHT}
+        x_q = quantize(x, scale=s, zero_point=128)
+        x_dq = dequantize(x_q, scale=s, zero_point=128)
+        y = linear(x_dq, w_dq, b)
+        return y
+    """)
+    assert (layer.reads, layer.input_scale, layer.input_zero_point) == ("measured", None, 128)
+    assert layer.bias_scale is None and torch.equal(layer.bias, GIVEN["b"])
+    assert layer.float_bias_reason == "the scale of its input is measured at run time"
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_dynamic_model(backend):
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
+    recipe = fxq.Recipe.dynamic(backend=backend, optimize="coverage")
+    layers = fxq.quantize(model, recipe, example_inputs=torch.randn(4, 16)).qparams()
+    assert list(layers) == ["0", "2"]
+    for name, layer in layers.items():
+        weight = model[int(name)].weight.detach()
+        assert (
+            (layer.weight * layer.weight_scale[:, None] - weight).abs() <= layer.weight_scale[:, None] * 0.501
+        ).all()
+        assert layer.reads == "measured" and torch.equal(layer.bias, model[int(name)].bias)
+        assert layer.float_bias_reason == "the scale of its input is measured at run time"
+
+
+def test_there_is_no_reason_where_there_is_no_bias():
+    layer = only_layer(f"""
+        x: float32[2, 4] = input()
+        {WEIGHT}
+        y = linear(x, w_dq)
+        return y
+    """)
+    assert (layer.bias, layer.float_bias_reason, layer.reads) == (None, "", "float")
+
+
+def test_a_known_scale_gives_the_int32_bias():
+    layer = only_layer(f"""
+        x: float32[2, 4] = input()
+        {WEIGHT}
+        x_q = quantize(x, scale=0.125, zero_point=3)
+        x_dq = dequantize(x_q, scale=0.125, zero_point=3)
+        y = linear(x_dq, w_dq, b)
+        return y
+    """)
+    assert layer.bias_scale.tolist() == [0.0625, 0.03125, 0.25]
+    assert layer.bias.dtype == torch.int32 and layer.bias.tolist() == [16, -32, 2]
+    assert (layer.float_bias_reason, layer.reads, layer.input_zero_point) == ("", "integers", 3)
+
+
+def test_a_weight_in_blocks_of_4_bits():
+    block = dict(scale=torch.rand(3, 2) + 0.1, zero=torch.zeros(3, 2, dtype=torch.int32))
+    layer = only_layer(
+        """
+        x: float32[2, 4] = input()
+        w: int8[3, 4] = tensor("w")
+        scale: float32[3, 2] = tensor("scale")
+        zero: int32[3, 2] = tensor("zero")
+        b: float32[3] = tensor("b")
+        w_dq = dequantize(w, scale=scale, zero_point=zero, qmin=-7, qmax=7, axis=1, block=2)
+        x_q = quantize(x, scale=0.125, zero_point=3)
+        x_dq = dequantize(x_q, scale=0.125, zero_point=3)
+        y = linear(x_dq, w_dq, b)
+        return y
+        """,
+        **block,
+    )
+    assert (layer.axis, layer.block, layer.weights["weight"].qparams.bits) == (1, 2, 4)
+    assert torch.equal(layer.weight_scale, block["scale"])
+    assert (layer.reads, layer.input_scale) == ("integers", 0.125)
+    assert layer.bias.dtype == torch.float32
+    assert layer.float_bias_reason == "the weights of one output have several scales"
+
+
+def test_an_input_with_a_scale_for_each_channel():
+    layer = only_layer(
+        f"""
+        x: int8[2, 4] = input()
+        {WEIGHT}
+        s: float32[4] = tensor("s")
+        z: int32[4] = tensor("z")
+        x_dq = dequantize(x, scale=s, zero_point=z, qmin=-128, qmax=127, axis=1)
+        y = linear(x_dq, w_dq, b)
+        return y
+        """,
+        s=torch.rand(4),
+        z=torch.zeros(4, dtype=torch.int32),
+    )
+    assert (layer.reads, layer.float_bias_reason) == ("integers", "its input has several scales")
+
+
+# ---- layers with several weights
+
+
+class TwoWeights(Quant):
+    """As in the row of a recurrent layer."""
+
+    def role(self, name):
+        return "weight" if name == "weight_hh" else super().role(name)
+
+
+@pytest.fixture
+def recurrent():
+    quant = TwoWeights("computes", weight="weight_ih", bias="bias", axis=0, gates=("i", "f"))
+
+    @OPS.row(quant=quant, name="toy_recurrent")
+    def toy_recurrent(x, weight_ih, weight_hh, bias):
+        return F.linear(x, weight_ih, bias) + F.linear(x, weight_hh)
+
+    yield "toy_recurrent"
+    OPS.discard("toy_recurrent")
+
+
+def test_gates_by_name(recurrent):
+    program = f"""
+        x: float32[2, 4] = input()
+        w: int8[4, 4] = tensor("w")
+        scale: float32[4] = tensor("scale")
+        zero: int32[4] = tensor("zero")
+        b: float32[4] = tensor("b")
+        v: int8[4, 4] = tensor("v")
+        v_scale: float32[4, 2] = tensor("v_scale")
+        v_zero: int32[4, 2] = tensor("v_zero")
+        w_dq = dequantize(w, scale=scale, zero_point=zero, qmin=-127, qmax=127, axis=0)
+        v_dq = dequantize(v, scale=v_scale, zero_point=v_zero, qmin=-7, qmax=7, axis=1, block=2)
+        x_q = quantize(x, scale=0.125, zero_point=3)
+        x_dq = dequantize(x_q, scale=0.125, zero_point=3)
+        y = {recurrent}(x_dq, w_dq, v_dq, b)
+        return y
+    """
+    given = {
+        "w": torch.arange(16, dtype=torch.int8).reshape(4, 4),
+        "scale": torch.rand(4),
+        "zero": torch.zeros(4, dtype=torch.int32),
+        "b": torch.rand(4),
+        "v": torch.arange(-8, 8, dtype=torch.int8).reshape(4, 4),
+        "v_scale": torch.rand(4, 2),
+        "v_zero": torch.zeros(4, 2, dtype=torch.int32),
+    }
+    layer = only_layer(program, **given)
+    assert list(layer.weights) == ["weight_ih", "weight_hh"]
+    assert torch.equal(layer.weight, given["w"]) and torch.equal(layer.weights["weight_hh"].values, given["v"])
+    assert layer.gates == {"i": slice(0, 2), "f": slice(2, 4)}
+    assert torch.equal(layer.bias[layer.gates["f"]], given["b"][2:])
+    assert layer.float_bias_reason == "the products of its weights are on different scales"
+    forget, hidden = layer.gate("f"), layer.gate("f", "weight_hh")
+    assert torch.equal(forget.values, given["w"][2:]) and torch.equal(forget.qparams.scale, given["scale"][2:])
+    assert torch.equal(hidden.values, given["v"][2:]) and torch.equal(hidden.qparams.scale, given["v_scale"][2:])
+    with pytest.raises(fxq.InputError, match=r"unknown gate 'o'.* Known: f, i"):
+        layer.gate("o")
+    with pytest.raises(fxq.InputError, match="unknown weight with gates 'weight_hr'"):
+        layer.gate("f", "weight_hr")
+    data = layer.to_dict()
+    assert data["gates"] == {"i": [0, 1], "f": [2, 3]}
+    assert (data["weight_hh_bits"], data["weight_hh_block"], data["weight_hh_axis"]) == (4, 2, 1)
+
+
+def test_a_gate_of_a_weight_with_one_scale_has_that_scale():
+    grid = QParams.per_tensor(0.5, 0, -127, 127, torch.int8)
+    weight = Weight(torch.arange(4, dtype=torch.int8).reshape(2, 2), grid)
+    gates = {"r": slice(0, 1), "z": slice(1, 2)}
+    layer = LayerQParams({"weight_ih": weight}, gates, None, None, "", "float", None, None, None, None, "gru")
+    assert layer.gate("z").values.tolist() == [[2, 3]] and layer.gate("z").qparams.s == 0.5

@@ -9,6 +9,7 @@ import torch
 import fxq
 from fxq.graph.info import info
 from fxq.passes import ChooseGrids
+from fxq.quant.measured import MeasuredGrid
 from tests.graphs import node, run_pass
 from tests.helpers import REFERENCE
 
@@ -130,6 +131,16 @@ def test_one_of_two_gives_up_a_bit_where_a_kernel_overflows(narrow, steps, limit
     assert edge.qparams.s == pytest.approx(255 / steps)
     assert (weight.qparams.axis, weight.qparams.qmax) == (0, limit)
     torch.testing.assert_close(weight.qparams.scale, gm.w.abs().amax(1) / limit)
+
+
+@pytest.mark.parametrize(("narrow", "bits"), [("activations", 7), ("weights", 8)])
+def test_a_measured_edge_gets_its_grid_without_an_observer(narrow, bits):
+    rows = "TensorSpec(symmetric=True, per='row', range='measured')"
+    lines = LAYER.replace(MADE, f"Edge({rows}, 0, True, axis=-1)").replace(f"reads={S}", f"reads={rows}")
+    lines = "\n".join(line for line in lines.splitlines() if "o.x" not in line).replace("linear(x_o", "linear(x")
+    gm = run_pass(ChooseGrids(), lines, recipe=fxq.Recipe.dynamic(backend="reference", narrow=narrow), data=(STEPS,))
+    (edge,) = info(node(gm, "x")).edges
+    assert edge.qparams == MeasuredGrid(0, 2**bits - 1, torch.uint8, -1)
 
 
 def test_refuses_a_weight_that_no_observer_watches():

@@ -5,7 +5,7 @@ import torch
 
 import fxq
 from fxq.passes import InsertQdq
-from tests.graphs import expected, program, run_pass, text
+from tests.graphs import expected, node, program, run_pass, text
 
 W = "TensorSpec(signed=True, symmetric=True, per='channel')"
 INT8 = f"plan=Plan(Decision('int8'), reads=TensorSpec(), weight={W})"
@@ -169,3 +169,34 @@ def test_refuses_an_edge_without_a_grid():
     program = "x: float32[2] = input()  # edges=(Edge(TensorSpec(), 0, True),)\nreturn x"
     with pytest.raises(fxq.PassError, match=r"%x .*its grid is not chosen. Run choose-grids"):
         run_pass(InsertQdq(), program)
+
+
+ROWS = "TensorSpec(symmetric=True, per='row', range='measured')"
+
+
+def test_a_measured_scale_is_a_value_of_the_graph():
+    """Who reads the value on another grid, or as floats, reads the value itself, not what is on the measured grid."""
+    measured = f"Edge({ROWS}, 1, True, axis=-1, qparams=MeasuredGrid(0, 255, torch.uint8, -1))"
+    row = f"plan=Plan(Decision('int8'), reads={ROWS}, weight={W})"
+    gm = run_pass(
+        InsertQdq(),
+        f"""
+        modules['seen.x'] = observer(spec=TensorSpec())
+        x: float32[5, 4] = input()  # edges=({edge(0.5, 3)}, {measured})
+        x_observer: float32[5, 4] = modules['seen.x'](x)
+        w: float32[4, 4] = tensor('a.weight')  # {weight()}
+        a = linear(x_observer, w)  # {row}
+        b = linear(x_observer, w)  # {INT8}
+        c = relu(x_observer)
+        return (a, b, c)
+        """,
+    )
+    assert program(gm).partition("a_weight_int8")[0].strip() == expected("""
+        x: float32[5, 4] = input()
+        x_q: uint8[5, 4] = quantize(x, scale=0.5, zero_point=3)
+        x_dq: float32[5, 4] = dequantize(x_q, scale=0.5, zero_point=3)
+        x_scale: float32[5, 1] = choose_scale(x, steps=127, axis=-1)
+        x_q_1: uint8[5, 4] = quantize(x, scale=x_scale, zero_point=128)
+        x_dq_1: float32[5, 4] = dequantize(x_q_1, scale=x_scale, zero_point=128)
+    """)
+    assert [[n.name for n in node(gm, name).all_input_nodes[:1]] for name in "abc"] == [["x_dq_1"], ["x_dq"], ["x_dq"]]

@@ -1,37 +1,27 @@
 """verify-lowering: a kernel that is wrong is found, warned about and put back."""
 
-import warnings
+import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fxq
 from fxq.backends import lower_graph
 from fxq.backends.kernel import Kernel
-from fxq.backends.packed import quantized_tensors as packed
 from fxq.backends.plain.converters import Dequantize, PReLUQuantize, Quantize, Requantize
 from fxq.backends.plain.pool import MaxPool2d
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.common.metrics import sqnr
-from fxq.graph.info import info
-from fxq.graph.query import submodule
 from fxq.graph.view import view
-from fxq.passes.verify_lowering import VerifyLowering, _Verifier
+from fxq.passes.verify_lowering import VerifyLowering
 from tests.graphs import again, equal, expected, kinds, text, until
 from tests.helpers import REFERENCE, steps
+from tests.kernels import planted
 from tests.machine import X86, decibels, needs_x86, quiet, told
 from tests.models import NETWORKS, batch, build, call
-
-
-def planted(monkeypatch, kernel, change):
-    """Let a kernel's forward return `change(result)`."""
-    forward = kernel.forward
-    monkeypatch.setattr(kernel, "forward", lambda self, *args: change(forward(self, *args)))
 
 
 @needs_x86
@@ -134,6 +124,20 @@ def test_other_wrong_kernels(monkeypatch, change):
 
 
 @needs_x86
+def test_values_near_the_end_of_float32_are_blamed_on_the_data(monkeypatch):
+    """There a kernel may overflow: an int32 sum times such a scale is infinite. Some do, on some machines."""
+    planted(monkeypatch, OnednnConv, crooked)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval(), torch.rand(4, 3, 12, 12) - 0.5
+    with pytest.warns(fxq.FxqWarning) as caught:
+        quantized = fxq.quantize(model, X86, data=[x * 2e38])
+    wrong = [message for message in told(caught) if "x86.conv kernel" in message]
+    assert len(wrong) == 2
+    why = r"fails on values as large as .*e\+3\d, near the end of float32 \(3.4e\+38\): .*; scale the data down"
+    assert all(re.search(why, message) for message in wrong)
+    assert sqnr(call(model, x * 2e38), call(quantized, x * 2e38)) > 30
+
+
+@needs_x86
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -182,143 +186,7 @@ def test_nothing_to_verify_on_the_reference_backend():
     assert equal(call(manager.gm, batch("residual")), result)
 
 
-# ---- large terms
-
-
-class Wide(nn.Module):
-    """Layers whose terms are large beside the results of the batch that kernels are verified on."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(64, 64, 3), nn.Conv2d(64, 8, 1)
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
-class Difference(nn.Module):
-    """A difference of large values that are nearly the same."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(64, 8, 1), nn.Conv2d(8, 4, 1)
-
-    def forward(self, x):
-        y = self.a(x)
-        return self.b((y + 1e6) - (y * 1.001 + 1e6))
-
-
-class Cancels(nn.Module):
-    """Weights that add up to zero, of an input that is nearly constant."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Conv2d(64, 8, 3)
-        with torch.no_grad():
-            self.a.weight -= self.a.weight.mean((1, 2, 3), keepdim=True)
-
-    def forward(self, x):
-        return self.a(x)
-
-
-FAR = [
-    (Wide, [(0.0, 1.0), (0.0, 1e4)]),
-    (Wide, [(0.0, 1.0), (0.0, 1e6)]),
-    (Difference, [(0.0, 1.0)]),
-    (Cancels, [(1e6, 1e-3)]),
-]
-BACKENDS = ["x86", *(name for name in ("fbgemm",) if packed.has_engine(name))]
-
-
-@needs_x86
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("model", "batches"), FAR)
-def test_what_is_left_of_large_terms_is_as_inexact_as_they_are(model, batches, backend):
-    """No right kernel is accused where the grid is far wider than the values, or where its terms cancel."""
-    torch.manual_seed(0)
-    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", activation=fxq.TensorSpec(observer="minmax"))
-    data = [torch.randn(4, 64, 8, 8) * scale + mean for mean, scale in batches]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
-        warnings.filterwarnings("ignore", message="this CPU has no VNNI")
-        quantized = fxq.quantize(model().eval(), recipe.with_min_sqnr(None), data=data)
-    assert not quantized.history["verify-lowering"].edits
-
-
-@needs_x86
-@pytest.mark.parametrize("batches", [batches for model, batches in FAR if model is Wide])
-@pytest.mark.parametrize("change", [lambda y: y * 1.02, lambda y: y + y.abs().max() * 0.01, lambda y: y.roll(1, 1)])
-def test_a_wrong_kernel_is_found_there_all_the_same(monkeypatch, change, batches):
-    """By two in a hundred of the largest result that a batch of the grid's own size gives."""
-    data = [torch.randn(4, 64, 8, 8) * scale + mean for mean, scale in reversed(batches)]
-    recipe = fxq.Recipe.static(backend="x86", optimize="coverage", activation=fxq.TensorSpec(observer="minmax"))
-    planted(monkeypatch, OnednnConv, lambda y: change(y) if y.dtype == torch.float32 else y)
-    with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
-        quantized = fxq.quantize(Wide().eval(), recipe, data=data)
-    assert [entry.fate for entry in quantized.ledger] == ["int8", "float"]
-
-
-@needs_x86
-def test_a_convolution_of_nothing_but_padding_is_not_accused():
-    """Its taps step over the one element that there is: zero, but for the rounding of the zero point's products."""
-    torch.manual_seed(0)
-    model = nn.Conv1d(6, 6, 2, padding=1, dilation=2, groups=6, bias=False).eval()
-    data = [(torch.rand(64, 6, 1) * 300 - 80,)]
-    recipe = fxq.Recipe.static(backend="x86", optimize="coverage").with_min_sqnr(None)
-    quantized = fxq.quantize(nn.Sequential(model).eval(), recipe, data=data)
-    assert [entry.fate for entry in quantized.ledger] == ["int8"]
-    assert float(quantized(*data[0]).abs().max()) < 1e-4
-
-
-def test_one_sample_that_the_lowered_graph_cannot_run(monkeypatch):
-    """Said where the float model runs on it, and only there."""
-    run = _Verifier.run
-
-    def of_several(self):
-        if any(len(value) == 1 for value in self.values.values()):  # the inputs
-            raise RuntimeError("only several")
-        return run(self)
-
-    monkeypatch.setattr(_Verifier, "run", of_several)
-    model, x = build("residual"), batch("residual")
-    with pytest.warns(fxq.FxqWarning, match="does not run on .*as the float model does: RuntimeError: only several"):
-        fxq.quantize(model, X86, data=[x])
-
-
-class Several(nn.Module):
-    """Cannot run on one sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.a(x).view(2, -1, 4)
-
-
-def test_one_sample_that_the_model_cannot_run_is_no_matter():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fxq.FxqWarning)
-        warnings.filterwarnings("ignore", message="this CPU has no VNNI")
-        fxq.quantize(Several().eval(), X86.with_optimize("coverage"), data=[torch.randn(4, 4)])
-
-
-@needs_x86
-def test_a_kernel_may_leave_a_little_where_the_result_is_zero():
-    """The input is all zeros on a grid whose zero is 255: the products and their correction cancel in float32."""
-    torch.manual_seed(0)
-    layers = nn.Conv2d(1, 1, 1), nn.AvgPool2d(2), nn.ReLU6(), nn.ConvTranspose2d(1, 6, 2, bias=False)
-    network = nn.Sequential(*layers).eval()
-    with torch.no_grad():
-        network[0].weight.fill_(1.0)
-        network[0].bias.fill_(-2.0)
-    with quiet():
-        quantized = fxq.quantize(network, X86.with_min_sqnr(None), data=[torch.rand(2, 1, 4, 4)])
-    assert "x86.conv_transpose2d" in kinds(quantized)
-    assert not quantized.history["verify-lowering"].edits
-
-
-# ---- conversions, ties, residuals, single samples
+# ---- conversions, ties, residuals
 
 
 class TieProne(nn.Module):
@@ -427,15 +295,6 @@ def test_a_residual_that_is_read_later_is_not_overwritten(monkeypatch):
     assert kinds(quantized) == kinds(right)
 
 
-@needs_x86
-def test_a_kernel_that_is_wrong_for_one_sample_only(monkeypatch):
-    """Kernels plan by input shape."""
-    planted(monkeypatch, OnednnConv, lambda y: y if len(y) > 1 else y + 2)
-    with pytest.warns(fxq.FxqWarning, match="kernel is wrong"):
-        quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
-    assert "x86.conv" not in kinds(quantized)
-
-
 class Blocks(nn.Module):
     """Residual blocks, so that kernels overwrite residuals."""
 
@@ -458,85 +317,3 @@ def test_verification_takes_time_in_proportion_to_the_graph():
         assert len(manager.context.regions) == 4 * blocks + 1
         calls.append(steps(lambda manager=manager: again(manager, VerifyLowering())))
     assert calls[1] < 2.1 * calls[0]
-
-
-@dataclass(frozen=True)
-class Behind(fxq.Pass):
-    """A pass behind lower that does what it is given."""
-
-    edit: Any = None
-    name: ClassVar[str] = "behind"
-    needs: ClassVar[fxq.Stage] = fxq.Stage.LOWERED
-    gives: ClassVar[fxq.Stage] = fxq.Stage.LOWERED
-
-    def run(self, rewriter):
-        self.edit(rewriter)
-
-
-def rename_all(rewriter):
-    for i, node in enumerate(n for n in rewriter.nodes() if n.op == "call_module"):
-        rewriter.rename(node, f"k{i}")
-
-
-def merge_equal(rewriter):
-    first, second = (n for n in rewriter.nodes() if "max_pool" in str(n.target))
-    rewriter.replace(second, first)
-
-
-def make_anew(rewriter):
-    for old in rewriter.nodes():
-        if isinstance(submodule(rewriter.gm, old), OnednnLinear):
-            new = rewriter.node("call_module", old.target, old.args, like=old, before=old)
-            rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
-            rewriter.replace(old, new)
-
-
-class Pools(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-
-    def forward(self, x):
-        y = self.conv(x)
-        return torch.add(F.max_pool2d(y, 2), F.max_pool2d(y, 2))
-
-
-def with_pass(edit):
-    return X86.with_optimize("coverage").insert_pass(Behind(edit), after="lower")
-
-
-@needs_x86
-def test_a_kernel_with_another_name_is_verified(monkeypatch):
-    planted(monkeypatch, OnednnLinear, lambda result: result + 3)
-    x = torch.rand(4, 8)
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
-    with pytest.warns(fxq.FxqWarning, match="x86.linear kernel is wrong"):
-        quantized = fxq.quantize(model, with_pass(rename_all), data=[x])
-    assert [e.fate for e in quantized.ledger if e.op == "linear"] == ["float", "float"]
-    assert (quantized(x) - model(x)).abs().max() < 0.1  # a few steps of 1/100
-
-
-@needs_x86
-def test_a_kernel_whose_inputs_became_one_is_verified(monkeypatch):
-    x = torch.rand(2, 3, 9, 9)
-    model = Pools().eval()
-    quantized = fxq.quantize(model, with_pass(merge_equal), data=[x])
-    assert sum("max_pool" in kind for kind in kinds(quantized)) == 1
-    assert (quantized(x) - model(x)).abs().max() < 0.1  # a few steps of 1/100
-
-
-@needs_x86
-def test_a_kernel_that_a_pass_has_made_is_said_not_to_be_verified():
-    x = torch.rand(4, 8)
-    with pytest.warns(fxq.FxqWarning, match="x86.linear kernel was put there behind lower.* is not verified"):
-        fxq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), with_pass(make_anew), data=[x])
-
-
-@needs_x86
-def test_a_kernel_that_reads_more_than_before_is_refused():
-    def read_more(rewriter):
-        node = next(n for n in rewriter.nodes() if isinstance(submodule(rewriter.gm, n), OnednnLinear))
-        rewriter.update(node, args=(*node.args, next(iter(rewriter.graph.nodes))))
-
-    with pytest.raises(fxq.PassError, match="made for 1 inputs and reads 2; a pass behind lower has changed it"):
-        fxq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), with_pass(read_more), data=[torch.rand(4, 8)])

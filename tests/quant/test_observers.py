@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from fxq.errors import CalibrationError, InputError, RecipeError
 from fxq.quant import histogram
 from fxq.quant.observer_base import Observer, flat
-from fxq.quant.observers import OBSERVERS, Histogram, MinMax, MovingAverage, Percentile, make_observer
+from fxq.quant.observers import OBSERVERS, Histogram, MinMax, MovingAverage, Percentile, observer_for
 from fxq.quant.qparams import QParams, choose_qparams
 from fxq.quant.spec import TensorSpec
 
@@ -101,7 +101,7 @@ SPECS = {
 @pytest.mark.parametrize("name", list(OBSERVERS))
 def test_example(name):
     x = torch.tensor([-1.0, 0.0, 1.55])
-    observer = make_observer(TensorSpec(observer=name), name="x")
+    observer = observer_for(TensorSpec(observer=name), name="x")
     assert type(observer) is OBSERVERS[name]
     assert observer(x) is x
     assert [float(end) for end in observer.range()] == [-1.0, float(x[2])]
@@ -163,7 +163,7 @@ def test_join_covers_both_tensors(name):
     empty.join(large)
     assert empty.range() == large.range()
     with pytest.raises(InputError, match="cannot merge"):
-        small.join(make_observer(TensorSpec(bits=4, observer=name)))
+        small.join(observer_for(TensorSpec(bits=4, observer=name)))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -402,7 +402,7 @@ def test_empty_and_meta_tensors_are_passed_over(name):
         assert observer(x) is x
     assert not observer.seen_only_zeros
     with pytest.raises(CalibrationError, match=r"conv1's input has seen no data\. Calibrate"):
-        make_observer(TensorSpec(observer=name), name="conv1's input").qparams()
+        observer_for(TensorSpec(observer=name), name="conv1's input").qparams()
     with pytest.raises(CalibrationError, match=r"x has seen no data: what reached it was empty, as are batches of"):
         observer.range()
 
@@ -437,7 +437,7 @@ def test_other_types_are_refused(dtype):
 def test_per_channel_histogram_is_refused():
     for name in ("histogram", "percentile"):
         with pytest.raises(RecipeError, match=f"conv1.*{name!r} observer.*observer='minmax'"):
-            make_observer(TensorSpec(per="channel", observer=name), axis=0, name="conv1's weight")
+            observer_for(TensorSpec(per="channel", observer=name), axis=0, name="conv1's weight")
 
 
 @pytest.mark.parametrize(
@@ -452,20 +452,20 @@ def test_per_channel_histogram_is_refused():
     ],
 )
 def test_options_in_the_text(text, kind, option, value):
-    observer = make_observer(TensorSpec(observer=text))
+    observer = observer_for(TensorSpec(observer=text))
     assert type(observer) is kind and getattr(observer, option) == value
     assert getattr(copy.deepcopy(observer), option) == getattr(observer.on(TensorSpec(bits=4)), option) == value
 
 
 def test_options_count():
     x = torch.arange(1001).float()
-    ends = [float(make_observer(TensorSpec(observer=f"percentile:{p}"))(x).max()) for p in (90, 100)]
+    ends = [float(observer_for(TensorSpec(observer=f"percentile:{p}"))(x).max()) for p in (90, 100)]
     assert ends == [1000.0, 1000.0]
     for percent, expected in ((90, 900.0), (100, 1000.0)):
-        observer = make_observer(TensorSpec(observer=f"percentile:{percent}"))
+        observer = observer_for(TensorSpec(observer=f"percentile:{percent}"))
         observer(x)
         assert float(observer.qparams().high) == pytest.approx(expected, abs=2)
-    average = make_observer(TensorSpec(observer="moving_average:0.5"))
+    average = observer_for(TensorSpec(observer="moving_average:0.5"))
     for value in (0.0, 4.0, 8.0):
         average(torch.tensor([value]))
     assert [float(end) for end in average.range()] == [5.0, 5.0]
@@ -488,7 +488,7 @@ def test_options_count():
 )
 def test_wrong_options_and_names_are_refused(text, message):
     with pytest.raises(RecipeError, match=message):
-        make_observer(TensorSpec(observer=text))
+        observer_for(TensorSpec(observer=text))
     if text == "percentile:101":
         with pytest.raises(RecipeError, match="percent is 101"):
             Percentile(SPEC, percent=101)
@@ -496,7 +496,7 @@ def test_wrong_options_and_names_are_refused(text, message):
 
 def test_unknown_observer():
     with pytest.raises(RecipeError, match=r"unknown observer 'histgram'; did you mean 'histogram'\?"):
-        make_observer(TensorSpec(observer="histgram"))
+        observer_for(TensorSpec(observer="histgram"))
 
 
 def test_channels_may_not_change():

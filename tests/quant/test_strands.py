@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxq.errors import CalibrationError
-from fxq.quant.observers import make_observer
+from fxq.quant.observers import observer_for
 from fxq.quant.spec import TensorSpec
 from fxq.quant.strands import REACH, Strand, around, joined, watching
 
@@ -19,7 +19,7 @@ values = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5).map(to
 
 
 def strand(data):
-    observer = make_observer(MINMAX, name="x")
+    observer = observer_for(MINMAX, name="x")
     observer(data)
     return watching(observer)
 
@@ -97,4 +97,4 @@ def test_observers_that_are_joined_stay_as_they_are():
 
 def test_what_has_seen_no_data_is_refused():
     with pytest.raises(CalibrationError):
-        watching(make_observer(MINMAX, name="x"))
+        watching(observer_for(MINMAX, name="x"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from fxq.cost.probe import Prober
 from fxq.graph.query import submodule
 from fxq.graph.region import read_region
 from fxq.graph.unit import Calls, calls_of
-from fxq.ops import OPS
+from fxq.quant.observers import MinMax
+from fxq.recipe.recipe_file import tomllib
 from tests import extensions as own
 from tests.graphs import until
 from tests.machine import needs_x86
@@ -28,20 +30,6 @@ from tests.machine import needs_x86
 REFERENCE = fxq.Recipe.static(backend="reference")
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 onednn = needs_x86
-
-
-class Net(nn.Module):
-    """Every spelling of the op of the library, and a module that is an op."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.swap = nn.Linear(8, 8), nn.Linear(8, 8), own.Swap(1)
-
-    def forward(self, x):
-        x = own.bump(self.first(x), width=2.0)
-        x = self.first(own.bump_op(x, 3.0))
-        x = self.first(torch.ops.fxq_tests.bump(x, width=0.5))
-        return self.second(self.swap(torch.ops.fxq_tests.bump.default(self.first(x))))
 
 
 class Fused(nn.Module):
@@ -60,77 +48,6 @@ def settled(made):
 
 def kernels(qmodel):
     return [m.name for m in (submodule(qmodel, n) for n in qmodel.graph.nodes) if isinstance(m, fxq.Kernel)]
-
-
-# ---- ops
-
-
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_an_op_of_the_user_s_library_runs_on_integers_under_its_name(backend):
-    model = settled(Net)
-    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend).with_min_sqnr(None), data=[X])
-    rows = {e.op: e.fate for e in qmodel.ledger}
-    assert rows == {"linear": "int8", "bump": "int8", "own_swap": "moves"}
-    assert [e.op for e in qmodel.ledger].count("bump") == 4
-    gm = fxq.run_passes(model, REFERENCE, X, until="canonicalize")
-    calls = gm.graph.find_nodes(op="call_function", target=own.bump)
-    assert [call.kwargs.get("width", 1.0) for call in calls] == [2.0, 3.0, 0.5, 1.0]
-    assert torch.equal(pickle.loads(pickle.dumps(qmodel))(X), qmodel(X))
-
-
-def test_an_op_of_a_list_is_one_call():
-    class Joined(nn.Module):
-        def forward(self, x):
-            return own.join([x, own.join(xs=(x, x), dim=1)], dim=1)
-
-    gm = fxq.run_passes(Joined(), REFERENCE, X, until="canonicalize")
-    assert len(gm.graph.find_nodes(op="call_function", target=own.join)) == 2
-    assert torch.equal(gm(X), torch.cat([X, X, X], 1))
-
-
-def test_an_op_is_selected_fused_and_called_as_ever():
-    assert torch.equal(own.bump(X, width=2.0), own.bump_op(X, 2.0))
-    qmodel = fxq.quantize(settled(Net), REFERENCE.override(fxq.op("bump"), fxq.FLOAT).with_min_sqnr(None), data=[X])
-    assert {e.fate for e in qmodel.ledger if e.op == "bump"} == {"float"}
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fxq.register_op(quant="computes"), r'quant is a fxq.Quant, such as fxq.Quant\("computes"'),
-        (lambda: fxq.register_op(quant=fxq.Quant("compute")), "unknown kind of a fxq.Quant 'compute'; did you mean"),
-        (lambda: fxq.register_op(quant=fxq.Quant("computes", weight="w")), "has axis and channels, too"),
-        (lambda: fxq.register_op(3, quant=fxq.Quant("float")), "an op is spelled by functions, .* not by 3"),
-        (lambda: fxq.register_op("fxq_tests::bump", quant=fxq.Quant("float")), "not by 'fxq_tests::bump'"),
-        (lambda: fxq.register_op(nn.ReLU(), quant=fxq.Quant("float")), "not by ReLU()"),
-        (lambda: fxq.register_op(quant=fxq.Quant("float"))(torch.relu), "decorates a plain function, not <built-in"),
-        (lambda: fxq.register_op(quant=fxq.Quant("float", ("y",)))(lambda x: x), "no positional parameter: .*'y'"),
-        (lambda: fxq.register_op(quant=fxq.Quant("float"), name="relu")(lambda x: x), "the name 'relu' is taken"),
-        (
-            lambda: fxq.register_op(torch.ops.fxq_tests.bump, quant=fxq.Quant("float"), name="z")(lambda x: x),
-            "claimed by both 'bump' and 'z'",
-        ),
-    ],
-)
-def test_an_op_that_cannot_be(make, message):
-    before = [op.name for op in OPS]
-    with pytest.raises(fxq.FxqError, match=message):
-        make()
-    assert [op.name for op in OPS] == before
-
-
-def test_a_function_defined_anew_replaces_its_op():
-    def define():
-        @fxq.register_op(nn.Fold, quant=fxq.Quant("float"))
-        def anew(x):
-            return x
-
-        return anew
-
-    first, second = define(), define()
-    assert OPS["anew"].target is second and OPS.of_target(first) is None
-    OPS.discard("anew")
-    assert "anew" not in OPS and OPS.of_call(nn.Fold) is None
 
 
 # ---- kernels
@@ -345,6 +262,37 @@ def test_a_saved_recipe_has_them_where_nothing_was_imported(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "r.toml")], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == recipe.to_toml().strip()
+
+
+@dataclass(frozen=True)
+class Idle(fxq.Pass):
+    """Does nothing."""
+
+    name = "idle"
+
+    def run(self, rewriter):
+        pass
+
+
+def test_names_of_the_running_script_are_warned_of(monkeypatch):
+    """Ops, kernels, fusions, backends, observers, passes and module types: another process has another `__main__`."""
+    names = ("bump", "make_linear_tanh_mul", "linear_tanh_mul", "Alone", "Swap", "Halved", "Idle")
+    bases = {"Swap": nn.Module, "Halved": MinMax, "Alone": own.OnlyLinear}
+    types = {name: type(name, (base,), {"name": "alone"}) for name, base in bases.items()} | {"Idle": Idle}
+    for name in names:
+        value = types.get(name) or getattr(own, name)
+        monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
+        if name in types:
+            monkeypatch.setattr(value, "__module__", "__main__")
+    recipe = REFERENCE.with_extensions(*(f"__main__:{name}" for name in names[:2])).with_backend("__main__:Alone")
+    recipe = recipe.with_fusions("__main__:linear_tanh_mul").override(types["Swap"], fxq.FLOAT)
+    recipe = recipe.override("a", fxq.QuantConfig(fxq.TensorSpec(observer="__main__:Halved")))
+    recipe = recipe.insert_pass(Idle(), after="canonicalize")
+    with pytest.warns(fxq.FxqWarning, match="only the script or notebook that defines them can load it") as caught:
+        text = recipe.to_toml()
+    said = str(caught.pop().message)
+    assert all(f"__main__:{name}" in said for name in names)
+    assert fxq.Recipe.from_dict(tomllib.loads(text)) == recipe
 
 
 @onednn

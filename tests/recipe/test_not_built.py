@@ -12,19 +12,23 @@ CASES = {
     "weight-only": (fxq.QuantConfig(activation=None), "integer weights with float activations"),
     "activations alone": (fxq.QuantConfig(weight=None), "integer activations with float weights"),
     "bias": (fxq.QuantConfig(bias=fxq.TensorSpec()), "a grid of its own for the bias .*: leave bias=None"),
-    "state": (fxq.QuantConfig(state=fxq.TensorSpec()), "a grid of its own for the state .*: leave state=None"),
-    "per token": (
-        fxq.QuantConfig(replace(ACTIVATION, per="row")),
-        "per='row' for the activation .*: use per=\"tensor\"",
+    "state": (fxq.QuantConfig(state=fxq.TensorSpec()), 'for the state .*: use range="measured"'),
+    "blocks of an activation": (
+        fxq.QuantConfig(replace(ACTIVATION, per=64)),
+        'per=64 for the activation .*: use per="tensor" or per="row"',
     ),
     "per channel": (fxq.QuantConfig(replace(ACTIVATION, per="channel")), "per='channel' for the activation"),
     "groups": (
         fxq.QuantConfig(weight=replace(WEIGHT, bits=4, per=64)),
         'per=64 for the weight .*: use per="tensor" or per="channel"',
     ),
-    "dynamic": (fxq.QuantConfig(replace(ACTIVATION, range="measured")), 'range="measured" for the activation'),
+    "measured weights": (fxq.QuantConfig(weight=replace(WEIGHT, range="measured")), 'range="measured" for the weight'),
+    "a measured zero point": (fxq.QuantConfig(replace(ACTIVATION, range="measured")), "use symmetric=True"),
     "training": (fxq.QuantConfig(weight=replace(WEIGHT, range="learned")), 'range="learned" for the weight'),
-    "fixed": (fxq.QuantConfig(replace(ACTIVATION, range="fixed")), 'range="fixed" .*: use range="calibrated"'),
+    "fixed": (
+        fxq.QuantConfig(replace(ACTIVATION, range="fixed")),
+        'range="fixed" .*: use range="calibrated" or range="measured"',
+    ),
 }
 
 
@@ -38,10 +42,9 @@ def test_a_config(config, message):
     assert "not built yet" in str(caught.value)
 
 
-@pytest.mark.parametrize("preset", ["dynamic", "weight_only", "qat"])
-def test_a_preset(preset):
-    with pytest.raises(RecipeError, match=f'the preset "{preset}" is not built yet: use "static"'):
-        fxq.Recipe(preset=preset)
+def test_a_preset():
+    with pytest.raises(RecipeError, match='the preset "qat" is not built yet: use "static"'):
+        fxq.Recipe(preset="qat")
 
 
 def test_a_preset_that_was():
@@ -49,6 +52,18 @@ def test_a_preset_that_was():
         fxq.Recipe(preset="static_corrected")
 
 
-def test_what_is_built():
-    for per in ("tensor", "channel"):
-        assert fxq.Recipe.static(weight=replace(WEIGHT, per=per)).override("head", fxq.FLOAT)
+@pytest.mark.parametrize("observer", ["histogram", "percentile:99.9", "fxq.quant.observers:Histogram"])
+def test_one_range_per_channel_of_an_observer_that_has_one_per_tensor(observer):
+    weight = replace(WEIGHT, observer=observer)
+    message = f"the {observer!r} observer of the weight .* Use observer='minmax', or per='tensor'"
+    with pytest.raises(RecipeError, match=f"^the recipe: {message}"):
+        fxq.Recipe.static(weight=weight)
+    with pytest.raises(RecipeError, match=f"^the override for 'head': {message}"):
+        fxq.Recipe.static().override("head", fxq.QuantConfig(weight=weight))
+    assert fxq.Recipe.static(weight=replace(weight, per="tensor")).config.weight.observer == observer
+
+
+@pytest.mark.parametrize("observer", ["minmax", "moving_average"])
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+def test_what_is_built(per, observer):
+    assert fxq.Recipe.static(weight=replace(WEIGHT, per=per, observer=observer)).override("head", fxq.FLOAT)

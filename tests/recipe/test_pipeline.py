@@ -3,11 +3,11 @@
 import pytest
 
 from fxq.errors import RecipeError
-from fxq.passes import STATIC, Fuse, VerifyLowering
+from fxq.passes import PASSES, Fuse, VerifyLowering
 from fxq.recipe.recipe import Recipe
 from tests.helpers import Scale
 
-NAMES = [p.name for p in STATIC]
+NAMES = [p.name for p in PASSES]
 
 
 def names(recipe):

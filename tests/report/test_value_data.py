@@ -5,7 +5,11 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.graph.region import Weight
+from fxq.ledger.layer_qparams import LayerQParams
+from fxq.quant.qparams import QParams
 from fxq.report.report import report_data
+from fxq.report.value_data import _weight
 from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build
 
@@ -57,3 +61,12 @@ def test_a_weight_of_equal_values_is_one_bin():
     nn.init.zeros_(model[0].weight)
     found = report_data(fxq.quantize(model, REFERENCE, data=[torch.rand(2, 4)]))
     assert found["weights"]["_0"]["counts"] == [16]
+
+
+def test_a_weight_in_blocks_is_shown_by_its_rows():
+    grid = QParams(torch.tensor([[0.5, 2.0], [1.0, 0.25]]), torch.zeros(2, 2).int(), -7, 7, torch.int8, 1, 2)
+    values = torch.tensor([[1, -2, 3, -4], [5, 6, 7, -7]], dtype=torch.int8)
+    none = (None,) * 4
+    about = _weight(LayerQParams({"weight": Weight(values, grid)}, {}, None, None, "", "float", *none, "fc"))
+    assert about["axis"] == 0 and about["scale"] == [2.0, 1.0] and about["range"] == [-8.0, 6.0]
+    assert about["low"] == [-8.0, -1.75] and about["high"] == [6.0, 6.0] and sum(about["counts"]) == 8

@@ -367,6 +367,17 @@ def test_explain_a_match():
     assert fxq.explain("linear_relu", gm, node(gm, "relu")).endswith("at %relu: matches %fc, %relu")
 
 
+def test_explain_finds_a_fusion_that_only_some_recipes_use():
+    @fxq.fusion("only_on_request", everywhere=False)
+    def tanh_of_linear(op, x, w, b):
+        return op.tanh(op.linear(x, w, b))
+
+    gm = graph(linear_relu(), X)
+    assert why("only_on_request", gm, "relu").endswith("the pattern wants tanh, %relu is relu")
+    with pytest.raises(fxq.PatternError, match="only_on_request"):
+        fxq.explain("only_on_requests", gm, "relu")
+
+
 def test_explain_says_how_far_it_got():
     gm = graph(module(lambda self, x: torch.relu(torch.tanh(x))), X)
     assert why(relu_of_linear, gm, "relu") == ("no match (1 of 2 ops matched): the pattern wants linear, %tanh is tanh")

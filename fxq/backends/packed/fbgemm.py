@@ -60,21 +60,7 @@ class FbgemmLinear(_Fbgemm, packed_linear.PackedLinear):
     emits_float: ClassVar[bool] = True
 
 
-class FbgemmAdd(packed_linear.PackedBinary):
-    """a + b."""
-
-    name: ClassVar[str] = "fbgemm.add"
-    op: ClassVar[str] = "add"
-
-
-class FbgemmMul(packed_linear.PackedBinary):
-    """a * b."""
-
-    name: ClassVar[str] = "fbgemm.mul"
-    op: ClassVar[str] = "mul"
-
-
-ROWS: dict[str, KernelRow] = table(FbgemmConv, FbgemmConvTranspose, FbgemmLinear, FbgemmAdd, FbgemmMul)
+ROWS: dict[str, KernelRow] = table(FbgemmConv, FbgemmConvTranspose, FbgemmLinear)
 
 
 class Fbgemm(PackedBackend):

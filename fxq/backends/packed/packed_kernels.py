@@ -13,7 +13,7 @@ from fxq.backends.kernel_table import CLAMPS, PLAIN, KernelRow, of_two
 from fxq.backends.layer_rows import layer_row
 from fxq.backends.lowering import RowBackend
 from fxq.backends.packed.packed_conv import PackedConv, PackedConvTranspose
-from fxq.backends.packed.packed_linear import PackedBinary, PackedLinear
+from fxq.backends.packed.packed_linear import PackedAdd, PackedLinear, PackedMul
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.graph.unit import Calls
 from fxq.ops import OPS
@@ -47,8 +47,6 @@ def table(
     conv: type[PackedConv],
     transpose: type[PackedConvTranspose],
     linear: type[PackedLinear],
-    add: type[PackedBinary],
-    mul: type[PackedBinary],
 ) -> dict[str, KernelRow]:
     """The rows of an engine, from its kernels."""
     convolution, transposed = layer_row(conv), layer_row(transpose)
@@ -57,6 +55,6 @@ def table(
         **dict.fromkeys(OPS.family("conv"), convolution),
         **dict.fromkeys(OPS.family("conv_transpose"), transposed),
         "linear": layer_row(linear),
-        "add": KernelRow(of_two(add), posts=CLAMPS, emits_float=False),
-        "mul": KernelRow(of_two(mul), posts=CLAMPS, emits_float=False),
+        "add": KernelRow(of_two(PackedAdd), posts=CLAMPS, emits_float=False),
+        "mul": KernelRow(of_two(PackedMul), posts=CLAMPS, emits_float=False),
     }

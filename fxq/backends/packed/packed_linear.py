@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, first_reason, refuse
-from fxq.backends.kernel_table import CLAMPS
-from fxq.backends.layer_spec import post_refused
+from fxq.backends.kernel import Post, bounds
 from fxq.backends.packed.packed_kernel import Finish, PackedKernel
 from fxq.backends.packed.quantized_tensors import as_qint8, as_quint8, quantized
+from fxq.backends.plain.binary import OfTwo
 from fxq.backends.plain.converters import dense, dequantize
 from fxq.quant.qparams import QParams
 
@@ -43,46 +42,30 @@ class PackedLinear(PackedKernel):
         return y if self.post is None else y.clamp_(*bounds(self.post))  # type: ignore[misc]
 
 
-class PackedBinary(Kernel):
-    """a + b or a * b, uint8 on two grids, broadcast.
-
-    The engine does not matter: where qnnpack is selected, PyTorch's sum of equal shapes is qnnpack's.
-
-    Args:
-        a: grid of the first tensor.
-        b: grid of the second.
-        out: grid of the result.
-        post: None or a clamp.
-    """
+class _PackedOfTwo(OfTwo):
+    """A kernel of two tensors of whichever engine is selected: where that is qnnpack, sums of equal shapes are its."""
 
     op: ClassVar[str]
-    options: ClassVar[tuple[str, ...]] = ("a", "b", "out", "post")
 
     def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
-        super().__init__()
-        refuse(self.name, self.refuses(a=a, b=b, out=out, post=post))
-        self.a, self.b, self.out, self.post = a, b, out, post
+        super().__init__(a, b, out, post)
         self._a, self._b, self._output, self._finish = (a.s, a.z), (b.s, b.z), (out.s, out.z), Finish(out, post)
-
-    @classmethod
-    def refuses(
-        cls,
-        *,
-        a: QParams | None = None,
-        b: QParams | None = None,
-        out: QParams | None = None,
-        post: Post | None = None,
-    ) -> str | None:
-        """Why no such kernel can be built, or None."""
-        reasons = [
-            post_refused(post, CLAMPS),
-            activation_refused("the first input", a),
-            activation_refused("the second input", b),
-            activation_refused("the output", out),
-        ]
-        return first_reason(reasons)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """uint8, uint8, shapes that broadcast -> uint8."""
         op = getattr(quantized, self.op + ("_relu" if self._finish.relu else ""))
         return self._finish(op(as_quint8(dense(a), *self._a), as_quint8(dense(b), *self._b), *self._output))
+
+
+class PackedAdd(_PackedOfTwo):
+    """a + b, broadcast."""
+
+    name: ClassVar[str] = "packed.add"
+    op: ClassVar[str] = "add"
+
+
+class PackedMul(_PackedOfTwo):
+    """a * b, broadcast."""
+
+    name: ClassVar[str] = "packed.mul"
+    op: ClassVar[str] = "mul"

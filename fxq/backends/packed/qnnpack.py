@@ -49,21 +49,7 @@ class QnnpackLinear(_Qnnpack, packed_linear.PackedLinear):
     name: ClassVar[str] = "qnnpack.linear"
 
 
-class QnnpackAdd(packed_linear.PackedBinary):
-    """a + b."""
-
-    name: ClassVar[str] = "qnnpack.add"
-    op: ClassVar[str] = "add"
-
-
-class QnnpackMul(packed_linear.PackedBinary):
-    """a * b."""
-
-    name: ClassVar[str] = "qnnpack.mul"
-    op: ClassVar[str] = "mul"
-
-
-ROWS: dict[str, KernelRow] = table(QnnpackConv, QnnpackConvTranspose, QnnpackLinear, QnnpackAdd, QnnpackMul)
+ROWS: dict[str, KernelRow] = table(QnnpackConv, QnnpackConvTranspose, QnnpackLinear)
 
 
 class Qnnpack(PackedBackend):

@@ -14,7 +14,7 @@ from fxq.backends.plain.converters import CHUNK, MAGIC, WHOLE, chunks, dense, li
 from fxq.quant.qparams import QParams
 
 
-class _OfTwo(Kernel):
+class OfTwo(Kernel):
     """A kernel of two tensors with grids of their own, with a clamp behind it.
 
     Args:
@@ -30,10 +30,6 @@ class _OfTwo(Kernel):
         super().__init__()
         refuse(self.name, self.refuses(a=a, b=b, out=out, post=post))
         self.a, self.b, self.out, self.post = a, b, out, post
-        low, high = (to_integer(bound, out) for bound in bounds(post) or (0.0, 0.0))
-        self._numbers = a.s, a.z, b.s, b.z, out.s
-        self._low, self._high = MAGIC + low, MAGIC + high
-        self._zero = torch.tensor(MAGIC + out.z, dtype=torch.float32, device="cpu")
 
     @classmethod
     def refuses(
@@ -54,7 +50,18 @@ class _OfTwo(Kernel):
         return first_reason(reasons)
 
 
-class Add(_OfTwo):
+class _Arithmetic(OfTwo):
+    """One that computes with float32."""
+
+    def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
+        super().__init__(a, b, out, post)
+        low, high = (to_integer(bound, out) for bound in bounds(post) or (0.0, 0.0))
+        self._numbers = a.s, a.z, b.s, b.z, out.s
+        self._low, self._high = MAGIC + low, MAGIC + high
+        self._zero = torch.tensor(MAGIC + out.z, dtype=torch.float32, device="cpu")
+
+
+class Add(_Arithmetic):
     """a + b or a - b, broadcast.
 
     Args:
@@ -90,7 +97,7 @@ class Add(_OfTwo):
         return self.bind(a, b)(a, b)
 
 
-class Mul(_OfTwo):
+class Mul(_Arithmetic):
     """a * b, broadcast. Rounds once: the product of the integers is exact in float32.
 
     A large one is walked over chunk by chunk; where the other has a value per sample and channel, as behind

@@ -20,6 +20,7 @@ from fxq.backends.kernel import Post
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import fbgemm, packed_conv, qnnpack
 from fxq.backends.packed import quantized_tensors as packed
+from fxq.backends.packed.packed_linear import PackedAdd, PackedMul
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
@@ -28,9 +29,11 @@ from tests.kernels import BYTE, OUTS, POSTS, RESIDUAL, agree, bytes_, copies, re
 from tests.machine import quiet
 from tests.models import NETWORKS, batch, build, call, settled
 
-KINDS = ("Conv", "ConvTranspose", "Linear", "Add", "Mul")
+KINDS = ("Conv", "ConvTranspose", "Linear")
 ENGINES = {
-    engine: SimpleNamespace(**{kind: getattr(module, engine.capitalize() + kind) for kind in KINDS})
+    engine: SimpleNamespace(
+        **{kind: getattr(module, engine.capitalize() + kind) for kind in KINDS}, Add=PackedAdd, Mul=PackedMul
+    )
     for engine, module in (("fbgemm", fbgemm), ("qnnpack", qnnpack))
 }
 pytestmark = [
@@ -269,10 +272,10 @@ def test_text(engine):
         stem_relu = {engine}.conv(x_q)
         conv1_relu = {engine}.conv(stem_relu)
         conv2 = {engine}.conv(conv1_relu)
-        add_relu = {engine}.add(conv2, stem_relu)
+        add_relu = packed.add(conv2, stem_relu)
         conv3 = {engine}.conv(add_relu)
         down = {engine}.conv(add_relu)
-        add_1_relu = {engine}.add(conv3, down)
+        add_1_relu = packed.add(conv3, down)
         mean = cpu.mean(add_1_relu)
         head = {engine}.linear(mean)
         """).splitlines(),
@@ -389,6 +392,6 @@ def test_readers_of_a_kernel_that_emits_one_form_agree(engine):
     model, x = settled(TwoReaders), torch.randn(4, 3, 8, 8)
     with quiet():
         quantized = fxq.quantize(model, static(engine), data=[x])
-    conv, add = f"{engine}.conv", f"{engine}.add"
+    conv, add = f"{engine}.conv", "packed.add"
     assert kinds(quantized) == ["cpu.quantize", conv, conv, add, conv, "cpu.dequantize"]
     assert sqnr(call(model, x), call(quantized, x)) > 30

@@ -1,0 +1,97 @@
+"""Layers of every kind on integers whose scale is an input, against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxq.backends.kernel import Post
+from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.measured_layer import MeasuredLayer
+from fxq.backends.packed.packed_linear import PackedLinear
+from fxq.backends.x86.onednn_conv import OnednnConv
+from fxq.backends.x86.onednn_linear import OnednnLinear
+from fxq.backends.x86.transposed_conv import ConvTranspose2d
+from fxq.errors import BackendError
+from fxq.quant.qparams import QParams
+from tests.kernels import POSTS, activations, copies, weight
+from tests.machine import QMAX, needs_x86
+
+pytestmark = needs_x86
+MIDDLE = (QMAX + 1) // 2
+STEPS = QParams.per_tensor(1.0, MIDDLE, 0, QMAX)
+
+
+def layer(*shape, axis=0, bias=True, **options):
+    """A layer of steps of 1 that emits float; and its weight and bias in float64."""
+    values, qparams, real = weight(*shape, axis=axis)
+    channels = shape[axis] * (options.get("groups", 1) if axis else 1)
+    b = torch.randn(channels) if bias else None
+    return LayerSpec(values, qparams, b, STEPS, None, **options), real, None if b is None else b.double()
+
+
+def check(kernel, spec, inputs, scale, function):
+    """float64 on the dequantized integers is the reference; float32 sums differ from it by rounding alone."""
+    made = MeasuredLayer.of(kernel, spec)
+    q = activations(*inputs)
+    wanted = function((q.double() - MIDDLE) * scale.double())
+    for _ in range(2):  # the second call is bound in a model; here it uses what the first has packed
+        torch.testing.assert_close(made(q, scale).double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.bind(q, scale)(q, scale).double(), wanted, rtol=1e-4, atol=1e-4)
+    return made, q
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_linear_layers(data):
+    rows, inside, out = (data.draw(st.integers(1, 40)) for _ in range(3))
+    post = data.draw(st.sampled_from([None, "relu", "relu6", "hardtanh"]))
+    of, function = POSTS[post] if post else (None, lambda y: y)
+    spec, w, b = layer(out, inside, bias=data.draw(st.booleans()), post=of)
+    per_row = data.draw(st.booleans())
+    scale = torch.rand(2, rows, 1) + 0.1 if per_row else torch.tensor(0.3)
+    check(OnednnLinear, spec, (2, rows, inside), scale, lambda x: function(F.linear(x, w, b)))
+
+
+@pytest.mark.parametrize("options", [{}, {"padding": 1, "stride": 2}, {"groups": 4, "padding": 2, "dilation": 2}])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_convolutions(options, batch):
+    """Padding is the integer that stands for zero, whatever the scale."""
+    groups = options.get("groups", 1)
+    spec, w, b = layer(8, 8 // groups, 3, 3, **options, post=Post("relu"))
+    scale = torch.rand(batch, 1, 1, 1) + 0.1
+    check(OnednnConv, spec, (batch, 8, 9, 7), scale, lambda x: F.conv2d(x, w, b, **options).relu())
+
+
+def test_transposed_convolutions():
+    spec, w, b = layer(6, 5, 2, 2, axis=1, stride=2)
+    check(ConvTranspose2d, spec, (2, 6, 4, 3), torch.rand(2, 1, 1, 1), lambda x: F.conv_transpose2d(x, w, b, stride=2))
+
+
+def test_no_input():
+    spec, _, _ = layer(4, 6)
+    assert MeasuredLayer.of(OnednnLinear, spec)(activations(0, 6), torch.ones(0, 1)).shape == (0, 4)
+
+
+def test_copies_and_edits():
+    spec, w, b = layer(4, 6)
+    scale = torch.rand(5, 1)
+    made, q = check(OnednnLinear, spec, (5, 6), scale, lambda x: F.linear(x, w, b))
+    for kernel in copies(made):
+        assert torch.equal(kernel(q, scale), made(q, scale))
+    before = made(q, scale)
+    made.bias.add_(1.0)
+    torch.testing.assert_close(made(q, scale), before + 1.0)
+    made.weight.zero_()
+    assert torch.equal(made(q, scale), made.bias.expand(5, 4))
+
+
+def test_refusals():
+    spec, _, _ = layer(4, 6)
+    adds = LayerSpec(spec.weight, spec.weight_qparams, None, STEPS, None, residual=STEPS)
+    assert MeasuredLayer.refuses(OnednnLinear, adds) == "it adds a residual to a result whose scale is measured"
+    assert "convolution" in MeasuredLayer.refuses(OnednnConv, spec)
+    with pytest.raises(BackendError, match="gelu"):
+        MeasuredLayer.of(OnednnLinear, layer(4, 6, post=POSTS["gelu"][0])[0])(activations(1, 6), torch.ones(1, 1))
+    assert not PackedLinear.emits_float or MeasuredLayer.refuses(PackedLinear, spec) is None

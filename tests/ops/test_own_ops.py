@@ -1,0 +1,146 @@
+"""Ops of the user's own, as they write them (`tests/extensions.py`)."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.graph.info import info
+from fxq.graph.query import called_name
+from fxq.ops import OPS
+from tests import extensions as own
+from tests.helpers import REFERENCE
+from tests.machine import needs_x86
+from tests.models import settled
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """Every spelling of the op of the library, and a module that is an op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.swap = nn.Linear(8, 8), nn.Linear(8, 8), own.Swap(1)
+
+    def forward(self, x):
+        x = own.bump(self.first(x), width=2.0)
+        x = self.first(own.bump_op(x, 3.0))
+        x = self.first(torch.ops.fxq_tests.bump(x, width=0.5))
+        return self.second(self.swap(torch.ops.fxq_tests.bump.default(self.first(x))))
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_an_op_of_the_user_s_library_runs_on_integers_under_its_name(backend):
+    model = settled(Net)
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend).with_min_sqnr(None), data=[X])
+    rows = {e.op: e.fate for e in qmodel.ledger}
+    assert rows == {"linear": "int8", "bump": "int8", "own_swap": "moves"}
+    assert [e.op for e in qmodel.ledger].count("bump") == 4
+    gm = fxq.run_passes(model, REFERENCE, X, until="canonicalize")
+    calls = gm.graph.find_nodes(op="call_function", target=own.bump)
+    assert [call.kwargs.get("width", 1.0) for call in calls] == [2.0, 3.0, 0.5, 1.0]
+    assert torch.equal(pickle.loads(pickle.dumps(qmodel))(X), qmodel(X))
+
+
+def test_an_op_of_a_list_is_one_call():
+    class Joined(nn.Module):
+        def forward(self, x):
+            return own.join([x, own.join(xs=(x, x), dim=1)], dim=1)
+
+    gm = fxq.run_passes(Joined(), REFERENCE, X, until="canonicalize")
+    assert len(gm.graph.find_nodes(op="call_function", target=own.join)) == 2
+    assert torch.equal(gm(X), torch.cat([X, X, X], 1))
+
+
+def test_an_op_is_selected_fused_and_called_as_ever():
+    assert torch.equal(own.bump(X, width=2.0), own.bump_op(X, 2.0))
+    qmodel = fxq.quantize(settled(Net), REFERENCE.override(fxq.op("bump"), fxq.FLOAT).with_min_sqnr(None), data=[X])
+    assert {e.fate for e in qmodel.ledger if e.op == "bump"} == {"float"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fxq.register_op(quant="computes"), r'quant is a fxq.Quant, such as fxq.Quant\("computes"'),
+        (lambda: fxq.register_op(quant=fxq.Quant("compute")), "unknown kind of a fxq.Quant 'compute'; did you mean"),
+        (lambda: fxq.register_op(quant=fxq.Quant("computes", weight="w")), "has axis and channels, too"),
+        (lambda: fxq.register_op(3, quant=fxq.Quant("float")), "an op is spelled by functions, .* not by 3"),
+        (lambda: fxq.register_op("fxq_tests::bump", quant=fxq.Quant("float")), "not by 'fxq_tests::bump'"),
+        (lambda: fxq.register_op(nn.ReLU(), quant=fxq.Quant("float")), "not by ReLU()"),
+        (lambda: fxq.register_op(quant=fxq.Quant("float"))(torch.relu), "decorates a plain function, not <built-in"),
+        (lambda: fxq.register_op(quant=fxq.Quant("float", ("y",)))(lambda x: x), "no positional parameter: .*'y'"),
+        (lambda: fxq.register_op(quant=fxq.Quant("float"), name="relu")(lambda x: x), "the name 'relu' is taken"),
+        (
+            lambda: fxq.register_op(torch.ops.fxq_tests.bump, quant=fxq.Quant("float"), name="z")(lambda x: x),
+            "claimed by both 'bump' and 'z'",
+        ),
+    ],
+)
+def test_an_op_that_cannot_be(make, message):
+    before = [op.name for op in OPS]
+    with pytest.raises(fxq.FxqError, match=message):
+        make()
+    assert [op.name for op in OPS] == before
+
+
+def test_a_function_defined_anew_replaces_its_op():
+    def define():
+        @fxq.register_op(nn.Fold, quant=fxq.Quant("float"))
+        def anew(x):
+            return x
+
+        return anew
+
+    first, second = define(), define()
+    assert OPS["anew"].target is second and OPS.of_target(first) is None
+    OPS.discard("anew")
+    assert "anew" not in OPS and OPS.of_call(nn.Fold) is None
+
+
+@torch.library.custom_op("fxq_tests::unregistered", mutates_args=())
+def unregistered(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(1)
+
+
+def about(node):
+    """Why a node is float."""
+    plan = info(node).plan
+    return plan.decision.text if plan is not None else ""
+
+
+@needs_x86
+def test_what_an_op_lacks_is_said():
+    @fxq.register_op(quant=fxq.Quant("moves"))
+    def moved_without_layout(x):
+        return x.flip(1)
+
+    @fxq.register_op(quant=fxq.Quant("computes"))
+    def without_kernel(x):
+        return x.flip(1)
+
+    class Lacking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = without_kernel(moved_without_layout(self.a(x)))
+            return self.b(torch.sinc(torch.ops.fxq_tests.unregistered(x)))
+
+    try:
+        recipe = fxq.Recipe.static(backend="x86", optimize="coverage").with_min_sqnr(None)
+        gm = fxq.run_passes(settled(Lacking), recipe, X, until="annotate")
+    finally:
+        OPS.discard("moved_without_layout")
+        OPS.discard("without_kernel")
+    kernel = "give it one by fxq.register_kernel"
+    assert {called_name(node): text for node in gm.graph.nodes if (text := about(node))} == {
+        "moved_without_layout": f"x86 has no int8 kernel for moved_without_layout: {kernel}, or where it only moves "
+        'values, quant=fxq.Quant("moves", layout=True)',
+        "without_kernel": f"x86 has no int8 kernel for without_kernel: {kernel}",
+        "unregistered": "unregistered is not in the op table; fxq.register_op adds it",
+        "sinc": "sinc is not in the op table",
+    }

@@ -1,0 +1,250 @@
+"""trace: ops that overwrite their input, or a view of it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from tests.graphs import equal, graph, text
+from tests.helpers import REFERENCE
+from tests.models import call, settled
+
+
+class Overwrites(nn.Module):
+    """`change` overwrites its argument; what it returns is not looked at, and the argument is read again."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.hardsigmoid = nn.Hardsigmoid(inplace=True)
+        self.change = change
+
+    def forward(self, x):
+        y = self.fc(x)
+        early = y * 2
+        self.change(self, y)
+        return early + y
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, y: m.relu(y),
+        lambda m, y: m.hardsigmoid(y),
+        lambda m, y: F.relu(y, inplace=True),
+        lambda m, y: y.relu_(),
+        lambda m, y: y.add_(1.5),
+        lambda m, y: torch.ops.aten.mul_.Tensor(y, y),
+    ],
+)
+def test_later_readers_read_the_result(change):
+    model, x = settled(lambda: Overwrites(change)), torch.randn(64, 4)
+    gm = graph(model, x, "trace")
+    early, changed, last = [n for n in gm.graph.nodes if n.op != "output"][2:]
+    assert early.args[0].name == "fc"
+    assert last.args == (early, changed)
+    canonical = graph(model, x, "canonicalize")
+    assert equal(call(canonical, x), call(model, x))
+    assert "_(" not in text(canonical)  # no op with an in-place name is left
+    assert sqnr(call(model, x), call(fxq.quantize(model, REFERENCE, data=[x]), x)) > 30
+
+
+class ThroughView(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.rows = rows
+
+    def forward(self, x):
+        y = self.fc(x)
+        view = self.rows(y)
+        y.relu_()
+        return view + 1
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.view(-1),
+        lambda y: y[0],
+        lambda y: y.transpose(0, 1),
+        lambda y: y.unsqueeze(0),
+        lambda y: y.view(-1).reshape(4, -1),
+    ],
+)
+def test_a_change_read_through_a_view_is_refused(view):
+    with pytest.raises(fxq.TraceError, match=r"%relu_ .*changes %fc in place, and %add .*reads the same memory"):
+        graph(ThroughView(view).eval(), torch.randn(3, 4), "trace")
+
+
+def test_a_change_of_a_view_is_refused():
+    class Model(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y[0].relu_()
+            return y
+
+    with pytest.raises(fxq.TraceError, match=r"%relu_ .*changes %getitem in place, and %output"):
+        graph(Model().eval(), torch.randn(3, 4), "trace")
+
+
+def test_a_view_that_nobody_reads_later_is_fine():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            z = y.view(-1, 2).sum()
+            return y.relu_() + z
+
+    model, x = settled(Model), torch.randn(3, 4)
+    assert equal(call(graph(model, x, "canonicalize"), x), call(model, x))
+
+
+SAME = [
+    lambda m, y: m.identity(y),
+    lambda m, y: m.dropout(y),
+    lambda m, y: F.dropout(y, training=False),
+    lambda m, y: y.float(),
+    lambda m, y: y.to(torch.float32),
+    lambda m, y: y.contiguous(),
+    lambda m, y: y.detach(),
+    lambda m, y: y.view(64, 4),
+    lambda m, y: y.T.T,  # torch.fx records an attribute where it is used
+]
+VIEWS = [
+    lambda m, y: m.flatten(y),
+    lambda m, y: m.unflatten(y),
+    lambda m, y: y.movedim(0, 1),
+    lambda m, y: torch.movedim(y, 0, 1),
+    lambda m, y: y.unflatten(1, (2, 2)),
+    lambda m, y: torch.narrow(y, 0, 0, 2),
+    lambda m, y: torch.select(y, 0, 1),
+    lambda m, y: torch.split(y, 2)[0],
+    lambda m, y: y.diagonal(),
+]
+
+
+class Aliased(nn.Module):
+    """Reads, behind a change in place, what it took before it."""
+
+    def __init__(self, take, change):
+        super().__init__()
+        self.fc, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.identity, self.dropout = nn.Identity(), nn.Dropout()
+        self.flatten, self.unflatten = nn.Flatten(0), nn.Unflatten(1, (2, 2))
+        self.take, self.change = take, change
+
+    def forward(self, x):
+        y = self.fc(x)
+        taken = self.take(self, y)
+        y = self.change(self, y)
+        return self.last(y), taken * 1
+
+
+CHANGES = [lambda m, y: m.relu(y), lambda m, y: y.add_(1.5), lambda m, y: y.fill_(2.0)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("take", SAME)
+def test_another_name_of_the_whole_value_is_read_as_the_result(take, change):
+    """An nn.Identity before an nn.ReLU(inplace=True) gave -0.3 dB, without a word."""
+    model, x = settled(lambda: Aliased(take, change)), torch.randn(64, 4)
+    assert equal(call(graph(model, x, "canonicalize"), x), call(model, x))
+    assert sqnr(call(model, x), call(fxq.quantize(model, REFERENCE, data=[x]), x)) > 30
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("take", VIEWS)
+def test_any_view_is_known_as_one(take, change):
+    with pytest.raises(fxq.TraceError, match=r"changes %fc in place, and %.* reads the same memory through %"):
+        graph(Aliased(take, change).eval(), torch.randn(64, 4), "trace")
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        x.mul_(2)
+        return x.sum()
+
+
+def test_a_leaf_that_changes_its_input_is_seen():
+    """It has no attribute `inplace` that would tell."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.doubles = nn.Linear(4, 4), Doubles()
+
+        def forward(self, x):
+            y = self.fc(x)
+            rows = y[0]
+            return self.doubles(y) + rows
+
+    with pytest.raises(fxq.TraceError, match=r"%doubles .*changes %fc in place, and %add .*through %getitem"):
+        graph(Model().eval(), torch.randn(3, 4), "trace", REFERENCE.leaf("doubles"))
+
+
+def test_the_size_of_a_changed_value_may_be_read():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            view = y.view(2, -1)
+            return y.relu_().reshape(view.size(0), -1)
+
+    model, x = settled(Model), torch.randn(4, 4)
+    assert equal(call(graph(model, x, "canonicalize"), x), call(model, x))
+
+
+def test_the_run_changes_nothing_of_the_user():
+    class Model(nn.Module):
+        def forward(self, x):
+            total = torch.zeros(4)
+            total += x.relu_().sum(0)
+            return total
+
+    model, x = Model().eval(), torch.randn(3, 4)
+    before = x.clone()
+    gm = graph(model, x, "canonicalize")
+    assert torch.equal(x, before)
+    assert equal(call(gm, before.clone()), model(before.clone()))
+
+
+def test_a_change_of_the_models_own_tensor_is_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x):
+            return x + self.seen.add_(x.mean(0))
+
+    with pytest.raises(fxq.TraceError, match=r"%add_ .*changes 'seen', a tensor of the model, in place"):
+        graph(Model().eval(), torch.randn(3, 4), "trace")
+
+
+def test_inference_mode():
+    with torch.inference_mode(), pytest.raises(fxq.TraceError, match="reads the same memory"):
+        graph(Aliased(VIEWS[0], CHANGES[0]).eval(), torch.randn(64, 4), "trace")
+
+
+def test_setitem_is_refused():
+    """torch.fx does not record it."""
+
+    class Model(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y[0] = 0.0
+            return y
+
+    with pytest.raises(fxq.TraceError, match=r"test_trace\.py:\d+: an assignment to a part of a tensor"):
+        graph(Model().eval(), torch.randn(3, 4), "trace")

@@ -1,0 +1,57 @@
+"""verify-lowering on a single sample, as well as on a batch."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.x86.onednn_conv import OnednnConv
+from fxq.passes.verify_lowering import _Verifier
+from tests.graphs import kinds
+from tests.kernels import planted
+from tests.machine import X86, needs_x86
+from tests.models import batch, build
+
+
+def test_one_sample_that_the_lowered_graph_cannot_run(monkeypatch):
+    """Said where the float model runs on it, and only there."""
+    run = _Verifier.run
+
+    def of_several(self):
+        if any(len(value) == 1 for value in self.values.values()):  # the inputs
+            raise RuntimeError("only several")
+        return run(self)
+
+    monkeypatch.setattr(_Verifier, "run", of_several)
+    model, x = build("residual"), batch("residual")
+    with pytest.warns(fxq.FxqWarning, match="does not run on .*as the float model does: RuntimeError: only several"):
+        fxq.quantize(model, X86, data=[x])
+
+
+class Several(nn.Module):
+    """Cannot run on one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x).view(2, -1, 4)
+
+
+def test_one_sample_that_the_model_cannot_run_is_no_matter():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxq.FxqWarning)
+        warnings.filterwarnings("ignore", message="this CPU has no VNNI")
+        fxq.quantize(Several().eval(), X86.with_optimize("coverage"), data=[torch.randn(4, 4)])
+
+
+@needs_x86
+def test_a_kernel_that_is_wrong_for_one_sample_only(monkeypatch):
+    """Kernels plan by input shape."""
+    planted(monkeypatch, OnednnConv, lambda y: y if len(y) > 1 else y + 2)
+    with pytest.warns(fxq.FxqWarning, match="kernel is wrong"):
+        quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
+    assert "x86.conv" not in kinds(quantized)

@@ -1,0 +1,122 @@
+"""Dynamic quantization: what a user sees of it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.errors import InputError, RecipeError
+from tests.helpers import module
+from tests.machine import decibels, needs_x86
+
+DYNAMIC = fxq.Recipe.dynamic(optimize="coverage")
+SYMMETRIC = fxq.TensorSpec(symmetric=True, range="measured")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.Flatten(), nn.Linear(288, 16),
+        nn.GELU(), nn.Linear(16, 4),
+    ).eval()  # fmt: skip
+
+
+X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def fates(qmodel):
+    return {row.op: row.fate for row in qmodel.ledger}
+
+
+@pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
+@pytest.mark.parametrize("backend", ["reference", pytest.param("x86", marks=needs_x86)])
+@pytest.mark.parametrize("activation", [fxq.Recipe.dynamic().config.activation, SYMMETRIC], ids=["row", "tensor"])
+def test_layers_run_on_integers_without_data(backend, activation):
+    recipe = fxq.Recipe.dynamic(backend=backend, activation=activation, optimize="coverage")
+    qmodel = fxq.quantize(network(), recipe, example_inputs=X)
+    found = fates(qmodel)
+    assert (found["conv2d"], found["linear"], found["flatten"]) == ("int8", "int8", "float")
+    assert qmodel.output_sqnr > decibels(35, backend)
+
+
+@pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
+def test_an_image_has_its_own_scale_and_a_tensor_one_for_all():
+    """With a scale for each row, what is far larger beside it in the batch takes nothing from an image."""
+    qmodel = fxq.quantize(network(), DYNAMIC, example_inputs=X)
+    alone, beside = qmodel(X[:1]), qmodel(torch.cat([X[:1], 1000 * X[1:2]]))[:1]
+    torch.testing.assert_close(beside, alone)
+    for_all = fxq.quantize(network(), fxq.Recipe.dynamic(activation=SYMMETRIC, optimize="coverage"), example_inputs=X)
+    lost = for_all(torch.cat([X[:1], 1000 * X[1:2]]))[:1] - network()(X[:1])
+    assert lost.abs().max() > 10 * (alone - network()(X[:1])).abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
+def test_copies_files_and_state_dicts():
+    qmodel = fxq.quantize(network(), DYNAMIC, example_inputs=X)
+    again = copy.deepcopy(qmodel)
+    again.load_state_dict(qmodel.state_dict())
+    for other in (pickle.loads(pickle.dumps(qmodel)), again):
+        assert torch.equal(other(X), qmodel(X)) and torch.equal(other(X[:1]), qmodel(X[:1]))
+
+
+@pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
+def test_static_and_dynamic_layers_in_one_model():
+    recipe = fxq.Recipe.static(optimize="coverage").override(nn.Linear, DYNAMIC.config).override("6", fxq.FLOAT)
+    qmodel = fxq.quantize(network(), recipe, data=[X])
+    found = {row.name: row.fate for row in qmodel.ledger}
+    assert (found["_0"], found["_4"], found["_6"]) == ("int8", "int8", "float")
+    assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
+    with pytest.raises(InputError, match="needs data to calibrate with"):
+        fxq.quantize(network(), recipe)
+    with pytest.raises(fxq.FxqError, match="seen no data"):
+        fxq.quantize(network(), recipe, example_inputs=X)
+
+
+@pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
+def test_only_what_is_selected():
+    qmodel = fxq.quantize(network(), DYNAMIC.only(nn.Linear), example_inputs=X)
+    assert fates(qmodel) == {"conv2d": "float", "relu": "float", "flatten": "float", "linear": "int8", "gelu": "float"}
+    (row, *_) = qmodel.ledger.where(op="conv2d")
+    assert row.reason == "the recipe says float for all that it does not name"
+    assert row.fix == "recipe.override('0', fxq.Recipe.dynamic().config)"
+    mended = fxq.quantize(network(), eval(row.fix, {"recipe": DYNAMIC.only(nn.Linear), "fxq": fxq}), example_inputs=X)
+    assert {r.name: r.fate for r in mended.ledger}["_0"] == "int8"
+    for wrong in (lambda: DYNAMIC.only(), lambda: DYNAMIC.override("0", fxq.FLOAT).only(nn.Linear)):
+        with pytest.raises(RecipeError, match="stands before any override"):
+            wrong()
+
+
+def test_one_quantize_serves_all_that_read_a_value():
+    model = module(lambda m, x: m.a(x) + m.b(x), a=nn.Linear(8, 4), b=nn.Linear(8, 4))
+    recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
+    text = fxq.write_graph(fxq.quantize(model, recipe, example_inputs=torch.randn(2, 8)))
+    assert text.count("choose_scale(") == 1 and text.count(" quantize(") == 1
+
+
+def test_a_recipe_by_name_and_as_a_file(tmp_path):
+    fxq.Recipe.dynamic().save(tmp_path / "r.toml")
+    assert (tmp_path / "r.toml").read_text() == 'preset = "dynamic"\n'
+    assert fxq.Recipe.load(tmp_path / "r.toml") == fxq.Recipe.dynamic() == fxq.Recipe("dynamic")
+
+
+def test_what_is_missing_is_said():
+    with pytest.raises(InputError, match="one batch of inputs to find shapes with"):
+        fxq.quantize(network(), "dynamic")
+    with pytest.raises(RecipeError, match="not symmetric is not built yet: use symmetric=True"):
+        fxq.Recipe.dynamic(activation=fxq.TensorSpec(range="measured"))
+    with pytest.raises(RecipeError, match=r'rows have no calibrated ranges.*range="measured"'):
+        fxq.Recipe.static(activation=fxq.TensorSpec(symmetric=True, per="row"))
+    with pytest.raises(RecipeError, match='range="measured" for the weight is not built yet'):
+        fxq.Recipe.dynamic(weight=fxq.TensorSpec(signed=True, symmetric=True, range="measured"))
+
+
+@pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
+def test_zeros_and_what_is_not_a_number():
+    model, recipe = nn.Sequential(nn.Linear(4, 3)).eval(), DYNAMIC
+    qmodel = fxq.quantize(model, recipe, example_inputs=torch.randn(2, 4))
+    torch.testing.assert_close(qmodel(torch.zeros(1, 4)), model[0].bias[None])
+    out = qmodel(torch.tensor([[1.0, torch.nan, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]]))
+    assert out[0].isnan().all() and out[1].isfinite().all()
