@@ -61,7 +61,8 @@ def difference(
     `sigma * sqrt(2 * log(2 / p))` with at most the probability p, where `sigma ** 2` is the sum of the squares. The two
     runs share out all values near a tie between them: what the elements are off by in both, squared and added, is that
     on average. For the largest of n elements p is `CHANCE / n`. For their mean it is `CHANCE`: they may all be off for
-    the same reason.
+    the same reason. In a small region few values are near a tie, and most elements are not moved at all: `sigma` says
+    little of the others then. Of these, each is off by no more than in both runs together if one value has moved it.
     Source: Hoeffding 1963, theorem 2, and the union bound.
 
     Args:
@@ -174,7 +175,8 @@ def disagreement(
     moved = [_apart(want, _limited(other, limits)[0]).nan_to_num_(0.0) for other in others]
     sigma = math.sqrt(sum(float(by.square().mean()) for by in moved))
     mean = limit + sigma * math.sqrt(2 * math.log(2 / CHANCE))
-    limit += sigma * math.sqrt(2 * math.log(2 * got.numel() / CHANCE))
+    together = largest(sum(moved, torch.zeros(())))
+    limit += max(together, sigma * math.sqrt(2 * math.log(2 * got.numel() / CHANCE)))
     most = largest(distance)
     if not most <= limit and (real or expected.last is not None):
         scale = 1.0 if expected.last is None else options_of(expected.last)["scale"]

@@ -157,3 +157,13 @@ def test_behind_values_that_were_rounded_on_the_way(got, wrong):
     expected, other = Result(torch.tensor([1.0, 2.0, 3.0, 4.0])), Result(torch.tensor([1.0, 2.1, 3.0, 4.0]))
     said = disagreement(expected, torch.tensor(got), VerifyLowering(), none, [expected, other])
     assert said is None if wrong is None else said.startswith(wrong)
+
+
+def test_an_element_that_one_value_near_a_tie_has_moved_is_right_among_many_that_none_has():
+    """`sigma` is 0.01 there, which says nothing of the one."""
+    want = torch.zeros(10_000)
+    moved = want.clone()
+    moved[7] = 1.0
+    others = [Result(want), Result(moved)]
+    assert disagreement(Result(want), moved, VerifyLowering(), none, others) is None
+    assert disagreement(Result(want), 1.1 * moved, VerifyLowering(), none, others).startswith("off by 1.1, more than 1")
