@@ -11,11 +11,12 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
+from fxq.backends.base import support_of
 from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
 from fxq.graph.info import Decision, DecisionKind, Plan, info
 from fxq.graph.mutation import Changes
-from fxq.graph.query import constant, reads_only_metadata, submodule
+from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from, values_of
 from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
 from fxq.ops import OPS
 from fxq.pipeline.candidates import Candidate, Settled
@@ -45,7 +46,7 @@ class Annotate(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Find candidates, settle them against their neighbours, and write the plans."""
-        nodes = [n for n in rewriter.nodes() if n.op not in ("placeholder", "output", "get_attr")]
+        nodes = [n for n in rewriter.nodes() if n.op.startswith("call") and taken_from(n) is n]
         asked = _Asked(rewriter, {n: calls_of(rewriter.gm, n) for n in nodes}, Changes(nodes))
         plans = asked.plans(rewriter.context.backend)
         for node, plan in _with_ways_out(rewriter.context, asked, plans).items():
@@ -92,7 +93,8 @@ class _Asked:
         for node, plan in plans.items():
             if plan.emits is None:
                 continue
-            readers = [user for user in node.users if user in plans and node in read_by(self.ops[user], plans[user])]
+            readings = [(value, user) for value in values_of(node) for user in value.users if user in plans]
+            readers = [user for value, user in readings if value in read_by(self.ops[user], plans[user])]
             wishes = {spec for user in readers if (spec := plans[user].reads) is not None}
             if len(wishes) > 1 and not any(plans[user].fate == "moves" for user in readers):
                 plans[node] = replace(plan, agreed=min(wishes, key=lambda spec: spec.bits))
@@ -109,9 +111,7 @@ class _Asked:
         name = OPS.leaf_name(module) if module is not None else None
         if name is not None:
             return self._float("unsupported", f"{name} has no integer form")
-        if len(calls) > 1 and not about.is_tensor:
-            return self._float("unsupported", "the fusion has several outputs, and no kernel has")
-        if not about.is_tensor:
+        if not about.is_tensor and len(calls.outputs) == 1:
             return self._float("no tensor", no_tensor)
         if not calls:
             way = "; fxq.register_op adds it" if _is_users(node.target) else ""
@@ -133,7 +133,7 @@ class _Asked:
         if light and config.activation is not None and config.activation.range == "measured":
             return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
         config = backend.config(config, calls)
-        support = backend.supports(gm, node, calls, config)
+        support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
         assert config.activation is not None

@@ -15,7 +15,7 @@ from fxq.errors import CalibrationError, PassError
 from fxq.graph.fills import Fills
 from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
-from fxq.graph.query import constant, reads_only_metadata, submodule, unobserved
+from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from, unobserved
 from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of, wishes_of
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
@@ -252,8 +252,9 @@ class _Chooser:
         self.off[node] = words
         for other in info(node).edges:
             self._strands.pop((node, other.spec), None)
-        if self._plan(node).fate != "float":
-            self.plans[node] = Plan(_off_grid(f"its value {words}"))
+        maker = taken_from(node)
+        if self._plan(maker).fate != "float":
+            self.plans[maker] = Plan(_off_grid(f"its value {words}"))
 
     def _inputs(self, node: fx.Node) -> Iterator[fx.Node]:
         """The values that a node reads, but those that are constants."""

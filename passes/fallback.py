@@ -15,7 +15,6 @@ from fxq.cost.prices import (
     choose_by_price,
     emits_float,
     float_ops,
-    has_known_shapes,
     priced_ops,
     priced_values,
     regions_of,
@@ -25,7 +24,16 @@ from fxq.cost.probe import Prober
 from fxq.errors import RecipeError, warn
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, Decision, DecisionKind, Plan, info
-from fxq.graph.query import CONVERSIONS, flat_nodes, is_op, op_of, read_attribute, reads_only_metadata
+from fxq.graph.query import (
+    CONVERSIONS,
+    flat_nodes,
+    is_op,
+    op_of,
+    plan_of,
+    read_attribute,
+    reads_only_metadata,
+    taken_from,
+)
 from fxq.graph.region import read_region
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
@@ -60,11 +68,16 @@ class Fallback(Pass):
         prober = None
         if context.backend.has_kernels and pinned is None:
             prober = Prober(context.backend, context.recipe, costs.machine_costs())
+        if prober is not None and choose:
+            _ask_backend(rewriter, prober)
+        edits = len(rewriter.edits)
         opened = _open_units(rewriter, prober if choose else None, pinned)
         able = _able(rewriter)
         if pinned is not None:
             _obey(rewriter, pinned, able)
         elif prober is not None:
+            if not choose or len(rewriter.edits) > edits:  # it has priced other units than there are now
+                _ask_backend(rewriter, prober)
             _price(rewriter, prober, choose)
             prober.costs.save()
         runs = ("float" if _fate(node) == "float" else "int8" for node in able)
@@ -72,6 +85,12 @@ class Fallback(Pass):
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
         rewriter.erase_unused()
+
+
+def _ask_backend(rewriter: Rewriter, prober: Prober) -> None:
+    """Let the backend say itself what the units that there are now cost, where it does that."""
+    context = rewriter.context
+    prober.own = context.backend.prices(rewriter.gm, (context.samples or [context.example])[0])
 
 
 def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None) -> list[Pin]:
@@ -97,9 +116,8 @@ def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None
 def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     """Put on record what every op costs; if they are to `choose` by it, put the integer ops that lose into float."""
     nodes, context = rewriter.nodes(), rewriter.context
-    prober.own = context.backend.prices(rewriter.gm, (context.samples or [context.example])[0])
     regions = regions_of(rewriter.gm, nodes)
-    unknown = sum(has_known_shapes(region) and not prober.knows(region) for region in regions.values())
+    unknown = sum(prober.can_price(region) and not prober.knows(region) for region in regions.values())
     with progress_bar("measuring kernels", unknown, context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         left = dict(float_ops(rewriter.gm, nodes, prober))
@@ -251,7 +269,7 @@ def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
     shapes = [user for user in quantize.users if reads_only_metadata(user)]
     if not is_float(value):
         read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
-        if not read_alone or not all(map(is_float, readers)) or not emits_float(rewriter.gm, value):
+        if not read_alone or not all(map(is_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
             return
     with rewriter.attributed("read_float", _read_float):
         for copy in copies:
@@ -265,5 +283,5 @@ def is_float(node: fx.Node) -> bool:
     """Whether a node of the qdq graph computes in float: an input or output, or what annotate left in float."""
     if is_op(node, *CONVERSIONS):
         return False
-    plan = info(node).plan
+    plan = plan_of(node)
     return plan is None or plan.fate == "float"

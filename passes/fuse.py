@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 import fxq.patterns  # noqa: F401  (registers the patterns)
+from fxq.backends.base import support_of
 from fxq.graph.info import info
 from fxq.graph.unit import Calls, calls_among
 from fxq.pipeline.context import Context
@@ -36,7 +37,7 @@ class Fuse(Pass):
         context: Context = rewriter.context
 
         def refuse(match: Match) -> str | None:
-            calls = calls_among(match.nodes, match.rule.name, match.captures)
+            calls = calls_among(match.nodes, match.rule.name, match.captures, match.outputs)
             if not context.backend.fuses(calls):
                 return f"the backend {context.backend.name} wants these ops apart"
             return context.refuses_to_join(match.nodes) or _left_over(rewriter, match.nodes, calls)
@@ -48,11 +49,10 @@ def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> st
     """Why a unit of these ops would run in float in part, where a kernel of the backend runs others of them."""
     context = rewriter.context
     asked, _ = context.config_for(info(nodes[0]).path, calls[0].op.name)
-    inner = any(user not in nodes for node in nodes[:-1] for user in node.users)
-    if asked.is_float or inner:  # of several outputs, which no kernel has: annotate says so
+    if asked.is_float:
         return None
     backend = context.backend
-    support = backend.supports(rewriter.gm, nodes[-1], calls, backend.config(asked, calls))
+    support = support_of(backend, rewriter.gm, nodes[-1], calls, backend.config(asked, calls))
     if support.ops == len(calls) or (support.ops == 0 and not any(call.op.quant.heavy for call in calls[1:])):
         return None
     return f"{backend.name} has a kernel for the first {support.ops} of these {len(calls)} ops alone"

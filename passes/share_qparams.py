@@ -11,6 +11,7 @@ from torch import fx
 
 from fxq.graph.fills import Fills
 from fxq.graph.info import Edge, info
+from fxq.graph.query import values_of
 from fxq.graph.unit import Wish, calls_of, reads_of, wishes_of
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -45,8 +46,9 @@ class ShareQParams(Pass):
                     wanted.setdefault(value, {})[spec] = None
         for node in nodes:
             plan = info(node).plan
-            if plan is not None and plan.emits is not None and node not in wanted:
-                wanted[node] = {plan.emits: None}
+            if plan is not None and plan.emits is not None:
+                for value in values_of(node):
+                    wanted.setdefault(value, {plan.emits: None})
         ties: nx.Graph[Hashable] = nx.Graph()
         ties.add_nodes_from((value, spec) for value, specs in wanted.items() for spec in specs)
         moved: set[Key] = set()

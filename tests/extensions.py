@@ -80,6 +80,38 @@ def make_linear_tanh_mul(unit):
     return LinearTanhMul(w.values, w.qparams.scale, b, torch.as_tensor(s), unit.captures["x"], unit.out)
 
 
+@fxq.fusion(everywhere=False)
+def conv_relu_and_tanh(op, x, w, b):
+    y = op.conv2d(x, w, b)
+    return op.relu(y), op.tanh(y)
+
+
+class ConvReluAndTanh(fxq.Kernel):
+    """relu and tanh of one conv2d(x): uint8 in, each uint8 or float32 out."""
+
+    name = "tests.conv_relu_and_tanh"
+    options = ("x", "relu", "tanh")
+
+    def __init__(self, weight, scale, bias, x, relu, tanh):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self.x, self.relu, self.tanh = x, relu, tanh
+
+    def forward(self, x):
+        weight = self.weight * self.scale.reshape(-1, 1, 1, 1)
+        y = F.conv2d((x.float() - self.x.z) * self.x.s, weight, self.bias)
+        made = (torch.relu(y), self.relu), (torch.tanh(y), self.tanh)
+        return tuple(value if grid is None else quantize(value, grid) for value, grid in made)
+
+
+@fxq.register_kernel("x86", conv_relu_and_tanh)
+def make_conv_relu_and_tanh(unit):
+    w = unit.captures["w"]
+    return ConvReluAndTanh(w.values, w.qparams.scale, unit.captures["b"], unit.captures["x"], *unit.outs)
+
+
 # ---- a backend
 
 

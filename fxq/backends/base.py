@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
 from fxq.backends.kernel import Kernel
 from fxq.common.data import Batch
 from fxq.common.source import digest_of
+from fxq.errors import InputError
 from fxq.graph.info import Cost
 from fxq.graph.region import Region, unit_regions
 from fxq.graph.unit import Calls
@@ -58,7 +59,8 @@ class Prices:
     """What a backend has measured of a qdq graph itself.
 
     Attributes:
-        ops: units and ops of the graph, in float and on integers. The others are timed alone.
+        ops: units and ops of the graph, in float and on integers. The others are timed alone. A unit that stands here
+            is not taken apart to find out whether fewer of its ops are faster (`Support.fewer`).
         conversion: microseconds to quantize or dequantize a value between them, for each of its elements.
     """
 
@@ -124,6 +126,7 @@ class Backend(ABC):
     def prices(self, gm: fx.GraphModule, example: Batch) -> Prices | None:
         """What the ops of the qdq graph cost either way, where the backend measures that itself on an example input.
 
+        It is asked before anything is timed, and again where units of which it runs the first ops alone were opened.
         None: every unit is timed alone, as the kernel that `lower` makes of it, and in float.
         """
         return None
@@ -161,3 +164,18 @@ class Backend(ABC):
     def drawback(self) -> str | None:
         """What is worse on this machine than on others; None: nothing. Who chooses the backend is warned once."""
         return None
+
+
+def support_of(backend: Backend, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
+    """What a backend says of a unit (see `Backend.supports`).
+
+    Raises:
+        InputError: it says something else.
+    """
+    found: Any = backend.supports(gm, node, calls, config)
+    if not isinstance(found, Support) or not 0 <= found.ops <= len(calls):
+        raise InputError(
+            f"supports of the backend {backend.name!r} returns a fxq.Support of 0 to {len(calls)} ops for "
+            f"%{node.name}, not {found!r}."
+        )
+    return found

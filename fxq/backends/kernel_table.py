@@ -37,7 +37,7 @@ class FusedUnit:
             `values` and their `qparams`; of a constant, such as a bias, the tensor; a number; None what is not given.
             For the kernels that take an op with what stands behind it: by the names of its tensors in the op table,
             with what an add behind it adds, `residual`, and the weight of a function behind it, `slope`.
-        out: the grid of the result; None: it is wanted in float32.
+        outs: the grid of each output, in the order of the fusion's; None: it is wanted in float32.
         calls: the ops, in order, with their options.
 
     An activation whose scale is measured at run time is on a grid of steps of 1, and the kernel gets the scale behind
@@ -45,8 +45,13 @@ class FusedUnit:
     """
 
     captures: Mapping[str, Any]
-    out: QParams | None
+    outs: tuple[QParams | None, ...]
     calls: tuple[OpCall, ...]
+
+    @property
+    def out(self) -> QParams | None:
+        """The grid of the result, the first one where there are several."""
+        return self.outs[0]
 
     @property
     def grids(self) -> tuple[QParams, ...]:
@@ -100,11 +105,13 @@ class Fit:
         row: the row.
         calls: the ops.
         captures: as in `FusedUnit`, but with the nodes of the graph.
+        outputs: how many values it returns.
     """
 
     row: KernelRow
     calls: tuple[OpCall, ...]
     captures: Mapping[str, Any]
+    outputs: int = 1
 
     @property
     def costs_twice(self) -> bool:
@@ -121,7 +128,7 @@ class Fit:
                 known[name] = _planned(gm, value, roles.get(value))
                 if known[name] is None:
                     return f"its {name} is computed at run time"
-        return self.row.refuses(FusedUnit(known, _GRID, self.calls))
+        return self.row.refuses(FusedUnit(known, (_GRID,) * self.outputs, self.calls))
 
     def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
         """The integer activations that the kernel takes, in the order of the captures; and these, as in `FusedUnit`."""
@@ -156,13 +163,12 @@ def fits(calls: Calls, rows: Mapping[str, KernelRow]) -> list[Fit]:
     """The kernels that run a unit, or its first ops, the one that runs most of them first.
 
     The row of its fusion runs it whole. The row of its first op runs that one, an add to it and an activation function
-    behind, as far as the unit has them. The ops behind such a kernel may read its last value only: it hands out no
-    other.
+    behind, as far as the unit has them. Of such a kernel, only the last value may be read: it hands out no other.
     """
     found = [Fit(row, calls[:ops], captures) for row, ops, captures in _leading(calls, rows)]
-    found = [fit for fit in found if len(fit.calls) == 1 or not _reads_inside(calls, len(fit.calls))]
+    found = [fit for fit in found if not _reads_inside(calls, len(fit.calls))]
     whole = rows.get(rule_key(calls.rule, calls.captures))
-    return [*([Fit(whole, calls, calls.captures)] if whole is not None else []), *reversed(found)]
+    return [*([Fit(whole, calls, calls.captures, len(calls.outputs))] if whole is not None else []), *reversed(found)]
 
 
 def _leading(calls: Calls, rows: Mapping[str, KernelRow]) -> Iterator[tuple[KernelRow, int, dict[str, Any]]]:
@@ -190,10 +196,13 @@ def _row_of(call: OpCall, rows: Mapping[str, KernelRow]) -> KernelRow | None:
     return LOOKED_UP if call.pointwise and (found is None or by_a_constant) else found
 
 
-def _reads_inside(calls: tuple[OpCall, ...], ops: int) -> bool:
-    """Whether an op behind the first `ops` reads a value that they make, other than the last."""
-    read = {value for call in calls[ops:] for value in call.tensors.values() if isinstance(value, Inner)}
-    return any(value.index < ops - 1 for value in read)
+def _reads_inside(calls: Calls, ops: int) -> bool:
+    """Whether an op behind the first `ops`, or who reads the unit, reads a value that they make, other than the last.
+
+    A unit that returns its last value twice is no single value, either.
+    """
+    read = [v.index for call in calls[ops:] for v in call.tensors.values() if isinstance(v, Inner)]
+    return any(i < ops - 1 for i in (*read, *calls.outputs)) or calls.outputs.count(ops - 1) > 1
 
 
 def _residual(call: OpCall) -> fx.Node | None:

@@ -79,12 +79,13 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
     units = [node for node, calls in ops.items() if calls] or [*region.nodes]
     name = units[0].name if len(units) == 1 else f"{units[0].name}_to_{units[-1].name}"
     names = [node.name for node in region.outputs]
+    first = min([region.nodes[-1], *(user for node in region.outputs for user in node.users)])
     with rewriter.attributed(kernel.name, type(kernel)):
         target = rewriter.module(kernel, name)
-        node = rewriter.node("call_module", target, read, like=units, before=region.nodes[-1])
+        node = rewriter.node("call_module", target, read, like=units, before=first)
         body = tuple(call.op.name for calls in ops.values() for call in calls)
         rewriter.describe(node, body=body, **_known_of(rewriter, [u for u in units if u in ops]))
-        results = [node] if len(names) == 1 else _results(rewriter, region, node)
+        results = [node] if len(names) == 1 else _results(rewriter, region, node, first)
         for old, new in zip(region.outputs, results, strict=True):
             rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
             rewriter.reroute(old, new)
@@ -119,13 +120,13 @@ def _common(paths: Iterable[str]) -> str:
     return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
-def _results(rewriter: Rewriter, region: Region, node: fx.Node) -> list[fx.Node]:
+def _results(rewriter: Rewriter, region: Region, node: fx.Node, before: fx.Node) -> list[fx.Node]:
     """The values of a kernel of several outputs: each is a node, which stands for the op that makes it."""
     made, inside = [], set(region.nodes)
     for i, old in enumerate(region.outputs):
         maker = made_by(old)
         like = maker if maker in inside else old
-        part = rewriter.node("call_function", operator.getitem, (node, i), like=like, before=region.nodes[-1])
+        part = rewriter.node("call_function", operator.getitem, (node, i), like=like, before=before)
         rewriter.describe(part, origins=(info(like).parts or (info(like).origins,))[-1])
         made.append(part)
     return made

@@ -15,10 +15,10 @@ from fxq.backends.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fit
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
-from fxq.errors import BackendError
+from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
-from fxq.graph.query import CONVERSIONS, argument, constant, is_op, options_of
-from fxq.graph.region import Region, UnitRegion, out_grid, read_region, region_of, unit_regions
+from fxq.graph.query import CONVERSIONS, argument, constant, is_op, options_of, values_of
+from fxq.graph.region import Region, UnitRegion, out_grids, read_region, region_of, unit_regions
 from fxq.graph.unit import Calls
 from fxq.ops.table import Op
 from fxq.quant.qparams import QParams
@@ -101,7 +101,8 @@ class RowBackend(Backend):
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
         """As in `Backend`; a function, or a scale, that a quantize behind it needs goes along with that."""
         for region in unit_regions(gm):
-            fits = self.fits(region.calls, _is_measured(region)) if region.out is not None else []
+            rounds = region.outputs != (region.node,) and not is_op(region.node, *CONVERSIONS)
+            fits = self.fits(region.calls, _is_measured(region)) if rounds else []
             if fits and not fits[0].row.emits_integers:
                 yield read_region(gm, region.node, emits_float=True) or region
             else:
@@ -110,12 +111,18 @@ class RowBackend(Backend):
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """The kernel that the table has for a unit or a conversion."""
         if not isinstance(region, UnitRegion):
+            if len(region.nodes) != 2 or not is_op(region.nodes[0], "choose_scale"):
+                first, count = region.nodes[0].name, len(region.nodes)
+                raise InputError(
+                    f"the backend {self.name!r} has kernels of single units: for a region of {count} nodes, from "
+                    f"%{first} on, its class needs a `lower` of its own beside its `regions`."
+                )
             scale, integers = map(options_of, region.nodes)
             return MeasuredQuantize(integers["qmin"], integers["qmax"], scale["axis"])
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):
-            grid, weight = out_grid(gm, region), constant(gm, argument(region.node, "weight"))
+            (grid,), weight = out_grids(gm, region), constant(gm, argument(region.node, "weight"))
             assert grid is not None and weight is not None  # as was asked
             return QUANTIZING[region.calls[0].op.name](weight, grid)
         refused = None
@@ -146,8 +153,11 @@ def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
     inputs, captures = fit.integers(gm)
     if set(inputs) != set(region.inputs):
         raise BackendError("an input is not in integers")
+    taken = [node.args[1] for node in values_of(region.node) if node is not region.node]
+    if taken != [*range(fit.outputs)][: len(taken)] or len(region.outputs) != fit.outputs:
+        raise BackendError("not every one of its outputs is read, or one is taken twice")
     assert fit.row.make is not None  # else it runs as it stands
-    kernel = fit.row.make(FusedUnit(captures, out_grid(gm, region), region.calls))
+    kernel = fit.row.make(FusedUnit(captures, out_grids(gm, region), region.calls))
     reason = sums_refused(kernel) if isinstance(kernel, LayerKernel) else None
     if reason is not None:
         raise BackendError(reason)
@@ -201,7 +211,7 @@ def _quantizes(gm: fx.GraphModule, region: UnitRegion) -> bool:
     """Whether a region is a function of floats that a kernel computes along with the quantize behind it."""
     return (
         is_op(region.node, *QUANTIZING)
-        and _is_plain(out_grid(gm, region))
+        and all(map(_is_plain, out_grids(gm, region)))
         and constant(gm, argument(region.node, "weight")) is not None
         and not any(is_op(step, "dequantize") for step in region.steps)
     )

@@ -23,14 +23,15 @@ Maker = TypeVar("Maker", bound=Callable[[FusedUnit], Kernel])
 def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -> Callable[[Maker], Maker]:
     """Decorator: on this backend, a unit of the fusion runs in the kernel that the function makes.
 
-    The kernel takes the integers of the captured activations, in the order of the captures. verify-lowering
+    The kernel takes the integers of the captured activations, in the order of the captures, and returns what the fusion
+    does: of several outputs, a tuple, each on its grid of `FusedUnit.outs`. verify-lowering
     runs it against the fusion's meaning, and its price is measured as any other's. A recipe that is to be saved names
     the function: `Recipe.with_extensions`.
 
     Args:
         backend: name of a backend with a table of kernels: "x86", "fbgemm", "qnnpack", or the import path of one
             of your own, see `fxq.backends.lowering.RowBackend`.
-        fusion: what `fxq.fusion` made, of one output.
+        fusion: what `fxq.fusion` made.
         emits_float: whether the kernel can emit float32; if not, its result is rounded to a grid wherever it is read.
 
     Returns:
@@ -39,7 +40,7 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
         anew replaces what it was.
 
     Raises:
-        InputError: `fusion` is none, or has several outputs; the function returns no kernel.
+        InputError: `fusion` is none; the function returns no kernel.
         BackendError: the backend has no table of kernels, or another function makes this fusion's kernel.
 
     Example:
@@ -65,8 +66,8 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
         ...     w, b, s = (unit.captures[name] for name in "wbs")
         ...     return LinearGate(w.values, w.qparams.scale, b, unit.captures["x"], unit.out, s)
     """
-    if not isinstance(fusion, Family) or any(r.replacement is not None or len(r.outputs) != 1 for r in fusion):
-        raise InputError(f"register_kernel takes what fxq.fusion made, with one output, not {fusion!r}.")
+    if not isinstance(fusion, Family) or any(r.replacement is not None for r in fusion):
+        raise InputError(f"register_kernel takes what fxq.fusion made, not {fusion!r}.")
     rows = _registered(backend)
 
     def register(make: Maker) -> Maker:

@@ -49,7 +49,11 @@ class Form:
             kernel: the kernel.
             inputs: what the kernel reads, in order.
         """
-        graph = region.to_graph()
+        return cls.of_graph(gm, region.to_graph(), kernel, tuple(map(list(inputs).index, region.inputs)))
+
+    @classmethod
+    def of_graph(cls, gm: fx.GraphModule, graph: fx.Graph, kernel: Kernel, takes: tuple[int, ...]) -> Form:
+        """The same where the region is a graph of its own, which uses the tensors and units of `gm`."""
         modules = {str(n.target): gm.get_submodule(str(n.target)) for n in graph.find_nodes(op="call_module")}
         free = {name: tensor for name, tensor in kernel.named_buffers(recurse=False)}
         tensors: dict[str, Part | Tensor] = {}
@@ -60,7 +64,7 @@ class Form:
                 name = next((name for name, own in free.items() if _same(own, value)), None)
                 tensors[path] = value if name is None else Part(name, value.shape)
                 free.pop(name or "", None)
-        return cls(to_data(graph), tuple(map(list(inputs).index, region.inputs)), modules, tensors)
+        return cls(to_data(graph), takes, modules, tensors)
 
     def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
         """What it calls for its value, or for one of several, with which options; what only moves integers left out."""

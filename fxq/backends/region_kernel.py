@@ -9,7 +9,9 @@ from torch import Tensor, fx
 from typing_extensions import Self
 
 from fxq.backends.kernel import Kernel
+from fxq.backends.qdq_form import Form, Part
 from fxq.errors import BackendError
+from fxq.graph.plain_data import from_data
 from fxq.graph.query import read_attribute
 from fxq.graph.region import Region
 
@@ -39,6 +41,21 @@ class RegionKernel(Kernel):
         names = (f"t{i}_{path.rpartition('.')[2]}" for i, path in enumerate(paths))  # no attribute has such a name
         return cls(**{name: read_attribute(gm, path) for name, path in zip(names, paths, strict=True)})
 
+    def graph_inside(self) -> fx.GraphModule | None:
+        """As in `Bindable`: the region."""
+        if self.form is None:
+            return None
+        graph, tensors = from_data(list(self.form.nodes)), self.form.tensors
+        for node in graph.find_nodes(op="get_attr"):
+            part = tensors[str(node.target)]
+            assert isinstance(part, Part)  # it has all tensors of the region
+            node.target = part.name
+        return fx.GraphModule({**dict(self.named_buffers()), **self.form.modules}, graph)
+
+    def take_graph(self, gm: fx.GraphModule) -> None:
+        """Run this region from now on; its tensors are those of the kernel."""
+        self.form = Form.of_graph(gm, gm.graph, self, tuple(range(len(gm.graph.find_nodes(op="placeholder")))))
+
     def build(self, form: fx.GraphModule) -> Callable[..., Any]:
         """What runs the region: takes its inputs and returns its value, or a tuple of several.
 
@@ -55,7 +72,6 @@ class RegionKernel(Kernel):
     def _built(self) -> Callable[..., Any]:
         if self.form is None:
             raise BackendError(
-                f"{self.name}: the kernel is not one of a graph that was lowered: texts of graphs do not say what a "
-                "region computes. Pickle the model."
+                f"{self.name}: the kernel was not made of a region of a graph, so it does not know what to compute."
             )
         return self.build(self.form.module(self))

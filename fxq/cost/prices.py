@@ -12,7 +12,7 @@ from torch import fx
 from fxq.cost.min_cut import Key, Priced, PricedValue, by_a_hair, cheapest, seconds_of
 from fxq.cost.probe import Prober
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, is_op, made_by, reads_only_metadata
+from fxq.graph.query import CONVERSIONS, is_op, made_by, reads_only_metadata, taken_from
 from fxq.graph.region import UnitRegion, read_region
 from fxq.graph.unit import calls_of
 
@@ -32,11 +32,6 @@ def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Un
     return found
 
 
-def has_known_shapes(region: UnitRegion) -> bool:
-    """Whether all values that a region reads and makes are tensors of known shapes, so that it can be timed alone."""
-    return all(info(n).is_tensor for n in (region.node, *region.node.all_input_nodes))
-
-
 def priced_ops(
     gm: fx.GraphModule, regions: dict[fx.Node, UnitRegion], prober: Prober, advance: Callable[[], None]
 ) -> list[Priced]:
@@ -51,7 +46,7 @@ def priced_ops(
     for node, region in regions.items():
         plan = info(node).plan
         unmeasured = Priced(node, 0.0, 0.0 if plan is not None and plan.fate == "moves" else math.inf, measured=False)
-        if not has_known_shapes(region):
+        if not prober.can_price(region):
             ops.append(unmeasured)
             continue
         known = prober.knows(region)
@@ -112,7 +107,7 @@ def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> I
         if plan is None or plan.fate != "float" or is_op(node, *CONVERSIONS):
             continue
         region = read_region(gm, node)
-        if region is not None and has_known_shapes(region):
+        if region is not None and prober.can_price(region):
             try:
                 yield node, prober.real(gm, region)
             except Exception as error:  # an op may ask more of its inputs than that they have a shape and a dtype
@@ -129,19 +124,20 @@ def priced_values(
         if is_op(node, *CONVERSIONS) or reads_only_metadata(node):
             continue
         for read in node.all_input_nodes:
-            maker = made_by(read)
-            if maker.op == "get_attr" or not info(maker).is_tensor:
+            value = made_by(read)
+            if value.op == "get_attr" or not info(value).is_tensor:
                 continue
             if (quantize := measuring(read)) is not None and node in regions:
                 measured.setdefault(quantize, []).append(node)
-                readers.setdefault(maker, []).append(None)  # who measures a value reads floats
+                readers.setdefault(value, []).append(None)  # who measures a value reads floats
             else:
-                readers.setdefault(maker, []).append(node)
+                readers.setdefault(value, []).append(node)
     values = [PricedValue(None, tuple(found), prober.measure(gm, q), 0.0) for q, found in measured.items()]
-    for maker, found in readers.items():
+    for value, found in readers.items():
+        maker = taken_from(value)
         if maker not in regions and not any(reader in regions for reader in found):
             continue
-        elements = math.prod(info(maker).shape or ())
+        elements = math.prod(info(value).shape or ())
         values.append(
             PricedValue(
                 maker if maker in regions else None,

@@ -18,7 +18,7 @@ from fxq.cost.cache import Call, Costs
 from fxq.cost.min_cut import HAIR
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, NodeInfo, info
-from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of
+from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of, values_of
 from fxq.graph.region import UnitRegion, is_weight, region_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
@@ -62,7 +62,12 @@ class Prober:
         )
 
     def fastest(self, gm: fx.GraphModule, region: UnitRegion, ways: Sequence[int]) -> int:
-        """How many of a region's ops a kernel best runs, of these numbers; see `choose_by_price` for rounds."""
+        """How many of a region's ops a kernel best runs, of these numbers; see `choose_by_price` for rounds.
+
+        The most, where the backend has priced the region itself: that is the price of its whole.
+        """
+        if self._own(region) is not None:
+            return max(ways)
         parts = {ops: ops if ops < len(region.calls) else None for ops in ways}
         keys = [self._kernel_key(region, part) for part in parts.values()]
 
@@ -82,6 +87,11 @@ class Prober:
         if known is not None:
             return _MICRO * known.float_us
         return self.costs.seconds(_float_key(region), lambda: _float_form(gm, region))
+
+    def can_price(self, region: UnitRegion) -> bool:
+        """Whether the backend has priced a region, or all that it reads and makes are tensors that can be made up."""
+        values = (*values_of(region.node), *region.node.all_input_nodes)
+        return self._own(region) is not None or all(info(value).is_tensor for value in values)
 
     def knows(self, region: UnitRegion) -> bool:
         """Whether a region has been measured before."""
@@ -104,7 +114,7 @@ class Prober:
             elif is_op(step, "dequantize", "quantize") and (grid := options_of(step))["axis"] is None:
                 parts.append(f"{'at 0' if grid['zero_point'] == 0 else 'shifted'} {grid['qmin']}..{grid['qmax']}")
         some = [f"after {ops} ops"] if ops is not None else []
-        return " ".join([*parts, "to", _shape(info(region.last)), *some])
+        return " ".join([*parts, "to", *map(_shape, map(info, region.outputs)), *some])
 
     def measure(self, gm: fx.GraphModule, quantize: fx.Node) -> float:
         """Seconds to measure the scale of a value and to quantize it with that."""

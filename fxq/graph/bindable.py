@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 _TELLING = threading.Lock()
 _ABSENT = object()
@@ -85,6 +85,10 @@ class Bindable(nn.Module):
             part: which of several values; None: it has one.
         """
         return None, {}
+
+    def graph_inside(self) -> fx.GraphModule | None:
+        """The graph that it runs, where its options do not say that; its tensors have the names that they have here."""
+        return None
 
     def bind(self, *inputs: Any) -> Callable[..., Any]:
         """What `forward` does with inputs of these shapes, strides and dtypes and as many threads as now.

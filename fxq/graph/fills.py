@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.info import info
-from fxq.graph.query import called_name, constant, fills_like, flat_nodes, op_of, options_of
-from fxq.graph.unit import Inner, OpCall, calls_of
+from fxq.graph.query import called_name, constant, fills_like, flat_nodes, op_of, options_of, taken_from, taken_part
+from fxq.graph.unit import Calls, Inner, OpCall, calls_of
 from fxq.ops.registry import as_tuple
 from fxq.ops.table import Quant
 
@@ -44,7 +44,7 @@ class Fills:
         """Those of them that the node itself brings in, whatever it reads."""
         if fills_like(node):
             return self.of(node)
-        calls = calls_of(self.gm, node)
+        calls = calls_of(self.gm, taken_from(node))
         return frozenset(value for call in calls for value in self._brings(call, node)) - {0.0}
 
     def _find(self, node: fx.Node) -> Iterator[float]:
@@ -53,10 +53,14 @@ class Fills:
         elif fills_like(node):
             yield from _filled(node)
         else:
-            calls = calls_of(self.gm, node)
-            yield from self._of_calls(node, calls) if calls else (-math.inf,)  # an input may be a mask for attention
+            maker = taken_from(node)
+            calls = calls_of(self.gm, maker)
+            made = self._of_calls(maker, calls)
+            output = calls.outputs[taken_part(node, maker) or 0]
+            yield from made[output] if calls else (-math.inf,)  # an input may be a mask for attention
 
-    def _of_calls(self, node: fx.Node, calls: tuple[OpCall, ...]) -> frozenset[float]:
+    def _of_calls(self, node: fx.Node, calls: Calls) -> list[frozenset[float]]:
+        """The same for each op that a node runs."""
         made: list[frozenset[float]] = []
         for call in calls:
             constants = set(self._brings(call, node))
@@ -66,7 +70,7 @@ class Fills:
             if call.op.quant.narrows and not any(flat_nodes(call.options)):  # limits of a call are not known here
                 constants = {float(call.op.target(torch.tensor(value), **call.options)) for value in constants}
             made.append(frozenset(constants))
-        return made[-1]
+        return made
 
     def _read(self, value: Any, made: list[frozenset[float]]) -> frozenset[float]:
         values = value if isinstance(value, (tuple, list)) else (value,)

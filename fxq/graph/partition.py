@@ -2,30 +2,39 @@
 
 A region must not wait for itself: no path may leave it and come back. So every node gets a level, which never falls
 along an edge, and rises where the graph goes into the engine or out of it. A path that leaves a region comes back on a
-higher level; what is connected on one level is therefore a region. Levels are first as low as can be, then as high: so
-a branch that is read late joins what reads it. All of it takes time in proportion to the edges; the price is that in
-graphs that go in and out of the engine by many ways, two regions may stay apart that could be one.
+higher level; what is connected on one level is therefore a region. Then neighbours on two levels become one where no
+path outside leads from the first to the second: a search among what is on the levels from the one to the other says so.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
-import math
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import fx
 
 from fxq.graph.info import info
 from fxq.graph.mutation import changes
-from fxq.graph.query import is_pure, taken_part
+from fxq.graph.query import is_pure, taken_from
 from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.unit import calls_of, unit_of
 
 Takes = Callable[[fx.Node], bool]
 
+SEARCHED = 1000
+"""How many edges the search between two neighbours may take; those that it does not tell about stay apart."""
+
 
 def connected_regions(gm: fx.GraphModule, takes: Takes) -> Iterator[Region]:
     """The largest regions of connected nodes that an engine takes; none waits for a later one.
+
+    Two regions stay apart although one reads the other only where a path between them goes through a node that the
+    engine does not take (one region of both would wait for itself), or where more than `SEARCHED` edges would have to
+    be looked at to know that there is none: the time is in proportion to the graph. A size that is read off a value, as
+    for a reshape, is such a node: an engine takes tensors.
 
     The nodes of `gm` are brought into such an order, too: those of a region stand together. Each region is read when
     its turn comes, so that it reads from the kernels that took the place of those before it.
@@ -37,39 +46,52 @@ def connected_regions(gm: fx.GraphModule, takes: Takes) -> Iterator[Region]:
         takes: whether the engine runs a node: an op, a unit, or a conversion of activations. It is asked of those whose
             value is a tensor, and of units of several outputs. Weights go along with who reads them.
     """
-    levels = _Levels(gm, takes)
-    levels.start_low()
-    levels.raise_up()
-    order = levels.order()
-    if order != levels.nodes:
-        for before, node in itertools.pairwise(order):
-            if before.next is not node:
-                before.append(node)
-    regions: dict[fx.Node, list[fx.Node]] = {}
-    for node in order:
-        if node in levels.taken:
-            regions.setdefault(levels.group(node), []).append(node)
-    return (region for nodes in regions.values() if (region := region_of(nodes)).outputs)  # others nobody reads
+    parts = _Partition(gm, takes)
+    parts.join_levels()
+    parts.join_neighbours()
+    found = parts.regions()
+    for before, node in itertools.pairwise(itertools.chain(*found)):
+        if before.next is not node:
+            before.append(node)
+    regions = (region_of(nodes) for nodes in found if nodes[0] in parts.taken)
+    return (region for region in regions if region.outputs)  # others nobody reads
 
 
-class _Levels:
-    """The nodes of a graph in groups, each on a level: of those that an engine takes, what is connected on one level.
+class _Joined:
+    """Things in sets that only grow (union-find)."""
+
+    def __init__(self) -> None:
+        self._into: dict[Any, Any] = {}
+
+    def first(self, thing: Any) -> Any:
+        """What the set of a thing goes by."""
+        while (into := self._into.get(thing, thing)) is not thing:
+            self._into[thing] = self._into.get(into, into)
+            thing = into
+        return thing
+
+    def join(self, thing: Any, other: Any) -> None:
+        """Make one set of two; it goes by what the first did."""
+        self._into[self.first(other)] = self.first(thing)
+
+
+class _Partition:
+    """The nodes of a graph in groups: those that an engine takes, with others that it takes.
 
     Attributes:
         nodes: the nodes, in order.
         taken: those that the engine takes.
         waits: the nodes that each must come behind: those that it reads, and for one that does more than to compute
             its value, or whose memory is changed in place, the last such one before it.
-        level: of each group, by its first node.
     """
 
     def __init__(self, gm: fx.GraphModule, takes: Takes) -> None:
         self.nodes: list[fx.Node] = list(gm.graph.nodes)
         self.taken: set[fx.Node] = set()
         self.waits = {node: list(node.all_input_nodes) for node in self.nodes}
-        self.level: dict[fx.Node, float] = dict.fromkeys(self.nodes, 0)
-        self._place = {node: i for i, node in enumerate(self.nodes)}
-        self._into = {node: node for node in self.nodes}  # union-find: a node before it in its group, or itself
+        self._groups = _Joined()
+        self._level: dict[fx.Node, int] = {}
+        self._levels = _Joined()  # of a group on several: those count as one
         changed = {block for node in self.nodes for block in changes(node)}
         last: list[fx.Node] = []
         for node in self.nodes:
@@ -82,59 +104,89 @@ class _Levels:
                 self.waits[node] += last
                 last = [node]
 
-    def group(self, node: fx.Node) -> fx.Node:
-        """The first node of the group of a node."""
-        while (into := self._into[node]) is not node:
-            self._into[node] = self._into[into]
-            node = into
-        return node
+    def join_levels(self) -> None:
+        """Give every node its lowest level, and join what is taken and connected on one."""
+        for node in self.nodes:
+            differ = ((read in self.taken) is not (node in self.taken) for read in self.waits[node])
+            levels = (self._level[read] + rises for read, rises in zip(self.waits[node], differ, strict=True))
+            self._level[node] = max(levels, default=0)
+            for read in self._taken_reads(node):
+                if self._level[read] == self._level[node]:
+                    self._groups.join(read, node)
 
-    def start_low(self) -> None:
-        """Give every node its lowest level, and join what is taken and connected."""
+    def join_neighbours(self) -> None:
+        """Join groups where one reads the other, and no third one leads from it to the other."""
+        first = self._groups.first
+        behind: dict[fx.Node, set[fx.Node]] = {first(node): set() for node in self.nodes}
         for node in self.nodes:
-            self.level[node] = max((self._least(node, read) for read in self.waits[node]), default=0)
-        for node in self.nodes:
-            self._join(node, self.waits[node])
-
-    def raise_up(self) -> None:
-        """Raise every group to the highest level that those behind it allow, and join what then is connected."""
-        members: dict[fx.Node, list[fx.Node]] = {}
-        readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in self.nodes}
-        for node in self.nodes:
-            members.setdefault(self.group(node), []).append(node)
             for read in self.waits[node]:
-                readers[read].append(node)
-        for first in sorted(members, key=lambda node: (self.level[node], self._place[node]), reverse=True):
-            behind = [user for node in members[first] for user in readers[node] if self.group(user) is not first]
-            most = min((self.level[self.group(user)] - self._differ(user, first) for user in behind), default=math.inf)
-            if 0 < self.level[first] < most < math.inf:  # on level 0 nothing comes behind the engine
-                self.level[first] = most
-                self._join(first, behind)
+                behind[first(read)].add(first(node))
+        for node in self.nodes:
+            for read in self._taken_reads(node):
+                a, b = first(read), first(node)
+                if a is b or self._may_lead_on(a, b, behind):
+                    continue
+                while (level := self._height(b)) != self._height(a):
+                    self._levels.join(level - 1, level)
+                few, many = sorted((behind[a], behind.pop(b)), key=len)
+                behind[a] = many
+                many |= few
+                self._groups.join(a, b)
 
-    def order(self) -> list[fx.Node]:
-        """The nodes, those of a group together, each behind what it waits for."""
-        place = self._place
-        groups = {node: self.group(node) for node in self.nodes}
-        return sorted(self.nodes, key=lambda node: (self.level[groups[node]], place[groups[node]], place[node]))
+    def _may_lead_on(self, a: fx.Node, b: fx.Node, behind: dict[fx.Node, set[fx.Node]]) -> bool:
+        """Whether a third group leads from one to another; also where a search does not tell."""
+        seen, todo, edges, height = {a, b}, [a], 0, self._height(b)
+        while todo:
+            group = todo.pop()
+            edges += len(behind[group])
+            if edges > SEARCHED:
+                return True
+            for reader in map(self._groups.first, behind[group]):
+                if reader is b and group is not a:
+                    return True
+                if reader not in seen and self._height(reader) <= height:
+                    seen.add(reader)
+                    todo.append(reader)
+        return False
 
-    def _differ(self, a: fx.Node, b: fx.Node) -> bool:
-        return (a in self.taken) is not (b in self.taken)
+    def _height(self, node: fx.Node) -> int:
+        """The level of a node; of several that a group stands on, the lowest one."""
+        level: int = self._levels.first(self._level[node])
+        return level
 
-    def _least(self, node: fx.Node, read: fx.Node) -> float:
-        return self.level[read] + self._differ(node, read)
+    def regions(self) -> list[list[fx.Node]]:
+        """The groups of what is taken, and every other node as one, each behind what it waits for."""
+        members: dict[fx.Node, list[fx.Node]] = {}
+        behind: dict[fx.Node, list[fx.Node]] = {}
+        waiting: Counter[fx.Node] = Counter()
+        for node in self.nodes:
+            group = self._groups.first(node)
+            members.setdefault(group, []).append(node)
+            for read in map(self._groups.first, self.waits[node]):
+                if read is not group:
+                    behind.setdefault(read, []).append(group)
+                    waiting[group] += 1
+        place = {node: i for i, node in enumerate(self.nodes)}
+        ready = [(place[nodes[0]], group) for group, nodes in members.items() if not waiting[group]]
+        heapq.heapify(ready)
+        found = []
+        while ready:
+            _, group = heapq.heappop(ready)
+            found.append(members[group])
+            for reader in behind.get(group, ()):
+                waiting[reader] -= 1
+                if not waiting[reader]:
+                    heapq.heappush(ready, (place[members[reader][0]], reader))
+        return found
 
-    def _join(self, node: fx.Node, others: list[fx.Node]) -> None:
-        """Put a node that is taken into the groups of others on its level."""
-        for other in others if node in self.taken else ():
-            a, b = sorted((self.group(node), self.group(other)), key=self._place.__getitem__)
-            if other in self.taken and self.level[a] == self.level[b]:
-                self._into[b] = a
+    def _taken_reads(self, node: fx.Node) -> list[fx.Node]:
+        return [read for read in self.waits[node] if read in self.taken] if node in self.taken else []
 
 
 def _runs(gm: fx.GraphModule, node: fx.Node, takes: Takes, taken: set[fx.Node]) -> bool:
     """Whether an engine runs a node; the parts of a unit of several outputs go with the unit."""
-    source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and unit_of(gm, source) is not None and taken_part(node, source) is not None:
+    source = taken_from(node)
+    if source is not node and unit_of(gm, source) is not None:
         return source in taken
     is_value = info(node).is_tensor or unit_of(gm, node) is not None
     return is_value and bool(calls_of(gm, node)) and takes(node)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.graph.guards import check_fixed, check_same, check_sizes
-from fxq.graph.info import NodeInfo, info
+from fxq.graph.info import NodeInfo, Plan, info
 from fxq.ops import OPS
 from fxq.ops.table import META, Op
 from fxq.quant.observer_base import Observer
@@ -138,6 +138,25 @@ def taken_part(user: fx.Node, node: fx.Node) -> Any:
     """The index or name by which `user` takes one value of a tuple or mapping; None when it uses all of it."""
     takes = user.op == "call_function" and user.target in (operator.getitem, getattr) and user.args[0] is node
     return user.args[1] if takes and not isinstance(user.args[1], (slice, fx.Node)) else None
+
+
+def taken_from(value: fx.Node) -> fx.Node:
+    """The node that computes a value: where it is one of several that a module returns, the call of that module."""
+    source = value.args[0] if value.args else None
+    if isinstance(source, fx.Node) and source.op == "call_module" and not info(source).is_tensor:
+        return source if isinstance(taken_part(value, source), int) else value
+    return value
+
+
+def values_of(node: fx.Node) -> list[fx.Node]:
+    """The values that a node computes: its own, or the nodes that take one of several, in order. Inverse of that."""
+    parts = [user for user in node.users if taken_from(user) is node]
+    return sorted(parts, key=lambda part: taken_part(part, node)) or [node]
+
+
+def plan_of(node: fx.Node) -> Plan | None:
+    """What was decided of a node; of one value of several, what was decided of the node that computes them."""
+    return info(node).plan or info(taken_from(node)).plan
 
 
 def makes_no_tensor(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, options_of
+from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, options_of, values_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
@@ -60,7 +60,9 @@ class Region:
 
 @dataclass(frozen=True)
 class UnitRegion(Region):
-    """A unit of the qdq graph with its conversions: quantize(unit(dequantize(x), ...)). It has one output.
+    """A unit of the qdq graph with its conversions: quantize(unit(dequantize(x), ...)).
+
+    Its outputs are those of the unit, in order: the quantize that alone reads one, or the value, wanted in float.
 
     Attributes:
         calls: the ops that it runs.
@@ -73,16 +75,6 @@ class UnitRegion(Region):
         """The unit (or single op)."""
         return self.nodes[0]
 
-    @property
-    def out(self) -> fx.Node | None:
-        """The quantize that alone reads it, or None: then its value is wanted in float."""
-        return self.nodes[1] if len(self.nodes) > 1 else None
-
-    @property
-    def last(self) -> fx.Node:
-        """The node whose value the region computes."""
-        return self.nodes[-1]
-
 
 def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) -> UnitRegion | None:
     """The region around a unit or op of the qdq graph; None when `node` runs no op.
@@ -93,15 +85,20 @@ def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) ->
     calls = calls_of(gm, node)
     if not calls:
         return None
-    conversion = is_op(node, *CONVERSIONS)
-    nodes = [node]
-    if not conversion and not emits_float and len(node.users) == 1:
-        nodes += [user for user in node.users if is_op(user, "quantize")]
+    conversion, values = is_op(node, *CONVERSIONS), values_of(node)
+    outputs = [node] if conversion else [value if emits_float else _rounded(value) for value in values]
 
     def taken_along(value: fx.Node) -> bool:
         return value.op == "get_attr" or (not conversion and is_op(value, "dequantize"))
 
-    return UnitRegion(tuple(nodes), (nodes[-1],), *_read(nodes, taken_along), calls)
+    nodes = tuple(dict.fromkeys((node, *values, *outputs)))
+    return UnitRegion(nodes, tuple(outputs), *_read(nodes, taken_along), calls)
+
+
+def _rounded(value: fx.Node) -> fx.Node:
+    """The quantize that alone reads a value, else the value."""
+    (reader, *others) = [*value.users, value]
+    return reader if len(others) == 1 and is_op(reader, "quantize") else value
 
 
 def region_of(nodes: Sequence[fx.Node]) -> Region:
@@ -136,12 +133,11 @@ def unit_regions(gm: fx.GraphModule) -> Iterator[UnitRegion]:
 
 
 def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether an op of which nobody has decided makes integers; or is a layer, whose kernel can make floats.
-
-    Not a unit of several outputs: a kernel of a unit has one.
-    """
-    region = read_region(gm, node) if info(node).is_tensor and not is_op(node, *CONVERSIONS) else None
-    return region is not None and (region.out is not None or region.calls[0].op.quant.heavy)
+    """Whether an op of which nobody has decided makes integers; or is a layer, whose kernel can make floats."""
+    region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None
+    if region is None or not info(region.outputs[0]).is_tensor:
+        return False
+    return any(is_op(out, "quantize") for out in region.outputs) or region.calls[0].op.quant.heavy
 
 
 def _read(
@@ -165,9 +161,9 @@ def _take(
     steps[value] = Step.of(value) if inside else None
 
 
-def out_grid(gm: fx.GraphModule, region: UnitRegion) -> QParams | None:
-    """Scale and zero point of the integer output of a region; None for a float output."""
-    return grid_of(gm, region.out) if region.out is not None else None
+def out_grids(gm: fx.GraphModule, region: UnitRegion) -> tuple[QParams | None, ...]:
+    """Scale and zero point of the outputs of a region; None for a float output."""
+    return tuple(grid_of(gm, out) if is_op(out, "quantize") else None for out in region.outputs)
 
 
 @dataclass(frozen=True)

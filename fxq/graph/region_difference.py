@@ -14,8 +14,12 @@ from fxq.graph.region import Region, Result, UnitRegion, run_region
 from fxq.graph.run import value_of
 from fxq.graph.unit import inputs_of
 
-SPREAD = 4.0
-"""How many times further off than its own qdq form, rounded otherwise near ties, a kernel may be that rounds inside."""
+CHANCE = 1e-3
+"""At most how often a right kernel that rounds inside may be called wrong, if all near a tie went the other way.
+
+In a real one far less does: a value counts as near a tie up to `Limits.tolerance`, which is many times what arithmetic
+in float32 is off.
+"""
 
 
 FLOAT32 = torch.finfo(torch.float32).max
@@ -51,6 +55,15 @@ def difference(
 
     A unit rounds once, at its end. In a region of several a value near a tie may be rounded either way, and what comes
     behind follows: how far that carries, two more runs show, in which each such value goes the other way once.
+
+    To first order, an element of the result is off by a sum over the values that went the other way: of each, a step up
+    or down by the side of the tie that it was on, times its weight. These signs are independent, so the sum exceeds
+    `sigma * sqrt(2 * log(2 / p))` with at most the probability p, where `sigma ** 2` is the sum of the squares. The two
+    runs share out all values near a tie between them: what the elements are off by in both, squared and added, is that
+    on average. For the largest of n elements p is `CHANCE / n`. For their mean it is `CHANCE`: they may all be off for
+    the same reason. In a small region few values are near a tie, and most elements are not moved at all: `sigma` says
+    little of the others then. Of these, each is off by no more than in both runs together if one value has moved it.
+    Source: Hoeffding 1963, theorem 2, and the union bound.
 
     Args:
         gm: the module of the region's graph.
@@ -150,8 +163,8 @@ def disagreement(
         got: what the kernel computes.
         limits: how far it may be off.
         size: the magnitude of the terms that both add up; asked for where that decides.
-        others: what the qdq form computes where values before it are rounded otherwise. At most and on average, `got`
-            may be further off by `SPREAD` times what these are.
+        others: what the qdq form computes where values before it are rounded otherwise, each in one of these; how far
+            `got` may be off for that at most and on average, see `difference`.
     """
     if got.shape != expected.raw.shape or got.dtype != expected.dtype:
         return f"it returns {got.dtype} {list(got.shape)} instead of {expected.dtype} {list(expected.raw.shape)}"
@@ -159,16 +172,18 @@ def disagreement(
         return None
     real, (want, limit) = got.dtype.is_floating_point, _limited(expected, limits)
     distance = _apart(want, got) if real else _apart(want, got).nan_to_num_(0.0)  # NaN has no integer: any will do
-    spread = [_apart(want, _limited(other, limits)[0]).nan_to_num_(0.0) for other in others]
-    mean = limit + SPREAD * max((float(other.mean()) for other in spread), default=math.inf)
-    limit += SPREAD * max(map(largest, spread), default=0.0)
+    moved = [_apart(want, _limited(other, limits)[0]).nan_to_num_(0.0) for other in others]
+    sigma = math.sqrt(sum(float(by.square().mean()) for by in moved))
+    mean = limit + sigma * math.sqrt(2 * math.log(2 / CHANCE))
+    together = largest(sum(moved, torch.zeros(())))
+    limit += max(together, sigma * math.sqrt(2 * math.log(2 * got.numel() / CHANCE)))
     most = largest(distance)
     if not most <= limit and (real or expected.last is not None):
         scale = 1.0 if expected.last is None else options_of(expected.last)["scale"]
         terms = limits.sum_tolerance * min(size(), FLOAT32) / float(torch.as_tensor(scale).min())
         limit, mean = limit + terms, mean + terms
     if most <= limit:
-        usual = float(distance.mean()) if spread else 0.0
+        usual = float(distance.mean()) if moved else 0.0
         return f"off by {usual:.3g} on average, more than {mean:.3g}" if usual > mean else None
     if real:
         return f"off by {most:.3g}, more than {limit:.3g}"

@@ -91,6 +91,8 @@ class _Reader:
         unit: the unit that is being read, as its name, its kind and its body.
         used: the tensors and modules that the graph uses, by path.
         units: the units by name.
+        inner: the graph inside of a kernel that is being read, with its name.
+        graphs: those that were read, by name.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], kernels: Kernels) -> None:
@@ -100,6 +102,8 @@ class _Reader:
         self.used: dict[str, Any] = {}
         self.declared: dict[str, nn.Module] = {}
         self.units: dict[str, Unit] = {}
+        self.inner: tuple[str, _Reader] | None = None
+        self.graphs: dict[str, fx.GraphModule] = {}
 
     def _value(self, expr: ast.expr) -> Any:
         return read_value(expr, self.body.nodes)
@@ -110,8 +114,11 @@ class _Reader:
 
     def take(self, line: str) -> None:
         """Read one line."""
-        if line[:1].isspace() != (self.unit is not None):
+        if line[:1].isspace() != (self.unit is not None or self.inner is not None):
             raise InputError("expected the lines of a unit, and no others, to be indented behind its `def` line.")
+        if self.inner is not None:
+            self._take_inner(*self.inner, line.strip())
+            return
         if self.body.done:
             raise InputError("expected nothing behind `return`.")
         if line.startswith("def "):
@@ -142,10 +149,21 @@ class _Reader:
         head, _, comment = line.partition("#")
         found = re.fullmatch(r"def (\w+)\(([\w, ]*)\):\s*", head)
         inputs = tuple(name.strip() for name in found[2].split(",") if name.strip()) if found is not None else ()
-        if found is None or is_taken(found[1]) or found[1] in self.units or len(set(inputs)) < len(inputs):
+        known = {**self.units, **self.graphs}
+        if found is None or is_taken(found[1]) or found[1] in known or len(set(inputs)) < len(inputs):
             raise InputError(f"expected `def name(inputs):` with names that are free, not {head.strip()!r}.")
+        if not inputs:
+            self.inner = found[1], _Reader(self.tensors, {}, self.kernels)
+            self.inner[1].units = self.units
+            return
         kind = self._value(parsed(comment.strip())[0].value) if comment else found[1]  # type: ignore[attr-defined]
         self.unit = found[1], str(kind), _Body(inputs)
+
+    def _take_inner(self, name: str, reader: _Reader, line: str) -> None:
+        """Read a line of a graph inside of a kernel."""
+        reader.take(line)
+        if reader.main.done:
+            self.graphs[name], self.inner = fx.GraphModule(reader.used, reader.main.graph), None
 
     def _close_unit(self) -> None:
         if self.unit is not None:
@@ -296,6 +314,7 @@ class _Reader:
                 raise InputError(f"the leaf module {path!r} is no data: give it, modules={{{path!r}: ...}}.")
             return self.leaves[path]
         given = {key_of(keyword): keyword.value for keyword in call.keywords}
+        runs = given.pop("runs", None)
         named = {k: v for k, v in given.items() if isinstance(v, ast.Call) and dotted(v.func) == "tensor"}
         tensors = {k: self._given(self._value(v.args[0])) for k, v in named.items() if v.args}
         config = {k: self._value(v) for k, v in given.items() if k not in named}
@@ -306,7 +325,9 @@ class _Reader:
                 observer.paused = paused
                 observer._buffers.update(tensors)
                 return observer
-            made: nn.Module = self.kernels(name).from_config(config, tensors)
+            made: Any = self.kernels(name).from_config(config, tensors)
+            if runs is not None:
+                made.take_graph(self.graphs[dotted(runs)])
             return made
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InputError(f"no {name} can be made of this: {error}") from None

@@ -5,6 +5,13 @@
         relu = relu(conv2d)
         return relu
 
+    def a_to_b():                                                     what a kernel runs whose options do not say it
+        x: uint8[1, 4] = input()
+        t0_w: int8[2, 4] = tensor('fxq_kernels.a_to_b.t0_w')
+        ...
+        return y
+
+    modules['fxq_kernels.a_to_b'] = engine.region(t0_w=tensor('fxq_kernels.a_to_b.t0_w'), runs=a_to_b)
     modules['fxq_kernels.fc'] = x86.linear(out=None, weight=tensor('fxq_kernels.fc.weight'))
 
     x: float32[1, 3, 8, 8] = input()
@@ -87,29 +94,57 @@ def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
 
 
 class _Writer:
-    def __init__(self, gm: fx.GraphModule) -> None:
+    """Writes one graph.
+
+    Attributes:
+        defined: what stands in a `def` so far, by path: its name.
+        prefix: of the paths of tensors.
+    """
+
+    def __init__(self, gm: fx.GraphModule, defined: dict[str, str] | None = None, prefix: str = "") -> None:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.changed = {block for node in self.nodes for block in changes(node)}
-        self.units: dict[str, str] = {}  # names by path
+        self.defined = {} if defined is None else defined
+        self.prefix = prefix
+        self.called = {str(n.target): submodule(gm, n) for n in self.nodes if n.op == "call_module"}
 
     def lines(self, facts: bool) -> Iterator[str]:
         """Declarations first, then the nodes."""
-        called = {str(n.target): submodule(self.gm, n) for n in self.nodes if n.op == "call_module"}
-        for path, module in called.items():
-            if isinstance(module, Unit):
-                yield from self._unit(path, module)
-        declared = [_declaration(path, module) for path, module in called.items() if not isinstance(module, Unit)]
+        yield from self._definitions(facts)
+        others = {path: module for path, module in self.called.items() if not isinstance(module, Unit)}
+        declared = [_declaration(path, module, self.defined.get(path)) for path, module in others.items()]
         yield from [*declared, ""] if declared else []
+        yield from self._node_lines(facts)
+
+    def _definitions(self, facts: bool) -> Iterator[str]:
+        """The units that the graph calls, and the graphs inside of kernels."""
+        for path, module in self.called.items():
+            inner = module.graph_inside() if isinstance(module, Bindable) else None
+            if isinstance(module, Unit) and path not in self.defined:
+                yield from self._unit(path, module)
+            elif inner is not None:
+                writer = _Writer(inner, self.defined, f"{path}.")
+                yield from writer._definitions(facts)
+                yield f"def {self._define(path)}():"
+                yield from (f"    {line}" for line in writer._node_lines(facts))
+                yield ""
+
+    def _node_lines(self, facts: bool) -> Iterator[str]:
         for node in self.nodes:
             known = self._facts(node) if facts else ""
             yield self._line(node, self._type(node)) + (f"  # {known}" if known else "")
 
-    def _unit(self, path: str, unit: Unit) -> Iterator[str]:
+    def _define(self, path: str) -> str:
+        """The name of what stands in a `def`."""
         name = path.rpartition(".")[2]
-        while is_taken(name) or name in self.units.values():
+        while is_taken(name) or name in self.defined.values():
             name = f"{name}_unit" if name.isidentifier() else "unit"
-        self.units[path] = name
+        self.defined[path] = name
+        return name
+
+    def _unit(self, path: str, unit: Unit) -> Iterator[str]:
+        name = self._define(path)
         yield f"def {name}({', '.join(unit.captures)}):" + (f"  # {value_text(unit.kind)}" if unit.kind != name else "")
         yield from (f"    {self._line(node)}" for node in unit.graph.nodes if node.op != "placeholder")
         yield ""
@@ -135,13 +170,14 @@ class _Writer:
             named = [value_text(node.target)] if node.target != node.name else []
             return f"input({', '.join([*named, *(f'default={arg}' for arg in args)])})"
         if node.op == "get_attr":
-            return f"tensor({value_text(node.target)})"
+            return f"tensor({value_text(f'{self.prefix}{node.target}')})"
         if node.op == "call_method":
             receiver, *args = args
             method = _known(node.target if node.target in METHODS else None, node.target)
             return f"{receiver}.{method}({', '.join(args)})"
         if node.op == "call_module":
-            name = self.units.get(str(node.target)) or f"modules[{value_text(node.target)}]"
+            path = str(node.target)
+            name = self.defined[path] if isinstance(self.called[path], Unit) else f"modules[{value_text(path)}]"
         else:
             op = op_of(node)
             name = op.name if op is not None else _known(name_of(node.target), node.target)
@@ -177,7 +213,7 @@ def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any]) -
     return made._replace(parts=parts) if len(parts) == count > 1 else made
 
 
-def _declaration(path: str, module: nn.Module | None) -> str:
+def _declaration(path: str, module: nn.Module | None, runs: str | None) -> str:
     config: Mapping[str, Any]
     if isinstance(module, Observer):
         said = ("spec", "axis", "name", "constants", *(["paused"] if module.paused else []))
@@ -188,7 +224,8 @@ def _declaration(path: str, module: nn.Module | None) -> str:
         return f"modules[{value_text(path)}] = leaf({value_text(type(module).__name__)})"
     tensors = [f"{key}=tensor({value_text(f'{path}.{key}')})" for key, _ in module.named_buffers(recurse=False)]
     options = [f"{key}={value_text(value)}" for key, value in config.items()]
-    return f"modules[{value_text(path)}] = {name}({', '.join([*options, *tensors])})"
+    inner = [f"runs={runs}"] if runs is not None else []
+    return f"modules[{value_text(path)}] = {name}({', '.join([*options, *tensors, *inner])})"
 
 
 def _known(name: Any, target: Any) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 from torch import fx
 
 from fxq.graph.bindable import Bindable
-from fxq.graph.info import Plan, info
+from fxq.graph.info import Decision, Plan, info
 from fxq.graph.plain_data import NodeData, from_data, to_data
-from fxq.graph.query import flat_nodes, op_of, options_of, submodule, unobserved
+from fxq.graph.query import flat_nodes, op_of, options_of, plan_of, submodule, unobserved
 from fxq.ops.table import Op
 from fxq.quant.spec import Role, TensorSpec
 
@@ -28,7 +28,8 @@ class Unit(Bindable, fx.GraphModule):
 
     Attributes:
         kind: the name of the rule that made it, e.g. `conv2d_relu`.
-        graph: the body: a placeholder for each capture of the rule, canonical ops, one output.
+        graph: the body: a placeholder for each capture of the rule, canonical ops, an output. Where it returns several
+            values, nodes behind the unit's take each of them.
         pure: it only computes its value.
     """
 
@@ -102,9 +103,11 @@ class Calls(tuple[OpCall, ...]):
     Attributes:
         rule: of a unit, the name of the rule that made it; else empty.
         captures: of a unit, what the rule captured, by name, as in `OpCall.tensors`.
+        outputs: which ops make the values that others read, in the order in which the rule returns them.
     """
 
     rule: str = ""
+    outputs: tuple[int, ...] = (0,)
     captures: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -117,11 +120,17 @@ def calls_of(gm: fx.GraphModule, node: fx.Node) -> Calls:
     if unit is None:
         return Calls()
     outer = dict(zip(unit.graph.find_nodes(op="placeholder"), node.args, strict=True))
-    return calls_among(unit.graph.nodes, unit.kind, dict(zip(unit.captures, node.args, strict=True)), outer)
+    captures = dict(zip(unit.captures, node.args, strict=True))
+    returned = list(flat_nodes(unit.graph.output_node().args))
+    return calls_among(unit.graph.nodes, unit.kind, captures, returned, outer)
 
 
 def calls_among(
-    nodes: Iterable[fx.Node], rule: str, captures: Mapping[str, Any], outer: Mapping[fx.Node, Any] | None = None
+    nodes: Iterable[fx.Node],
+    rule: str,
+    captures: Mapping[str, Any],
+    outputs: Iterable[fx.Node],
+    outer: Mapping[fx.Node, Any] | None = None,
 ) -> Calls:
     """The ops that these nodes run as one unit, in order.
 
@@ -129,6 +138,7 @@ def calls_among(
         nodes: the nodes of its body; or the nodes of a graph that are to become one.
         rule: the name of the rule that joins them.
         captures: what the rule captures.
+        outputs: those of the nodes that the rule returns.
         outer: what stands for those of its inputs that are nodes of the body.
     """
     known: dict[fx.Node, Any] = dict(outer or {})
@@ -142,6 +152,7 @@ def calls_among(
         calls.append(OpCall(op, options_of(node), tensors, node.name))
     made = Calls(calls)
     made.rule, made.captures = rule, captures
+    made.outputs = tuple(known[node].index for node in outputs)
     return made
 
 
@@ -201,7 +212,10 @@ def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:
     if plan is None or plan.reads is None:
         return {}
     values = (unobserved(gm, read) for read in read_by(calls_of(gm, node), plan))
-    return {value: (info(value).plan or plan).agreed or plan.reads for value in values}
+    return {value: (plan_of(value) or _UNPLANNED).agreed or plan.reads for value in values}
+
+
+_UNPLANNED = Plan(Decision("float"))
 
 
 Wish = tuple[TensorSpec, int | None]

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxq.graph.grid import Grids, grid_of, moved_from
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, flat_nodes, makes_no_tensor, op_of, submodule
+from fxq.graph.query import CONVERSIONS, flat_nodes, makes_no_tensor, op_of, plan_of, submodule
 from fxq.graph.text_values import value_text
 from fxq.graph.unit import Unit
 from fxq.quant.observer_base import Observer
@@ -139,7 +139,7 @@ def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -
 
 def _describe(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[str, ...], str, str]:
     """Label, body, options and kind of a node."""
-    plan = info(node).plan
+    plan = plan_of(node)
     kind: str = "op" if plan is None else plan.fate
     if node.op in ("placeholder", "output"):
         return node.op.replace("placeholder", "input"), (), "", "io"

@@ -10,7 +10,7 @@ from torch import fx
 from fxq.common.isolation import seeded, untouched
 from fxq.errors import PassError
 from fxq.graph.info import Cost, Decision, Fate, info
-from fxq.graph.query import submodule, taken_part
+from fxq.graph.query import submodule, taken_from, values_of
 from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
 from fxq.ledger.float_record import Record, record_of
@@ -87,21 +87,23 @@ class _Worker:
 def _workers(gm: fx.GraphModule, node: fx.Node, view: NodeView, original: Original, lowered: bool) -> Iterator[_Worker]:
     """The node as a worker; where it is a kernel of several units, one for each op, since each has its own decision.
 
-    Of a kernel of several values, that which is the op's stands for it.
+    So where it makes several values: that which is the op's stands for it.
     """
-    about, source = info(node), node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and info(source).body and taken_part(node, source) is not None:
+    about = info(node)
+    if taken_from(node) is not node:
         return
     inside = about.body or tuple(call.op.name for call in calls_of(gm, node)) or (view.label,)
     parts = about.parts or (about.origins,)
-    taken = [user for user in reversed(node.users) if about.body and taken_part(user, node) is not None]
-    values = {info(user).origins: user for user in taken}
-    if about.plans:
-        for part, op, plan in zip(parts, inside, about.plans, strict=True):
-            yield _Worker(values.get(part, node), plan.decision, plan.cost, *_ops_of((part,), (op,), original))
-    else:
-        cost, decision = about.plan.cost if about.plan is not None else None, _decision(gm, node, view.kind, lowered)
-        yield _Worker(values.get(parts[-1], node), decision, cost, *_ops_of(parts, inside, original))
+    values = {info(value).origins: value for value in reversed(values_of(node)) if value is not node}
+    decisions = [(plan.decision, plan.cost) for plan in about.plans]
+    if not decisions:
+        decision, cost = _decision(gm, node, view.kind, lowered), about.plan.cost if about.plan is not None else None
+        if not values or len(parts) != len(inside):
+            yield _Worker(node, decision, cost, *_ops_of(parts, inside, original))
+            return
+        decisions = [(decision, cost), *[(decision, None)] * (len(parts) - 1)]
+    for part, op, (decision, cost) in zip(parts, inside, decisions, strict=True):
+        yield _Worker(values.get(part, node), decision, cost, *_ops_of((part,), (op,), original))
 
 
 def _ops_of(
@@ -138,7 +140,7 @@ def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
     module = submodule(gm, node)
     if module is not None and unit_of(gm, node) is None:  # a kernel, whatever it gives
         return False
-    dtype = info(node).dtype
+    dtype = info(values_of(node)[0]).dtype
     return dtype is not None and dtype.is_floating_point
 
 

@@ -15,7 +15,7 @@ from fxq.errors import InputError, unknown
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import constant, is_op, submodule
-from fxq.graph.region import Weight, integer_input, integer_weight, out_grid, read_region
+from fxq.graph.region import Weight, integer_input, integer_weight, out_grids, read_region
 from fxq.graph.unit import OpCall
 from fxq.quant.qparams import QParams
 
@@ -36,7 +36,8 @@ class LayerQParams:
         reads: "integers" on a grid known beforehand, integers on a grid that is "measured" at run time, or "float", as
             with weights alone in integers, and inside of a unit (of squeeze-and-excitation).
         input_scale, input_zero_point: of the integers that it reads; None where not known beforehand.
-        output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float.
+        output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float. Of a unit of
+            several outputs, of the first.
         node: the node of the graph that runs it, as the ledger's `into` names it.
     """
 
@@ -150,7 +151,7 @@ def _layers(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, LayerQPara
     if region is None:
         return
     for i, call in enumerate(region.calls):
-        found = _layer(gm, node, call, out_grid(gm, region) if i == 0 else None)
+        found = _layer(gm, node, call, out_grids(gm, region)[0] if i == 0 else None)
         if found is not None:
             inside = about.paths[i] if i and about.paths else about.path
             yield inside or about.path or node.name, found

@@ -9,8 +9,7 @@ from itertools import islice
 
 from torch import fx
 
-from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, is_op, submodule
+from fxq.graph.query import CONVERSIONS, is_op, plan_of, submodule
 from fxq.ledger.ledger import Entry
 
 
@@ -60,7 +59,7 @@ class IntegerEdges:
 
 
 def _fate(node: fx.Node) -> str:
-    plan = info(node).plan
+    plan = plan_of(node)
     return plan.fate if plan is not None else ""
 
 

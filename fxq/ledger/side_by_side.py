@@ -17,7 +17,7 @@ from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
-from fxq.graph.query import is_op, is_pure, submodule
+from fxq.graph.query import is_op, is_pure, plan_of, submodule
 from fxq.graph.run import Runner
 from fxq.quant.qparams import QParams, dequantize, quantize
 
@@ -143,7 +143,7 @@ def side_by_side(
 def rounded_at(node: fx.Node) -> fx.Node:
     """The quantize that alone reads a value, else the node itself: the output of an op in qdq form."""
     reader = next(iter(node.users), None)
-    plan = info(node).plan
+    plan = plan_of(node)
     integer = plan is not None and plan.fate != "float"
     return reader if integer and len(node.users) == 1 and is_op(reader, "quantize") and reader is not None else node
 

@@ -11,7 +11,8 @@ from torch import fx
 
 from fxq.backends.by_name import Support
 from fxq.graph.info import Decision, Plan
-from fxq.graph.unit import OpCall, activations_of, inputs_of
+from fxq.graph.query import taken_from, values_of
+from fxq.graph.unit import Calls, activations_of, inputs_of
 from fxq.quant.spec import TensorSpec
 
 UNREAD = "nothing reads integers from it"
@@ -33,7 +34,7 @@ class Candidate:
         reason: why it was turned down; empty while it stands.
     """
 
-    calls: tuple[OpCall, ...]
+    calls: Calls
     spec: TensorSpec
     weight: TensorSpec | None
     support: Support
@@ -79,8 +80,8 @@ class Candidate:
 
     @property
     def moves(self) -> bool:
-        """Only moves data."""
-        return all(call.op.quant.kind == "moves" for call in self.calls)
+        """Only moves data, to one place."""
+        return len(self.calls.outputs) == 1 and all(call.op.quant.kind == "moves" for call in self.calls)
 
     @property
     def runs(self) -> bool:
@@ -127,7 +128,7 @@ class Settled:
 
     def __init__(self, candidates: dict[fx.Node, Candidate]) -> None:
         self.candidates = candidates
-        self._users = {node: [*reversed(node.users)] for node in candidates}  # the last may wish, those that went never
+        self._readings = {node: _readings(node) for node in candidates}  # the last may wish, those that went never
         self._stands: dict[fx.Node, tuple[Mapping[fx.Node, None], TensorSpec | None]] = {}
         for node, candidate in reversed(candidates.items()):
             candidate.wanted = self._wish(node)
@@ -142,19 +143,20 @@ class Settled:
 
     def would_run(self, node: fx.Node, candidate: Candidate) -> bool:
         """Whether a node that is none of the candidates would run, were it this one."""
-        self._users[node] = [*reversed(node.users)]
+        self._readings[node] = _readings(node)
         candidate.wanted = self._wish(node)
         return candidate.runs and not self._refusal(candidate, own=0)
 
     def _wish(self, node: fx.Node) -> TensorSpec | None:
-        """The spec that the first consumer wants of a node's value; those that want none are forgotten."""
-        users = self._users[node]
-        while users:
-            user = self.candidates.get(users[-1])
-            spec = user.reads if user is not None and node in user.inputs else None
+        """The spec that the first consumer wants of a value of a node; those that want none are forgotten."""
+        readings = self._readings[node]
+        while readings:
+            value, reader = readings[-1]
+            user = self.candidates.get(reader)
+            spec = user.reads if user is not None and value in user.inputs else None
             if spec is not None and spec.range != "measured":  # such a reader rounds a value for itself, as it comes
                 return spec
-            users.pop()
+            readings.pop()
         return None
 
     def _refusal(self, candidate: Candidate, own: int) -> str:
@@ -167,7 +169,7 @@ class Settled:
         if candidate.moves and not any(call.op.quant.narrows for call in candidate.calls):
             return ""
         for value in candidate.inputs:
-            producer = self.candidates.get(value)
+            producer = self.candidates.get(taken_from(value))
             if (producer is None or not producer.runs) and self._readers[value] <= own:
                 return f"its input %{value.name} is float, so float costs no conversion"
         return ""
@@ -185,13 +187,19 @@ class Settled:
                 continue
             self._stands[node] = _stand(candidate)
             for value in before:
-                if value in self.candidates and self._users[value][-1:] == [node]:
-                    todo.append(value)
+                maker = taken_from(value)
+                if maker in self.candidates and self._readings[maker][-1:] == [(value, node)]:
+                    todo.append(maker)
                 if value not in now:
                     self._readers[value] -= 1
                     near += value.users if self._readers[value] == 1 else ()
-            near += () if candidate.runs else node.users
+            near += () if candidate.runs else (user for value in values_of(node) for user in value.users)
         return [node for node in near if node in self.candidates]
+
+
+def _readings(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The values of a node, each with who reads it; the first to read comes last."""
+    return [(value, user) for value in values_of(node) for user in value.users][::-1]
 
 
 def _stand(candidate: Candidate) -> tuple[Mapping[fx.Node, None], TensorSpec | None]:

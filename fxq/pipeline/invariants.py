@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ from torch import fx
 from fxq.errors import PassError
 from fxq.graph.info import info
 from fxq.graph.place import where
-from fxq.graph.query import constant, is_op, op_of, submodule
+from fxq.graph.query import constant, is_op, op_of, submodule, taken_from
 from fxq.graph.unit import unit_of
 from fxq.ops import OPS
 from fxq.quant.observer_base import Observer
@@ -48,16 +47,9 @@ def _lint(gm: fx.GraphModule, error: Exception) -> str:
 def _spelled_canonically(gm: fx.GraphModule, node: fx.Node) -> str | None:
     if node.op in ("call_function", "call_method") and op_of(node) is None and info(node).kept is None:
         found = OPS.of_call(node.target)
-        if found is not None and info(node).is_tensor and not _picks_of_unit(gm, node):
+        if found is not None and info(node).is_tensor and taken_from(node) is node:
             return f"is a spelling of {found[0].name}; a pass writes rewriter.call({found[0].name!r}, ...)"
     return None
-
-
-def _picks_of_unit(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node takes one of the values of a unit with several outputs."""
-    return (
-        node.target is operator.getitem and isinstance(node.args[0], fx.Node) and unit_of(gm, node.args[0]) is not None
-    )
 
 
 def _has_all_arguments(gm: fx.GraphModule, node: fx.Node) -> str | None:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.errors import PassError
 from fxq.graph.info import Plan, info
-from fxq.graph.query import arguments_of, flat_nodes, op_of
+from fxq.graph.query import arguments_of, flat_nodes, op_of, taken_part, values_of
 from fxq.graph.unit import UNITS, Unit, calls_of, unit_of
 from fxq.rewriting.editor import Editor
 from fxq.rewriting.match import Match, inputs_as_in
@@ -78,6 +78,8 @@ def _join(
         editor.reroute(old, new, only=lambda user: user not in inside)
     for old in reversed(inside):
         editor.erase(old)
+    for old, new in zip(outputs, results, strict=True) if len(outputs) > 1 else ():
+        editor.rename(new, old.name)
     return node, results
 
 
@@ -104,8 +106,7 @@ def _body(
         args = fx.node.map_aggregate(inputs, lambda p: copies.get(p, p))
         kwargs = fx.node.map_arg(node.kwargs, outer.__getitem__)
         outer[node] = copies[pattern] = body.create_node("call_function", node.target, args, kwargs, pattern.name)
-    result = tuple(copies[pattern] for pattern in match.rule.outputs)
-    body.output(result[0] if len(result) == 1 else result)
+    body.output(_one_or_all([copies[pattern] for pattern in match.rule.outputs]))
     return body
 
 
@@ -127,7 +128,11 @@ def open_unit(editor: Editor, node: fx.Node) -> list[fx.Node]:
             path = about.paths[len(made)] if about.paths else about.path
             editor.describe(copies[inner], origins=origins, path=path, plan=None)
             made.append(copies[inner])
-    editor.replace(node, made[-1])
+    returned = [copies[value] for value in flat_nodes(unit.graph.output_node().args)]
+    for part in values_of(node):
+        if part is not node:
+            editor.replace(part, returned[taken_part(part, node)])
+    editor.replace(node, _one_or_all(returned))
     for opened in made:  # back to the names that they had before they were fused
         name = next(iter(info(opened).origins), opened.name)
         if name not in editor.names:
@@ -148,20 +153,23 @@ def split_unit(editor: Editor, node: fx.Node, ops: int | None) -> None:
         raise PassError(f"{editor.name}: the unit %{node.name} has no plan.")
     unit = node
     if ops is not None and ops < len(calls):
-        body, given = _head(editor.gm, node, ops)
+        body, given, returned = _head(editor.gm, node, ops)
         opened = open_unit(editor, node)
         for rest in opened[ops:]:
             editor.describe(rest, plan=Plan(replace(plan.decision, fate="float")))
         unit = opened[0]
         if ops > 1:
             kind = "_".join(call.op.name for call in calls[:ops])
-            key = f"{node.target} {ops}"
-            unit, _ = _join(editor, opened[:ops], opened[ops - 1 : ops], kind, key, lambda: body, given)
+            outputs = [opened[i] for i in returned]
+            unit, _ = _join(editor, opened[:ops], outputs, kind, f"{node.target} {ops}", lambda: body, given)
     editor.describe(unit, plan=replace(plan.decided(kind="", text="", fix=""), kernel_ops=()))
 
 
-def _head(gm: fx.GraphModule, node: fx.Node, ops: int) -> tuple[fx.Graph, tuple[Any, ...]]:
-    """The first ops of a unit as a body of their own, with those captures that they read; the values of these."""
+def _head(gm: fx.GraphModule, node: fx.Node, ops: int) -> tuple[fx.Graph, tuple[Any, ...], list[int]]:
+    """The first ops of a unit as a body of their own, with those captures that they read.
+
+    Besides, the values of these, and which of the ops make what others read.
+    """
     unit = unit_of(gm, node)
     assert unit is not None  # it was opened, or is about to be
     head = [inner for inner in unit.graph.nodes if op_of(inner) is not None][:ops]
@@ -172,5 +180,11 @@ def _head(gm: fx.GraphModule, node: fx.Node, ops: int) -> tuple[fx.Graph, tuple[
     copies: dict[fx.Node, fx.Node] = {}
     for inner in (*kept, *head):
         copies[inner] = body.node_copy(inner, copies.__getitem__)
-    body.output(copies[head[-1]])
-    return body, tuple(kept.values())
+    returned = [i for i, inner in enumerate(head) if not set(head).issuperset(inner.users)]
+    body.output(_one_or_all([copies[head[i]] for i in returned]))
+    return body, tuple(kept.values()), returned
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    """What a body returns: its one value, or a tuple of several."""
+    return values[0] if len(values) == 1 else tuple(values)

@@ -118,7 +118,7 @@ def test_constants_that_are_computed_are_refused():
 
 def test_the_function_behind_a_layer_is_a_post():
     calls = unit("l = conv2d(a, k, c); m = add(l, r); n = relu(m); return n")[1]
-    posts = [FusedUnit({}, None, calls[:ops]).post for ops in (1, 2, 3)]
+    posts = [FusedUnit({}, (None,), calls[:ops]).post for ops in (1, 2, 3)]
     assert posts[:2] == [None, None] and posts[2].name == "relu" and posts[2].name in CLAMPS
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -183,11 +184,39 @@ def test_what_is_changed_in_place_stays_outside():
     assert qmodel.output_sqnr > 30 and engine_kernels(qmodel)
 
 
-def test_a_text_of_a_graph_does_not_hold_regions(net):
+def test_the_text_of_a_graph_says_what_its_regions_compute(net):
     gm = until(*net, "lower", ENGINE).gm
-    read = fxq.read_graph(fxq.write_graph(gm), fxq.graph_tensors(gm))
-    with pytest.raises(fxq.BackendError, match=r"tests\.region: .*texts of graphs do not say what a region computes"):
-        read(net[1])
+    written = fxq.write_graph(gm)
+    again = fxq.read_graph(written, fxq.graph_tensors(gm))
+    assert fxq.write_graph(again) == written and equal(again(net[1]), gm(net[1]))
+    assert fxq.write_graph(fxq.read_graph(fxq.write_graph(gm, facts=False), fxq.graph_tensors(gm)), facts=False)
+    lines = [line.partition("  # ")[0] for line in written.splitlines()]
+    first = lines.index("def c_add_to_d():")
+    shown = [re.sub(r"=[-\d.]+", "=.", line) for line in lines[first : lines.index("", first)]]
+    grid = "scale=., zero_point=."
+    assert [line for line in shown if not line.lstrip().startswith(("c_weight", "d_weight"))] == [
+        "def c_add_to_d():",
+        "    erf: float32[4, 8, 8, 8] = input()",
+        "    transpose: uint8[4, 8, 8, 8] = input()",
+        f"    erf_q: uint8[4, 8, 8, 8] = quantize(erf, {grid})",
+        f"    erf_dq: float32[4, 8, 8, 8] = dequantize(erf_q, {grid})",
+        f"    transpose_dq: float32[4, 8, 8, 8] = dequantize(transpose, {grid})",
+        "    c_bias: float32[8] = tensor('fxq_kernels.c_add_to_d.t3_bias')",
+        "    c_add: float32[4, 8, 8, 8] = conv2d_add(transpose_dq, c_weight_dq, c_bias, erf_dq)",
+        f"    c_add_q: uint8[4, 8, 8, 8] = quantize(c_add, {grid})",
+        f"    c_add_dq: float32[4, 8, 8, 8] = dequantize(c_add_q, {grid})",
+        "    mean: float32[4, 8] = mean(c_add_dq, dim=(2, 3))",
+        f"    mean_q: uint8[4, 8] = quantize(mean, {grid})",
+        f"    mean_dq: float32[4, 8] = dequantize(mean_q, {grid})",
+        "    d_bias: float32[4] = tensor('fxq_kernels.c_add_to_d.t7_bias')",
+        "    d: float32[4, 4] = linear(mean_dq, d_weight_dq, d_bias)",
+        "    return d",
+    ]
+
+
+def test_the_kernel_of_a_region_without_one_says_so():
+    with pytest.raises(fxq.BackendError, match=r"tests\.region: .* was not made of a region"):
+        own.WholeRegion()(torch.ones(1))
 
 
 # ---- prices
@@ -206,6 +235,58 @@ def test_an_engine_says_itself_what_its_ops_cost(net, monkeypatch):
         "mean": ("float", 10.0, pytest.approx(30.0)),
         "d": ("float", 10.0, pytest.approx(30.0)),
     }
+
+
+class SplitEngine(own.PricedEngine):
+    """It runs of a unit with an activation function either all ops or the layer alone, and has priced the whole."""
+
+    name = "split_engine"
+    fewer = 1
+
+    def supports(self, gm, node, calls, config):
+        return fxq.Support(len(calls), "either way", self.fewer) if len(calls) > 1 else fxq.Support(1)
+
+
+def test_an_engine_s_prices_are_asked_before_its_units_are_opened(net, monkeypatch):
+    """Nothing is timed to choose between two ways."""
+    monkeypatch.setattr("fxq.cost.cache.measure", None)
+    qmodel = quantized(net, ENGINE.with_backend(SplitEngine).with_optimize("speed"))
+    found = {e.name: (e.fate, e.float_us, e.int8_us) for e in qmodel.ledger}
+    assert found["a"] == ("int8", 10.0, pytest.approx(1.0)) and found["relu"] == ("int8", None, None)
+    assert found["d"] == ("float", 10.0, pytest.approx(30.0))
+
+
+class Sum(nn.Module):
+    """Nobody reads integers of the sum: the unit of it and a layer is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y) + y
+
+
+@pytest.mark.parametrize("optimize", ["speed", "coverage"])
+def test_an_engine_prices_what_is_left_of_opened_units(monkeypatch, optimize):
+    monkeypatch.setattr("fxq.cost.cache.measure", None)
+    net = Sum().eval(), torch.randn(2, 3, 4, 4)
+    qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize(optimize))
+    assert [(e.name, e.fate, e.float_us, e.int8_us) for e in qmodel.ledger] == [
+        ("a", "int8", 10.0, pytest.approx(1.0)),
+        ("b", "int8", 10.0, pytest.approx(1.0)),
+        ("add", "float", 10.0, None),
+    ]
+
+
+def test_an_engine_s_prices_say_that_it_is_slower_than_float(net, monkeypatch):
+    monkeypatch.setattr("fxq.cost.cache.measure", None)
+    said = (
+        r"take 1\.\d times as long as in float on this machine: .* most: transpose \(0.03 ms, in float 0.01 ms\), mean"
+    )
+    with pytest.warns(fxq.FxqWarning, match=said):
+        fxq.quantize(net[0], ENGINE.with_backend(own.PricedEngine), data=[net[1]])
 
 
 # ---- wrong ones

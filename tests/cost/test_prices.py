@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxq
+from fxq.backends.by_name import get_backend
+from fxq.cost.cache import Costs
 from fxq.cost.min_cut import Priced, PricedValue
-from fxq.cost.prices import emits_float, has_known_shapes, priced_values, regions_of, slower_than_float
+from fxq.cost.prices import emits_float, priced_values, regions_of, slower_than_float
+from fxq.cost.probe import Prober
 from fxq.graph.info import info, set_info
 from tests.graphs import until
 from tests.helpers import REFERENCE, module
@@ -27,7 +30,7 @@ def test_regions_are_those_of_what_runs_on_integers(name):
     assert found and set(found) <= planned and all(region.node is n for n, region in found.items())
     for n, region in found.items():
         set_info(n, shape=None)
-        assert not has_known_shapes(region)
+        assert not Prober(get_backend("reference"), REFERENCE, Costs()).can_price(region)
 
 
 def test_one_layer_with_an_activation_emits_float_and_a_sum_does_not():

@@ -9,7 +9,7 @@ from fxq.backends.by_name import get_backend
 from fxq.backends.kernel import Kernel
 from fxq.cost import probe
 from fxq.cost.cache import Costs
-from fxq.cost.prices import has_known_shapes, regions_of
+from fxq.cost.prices import regions_of
 from fxq.cost.probe import Prober
 from fxq.graph.info import info
 from fxq.graph.region import unit_regions
@@ -26,7 +26,7 @@ def prober(costs=None):
 
 def regions(model, inputs, recipe=X86):
     gm = until(model, inputs, "propagate", recipe).gm
-    return gm, list(filter(has_known_shapes, regions_of(gm, list(gm.graph.nodes)).values()))
+    return gm, list(filter(prober().can_price, regions_of(gm, list(gm.graph.nodes)).values()))
 
 
 class Results(Costs):
@@ -58,7 +58,7 @@ def test_every_unit_runs_both_ways(name, monkeypatch):
         known.kernel(gm, region)
         known.real(gm, region)
         assert known.knows(region) and set(known.costs.rounds) == seen | {int8, real}
-        about = info(region.last)
+        about = info(region.outputs[0])
         assert tuple(known.costs.results[int8].shape) == tuple(known.costs.results[real].shape) == about.shape
         assert known.costs.results[int8].dtype == about.dtype and known.costs.results[real].dtype == torch.float32
         if info(region.node).plan.fate == "int8":

@@ -1,6 +1,7 @@
 """Regions for engines: connected, as large as can be, and none waits for itself."""
 
 import random
+from textwrap import dedent
 
 import networkx as nx
 import pytest
@@ -166,6 +167,31 @@ def test_regions_of_random_graphs(seed):
     gm.graph.lint()
     gm.recompile()
     assert all(map(torch.equal, gm(x), before))
+    for a, b in {(home[a], home[b]) for a, b in edges if a in home and b in home and home[a] != home[b]}:
+        outside.remove_edge(a, b)
+        assert nx.has_path(outside, a, b)  # else they could be one
+        outside.add_edge(a, b)
+
+
+def test_neighbours_on_two_levels_are_one_region_where_nothing_is_between_them():
+    """A third one that is on the lower level keeps `a` there: it is read by what leaves the engine."""
+    text = """
+        a = relu(x)
+        side = tanh(a)
+        c = relu(x)
+        out = erf(c)
+        b = add(a, out)
+        out_1 = erf(side)
+        return (b, out_1)
+    """
+    assert cut(dedent(text)) == [["c"], ["a", "side", "b"]]
+
+
+def test_a_search_that_is_too_long_leaves_neighbours_apart(monkeypatch):
+    text = "a = relu(x)\nc = relu(x)\nout = erf(c)\nb = add(a, out)\nreturn b"
+    assert cut(text) == [["c"], ["a", "b"]]
+    monkeypatch.setattr("fxq.graph.partition.SEARCHED", 0)
+    assert cut(text) == [["a"], ["c"], ["b"]]
 
 
 def test_time_is_in_proportion_to_the_graph():

@@ -1,15 +1,17 @@
 """Regions: what a unit of the qdq graph computes with the conversions around it, read once and kept."""
 
 import gc
+from textwrap import dedent
 
 import pytest
 import torch
+from torch import nn
 
 import fxq
 from fxq.cost.prices import regions_of
 from fxq.graph.info import info
 from fxq.graph.query import is_op
-from fxq.graph.region import read_region, run_region, unit_regions
+from fxq.graph.region import out_grids, read_region, run_region, unit_regions
 from tests.graphs import until
 from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build
@@ -38,7 +40,9 @@ def numbers(name, gm, region):
 
 
 def first_conv(gm):
-    return next(region for region in regions_of(gm, list(gm.graph.nodes)).values() if region.out is not None)
+    return next(
+        region for region in regions_of(gm, list(gm.graph.nodes)).values() if is_op(region.outputs[0], "quantize")
+    )
 
 
 def test_the_steps_are_the_unit_with_its_conversions_in_order():
@@ -49,7 +53,7 @@ def test_the_steps_are_the_unit_with_its_conversions_in_order():
     ]
     assert ops[0] == "dequantize" and ops[-1] == "quantize" and ops[-2] in ("unit", "conv2d")
     assert set(ops[1:-2]) == {"get_attr", "dequantize"}
-    assert [step.node for step in region.steps[-2:]] == [region.node, region.out]
+    assert [step.node for step in region.steps[-2:]] == [region.node, *region.outputs]
     read = [step.args[0] for step in region.steps if is_op(step, "dequantize")]
     assert [node for node in read if node.op != "get_attr"] == list(region.inputs)
 
@@ -74,7 +78,8 @@ def test_edits_of_the_graph_do_not_reach_a_region():
     values = integers(region)
     before = run_region(gm, region, values)[0].value
     written = [(step.name, step.args, dict(step.kwargs)) for step in region.steps]
-    region.out.kwargs = {**region.out.kwargs, "scale": 1e9}
+    (out,) = region.outputs
+    out.kwargs = {**out.kwargs, "scale": 1e9}
     region.node.args = (region.inputs[0], *region.node.args[1:])
     for step in reversed(region.steps):
         if not step.node.users:
@@ -96,20 +101,41 @@ def test_a_region_leaves_nothing_to_the_collector():
         gc.enable()
 
 
-def test_a_unit_of_several_outputs_is_no_region_alone():
-    """A kernel of a unit has one output."""
-    written = """
-        def both(x, w):
-            linear = linear(x, w)
-            relu = relu(linear)
-            return {}
+BOTH = """
+    def both(x, w):
+        linear = linear(x, w)
+        relu = relu(linear)
+        return (linear, relu)
 
-        x: float32[2, 3] = input()
-        w: float32[4, 3] = tensor('w')
-        y = both(x, w)
-        return y
-    """
-    given = {"w": torch.ones(4, 3)}
-    for result, names in (("relu", ["y"]), ("(linear, relu)", [])):
-        gm = fxq.read_graph(written.format(result), given)
-        assert [region.node.name for region in unit_regions(gm)] == names
+    x: float32[2, 3] = input()
+    w: float32[4, 3] = tensor('w')
+    y = both(x, w)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "nodes", "outputs"),
+    [
+        ("a_q = quantize(a, scale=0.5, zero_point=3)\nreturn (b, a_q)", "y a b a_q", "a_q b"),
+        ("a_q = quantize(a, scale=0.5, zero_point=3)\nreturn (a, a_q)", "y a b", "a b"),  # b is not read
+        ("return (a, b)", "y a b", "a b"),
+    ],
+)
+def test_a_region_of_a_unit_of_several_outputs(rest, nodes, outputs):
+    """They come in the order of the unit, each with the quantize that alone reads it."""
+    parts = "\nb: float32[2, 4] = operator.getitem(y, 1)\na: float32[2, 4] = operator.getitem(y, 0)\n"
+    given = {"w": torch.tensor([[1.0, -1.0, 0.0]] * 4)}
+    gm = fxq.read_graph(dedent(BOTH) + parts + rest, given)
+    region = next(iter(unit_regions(gm)))
+    assert " ".join(n.name for n in region.nodes) == nodes
+    assert " ".join(n.name for n in region.outputs) == outputs
+    assert [grid.z if grid else None for grid in out_grids(gm, region)] == [3 if "_q" in outputs else None, None]
+    x = torch.randn(2, 3)
+    y = nn.functional.linear(x, given["w"])
+    got = run_region(gm, region, {region.inputs[0]: x})
+    assert torch.equal(got[0].raw, y) and torch.equal(got[1].raw, y.relu())
+
+
+def test_a_unit_whose_values_nobody_takes_is_no_region():
+    gm = fxq.read_graph(dedent(BOTH) + "return y", {"w": torch.ones(4, 3)})
+    assert list(unit_regions(gm)) == []

@@ -153,19 +153,12 @@ def test_a_kernel_of_a_backend_that_extends_another():
     assert X86().fits(calls_of(gm, unit))[0].row is row
 
 
-@fxq.fusion(everywhere=False)
-def two_outputs(op, x, w, b):
-    y = op.linear(x, w, b)
-    return op.tanh(y), y
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: fxq.register_kernel("x87", own.linear_tanh_mul), "unknown backend 'x87'; did you mean"),
         (lambda: fxq.register_kernel("reference", own.linear_tanh_mul), "'reference' has no table of kernels"),
-        (lambda: fxq.register_kernel("x86", "conv2d_relu"), "takes what fxq.fusion made, .* not 'conv2d_relu'"),
-        (lambda: fxq.register_kernel("x86", two_outputs), "with one output"),
+        (lambda: fxq.register_kernel("x86", "conv2d_relu"), "takes what fxq.fusion made, not 'conv2d_relu'"),
         (lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(3), "decorates a function that makes a kernel, not 3"),
         (
             lambda: fxq.register_kernel("x86", own.linear_tanh_mul)(lambda unit: None),
@@ -208,6 +201,50 @@ def test_a_backend_that_cannot_be(backend, message):
     fxq.Recipe.static(backend=own.OnlyLinear)
     with pytest.raises(fxq.RecipeError, match=message):
         fxq.Recipe.static(backend=backend)
+
+
+class SaysYes(own.OnlyLinear):
+    """Its answer is no Support."""
+
+    name = "says_yes"
+
+    def supports(self, gm, node, calls, config):
+        return True
+
+
+class SaysTooMuch(own.OnlyLinear):
+    """It runs more ops than there are."""
+
+    name = "says_too_much"
+
+    def supports(self, gm, node, calls, config):
+        return fxq.Support(9)
+
+
+class Regions(ExtendedX86):
+    """Asks a table of kernels for those of whole regions."""
+
+    name = "regions_of_x86"
+
+    def regions(self, gm):
+        return fxq.connected_regions(gm, lambda node: True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (SaysYes, "supports of the backend 'says_yes' returns a fxq.Support of 0 to [23] ops for %.*, not True"),
+        (SaysTooMuch, r"a fxq.Support of 0 to [23] ops for %.*, not Support\(ops=9"),
+        pytest.param(
+            Regions,
+            r"'regions_of_x86' has kernels of single units: for a region of \d+ nodes, from %x_q on, its class",
+            marks=onednn,
+        ),
+    ],
+)
+def test_a_backend_that_answers_wrong(backend, message):
+    with pytest.raises(fxq.InputError, match=message):
+        fxq.quantize(settled(lambda: Fused(2.5)), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
 
 
 # ---- saved

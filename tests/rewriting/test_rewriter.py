@@ -383,9 +383,9 @@ def test_a_unit_of_several_outputs(fusions):
     assert full_text(gm) == expected("""
         x = input
         tanh_sigmoid_relu = relu_and_sigmoid(x)
-        getitem = getitem(tanh_sigmoid_relu, 0)
-        getitem_1 = getitem(tanh_sigmoid_relu, 1)
-        mul = mul(getitem_1, getitem)
+        relu = getitem(tanh_sigmoid_relu, 0)
+        sigmoid = getitem(tanh_sigmoid_relu, 1)
+        mul = mul(sigmoid, relu)
         return mul
     """)
     assert torch.equal(run(gm, X), model(X))

@@ -62,6 +62,68 @@ def test_an_option_that_the_graph_gives_is_an_input_of_the_unit():
     assert torch.equal(run(gm, X, 6), torch.relu(X.reshape(6, 2)))
 
 
+@rewrite
+def both(op, x, weight, bias):
+    y = op.linear(x, weight, bias)
+    return op.relu(y), y
+
+
+def test_opening_a_unit_of_several_outputs_undoes_fusing():
+    model = module(lambda self, x: (torch.tanh(torch.relu(y := self.fc(x))), y), fc=nn.Linear(4, 4))
+    gm = graph(model, X)
+    before, hand = full_text(gm), rewriter(gm)
+    unit = make_unit(hand, hand.matcher.match(both[0], node(gm, "relu")))
+    assert full_text(gm) == expected("""
+        x = input
+        fc_relu = both(x, @fc.weight, @fc.bias)
+        relu = getitem(fc_relu, 0)
+        fc = getitem(fc_relu, 1)
+        tanh = tanh(relu)
+        return (tanh, fc)
+    """)
+    assert torch.equal(run(gm, X)[1], model(X)[1])
+    assert [op_of(n).name for n in open_unit(hand, unit)] == ["linear", "relu"]
+    assert full_text(gm) == before
+
+
+def test_a_unit_whose_values_are_read_as_one_tuple_is_opened():
+    gm = graph(module(lambda self, x: torch.relu(self.fc(x)), fc=nn.Linear(4, 4)), X)
+    want, hand = run(gm, X), rewriter(gm)
+    gm.graph.output_node().args = ((node(gm, "fc"), node(gm, "relu")),)
+    unit = make_unit(hand, hand.matcher.match(both[0], node(gm, "relu")))
+    gm.graph.output_node().args = (unit,)
+    open_unit(hand, unit)
+    assert full_text(gm).splitlines()[-1] == "return (relu, fc)" and torch.equal(run(gm, X)[0], want)
+
+
+@rewrite
+def chain(op, x, weight, bias):
+    y = op.linear(x, weight, bias)
+    z = op.relu(y)
+    return op.tanh(z), y
+
+
+def test_the_first_ops_of_a_unit_may_have_several_outputs():
+    """The second is an output of the whole unit, the first is read behind them."""
+    model = module(lambda self, x: (torch.tanh(torch.relu(y := self.fc(x))), y), fc=nn.Linear(4, 4))
+    gm = graph(model, X)
+    hand = rewriter(gm)
+    unit = make_unit(hand, hand.matcher.match(chain[0], node(gm, "tanh")))
+    hand.describe(unit, plan=Plan(Decision("int8"), kernel_ops=(2,)))
+    split_unit(hand, unit, 2)
+    assert full_text(gm) == expected("""
+        x = input
+        fc_relu = linear_relu(x, @fc.weight, @fc.bias)
+        fc = getitem(fc_relu, 0)
+        relu = getitem(fc_relu, 1)
+        tanh = tanh(relu)
+        return (tanh, fc)
+    """)
+    fates = {n.name: info(n).plan.fate for n in gm.graph.nodes if info(n).plan is not None}
+    assert fates == {"fc_relu": "int8", "tanh": "float"}
+    assert all(map(torch.equal, run(gm, X), model(X)))
+
+
 def test_opening_a_unit_undoes_fusing():
     model = nn.Sequential(conv_block(), conv_block(stride=2), nn.Conv2d(2, 2, 1, bias=False), nn.ReLU()).eval()
     gm = graph(model, IMAGE)
