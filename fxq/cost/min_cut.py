@@ -138,7 +138,7 @@ class _Problem:
         for op in ops:
             gain, most = op.real - op.int8, sum(v.quantize + v.dequantize for v in self.values[op.key])
             if abs(gain) >= most:
-                self.decided[op.key] = gain > 0
+                self.decided[op.key] = gain >= 0
 
     def parts(self) -> list[list[Key]]:
         """The undecided ops, in connected parts, each in the order of the graph."""

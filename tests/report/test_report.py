@@ -160,7 +160,7 @@ def test_what_made_the_model_is_there(data):
 
 
 def _toml(text):
-    from fxq.recipe.recipe import tomllib
+    from fxq.recipe.recipe_file import tomllib
 
     return tomllib.loads(text)
 
