@@ -246,5 +246,5 @@ def test_setitem_is_refused():
             y[0] = 0.0
             return y
 
-    with pytest.raises(fxq.TraceError, match=r"test_trace\.py:\d+: an assignment to a part of a tensor"):
+    with pytest.raises(fxq.TraceError, match=r"test_trace_changes\.py:\d+: an assignment to a part of a tensor"):
         graph(Model().eval(), torch.randn(3, 4), "trace")
