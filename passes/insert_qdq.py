@@ -13,8 +13,9 @@ from fxq.errors import PassError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, info
 from fxq.graph.place import where
-from fxq.graph.query import constant, made_by, op_of, reads_only_metadata, submodule
+from fxq.graph.query import constant, made_by, op_of, options_of, reads_only_metadata, submodule
 from fxq.graph.unit import Wish, wishes_of
+from fxq.ops.recurrent import bounded_scale
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.qparams import QParams, quantize
@@ -29,7 +30,8 @@ class InsertQdq(Pass):
 
     Before: conv2d(observer(x), w, b)
     After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b)
-    Also: what an op moves together with others is put onto the grid of its result, where it has one of its own.
+    Also: what an op moves together with others is put onto the grid of its result, where it has one of its own; and
+    the state of a recurrent layer is put onto a grid, by options of its op.
     Keeps: the output up to rounding to the grids. This is the portable reference: exact, on any device.
     Source: Jacob et al. 2018, section 2.
     """
@@ -139,11 +141,16 @@ def _bring_together(
 
 
 def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
-    """Let a recurrent layer round its hidden state: an option of the op says to what."""
+    """Let a recurrent layer round its hidden state: options of the op say to what."""
     plan, op = info(node).plan, op_of(node)
-    if plan is not None and plan.state is not None and op is not None and op.quant.state is not None:
-        steps = MeasuredGrid.of(plan.state, None).steps
-        rewriter.update(node, kwargs={**node.kwargs, op.quant.state: steps})
+    if plan is None or plan.state is None or op is None or op.quant.state is None:
+        return
+    steps = MeasuredGrid.of(plan.state, None).steps
+    options: dict[str, Any] = {op.quant.state: steps}
+    if plan.state.range == "fixed":
+        scale = bounded_scale(steps, dict(zip(op.tensors, node.args, strict=False)), options_of(node))
+        options |= {"state_scale": scale} if scale is not None else {}
+    rewriter.update(node, kwargs={**node.kwargs, **options})
 
 
 def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:

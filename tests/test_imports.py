@@ -313,6 +313,7 @@ TESTED_ELSEWHERE = {
     "tests/backends/test_other_machine.py runs the form of every kernel": ("fxq.backends.qdq_form",),
     "what all observers share; tests/quant/test_observers.py asks it of each": ("fxq.quant.observer_base",),
     "tests/recipe/test_extensions.py registers kernels": ("fxq.backends.own_kernels",),
+    "tests/backends/x86/test_recurrent_loop.py: it is what the loop does": ("fxq.backends.x86.recurrent_product",),
     "tests/picture/test_diff.py compares graphs by it": ("fxq.picture.graph_changes",),
     "tests/tracing/test_tracer.py runs examples by it": ("fxq.tracing.example_run",),
     "tests/graph/test_text_reader.py reads by it": ("fxq.backends.stored_graph",),

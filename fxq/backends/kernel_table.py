@@ -34,7 +34,8 @@ class FusedUnit:
 
     Attributes:
         captures: by the names in the fusion's pattern: of an activation its grid, a `QParams`; of a weight its int8
-            `values` and their `qparams`; of a constant, such as a bias, the tensor; a number; None what is not given.
+            `values` and their `qparams`; of a constant, such as a bias, the tensor; of a state its node; a number; None
+            what is not given.
             For the kernels that take an op with what stands behind it: by the names of its tensors in the op table,
             with what an add behind it adds, `residual`, and the weight of a function behind it, `slope`.
         outs: the grid of each output, in the order of the fusion's; None: it is wanted in float32.
@@ -124,14 +125,20 @@ class Fit:
             return None
         roles, known = {read.node: read.role for read in inputs_of(self.calls)}, dict(self.captures)
         for name, value in self.captures.items():
-            if isinstance(value, fx.Node):
+            if isinstance(value, fx.Node) and self._role(name) != "state":
                 known[name] = _planned(gm, value, roles.get(value))
                 if known[name] is None:
                     return f"its {name} is computed at run time"
         return self.row.refuses(FusedUnit(known, (_GRID,) * self.outputs, self.calls))
 
+    def _role(self, name: str) -> Role | None:
+        return self.calls[0].op.quant.role(name)
+
     def integers(self, gm: fx.GraphModule) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
-        """The integer activations that the kernel takes, in the order of the captures; and these, as in `FusedUnit`."""
+        """The integer activations and the states that the kernel takes, in the order of the captures; and the captures.
+
+        Those are as in `FusedUnit`.
+        """
         inputs, found = list[fx.Node](), dict(self.captures)
         for name, value in self.captures.items():
             weight, read = integer_weight(gm, value), integer_input(gm, value)
@@ -140,6 +147,9 @@ class Fit:
                 found[name] = read.grid
             elif isinstance(value, fx.Node):
                 found[name] = weight or constant(gm, value)
+                if found[name] is None and self._role(name) == "state":
+                    inputs.append(value)
+                    found[name] = value
         return tuple(inputs), found
 
 

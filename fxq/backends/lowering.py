@@ -81,6 +81,8 @@ class RowBackend(Backend):
         weighted = any(call.op.quant.weight for call in found[0].calls)
         if weighted and weight is not None and not (weight.signed and weight.symmetric):
             return Support(0, f"{self.name} kernels take signed symmetric weights")
+        if calls[0].op.quant.state is not None and config.state is None:
+            return Support(0, f"{self.name} kernels take a hidden state on integers; give state a spec")
         reasons = []
         for fit in found:
             reason, ops = fit.refused(gm), len(fit.calls)

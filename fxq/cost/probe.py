@@ -23,6 +23,7 @@ from fxq.graph.region import UnitRegion, is_weight, region_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
 from fxq.graph.view import options_text
+from fxq.ops.recurrent import with_float_state
 from fxq.pipeline.context import Context
 from fxq.recipe.recipe import Recipe
 from fxq.rewriting.rewriter import Rewriter
@@ -202,7 +203,7 @@ def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
             moved = about.dtype is None or grid_of(gm, value) is not None
             given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
     args, kwargs = arguments_of(node, given)
-    kwargs = {key: value for key, value in kwargs.items() if key != region.calls[0].op.quant.state}
+    kwargs = with_float_state(kwargs)
     unit = unit_of(gm, node)
     target: Any = node.target if unit is None else unit.callee()
     return partial(target, *args, **kwargs)

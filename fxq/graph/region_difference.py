@@ -13,6 +13,7 @@ from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of
 from fxq.graph.region import Region, Result, UnitRegion, run_region
 from fxq.graph.run import value_of
 from fxq.graph.unit import inputs_of
+from fxq.ops.recurrent import states_rounded
 
 CHANCE = 1e-3
 """At most how often a right kernel that rounds inside may be called wrong, if all near a tie went the other way.
@@ -53,8 +54,9 @@ def difference(
 ) -> str | None:
     """How what a kernel returns differs from its region beyond rounding; None where it does not.
 
-    A unit rounds once, at its end. In a region of several a value near a tie may be rounded either way, and what comes
-    behind follows: how far that carries, two more runs show, in which each such value goes the other way once.
+    A unit rounds once, at its end. In a region of several, and in a recurrent layer, a value near a tie may be rounded
+    either way, and what comes behind follows: how far that carries, two more runs show, in which each such value goes
+    the other way once.
 
     To first order, an element of the result is off by a sum over the values that went the other way: of each, a step up
     or down by the side of the tie that it was on, times its weight. These signs are independent, so the sum exceeds
@@ -76,7 +78,8 @@ def difference(
     made = got if len(expected) > 1 and isinstance(got, tuple) else (got,)
     if len(made) != len(expected):
         return f"it returns {type(got).__name__} instead of a tuple of {len(expected)}"
-    runs = [] if isinstance(region, UnitRegion) else list(_rounded_otherwise(gm, region, values, limits.tolerance))
+    once = isinstance(region, UnitRegion) and not region.calls[0].options.get("state_qmax")
+    runs = [] if once else list(_rounded_otherwise(gm, region, values, limits.tolerance))
     for i, (want, value) in enumerate(zip(expected, made, strict=True)):
         why = disagreement(want, value, limits, lambda: magnitude(gm, region, values), [run[i] for run in runs])
         if why is not None:
@@ -91,15 +94,20 @@ def _rounded_otherwise(
     for sign in (by, -by):
         drawn = torch.Generator().manual_seed(0)
 
-        def rounded(result: Result, sign: float = sign, drawn: torch.Generator = drawn) -> Tensor:
+        def moved(steps: Tensor, sign: float = sign, drawn: torch.Generator = drawn) -> Tensor:
+            move = torch.randint(0, 2, steps.shape, generator=drawn).mul_(2).sub_(1).to(steps.device)
+            return (steps + sign * move).round_()
+
+        def rounded(result: Result, moved: Callable[[Tensor], Tensor] = moved) -> Tensor:
             steps, last = result.steps, result.last
             if steps is None or last is None:
                 return result.value
             grid = options_of(last)
-            move = torch.randint(0, 2, steps.shape, generator=drawn).mul_(2).sub_(1).to(steps.device)
-            return (steps + sign * move).round_().clamp_(grid["qmin"], grid["qmax"]).to(grid["dtype"])
+            return moved(steps).clamp_(grid["qmin"], grid["qmax"]).to(grid["dtype"])
 
-        yield run_region(gm, region, values, rounded)
+        with states_rounded(moved):
+            run = run_region(gm, region, values, rounded)
+        yield run
 
 
 def largest_value(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> float:

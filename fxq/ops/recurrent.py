@@ -11,7 +11,9 @@ batch. (Kernels keep them unsigned, with the zero point state_qmax + 1.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.ops.registry import OPS, row
-from fxq.ops.table import Shape, computes
+from fxq.ops.table import Quant, Shape, computes
 
 OPS.leaf("lstm", nn.LSTM)
 OPS.leaf("gru", nn.GRU)
@@ -39,20 +41,13 @@ def _macs(out: Shape, x: Shape, weight_ih: Shape, weight_hh: Shape, *rest: Shape
     return x[0] * x[1] * sum(rows * columns for rows, columns in weights)
 
 
-def _quant(gates: str, *more: str) -> Any:
-    return computes(
-        "x",
-        weight="weight_ih",
-        more_weights=("weight_hh", *more),
-        axis=0,
-        channels=-1,
-        heavy=True,
-        state="state_qmax",
-        gates=tuple(gates),
-    )
+def _quant(gates: str, weights: str, states: str) -> Quant:
+    first, *more = weights.split()
+    named = {"weight": first, "more_weights": tuple(more), "states": tuple(states.split()), "gates": tuple(gates)}
+    return computes("x", **named, axis=0, channels=-1, heavy=True, state="state_qmax")
 
 
-@row(quant=_quant("ifgo", "weight_hr"), macs=_macs)
+@row(quant=_quant("ifgo", "weight_ih weight_hh weight_hr", "h c"), macs=_macs)
 def lstm(
     x: Tensor,
     weight_ih: Tensor,
@@ -101,7 +96,7 @@ def lstm(
     return torch.cat([y, rows_of_cell(c, width)]) if cell else y
 
 
-@row(quant=_quant("rzn"), macs=_macs)
+@row(quant=_quant("rzn", "weight_ih weight_hh", "h"), macs=_macs)
 def gru(
     x: Tensor,
     weight_ih: Tensor,
@@ -133,7 +128,7 @@ def gru(
     return _fused(layer, x, bias_ih is not None, reverse)[0]
 
 
-@row(quant=_quant(""), macs=_macs)
+@row(quant=_quant("", "weight_ih weight_hh", "h"), macs=_macs)
 def rnn(
     x: Tensor,
     weight_ih: Tensor,
@@ -198,9 +193,34 @@ def run_steps(gates: Tensor, step: Step, state: tuple[Tensor, ...], reverse: boo
 def on_grid(h: Tensor, qmax: int, scale: float | None) -> Tensor:
     """A hidden state (N, P) rounded to the integers -qmax..qmax times the scale, or a measured one for each sample."""
     steps = h.abs().amax(1, keepdim=True).clamp(min=TINY) / qmax if scale is None else scale
-    return (h / steps).round().clamp(-qmax, qmax) * steps
+    return _ROUND.get()(h / steps).clamp(-qmax, qmax) * steps
 
 
+def bounded_scale(qmax: int, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
+    """The scale of a hidden state that lies between -1 and 1, by a call's tensors and options; None: it may not.
+
+    It does where no state is given that may be larger, and tanh ends each step.
+    """
+    is_free = tensors.get("h") is not None or tensors.get("weight_hr") is not None
+    return None if is_free or options.get("nonlinearity", "tanh") != "tanh" else 1 / qmax
+
+
+def with_float_state(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call without those that put its hidden state on a grid."""
+    return {name: value for name, value in options.items() if name not in ("state_qmax", "state_scale")}
+
+
+@contextmanager
+def states_rounded(function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Round states by another function of their steps inside: how a value near a tie may go the other way."""
+    token = _ROUND.set(function)
+    try:
+        yield
+    finally:
+        _ROUND.reset(token)
+
+
+_ROUND: ContextVar[Callable[[Tensor], Tensor]] = ContextVar("round", default=torch.round)
 TINY = 1e-30
 """The least range that is measured, so that a state of zeros has a scale."""
 

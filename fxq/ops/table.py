@@ -36,6 +36,7 @@ class Quant:
         weight: name of the argument that is a weight, if any.
         more_weights: names of further ones, of the same output-channel axis.
         bias: name of the argument that is a bias, if any.
+        states: names of the arguments that are states, in front of the first step; float.
         axis: the output-channel axis of the weight.
         channels: the axis of these channels in the output, counted from its end.
         heavy: worth an int8 kernel for its own sake; light ops only follow their neighbours.
@@ -63,6 +64,7 @@ class Quant:
     weight: str | None = None
     more_weights: tuple[str, ...] = ()
     bias: str | None = None
+    states: tuple[str, ...] = ()
     axis: int | None = None
     channels: int | None = None
     heavy: bool = False
@@ -83,8 +85,8 @@ class Quant:
         """What the argument of that name is to the op; None for one that is read in float whatever happens."""
         if name in self.inputs:
             return "activation"
-        if name in self.more_weights:
-            return "weight"
+        if name in self.more_weights or name in self.states:
+            return "weight" if name in self.more_weights else "state"
         return {self.weight: "weight", self.bias: "bias"}.get(name)  # type: ignore[return-value]
 
 

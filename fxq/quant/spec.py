@@ -122,7 +122,8 @@ class QuantConfig:
         activation: of the layer's inputs.
         weight: of the layer's weight, if it has one.
         bias: of its bias. None: as the kernel takes it, int32 with the product of the two scales, or float.
-        state: of what a recurrent layer hands on from step to step, where it reads integers.
+        state: of what a recurrent layer hands on from step to step, where it reads integers. Its range is measured, or
+            "fixed": -1..1, where the layer keeps the state in there (else it is measured); that is faster.
 
     Example:
         >>> QuantConfig(activation=TensorSpec(observer="minmax")).is_float

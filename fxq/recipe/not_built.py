@@ -55,12 +55,12 @@ def _missing(config: QuantConfig) -> Iterator[str]:
 _PER: dict[Role, tuple[str, ...]] = {
     "activation": ("tensor", "row"),
     "weight": ("tensor", "channel"),
-    "state": ("row",),
+    "state": ("row", "tensor"),
 }
 _RANGES: dict[Role, tuple[str, ...]] = {
     "activation": ("calibrated", "measured"),
     "weight": ("calibrated",),
-    "state": ("measured",),
+    "state": ("measured", "fixed"),
 }
 
 
@@ -70,8 +70,10 @@ def _missing_of(role: Role, spec: TensorSpec) -> Iterator[str]:
         yield f'range="{spec.range}" for the {role} is not built yet: use {use}.'
     if spec.per == "row" and spec.range == "calibrated":
         yield 'rows have no calibrated ranges, since there are others at every call: use range="measured".'
-    if spec.range == "measured" and not spec.symmetric:
-        yield f"a measured range for the {role} that is not symmetric is not built yet: use symmetric=True."
+    if spec.range in ("measured", "fixed") and not spec.symmetric:
+        yield f"a {spec.range} range for the {role} that is not symmetric is not built yet: use symmetric=True."
+    if role == "state" and (spec.range, spec.per) not in (("measured", "row"), ("fixed", "tensor")):
+        yield 'a state has a measured range per="row", or range="fixed", which is -1..1, with per="tensor".'
     if spec.per not in _PER[role]:
         use = " or ".join(f'per="{per}"' for per in _PER[role])
         yield f"per={spec.per!r} for the {role} is not built yet: use {use}."

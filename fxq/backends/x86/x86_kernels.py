@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import (
@@ -27,6 +29,7 @@ from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.backends.x86.onednn_pool import AdaptiveAvgPool2d, AvgPool2d
+from fxq.backends.x86.recurrent_loop import RecurrentLoop
 from fxq.backends.x86.squeeze_excite import FUNCTIONS, GATES, Excite
 from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from fxq.errors import BackendError
@@ -89,6 +92,23 @@ def _excite(unit: FusedUnit) -> Kernel:
     return Excite(**tensors, x=unit.grids[0], out=unit.out, function=function, gate=gate)
 
 
+def _recurrent(unit: FusedUnit, measured: bool = False) -> Kernel:
+    row, captures = unit.calls[0].op, dict(unit.captures)
+    tensors: dict[str, Any] = {}
+    for name in (row.quant.weight, *row.quant.more_weights):
+        weight = captures.pop(name or "", None)
+        if weight is None:
+            continue
+        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not in integers"
+        if reason is not None:
+            raise BackendError(reason)
+        tensors |= {f"{name}": weight.values, f"{name}_scale": weight.qparams.scale}
+    (x,), captures = unit.grids, {name: value for name, value in captures.items() if name != "x"}
+    given = tuple(name for name, value in captures.items() if isinstance(value, fx.Node))
+    tensors |= {name: value for name, value in captures.items() if name not in given}
+    return RecurrentLoop(**tensors, op=row.name, x=x, out=unit.out, measured=measured, given=given, **unit.options)
+
+
 EXCITED = [
     rule_key(rule, ("x", "squeeze_weight", "squeeze_bias", "excite_weight", "excite_bias"))
     for function in FUNCTIONS
@@ -111,4 +131,7 @@ ROWS: dict[str, KernelRow] = {
     "sub": KernelRow(of_two(OnednnAdd, sign=-1), posts=CLAMPS),
     "mul": KernelRow(of_two(OnednnMul), posts=CLAMPS),
     **dict.fromkeys(EXCITED, KernelRow(_excite)),
+    **dict.fromkeys(
+        ("lstm", "gru", "rnn"), KernelRow(_recurrent, measured=KernelRow(partial(_recurrent, measured=True)))
+    ),
 }

@@ -1,0 +1,230 @@
+"""Recurrent layers of the x86 backend: one integer product for the inputs of all steps, then a loop over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxq.backends.kernel import Kernel, activation_refused, first_reason, refuse
+from fxq.backends.layer_spec import overflow_refused
+from fxq.backends.plain.converters import quantize
+from fxq.backends.x86.onednn import OnednnLayer
+from fxq.backends.x86.recurrent_product import State, StateProduct, input_product
+from fxq.errors import InputError
+from fxq.ops.recurrent import rows_of_cell
+from fxq.quant.qparams import QParams
+
+_INT32 = 2**31 - 1
+Step = Callable[[Tensor, Tensor], None]
+"""One step: from its gates, as far as they come from the input, to the hidden state, which it writes."""
+GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+
+
+class RecurrentLoop(Kernel):
+    """An lstm, gru or rnn of one layer and direction: uint8 (T, N, I) in, what the op returns out.
+
+    What both products give is scaled to float32, in which gates and states are computed: each step calls few functions,
+    since a call costs as much as the arithmetic. The cell gate of an lstm is 2 * sigmoid(2 x) - 1, which is tanh(x), so
+    that one sigmoid computes all four gates.
+
+    Args:
+        weight_ih, weight_hh, weight_hr: int8, as in `fxq/ops/recurrent.py`, with their scales, float32, 0-d or (rows,).
+        bias_ih, bias_hh: float32, or None.
+        h, c: initial states that are constants; None: those that are `given`, or zeros.
+        op: "lstm", "gru" or "rnn".
+        x: the grid of the input; of steps of 1 where its scale is `measured`.
+        out: the grid of the result; None: float32.
+        measured: whether the scale of the input comes behind it: float32, 0-d or (T, N, 1).
+        given: the initial states that are inputs, in the order h, c.
+        reverse, cell, nonlinearity, state_qmax, state_scale: as in `fxq/ops/recurrent.py`.
+
+    Raises:
+        BackendError: the products would overflow on this machine, or the state is on no grid.
+    """
+
+    name: ClassVar[str] = "x86.recurrent"
+    options: ClassVar[tuple[str, ...]] = (
+        *("op", "x", "out", "measured", "given", "reverse", "cell", "nonlinearity", "state_qmax", "state_scale"),
+    )
+    weight_ih: Tensor
+    weight_ih_scale: Tensor
+    weight_hh: Tensor
+    weight_hh_scale: Tensor
+    bias_ih: Tensor | None
+    bias_hh: Tensor | None
+    weight_hr: Tensor | None
+    weight_hr_scale: Tensor | None
+    h: Tensor | None
+    c: Tensor | None
+
+    def __init__(
+        self,
+        weight_ih: Tensor,
+        weight_ih_scale: Tensor,
+        weight_hh: Tensor,
+        weight_hh_scale: Tensor,
+        bias_ih: Tensor | None = None,
+        bias_hh: Tensor | None = None,
+        weight_hr: Tensor | None = None,
+        weight_hr_scale: Tensor | None = None,
+        h: Tensor | None = None,
+        c: Tensor | None = None,
+        *,
+        op: str,
+        x: QParams,
+        out: QParams | None = None,
+        measured: bool = False,
+        given: tuple[str, ...] = (),
+        reverse: bool = False,
+        cell: bool = False,
+        nonlinearity: str = "tanh",
+        state_qmax: int = 127,
+        state_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        weights = {"weight_ih": weight_ih, "weight_hh": weight_hh, "weight_hr": weight_hr}
+        scales = {"weight_ih": weight_ih_scale, "weight_hh": weight_hh_scale, "weight_hr": weight_hr_scale}
+        for name, weight in weights.items():
+            self.register_buffer(name, weight if weight is None else weight.detach().contiguous())
+            self.register_buffer(f"{name}_scale", scales[name])
+        for name, tensor in {"bias_ih": bias_ih, "bias_hh": bias_hh, "h": h, "c": c}.items():
+            self.register_buffer(name, tensor if tensor is None else tensor.detach())
+        self.op, self.x, self.out, self.measured, self.given = op, x, out, measured, tuple(given)
+        self.reverse, self.cell, self.nonlinearity = reverse, cell, nonlinearity
+        self.state_qmax, self.state_scale = state_qmax, state_scale
+        refuse(self.name, self._refused())
+
+    def _refused(self) -> str | None:
+        state = QParams.per_tensor(1.0, self.state_qmax + 1, 1, 2 * self.state_qmax + 1)
+        read = {"weight_ih": self.x, "weight_hh": state, "weight_hr": state}
+        weights = [(w, grid) for name, grid in read.items() if (w := self._buffers[name]) is not None]
+        longest = max(weight.shape[1] for weight, _ in weights)
+        overflows = OnednnLayer.adds_in_int16(False)
+        return first_reason([
+            activation_refused("the input", self.x),
+            activation_refused("the output", self.out),
+            None if 1 <= self.state_qmax <= 127 else "its hidden state is on no grid",
+            f"its sums of {longest} products leave int32" if longest * 255 * 128 > _INT32 else None,
+            *(overflow_refused(grid, weight) for weight, grid in weights if overflows),
+        ])  # fmt: skip
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether no hidden state is further from zero than its grid reaches."""
+        within = self.nonlinearity == "tanh" and self.weight_hr is None and "h" not in self.given and self.h is None
+        return within and self.state_scale is not None and self.state_qmax * self.state_scale > 1 - 1e-6
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        """uint8 (T, N, I), its scale where that is measured, initial states (N, P), (N, H) -> what the op returns."""
+        if x.dim() != 3 or x.shape[2] != self.weight_ih.shape[1]:
+            wanted = self.weight_ih.shape[1]
+            raise InputError(f"{self.name}: an input of shape {tuple(x.shape)}; the layer takes (T, N, {wanted}).")
+        scale = others[0] if self.measured else None
+        states = dict(zip(self.given, others[1:] if self.measured else others, strict=True))
+        layer: _Prepared = self._kept("", lambda: _Prepared(self))
+        with torch.inference_mode():  # it spares each call what autograd asks; nothing of it is handed out
+            y, c = layer.run(x, scale, states.get("h", self.h), states.get("c", self.c))
+        result = torch.cat([y, rows_of_cell(c, y.shape[2])]) if self.cell and c is not None else y.clone()
+        return result if self.out is None else quantize(result, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
+
+
+class _Prepared:
+    """A kernel's tensors in the form in which its loop reads them."""
+
+    def __init__(self, kernel: RecurrentLoop) -> None:
+        self.kernel = kernel
+        count, self.width = kernel.weight_hh.shape
+        self.hidden = count // GATES[kernel.op]
+        rows, factor = torch.arange(count, device="cpu"), torch.ones(count, device="cpu")
+        if kernel.op == "lstm":  # input, forget, output, and the cell gate, of which the sigmoid is of twice the value
+            first, second, third, fourth = rows.chunk(4)
+            rows = torch.cat([first, second, fourth, third])
+            factor[3 * self.hidden :] = 2
+        scale_ih, scale_hh = (
+            (s.expand(count)[rows] * factor).contiguous() for s in (kernel.weight_ih_scale, kernel.weight_hh_scale)
+        )
+        bias_ih, bias_hh = (
+            torch.zeros(count, device="cpu") if b is None else b[rows] * factor
+            for b in (kernel.bias_ih, kernel.bias_hh)
+        )
+        qmax, fixed = kernel.state_qmax, kernel.state_scale
+        self.product = StateProduct(kernel.weight_hh[rows], scale_hh, qmax, fixed)
+        self.bias_hh = bias_hh + self.product.shift
+        if kernel.op != "gru":
+            bias_ih = bias_ih + self.bias_hh
+        self.input = input_product(kernel.weight_ih[rows], scale_ih, bias_ih, kernel.x)
+        self.projection: StateProduct | None = None
+        if kernel.weight_hr is not None and kernel.weight_hr_scale is not None:
+            scale = kernel.weight_hr_scale.expand(self.width)
+            self.projection = StateProduct(kernel.weight_hr, scale, qmax, 1 / qmax if fixed is not None else None)
+
+    def run(self, x: Tensor, scale: Tensor | None, h: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The hidden states (T, N, P), and the last cell state of an lstm."""
+        steps, samples, _ = x.shape
+        y = torch.empty(steps, samples, self.width, device="cpu")
+        h = torch.zeros(samples, self.width, device="cpu") if h is None else h
+        cell = None
+        if self.kernel.op == "lstm":
+            cell = torch.zeros(samples, self.hidden, device="cpu") if c is None else c.clone()
+        if x.numel() == 0:  # oneDNN divides by zero
+            return y, cell
+        state = State(self.product, samples, not self.kernel.is_bounded)
+        state.keep(h)
+        step = self._step(state, h, cell)
+        order = range(steps)
+        gates, states = self.input(x, scale).unbind(0), y.unbind(0)
+        for t in reversed(order) if self.kernel.reverse else order:
+            step(gates[t], states[t])
+            state.keep(states[t])
+        return y, cell
+
+    def _step(self, state: State, h: Tensor, cell: Tensor | None) -> Step:
+        if cell is not None:
+            return self._lstm(state, cell)
+        return self._gru(state, h) if self.kernel.op == "gru" else self._rnn(state)
+
+    def _lstm(self, state: State, cell: Tensor) -> Step:
+        samples = len(cell)
+        gates, tanh = torch.empty(samples, 4 * self.hidden, device="cpu"), torch.empty_like(cell)
+        i, f, o, g = gates.chunk(4, 1)
+        projection = self.projection
+        inner = State(projection, samples, False) if projection is not None else None
+
+        def step(gate: Tensor, h: Tensor) -> None:
+            state.multiply(gate, gates)
+            gates.sigmoid_()
+            cell.mul_(f).addcmul_(i, g, value=2).sub_(i)
+            torch.tanh(cell, out=tanh)
+            if projection is None or inner is None:
+                torch.mul(tanh, o, out=h)
+            else:
+                inner.keep(tanh.mul_(o))
+                inner.multiply(projection.shift, h)
+
+        return step
+
+    def _gru(self, state: State, h: Tensor) -> Step:
+        hidden, before = torch.empty(len(h), 3 * self.hidden, device="cpu"), h
+        reset_update, new = hidden.split([2 * self.hidden, self.hidden], 1)
+        reset, update = reset_update.chunk(2, 1)
+
+        def step(gate: Tensor, h: Tensor) -> None:
+            nonlocal before
+            state.multiply(self.bias_hh, hidden)
+            reset_update.add_(gate[:, : 2 * self.hidden]).sigmoid_()
+            torch.addcmul(gate[:, 2 * self.hidden :], reset, new, out=new).tanh_()
+            before = torch.lerp(new, before, update, out=h)
+
+        return step
+
+    def _rnn(self, state: State) -> Step:
+        function = torch.tanh_ if self.kernel.nonlinearity == "tanh" else torch.relu_
+
+        def step(gate: Tensor, h: Tensor) -> None:
+            state.multiply(gate, h)
+            function(h)
+
+        return step

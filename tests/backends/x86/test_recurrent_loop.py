@@ -1,0 +1,233 @@
+"""Recurrent layers on integers against float64, and the same layers through the whole pipeline."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxq
+from fxq.backends import cpu
+from fxq.backends.x86.recurrent_loop import GATES, RecurrentLoop
+from fxq.backends.x86.recurrent_product import State
+from fxq.common.metrics import sqnr
+from fxq.errors import BackendError, InputError
+from fxq.quant.qparams import QParams
+from tests.kernels import activations, agree, copies, weight
+from tests.machine import BITS, QMAX, decibels, needs_vnni, needs_x86, told
+from tests.models import call, settled
+
+pytestmark = needs_x86
+X = QParams.per_tensor(0.0217, 51, 0, QMAX)
+UNIT = QParams.per_tensor(1.0, 2 ** (BITS - 1), 0, QMAX)
+OUT = QParams.per_tensor(2 / QMAX, 2 ** (BITS - 1), 0, QMAX)
+STATE = QMAX // 2
+
+
+def kernel(op, inputs, hidden, width=None, bias=True, **options):
+    """A kernel of random weights, and these in float64."""
+    rows = GATES[op] * hidden
+    shapes = {"weight_ih": (rows, inputs), "weight_hh": (rows, width or hidden)}
+    if width:
+        shapes["weight_hr"] = (width, hidden)
+    tensors, real = {}, {}
+    for name, shape in shapes.items():
+        values, qp, real[name] = weight(*shape)
+        tensors |= {name: values, f"{name}_scale": qp.scale}
+    for name in ("bias_ih", "bias_hh"):
+        tensors[name] = torch.randn(rows) / 2 if bias else None
+        real[name] = torch.zeros(rows).double() if tensors[name] is None else tensors[name].double()
+    return RecurrentLoop(**tensors, op=op, **{"x": X, "state_qmax": STATE, **options}), real
+
+
+def rounded(h, made, scale):
+    """A state on its grid, in float64."""
+    steps = h.abs().amax(1, keepdim=True).clamp(min=1e-30) / made.state_qmax if scale is None else scale
+    return torch.round(h / steps).clamp(-made.state_qmax, made.state_qmax) * steps
+
+
+def exact(made, real, x, h, c):
+    """What the kernel stands for, in float64: x is (T, N, I), h and c the initial states."""
+    rows = []
+    width = made.weight_hh.shape[1]
+    for t in range(len(x))[:: -1 if made.reverse else 1]:
+        ih = x[t] @ real["weight_ih"].T + real["bias_ih"]
+        hh = rounded(h, made, made.state_scale) @ real["weight_hh"].T + real["bias_hh"]
+        if made.op == "lstm":
+            i, f, g, o = (ih + hh).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            if made.weight_hr is not None:
+                scale = 1 / made.state_qmax if made.state_scale is not None else None
+                h = rounded(h, made, scale) @ real["weight_hr"].T
+        elif made.op == "gru":
+            (r, z, n), (hr, hz, hn) = ih.chunk(3, 1), hh.chunk(3, 1)
+            update = (z + hz).sigmoid()
+            h = (1 - update) * (n + (r + hr).sigmoid() * hn).tanh() + update * h
+        else:
+            h = (ih + hh).tanh() if made.nonlinearity == "tanh" else (ih + hh).relu()
+        rows.append(h)
+    y = torch.stack(rows[:: -1 if made.reverse else 1])
+    if not made.cell:
+        return y
+    filled = torch.cat([c, c.new_zeros(len(c), -c.shape[1] % width)], 1)
+    return torch.cat([y, torch.stack(filled.split(width, 1))])
+
+
+SIZE = st.sampled_from([1, 2, 3, 7, 16, 17, 33])
+FLAG = st.booleans()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    op=st.sampled_from(sorted(GATES)),
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 4), SIZE, SIZE),
+    flags=st.tuples(*[FLAG] * 7),
+    state=st.sampled_from([None, 1 / STATE, 0.5 / STATE]),
+    width=st.sampled_from([None, None, 1, 3]),
+    nonlinearity=st.sampled_from(["tanh", "relu"]),
+    seed=st.integers(0, 9),
+)
+def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
+    torch.manual_seed(seed)
+    steps, samples, inputs, hidden = sizes
+    bias, reverse, cell, measured, initial, emits, quick = flags
+    options = {"reverse": reverse, "measured": measured, "x": UNIT if measured else X, "state_scale": state}
+    if op == "lstm":
+        options["cell"] = cell
+    if op == "rnn":
+        options["nonlinearity"] = nonlinearity
+    names = ("h", "c") if op == "lstm" else ("h",)
+    width = width if op == "lstm" and width is not None and width < hidden else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "has_int_mm", lambda: quick)
+        made, real = kernel(op, inputs, hidden, width, bias, given=names if initial else (), **options)
+        h, c = torch.randn(samples, width or hidden), torch.randn(samples, hidden)
+        q, scale = activations(steps, samples, inputs), torch.rand(steps, samples, 1) / 20
+        x = (q.double() - made.x.z) * (scale.double() if measured else made.x.s)
+        states = (h, c) if initial else (torch.zeros_like(h), torch.zeros_like(c))
+        wanted = exact(made, real, x, *(s.double() for s in states))
+        given_ = [q, *([scale] if measured else []), *(states[: len(names)] if initial else [])]
+        agree(made(*given_), wanted, None)
+        if emits:
+            other = type(made).from_config({**made.config(), "out": OUT}, dict(made.named_buffers()))
+            agree(other(*given_), wanted, OUT)
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_copies_and_threads(op):
+    made, _ = kernel(op, 5, 6)
+    x = activations(7, 2, 5)
+    wanted = made(x)
+    assert wanted.requires_grad is False and not wanted.is_inference()
+    for other in copies(made):
+        assert torch.equal(other(x), wanted)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(made(x))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(y, wanted) for y in found)
+
+
+def test_an_edited_weight_counts():
+    made, _ = kernel("gru", 5, 6)
+    x = activations(7, 2, 5)
+    before = made(x)
+    made.weight_hh.mul_(-1)
+    assert not torch.equal(made(x), before)
+    made.weight_hh.mul_(-1)
+    assert torch.equal(made(x), before)
+
+
+def test_no_samples():
+    made, _ = kernel("lstm", 5, 6, cell=True)
+    assert made(activations(7, 0, 5)).shape == (8, 0, 6)
+
+
+def test_refuses():
+    made, _ = kernel("lstm", 5, 6)
+    with pytest.raises(InputError, match=r"the layer takes \(T, N, 5\)"):
+        made(activations(7, 2, 6))
+    with pytest.raises(BackendError, match="hidden state is on no grid"):
+        kernel("lstm", 5, 6, state_qmax=0)
+
+
+@needs_vnni
+def test_refuses_what_overflows(monkeypatch):
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    with pytest.raises(BackendError, match="overflow; use 7 bits"):
+        kernel("lstm", 5, 40)
+    kernel("lstm", 5, 40, state_qmax=63, x=QParams.per_tensor(0.1, 64, 0, 127))
+
+
+# ---- through the pipeline
+
+
+class Net(nn.Module):
+    """A recurrent module between layers; both of its values are read."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.before, self.rnn = nn.Linear(8, 12), getattr(nn, kind)(12, 20, 2, **options)
+        self.behind = nn.Linear(20, 4)
+
+    def forward(self, x):
+        y, state = self.rnn(self.before(x))
+        h = state[0] + state[1] if isinstance(state, tuple) else state
+        return self.behind(y), h
+
+
+def data():
+    return torch.randn(9, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def quantized(model, preset, x, **options):
+    recipe = getattr(fxq.Recipe, preset)(backend="x86", optimize="coverage", **options)
+    with pytest.warns() as caught:
+        made = fxq.quantize(model, recipe, **({"data": [x]} if preset == "static" else {"example_inputs": x}))
+        fxq.errors.warn("so that there is one")
+    return made, [text for text in told(caught) if "verif" in text or "wrong" in text]
+
+
+@pytest.mark.parametrize("preset", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_runs_on_integers(kind, preset):
+    model, x = settled(lambda: Net(kind)), data()
+    made, wrong = quantized(model, preset, x)
+    layers = [e for e in made.ledger if e.path.startswith("rnn.l")]
+    assert [(e.path, e.fate) for e in layers] == [("rnn.l0", "int8"), ("rnn.l1", "int8")] and not wrong
+    for one, other in zip(call(model, x), call(made, x), strict=True):
+        assert sqnr(one, other) > decibels(30)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_fixed_range_of_the_state(kind):
+    state = fxq.TensorSpec(symmetric=True, range="fixed")
+    config = fxq.QuantConfig(fxq.Recipe.dynamic().config.activation, state=state)
+    model, x = settled(lambda: Net(kind)), data()
+    made = fxq.quantize(model, fxq.Recipe.dynamic(backend="x86").override("**", config), example_inputs=x)
+    written = [line for line in str(made.history["insert-qdq"].graph).splitlines() if f"= {kind.lower()}(" in line]
+    assert len(written) == 2 and all(f"state_qmax={STATE}, state_scale=0.0" in line for line in written)
+    assert sqnr(call(model, x)[0], call(made, x)[0]) > decibels(30)
+
+
+def test_a_state_in_float_is_refused():
+    recipe = fxq.Recipe.static(backend="x86").override(nn.GRU, fxq.QuantConfig(state=None))
+    ledger = fxq.quantize(settled(lambda: Net("GRU")), recipe, data=[data()]).ledger
+    assert {e.reason for e in ledger if e.op == "gru"} == {
+        "x86 kernels take a hidden state on integers; give state a spec"
+    }
+
+
+def test_a_wrong_kernel_is_put_back(monkeypatch):
+    """Of a state that is ten percent too large."""
+    keep = State.keep
+    monkeypatch.setattr(State, "keep", lambda self, h: keep(self, 1.1 * h))
+    _, wrong = quantized(settled(lambda: Net("LSTM")), "static", data())
+    assert len(wrong) == 2 and "x86.recurrent kernel is wrong" in wrong[0]
