@@ -49,6 +49,8 @@ def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> st
     context = rewriter.context
     asked, _ = context.config_for(info(nodes[0]).path, calls[0].op.name)
     inner = any(user not in nodes for node in nodes[:-1] for user in node.users)
+    if asked.activation is None and asked.weight is not None:
+        return "the recipe leaves activations in float, where a layer runs alone"
     if asked.is_float or inner:  # of several outputs, which no kernel has: annotate says so
         return None
     backend = context.backend

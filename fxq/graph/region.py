@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +16,33 @@ from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, op
 from fxq.graph.run import value_of
 from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
+from fxq.quant.packing import unpack
 from fxq.quant.qparams import QParams, spread
 
 
 @dataclass(frozen=True)
 class Weight:
-    """An integer weight of the qdq graph: int8 values and their parameters."""
+    """An integer weight of the qdq graph.
 
-    values: Tensor
+    Attributes:
+        stored: its integers; where they are packed, two to a byte, uint8; or float16.
+        qparams: their parameters.
+        packed: None, or the shape of a row of packed values.
+    """
+
+    stored: Tensor
     qparams: QParams
+    packed: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """How many values it has."""
+        return self.stored.numel() if self.packed is None else len(self.stored) * math.prod(self.packed)
+
+    @property
+    def values(self) -> Tensor:
+        """Its integers, each an element, in the shape of the weight."""
+        return self.stored if self.packed is None else unpack(self.stored, self.packed, self.qparams.qmin < 0)
 
 
 @dataclass(frozen=True)
@@ -87,18 +106,21 @@ class UnitRegion(Region):
 def read_region(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
     """The region around a unit or op of the qdq graph; None when `node` runs no op.
 
-    A conversion is a region of its own: it takes in no other conversion.
+    A conversion is a region of its own: it takes in no other conversion. A layer that reads and makes floats takes in
+    those of its weight.
     """
     calls = calls_of(gm, node)
     if not calls:
         return None
-    conversion = is_op(node, *CONVERSIONS)
+    conversion, alone = is_op(node, *CONVERSIONS), is_weight_only(node, calls)
     nodes = [node]
-    if not conversion and len(node.users) == 1:
+    if not conversion and not alone and len(node.users) == 1:
         nodes += [user for user in node.users if is_op(user, "quantize")]
 
     def taken_along(value: fx.Node) -> bool:
-        return value.op == "get_attr" or (not conversion and is_op(value, "dequantize"))
+        if conversion or alone:
+            return value.op == "get_attr" or (alone and is_weight(value))
+        return value.op == "get_attr" or is_op(value, "dequantize")
 
     return UnitRegion(tuple(nodes), (nodes[-1],), *_read(nodes, taken_along), calls)
 
@@ -108,6 +130,17 @@ def region_of(nodes: Sequence[fx.Node]) -> Region:
     inside = set(nodes)
     outputs = tuple(node for node in nodes if not inside.issuperset(node.users))
     return Region(tuple(nodes), outputs, *_read(nodes, is_weight))
+
+
+def is_weight_only(node: fx.Node, calls: Calls) -> bool:
+    """Whether a node of the qdq graph computes in float with a weight that is in integers."""
+    plan = info(node).plan
+    if plan is not None:
+        return plan.fate == "weight-only"
+    weight: Any = calls[0].tensors.get(calls[0].op.quant.weight or "")
+    if len(calls) > 1 or not is_op(weight, "dequantize") or not is_weight(weight):
+        return False
+    return not any(is_op(value, "dequantize") for value in calls[0].activations)
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -140,7 +173,9 @@ def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
     Not a unit of several outputs: a kernel of a unit has one.
     """
     region = read_region(gm, node) if info(node).is_tensor and not is_op(node, *CONVERSIONS) else None
-    return region is not None and (region.out is not None or region.calls[0].op.quant.heavy)
+    if region is None:
+        return False
+    return region.out is not None or region.calls[0].op.quant.heavy or is_weight_only(node, region.calls)
 
 
 def _read(
@@ -205,11 +240,24 @@ def integer_input(gm: fx.GraphModule, value: Any) -> Integers | None:
 
 
 def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
-    """The int8 values and parameters behind a dequantized weight; None when `value` is no such thing."""
+    """The integers and parameters behind a dequantized weight; None when `value` is no such thing."""
     if not is_op(value, "dequantize"):
         return None
-    values, grid = constant(gm, value.args[0]), grid_of(gm, value)
-    return Weight(values, grid) if values is not None and grid is not None else None
+    stored, grid, packed = constant(gm, value.args[0]), grid_of(gm, value), options_of(value)["packed"]
+    if stored is None or grid is None:
+        return None
+    return Weight(stored, replace(grid, dtype=stored.dtype) if packed is None else grid, packed)
+
+
+def saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
+    """How much smaller the weights that a node reads are than in float32, with all that belongs to them."""
+    saved = 0
+    for value in node.all_input_nodes:
+        weight = integer_weight(gm, value)
+        if weight is not None:
+            held = (constant(gm, read) for read in value.all_input_nodes)
+            saved += 4 * weight.numel - sum(tensor.nbytes for tensor in held if tensor is not None)
+    return saved
 
 
 @dataclass(frozen=True)
