@@ -49,10 +49,10 @@ def quantize(
     Args:
         model: a float `nn.Module` in eval mode (where that makes a difference), or an `ExportedProgram` of one
             (`torch.export.export`); data parallel and `torch.compile` wrappers are taken off.
-        recipe: a `Recipe`, a preset's name ("static", "dynamic"), a dict, or a path to a .toml file.
+        recipe: a `Recipe`, a preset's name ("static", "dynamic", "weight_only"), a dict, or a path to a .toml file.
         data: calibration batches: an iterable of tensors, tuples or lists of positional inputs, or dicts of keyword
             inputs; `(input, target)` pairs are taken as the input alone when the model takes one. A recipe that
-            measures all ranges at run time needs none, and looks at the first few if there are any.
+            calibrates no ranges needs none, and looks at the first few if there are any.
         example_inputs: one batch to find shapes with; default: the first of `data`.
         progress: show a progress bar; default: when stderr is a terminal.
 
@@ -145,7 +145,7 @@ def convert(observed: ObservedModel) -> QuantizedModel:
     ledger, record = ledger_of(manager.history, manager.gm, context)
     found = output_sqnr(manager.gm, context, sum(e.macs for e in ledger))
     ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
-    if ledger and not ledger.count("int8"):
+    if ledger and not ledger.count("int8") and not ledger.count("weight-only"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
     check_output(ledger, context)
     return QuantizedModel.from_manager(manager, ledger, record)

@@ -41,6 +41,7 @@ PASSES: tuple[Pass, ...] = (
 
 register_preset("static", PASSES, QuantConfig())
 register_preset("dynamic", PASSES, QuantConfig(MEASURED))
+register_preset("weight_only", PASSES, QuantConfig(activation=None))
 register_option("correct_bias", PipelineEdit("insert-qdq", CorrectBias()))
 
 __all__ = [

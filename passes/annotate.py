@@ -21,7 +21,7 @@ from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_b
 from fxq.ops import OPS
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
-from fxq.quant.spec import QuantConfig
+from fxq.quant.spec import QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config
 from fxq.rewriting.rewriter import Rewriter
@@ -36,8 +36,8 @@ class Annotate(Pass):
 
     Ops with weights run on integers wherever recipe and backend allow it. Everything else follows its neighbours: an op
     that moves data or has a light kernel runs on integers when somebody reads integers from it, and when its own inputs
-    are integers without a conversion made for it alone. So does the sum behind a layer. Every float decision carries
-    its reason.
+    are integers without a conversion made for it alone. So does the sum behind a layer. A layer whose activations the
+    recipe leaves in float, and an embedding, has its weight in integers. Every float decision carries its reason.
     """
 
     name: ClassVar[str] = "annotate"
@@ -121,6 +121,11 @@ class _Asked:
             fix = context.override_line(about.path, calls[0].op.name, context.recipe.preset_line)
             what = selector or "all that it does not name"
             return self._float("excluded by the recipe", f"the recipe says float for {what}", fix)
+        quant = calls[0].op.quant
+        if config.weight is not None and quant.weight and quant.axis is not None and quant.in_float(config.activation):
+            return self._weight_only(node, backend, config, config.weight)
+        if config.activation is None:
+            return self._float("excluded by the recipe", "it has no weight, and the recipe leaves activations in float")
         return self._fit(node, backend, config)
 
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:
@@ -140,6 +145,18 @@ class _Asked:
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
         state = config.state if calls[0].op.quant.state else None
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
+
+    def _weight_only(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:
+        """The plan for a layer that computes in float, with its weight in integers where that can be."""
+        gm, calls = self.rewriter.gm, self.ops[node]
+        weights = [read for read in inputs_of(calls) if read.role == "weight"]
+        reasons = [_unfit_input(gm, calls[0], read, self.changes) for read in weights]
+        reasons += [_unfit_weight(constant(gm, read.node), spec) for read in weights]
+        reason = next((reason for reason in reasons if reason is not None), None)
+        support = backend.supports(gm, node, calls, replace(config, activation=None)) if reason is None else None
+        if support is None or support.ops < len(calls):
+            return self._float("unsupported", reason or (support.reason if support is not None else ""))
+        return Plan(Decision("weight-only", decided_by=self.rewriter.name), weight=spec)
 
     def _float(self, kind: DecisionKind, text: str, fix: str = "") -> Plan:
         return Plan(Decision("float", kind, text, fix, self.rewriter.name))
@@ -208,6 +225,17 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
         return "its inputs are constants"
     reasons = (_unfit_input(gm, first, read, changes) for read in inputs_of(calls))
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _unfit_weight(tensor: torch.Tensor | None, spec: TensorSpec) -> str | None:
+    """Why a weight cannot be kept as a spec says; None where it can, and where it is no constant."""
+    if tensor is None:
+        return None
+    if tensor.dtype != torch.float32:
+        return f"its weight is {tensor.dtype}, not float32".replace("torch.", "")
+    if spec.format == "float16" and float(tensor.abs().max()) > torch.finfo(torch.float16).max:
+        return f"its weight has values up to {float(tensor.abs().max()):.3g}, beyond float16"
+    return None
 
 
 def _unfit_input(gm: fx.GraphModule, first: OpCall, read: UnitInput, changes: Changes) -> str | None:

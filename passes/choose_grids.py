@@ -19,6 +19,7 @@ from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from
 from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of, wishes_of
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
+from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 from fxq.quant.strands import FAR, Strand, around, watching
 from fxq.recipe.pass_base import Pass, Stage
@@ -143,6 +144,8 @@ class _Chooser:
 
     def _weight(self, node: fx.Node, edge: Edge) -> Edge:
         """The edge of a weight with its grid: one bit less where a kernel that reads it overflows with 8."""
+        if edge.spec.format == "float16":
+            return replace(edge, qparams=QParams.of_float16())
         tensor, observer = constant(self.gm, node), self.observers.get((node, edge.spec, edge.axis))
         if tensor is None or observer is None:
             raise PassError(f"{where(self.gm, node)}: no observer watches this weight. Run insert-observers.")

@@ -18,7 +18,9 @@ from fxq.cost.prices import (
     priced_ops,
     priced_values,
     regions_of,
+    slower_for_size,
     slower_than_float,
+    weight_only_ops,
 )
 from fxq.cost.probe import Prober
 from fxq.errors import RecipeError, warn
@@ -122,8 +124,14 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
     with progress_bar("measuring kernels", unknown, context.progress if unknown else False) as advance:
         ops = priced_ops(rewriter.gm, regions, prober, advance)
         left = dict(float_ops(rewriter.gm, nodes, prober))
+        kept = dict(weight_only_ops(rewriter.gm, nodes, prober))
     for unable, seconds in left.items():
         _record(rewriter, unable, Cost(1e6 * seconds))
+    for layer, cost in kept.items():
+        _record(rewriter, layer, cost)
+    slow = slower_for_size(kept, sum(left.values()) + sum(op.real for op in ops if op.measured))
+    if slow is not None:
+        warn(slow)
     integers: set[Key] = set(regions)
     if choose:
         ops, values, integers = choose_by_price(rewriter.gm, nodes, regions, prober, ops)
@@ -164,7 +172,7 @@ def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequenc
 def _able(rewriter: Rewriter) -> dict[fx.Node, Place]:
     """What runs on integers now, with its place."""
     places = places_of(rewriter.gm, rewriter.nodes())
-    return {node: place for node, place in places.items() if _fate(node) not in ("float", None)}
+    return {node: place for node, place in places.items() if _fate(node) not in ("float", "weight-only", None)}
 
 
 def _fate(node: fx.Node) -> str | None:
@@ -285,4 +293,4 @@ def is_float(node: fx.Node) -> bool:
     if is_op(node, *CONVERSIONS):
         return False
     plan = plan_of(node)
-    return plan is None or plan.fate == "float"
+    return plan is None or plan.in_float

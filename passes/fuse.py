@@ -49,6 +49,8 @@ def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> st
     """Why a unit of these ops would run in float in part, where a kernel of the backend runs others of them."""
     context = rewriter.context
     asked, _ = context.config_for(info(nodes[0]).path, calls[0].op.name)
+    if asked.activation is None and asked.weight is not None:
+        return "the recipe leaves activations in float, where a layer runs alone"
     if asked.is_float:
         return None
     backend = context.backend

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxq.errors import PassError
 from fxq.graph.grid import grid_of
@@ -18,6 +18,7 @@ from fxq.graph.unit import Wish, wishes_of
 from fxq.ops.recurrent import bounded_scale
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
+from fxq.quant.packing import BITS, pack
 from fxq.quant.qparams import QParams, quantize
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
@@ -30,6 +31,7 @@ class InsertQdq(Pass):
 
     Before: conv2d(observer(x), w, b)
     After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b)
+    Where the weight alone is in integers: conv2d(x, dequantize(w_int8), b); of four bits, two values are in a byte.
     Also: what an op moves together with others is put onto the grid of its result, where it has one of its own; and
     the state of a recurrent layer is put onto a grid, by options of its op.
     Keeps: the output up to rounding to the grids. This is the portable reference: exact, on any device.
@@ -53,6 +55,7 @@ class InsertQdq(Pass):
                 rewriter.replace(node, node.args[0])
         wishes = {node: wishes_of(rewriter.gm, node) for node in rewriter.nodes()}
         results = {value: {e.spec: e.qparams for e in info(value).edges if not e.measured} for value in chosen}
+        stored: dict[Hashable, tuple[Tensor, ...]] = {}
         for value in chosen:
             current, readers = value, list(value.users)
             for edge in info(value).edges:
@@ -60,7 +63,7 @@ class InsertQdq(Pass):
                 if value.op != "get_attr":
                     current = _convert(rewriter, value, current, edge, wish)
                 elif wish:
-                    _convert_weight(rewriter, value, edge, wish)
+                    _convert_weight(rewriter, value, edge, wish, stored)
             rewriter.describe(value, edges=())
         for node in rewriter.nodes():
             _put_state_on_a_grid(rewriter, node)
@@ -157,22 +160,47 @@ def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
     return fx.node.map_arg(args, lambda n: new if n is old else n)
 
 
-def _convert_weight(rewriter: Rewriter, weight: fx.Node, edge: Edge, wish: Collection[fx.Node]) -> None:
-    """Put the integer form of a weight, dequantized, behind the float one, for those that want it."""
+def _convert_weight(
+    rewriter: Rewriter,
+    weight: fx.Node,
+    edge: Edge,
+    wish: Collection[fx.Node],
+    made: dict[Hashable, tuple[Tensor, ...]],
+) -> None:
+    """Put the integer form of a weight, dequantized, behind the float one, for those that want it.
+
+    `made` has the tensors of those before: layers that share a float weight share the integers.
+    """
     tensor, qp = constant(rewriter.gm, weight), edge.qparams
     assert tensor is not None and isinstance(qp, QParams)  # choose-grids has seen it
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
-    values = rewriter.constant(quantize(tensor.detach(), qp), f"{name}_int8", before=weight.next)
-    grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": qp.axis}
-    last = values
-    if qp.axis is None:
-        grid |= {"scale": qp.s, "zero_point": qp.z}
-    else:
-        scale = rewriter.constant(qp.scale.to(tensor.device), f"{name}_scale", before=values.next)
-        last = rewriter.constant(qp.zero_point.to(tensor.device), f"{name}_zero_point", before=scale.next)
-        grid |= {"scale": scale, "zero_point": last}
+    packs = all(map(_is_weight_only, wish)) and qp.dtype != torch.float16 and qp.qmax - qp.qmin < 2**BITS
+    key = (id(tensor), edge.spec, edge.axis, packs)
+    values, scale, zero_point = made[key] = made.get(key) or _stored(tensor.detach(), qp, packs)
+    kind = "float16" if values.dtype == torch.float16 else "int4" if packs else "int8"
+    grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": qp.axis, "block": qp.block}
+    grid |= {"scale": qp.s, "zero_point": qp.z} if qp.axis is None else {"zero_point": 0}
+    grid |= {"packed": tuple(tensor.shape[1:])} if packs else {}
+    integers = last = rewriter.constant(values, f"{name}_{kind}", before=weight.next)
+    if qp.axis is not None:
+        grid["scale"] = last = rewriter.constant(scale, f"{name}_scale", before=last.next)
+    if qp.axis is not None and (qp.block is None or bool(zero_point.any())):
+        grid["zero_point"] = last = rewriter.constant(zero_point, f"{name}_zero_point", before=last.next)
     typed = (tuple(tensor.shape), torch.float32)
-    dq = rewriter.call("dequantize", values, after=last, name=f"{name}_dq", typed=typed, **grid)
+    dq = rewriter.call("dequantize", integers, after=last, name=f"{name}_dq", typed=typed, **grid)
     about = info(next(iter(wish)))
     rewriter.describe(dq, path=about.path, source=about.source, stands_for=str(weight.target))
     rewriter.reroute(weight, dq, only=lambda user: user in wish)
+
+
+def _is_weight_only(node: fx.Node) -> bool:
+    plan = info(node).plan
+    return plan is not None and plan.fate == "weight-only"
+
+
+def _stored(weight: Tensor, qp: QParams, packs: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The values that are kept of a weight, two to a byte where it `packs`; scales and zero points."""
+    kept = weight.to(torch.float16) if qp.dtype == torch.float16 else quantize(weight, qp)
+    small = torch.int32 if qp.block is None else qp.dtype  # there is one for each few values
+    home = weight.device
+    return pack(kept) if packs else kept, qp.scale.to(home), qp.zero_point.to(home, small)

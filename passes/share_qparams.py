@@ -87,7 +87,10 @@ def _add_alone(rewriter: Rewriter, nodes: Sequence[fx.Node], group: int) -> None
                 wanted.setdefault(value, {})[wish] = None
     for value, wishes in wanted.items():
         is_weight = value.op == "get_attr"
-        edges = [Edge(spec, group + i, True, is_weight, axis=axis) for i, (spec, axis) in enumerate(wishes)]
+        edges = [
+            Edge(spec, group + i, True, is_weight and spec.format == "integer", axis=axis)
+            for i, (spec, axis) in enumerate(wishes)
+        ]
         calibrated = [edge for edge in info(value).edges if not (is_weight or edge.measured)]
         rewriter.describe(value, edges=(*calibrated, *edges))
         group += len(edges)

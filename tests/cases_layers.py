@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +75,13 @@ STATISTICS = {
     "bias": normal(4),
 }
 VOLUME = (4, 4, 2, 4, 8)
+
+
+def _bags(f: Any, more: tuple[Any, ...], x: torch.Tensor, m: Any) -> torch.Tensor:
+    """x plus the mean of the row of the weight that its largest value names, by an aten overload."""
+    index = x.argmax(1)
+    bags: torch.Tensor = f(m.weight, index, torch.arange(len(index)), False, 1, *more)[0]
+    return x + bags
 
 
 def SCALE() -> torch.Tensor:
@@ -237,6 +246,32 @@ LAYERS = [
         (nn.Embedding, lambda: Call(lambda x, m: x + m.table(x.argmax(1)), table=nn.Embedding(8, 8))),
         layout="rows",
         group="embedding_module",
+    ),
+    *cases(
+        "embedding_bag",
+        (nn.EmbeddingBag, lambda: Call(lambda x, m: x + m.table(x.argmax(1)[:, None]), table=nn.EmbeddingBag(8, 8))),
+        layout="rows",
+        group="embedding_bag_module",
+    ),
+    *cases(
+        "embedding_bag",
+        function(
+            F.embedding_bag, lambda x, m: x + F.embedding_bag(x.argmax(1)[:, None], m.weight), weight=normal(8, 8)
+        ),
+        layout="rows",
+        group="embedding_bag_function",
+    ),
+    *cases(
+        "embedding_bag",
+        *(
+            function(f, partial(_bags, f, more), weight=normal(8, 8))
+            for f, more in (
+                (aten.embedding_bag.default, ()),
+                (aten._embedding_bag.default, ()),
+                (aten.embedding_bag.padding_idx, (False, None, False, None)),
+            )
+        ),
+        layout="rows",
     ),
     *cases(
         "embedding",

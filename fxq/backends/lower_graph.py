@@ -22,7 +22,7 @@ from fxq.graph.unit import calls_of
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import open_unit
 
-_FATES: tuple[Fate, ...] = ("int8", "moves", "float")
+_FATES: tuple[Fate, ...] = ("int8", "weight-only", "moves", "float")
 """What a kernel counts as that runs ops of each: the first that there is."""
 
 

@@ -15,10 +15,20 @@ from fxq.backends.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fit
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
+from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, options_of, values_of
-from fxq.graph.region import Region, UnitRegion, out_grids, read_region, region_of, unit_regions
+from fxq.graph.region import (
+    Region,
+    UnitRegion,
+    integer_weight,
+    is_weight_only,
+    out_grids,
+    read_region,
+    region_of,
+    unit_regions,
+)
 from fxq.graph.unit import Calls
 from fxq.ops.table import Op
 from fxq.quant.qparams import QParams
@@ -70,12 +80,15 @@ class RowBackend(Backend):
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """What the table says of the leading ops."""
-        measured = config.activation is not None and config.activation.range == "measured"
+        if config.activation is None:
+            known = len(calls) == 1 and calls[0].op.name in WEIGHT_ONLY
+            return Support(1) if known else Support(0, f"no kernel runs {calls[0].op.name} with integer weights alone")
+        measured = config.activation.range == "measured"
         found = self.fits(calls, measured)
         if not found:
             what = " with ranges measured at run time" if measured else _advice(calls[0].op)
             return Support(0, f"{self.name} has no int8 kernel for {calls[0].op.name}{what}")
-        if config.activation is not None and config.activation.signed:
+        if config.activation.signed:
             return Support(0, f"{self.name} kernels take unsigned activations; set signed=False")
         weight = config.weight
         weighted = any(call.op.quant.weight for call in found[0].calls)
@@ -127,6 +140,8 @@ class RowBackend(Backend):
             (grid,), weight = out_grids(gm, region), constant(gm, argument(region.node, "weight"))
             assert grid is not None and weight is not None  # as was asked
             return QUANTIZING[region.calls[0].op.name](weight, grid)
+        if is_weight_only(region.node, region.calls):
+            return _weight_only(gm, region)
         refused = None
         for fit in self.fits(region.calls, _is_measured(region)):
             if len(fit.calls) < len(region.calls):
@@ -164,6 +179,23 @@ def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
     if reason is not None:
         raise BackendError(reason)
     if inputs != region.inputs:  # it reads one of them twice, or in another order
+        kernel.reads = tuple(map(region.inputs.index, inputs))
+    return kernel
+
+
+def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
+    """The kernel of a layer that computes in float; None where the weight is in float, too."""
+    call = region.calls[0]
+    quant = call.op.quant
+    read: Any = call.tensors.get(quant.weight or "")
+    weight, bias = integer_weight(gm, read), constant(gm, call.tensors.get(quant.bias or ""))
+    if weight is None:
+        return None
+    zero_point = constant(gm, options_of(read)["zero_point"])
+    given = {name: value for name in quant.inputs if isinstance(value := call.tensors.get(name), fx.Node)}
+    kernel = WEIGHT_ONLY[call.op.name].of(call, tuple(given), weight, zero_point, bias)
+    inputs = tuple(given.values())
+    if inputs != region.inputs:
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from fxq.cost.min_cut import Key, Priced, PricedValue, by_a_hair, cheapest, seconds_of
 from fxq.cost.probe import Prober
-from fxq.graph.info import info
+from fxq.graph.info import Cost, info
 from fxq.graph.query import CONVERSIONS, is_op, made_by, reads_only_metadata, taken_from
 from fxq.graph.region import UnitRegion, read_region
 from fxq.graph.unit import calls_of
@@ -20,11 +20,11 @@ log = logging.getLogger("fxq")
 
 
 def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, UnitRegion]:
-    """The regions of the ops and units that run on integers."""
+    """The regions of the ops and units that run on integers, and could run in float."""
     found = {}
     for node in nodes:
         plan = info(node).plan
-        if plan is None or plan.fate == "float" or is_op(node, *CONVERSIONS):
+        if plan is None or plan.in_float or is_op(node, *CONVERSIONS):
             continue
         region = read_region(gm, node)
         if region is not None:
@@ -112,6 +112,44 @@ def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> I
                 yield node, prober.real(gm, region)
             except Exception as error:  # an op may ask more of its inputs than that they have a shape and a dtype
                 log.debug("%s cannot be timed: %s: %s", node.name, type(error).__name__, error)
+
+
+def weight_only_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, Cost]]:
+    """The layers that compute in float with integer weights, and what each takes either way.
+
+    Nothing is decided by it: they have these weights for their size.
+    """
+    for node in nodes:
+        plan = info(node).plan
+        region = read_region(gm, node) if plan is not None and plan.fate == "weight-only" else None
+        if region is not None and prober.can_price(region):
+            try:
+                yield node, Cost(1e6 * prober.real(gm, region), 1e6 * prober.kernel(gm, region))
+            except Exception as error:  # as above
+                log.debug("%s cannot be timed: %s: %s", node.name, type(error).__name__, error)
+
+
+def slower_for_size(kept: Mapping[fx.Node, Cost], others: float) -> str | None:
+    """What to say where integer weights make the model slower than it is in float; None where not.
+
+    Args:
+        kept: the layers with such weights, and what they take.
+        others: seconds of all other ops in float.
+    """
+    real = others + sum(cost.float_us for cost in kept.values()) * 1e-6
+    extra = {node: 1e-6 * ((cost.int8_us or cost.float_us) - cost.float_us) for node, cost in kept.items()}
+    more = sum(extra.values())
+    if real == 0.0 or more <= (_SLOWER - 1) * real:
+        return None
+    most = sorted(extra, key=lambda node: -extra[node])[:_NAMED]
+    names = ", ".join(
+        f"{_named(n)} ({_ms(1e-6 * (kept[n].int8_us or 0.0))}, in float {_ms(1e-6 * kept[n].float_us)})" for n in most
+    )
+    return (
+        f"with its weights in integers, the model is estimated to take {1 + more / real:.1f} times as long as in float "
+        f"on this machine: {_ms(real + more)} instead of {_ms(real)}. What loses most: {names}. "
+        f"recipe.override({_named(most[0])!r}, fxq.FLOAT) leaves a layer as it is; print(qmodel.ledger) has them all."
+    )
 
 
 def priced_values(

@@ -13,7 +13,7 @@ from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
-Fate = Literal["int8", "moves", "float"]
+Fate = Literal["int8", "weight-only", "moves", "float"]
 DecisionKind = Literal[
     "unsupported",
     "excluded by the recipe",
@@ -33,7 +33,8 @@ class Decision:
     """What an op runs as, why, and who says so.
 
     Attributes:
-        fate: `int8` (runs on integers), `moves` (moves integers), or `float`.
+        fate: `int8` (runs on integers), `weight-only` (computes in float with a weight that is kept in integers, or in
+            float16), `moves` (moves integers), or `float`.
         kind: what sort of reason `text` is; empty where there is no reason to give.
             `unsupported`: fxq or the backend has no integer form of this call.
             `excluded by the recipe`: the recipe says float.
@@ -106,6 +107,11 @@ class Plan:
         """What the node runs as."""
         return self.decision.fate
 
+    @property
+    def in_float(self) -> bool:
+        """Whether the node computes in float: it reads floats, and makes them."""
+        return self.fate in ("float", "weight-only")
+
     def decided(self, **changes: Any) -> Plan:
         """The same plan with fields of its decision replaced."""
         return replace(self, decision=replace(self.decision, **changes))
@@ -122,7 +128,8 @@ class Edge:
         observed: whether an observer watches it: where it is made, where a part of other values is selected, and where
             it may hold constants.
         constants: what masks, pads and fills may have put among its values; no data.
-        axis: of a weight, the axis of its output channels where each has a scale; of a value whose rows have scales
+        axis: of a weight, the axis of its output channels where each has a scale, or of its input channels where blocks
+            of them have one; of a value whose rows have scales
             that are measured, the first axis of a row, counted from the end; None: one scale.
         qparams: its scale and zero point, once they are chosen; where they are measured at run time, their grid.
     """

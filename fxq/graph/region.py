@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +16,33 @@ from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, op
 from fxq.graph.run import value_of
 from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
+from fxq.quant.packing import unpack
 from fxq.quant.qparams import QParams, spread
 
 
 @dataclass(frozen=True)
 class Weight:
-    """An integer weight of the qdq graph: int8 values and their parameters."""
+    """An integer weight of the qdq graph.
 
-    values: Tensor
+    Attributes:
+        stored: its integers; where they are packed, two to a byte, uint8; or float16.
+        qparams: their parameters.
+        packed: None, or the shape of a row of packed values.
+    """
+
+    stored: Tensor
     qparams: QParams
+    packed: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """How many values it has."""
+        return self.stored.numel() if self.packed is None else len(self.stored) * math.prod(self.packed)
+
+    @property
+    def values(self) -> Tensor:
+        """Its integers, each an element, in the shape of the weight."""
+        return self.stored if self.packed is None else unpack(self.stored, self.packed, self.qparams.qmin < 0)
 
 
 @dataclass(frozen=True)
@@ -80,16 +99,19 @@ def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) ->
     """The region around a unit or op of the qdq graph; None when `node` runs no op.
 
     A conversion is a region of its own: it takes in no other conversion. With `emits_float`, the region ends in the
-    unit, also where a quantize alone reads that.
+    unit, also where a quantize alone reads that. So does a layer that reads floats and whose weights are integers; it
+    takes in the conversions of those.
     """
     calls = calls_of(gm, node)
     if not calls:
         return None
-    conversion, values = is_op(node, *CONVERSIONS), values_of(node)
-    outputs = [node] if conversion else [value if emits_float else _rounded(value) for value in values]
+    conversion, alone, values = is_op(node, *CONVERSIONS), is_weight_only(node, calls), values_of(node)
+    outputs = [node] if conversion else [value if emits_float or alone else _rounded(value) for value in values]
 
     def taken_along(value: fx.Node) -> bool:
-        return value.op == "get_attr" or (not conversion and is_op(value, "dequantize"))
+        if conversion or alone:
+            return value.op == "get_attr" or (alone and is_weight(value))
+        return value.op == "get_attr" or is_op(value, "dequantize")
 
     nodes = tuple(dict.fromkeys((node, *values, *outputs)))
     return UnitRegion(nodes, tuple(outputs), *_read(nodes, taken_along), calls)
@@ -106,6 +128,17 @@ def region_of(nodes: Sequence[fx.Node]) -> Region:
     inside = set(nodes)
     outputs = tuple(node for node in nodes if not inside.issuperset(node.users))
     return Region(tuple(nodes), outputs, *_read(nodes, is_weight))
+
+
+def is_weight_only(node: fx.Node, calls: Calls) -> bool:
+    """Whether a node of the qdq graph computes in float with a weight that is in integers."""
+    plan = info(node).plan
+    if plan is not None:
+        return plan.fate == "weight-only"
+    weight: Any = calls[0].tensors.get(calls[0].op.quant.weight or "")
+    if len(calls) > 1 or not is_op(weight, "dequantize") or not is_weight(weight):
+        return False
+    return not any(is_op(value, "dequantize") for value in calls[0].activations)
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -137,7 +170,8 @@ def _has_grids(gm: fx.GraphModule, node: fx.Node) -> bool:
     region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None
     if region is None or not info(region.outputs[0]).is_tensor:
         return False
-    return any(is_op(out, "quantize") for out in region.outputs) or region.calls[0].op.quant.heavy
+    heavy = region.calls[0].op.quant.heavy or is_weight_only(node, region.calls)
+    return heavy or any(is_op(out, "quantize") for out in region.outputs)
 
 
 def _read(
@@ -202,11 +236,24 @@ def integer_input(gm: fx.GraphModule, value: Any) -> Integers | None:
 
 
 def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
-    """The int8 values and parameters behind a dequantized weight; None when `value` is no such thing."""
+    """The integers and parameters behind a dequantized weight; None when `value` is no such thing."""
     if not is_op(value, "dequantize"):
         return None
-    values, grid = constant(gm, value.args[0]), grid_of(gm, value)
-    return Weight(values, grid) if values is not None and grid is not None else None
+    stored, grid, packed = constant(gm, value.args[0]), grid_of(gm, value), options_of(value)["packed"]
+    if stored is None or grid is None:
+        return None
+    return Weight(stored, replace(grid, dtype=stored.dtype) if packed is None else grid, packed)
+
+
+def saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
+    """How much smaller the weights that a node reads are than in float32, with all that belongs to them."""
+    saved = 0
+    for value in node.all_input_nodes:
+        weight = integer_weight(gm, value)
+        if weight is not None:
+            held = (constant(gm, read) for read in value.all_input_nodes)
+            saved += 4 * weight.numel - sum(tensor.nbytes for tensor in held if tensor is not None)
+    return saved
 
 
 @dataclass(frozen=True)

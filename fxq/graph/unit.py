@@ -228,9 +228,11 @@ def wishes_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, Wish]:
     row = calls[0].op.quant.channels if calls else None
     reads = reads_of(gm, node)
     wishes: dict[fx.Node, Wish] = {v: (spec, row if spec.per == "row" else None) for v, spec in reads.items()}
-    if plan is not None and plan.fate == "int8" and plan.weight is not None:
+    if plan is not None and plan.fate in ("int8", "weight-only") and plan.weight is not None:
         for read in inputs_of(calls):
-            if read.role == "weight":
+            if read.role == "weight" and read.axis is not None:
                 axis = read.axis if plan.weight.per == "channel" else None
+                if plan.weight.block is not None:
+                    axis = 1 - read.axis  # of a weight's first two axes, that of its input channels
                 wishes[unobserved(gm, read.node)] = plan.weight, axis
     return wishes

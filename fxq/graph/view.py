@@ -25,7 +25,8 @@ class NodeView:
 
     Attributes:
         name: the node's name in the graph.
-        kind: what it is, for colours: `int8` (integer compute), `moves` (moves integers), `convert` (quantize,
+        kind: what it is, for colours: `int8` (integer compute), `weight-only` (a float layer with
+            an integer weight), `moves` (moves integers), `convert` (quantize,
             dequantize), `float` (stays in float, see `reason`), `observer`, `op` (not decided yet), `size` (sizes and
             other plain values, checks: no op), `constant`, `io`.
         label: the op, unit, kernel or module type.

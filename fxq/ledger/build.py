@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields, replace
 
 from torch import fx
 
+from fxq.backends.kernel import Kernel
 from fxq.common.isolation import seeded, untouched
 from fxq.errors import PassError
-from fxq.graph.info import Cost, Decision, Fate, info
+from fxq.graph.info import Cost, Decision, info
 from fxq.graph.query import submodule, taken_from, values_of
+from fxq.graph.region import saved_bytes
 from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
 from fxq.ledger.float_record import Record, record_of
@@ -50,7 +52,8 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
     mending = Mending(edges, entries)
     mends = {node_rows[n.name].row.name: mending.line(n) for n in nodes if n.name in node_rows}
     costs = {w.runs[0]: w.cost for w in workers if w.runs}
-    entries = [replace(entry, mend=mends.get(entry.name, "")) for entry in entries]
+    saved = {w.runs[0]: _saved_bytes(gm, w.node) for w in workers if w.runs}
+    entries = [replace(e, mend=mends.get(e.name, ""), saved_bytes=saved.get(e.name, 0)) for e in entries]
     ledger = Ledger(tuple(_with_numbers(entry, found, costs.get(entry.name)) for entry in entries))
     return ledger, record_of(context.model, context.example, found.values)
 
@@ -121,18 +124,26 @@ def _ops_of(
     return tuple(runs), tuple(absorbs)
 
 
+def _saved_bytes(gm: fx.GraphModule, node: fx.Node) -> int:
+    """What the weights of a node, or inside its kernel, are smaller by than in float32."""
+    kernel = submodule(gm, node)
+    if not isinstance(kernel, Kernel):
+        return saved_bytes(gm, node)
+    form = kernel.form.module(kernel) if kernel.form is not None else None
+    return sum(saved_bytes(form, inside) for inside in form.graph.nodes) if form is not None else 0
+
+
 def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> Decision:
     """What a node runs as, and why it is float; also where no pass has said it."""
     plan, kept = info(node).plan, info(node).kept
     undecided = Decision("float", "undecided", info(node).note or "no pass has planned it")
     decision = plan.decision if plan is not None else kept or undecided
-    if kind not in ("int8", "moves"):
+    if kind not in ("int8", "weight-only", "moves"):
         return replace(decision, fate="float") if decision.text else replace(undecided, fix=decision.fix)
-    if lowered and _is_in_qdq_form(gm, node):
+    if lowered and _is_in_qdq_form(gm, node) and kind != "weight-only":
         why = "stays in qdq form: the backend made no kernel of it"
         return replace(decision, fate="float", text=decision.text or why, kind=decision.kind or "unsupported")
-    fate: Fate = "int8" if kind == "int8" else "moves"
-    return Decision(fate, decided_by=decision.decided_by)
+    return Decision(decision.fate, decided_by=decision.decided_by)
 
 
 def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -161,4 +172,4 @@ def _entry(op: OriginalOp, workers: Sequence[_Worker], absorber: _Worker | None,
     return replace(plain, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
 
 
-_FATES = ("float", "int8", "moves")
+_FATES = ("float", "weight-only", "int8", "moves")

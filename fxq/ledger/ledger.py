@@ -23,7 +23,8 @@ class Entry:
         name: its node in the canonical graph; two calls of one module have two names.
         path: its module path: of the module itself, or of the one whose forward calls the function.
         op: what it is.
-        fate: `int8`, `moves` (moves integers), `float`, or `folded` (into another op's weights, or without an effect).
+        fate: `int8`, `weight-only` (a float layer with an integer weight), `moves` (moves integers), `float`, or
+            `folded` (into another op's weights, or without an effect).
         into: the node of the final graph that runs it or has it in its weights; one for all ops of a unit; empty where
             there is none.
         reason: why it is float, or where it went.
@@ -41,8 +42,10 @@ class Entry:
             integers: the noise that `mend` takes away.
         mend: the line of a recipe that takes this noise away, as Python: it puts the whole unit into float, and the
             ops that make its inputs where others read the same integers. Empty where nothing in it runs on integers.
-        float_us, int8_us: measured microseconds of the op in float and on integers; for a unit, in the row of its first
-            op. None where nothing was measured.
+        saved_bytes: how much smaller its weight is than in float32, scales counted; a weight that several layers share
+            counts for each.
+        float_us, int8_us: measured microseconds of the op in float, and on integers or with an integer weight; for a
+            unit, in the row of its first op. None where nothing was measured.
         conversions_us: microseconds of the conversions around it when it runs on integers, less those when it runs in
             float, with all other ops as they are.
     """
@@ -62,6 +65,7 @@ class Entry:
     own_sqnr: float | None = None
     fault_sqnr: float | None = None
     mend: str = ""
+    saved_bytes: int = 0
     float_us: float | None = None
     int8_us: float | None = None
     conversions_us: float | None = None
@@ -111,7 +115,7 @@ class Narrowed:
         return f"{self.role} have 7 bits where 8 overflow in this CPU's kernels; {why}"
 
 
-FATES = ("int8", "moves", "float", "folded")
+FATES = ("int8", "weight-only", "moves", "float", "folded")
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +123,8 @@ class Ledger(Rows[Entry]):
     """One entry per op of the model, in execution order. `print` shows a table.
 
     Attributes:
-        entries: the rows. The `fate` of an op is "int8", "moves" (it moves integers), "float" or "folded"; see `Entry`.
+        entries: the rows. The `fate` of an op is "int8", "weight-only", "moves" (it moves integers), "float" or
+            "folded"; see `Entry`.
         output_sqnr: dB of the model's output against the float model's, over recorded calibration samples; of several,
             that of the one that is furthest off. Infinite when they are equal, NaN where one is not finite and the
             float model's is. None where there is no float output.
@@ -151,8 +156,16 @@ class Ledger(Rows[Entry]):
         Counted are convolutions, linear layers, matrix products, attention, and modules that are kept as they are with
         weights inside, see `fxq.graph.macs.macs_of`.
         """
+        return self._share("int8")
+
+    @property
+    def weight_coverage(self) -> float:
+        """The same for those that run in float with integer weights."""
+        return self._share("weight-only")
+
+    def _share(self, fate: str) -> float:
         total = sum(e.macs for e in self.entries)
-        return sum(e.macs for e in self.entries if e.fate == "int8") / total if total else 0.0
+        return sum(e.macs for e in self.entries if e.fate == fate) / total if total else 0.0
 
     def count(self, value: Any) -> int:
         """Number of entries of that fate. Raises `InputError` where there is no such fate."""
@@ -194,13 +207,23 @@ class Ledger(Rows[Entry]):
         found = self.narrowed
         tried = {f"sqnr_narrow_{role}": value for role, value in found.sqnr.items()} if found is not None else {}
         narrowed = {} if found is None else {"narrow": found.role, **tried}
-        return {"coverage": self.coverage, "output_sqnr": self.output_sqnr, **narrowed}
+        return {
+            "coverage": self.coverage,
+            "weight_coverage": self.weight_coverage,
+            "output_sqnr": self.output_sqnr,
+            **narrowed,
+        }
 
     def _short(self) -> str:
         weighed = f"; {self.coverage:.1%} of the multiply-accumulates in int8" if any(e.macs for e in self) else ""
+        if self.count("weight-only"):
+            saved = sum(e.saved_bytes for e in self if e.fate == "weight-only")
+            weighed += f", {self.weight_coverage:.1%} with integer weights, {_count(saved)}B smaller"
         found = self.output_sqnr
         output = "" if found is None else f"; output {decibels(found)}{'' if found == math.inf else ' dB SQNR'}"
-        return ", ".join(f"{self.count(f)} {f}" for f in FATES) + weighed + output
+        return (
+            ", ".join(f"{self.count(f)} {f}" for f in FATES if f != "weight-only" or self.count(f)) + weighed + output
+        )
 
     def _parts(self) -> list[Part]:
         fixes = Counter(e.fix for e in self.entries if e.fate == "float" and e.fix)
@@ -265,6 +288,9 @@ _COLUMNS: dict[Column, Callable[[Entry], str]] = {
     Column("SQNR dB", "right", optional=True): lambda e: decibels(e.sqnr),
     Column("own dB", "right", optional=True): lambda e: decibels(e.own_sqnr),
     Column("MACs", "right", drop=2, optional=True): lambda e: _count(e.macs),
+    Column("saved B", "right", drop=3, optional=True): lambda e: (
+        _count(e.saved_bytes) if e.fate == "weight-only" else ""
+    ),
     Column("float µs", "right", drop=1, optional=True): lambda e: _time(e.float_us),
     Column("int8 µs", "right", drop=1, optional=True): lambda e: _time(e.int8_us),
 }

@@ -75,7 +75,7 @@ class Mending:
         self._edges = edges
         self._rows: dict[str, list[Entry]] = {}
         for entry in entries:
-            if entry.fate in ("int8", "moves"):
+            if entry.fate in ("int8", "weight-only", "moves"):
                 self._rows.setdefault(entry.into, []).append(entry)
         self._shared: dict[fx.Node, bool] = {}
 

@@ -144,7 +144,7 @@ def rounded_at(node: fx.Node) -> fx.Node:
     """The quantize that alone reads a value, else the node itself: the output of an op in qdq form."""
     reader = next(iter(node.users), None)
     plan = plan_of(node)
-    integer = plan is not None and plan.fate != "float"
+    integer = plan is not None and not plan.in_float
     return reader if integer and len(node.users) == 1 and is_op(reader, "quantize") and reader is not None else node
 
 

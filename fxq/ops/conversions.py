@@ -1,9 +1,9 @@
 """Rows of the op table: conversions between floats and integers, and the scale of a value that is measured.
 
 They hold all there is to know of a grid (see `fxq/graph/grid.py`). Scale and zero point are numbers, one for the whole
-tensor, or tensors, float32 and int32, which are constants of the graph or computed in it: 0-d for the whole tensor;
-(..., 1), one for each row; with `axis`, (C,), one for each of its entries; with `block` besides, of the shape of x, but
-for `axis`, which has an entry for each so many of x. A zero point that is a number goes with scales of any shape.
+tensor, or tensors, float32 and integers, which are constants of the graph or computed in it: 0-d for the whole tensor;
+(..., 1), one for each row; with `axis`, (C,), one for each of its entries; with `block` besides, of as many axes as x,
+where `axis` has an entry for each so many of x. A zero point that is a number goes with scales of any shape.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import fxq.quant.qparams  # noqa: F401  (registers fxq::quantize and fxq::dequan
 from fxq.ops.registry import row
 from fxq.ops.table import float_only, spell
 from fxq.quant.measured import measured_scale
+from fxq.quant.packing import unpack
 
 
 @row(
@@ -56,8 +57,15 @@ def dequantize(
     qmax: int = 255,
     axis: int | None = None,
     block: int | None = None,
+    packed: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """x integer -> float32: the inverse of `quantize`. Its value does not depend on `qmin` and `qmax`."""
+    """x integer -> float32: the inverse of `quantize`. Its value does not depend on `qmin` and `qmax`.
+
+    With `packed`, the shape of an entry of its first axis, x holds integers of four bits, two to a byte (see
+    `fxq/quant/packing.py`), signed where `qmin` is below zero. A weight in float16 has the scale 1.
+    """
+    if packed is not None:
+        x = unpack(x, packed, qmin < 0)
     if not isinstance(scale, Tensor):
         return torch.ops.fxq.dequantize.default(x, scale, zero_point)
     zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=x.device)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxq.ops.arithmetic import product_macs
-from fxq.ops.registry import OPS, RANKS, aten, named, pick_values, row
+from fxq.ops.registry import RANKS, aten, named, pick_values, row
 from fxq.ops.table import Arguments, Shape, computes, float_only, shape_of, spell
 
 _FLOAT = float_only("x")
@@ -178,14 +178,62 @@ def _lookup(bound: Arguments) -> Arguments | str:
 @row(
     *(spell(t, _EMBED, _lookup) for t in (nn.Embedding, F.embedding)),
     spell(aten.embedding.default, "weight x padding_idx scale_grad_by_freq sparse", _lookup),
-    quant=_FLOAT,
+    quant=float_only("x", weight="weight", axis=0),
 )
 def embedding(x: Tensor, weight: Tensor) -> Tensor:
     """The rows of `weight` (N, D) that the integers x name."""
     return F.embedding(x, weight)
 
 
-OPS.leaf("embedding_bag", nn.EmbeddingBag)
+_TRAINING = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_MODES = ("sum", "mean", "max")
+
+
+def _bags(bound: Arguments) -> Arguments | str:
+    if bound.get("max_norm") is not None:
+        return "changes its weight (max_norm)"
+    if (bound.get("padding_idx") or 0) < 0:
+        size = shape_of(bound["weight"])
+        if size is None:
+            return "has a negative padding_idx, and a weight of unknown size"
+        bound["padding_idx"] += size[0]
+    return {key: value for key, value in bound.items() if key not in _TRAINING}
+
+
+def _pick_bags(bound: Arguments, index: Any) -> Arguments | str:
+    if index != 0:
+        return "returns more than the bags"
+    mode, padding = bound.get("mode", 0), bound.get("padding_idx", -1)
+    bound |= {"mode": _MODES[mode], "padding_idx": None if padding in (None, -1) else padding}
+    return _bags(bound)
+
+
+_ATEN_BAG = "weight x offsets scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx"
+_BAG = "x weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights include_last_offset"
+
+
+@row(
+    *(spell(t, f"{_BAG} padding_idx", _bags) for t in (nn.EmbeddingBag, F.embedding_bag)),
+    spell(aten.embedding_bag.default, _ATEN_BAG, pick=_pick_bags),
+    spell(aten.embedding_bag.padding_idx, _ATEN_BAG, pick=_pick_bags),
+    spell(aten._embedding_bag.default, _ATEN_BAG, pick=_pick_bags),
+    quant=float_only("x", "offsets", "per_sample_weights", weight="weight", axis=0),
+)
+def embedding_bag(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+    *,
+    mode: str = "mean",
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """x (B, N), or (N,) with offsets (B,): the sum, mean or maximum of the rows of `weight` that each bag names."""
+    return F.embedding_bag(
+        x, weight, offsets, mode=mode, per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset, padding_idx=padding_idx,
+    )  # fmt: skip
 
 
 def _attention_macs(out: Shape, query: Shape, key: Shape, value: Shape, *_: Any) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxq.errors import FxqError, unknown
-from fxq.quant.spec import Role
+from fxq.quant.spec import Role, TensorSpec
 
 Kind = Literal["computes", "moves", "float"]
 META = "fxq"
@@ -80,6 +80,10 @@ class Quant:
     state: str | None = None
     gates: tuple[str, ...] = ()
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
+
+    def in_float(self, activation: TensorSpec | None) -> bool:
+        """Whether the op computes in float where activations are to be as a spec says: it has to, or there is none."""
+        return activation is None or self.kind == "float"
 
     def role(self, name: str) -> Role | None:
         """What the argument of that name is to the op; None for one that is read in float whatever happens."""

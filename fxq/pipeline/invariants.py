@@ -104,7 +104,11 @@ def _converts_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
     dtype = info(source).dtype if isinstance(source, fx.Node) else None
     if is_op(node, "quantize") and dtype is not None and not dtype.is_floating_point:
         return f"quantizes %{source}, which is {dtype} already"
-    if not is_op(node, "quantize") and dtype not in (None, torch.uint8, torch.int8):
+    if (
+        not is_op(node, "quantize")
+        and dtype not in (None, torch.uint8, torch.int8)
+        and not _is_kept_in_float16(gm, source)
+    ):
         return f"dequantizes %{source}, which is {dtype}"
     scale = node.kwargs.get("scale")
     if scale is None:
@@ -114,6 +118,12 @@ def _converts_right(gm: fx.GraphModule, node: fx.Node) -> str | None:
     if not bool((torch.isfinite(values) & (values > 0)).all()):
         return "its scale is not a positive finite number"
     return None
+
+
+def _is_kept_in_float16(gm: fx.GraphModule, source: object) -> bool:
+    """Whether a value is a weight that is kept in float16."""
+    weight = constant(gm, source)
+    return weight is not None and weight.dtype == torch.float16
 
 
 _CANONICAL: list[Check] = [_spelled_canonically, _has_all_arguments]

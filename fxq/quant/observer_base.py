@@ -36,13 +36,14 @@ class Observer(nn.Module, ABC):
 
     Buffers:
 
-        minimum: smallest value seen, float32, 0-d or (C,); +inf before any data.
+        minimum: smallest value seen, float32, 0-d, (C,), or for blocks as `QParams.scale`; +inf before any data.
         maximum: largest value seen, same shape; -inf before any data.
         met: bool (constants,), which of the constants were seen.
 
     Args:
         spec: the grid that the range is for.
-        axis: the channel axis for one range per channel, or None for one per tensor.
+        axis: the channel axis for one range per channel, the axis that is cut where the spec asks for blocks, or None
+            for one per tensor.
         name: what errors call the tensor, such as "the input of layer1.conv2".
         constants: numbers that are no data where they occur, such as what a mask fills in: elements equal to one of
             them are left out. Per tensor only.
@@ -77,6 +78,7 @@ class Observer(nn.Module, ABC):
         for key, value in options.items():
             setattr(self, key, self.check_option(key, value))
         self.spec, self.axis, self.name, self.paused, self._met_empty = spec, axis, name, False, False
+        self.block: int | None = None
         self.constants = tuple(constants)
         if axis is not None and not self.per_channel:
             raise RecipeError(
@@ -209,7 +211,7 @@ class Observer(nn.Module, ABC):
         """
         low, high = self.clipped(*self.range())
         low, high = low.clamp(max=min(besides, default=math.inf)), high.clamp(min=max(besides, default=-math.inf))
-        return choose_qparams(low, high, self.spec, self.axis)
+        return choose_qparams(low, high, self.spec, self.axis, self.block)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Smallest and largest value: float32, 0-d (per tensor) or (C,) (per channel), on the CPU.
@@ -278,7 +280,7 @@ class Observer(nn.Module, ABC):
         else:
             if not -x.dim() <= self.axis < x.dim():
                 raise CalibrationError(f"{self._tensor} has shape {tuple(x.shape)}, so there is no axis {self.axis}.")
-            low, high = torch.aminmax(x.movedim(self.axis, 0).flatten(1) if x.dim() > 1 else x[:, None], dim=1)
+            low, high = self._range_along(x, self.axis)
         low, high = low.to(self.minimum.device, torch.float32), high.to(self.minimum.device, torch.float32)
         least, most = float(low.min()), float(high.max())  # NaN propagates through all of these
         if not (math.isfinite(least) and math.isfinite(most)):
@@ -289,6 +291,20 @@ class Observer(nn.Module, ABC):
             )
         self.check_channels(low)
         return low, high
+
+    def _range_along(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """Smallest and largest value of each channel, (C,), or of each block.
+
+        A block is so many channels, with all that they have along the axes behind the first two, the kernel.
+        """
+        if self.spec.block is None:
+            return torch.aminmax(x.movedim(axis, 0).flatten(1) if x.dim() > 1 else x[:, None], dim=1)
+        self.block = max(self.spec.block // math.prod(x.shape[2:]), 1)
+        parts, inside = x.split(self.block, axis), (axis, *range(2, x.dim()))
+        return (
+            torch.cat([part.amin(inside, keepdim=True) for part in parts], axis),
+            torch.cat([part.amax(inside, keepdim=True) for part in parts], axis),
+        )
 
     def check_channels(self, low: Tensor) -> None:
         """Raise `CalibrationError` when the ends of a range (0-d or (C,)) are of another number of channels."""

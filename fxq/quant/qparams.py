@@ -60,10 +60,10 @@ def spread(values: Tensor, x: Tensor, axis: int | None, block: int | None) -> Te
     """Scales or zero points, shaped to broadcast with `x`.
 
     Without `axis` they do already: () for the tensor, (..., 1) for rows. With it they are (C,), one for each of its
-    entries; with `block` of the shape of `x`, but for `axis`, where one stands for that many entries of `x`, or for
-    what is left of them at the end.
+    entries; with `block` of as many axes as `x`, where along `axis` one stands for that many entries of `x`, or for
+    what is left of them at the end, and along others one may stand for all.
     """
-    if axis is None:
+    if axis is None or values.dim() == 0:
         return values
     if block is not None:
         return values.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
@@ -122,7 +122,7 @@ class QParams:
 
     Attributes:
         scale: float32, in float units per integer step, > 0: 0-d (per tensor), (C,) (per channel), or with `block` of
-            the tensor's shape, but for `axis`, which has one entry for each block.
+            as many axes as the tensor: `axis` has one entry for each block, and others all or one.
         zero_point: int32, same shape as `scale`: the integer that stands for float zero.
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.
@@ -146,6 +146,12 @@ class QParams:
         """Parameters from plain numbers, on the CPU. `scale` is rounded to float32, the precision that kernels use."""
         steps = torch.tensor(scale, dtype=torch.float32, device="cpu")
         return cls(steps, torch.tensor(zero_point, dtype=torch.int32, device="cpu"), qmin, qmax, dtype)
+
+    @classmethod
+    def of_float16(cls) -> QParams:
+        """Those of a weight that is kept in float16: steps of 1."""
+        most = int(torch.finfo(torch.float16).max)
+        return cls.per_tensor(1.0, 0, -most, most, torch.float16)
 
     @property
     def s(self) -> float:
@@ -191,14 +197,17 @@ class QParams:
         return f"scale=[{float(self.scale.min()):.3g}..{float(self.scale.max()):.3g}] per {per} (axis {self.axis})"
 
 
-def choose_qparams(low: Tensor, high: Tensor, spec: TensorSpec, axis: int | None = None) -> QParams:
+def choose_qparams(
+    low: Tensor, high: Tensor, spec: TensorSpec, axis: int | None = None, block: int | None = None
+) -> QParams:
     """The parameters that cover [low, high] on the grid of `spec`. Float zero is always exactly representable.
 
     Args:
-        low: smallest value, float32, 0-d (per tensor) or (C,) (per channel).
+        low: smallest value, float32, 0-d (per tensor), (C,) (per channel), or of blocks, as `QParams.scale` is.
         high: largest value, same shape.
         spec: the grid.
-        axis: the channel axis when `low` is (C,), else None.
+        axis: the channel axis when `low` is (C,), the one that is cut when it is of blocks, else None.
+        block: how many entries along `axis` a block has.
 
     Returns:
         `QParams`. A range that is exactly {0} gets scale 1. Scales too small for float32 division are raised to the
@@ -230,7 +239,7 @@ def choose_qparams(low: Tensor, high: Tensor, spec: TensorSpec, axis: int | None
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
     if not spec.symmetric:
         zero_point = (spec.qmin - torch.round(low / scale.double())).clamp(spec.qmin, spec.qmax)
-    return QParams(scale, zero_point.to(torch.int32), spec.qmin, spec.qmax, spec.dtype, axis)
+    return QParams(scale, zero_point.to(torch.int32), spec.qmin, spec.qmax, spec.dtype, axis, block)
 
 
 def quantize(x: Tensor, qp: QParams) -> Tensor:

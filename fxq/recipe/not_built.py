@@ -42,19 +42,21 @@ def _missing(config: QuantConfig) -> Iterator[str]:
     for role in ROLES:
         if config.of(role) is not None and role not in _PER:
             yield f"a grid of its own for the {role} is not built yet: leave {role}=None."
-    if config.activation is None:
-        yield "integer weights with float activations are not built yet: give activation a spec, or use fxq.FLOAT."
     if config.weight is None:
         yield "integer activations with float weights are not built yet: give weight a spec, or use fxq.FLOAT."
     for role in _PER:
         spec = config.of(role)
         if spec is not None:
             yield from _missing_of(role, spec)
+    weight = config.weight
+    stored = weight is not None and (weight.block is not None or weight.format != "integer")
+    if stored and config.activation is not None:
+        yield f"layers that read integers are not built yet for weights in {weight}: set activation=None."
 
 
 _PER: dict[Role, tuple[str, ...]] = {
     "activation": ("tensor", "row"),
-    "weight": ("tensor", "channel"),
+    "weight": ("tensor", "channel", "a block size"),
     "state": ("row", "tensor"),
 }
 _RANGES: dict[Role, tuple[str, ...]] = {
@@ -74,6 +76,8 @@ def _missing_of(role: Role, spec: TensorSpec) -> Iterator[str]:
         yield f"a {spec.range} range for the {role} that is not symmetric is not built yet: use symmetric=True."
     if role == "state" and (spec.range, spec.per) not in (("measured", "row"), ("fixed", "tensor")):
         yield 'a state has a measured range per="row", or range="fixed", which is -1..1, with per="tensor".'
-    if spec.per not in _PER[role]:
-        use = " or ".join(f'per="{per}"' for per in _PER[role])
+    if spec.format != "integer" and role != "weight":
+        yield f'format="{spec.format}" for the {role} is not built yet: it is for weights.'
+    if (spec.per if spec.block is None else "a block size") not in _PER[role]:
+        use = " or ".join("a block size" if per == "a block size" else f'per="{per}"' for per in _PER[role])
         yield f"per={spec.per!r} for the {role} is not built yet: use {use}."

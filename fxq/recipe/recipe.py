@@ -6,12 +6,25 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from fxq.backends.base import Backend
 from fxq.common.source import import_path
 from fxq.errors import RecipeError, unknown
-from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, NARROW, OF_PRESET, WEIGHT, QuantConfig, TensorSpec
+from fxq.quant.spec import (
+    ACTIVATION,
+    FLOAT,
+    FLOAT16,
+    MEASURED,
+    NARROW,
+    OF_PRESET,
+    WEIGHT,
+    WEIGHT4,
+    QuantConfig,
+    TensorSpec,
+)
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.not_built import check_config, check_preset
 from fxq.recipe.pass_base import Pass
@@ -99,7 +112,7 @@ class Recipe:
         cls,
         *,
         backend: str | type[Backend] = "auto",
-        activation: TensorSpec = ACTIVATION,
+        activation: TensorSpec | None = ACTIVATION,
         weight: TensorSpec = WEIGHT,
         correct_bias: bool = False,
         optimize: str = "speed",
@@ -162,6 +175,42 @@ class Recipe:
         Source: Jacob et al. 2018, section 3; Dettmers et al. 2022, section 2.1 (a scale for each row).
         """
         return replace(cls.static(activation=activation, weight=weight, **options), preset="dynamic")
+
+    @classmethod
+    def weight_only(
+        cls,
+        *,
+        bits: int = 8,
+        per: Literal["tensor", "channel"] | int | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Recipe:
+        """Integer weights, for size: layers compute in float, as before. Needs no data.
+
+        Layers with weights and embeddings keep these in integers (of 4 bits, two in a byte), and make floats of them
+        when they run. What that takes, and what it saves, the ledger says.
+
+        Args:
+            bits: 8: symmetric, a scale for each channel or row. 4 or fewer: affine, a scale for each block.
+            per: what has a scale: "tensor", "channel", or blocks of so many values, such as 32, 64 (the default for 4
+                bits) or 128.
+            dtype: torch.float16: weights are kept in that, and not in integers.
+            options: as for `static`, but `activation` and `correct_bias`; `weight` is a spec of your own.
+
+        Example:
+            >>> Recipe.weight_only(bits=4).config.weight
+            TensorSpec(bits=4, signed=False, symmetric=False, per=64, observer='minmax', range='calibrated', \
+format='integer')
+            >>> recipe = Recipe.dynamic().override(nn.Embedding, Recipe.weight_only(bits=4).config)
+
+        Source: Dettmers and Zettlemoyer 2023, section 2 (blocks, for 4 bits).
+        """
+        if dtype not in (None, torch.float16):
+            raise RecipeError(f"weight_only: dtype is {dtype}; it must be torch.float16, or None for integers.")
+        weight = FLOAT16 if dtype is not None else WEIGHT if bits > 4 else WEIGHT4
+        if dtype is None:
+            weight = replace(weight, bits=bits, per=weight.per if per is None else per)
+        return replace(cls.static(activation=None, **{"weight": weight, **options}), preset="weight_only")
 
     def only(self, *selectors: Any) -> Recipe:
         """Quantize what one of the selectors selects, as this recipe does now, and nothing else.

@@ -40,6 +40,7 @@ class Look:
 
 LOOKS: dict[str, Look] = {
     "int8": Look("int8", "int8 compute", "#0072b2"),
+    "weight-only": Look("weight", "integer weight, float compute", "#009e73"),
     "moves": Look("moves", "data movement", "#a6d4ee", INK),
     "convert": Look("q/dq", "quantize, dequantize", "#f2c14e", INK, pill=True),
     "float": Look("float", "float fallback", "#c8500a", border="dashed"),

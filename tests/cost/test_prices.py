@@ -12,9 +12,9 @@ import fxq
 from fxq.backends.by_name import get_backend
 from fxq.cost.cache import Costs
 from fxq.cost.min_cut import Priced, PricedValue
-from fxq.cost.prices import emits_float, priced_values, regions_of, slower_than_float
+from fxq.cost.prices import emits_float, priced_values, regions_of, slower_for_size, slower_than_float
 from fxq.cost.probe import Prober
-from fxq.graph.info import info, set_info
+from fxq.graph.info import Cost, info, set_info
 from tests.graphs import until
 from tests.helpers import REFERENCE, module
 from tests.models import NETWORKS, batch, build
@@ -83,6 +83,21 @@ def test_what_loses_is_named_with_its_times():
     said = slower_than_float([A, B], [], {a, b}, 0.0)
     assert said is not None and re.search(r"1\.3 times as long as in float .*: 4 ms instead of 3 ms", said)
     assert "a (3 ms, in float 1 ms)" in said and "b (" not in said
+
+
+KEPT = {a: Cost(4000.0, 5000.0), b: Cost(1000.0, 900.0)}
+
+
+def test_integer_weights_that_make_a_model_slower_are_told_of():
+    said = slower_for_size(KEPT, 3e-3)
+    assert said is not None and re.search(r"estimated to take 1\.1 times .*: 8\.9 ms instead of 8 ms", said)
+    assert "a (5 ms, in float 4 ms), b (0.9 ms, in float 1 ms)" in said
+    assert "recipe.override('a', fxq.FLOAT)" in said
+
+
+@pytest.mark.parametrize(("kept", "others"), [(KEPT, 1.0), ({}, 0.0), ({b: KEPT[b]}, 0.0)])
+def test_nothing_is_said_of_integer_weights_that_make_little_difference(kept, others):
+    assert slower_for_size(kept, others) is None
 
 
 def test_conversions_may_be_what_loses():

@@ -61,7 +61,7 @@ def fate_of(case: Case) -> str:
     if case.op in FOLDED:
         return "folded"
     if kind == "float" or case.op in NO_KERNEL:
-        return "float"
+        return "float" if OPS[case.op].quant.weight is None else "weight-only"
     return "moves" if kind == "moves" and case.op not in FUSED else "int8"
 
 

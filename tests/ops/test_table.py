@@ -240,7 +240,8 @@ def test_a_rows_roles_are_arguments_of_its_function(row):
     quant = row.quant
     for name in (*quant.inputs, quant.weight, quant.bias):
         assert name is None or name in row.tensors
-    assert (quant.axis is not None) == (quant.channels is not None) == (quant.weight is not None)
+    assert (quant.axis is not None) == (quant.weight is not None)
+    assert (quant.channels is not None) == (quant.weight is not None and quant.kind == "computes")
     assert quant.surrounds is None or (quant.surrounds in row.options and quant.fills)
     assert not quant.maximum or row.options.keys() >= {"kernel_size", "padding", "dilation", "ceil_mode"}
     for spelling in row.spellings:
@@ -267,7 +268,7 @@ def test_no_family_of_a_name():
         OPS.family("linear")
 
 
-WEIGHTED = [row for row in OPS if row.quant.weight is not None and not row.quant.more_weights]
+WEIGHTED = [row for row in OPS if row.quant.channels is not None and not row.quant.more_weights]
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])

@@ -141,7 +141,40 @@ def test_integer_inputs_are_no_activations():
         """,
     )
     assert plans(gm)["flat"][0] == "float"
+    assert plans(gm)["found"] == ("weight-only", "")
     assert plans(gm)["y"] == ("int8", "")
+
+
+WEIGHTS = fxq.Recipe.weight_only(backend="reference")
+LINEAR = """
+    x: float32[2, 4] = input()
+    w: float32[3, 4] = tensor('w')
+    y = linear(x, w)  # 'y'
+    z = relu(y)
+    return z
+"""
+
+
+def test_with_activations_in_float_a_layer_has_its_weight_in_integers_and_nothing_follows():
+    gm = run_pass(Annotate(), LINEAR, recipe=WEIGHTS)
+    assert plans(gm) == {
+        "y": ("weight-only", ""), "z": ("float", "it has no weight, and the recipe leaves activations in float"),
+    }  # fmt: skip
+    plan = info(node(gm, "y")).plan
+    assert (plan.reads, plan.weight, plan.in_float) == (None, WEIGHTS.config.weight, True)
+
+
+@pytest.mark.parametrize(
+    ("written", "tensors", "reason"),
+    [
+        (LINEAR.replace("tensor('w')", "input()"), {}, "its weight is computed at run time"),
+        (LINEAR, {"w": torch.full((3, 4), 1e5)}, "its weight has values up to 1e+05, beyond float16"),
+        (LINEAR.replace("float32", "float64"), {"w": torch.rand(3, 4).double()}, "its weight is float64, not float32"),
+    ],
+)
+def test_a_weight_that_cannot_be_kept_otherwise(written, tensors, reason):
+    halves = fxq.Recipe.weight_only(backend="reference", dtype=torch.float16)
+    assert plans(run_pass(Annotate(), written, tensors, halves))["y"] == ("float", reason)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")

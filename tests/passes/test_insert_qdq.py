@@ -83,6 +83,43 @@ def test_weights_per_tensor():
     assert line.endswith(" = dequantize(a_weight_int8, scale=0.5, zero_point=0, qmin=-127, qmax=127)")
 
 
+ALONE = """
+    x: float32[5, 5] = input()
+    w: float32[4, 5] = tensor('a.weight')  # edges=(Edge({spec}, 0, True, True, axis={axis}, qparams={grid}),)
+    a = linear(x, w)  # 'a', plan=Plan(Decision('weight-only'), weight={spec})
+    return a
+"""
+
+
+def test_a_weight_of_four_bits_in_blocks_is_packed():
+    grid = f"QParams(scale={[[0.5, 1.0]] * 4}, zero_point={[[3, 8]] * 4}, qmin=0, qmax=15, dtype=torch.uint8, axis=1"
+    grid += ", block=4)"
+    real = torch.tensor([[0.5, -1.5, 6.0, 0.2, 7.0]]).expand(4, 5)
+    gm = run_pass(InsertQdq(), ALONE.format(spec="TensorSpec(bits=4, per=4)", axis=1, grid=grid), {"a.weight": real})
+    assert program(gm) == expected("""
+        x: float32[5, 5] = input()
+        a_weight_int4: uint8[4, 3] = tensor('fxq_data.a_weight_int4')
+        a_weight_scale: float32[4, 2] = tensor('fxq_data.a_weight_scale')
+        a_weight_zero_point: uint8[4, 2] = tensor('fxq_data.a_weight_zero_point')
+        a_weight_dq: float32[4, 5] = dequantize(a_weight_int4, scale=a_weight_scale, zero_point=a_weight_zero_point, \
+qmax=15, axis=1, block=4, packed=(5,))
+        a: float32[5, 4] = linear(x, a_weight_dq)
+        return a
+    """)
+    assert gm.fxq_data.a_weight_int4[0].tolist() == [4 | 3 << 4, 0 | 15 << 4, 15]
+    x = torch.randn(5, 5)
+    torch.testing.assert_close(gm(x), x @ torch.tensor([[0.5, -1.5, 6.0, 0.0, 7.0]]).expand(4, 5).T)
+
+
+def test_a_weight_in_float16():
+    spec = "TensorSpec(format='float16')"
+    grid = "QParams(scale=1.0, zero_point=0, qmin=-65504, qmax=65504, dtype=torch.float16)"
+    gm = run_pass(InsertQdq(), ALONE.format(spec=spec, axis=None, grid=grid))
+    (line,) = [line for line in program(gm).splitlines() if line.startswith("a_weight_dq: ")]
+    assert line.endswith(" = dequantize(a_weight_float16, scale=1.0, zero_point=0, qmin=-65504, qmax=65504)")
+    assert gm.fxq_data.a_weight_float16.dtype == torch.float16
+
+
 def test_two_specs_of_one_value_are_two_quantizations_of_it():
     """The finer form is not made from the coarser one, and readers in float read the first, but for those of floats."""
     coarse = "TensorSpec(bits=3)"

@@ -6,10 +6,14 @@ import pytest
 
 import fxq
 from fxq.errors import RecipeError
-from fxq.quant.spec import ACTIVATION, WEIGHT
+from fxq.quant.spec import ACTIVATION, FLOAT16, WEIGHT
 
 CASES = {
-    "weight-only": (fxq.QuantConfig(activation=None), "integer weights with float activations"),
+    "a float16 activation": (
+        fxq.QuantConfig(replace(ACTIVATION, format="float16")),
+        'format="float16" for the activation .*: it is for weights',
+    ),
+    "float16": (fxq.QuantConfig(weight=FLOAT16), "weights in float16: set activation=None"),
     "activations alone": (fxq.QuantConfig(weight=None), "integer activations with float weights"),
     "bias": (fxq.QuantConfig(bias=fxq.TensorSpec()), "a grid of its own for the bias .*: leave bias=None"),
     "state": (fxq.QuantConfig(state=fxq.TensorSpec()), 'for the state .*: use range="measured"'),
@@ -20,7 +24,7 @@ CASES = {
     "per channel": (fxq.QuantConfig(replace(ACTIVATION, per="channel")), "per='channel' for the activation"),
     "groups": (
         fxq.QuantConfig(weight=replace(WEIGHT, bits=4, per=64)),
-        'per=64 for the weight .*: use per="tensor" or per="channel"',
+        "weights in int4 symmetric blocks of 64 .*: set activation=None",
     ),
     "measured weights": (fxq.QuantConfig(weight=replace(WEIGHT, range="measured")), 'range="measured" for the weight'),
     "a measured zero point": (fxq.QuantConfig(replace(ACTIVATION, range="measured")), "use symmetric=True"),

@@ -73,8 +73,9 @@ const LEDGER_COLUMNS = [
   { key: "cosine", title: "cosine", value: (row) => numeric(row.cosine), cell: (row) => (missing(row.cosine) ? "" : numeric(row.cosine).toFixed(5)), help: "of the angle between its output and the float model's" },
   { key: "max_error", title: "max error", down: true, value: (row) => numeric(row.max_error), cell: (row) => (missing(row.max_error) ? "" : short(numeric(row.max_error))), help: "largest difference from the float model's value" },
   { key: "macs", title: "MACs", down: true, value: (row) => row.macs || null, cell: (row) => (row.macs ? counted(row.macs) : ""), help: "multiply-accumulates" },
+  { key: "saved_bytes", title: "saved B", down: true, value: (row) => row.saved_bytes || null, cell: (row) => (row.saved_bytes ? counted(row.saved_bytes) : ""), help: "what its weight is smaller by than in float32" },
   { key: "float_us", title: "float µs", down: true, value: (row) => row.float_us, cell: (row) => inMicroseconds(row.float_us), help: "measured, of the op or unit in float" },
-  { key: "int8_us", title: "int8 µs", down: true, value: (row) => row.int8_us, cell: (row) => inMicroseconds(row.int8_us), help: "measured, of the op or unit on integers" },
+  { key: "int8_us", title: "int8 µs", down: true, value: (row) => row.int8_us, cell: (row) => inMicroseconds(row.int8_us), help: "measured, of the op or unit on integers, or with an integer weight" },
   { key: "why", title: "why, and what would change it", value: (row) => row.reason, cell: whyCell },
 ];
 

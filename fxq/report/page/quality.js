@@ -31,6 +31,7 @@ function qualityTiles(layers, all) {
     "div.tiles",
     tile(withUnit(ledger.output_sqnr), "SQNR of the output", `against the float model: 10 log10(signal / noise), on ${all.measured}`),
     tile(percent(ledger.coverage), "of the multiply-accumulates in int8"),
+    fates.has("weight-only") ? tile(percent(ledger.weight_coverage), "of them in float with integer weights") : null,
     tile(`${(fates.get("int8") ?? 0) + (fates.get("moves") ?? 0)} : ${fates.get("float") ?? 0}`, "ops on integers : in float"),
     worst ? tile(withUnit(worst.row.sqnr), `worst: ${worst.name}`) : null,
   );
@@ -101,7 +102,7 @@ function sqnrChart(host, layers, step) {
     marginBottom: LABELS,
     tipAt: height,
     y: { label: "SQNR, dB", grid: true, nice: true, zero: true },
-    symbol: { domain: ["int8", "moves", "float", "folded"], range: ["circle", "square", "diamond", "cross"] },
+    symbol: { domain: ["int8", "weight-only", "moves", "float", "folded"], range: ["circle", "triangle", "square", "diamond", "cross"] },
     marks: [
       Plot.line(layers, { x: "i", y: (d) => (alone(d) === null ? NaN : place(alone(d))), stroke: "var(--noise-own)", strokeWidth: 1.5, strokeDasharray: "4,2" }),
       Plot.line(layers, { x: "i", y: height, stroke: "var(--quiet)", strokeWidth: 1 }),
@@ -145,6 +146,7 @@ const HELP_NOISE =
 
 const FATE_LEGEND = [
   ["kind-int8", "int8", "round", "int8"],
+  ["kind-weight-only", "integer weight", "triangle", "weight-only"],
   ["kind-moves", "moves integers", "", "moves"],
   ["kind-float", "float", "diamond", "float"],
 ];

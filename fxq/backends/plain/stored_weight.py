@@ -1,0 +1,102 @@
+"""A weight that is kept as integers, or in float16, and becomes floats when it is read: whole, or some of its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fxq.quant.packing import halves
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight, (N, ...).
+
+    Attributes:
+        values: int8, uint8 or float16, in its shape; or packed, uint8, (N, bytes of a row).
+        scale: float32, as `QParams.scale`; None: 1.
+        zero_point: of the scale's shape; None: 0.
+        axis, block: as in `QParams`.
+        packed: the shape of a row of packed values; else None.
+        signed: whether packed values may be below zero.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    zero_point: Tensor | None = None
+    axis: int | None = None
+    block: int | None = None
+    packed: tuple[int, ...] | None = None
+    signed: bool = False
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of a row."""
+        return tuple(self.values.shape[1:]) if self.packed is None else self.packed
+
+    @property
+    def numel(self) -> int:
+        """How many values it has."""
+        return len(self.values) * math.prod(self.row)
+
+    @property
+    def scales_results(self) -> bool:
+        """Whether scaling the result of a layer is the same: each channel has one scale, and zero is 0."""
+        return self.block is None and self.zero_point is None
+
+    def some(self, rows: Callable[[Tensor], Tensor]) -> StoredWeight:
+        """Some of its rows; `rows` takes them from a tensor (N, ...)."""
+        scale, zero = self.scale, self.zero_point
+        if self.axis == 0 or (self.block is not None and self.axis == 1):
+            scale, zero = (None if t is None else rows(t) for t in (scale, zero))
+        return replace(self, values=rows(self.values), scale=scale, zero_point=zero)
+
+    def integers(self, out: Tensor) -> Tensor:
+        """Its values as they are, in `out`, float32, dense, of its shape. Nothing is scaled."""
+        if self.packed is None:
+            return out.copy_(self.values)
+        low, high = halves(self.values, self.signed)
+        flat = out.view(len(out), -1)
+        size = low.shape[1]
+        flat[:, size:].copy_(high[:, : flat.shape[1] - size])
+        flat[:, :size].copy_(low)
+        return out
+
+    def floats(self, out: Tensor) -> Tensor:
+        """Its real values, in `out`, float32, dense, of its shape."""
+        self.integers(out)
+        if self.scale is None:
+            return out
+        zero = None if self.zero_point is None else self.zero_point.to(torch.float32)
+        for part, of in self._blocks(out):
+            if zero is not None:
+                part.sub_(of(zero))
+            part.mul_(of(self.scale))
+        return out
+
+    def empty(self) -> Tensor:
+        """Room for its values as floats."""
+        return torch.empty(len(self.values), *self.row, device=self.values.device)
+
+    def _blocks(self, out: Tensor) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """Views of `out` that a scale for each channel or block broadcasts with, and how it is shaped for them."""
+        axis, block = self.axis, self.block
+        if axis is None:
+            return [(out, lambda scale: scale)]
+        if block is None:
+            shape = [-1 if i == axis else 1 for i in range(out.dim())]
+            return [(out, lambda scale: scale.view(shape))]
+        size = out.shape[axis]
+        whole = size // block
+        found: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
+        if whole:
+            blocks = out.narrow(axis, 0, whole * block).unflatten(axis, (whole, block))
+            found.append((blocks, lambda scale: scale.narrow(axis, 0, whole).unsqueeze(axis + 1)))
+        if whole * block < size:
+            rest = out.narrow(axis, whole * block, size - whole * block)
+            found.append((rest, lambda scale: scale.narrow(axis, whole, 1)))
+        return found

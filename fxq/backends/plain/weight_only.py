@@ -1,0 +1,214 @@
+"""Layers that compute in float with weights in integers, or in float16: for size. They run on any CPU.
+
+A weight becomes floats in pieces that stay in the cache, so that the memory is read but once, and there a quarter or an
+eighth as much as a float weight has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxq.backends.kernel import Kernel, decode, refuse
+from fxq.backends.plain.stored_weight import StoredWeight
+from fxq.graph.region import Weight
+from fxq.graph.unit import OpCall
+from fxq.ops import OPS
+from fxq.quant.qparams import as_float32
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_AT_ONCE = 1 << 17
+"""Values that become floats at once: half a megabyte, which the second cache holds."""
+
+
+class WeightOnlyKernel(Kernel):
+    """A layer with a stored weight.
+
+    Args:
+        weight: its integers, in its own shape or packed; or float16.
+        weight_scale: float32, as `QParams.scale`; None for float16.
+        weight_zero_point: integers of the same shape; None where all are 0.
+        bias: float32, (C_out,), or None.
+        op: the op that it runs.
+        settings: the op's options.
+        takes: the names of its other arguments, in the order in which it is called with them.
+        axis, block: as in `QParams`.
+        packed: the shape of a row of packed values; else None.
+        signed: whether packed values may be below zero.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("op", "settings", "takes", "axis", "block", "packed", "signed")
+    weight: Tensor
+    weight_scale: Tensor | None
+    weight_zero_point: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor | None = None,
+        weight_zero_point: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        op: str,
+        settings: Mapping[str, Any],
+        takes: Sequence[str] = ("x",),
+        axis: int | None = None,
+        block: int | None = None,
+        packed: tuple[int, ...] | None = None,
+        signed: bool = True,
+    ) -> None:
+        super().__init__()
+        tensors = {"weight": weight, "weight_scale": weight_scale, "weight_zero_point": weight_zero_point, "bias": bias}
+        for name, tensor in tensors.items():
+            self.register_buffer(name, None if tensor is None else tensor.detach())
+        self.op, self.settings = op, {key: decode(value) for key, value in settings.items()}
+        self.takes = tuple(takes)
+        self.axis, self.block, self.packed, self.signed = axis, block, packed, signed
+
+    @classmethod
+    def of(
+        cls, call: OpCall, takes: Sequence[str], weight: Weight, zero_point: Tensor | None, bias: Tensor | None
+    ) -> Self:
+        """The kernel of an op with a weight of the qdq graph.
+
+        Args:
+            call: the op.
+            takes: as above.
+            weight: its weight.
+            zero_point: that of the weight, as the graph has it, where there is one for each channel or block.
+            bias: its bias.
+
+        Raises:
+            BackendError: an option is given by a value of the graph.
+        """
+        qp, packed = weight.qparams, weight.packed
+        refuse(cls.name, f"its {call.computed} is a value that can differ from call to call" if call.computed else None)
+        zero = (qp.zero_point if zero_point is None else zero_point) if bool(qp.zero_point.any()) else None
+        scale = None if weight.stored.dtype == torch.float16 else qp.scale
+        return cls(
+            weight.stored, scale, zero, bias, op=call.op.name, settings=call.options, takes=takes, axis=qp.axis,
+            block=qp.block, packed=packed, signed=qp.qmin < 0,
+        )  # fmt: skip
+
+    @property
+    def stored(self) -> StoredWeight:
+        """The weight, as its tensors are now."""
+        found: StoredWeight = self._kept("", self._stored)
+        return found
+
+    def _stored(self) -> StoredWeight:
+        return StoredWeight(
+            self.weight, self.weight_scale, self.weight_zero_point, self.axis, self.block, self.packed, self.signed
+        )
+
+
+def _input(x: Tensor) -> Tensor:
+    x = x.detach() if x.requires_grad else x
+    return x if x.dtype == torch.float32 else as_float32(x)
+
+
+class WeightOnlyLinear(WeightOnlyKernel):
+    """A linear layer. Some rows of the weight at a time; a scale for each channel is applied to the result."""
+
+    name: ClassVar[str] = "weight_only.linear"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 (..., K) -> float32 (..., O)."""
+        x, stored = _input(x), self.stored
+        if not stored.scales_results or stored.scale is None:
+            return _product(x, stored, StoredWeight.floats, self.bias)
+        y = _product(x, stored, StoredWeight.integers)
+        return y.mul_(stored.scale) if self.bias is None else torch.addcmul(self.bias, y, stored.scale, out=y)
+
+
+def _product(
+    x: Tensor, stored: StoredWeight, read: Callable[[StoredWeight, Tensor], Tensor], bias: Tensor | None = None
+) -> Tensor:
+    """x (..., K) times the weight (O, K), as `read` makes it floats, and the bias: (..., O)."""
+    outputs, size = len(stored.values), stored.row[0]
+    rows = max(_AT_ONCE // size, 1)
+    if rows >= outputs:
+        return F.linear(x, read(stored, stored.empty()), bias)
+    room, parts = torch.empty(rows, size, device=x.device), []
+    for first in range(0, outputs, rows):
+        some = stored.some(lambda t, first=first: t[first : first + rows])  # type: ignore[misc]
+        parts.append(F.linear(x, read(some, room[: len(some.values)])))
+    y = torch.cat(parts, -1)
+    return y if bias is None else y.add_(bias)
+
+
+class WeightOnlyConv(WeightOnlyKernel):
+    """A convolution, perhaps a transposed one. Scales go to the weight or to the result, whichever is smaller."""
+
+    name: ClassVar[str] = "weight_only.conv"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 (N, C, *size) -> float32 (N, O, *size')."""
+        x, stored, run = _input(x), self.stored, OPS[self.op].target
+        behind = stored.scales_results and stored.scale is not None and x.numel() < stored.numel
+        weight = stored.integers(stored.empty()) if behind else stored.floats(stored.empty())
+        if not behind:
+            return run(x, weight, self.bias, **self.settings)
+        y: Tensor = run(x, weight, None, **self.settings)
+        ones, scale = [1] * (weight.dim() - 2), stored.scale
+        assert scale is not None  # as asked above
+        if self.axis == 1:
+            scale = scale.repeat(self.settings["groups"])
+        if scale.dim():
+            scale = scale.view(-1, *ones)
+        y.mul_(scale)
+        return y if self.bias is None else y.add_(self.bias.view(-1, *ones))
+
+
+class WeightOnlyEmbedding(WeightOnlyKernel):
+    """An embedding: gathers rows of integers, and makes floats of these alone."""
+
+    name: ClassVar[str] = "weight_only.embedding"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Integers, any shape -> float32 (*shape, D)."""
+        return _rows(self.stored, x).view(*x.shape, *self.stored.row)
+
+
+class WeightOnlyBag(WeightOnlyKernel):
+    """Sums, means or maxima of rows of an embedding: those of a bag. Makes floats of the rows that are read."""
+
+    name: ClassVar[str] = "weight_only.embedding_bag"
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        """Integers (B, N), or (N,) with offsets (B,) -> float32 (B, D). Weights are of the shape of x."""
+        given = dict(zip(self.takes[1:], others, strict=True))
+        offsets, per_sample_weights = given.get("offsets"), given.get("per_sample_weights")
+        rows, settings = _rows(self.stored, x), dict(self.settings)
+        numbers = torch.arange(x.numel(), device=x.device).view(x.shape)
+        pad = settings.pop("padding_idx")
+        if pad is not None:
+            pad %= len(self.weight)
+            rows = F.pad(rows, (0, 0, 0, 1))  # a row that stands for all that pad
+            numbers = numbers.masked_fill(x == pad, x.numel())
+            settings["padding_idx"] = x.numel()
+        if offsets is not None:
+            offsets = offsets.to(numbers.dtype)
+        return OPS[self.op].target(numbers, rows, offsets, per_sample_weights, **settings)
+
+
+KERNELS: Mapping[str, type[WeightOnlyKernel]] = {
+    "linear": WeightOnlyLinear,
+    **dict.fromkeys((*OPS.family("conv"), *OPS.family("conv_transpose")), WeightOnlyConv),
+    "embedding": WeightOnlyEmbedding,
+    "embedding_bag": WeightOnlyBag,
+}
+"""By op."""
+
+
+def _rows(stored: StoredWeight, numbers: Tensor) -> Tensor:
+    """Rows by their numbers, any shape -> float32, (as many, ...)."""
+    some = stored.some(lambda t: t.index_select(0, numbers.reshape(-1)))
+    return some.floats(some.empty())
