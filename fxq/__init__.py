@@ -32,7 +32,8 @@ from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.ops.own_ops import register_op
-from fxq.ops.table import Quant, Spelling
+from fxq.ops.table import Spelling
+from fxq.ops.traits import Quant
 from fxq.picture.diff import Diff, diff
 from fxq.pipeline.history import History, Snapshot
 from fxq.quant.observer_base import Observer

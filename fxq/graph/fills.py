@@ -17,7 +17,7 @@ from fxq.graph.info import info
 from fxq.graph.query import called_name, constant, fills_like, flat_nodes, op_of, options_of, taken_from, taken_part
 from fxq.graph.unit import Calls, Inner, OpCall, calls_of
 from fxq.ops.registry import as_tuple
-from fxq.ops.table import Quant
+from fxq.ops.traits import Quant
 
 _VALUE_AT = {"new_full": 2, "full_like": 1}
 _ONES = ("new_ones", "ones_like")

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.ops.registry import aten, row
-from fxq.ops.table import Arguments, moves, spell
+from fxq.ops.table import Arguments, spell
+from fxq.ops.traits import moves
 
 
 def _numbers(bound: Arguments) -> Arguments | str:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from fxq.ops.registry import aten, row
-from fxq.ops.table import Arguments, Shape, computes, float_only, moves, shape_of, spell
+from fxq.ops.table import Arguments, Shape, shape_of, spell
+from fxq.ops.traits import computes, float_only, moves
 
 
 def _tensor_first(bound: Arguments) -> Arguments:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import fxq.quant.qparams  # noqa: F401  (registers fxq::quantize and fxq::dequantize)
 from fxq.ops.registry import row
-from fxq.ops.table import float_only, spell
+from fxq.ops.table import spell
+from fxq.ops.traits import float_only
 from fxq.quant.measured import measured_scale
 from fxq.quant.packing import unpack
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.ops.registry import RANKS, as_tuple, aten, named, row
-from fxq.ops.table import Arguments, Instead, Shape, computes, spell
+from fxq.ops.table import Arguments, Instead, Shape, spell
+from fxq.ops.traits import computes
 
 
 def _tuples(n: int) -> Any:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.ops.registry import aten, row
-from fxq.ops.table import Arguments, float_only, spell
+from fxq.ops.table import Arguments, spell
+from fxq.ops.traits import float_only
 
 _FLOAT = float_only("x")
 

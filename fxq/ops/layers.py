@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 from fxq.ops.arithmetic import product_macs
 from fxq.ops.registry import RANKS, aten, named, pick_values, row
-from fxq.ops.table import Arguments, Shape, computes, float_only, shape_of, spell
+from fxq.ops.table import Arguments, Shape, shape_of, spell
+from fxq.ops.traits import computes, float_only
 
 _FLOAT = float_only("x")
 

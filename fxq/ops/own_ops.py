@@ -16,7 +16,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fxq.common.source import name_of
 from fxq.errors import InputError, unknown
 from fxq.ops import OPS
-from fxq.ops.table import Kind, Op, Quant, Spelling
+from fxq.ops.table import Op, Spelling
+from fxq.ops.traits import Kind, Quant
 
 Function = Callable[..., Any]
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxq.ops.registry import aten, row
-from fxq.ops.table import Arguments, computes, spell
+from fxq.ops.table import Arguments, spell
+from fxq.ops.traits import computes
 
 _INPLACE = "x inplace"
 _POINTWISE = computes("x", pointwise=True)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fxq.ops.registry import RANKS, as_tuple, named, pick_values, row
 from fxq.ops.sizes import is_all_of
-from fxq.ops.table import Arguments, Instead, computes, moves, spell
+from fxq.ops.table import Arguments, Instead, spell
+from fxq.ops.traits import computes, moves
 
 
 def _pool(n: int, kind: str) -> Any:

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.ops.registry import OPS, row
-from fxq.ops.table import Quant, Shape, computes
+from fxq.ops.table import Shape
+from fxq.ops.traits import Quant, computes
 
 OPS.leaf("lstm", nn.LSTM)
 OPS.leaf("gru", nn.GRU)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fxq.ops.registry import aten, pick_values, row
-from fxq.ops.table import Arguments, Instead, computes, moves, shape_of, spell
+from fxq.ops.table import Arguments, Instead, shape_of, spell
+from fxq.ops.traits import computes, moves
 
 
 def _reduce(bound: Arguments) -> Arguments | str:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.ops.registry import as_tuple, aten, named, row
-from fxq.ops.table import Arguments, float_only, moves, spell
+from fxq.ops.table import Arguments, spell
+from fxq.ops.traits import float_only, moves
 
 
 def _pad_module(mode: str) -> Any:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from fxq.ops.registry import aten, row
-from fxq.ops.table import Arguments, Instead, moves, shape_of, spell
+from fxq.ops.table import Arguments, Instead, shape_of, spell
+from fxq.ops.traits import moves
 
 _PART = moves("x", layout=True, view=True, selects=True)
 _COPY = moves("x", layout=True)

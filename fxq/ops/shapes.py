@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.ops.registry import as_tuple, aten, named, row
-from fxq.ops.table import Arguments, Instead, dtype_of, moves, shape_of, spell
+from fxq.ops.table import Arguments, Instead, dtype_of, shape_of, spell
+from fxq.ops.traits import moves
 
 _VIEW = moves("x", layout=True, view=True)
 

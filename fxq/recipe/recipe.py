@@ -12,7 +12,7 @@ import torch
 
 from fxq.backends.base import Backend
 from fxq.common.source import import_path
-from fxq.errors import RecipeError, unknown
+from fxq.errors import RecipeError
 from fxq.quant.spec import (
     ACTIVATION,
     FLOAT,
@@ -26,10 +26,10 @@ from fxq.quant.spec import (
     TensorSpec,
 )
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
-from fxq.recipe.not_built import check_config, check_preset
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
 from fxq.recipe.pipeline import Pipeline, PipelineEdit, edit_for, pipeline_of, preset_config
+from fxq.recipe.recipe_checks import check_choice, check_config, check_preset
 from fxq.recipe.recipe_file import arguments_from, data_of, read_toml, toml_of
 from fxq.recipe.selector import Selector, as_selector
 from fxq.rewriting.pattern import FUSIONS, Family, Rule
@@ -93,14 +93,11 @@ class Recipe:
         _ = self.pipeline, FUSIONS.plus(self.fusions)
         check_backend(self.backend)
         import_extensions(self.extensions)
-        if self.optimize not in ("speed", "coverage", "decided"):
-            raise RecipeError(unknown("value of optimize", self.optimize, ["speed", "coverage", "decided"]))
+        check_choice("value of optimize", self.optimize, ("speed", "coverage", "decided"))
+        check_choice("value of narrow", self.narrow, ("auto", *NARROW))
+        check_choice("check", self.check, ("none", "numeric"))
         if self.optimize == "decided" and not self.decided:
             raise RecipeError('optimize="decided" needs decisions: take qmodel.recipe_as_decided().')
-        if self.narrow not in (narrow := ("auto", *NARROW)):
-            raise RecipeError(unknown("value of narrow", self.narrow, narrow))
-        if self.check not in ("none", "numeric"):
-            raise RecipeError(unknown("check", self.check, ["none", "numeric"]))
         if isinstance(self.min_sqnr, str) or self.min_sqnr != self.min_sqnr:
             raise RecipeError(f"min_sqnr is {self.min_sqnr!r}; it must be a number of dB, or None for no check.")
         check_config(self.config, "the recipe")

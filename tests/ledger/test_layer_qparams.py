@@ -11,7 +11,7 @@ import fxq
 from fxq.graph.region import Weight
 from fxq.ledger.layer_qparams import LayerQParams, int32_bias, layers_of
 from fxq.ops import OPS
-from fxq.ops.table import Quant
+from fxq.ops.traits import Quant
 from fxq.quant.qparams import QParams
 from tests.graphs import drawn
 from tests.helpers import module

@@ -11,7 +11,8 @@ from torch import nn
 
 from fxq.errors import FxqError
 from fxq.ops import OPS
-from fxq.ops.table import Op, OpTable, Spelling, computes, float_only, moves, spell
+from fxq.ops.table import Op, OpTable, Spelling, spell
+from fxq.ops.traits import computes, float_only, moves
 
 
 def resize(x, weight=None, *, factor, mode="near", shift=0):

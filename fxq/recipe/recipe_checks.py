@@ -1,10 +1,10 @@
-"""What a recipe can say that fxq cannot do yet: refused by name where the recipe is made."""
+"""What a recipe says wrongly, or asks for that fxq cannot do yet: refused by name where the recipe is made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from fxq.errors import RecipeError
+from fxq.errors import RecipeError, unknown
 from fxq.quant.observers import observer_named
 from fxq.quant.spec import ROLES, QuantConfig, Role, TensorSpec
 
@@ -15,6 +15,12 @@ def check_preset(preset: str) -> None:
         raise RecipeError(f'the preset "{preset}" is not built yet: use "static", with calibration data.')
     if preset == "static_corrected":
         raise RecipeError('the preset "static_corrected" is now an option: write fxq.Recipe.static(correct_bias=True).')
+
+
+def check_choice(what: str, value: str, choices: Sequence[str]) -> None:
+    """Raise `RecipeError`, with the nearest, for a value that is none of the choices."""
+    if value not in choices:
+        raise RecipeError(unknown(what, value, choices))
 
 
 def check_config(config: QuantConfig, where: str) -> None:
