@@ -319,6 +319,7 @@ TESTED_ELSEWHERE = {
     "tests/graph/test_text_reader.py reads by it": ("fxq.backends.stored_graph",),
     "tests/text/test_terminal.py and test_notebook.py show all that is printed": ("fxq.text.printed",),
     "tests/passes/test_decompose.py: that pass does nothing else": ("fxq.rewriting.expansion",),
+    "tests/ops/test_rows.py reads the traits of every row": ("fxq.ops.traits",),
 }
 """Modules without a test file of their name, by the reason."""
 

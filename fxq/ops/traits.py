@@ -1,0 +1,95 @@
+"""How an op takes part in quantization: what passes ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fxq.quant.spec import Role, TensorSpec
+
+Kind = Literal["computes", "moves", "float"]
+
+
+@dataclass(frozen=True)
+class Quant:
+    """How an op takes part in quantization.
+
+    Attributes:
+        kind: `computes` (has integer kernels on some backend), `moves` (only selects or copies values, so its inputs
+            and its output share scale and zero point), `float` (no integer form).
+        inputs: names of the arguments that are activations.
+        weight: name of the argument that is a weight, if any.
+        more_weights: names of further ones, of the same output-channel axis.
+        bias: name of the argument that is a bias, if any.
+        states: names of the arguments that are states, in front of the first step; float.
+        axis: the output-channel axis of the weight.
+        channels: the axis of these channels in the output, counted from its end.
+        heavy: worth an int8 kernel for its own sake; light ops only follow their neighbours.
+        pointwise: each output element depends on one input element alone (and, at most, on its channel), so that a
+            table with an entry for each integer is an exact kernel. With two inputs: where one of them is a constant.
+        layout: `moves` without looking at a value, or only to see which is larger, hence right on integers of any grid
+            as it stands.
+        view: the output may alias an input.
+        narrows: the range of the output is smaller than the input's (relu), so that quantizing after it is better.
+        selects: hands on a part of the values only, whose range may be much narrower than that of all of them.
+        fills: names of the arguments whose numbers, and constants, stand among the values of the output as they are:
+            what a pad or a mask brings in.
+        surrounds: name of the option that says how many of these numbers stand around the input, in `F.pad`'s order.
+        maximum: the largest value of each window (options kernel_size, padding, dilation and ceil_mode) is the output,
+            so that what is below all others in its window is not seen.
+        masks: a mask can be applied by it: by adding large numbers, or by choosing between values.
+        state: the option that puts its hidden state on a symmetric grid: the number of integers on either side of zero;
+            0 for float.
+        gates: of a recurrent layer, the names of its gates: equal parts of the rows of its weights, in this order.
+        unless: given all arguments, the reason why this call does not fit `kind`, or None.
+    """
+
+    kind: Kind
+    inputs: tuple[str, ...] = ("x",)
+    weight: str | None = None
+    more_weights: tuple[str, ...] = ()
+    bias: str | None = None
+    states: tuple[str, ...] = ()
+    axis: int | None = None
+    channels: int | None = None
+    heavy: bool = False
+    pointwise: bool = False
+    layout: bool = False
+    view: bool = False
+    narrows: bool = False
+    selects: bool = False
+    fills: tuple[str, ...] = ()
+    surrounds: str | None = None
+    maximum: bool = False
+    masks: bool = False
+    state: str | None = None
+    gates: tuple[str, ...] = ()
+    unless: Callable[[Mapping[str, Any]], str | None] | None = None
+
+    def in_float(self, activation: TensorSpec | None) -> bool:
+        """Whether the op computes in float where activations are to be as a spec says: it has to, or there is none."""
+        return activation is None or self.kind == "float"
+
+    def role(self, name: str) -> Role | None:
+        """What the argument of that name is to the op; None for one that is read in float whatever happens."""
+        if name in self.inputs:
+            return "activation"
+        if name in self.more_weights or name in self.states:
+            return "weight" if name in self.more_weights else "state"
+        return {self.weight: "weight", self.bias: "bias"}.get(name)  # type: ignore[return-value]
+
+
+def computes(*inputs: str, **options: Any) -> Quant:
+    """The op has integer kernels on some backend."""
+    return Quant("computes", inputs or ("x",), **options)
+
+
+def moves(*inputs: str, **options: Any) -> Quant:
+    """The op selects, copies or clips values: inputs and output share scale and zero point."""
+    return Quant("moves", inputs or ("x",), **options)
+
+
+def float_only(*inputs: str, **options: Any) -> Quant:
+    """The op has no integer form."""
+    return Quant("float", inputs or ("x",), **options)
