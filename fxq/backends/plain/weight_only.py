@@ -41,6 +41,7 @@ class WeightOnlyKernel(Kernel):
         axis, block: as in `QParams`.
         packed: the shape of a row of packed values; else None.
         signed: whether packed values may be below zero.
+        constants: those of its other arguments that are constants, by name.
     """
 
     options: ClassVar[tuple[str, ...]] = ("op", "settings", "takes", "axis", "block", "packed", "signed")
@@ -63,10 +64,11 @@ class WeightOnlyKernel(Kernel):
         block: int | None = None,
         packed: tuple[int, ...] | None = None,
         signed: bool = True,
+        **constants: Tensor | None,
     ) -> None:
         super().__init__()
         tensors = {"weight": weight, "weight_scale": weight_scale, "weight_zero_point": weight_zero_point, "bias": bias}
-        for name, tensor in tensors.items():
+        for name, tensor in {**tensors, **constants}.items():
             self.register_buffer(name, None if tensor is None else tensor.detach())
         self.op, self.settings = op, {key: decode(value) for key, value in settings.items()}
         self.takes = tuple(takes)
@@ -74,13 +76,20 @@ class WeightOnlyKernel(Kernel):
 
     @classmethod
     def of(
-        cls, call: OpCall, takes: Sequence[str], weight: Weight, zero_point: Tensor | None, bias: Tensor | None
+        cls,
+        call: OpCall,
+        takes: Sequence[str],
+        weight: Weight,
+        zero_point: Tensor | None,
+        bias: Tensor | None,
+        constants: Mapping[str, Tensor],
     ) -> Self:
         """The kernel of an op with a weight of the qdq graph.
 
         Args:
             call: the op.
             takes: as above.
+            constants: as above.
             weight: its weight.
             zero_point: that of the weight, as the graph has it, where there is one for each channel or block.
             bias: its bias.
@@ -94,7 +103,7 @@ class WeightOnlyKernel(Kernel):
         scale = None if weight.stored.dtype == torch.float16 else qp.scale
         return cls(
             weight.stored, scale, zero, bias, op=call.op.name, settings=call.options, takes=takes, axis=qp.axis,
-            block=qp.block, packed=packed, signed=qp.qmin < 0,
+            block=qp.block, packed=packed, signed=qp.qmin < 0, **constants,
         )  # fmt: skip
 
     @property
@@ -184,7 +193,7 @@ class WeightOnlyBag(WeightOnlyKernel):
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         """Integers (B, N), or (N,) with offsets (B,) -> float32 (B, D). Weights are of the shape of x."""
-        given = dict(zip(self.takes[1:], others, strict=True))
+        given = {**self._buffers, **dict(zip(self.takes[1:], others, strict=True))}
         offsets, per_sample_weights = given.get("offsets"), given.get("per_sample_weights")
         rows, settings = _rows(self.stored, x), dict(self.settings)
         numbers = torch.arange(x.numel(), device=x.device).view(x.shape)
