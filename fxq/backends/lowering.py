@@ -193,8 +193,10 @@ def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
         return None
     zero_point = constant(gm, options_of(read)["zero_point"])
     given = {name: value for name in quant.inputs if isinstance(value := call.tensors.get(name), fx.Node)}
-    kernel = WEIGHT_ONLY[call.op.name].of(call, tuple(given), weight, zero_point, bias)
-    inputs = tuple(given.values())
+    constants = {name: tensor for name, value in given.items() if (tensor := constant(gm, value)) is not None}
+    takes = {name: value for name, value in given.items() if name not in constants}
+    kernel = WEIGHT_ONLY[call.op.name].of(call, tuple(takes), weight, zero_point, bias, constants)
+    inputs = tuple(takes.values())
     if inputs != region.inputs:
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel

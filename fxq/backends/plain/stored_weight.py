@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fxq.quant.packing import halves
+
+Part = tuple[tuple[int, ...] | None, tuple[int, int, int] | None, Tensor, Tensor | None]
+"""A part of a weight: its shape as blocks, or None; where it lies, or None: all; its scales and zero points."""
 
 
 @dataclass(frozen=True)
@@ -69,34 +73,40 @@ class StoredWeight:
     def floats(self, out: Tensor) -> Tensor:
         """Its real values, in `out`, float32, dense, of its shape."""
         self.integers(out)
-        if self.scale is None:
-            return out
-        zero = None if self.zero_point is None else self.zero_point.to(torch.float32)
-        for part, of in self._blocks(out):
+        for shape, whole, scale, zero in self._parts:
+            part = out if shape is None else out.view(shape) if whole is None else out.narrow(*whole).view(shape)
             if zero is not None:
-                part.sub_(of(zero))
-            part.mul_(of(self.scale))
+                part.sub_(zero.to(torch.float32))
+            part.mul_(scale)
         return out
 
     def empty(self) -> Tensor:
         """Room for its values as floats."""
         return torch.empty(len(self.values), *self.row, device=self.values.device)
 
-    def _blocks(self, out: Tensor) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Views of `out` that a scale for each channel or block broadcasts with, and how it is shaped for them."""
-        axis, block = self.axis, self.block
+    @cached_property
+    def _parts(self) -> list[Part]:
+        """What its scales are for."""
+        axis, block, scale, zero = self.axis, self.block, self.scale, self.zero_point
+        if scale is None:
+            return []
         if axis is None:
-            return [(out, lambda scale: scale)]
+            return [(None, None, scale, zero)]
+        size = (len(self.values), *self.row)
         if block is None:
-            shape = [-1 if i == axis else 1 for i in range(out.dim())]
-            return [(out, lambda scale: scale.view(shape))]
-        size = out.shape[axis]
-        whole = size // block
-        found: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
-        if whole:
-            blocks = out.narrow(axis, 0, whole * block).unflatten(axis, (whole, block))
-            found.append((blocks, lambda scale: scale.narrow(axis, 0, whole).unsqueeze(axis + 1)))
-        if whole * block < size:
-            rest = out.narrow(axis, whole * block, size - whole * block)
-            found.append((rest, lambda scale: scale.narrow(axis, whole, 1)))
+            shape = [-1 if i == axis else 1 for i in range(len(size))]
+            return [(None, None, scale.view(shape), None if zero is None else zero.view(shape))]
+
+        def of(first: int, count: int) -> tuple[Tensor, Tensor | None]:
+            parts = (None if t is None else t.narrow(axis, first, count).unsqueeze(axis + 1) for t in (scale, zero))
+            return tuple(parts)  # type: ignore[return-value]
+
+        blocks, rest = divmod(size[axis], block)
+        before, behind = size[:axis], size[axis + 1 :]
+        found: list[Part] = []
+        if blocks:
+            whole = (axis, 0, blocks * block) if rest else None
+            found.append(((*before, blocks, block, *behind), whole, *of(0, blocks)))
+        if rest:
+            found.append(((*before, 1, rest, *behind), (axis, blocks * block, rest), *of(blocks, 1)))
         return found

@@ -6,7 +6,7 @@ eighth as much as a float weight has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,8 +23,8 @@ from fxq.quant.qparams import as_float32
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_AT_ONCE = 1 << 17
-"""Values that become floats at once: half a megabyte, which the second cache holds."""
+_AT_ONCE = 1 << 18
+"""Values that become floats at once: a megabyte, which the second cache of a core holds."""
 
 
 class WeightOnlyKernel(Kernel):
@@ -41,6 +41,7 @@ class WeightOnlyKernel(Kernel):
         axis, block: as in `QParams`.
         packed: the shape of a row of packed values; else None.
         signed: whether packed values may be below zero.
+        constants: those of its other arguments that are constants, by name.
     """
 
     options: ClassVar[tuple[str, ...]] = ("op", "settings", "takes", "axis", "block", "packed", "signed")
@@ -63,10 +64,11 @@ class WeightOnlyKernel(Kernel):
         block: int | None = None,
         packed: tuple[int, ...] | None = None,
         signed: bool = True,
+        **constants: Tensor | None,
     ) -> None:
         super().__init__()
         tensors = {"weight": weight, "weight_scale": weight_scale, "weight_zero_point": weight_zero_point, "bias": bias}
-        for name, tensor in tensors.items():
+        for name, tensor in {**tensors, **constants}.items():
             self.register_buffer(name, None if tensor is None else tensor.detach())
         self.op, self.settings = op, {key: decode(value) for key, value in settings.items()}
         self.takes = tuple(takes)
@@ -74,13 +76,20 @@ class WeightOnlyKernel(Kernel):
 
     @classmethod
     def of(
-        cls, call: OpCall, takes: Sequence[str], weight: Weight, zero_point: Tensor | None, bias: Tensor | None
+        cls,
+        call: OpCall,
+        takes: Sequence[str],
+        weight: Weight,
+        zero_point: Tensor | None,
+        bias: Tensor | None,
+        constants: Mapping[str, Tensor],
     ) -> Self:
         """The kernel of an op with a weight of the qdq graph.
 
         Args:
             call: the op.
             takes: as above.
+            constants: as above.
             weight: its weight.
             zero_point: that of the weight, as the graph has it, where there is one for each channel or block.
             bias: its bias.
@@ -94,7 +103,7 @@ class WeightOnlyKernel(Kernel):
         scale = None if weight.stored.dtype == torch.float16 else qp.scale
         return cls(
             weight.stored, scale, zero, bias, op=call.op.name, settings=call.options, takes=takes, axis=qp.axis,
-            block=qp.block, packed=packed, signed=qp.qmin < 0,
+            block=qp.block, packed=packed, signed=qp.qmin < 0, **constants,
         )  # fmt: skip
 
     @property
@@ -121,27 +130,25 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
-        x, stored = _input(x), self.stored
-        if not stored.scales_results or stored.scale is None:
-            return _product(x, stored, StoredWeight.floats, self.bias)
-        y = _product(x, stored, StoredWeight.integers)
-        return y.mul_(stored.scale) if self.bias is None else torch.addcmul(self.bias, y, stored.scale, out=y)
+        x, (pieces, scale, room) = _input(x), self._kept("pieces", self._pieces)
+        read = StoredWeight.floats if scale is None else StoredWeight.integers
+        bias = self.bias if scale is None else None
+        if len(pieces) == 1:
+            y = F.linear(x, read(pieces[0], pieces[0].empty()), bias)
+        else:
+            held = torch.empty(room, device=x.device)
+            y = torch.cat([F.linear(x, read(p, held[: len(p.values)])) for p in pieces], -1)
+            y = y if bias is None else y.add_(bias)
+        if scale is None:
+            return y
+        return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale, out=y)
 
-
-def _product(
-    x: Tensor, stored: StoredWeight, read: Callable[[StoredWeight, Tensor], Tensor], bias: Tensor | None = None
-) -> Tensor:
-    """x (..., K) times the weight (O, K), as `read` makes it floats, and the bias: (..., O)."""
-    outputs, size = len(stored.values), stored.row[0]
-    rows = max(_AT_ONCE // size, 1)
-    if rows >= outputs:
-        return F.linear(x, read(stored, stored.empty()), bias)
-    room, parts = torch.empty(rows, size, device=x.device), []
-    for first in range(0, outputs, rows):
-        some = stored.some(lambda t, first=first: t[first : first + rows])  # type: ignore[misc]
-        parts.append(F.linear(x, read(some, room[: len(some.values)])))
-    y = torch.cat(parts, -1)
-    return y if bias is None else y.add_(bias)
+    def _pieces(self) -> tuple[list[StoredWeight], Tensor | None, tuple[int, int]]:
+        """The weight in pieces of some rows; a scale that goes to the result; the shape of the largest piece."""
+        stored = self._stored()
+        rows, size = max(_AT_ONCE // stored.row[0], 1), len(self.weight)
+        pieces = [stored.some(lambda t, i=i: t[i : i + rows]) for i in range(0, size, rows)]  # type: ignore[misc]
+        return pieces, stored.scale if stored.scales_results else None, (min(rows, size), stored.row[0])
 
 
 class WeightOnlyConv(WeightOnlyKernel):
@@ -184,7 +191,7 @@ class WeightOnlyBag(WeightOnlyKernel):
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         """Integers (B, N), or (N,) with offsets (B,) -> float32 (B, D). Weights are of the shape of x."""
-        given = dict(zip(self.takes[1:], others, strict=True))
+        given = {**self._buffers, **dict(zip(self.takes[1:], others, strict=True))}
         offsets, per_sample_weights = given.get("offsets"), given.get("per_sample_weights")
         rows, settings = _rows(self.stored, x), dict(self.settings)
         numbers = torch.arange(x.numel(), device=x.device).view(x.shape)
