@@ -11,8 +11,9 @@ model runs in a process of its own: one that crashes or takes too long is a row 
     pip install --no-deps torchvision==0.28.0 timm     (--no-deps: they would bring another build of torch)
     pip install transformers huggingface_hub safetensors pyyaml
 
-A row: leaves (modules that torch.fx cannot trace and that stay as they are), the share of multiply-accumulates that
-run on integers, SQNR of int8 against float, SQNR of the int8 kernels against their qdq reference, seconds to quantize.
+Three presets: static, and without data dynamic and weight-only. A row: leaves (modules that torch.fx cannot trace and
+that stay as they are), the share of multiply-accumulates that run on integers, SQNR of int8 against float, SQNR of
+the int8 kernels against their qdq reference, seconds to quantize.
 Where SQNR is below 20 dB, the same model is quantized by torch.ao (its reference graph, where it traces the model), and
 by rounding the input and weight of each layer alone: a network whose random weights amplify noise is lost to all.
 """
@@ -88,12 +89,14 @@ def row(result: Result) -> list[str]:
         "" if result.macs is None else f"{100 * result.macs:.0f} %",
         decibels(result.sqnr),
         decibels(result.kernels),
+        decibels(result.dynamic),
+        decibels(result.weight_only),
         "" if result.seconds is None else f"{result.seconds:.1f}",
         others(result) if passed else result.error.partition("\n")[0][:100],
     ]
 
 
-HEADERS = ["model", "verdict", "leaves", "int8 MACs", "SQNR dB", "to qdq dB", "s", "remark"]
+HEADERS = ["model", "verdict", "leaves", "int8 MACs", "SQNR dB", "to qdq dB", "dynamic dB", "weights dB", "s", "remark"]
 
 
 def decibels(value: float | None) -> str:
@@ -129,6 +132,8 @@ def summary(results: Sequence[Result]) -> str:
                 sum(r.sqnr is not None and r.sqnr >= ENOUGH for r in done),
                 sum(r.verdict == "ill-conditioned" for r in done),
                 sum(r.verdict == "inaccurate" for r in done),
+                sum(r.dynamic is not None and r.dynamic >= ENOUGH for r in done),
+                sum(r.weight_only is not None and r.weight_only >= ENOUGH for r in done),
                 f"{median(r.seconds or 0.0 for r in done):.1f}" if done else "",
             ]
         )
@@ -142,6 +147,8 @@ def summary(results: Sequence[Result]) -> str:
         f"SQNR ≥ {ENOUGH:.0f} dB",
         "ill-conditioned",
         "inaccurate",
+        f"dynamic ≥ {ENOUGH:.0f} dB",
+        f"weight-only ≥ {ENOUGH:.0f} dB",
         "seconds, median",
     ]
     return tabulate(rows, headers=headers, tablefmt="github")

@@ -33,7 +33,7 @@ class Result:
     Attributes:
         model: its name.
         suite: the package that it comes from.
-        stage: how far it came: `build`, `float`, `quantize`, `compare` or `done`.
+        stage: how far it came: `build`, `float`, `quantize`, `compare`, `dynamic`, `weight_only` or `done`.
         error: what stopped it there; empty when it is done.
         trace: where that was raised.
         leaves: modules that run in float as they are because torch.fx cannot trace them, with the reason.
@@ -43,7 +43,9 @@ class Result:
         macs: share of multiply-accumulates that run on integers.
         sqnr: dB of int8 against float, on a fresh batch.
         kernels: dB of the lowered graph against the qdq graph that it was lowered from, same batch.
-        put_back: kernels that verify-lowering found wrong.
+        dynamic: dB of the model with ranges measured at run time, which needs no data.
+        weight_only: dB of the model with integer weights and float arithmetic.
+        put_back: kernels that verify-lowering found wrong, of any of the three.
         rounding: dB of the float model whose conv and linear layers round inputs and weights to 8 bits; where `sqnr`
             is low.
         torch_ao: dB of torch.ao's reference graph, where `sqnr` is low and torch.ao traces the model.
@@ -63,6 +65,8 @@ class Result:
     macs: float | None = None
     sqnr: float | None = None
     kernels: float | None = None
+    dynamic: float | None = None
+    weight_only: float | None = None
     put_back: list[str] = field(default_factory=list)
     rounding: float | None = None
     torch_ao: float | None = None
@@ -141,7 +145,7 @@ def _steps(subject: Subject, optimize: str, result: Result) -> Iterator[str]:
     result.seconds = time.perf_counter() - start
     passes = sorted(qmodel.history, key=lambda snapshot: -snapshot.seconds)
     result.slowest = {snapshot.name: snapshot.seconds for snapshot in passes[:3]}
-    result.put_back = [str(w.message) for w in caught if "kernel is wrong" in str(w.message)]
+    result.put_back = _wrong(caught)
     _read_ledger(qmodel, result)
     yield "compare"
     got = call(qmodel, fresh)
@@ -151,7 +155,26 @@ def _steps(subject: Subject, optimize: str, result: Result) -> Iterator[str]:
     if not result.sqnr >= ENOUGH:
         result.torch_ao = torch_ao(model, data, fresh, expected)
         result.rounding = rounding(model, data, fresh, expected)
+    for name in ("dynamic", "weight_only"):
+        yield name
+        setattr(result, name, _without_data(name, optimize, model, data, fresh, expected, result))
     yield "done"
+
+
+def _wrong(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in caught if "kernel is wrong" in str(w.message)]
+
+
+def _without_data(
+    preset: str, optimize: str, model: nn.Module, data: list[Any], fresh: Any, expected: Any, result: Result
+) -> float:
+    """dB of the model with a preset that needs no data; kernels that are wrong are added to the result."""
+    recipe = getattr(fxq.Recipe, preset)(optimize=optimize)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qmodel = fxq.quantize(model, recipe, example_inputs=data[0], progress=False)
+    result.put_back += _wrong(caught)
+    return sqnr(expected, call(qmodel, fresh))
 
 
 def _read_ledger(qmodel: fxq.QuantizedModel, result: Result) -> None:
