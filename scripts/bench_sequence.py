@@ -26,7 +26,7 @@ from bench import as_data
 from bench_number import Number, sqnr, table
 from networks_sequence import Bert, Recurrent
 from rivals import Call, restored_engine, rivals, saved
-from sequence_recipes import RECIPES
+from sequence_recipes import RECIPES, on_integers
 from tabulate import tabulate
 from timing import interleaved, threads
 from torch import Tensor, nn
@@ -133,8 +133,7 @@ def made(case: Case, wanted: tuple[str, ...]) -> Iterator[Entry]:
             start = time.perf_counter()
             qmodel = quantize(case.model, recipe(), data, example)
             took = time.perf_counter() - start
-            counts = [len(qmodel.ledger.where(fate=fate)) for fate in ("int8", "float")]
-            note = f"{counts[0]} ops int8, {100 * qmodel.ledger.coverage:.0f} % of MACs; {took:.0f} s to quantize"
+            note = f"{on_integers(qmodel)}; {took:.0f} s to quantize"
             noise = sqnr(expected, qmodel(fresh))
             yield Entry(name, qmodel, noise, fxq.nbytes(qmodel), saved(qmodel), note)
         except Exception as error:  # it is a result, too

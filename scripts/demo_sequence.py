@@ -28,7 +28,7 @@ from demo_sequence_subjects import SUBJECTS, Part, Subject
 from rich.console import Console
 from rich.progress import Progress
 from rivals import Made, Make, restored_engine, rivals, saved
-from sequence_recipes import RECIPES
+from sequence_recipes import RECIPES, on_integers
 from tabulate import tabulate
 from timing import interleaved, threads
 
@@ -91,14 +91,15 @@ def main() -> None:
                 print(f"{name}: {missing}", file=sys.stderr)
                 continue
             wanted = tuple(arguments.quantizer or ("",))
-            makes = {k: make for k, make in quantizers(arguments.coverage).items() if k.startswith(wanted)}
+            found = quantizers(subject, arguments.coverage)
+            makes = {k: make for k, make in found.items() if k.startswith(wanted)}
             rows += list(measured(subject, makes, arguments.seconds))
     print(tabulate(rows, headers=HEADERS, floatfmt=".2f"))
 
 
-def quantizers(coverage: bool) -> dict[str, Callable[[Part], tuple[Made, str]]]:
+def quantizers(subject: Subject, coverage: bool) -> dict[str, Callable[[Part], tuple[Made, str]]]:
     """Every way to quantize a part of a network, by name."""
-    own = {name: by_fxq(recipe, coverage) for name, recipe in RECIPES.items()}
+    own = {name: by_fxq(recipe, coverage) for name, recipe in {**RECIPES, **subject.recipes}.items()}
     return own | {name: by_rival(make) for name, make in rivals().items()}
 
 
@@ -109,8 +110,7 @@ def by_fxq(recipe: Callable[[], fxq.Recipe], coverage: bool) -> Callable[[Part],
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", fxq.FxqWarning)  # what is slower on integers stays in float
             qmodel = fxq.quantize(part.model, chosen, data=data, example_inputs=part.example, progress=False)
-        counts = [len(qmodel.ledger.where(fate=fate)) for fate in ("int8", "float")]
-        return Made(qmodel, saved(qmodel)), f"{counts[0]} ops int8, {100 * qmodel.ledger.coverage:.0f} % of MACs"
+        return Made(qmodel, saved(qmodel)), on_integers(qmodel)
 
     return make
 

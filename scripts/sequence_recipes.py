@@ -1,4 +1,4 @@
-"""The recipes that demo_sequence.py and bench_sequence.py compare."""
+"""The recipes that demo_sequence.py and bench_sequence.py compare, and what their tables say of a model."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ RECIPES: dict[str, Callable[[], fxq.Recipe]] = {
     "fxq float16 weights": lambda: fxq.Recipe.weight_only(dtype=torch.float16),
 }
 """Made when asked for: one that this version does not have is a row of the table like what else fails."""
+
+
+def on_integers(qmodel: fxq.QuantizedModel) -> str:
+    """How many ops compute on integers, or have integer weights, and their share of the multiply-accumulates."""
+    ledger = qmodel.ledger
+    counts = [f"{len(found)} {fate}" for fate in ("int8", "weight-only") if (found := ledger.where(fate=fate))]
+    return f"{', '.join(counts) or 'all float'}: {100 * ledger.coverage:.0f} % of MACs int8"
