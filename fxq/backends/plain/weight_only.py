@@ -14,11 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel, decode, refuse
-from fxq.backends.plain.stored_weight import StoredWeight
-from fxq.graph.region import Weight
+from fxq.backends.plain.stored_weight import StoredWeight, float_input
 from fxq.graph.unit import OpCall
 from fxq.ops import OPS
-from fxq.quant.qparams import as_float32
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,27 +72,29 @@ class WeightOnlyKernel(Kernel):
 
     @classmethod
     def of(
-        cls, call: OpCall, takes: Sequence[str], weight: Weight, zero_point: Tensor | None, bias: Tensor | None
+        cls,
+        call: OpCall,
+        takes: Sequence[str],
+        weights: Mapping[str, StoredWeight],
+        constants: Mapping[str, Tensor],
     ) -> Self:
         """The kernel of an op with a weight of the qdq graph.
 
         Args:
             call: the op.
             takes: as above.
-            weight: its weight.
-            zero_point: that of the weight, as the graph has it, where there is one for each channel or block.
-            bias: its bias.
+            weights: its weight, by the name of the argument.
+            constants: its bias, or nothing.
 
         Raises:
-            BackendError: an option is given by a value of the graph.
+            BackendError: what the kernel is to be called with is a constant.
         """
-        qp, packed = weight.qparams, weight.packed
-        refuse(cls.name, f"its {call.computed} is a value that can differ from call to call" if call.computed else None)
-        zero = (qp.zero_point if zero_point is None else zero_point) if bool(qp.zero_point.any()) else None
-        scale = None if weight.stored.dtype == torch.float16 else qp.scale
+        (weight,), others = weights.values(), sorted(set(constants) - {"bias"})
+        refuse(cls.name, f"{' and '.join(others)} are constants of the model" if others else None)
         return cls(
-            weight.stored, scale, zero, bias, op=call.op.name, settings=call.options, takes=takes, axis=qp.axis,
-            block=qp.block, packed=packed, signed=qp.qmin < 0,
+            weight.values, weight.scale, weight.zero_point, constants.get("bias"), op=call.op.name,
+            settings=call.options, takes=takes, axis=weight.axis, block=weight.block, packed=weight.packed,
+            signed=weight.signed,
         )  # fmt: skip
 
     @property
@@ -109,11 +109,6 @@ class WeightOnlyKernel(Kernel):
         )
 
 
-def _input(x: Tensor) -> Tensor:
-    x = x.detach() if x.requires_grad else x
-    return x if x.dtype == torch.float32 else as_float32(x)
-
-
 class WeightOnlyLinear(WeightOnlyKernel):
     """A linear layer. Some rows of the weight at a time; a scale for each channel is applied to the result."""
 
@@ -121,7 +116,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
-        x, stored = _input(x), self.stored
+        x, stored = float_input(x), self.stored
         if not stored.scales_results or stored.scale is None:
             return _product(x, stored, StoredWeight.floats, self.bias)
         y = _product(x, stored, StoredWeight.integers)
@@ -151,7 +146,7 @@ class WeightOnlyConv(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (N, C, *size) -> float32 (N, O, *size')."""
-        x, stored, run = _input(x), self.stored, OPS[self.op].target
+        x, stored, run = float_input(x), self.stored, OPS[self.op].target
         behind = stored.scales_results and stored.scale is not None and x.numel() < stored.numel
         weight = stored.integers(stored.empty()) if behind else stored.floats(stored.empty())
         if not behind:
