@@ -193,6 +193,10 @@ def test_summary_counts(scripts):
     def done(**known):
         return scripts.Result("m", "timm", "done", **{"sqnr": 30.0, "kernels": 50.0, "seconds": 2.0, **known})
 
-    results = [done(dynamic=25.0, weight_only=9.0), done(sqnr=9.0, rounding=9.0, leaves={"a": "b"}), scripts.Result("m", "timm", "quantize", "E: x")]
+    results = [
+        done(dynamic=25.0, weight_only=9.0),
+        done(sqnr=9.0, rounding=9.0, leaves={"a": "b"}),
+        scripts.Result("m", "timm", "quantize", "E: x"),
+    ]
     cells = [cell.strip() for cell in scripts.summary(results).splitlines()[2].strip("|").split("|")]
     assert cells == ["timm", "3", "2", "1", "", "0", "1", "1", "0", "1", "0", "2"]

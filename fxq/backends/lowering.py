@@ -7,15 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
-from fxq.backends.kernel import Kernel
+from fxq.backends.kernel import Kernel, refuse
 from fxq.backends.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
-from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
+from fxq.backends.plain.stored_weight import StoredWeight
+from fxq.backends.plain.weight_only import KERNELS, WeightOnlyKernel
+from fxq.backends.plain.weight_only_recurrent import WeightOnlyRecurrent
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, options_of, values_of
@@ -33,6 +35,12 @@ from fxq.graph.unit import Calls
 from fxq.ops.table import Op
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig
+
+WEIGHT_ONLY: Mapping[str, type[WeightOnlyKernel] | type[WeightOnlyRecurrent]] = {
+    **KERNELS,
+    **dict.fromkeys(("lstm", "gru", "rnn"), WeightOnlyRecurrent),
+}
+"""The kernels of layers that compute in float, by op."""
 
 
 class RowBackend(Backend):
@@ -187,16 +195,24 @@ def _weight_only(gm: fx.GraphModule, region: UnitRegion) -> Kernel | None:
     """The kernel of a layer that computes in float; None where the weight is in float, too."""
     call = region.calls[0]
     quant = call.op.quant
-    read: Any = call.tensors.get(quant.weight or "")
-    weight, bias = integer_weight(gm, read), constant(gm, call.tensors.get(quant.bias or ""))
-    if weight is None:
-        return None
-    zero_point = constant(gm, options_of(read)["zero_point"])
-    given = {name: value for name in quant.inputs if isinstance(value := call.tensors.get(name), fx.Node)}
-    constants = {name: tensor for name, value in given.items() if (tensor := constant(gm, value)) is not None}
-    takes = {name: value for name, value in given.items() if name not in constants}
-    kernel = WEIGHT_ONLY[call.op.name].of(call, tuple(takes), weight, zero_point, bias, constants)
-    inputs = tuple(takes.values())
+    kind = WEIGHT_ONLY[call.op.name]
+    refuse(kind.name, f"its {call.computed} is a value that can differ from call to call" if call.computed else None)
+    weights: dict[str, StoredWeight] = {}
+    constants: dict[str, Tensor] = {}
+    given: dict[str, fx.Node] = {}
+    for name, read in call.tensors.items():
+        value = constant(gm, read)
+        if quant.role(name) == "weight" and isinstance(read, fx.Node):
+            weight = integer_weight(gm, read)
+            if weight is None:
+                return None
+            weights[name] = StoredWeight.of(weight, constant(gm, options_of(read)["zero_point"]))
+        elif value is not None:
+            constants[name] = value
+        elif isinstance(read, fx.Node):
+            given[name] = read
+    kernel = kind.of(call, tuple(given), weights, constants)
+    inputs = tuple(given.values())
     if inputs != region.inputs:
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel

@@ -10,7 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fxq.graph.region import Weight
 from fxq.quant.packing import halves
+from fxq.quant.qparams import as_float32
 
 Part = tuple[tuple[int, ...] | None, tuple[int, int, int] | None, Tensor, Tensor | None]
 """A part of a weight: its shape as blocks, or None; where it lies, or None: all; its scales and zero points."""
@@ -36,6 +38,14 @@ class StoredWeight:
     block: int | None = None
     packed: tuple[int, ...] | None = None
     signed: bool = False
+
+    @classmethod
+    def of(cls, weight: Weight, zero_point: Tensor | None) -> StoredWeight:
+        """A weight of the qdq graph; `zero_point` as the graph has it, where there is one for each channel or block."""
+        qp = weight.qparams
+        zero = (qp.zero_point if zero_point is None else zero_point) if bool(qp.zero_point.any()) else None
+        scale = None if weight.stored.dtype == torch.float16 else qp.scale
+        return cls(weight.stored, scale, zero, qp.axis, qp.block, weight.packed, qp.qmin < 0)
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -110,3 +120,9 @@ class StoredWeight:
         if rest:
             found.append(((*before, 1, rest, *behind), (axis, blocks * block, rest), *of(blocks, 1)))
         return found
+
+
+def float_input(x: Tensor) -> Tensor:
+    """What a layer with such a weight reads, without a gradient. Refuses what is not float32."""
+    x = x.detach() if x.requires_grad else x
+    return x if x.dtype == torch.float32 else as_float32(x)

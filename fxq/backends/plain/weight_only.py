@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, decode, refuse
-from fxq.backends.plain.stored_weight import StoredWeight
-from fxq.graph.region import Weight
+from fxq.backends.kernel import Kernel, decode
+from fxq.backends.plain.stored_weight import StoredWeight, float_input
 from fxq.graph.unit import OpCall
 from fxq.ops import OPS
-from fxq.quant.qparams import as_float32
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,9 +77,7 @@ class WeightOnlyKernel(Kernel):
         cls,
         call: OpCall,
         takes: Sequence[str],
-        weight: Weight,
-        zero_point: Tensor | None,
-        bias: Tensor | None,
+        weights: Mapping[str, StoredWeight],
         constants: Mapping[str, Tensor],
     ) -> Self:
         """The kernel of an op with a weight of the qdq graph.
@@ -89,21 +85,15 @@ class WeightOnlyKernel(Kernel):
         Args:
             call: the op.
             takes: as above.
-            constants: as above.
-            weight: its weight.
-            zero_point: that of the weight, as the graph has it, where there is one for each channel or block.
-            bias: its bias.
-
-        Raises:
-            BackendError: an option is given by a value of the graph.
+            weights: its weight, by the name of the argument.
+            constants: its bias, and others of its arguments that are constants.
         """
-        qp, packed = weight.qparams, weight.packed
-        refuse(cls.name, f"its {call.computed} is a value that can differ from call to call" if call.computed else None)
-        zero = (qp.zero_point if zero_point is None else zero_point) if bool(qp.zero_point.any()) else None
-        scale = None if weight.stored.dtype == torch.float16 else qp.scale
+        (weight,) = weights.values()
+        others = {name: tensor for name, tensor in constants.items() if name != "bias"}
         return cls(
-            weight.stored, scale, zero, bias, op=call.op.name, settings=call.options, takes=takes, axis=qp.axis,
-            block=qp.block, packed=packed, signed=qp.qmin < 0, **constants,
+            weight.values, weight.scale, weight.zero_point, constants.get("bias"), op=call.op.name,
+            settings=call.options, takes=takes, axis=weight.axis, block=weight.block, packed=weight.packed,
+            signed=weight.signed, **others,
         )  # fmt: skip
 
     @property
@@ -118,11 +108,6 @@ class WeightOnlyKernel(Kernel):
         )
 
 
-def _input(x: Tensor) -> Tensor:
-    x = x.detach() if x.requires_grad else x
-    return x if x.dtype == torch.float32 else as_float32(x)
-
-
 class WeightOnlyLinear(WeightOnlyKernel):
     """A linear layer. Some rows of the weight at a time; a scale for each channel is applied to the result."""
 
@@ -130,7 +115,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
-        x, (pieces, scale, room) = _input(x), self._kept("pieces", self._pieces)
+        x, (pieces, scale, room) = float_input(x), self._kept("pieces", self._pieces)
         read = StoredWeight.floats if scale is None else StoredWeight.integers
         bias = self.bias if scale is None else None
         if len(pieces) == 1:
@@ -158,7 +143,7 @@ class WeightOnlyConv(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (N, C, *size) -> float32 (N, O, *size')."""
-        x, stored, run = _input(x), self.stored, OPS[self.op].target
+        x, stored, run = float_input(x), self.stored, OPS[self.op].target
         behind = stored.scales_results and stored.scale is not None and x.numel() < stored.numel
         weight = stored.integers(stored.empty()) if behind else stored.floats(stored.empty())
         if not behind:

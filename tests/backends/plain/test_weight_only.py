@@ -250,3 +250,23 @@ def test_a_kernel_of_its_config():
     scale = kernel.weight_scale.repeat_interleave(4, 1)[:, :6]
     zero = kernel.weight_zero_point.repeat_interleave(4, 1)[:, :6]
     torch.testing.assert_close(kernel(x), F.linear(x, (real - zero) * scale, kernel.bias))
+
+
+class Kept(nn.Module):
+    """A bag whose offsets are part of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 70, mode="sum")
+        self.register_buffer("offsets", torch.tensor([0, 4]))
+
+    def forward(self, x):
+        return self.bag(x, self.offsets)
+
+
+def test_offsets_that_are_constants_are_kept_in_the_kernel():
+    x, model = torch.randint(0, 50, (9,)), Kept()
+    made = fxq.quantize(model, BITS8, example_inputs=x)
+    assert made.ledger.count("weight-only") == 1
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x), rtol=0.1, atol=0.1)

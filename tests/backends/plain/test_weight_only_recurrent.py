@@ -1,0 +1,159 @@
+"""Recurrent layers that compute in float with weights in integers: the numbers of the op on what these stand for."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxq
+from fxq.backends.plain.weight_only_recurrent import WeightOnlyRecurrent
+from fxq.common.metrics import nbytes
+from fxq.errors import InputError
+from fxq.ops import OPS
+from fxq.quant.qparams import dequantize
+from tests.models import call, settled
+
+RECIPES = {
+    "int8": fxq.Recipe.weight_only(),
+    "per tensor": fxq.Recipe.weight_only(per="tensor"),
+    "int4": fxq.Recipe.weight_only(bits=4),
+    "int4 per channel": fxq.Recipe.weight_only(bits=4, per="channel"),
+    "int8 blocks": fxq.Recipe.weight_only(per=3),
+    "float16": fxq.Recipe.weight_only(dtype=torch.float16),
+}
+ALL = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+class Net(nn.Module):
+    """A recurrent module, called with initial states where there are some."""
+
+    def __init__(self, kind, *sizes, **options):
+        super().__init__()
+        self.rnn = getattr(nn, kind)(*sizes, **options)
+
+    def forward(self, x, *states):
+        return self.rnn(x, (states if len(states) > 1 else states[0]) if states else None)
+
+
+def quantized(model, recipe, *inputs):
+    made = fxq.quantize(model, recipe, example_inputs=inputs)
+    assert {e.fate for e in made.ledger.where(op=["lstm", "gru", "rnn"])} == {"weight-only"}
+    assert not made.ledger.where(kind="unverified") and made.ledger.weight_coverage == 1.0
+    assert {type(kernel) for kernel in made.fxq_kernels.children()} == {WeightOnlyRecurrent}
+    return made
+
+
+def rounded(model, made):
+    """A copy of the float model with the weights that the integers stand for."""
+    wanted = copy.deepcopy(model)
+    for path, layer in made.qparams().items():
+        number = path.split(".")[-1]
+        for name, weight in layer.weights.items():
+            is_float16 = weight.stored.dtype == torch.float16
+            real = weight.values.float() if is_float16 else dequantize(weight.values, weight.qparams)
+            parameter = getattr(wanted.rnn, f"{name}_{number}")
+            assert not torch.equal(parameter.data, real)
+            parameter.data = real
+    return wanted
+
+
+def same(one, other):
+    for a, b in zip(flat(one), flat(other), strict=True):
+        assert torch.equal(a, b)
+
+
+def flat(value):
+    return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in flat(part)]
+
+
+@ALL
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_is_the_float_layer_on_the_weights_that_the_integers_stand_for(kind, recipe):
+    model, x = settled(lambda: Net(kind, 13, 21, 2, bidirectional=True)), torch.randn(6, 3, 13)
+    made = quantized(model, recipe, x)
+    wanted = call(rounded(model, made), x)
+    for _ in range(2):  # the second call is bound
+        for one, other in zip(flat(call(made, x)), flat(wanted), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    kind=st.sampled_from(["LSTM", "GRU", "RNN"]), sizes=st.tuples(*[st.integers(1, 5)] * 4), bias=st.booleans(),
+    states=st.booleans(), proj=st.integers(0, 3), recipe=st.sampled_from(sorted(RECIPES)),
+)  # fmt: skip
+def test_odd_shapes(kind, sizes, bias, states, proj, recipe):
+    steps, samples, inputs, hidden = sizes
+    proj = proj if kind == "LSTM" and proj < hidden else 0
+    model = settled(lambda: Net(kind, inputs, hidden, bias=bias, **({"proj_size": proj} if proj else {})))
+    given_ = [torch.randn(1, samples, proj or hidden), torch.randn(1, samples, hidden)] if states else []
+    given_ = [torch.randn(steps, samples, inputs), *(given_ if kind == "LSTM" else given_[:1])]
+    made = fxq.quantize(model, RECIPES[recipe], example_inputs=tuple(given_))
+    layer = made.qparams()["rnn.l0"]
+    stand_for = {
+        f"{name}_l0": w.values.float() if recipe == "float16" else dequantize(w.values, w.qparams)
+        for name, w in layer.weights.items()
+    }
+    wanted = copy.deepcopy(model)
+    for name, real in stand_for.items():
+        getattr(wanted.rnn, name).data = real
+    for one, other in zip(flat(call(made, tuple(given_))), flat(call(wanted, tuple(given_))), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "bits", "most"), [("LSTM", 8, 0.27), ("LSTM", 4, 0.16), ("GRU", 4, 0.16)])
+def test_size_and_what_the_ledger_says(kind, bits, most):
+    model, x = settled(lambda: Net(kind, 128, 256, 2)), torch.randn(3, 1, 128)
+    made = quantized(model, fxq.Recipe.weight_only(bits=bits), x)
+    call(made, x)  # nothing is kept of a call
+    assert nbytes(made) <= most * nbytes(model)
+    assert sum(tensor.nbytes for tensor in made.state_dict().values()) <= most * nbytes(model)
+    assert len(pickle.dumps(made)) <= (most + 0.04) * nbytes(model)
+    assert sum(e.saved_bytes for e in made.ledger) == pytest.approx(nbytes(model) - nbytes(made), rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("int8", "int4", "float16")])
+def test_copies_and_files_give_the_same(recipe):
+    model, x = settled(lambda: Net("LSTM", 9, 14, proj_size=5)), torch.randn(4, 2, 9)
+    made = quantized(model, recipe, x)
+    wanted = call(made, x)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        same(call(other, x), wanted)
+    fresh = quantized(Net("LSTM", 9, 14, proj_size=5).eval(), recipe, x)
+    fresh.load_state_dict(made.state_dict(), strict=True)
+    same(call(fresh, x), wanted)
+
+
+def kernel():
+    tensors = {"weight_ih": torch.randint(-9, 9, (9, 4), dtype=torch.int8), "weight_ih_scale": torch.rand(9)}
+    tensors |= {"weight_hh": torch.randint(-9, 9, (9, 3), dtype=torch.int8), "weight_hh_scale": torch.rand(9)}
+    tensors["h"] = torch.randn(2, 3)
+    return WeightOnlyRecurrent(**tensors, op="gru", settings={"reverse": True}, axis=0)
+
+
+def test_a_kernel_of_its_config():
+    made, x = kernel(), torch.randn(5, 2, 4)
+    real = {name: w.values * w.scale[:, None] for name, w in made.stored.items()}
+    wanted = OPS["gru"].target(x, **real, h=made.h, reverse=True)
+    assert torch.equal(made(x), wanted)
+    again = WeightOnlyRecurrent.from_config(made.config(), dict(made.named_buffers()))
+    assert torch.equal(again(x), wanted)
+    made.weight_hh_scale.mul_(2)
+    assert not torch.equal(made(x), wanted)
+
+
+def test_a_kernel_takes_float32_and_hands_on_no_gradient():
+    with pytest.raises(InputError, match="is float64"):
+        kernel()(torch.ones(1, 2, 4, dtype=torch.float64))
+    assert not kernel()(torch.ones(1, 2, 4, requires_grad=True)).requires_grad
+
+
+def test_the_ledger_says_what_they_take(plant):
+    plant(lambda key: 30.0 if key.startswith("float") else 20.0)
+    made = quantized(settled(lambda: Net("GRU", 12, 16)), RECIPES["int8"], torch.randn(3, 1, 12))
+    (entry,) = made.ledger.where(fate="weight-only")
+    assert entry.op == "gru" and (entry.float_us, entry.int8_us) == pytest.approx((30.0, 20.0))
