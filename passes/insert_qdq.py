@@ -175,7 +175,7 @@ def _convert_weight(
     assert tensor is not None and isinstance(qp, QParams)  # choose-grids has seen it
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
     packs = all(map(_is_weight_only, wish)) and qp.dtype != torch.float16 and qp.qmax - qp.qmin < 2**BITS
-    key = (id(tensor), edge.spec, edge.axis, packs)
+    key = (id(tensor), edge.spec, edge.axis, qp.bits, packs)  # of layers with one spec, some may give up a bit
     values, scale, zero_point = made[key] = made.get(key) or _stored(tensor.detach(), qp, packs)
     kind = "float16" if values.dtype == torch.float16 else "int4" if packs else "int8"
     grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": qp.axis, "block": qp.block}

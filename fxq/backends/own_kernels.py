@@ -24,9 +24,8 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
     """Decorator: on this backend, a unit of the fusion runs in the kernel that the function makes.
 
     The kernel takes the integers of the captured activations, in the order of the captures, and returns what the fusion
-    does: of several outputs, a tuple, each on its grid of `FusedUnit.outs`. verify-lowering
-    runs it against the fusion's meaning, and its price is measured as any other's. A recipe that is to be saved names
-    the function: `Recipe.with_extensions`.
+    does: of several outputs, a tuple, each on its grid of `FusedUnit.outs`. verify-lowering runs it against the
+    fusion's meaning, and its price is measured. A recipe that is to be saved names it: `Recipe.with_extensions`.
 
     Args:
         backend: name of a backend with a table of kernels: "x86", "fbgemm", "qnnpack", or the import path of one

@@ -55,9 +55,10 @@ class Fills:
         else:
             maker = taken_from(node)
             calls = calls_of(self.gm, maker)
-            made = self._of_calls(maker, calls)
-            output = calls.outputs[taken_part(node, maker) or 0]
-            yield from made[output] if calls else (-math.inf,)  # an input may be a mask for attention
+            if calls:
+                yield from self._of_calls(maker, calls)[calls.outputs[taken_part(node, maker) or 0]]
+            else:
+                yield -math.inf  # an input may be a mask for attention
 
     def _of_calls(self, node: fx.Node, calls: Calls) -> list[frozenset[float]]:
         """The same for each op that a node runs."""

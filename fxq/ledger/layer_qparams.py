@@ -28,7 +28,7 @@ class LayerQParams:
 
     Attributes:
         weights: by the name of the op's argument, which is "weight" but in recurrent layers: its `values`, int8 and of
-            the weight's own shape (a 4-bit value has a byte, too), and their `qparams`.
+            the weight's own shape (a 4-bit value has a byte, too), or float16, and their `qparams`.
         gates: of a recurrent layer, the rows of each gate in its weights and its bias, by name: `bias[gates["f"]]`.
         bias: int32, (C,): round(bias / bias_scale), zero point 0; or float32, see `float_bias_reason`; or None.
         bias_scale: float32, (C,) or (), of the accumulator: input_scale * weight_scale; None where the bias is float.

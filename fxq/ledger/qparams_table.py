@@ -107,7 +107,8 @@ def _rows(path: str, layer: LayerQParams) -> Iterator[list[Text]]:
     for i, (name, weight) in enumerate(layer.weights.items()):
         grid = weight.qparams
         shape = "×".join(map(str, weight.values.shape))
-        kind = f"{'int' if grid.qmin < 0 else 'uint'}{grid.bits} {shape}"
+        number = "float" if grid.dtype.is_floating_point else "int" if grid.qmin < 0 else "uint"
+        kind = f"{number}{grid.bits} {shape}"
         kind = kind if name == "weight" else f"{name} {kind}"
         cells = [kind, _ends(grid.scale, ".3g"), _ends(grid.zero_point, ".0f"), _per(grid)]
         yield row(layer_text(layer.node, path) if i == 0 else "", *cells, *(common if i == 0 else [""] * len(common)))
@@ -142,7 +143,7 @@ def _array(value: Tensor | float) -> np.ndarray[Any, Any]:
 
 def _npz(arrays: Mapping[str, np.ndarray[Any, Any]], texts: str) -> bytes:
     file = io.BytesIO()
-    np.savez(file, allow_pickle=False, layers=np.array(texts), **arrays)
+    np.savez(file, layers=np.array(texts), **arrays)  # type: ignore[arg-type]  # no array is called allow_pickle
     return file.getvalue()
 
 

@@ -165,8 +165,8 @@ class QParams:
 
     @property
     def bits(self) -> int:
-        """How many bits its integers need."""
-        return (self.qmax - self.qmin).bit_length()
+        """How many bits a value takes."""
+        return 16 if self.dtype == torch.float16 else (self.qmax - self.qmin).bit_length()
 
     @property
     def low(self) -> Tensor:

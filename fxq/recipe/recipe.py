@@ -204,9 +204,12 @@ format='integer')
         """
         if dtype not in (None, torch.float16):
             raise RecipeError(f"weight_only: dtype is {dtype}; it must be torch.float16, or None for integers.")
-        weight = FLOAT16 if dtype is not None else WEIGHT if bits > 4 else WEIGHT4
+        if dtype is not None and (bits, per) != (8, None):
+            raise RecipeError("weight_only: float16 has neither bits nor scales; leave bits and per out.")
+        weight = FLOAT16
         if dtype is None:
-            weight = replace(weight, bits=bits, per=weight.per if per is None else per)
+            usual = WEIGHT4 if bits in (2, 3, 4) else WEIGHT
+            weight = replace(usual, bits=bits, per=usual.per if per is None else per)
         return replace(cls.static(activation=None, **{"weight": weight, **options}), preset="weight_only")
 
     def only(self, *selectors: Any) -> Recipe:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fxq
+from fxq.backends.reference import Reference
 from fxq.passes import InsertQdq
 from tests.graphs import expected, node, program, run_pass, text
 
@@ -237,3 +238,19 @@ def test_a_measured_scale_is_a_value_of_the_graph():
         x_dq_1: float32[5, 4] = dequantize(x_q_1, scale=x_scale, zero_point=128)
     """)
     assert [[n.name for n in node(gm, name).all_input_nodes[:1]] for name in "abc"] == [["x_dq_1"], ["x_dq"], ["x_dq"]]
+
+
+def test_readers_of_a_shared_weight_of_which_one_gives_up_a_bit(monkeypatch):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20)
+            self.head.weight = self.table.weight
+
+        def forward(self, x):
+            return self.head(self.table(x))
+
+    monkeypatch.setattr(Reference, "adds_in_int16", lambda self, calls: calls[0].op.name == "linear")
+    recipe = fxq.Recipe.dynamic(backend="reference", narrow="weights")
+    layers = fxq.quantize(Tied().eval(), recipe, example_inputs=torch.arange(20)).qparams()
+    assert [int(layers[name].weight.abs().max()) for name in ("table", "head")] == [127, 63]

@@ -85,9 +85,13 @@ def test_a_layer_of_another_class_stays():
 class Called(nn.Module):
     """Attention as a function of the parameters of a module; `scaled`: of weights that are computed in each call."""
 
-    def __init__(self, scaled=False, **options):
+    def __init__(self, scaled=False, split=False, **options):
         super().__init__()
         self.own = nn.MultiheadAttention(E, H, **options)
+        if split:  # three weights of the same shape
+            for name, weight in zip("qkv", self.own.in_proj_weight.detach().chunk(3), strict=True):
+                setattr(self.own, f"{name}_proj_weight", nn.Parameter(weight.clone()))
+            self.own.in_proj_weight = None
         self.scaled = scaled
 
     def forward(self, q, k, v, mask):
@@ -101,7 +105,11 @@ class Called(nn.Module):
         return y + weights.sum()
 
 
-@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 10}, {"bias": False}], ids=["one", "apart", "no bias"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kdim": 6, "vdim": 10}, {"bias": False}, {"split": True}],
+    ids=["one", "apart", "no bias", "apart, alike"],
+)
 def test_attention_as_a_function(options):
     model = settled(lambda: Called(**options))
     before = list(model.state_dict())
@@ -117,3 +125,20 @@ def test_weights_that_are_computed_stay_in_the_function():
     gm = graph(model, inputs, "decompose")
     assert any(n.target is F.multi_head_attention_forward for n in gm.graph.nodes)
     torch.testing.assert_close(call(gm, inputs), call(model, inputs))
+
+
+def test_attention_that_stays_a_module_may_return_both_outputs():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.MultiheadAttention(E, H, add_bias_kv=True)
+            self.head = nn.Linear(E, 4)
+
+        def forward(self, x):
+            y, weights = self.own(x, x, x)
+            return self.head(y), weights
+
+    model, x = settled(Both), drawn(L, N, E)
+    made = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
+    assert made(x)[1].shape == model(x)[1].shape
+    assert "head" in made.qparams()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import fxq
 from fxq.errors import RecipeError
@@ -71,3 +72,18 @@ def test_one_range_per_channel_of_an_observer_that_has_one_per_tensor(observer):
 @pytest.mark.parametrize("per", ["tensor", "channel"])
 def test_what_is_built(per, observer):
     assert fxq.Recipe.static(weight=replace(WEIGHT, per=per, observer=observer)).override("head", fxq.FLOAT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": "4"}, "bits is '4'"),
+        ({"bits": 9}, "bits is 9"),
+        ({"dtype": torch.bfloat16}, "must be torch.float16"),
+        ({"bits": 4, "dtype": torch.float16}, "leave bits and per out"),
+        ({"per": 32, "dtype": torch.float16}, "leave bits and per out"),
+    ],
+)
+def test_weights_alone(options, message):
+    with pytest.raises(RecipeError, match=message):
+        fxq.Recipe.weight_only(**options)

@@ -15,7 +15,7 @@ from fxq.backends.x86.onednn import OnednnLayer
 from fxq.backends.x86.recurrent_product import State, StateProduct, input_product
 from fxq.errors import InputError
 from fxq.ops.recurrent import rows_of_cell
-from fxq.quant.qparams import QParams
+from fxq.quant.qparams import QParams, as_float32
 
 _INT32 = 2**31 - 1
 Step = Callable[[Tensor, Tensor], None]
@@ -125,10 +125,23 @@ class RecurrentLoop(Kernel):
         scale = others[0] if self.measured else None
         states = dict(zip(self.given, others[1:] if self.measured else others, strict=True))
         layer: _Prepared = self._kept("", lambda: _Prepared(self))
+        h, c = (
+            self._initial(states.get(name, own), x.shape[1], width)
+            for name, own, width in (("h", self.h, layer.width), ("c", self.c, layer.hidden))
+        )
         with torch.inference_mode():  # it spares each call what autograd asks; nothing of it is handed out
-            y, c = layer.run(x, scale, states.get("h", self.h), states.get("c", self.c))
+            y, c = layer.run(x, scale, h, c)
         result = torch.cat([y, rows_of_cell(c, y.shape[2])]) if self.cell and c is not None else y.clone()
         return result if self.out is None else quantize(result, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
+
+    def _initial(self, state: Tensor | None, samples: int, width: int) -> Tensor | None:
+        """An initial state in float32. What writes into memory would take one of another shape as one for all."""
+        if state is None:
+            return None
+        if state.shape != (samples, width):
+            given = f"{self.name}: an initial state of shape {tuple(state.shape)}"
+            raise InputError(f"{given}; for this input the layer takes ({samples}, {width}).")
+        return as_float32(state)
 
 
 class _Prepared:

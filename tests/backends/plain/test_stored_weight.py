@@ -46,6 +46,8 @@ def test_floats_are_those_of_dequantize(shape, bits, symmetric, per, seed):
     rows = torch.tensor([0, shape[0] - 1, 0])
     some = kept.some(lambda tensor: tensor.index_select(0, rows))
     assert torch.equal(some.floats(some.empty()), wanted[rows])
+    none = kept.some(lambda tensor: tensor[:0])
+    assert none.floats(none.empty()).shape == (0, *shape[1:])
     assert kept.numel == weight.numel() and kept.row == shape[1:]
 
 

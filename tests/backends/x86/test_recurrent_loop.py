@@ -158,6 +158,19 @@ def test_refuses():
         kernel("lstm", 5, 6, state_qmax=0)
 
 
+@pytest.mark.parametrize("op", GATES)
+def test_initial_states_that_do_not_fit(op):
+    made, _ = kernel(op, 5, 6, given=("h",))
+    x, h = activations(7, 3, 5), torch.randn(3, 6)
+    for wrong in (h[:1], h[:, :1], h[:2], h[None]):
+        with pytest.raises(InputError, match=r"initial state of shape .*; for this input the layer takes \(3, 6\)"):
+            made(x, wrong)
+    with pytest.raises(InputError, match="is float64"):
+        made(x, h.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(made(x, h.bfloat16()), made(x, h.bfloat16().float()))
+
+
 @needs_vnni
 def test_refuses_what_overflows(monkeypatch):
     monkeypatch.setattr(cpu, "has_vnni", lambda: False)
