@@ -1,5 +1,8 @@
 """Layers of every kind on integers whose scale is an input, against float64."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,3 +98,16 @@ def test_refusals():
     with pytest.raises(BackendError, match="gelu"):
         MeasuredLayer.of(OnednnLinear, layer(4, 6, post=POSTS["gelu"][0])[0])(activations(1, 6), torch.ones(1, 1))
     assert not PackedLinear.emits_float or MeasuredLayer.refuses(PackedLinear, spec) is None
+
+
+def test_a_file_is_read_where_no_kernel_was_imported_before(tmp_path):
+    """The layer's kernel is named, so that a pickle does not import it."""
+    spec, _, _ = layer(4, 3)
+    made, q = MeasuredLayer.of(OnednnLinear, spec), activations(2, 3)
+    torch.save((made, q, made(q, torch.tensor(0.3))), tmp_path / "layer.pt")
+    script = (
+        f"import torch; made, q, y = torch.load({str(tmp_path / 'layer.pt')!r}, weights_only=False); "
+        "assert torch.equal(made(q, torch.tensor(0.3)), y)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
