@@ -64,7 +64,7 @@ class StoredWeight:
         if self.packed is None:
             return out.copy_(self.values)
         low, high = halves(self.values, self.signed)
-        flat = out.view(len(out), -1)
+        flat = out.view(len(out), math.prod(self.packed))
         size = low.shape[1]
         flat[:, size:].copy_(high[:, : flat.shape[1] - size])
         flat[:, :size].copy_(low)
