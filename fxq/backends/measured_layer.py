@@ -101,7 +101,7 @@ class MeasuredLayer(Kernel):
     def _made(self) -> tuple[LayerKernel, Tensor | None, tuple[float, float] | None]:
         """The layer, the bias shaped as its result, and the clamp."""
         layer = self._layer()
-        bias = self.bias if self.bias is None else self.bias.reshape(-1, *[1] * layer.spec().dims)
+        bias = self.bias if self.bias is None else self.bias.reshape(-1, *[1] * layer.axes)
         clamp = bounds(self.post) if self.post is not None else None
         refuse(self.name, f"{self.post} is no clamp" if self.post is not None and clamp is None else None)
         return layer, bias, clamp

@@ -15,7 +15,7 @@ from fxq.backends.measured_layer import MeasuredLayer
 from fxq.backends.packed.packed_linear import PackedLinear
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear
-from fxq.backends.x86.transposed_conv import ConvTranspose2d
+from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
 from tests.kernels import POSTS, activations, copies, weight
@@ -70,6 +70,15 @@ def test_convolutions(options, batch):
 def test_transposed_convolutions():
     spec, w, b = layer(6, 5, 2, 2, axis=1, stride=2)
     check(ConvTranspose2d, spec, (2, 6, 4, 3), torch.rand(2, 1, 1, 1), lambda x: F.conv_transpose2d(x, w, b, stride=2))
+
+
+@pytest.mark.parametrize("batch", [1, 5])  # as many as there are channels, too
+def test_transposed_convolutions_of_signals(batch):
+    spec, w, b = layer(6, 5, 1, 2, axis=1, stride=(1, 2))
+    check(
+        ConvTranspose1d, spec, (batch, 6, 4), torch.rand(batch, 1, 1),
+        lambda x: F.conv_transpose1d(x, w.squeeze(2), b, stride=2),
+    )  # fmt: skip
 
 
 def test_no_input():
