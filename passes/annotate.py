@@ -233,8 +233,11 @@ def _unfit_weight(tensor: torch.Tensor | None, spec: TensorSpec) -> str | None:
         return None
     if tensor.dtype != torch.float32:
         return f"its weight is {tensor.dtype}, not float32".replace("torch.", "")
-    if spec.format == "float16" and float(tensor.abs().max()) > torch.finfo(torch.float16).max:
-        return f"its weight has values up to {float(tensor.abs().max()):.3g}, beyond float16"
+    most = float(tensor.abs().max()) if spec.format == "float16" and tensor.numel() else 0.0
+    if most > torch.finfo(torch.float16).max:
+        return f"its weight has values up to {most:.3g}, beyond float16"
+    if 0.0 < most < torch.finfo(torch.float16).tiny:
+        return f"its weight has values of {most:.3g} at most, which float16 rounds to a few bits or to zero"
     return None
 
 

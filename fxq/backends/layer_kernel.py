@@ -68,6 +68,11 @@ class LayerKernel(Kernel):
         for name in self.options:
             setattr(self, name, getattr(spec, name))
 
+    @property
+    def axes(self) -> int:
+        """How many axes its result has behind that of the channels."""
+        return self.weight.dim() - 2
+
     @classmethod
     def refuses(cls, spec: LayerSpec) -> str | None:
         """Why it cannot run such a layer, or None. Values of the weight are not looked at."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, bounds, decode, known_kernels, refuse
+from fxq.backends.by_name import kernel_named
+from fxq.backends.kernel import Kernel, Post, bounds, decode, refuse
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.backends.layer_spec import LayerSpec
 
@@ -71,7 +72,7 @@ class MeasuredLayer(Kernel):
 
     def _layer(self) -> LayerKernel:
         """The layer on steps of 1, with the tensors as they are now."""
-        made = known_kernels()[self.kernel].from_config(
+        made = kernel_named(self.kernel).from_config(
             {name: decode(value) for name, value in self.settings.items()},
             {"weight": self.weight, "weight_scale": self.weight_scale},
         )
@@ -100,7 +101,7 @@ class MeasuredLayer(Kernel):
     def _made(self) -> tuple[LayerKernel, Tensor | None, tuple[float, float] | None]:
         """The layer, the bias shaped as its result, and the clamp."""
         layer = self._layer()
-        bias = self.bias if self.bias is None else self.bias.reshape(-1, *[1] * layer.spec().dims)
+        bias = self.bias if self.bias is None else self.bias.reshape(-1, *[1] * layer.axes)
         clamp = bounds(self.post) if self.post is not None else None
         refuse(self.name, f"{self.post} is no clamp" if self.post is not None and clamp is None else None)
         return layer, bias, clamp

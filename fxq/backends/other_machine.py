@@ -158,6 +158,8 @@ def _made_up(gm: fx.GraphModule, inputs: Sequence[fx.Node], kernel: Kernel) -> l
         if about.dtype.is_floating_point:
             reach = max((float(grid.high - grid.low) for grid in grids), default=6.0)
             made.append(real.mul_(reach / 6).to(about.dtype))
+        elif about.dtype in (torch.int32, torch.int64):  # rows of a table: it has the first one, whatever its size
+            made.append(torch.zeros(about.shape, dtype=about.dtype))
         else:
             grid = next((found for user in node.users if (found := grid_of(gm, user)) is not None), None)
             zero, low, high = (128, 0, 255) if grid is None else (grid.z, grid.qmin, grid.qmax)

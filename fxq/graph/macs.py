@@ -40,11 +40,21 @@ def macs_of(gm: fx.GraphModule, node: fx.Node) -> int:
 def _module_macs(node: fx.Node, module: nn.Module | None) -> int:
     if module is None:
         return 0
-    tensors = [node, *(n for n in flat_nodes((node.args, node.kwargs)))]
-    shape = next((s for n in tensors if (s := info(n).shape) is not None), None)
+    shape = _nearest_shape(node)
     if shape is None:
         return 0
     return sum(w.numel() * _positions(shape, w.dim()) for w in _weights(module))
+
+
+def _nearest_shape(node: fx.Node) -> Shape | None:
+    """The shape of a value, or of what it reads; of a packed sequence, which has none, that of what was packed."""
+    found = [node]
+    for near in found:
+        shape = info(near).shape
+        if shape is not None:
+            return shape
+        found += [n for n in flat_nodes((near.args, near.kwargs)) if n not in found]
+    return None
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

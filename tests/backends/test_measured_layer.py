@@ -1,5 +1,8 @@
 """Layers of every kind on integers whose scale is an input, against float64."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +15,7 @@ from fxq.backends.measured_layer import MeasuredLayer
 from fxq.backends.packed.packed_linear import PackedLinear
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_linear import OnednnLinear
-from fxq.backends.x86.transposed_conv import ConvTranspose2d
+from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
 from tests.kernels import POSTS, activations, copies, weight
@@ -69,6 +72,15 @@ def test_transposed_convolutions():
     check(ConvTranspose2d, spec, (2, 6, 4, 3), torch.rand(2, 1, 1, 1), lambda x: F.conv_transpose2d(x, w, b, stride=2))
 
 
+@pytest.mark.parametrize("batch", [1, 5])  # as many as there are channels, too
+def test_transposed_convolutions_of_signals(batch):
+    spec, w, b = layer(6, 5, 1, 2, axis=1, stride=(1, 2))
+    check(
+        ConvTranspose1d, spec, (batch, 6, 4), torch.rand(batch, 1, 1),
+        lambda x: F.conv_transpose1d(x, w.squeeze(2), b, stride=2),
+    )  # fmt: skip
+
+
 def test_no_input():
     spec, _, _ = layer(4, 6)
     assert MeasuredLayer.of(OnednnLinear, spec)(activations(0, 6), torch.ones(0, 1)).shape == (0, 4)
@@ -95,3 +107,16 @@ def test_refusals():
     with pytest.raises(BackendError, match="gelu"):
         MeasuredLayer.of(OnednnLinear, layer(4, 6, post=POSTS["gelu"][0])[0])(activations(1, 6), torch.ones(1, 1))
     assert not PackedLinear.emits_float or MeasuredLayer.refuses(PackedLinear, spec) is None
+
+
+def test_a_file_is_read_where_no_kernel_was_imported_before(tmp_path):
+    """The layer's kernel is named, so that a pickle does not import it."""
+    spec, _, _ = layer(4, 3)
+    made, q = MeasuredLayer.of(OnednnLinear, spec), activations(2, 3)
+    torch.save((made, q, made(q, torch.tensor(0.3))), tmp_path / "layer.pt")
+    script = (
+        f"import torch; made, q, y = torch.load({str(tmp_path / 'layer.pt')!r}, weights_only=False); "
+        "assert torch.equal(made(q, torch.tensor(0.3)), y)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

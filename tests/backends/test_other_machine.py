@@ -185,3 +185,13 @@ def test_a_kernel_without_a_form_is_refused(monkeypatch):
         BackendError, match=r"x86\.conv, which was put there by hand, does not run right here: not here"
     ):
         pickle.loads(written)
+
+
+def test_a_table_is_asked_for_rows_that_it_has():
+    torch.manual_seed(0)
+    tables = nn.Sequential(nn.Embedding(3, 8), nn.Linear(8, 2)).eval()
+    x = torch.tensor([[0, 2, 1]])
+    for recipe in (fxq.Recipe.weight_only(), fxq.Recipe.dynamic(optimize="coverage")):
+        qmodel = fxq.quantize(tables, recipe, example_inputs=x)
+        there = pickle.loads(pickled_elsewhere(qmodel))
+        assert torch.equal(there(x), qmodel(x))

@@ -98,3 +98,19 @@ def test_a_module_that_is_kept_counts_by_its_weights():
     model = nn.Sequential(Kept()).eval()
     gm = graph(model, X2, recipe=fxq.Recipe.static(backend="reference").leaf("0"))
     assert sum(macs_of(gm, node) for node in gm.graph.nodes) == counted(model, X2)  # the table is not multiplied with
+
+
+def test_a_recurrent_layer_of_a_packed_sequence():
+    """A packed sequence has no shape: the layer counts for the steps of the data in it."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(5, 7, batch_first=True)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
+
+    gm = graph(Packed(), (torch.randn(3, 6, 5), torch.tensor([6, 4, 2])))
+    assert sum(macs_of(gm, node) for node in gm.graph.find_nodes(op="call_module")) == (6 + 4 + 2) * 4 * 7 * (5 + 7)

@@ -169,6 +169,11 @@ def test_with_activations_in_float_a_layer_has_its_weight_in_integers_and_nothin
     [
         (LINEAR.replace("tensor('w')", "input()"), {}, "its weight is computed at run time"),
         (LINEAR, {"w": torch.full((3, 4), 1e5)}, "its weight has values up to 1e+05, beyond float16"),
+        (
+            LINEAR,
+            {"w": torch.full((3, 4), 1e-9)},
+            "its weight has values of 1e-09 at most, which float16 rounds to a few bits or to zero",
+        ),
         (LINEAR.replace("float32", "float64"), {"w": torch.rand(3, 4).double()}, "its weight is float64, not float32"),
     ],
 )

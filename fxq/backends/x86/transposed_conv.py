@@ -135,6 +135,11 @@ class ConvTranspose1d(ConvTranspose2d):
 
     name: ClassVar[str] = "x86.conv_transpose1d"
 
+    @property
+    def axes(self) -> int:
+        """As in `LayerKernel`: those of a signal."""
+        return 1
+
     def forward(self, x: Tensor) -> Tensor:
         """uint8 (N, C_in, L) or (C_in, L) -> `out`'s grid or float32."""
         return super().forward(x.unsqueeze(-2)).squeeze(-2)

@@ -270,3 +270,14 @@ def test_offsets_that_are_constants_are_kept_in_the_kernel():
     assert made.ledger.count("weight-only") == 1
     with torch.no_grad():
         torch.testing.assert_close(made(x), model(x), rtol=0.1, atol=0.1)
+
+
+def test_no_rows_of_a_table():
+    """Of a table of packed values, too: no batch, and bags that are all empty."""
+    table, bags = nn.Embedding(11, 7), nn.EmbeddingBag(11, 7)
+    none, first = torch.zeros(0, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    kept = fxq.quantize(table, fxq.Recipe.weight_only(bits=4), example_inputs=torch.arange(3))
+    assert kept(none).shape == (0, 7)
+    example = {"input": torch.arange(3), "offsets": torch.tensor([0, 1])}
+    kept = fxq.quantize(bags, fxq.Recipe.weight_only(bits=4), example_inputs=example)
+    assert torch.equal(kept(none, first), torch.zeros(2, 7))
