@@ -83,9 +83,14 @@ def quantize(
     example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else first[0]
     observed = prepare(model, chosen, example)
     observed.manager.context.progress = progress
+    if data is None and observed.calibrated:
+        raise InputError(
+            f"the recipe {chosen.preset!r} needs data to calibrate with, for {observed.calibrated}: "
+            "fxq.quantize(model, recipe, data=loader)."
+        )
     if data is not None:
-        shown = chain(first, stream) if observed.calibrates else islice(chain(first, stream), BATCHES)
-        _calibrate(observed, shown, _length(data) if observed.calibrates else BATCHES, progress)
+        shown = chain(first, stream) if observed.calibrated else islice(chain(first, stream), BATCHES)
+        _calibrate(observed, shown, _length(data) if observed.calibrated else BATCHES, progress)
     return convert(observed)
 
 

@@ -78,9 +78,10 @@ class ObservedModel(fx.GraphModule):
         return self.manager.history
 
     @property
-    def calibrates(self) -> bool:
-        """Whether ranges are to be found on data: else they are measured at run time, or nothing is quantized."""
-        return any(isinstance(module, Observer) and not module.paused for module in self.modules())
+    def calibrated(self) -> str:
+        """The first value whose range is to be found on data; empty where all are measured at run time, or float."""
+        observers = (module for module in self.modules() if isinstance(module, Observer) and not module.paused)
+        return next((observer.name for observer in observers), "")
 
     def _repr_html_(self) -> str:
         """In a notebook: how far it is, and the passes so far."""

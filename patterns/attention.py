@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxq.graph.info import info
 from fxq.graph.query import constant
@@ -65,7 +65,8 @@ def _once(values: tuple[fx.Node, ...], function: Callable[[fx.Node], fx.Node]) -
 def _project(make: Expansion, module: nn.MultiheadAttention, at: str, inputs: tuple[fx.Node, ...]) -> list[fx.Node]:
     """Query, key and value (N, L, E): one layer for neighbours that read the same."""
     query, key, value = inputs
-    if module.in_proj_weight is None:
+    joint: Tensor | None = module.in_proj_weight
+    if joint is None:
         runs = [(0, 1), (1, 2), (2, 3)]
     else:
         runs = [(0, 3)] if query is key is value else [(0, 1), (1, 3)] if key is value else [(0, 1), (1, 2), (2, 3)]

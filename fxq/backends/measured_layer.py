@@ -83,20 +83,12 @@ class MeasuredLayer(Kernel):
         """As in `Bindable`: the layer's kernel is bound to its integers."""
         layer, bias, clamp = self._kept("", self._made)
         run = layer.bind(x)
-
-        def scaled(x: Tensor, scale: Tensor) -> Tensor:
-            y = run(x)
-            y = y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
-            return y if clamp is None else y.clamp_(*clamp)
-
-        return scaled
+        return lambda x, scale: _scaled(run(x), scale, bias, clamp)
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         """uint8 as the layer takes it, and its scale, float32, that broadcasts with the result -> float32."""
         layer, bias, clamp = self._kept("", self._made)
-        y: Tensor = layer(x)
-        y = y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
-        return y if clamp is None else y.clamp_(*clamp)
+        return _scaled(layer(x), scale, bias, clamp)
 
     def _made(self) -> tuple[LayerKernel, Tensor | None, tuple[float, float] | None]:
         """The layer, the bias shaped as its result, and the clamp."""
@@ -105,6 +97,12 @@ class MeasuredLayer(Kernel):
         clamp = bounds(self.post) if self.post is not None else None
         refuse(self.name, f"{self.post} is no clamp" if self.post is not None and clamp is None else None)
         return layer, bias, clamp
+
+
+def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, clamp: tuple[float, float] | None) -> Tensor:
+    """clamp(y * scale + bias), in the memory of `y`."""
+    y = y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
+    return y if clamp is None else y.clamp_(*clamp)
 
 
 def _bare(spec: LayerSpec) -> LayerSpec:

@@ -29,8 +29,10 @@ class LayerQParams:
     Attributes:
         weights: by the name of the op's argument, which is "weight" but in recurrent layers: its `values`, int8 and of
             the weight's own shape (a 4-bit value has a byte, too), or float16, and their `qparams`.
-        gates: of a recurrent layer, the rows of each gate in its weights and its bias, by name: `bias[gates["f"]]`.
-        bias: int32, (C,): round(bias / bias_scale), zero point 0; or float32, see `float_bias_reason`; or None.
+        gates: of a recurrent layer, the rows of each gate in its weights and biases, by name, as in
+            `biases["bias_hh"][gates["f"]]`.
+        biases: by the name of the op's argument, "bias" but in recurrent layers: int32, (C,), round(bias / bias_scale),
+            zero point 0; or float32, see `float_bias_reason`.
         bias_scale: float32, (C,) or (), of the accumulator: input_scale * weight_scale; None where the bias is float.
         float_bias_reason: why the accumulator has no scale known beforehand, so that the bias is float; else empty.
         reads: "integers" on a grid known beforehand, integers on a grid that is "measured" at run time, or "float", as
@@ -43,7 +45,7 @@ class LayerQParams:
 
     weights: Mapping[str, Weight]
     gates: Mapping[str, slice]
-    bias: Tensor | None
+    biases: Mapping[str, Tensor]
     bias_scale: Tensor | None
     float_bias_reason: str
     reads: Reads
@@ -57,6 +59,11 @@ class LayerQParams:
     def weight(self) -> Tensor:
         """The integers of its weight; of several, the first. The next four are of the same weight."""
         return self._first.values
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Its bias, int32 or float32; of several, the first; None without one."""
+        return next(iter(self.biases.values()), None)
 
     @property
     def weight_scale(self) -> Tensor:
@@ -118,8 +125,13 @@ class LayerQParams:
             about = {"scale": grid.scale, "zero_point": grid.zero_point, "axis": grid.axis, "block": grid.block}
             found[name] = weight.values
             found |= {f"{name}_{key}": value for key, value in {**about, "bits": grid.bits}.items()}
-        rest = {key: value for key, value in vars(self).items() if key != "weights"}
-        return {**found, **rest, "gates": {name: [rows.start, rows.stop - 1] for name, rows in self.gates.items()}}
+        rest = {key: value for key, value in vars(self).items() if key not in ("weights", "biases")}
+        return {
+            **found,
+            **(self.biases or {"bias": None}),
+            **rest,
+            "gates": {name: [rows.start, rows.stop - 1] for name, rows in self.gates.items()},
+        }
 
 
 def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
@@ -171,18 +183,19 @@ def _layer(gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None)
     input_scale = source.grid.s if source is not None and reads == "integers" else None
     reason = _float_accumulator(quant.axis, weights, reads, input_scale is not None)
     scale = first.qparams.scale * input_scale if input_scale is not None and not reason else None
-    bias = constant(gm, call.tensors.get(quant.bias or ""))
-    if scale is not None and bias is not None:
+    found = {name: constant(gm, call.tensors.get(name)) for name in call.op.tensors if quant.role(name) == "bias"}
+    biases = {name: bias.detach().cpu() for name, bias in found.items() if bias is not None}
+    if scale is not None and biases:
         if scale.dim():  # a transposed convolution's groups share the scales of their channels
-            scale = scale.repeat(bias.numel() // scale.numel())
-        bias = int32_bias(bias, scale)
+            scale = scale.repeat(next(iter(biases.values())).numel() // scale.numel())
+        biases = {name: int32_bias(bias, scale) for name, bias in biases.items()}
     size = len(first.values) // max(len(quant.gates), 1)
     return LayerQParams(
         weights=weights,
         gates={name: slice(i * size, (i + 1) * size) for i, name in enumerate(quant.gates)},
-        bias=bias.detach().cpu() if bias is not None else None,
+        biases=biases,
         bias_scale=scale,
-        float_bias_reason=reason if bias is not None else "",
+        float_bias_reason=reason if biases else "",
         reads=reads,
         input_scale=input_scale,
         input_zero_point=source.grid.z if source is not None else None,

@@ -43,7 +43,9 @@ class Quantized(fx.GraphModule):
         super().__init__(root, graph, class_name)
         home = next((t.device for t in (*self.parameters(), *self.buffers())), torch.device("cpu"))
         # Much code asks the first parameter of a model where it is, and a fully integer one has none.
-        self.register_parameter(PLACE, nn.Parameter(torch.empty(0, dtype=torch.float32, device=home), False))
+        with torch.inference_mode(False):  # a tensor of that mode could not be loaded into
+            place = torch.empty(0, dtype=torch.float32, device=home)
+        self.register_parameter(PLACE, nn.Parameter(place, False))
 
     @property
     def float_model(self) -> nn.Module | None:

@@ -45,7 +45,8 @@ def _macs(out: Shape, x: Shape, weight_ih: Shape, weight_hh: Shape, *rest: Shape
 def _quant(gates: str, weights: str, states: str) -> Quant:
     first, *more = weights.split()
     named = {"weight": first, "more_weights": tuple(more), "states": tuple(states.split()), "gates": tuple(gates)}
-    return computes("x", **named, axis=0, channels=-1, heavy=True, state="state_qmax")
+    biases = ("bias_ih", "bias_hh")
+    return computes("x", **named, more_biases=biases, axis=0, channels=-1, heavy=True, state="state_qmax")
 
 
 @row(quant=_quant("ifgo", "weight_ih weight_hh weight_hr", "h c"), macs=_macs)

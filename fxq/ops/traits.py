@@ -22,6 +22,7 @@ class Quant:
         weight: name of the argument that is a weight, if any.
         more_weights: names of further ones, of the same output-channel axis.
         bias: name of the argument that is a bias, if any.
+        more_biases: names of further biases, of a recurrent layer; correct-bias leaves them alone, and has no `bias`.
         states: names of the arguments that are states, in front of the first step; float.
         axis: the output-channel axis of the weight.
         channels: the axis of these channels in the output, counted from its end.
@@ -50,6 +51,7 @@ class Quant:
     weight: str | None = None
     more_weights: tuple[str, ...] = ()
     bias: str | None = None
+    more_biases: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     axis: int | None = None
     channels: int | None = None
@@ -75,9 +77,11 @@ class Quant:
         """What the argument of that name is to the op; None for one that is read in float whatever happens."""
         if name in self.inputs:
             return "activation"
-        if name in self.more_weights or name in self.states:
-            return "weight" if name in self.more_weights else "state"
-        return {self.weight: "weight", self.bias: "bias"}.get(name)  # type: ignore[return-value]
+        if name in (self.weight, *self.more_weights):
+            return "weight"
+        if name in (self.bias, *self.more_biases):
+            return "bias"
+        return "state" if name in self.states else None
 
 
 def computes(*inputs: str, **options: Any) -> Quant:

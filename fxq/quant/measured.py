@@ -62,7 +62,7 @@ def measured_scale(x: Tensor, steps: int, axis: int | None = None) -> Tensor:
     if x.numel() == 0:
         return x.new_full((*x.shape[:axis], *[1] * -axis) if axis is not None else (), SMALLEST)
     largest = x.abs().amax(tuple(range(axis, 0)) if axis is not None else (), keepdim=axis is not None)
-    return largest.div_(steps).clamp_(min=SMALLEST)
+    return (largest / steps).clamp(min=SMALLEST)
 
 
 SMALLEST = 1e-30

@@ -37,9 +37,9 @@ def as_float32(x: Tensor) -> Tensor:
         return x.to(torch.float32)
     given = str(x.dtype).removeprefix("torch.")
     raise InputError(
-        f"an input of a quantized layer is {given}, of shape {tuple(x.shape)}; its scale is made for the float32 "
-        "values of the calibration data. Give the quantized model what the float model takes: x.float(), and images "
-        "of bytes scaled as for calibration, x.float() / 255."
+        f"an input of a quantized layer is {given}, of shape {tuple(x.shape)}; the layer takes float32. "
+        "Give the quantized model what the float model takes: x.float(), and images of bytes scaled as they were for "
+        "the float model, x.float() / 255."
     )
 
 

@@ -407,5 +407,14 @@ def test_a_gate_of_a_weight_with_one_scale_has_that_scale():
     grid = QParams.per_tensor(0.5, 0, -127, 127, torch.int8)
     weight = Weight(torch.arange(4, dtype=torch.int8).reshape(2, 2), grid)
     gates = {"r": slice(0, 1), "z": slice(1, 2)}
-    layer = LayerQParams({"weight_ih": weight}, gates, None, None, "", "float", None, None, None, None, "gru")
+    layer = LayerQParams({"weight_ih": weight}, gates, {}, None, "", "float", None, None, None, None, "gru")
     assert layer.gate("z").values.tolist() == [[2, 3]] and layer.gate("z").qparams.s == 0.5
+
+
+def test_an_lstm_has_both_biases_and_its_gates():
+    model = module(lambda m, x: m.rnn(x)[0], rnn=torch.nn.LSTM(3, 4))
+    recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
+    layer = fxq.quantize(model, recipe, example_inputs=torch.randn(2, 1, 3)).qparams()["rnn.l0"]
+    assert list(layer.biases) == ["bias_ih", "bias_hh"] and layer.bias is layer.biases["bias_ih"]
+    assert torch.equal(layer.biases["bias_hh"][layer.gates["f"]], model.rnn.bias_hh_l0.detach()[4:8])
+    assert layer.float_bias_reason and set(layer.to_dict()) >= {"bias_ih", "bias_hh", "weight_hh_scale"}

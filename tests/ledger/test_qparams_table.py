@@ -25,7 +25,7 @@ LAYERS = {
     "conv": LayerQParams(
         weights={"weight": Weight(ints(2, 3), EIGHT)},
         gates={},
-        bias=torch.tensor([7, -3], dtype=torch.int32),
+        biases={"bias": torch.tensor([7, -3], dtype=torch.int32)},
         bias_scale=torch.tensor([0.05, 0.025]),
         float_bias_reason="",
         reads="integers",
@@ -38,7 +38,7 @@ LAYERS = {
     "rnn": LayerQParams(
         weights={"weight_ih": Weight(ints(2, 4), EIGHT), "weight_hh": Weight(ints(2, 4), BLOCKS)},
         gates={"r": slice(0, 1), "z": slice(1, 2)},
-        bias=torch.tensor([0.5, 1.5]),
+        biases={"bias_ih": torch.tensor([0.5, 1.5]), "bias_hh": torch.tensor([1.0, 2.0])},
         bias_scale=None,
         float_bias_reason="its input is float",
         reads="float",
@@ -124,7 +124,7 @@ def test_as_a_file(name, read, tmp_path):
         value = value.numpy() if isinstance(value, torch.Tensor) else np.array(value)
         np.testing.assert_array_equal(arrays[key], value)
         assert (arrays[key].dtype, arrays[key].shape) == (value.dtype, value.shape)
-    assert arrays["rnn.bias"].dtype == np.float32 and arrays["conv.bias"].dtype == np.int32
+    assert arrays["rnn.bias_hh"].dtype == np.float32 and arrays["conv.bias"].dtype == np.int32
     conv = {"gates": {}, "float_bias_reason": "", "reads": "integers", "node": "conv_relu"}
     rnn = {"gates": {"r": [0, 0], "z": [1, 1]}, "float_bias_reason": "its input is float"}
     assert texts == {"conv": conv, "rnn": {**rnn, "reads": "float", "node": "gru"}}

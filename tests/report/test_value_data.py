@@ -67,6 +67,6 @@ def test_a_weight_in_blocks_is_shown_by_its_rows():
     grid = QParams(torch.tensor([[0.5, 2.0], [1.0, 0.25]]), torch.zeros(2, 2).int(), -7, 7, torch.int8, 1, 2)
     values = torch.tensor([[1, -2, 3, -4], [5, 6, 7, -7]], dtype=torch.int8)
     none = (None,) * 4
-    about = _weight(LayerQParams({"weight": Weight(values, grid)}, {}, None, None, "", "float", *none, "fc"))
+    about = _weight(LayerQParams({"weight": Weight(values, grid)}, {}, {}, None, "", "float", *none, "fc"))
     assert about["axis"] == 0 and about["scale"] == [2.0, 1.0] and about["range"] == [-8.0, 6.0]
     assert about["low"] == [-8.0, -1.75] and about["high"] == [6.0, 6.0] and sum(about["counts"]) == 8
