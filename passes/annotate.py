@@ -21,7 +21,7 @@ from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_b
 from fxq.ops import OPS
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
-from fxq.quant.spec import QuantConfig, TensorSpec
+from fxq.quant.spec import MEASURED, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config
 from fxq.rewriting.rewriter import Rewriter
@@ -144,6 +144,10 @@ class _Asked:
         assert config.activation is not None
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
         state = config.state if calls[0].op.quant.state else None
+        # Its value may hold the cell state, too, which is larger; what a projection reads is smaller than 1 by far.
+        apart = bool(calls[0].options.get("cell")) or calls[0].tensors.get("weight_hr") is not None
+        if state is not None and state.range == "calibrated" and apart:
+            state = replace(MEASURED, bits=state.bits)
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _weight_only(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:

@@ -15,12 +15,13 @@ from fxq.errors import CalibrationError, PassError
 from fxq.graph.fills import Fills
 from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
-from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from, unobserved
+from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
 from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of, wishes_of
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
+from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
-from fxq.quant.spec import TensorSpec
+from fxq.quant.spec import MEASURED, TensorSpec
 from fxq.quant.strands import FAR, Strand, around, watching
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -30,6 +31,8 @@ Key = tuple[fx.Node, TensorSpec]
 
 _GAP = 0.9
 """An empty stretch that takes this much of a range leaves the values on either side less than 26 of 256 integers."""
+_WIDER = 1.25
+"""How much larger a state that is given may be than those that a layer makes, for both to be on one grid: 2 dB."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,8 @@ class ChooseGrids(Pass):
             rewriter.describe(node, plan=plan)
         for node in rewriter.nodes():
             made = info(node).plan
-            if made is not None and made.state is not None and made.overflows and chooser.narrow == "activations":
-                rewriter.describe(node, plan=replace(made, state=made.state.narrowed))
+            if made is not None and made.state is not None:
+                rewriter.describe(node, plan=chooser.with_state(node, made, made.state))
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:
@@ -131,6 +134,27 @@ class _Chooser:
             edges = (self._measured(node, edge) for edge in info(node).edges if edge.measured)
             found[node] = (*found.get(node, ()), *edges)
         return found
+
+    def with_state(self, node: fx.Node, plan: Plan, spec: TensorSpec) -> Plan:
+        """The plan of a recurrent layer with the grid of its hidden state, which is symmetric."""
+        grid = spec.narrowed if plan.overflows and self.narrow == "activations" else spec
+        if spec.range != "calibrated":
+            return replace(plan, state=grid)
+        signed = replace(grid, signed=True)
+        scales: list[float] = []
+        for value in (unobserved(self.gm, state) for state in states_of(node)):
+            found = [o for (seen, s, _), o in self.observers.items() if seen is value and s.narrowed == spec.narrowed]
+            tensor, observer = constant(self.gm, value), next(iter(found), None)
+            if tensor is not None:
+                observer = observer_for(signed)
+                observer(tensor)
+            if observer is None:
+                raise PassError(f"{where(self.gm, value)}: no observer watches this state. Run insert-observers.")
+            if not scales or not observer.seen_only_zeros:  # as first states often are
+                scales.append(observer.on(signed).qparams().s)
+        if max(scales) > _WIDER * scales[0]:  # the first state would leave the others a part of the grid
+            return replace(plan, state=replace(MEASURED, bits=grid.bits))
+        return replace(plan, state=grid, state_scale=max(scales))
 
     def _measured(self, node: fx.Node, edge: Edge) -> Edge:
         """An edge whose scale is measured, with its grid."""

@@ -9,8 +9,10 @@ from typing import ClassVar
 from torch import fx
 
 from fxq.graph.info import Edge, info
+from fxq.graph.query import states_of
 from fxq.graph.unit import wishes_of
 from fxq.quant.observers import observer_for
+from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -22,6 +24,7 @@ class InsertObservers(Pass):
     """Put an observer behind every value and weight that takes an integer form unless it is moved as a whole.
 
     Before: conv2d(x, w, b)    After: conv2d(histogram(x), minmax(w), b)
+    And behind what a recurrent layer with a calibrated state returns, which is its states, and the one it begins with.
     Keeps: the output, exactly: an observer returns what it is given. That of a weight is paused: choose-grids shows it
     the weight, which calibration does not change.
     """
@@ -34,8 +37,16 @@ class InsertObservers(Pass):
         """One observer per edge that is to be observed; those of a value that is computed read one another."""
         nodes = rewriter.nodes()
         wishes = {node: wishes_of(rewriter.gm, node) for node in nodes}
+        states: dict[fx.Node, dict[TensorSpec, None]] = {}
+        for node in nodes:
+            plan = info(node).plan
+            if plan is not None and plan.state is not None and plan.state.range == "calibrated":
+                for state in states_of(node):
+                    states.setdefault(state, {})[plan.state] = None
         for value in nodes:
             seen, readers = value, list(value.users)
+            for spec in states.get(value, {}) if value.op != "get_attr" else ():
+                seen = _observe(rewriter, value, seen, Edge(spec, 0, True), readers)
             for edge in info(value).edges:
                 if edge.observed:
                     wish = {reader for reader in readers if wishes[reader].get(value) == (edge.spec, edge.axis)}

@@ -150,9 +150,10 @@ def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
         return
     steps = MeasuredGrid.of(plan.state, None).steps
     options: dict[str, Any] = {op.quant.state: steps}
+    scale = plan.state_scale
     if plan.state.range == "fixed":
         scale = bounded_scale(steps, dict(zip(op.tensors, node.args, strict=False)), options_of(node))
-        options |= {"state_scale": scale} if scale is not None else {}
+    options |= {"state_scale": scale} if scale is not None else {}
     rewriter.update(node, kwargs={**node.kwargs, **options})
 
 

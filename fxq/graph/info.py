@@ -82,6 +82,7 @@ class Plan:
         reads: the spec that it wants of the activations that its kernel reads; None: it reads floats.
         weight: the spec that it wants of its weights; None: it has none, or reads them in float.
         state: the spec of its hidden state; None: it has none, or keeps it in float.
+        state_scale: the scale of that, where it is calibrated and chosen.
         emits: the spec of its result where its kernel emits nothing but integers, else None.
         agreed: the spec in which all read its value that read it as integers; None: each as it wants.
         overflows: whether its kernel adds products in int16, and they do not fit: activations or weights give up a bit.
@@ -101,6 +102,7 @@ class Plan:
     agreed: TensorSpec | None = None
     exact: bool = False
     overflows: bool = False
+    state_scale: float | None = None
 
     @property
     def fate(self) -> Fate:

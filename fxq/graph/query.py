@@ -87,6 +87,13 @@ def argument(node: fx.Node, name: str) -> Any:
     return node.args[i] if i < len(node.args) else None
 
 
+def states_of(node: fx.Node) -> list[fx.Node]:
+    """A recurrent layer, whose value its hidden states are, and the one that it begins with, where that is given."""
+    op = op_of(node)
+    first = argument(node, op.quant.states[0]) if op is not None and op.quant.states else None
+    return [node, first] if isinstance(first, fx.Node) else [node]
+
+
 def flat_nodes(values: Any) -> Iterator[fx.Node]:
     """Every node inside nested arguments, in order, repetitions kept."""
     found: list[fx.Node] = []

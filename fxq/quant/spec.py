@@ -127,6 +127,9 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 ACTIVATION = TensorSpec()
 MEASURED = TensorSpec(symmetric=True, per="row", range="measured")
+STATE = TensorSpec(symmetric=True)
+AS_ACTIVATION = TensorSpec(symmetric=True)
+"""For a state, where nothing is said of it: `STATE` where the range of activations is calibrated, else `MEASURED`."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
 """Affine: 1.5 dB better than symmetric for normally distributed weights, and 2.5 dB where they have outliers."""
@@ -143,8 +146,11 @@ class QuantConfig:
         weight: of the layer's weight, if it has one; also of the table of an embedding, which has a scale for each row
             where a layer has one for each channel.
         bias: of its bias. None: as the kernel takes it, int32 with the product of the two scales, or float.
-        state: of what a recurrent layer hands on from step to step, where it reads integers. Its range is measured, or
-            "fixed": -1..1, where the layer keeps the state in there (else it is measured); that is faster.
+        state: of what a recurrent layer hands on from step to step, where it reads integers. Its range is measured; or,
+            which is faster, "calibrated", as that of the layer's input; or "fixed", which is -1..1. It is measured all
+            the same where the last cell state of an LSTM is read, too, where that has a projection, or the first state
+            is larger than all others (calibrated), and where the layer does not keep its state in -1..1 (fixed). The
+            default is as the range of activations is found: calibrated, or measured.
 
     Example:
         >>> QuantConfig(activation=TensorSpec(observer="minmax")).is_float
@@ -154,9 +160,12 @@ class QuantConfig:
     activation: TensorSpec | None = ACTIVATION
     weight: TensorSpec | None = WEIGHT
     bias: TensorSpec | None = None
-    state: TensorSpec | None = MEASURED
+    state: TensorSpec | None = AS_ACTIVATION
 
     def __post_init__(self) -> None:
+        if self.state is AS_ACTIVATION:
+            is_calibrated = isinstance(self.activation, TensorSpec) and self.is_calibrated
+            object.__setattr__(self, "state", STATE if is_calibrated else MEASURED)
         for role in ROLES:
             if not isinstance(self.of(role), TensorSpec | None):
                 raise RecipeError(f"QuantConfig: {role} is a fxq.TensorSpec or None, not {self.of(role)!r}.")
@@ -187,7 +196,7 @@ class QuantConfig:
         """Plain data for a recipe file: `"float"`, or by role a spec as a dict, or `"float"`."""
         if self.is_float:
             return "float"
-        usual = QuantConfig()
+        usual = QuantConfig(self.activation)
         written = [role for role in ROLES if role in ("activation", "weight") or self.of(role) != usual.of(role)]
         return {role: asdict(spec) if (spec := self.of(role)) is not None else "float" for role in written}
 

@@ -54,6 +54,9 @@ def _missing(config: QuantConfig) -> Iterator[str]:
         spec = config.of(role)
         if spec is not None:
             yield from _missing_of(role, spec)
+    measured = config.activation is not None and config.activation.range == "measured"
+    if measured and config.state is not None and config.state.range == "calibrated":
+        yield 'a calibrated range for the state with a measured input is not built yet: use range="measured".'
     weight = config.weight
     stored = weight is not None and (weight.block is not None or weight.format != "integer")
     if stored and config.activation is not None:
@@ -68,7 +71,7 @@ _PER: dict[Role, tuple[str, ...]] = {
 _RANGES: dict[Role, tuple[str, ...]] = {
     "activation": ("calibrated", "measured"),
     "weight": ("calibrated",),
-    "state": ("measured", "fixed"),
+    "state": ("measured", "fixed", "calibrated"),
 }
 
 
@@ -78,10 +81,10 @@ def _missing_of(role: Role, spec: TensorSpec) -> Iterator[str]:
         yield f'range="{spec.range}" for the {role} is not built yet: use {use}.'
     if spec.per == "row" and spec.range == "calibrated":
         yield 'rows have no calibrated ranges, since there are others at every call: use range="measured".'
-    if spec.range in ("measured", "fixed") and not spec.symmetric:
+    if (role == "state" or spec.range in ("measured", "fixed")) and not spec.symmetric:
         yield f"a {spec.range} range for the {role} that is not symmetric is not built yet: use symmetric=True."
-    if role == "state" and (spec.range, spec.per) not in (("measured", "row"), ("fixed", "tensor")):
-        yield 'a state has a measured range per="row", or range="fixed", which is -1..1, with per="tensor".'
+    if role == "state" and (spec.per == "row") != (spec.range == "measured"):
+        yield 'a state has a measured range per="row", or a calibrated or fixed one (-1..1) per="tensor".'
     if spec.format != "integer" and role != "weight":
         yield f'format="{spec.format}" for the {role} is not built yet: it is for weights.'
     if (spec.per if spec.block is None else "a block size") not in _PER[role]:

@@ -143,3 +143,29 @@ def test_a_nan_in_an_activation_names_the_layer_and_the_batch():
         model.b.weight.fill_(3e38)
     with pytest.raises(fxq.CalibrationError, match=r'data, batch 0: .*layer "b"'):
         fxq.quantize(model, REFERENCE, data=[x])
+
+
+def test_a_calibrated_state_is_observed_where_it_is_made_and_where_it_is_given():
+    states, fixed = "TensorSpec(symmetric=True, observer='minmax')", "TensorSpec(symmetric=True, range='fixed')"
+    gm = run_pass(
+        InsertObservers(),
+        f"""
+        x: float32[3, 1, 2] = input()  # edges=({OBSERVED},)
+        h: float32[1, 4] = input()
+        w: float32[12, 2] = tensor('w')
+        v: float32[12, 4] = tensor('v')
+        y = gru(x, w, v, None, None, h)  # plan=Plan(Decision('int8'), reads=TensorSpec(), state={states})
+        z = gru(y, w, v)  # plan=Plan(Decision('int8'), reads=TensorSpec(), state={fixed})
+        return (y, z)
+        """,
+    )
+    assert text(gm) == expected("""
+        x = input
+        h = input
+        h_observer = module MinMax(h)
+        x_observer = module Histogram(x)
+        y = gru(x_observer, @w, @v, None, None, h_observer)
+        y_observer = module MinMax(y)
+        z = gru(y_observer, @w, @v)
+        return (y_observer, z)
+    """)

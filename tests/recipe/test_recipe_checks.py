@@ -7,7 +7,7 @@ import torch
 
 import fxq
 from fxq.errors import RecipeError
-from fxq.quant.spec import ACTIVATION, FLOAT16, WEIGHT
+from fxq.quant.spec import ACTIVATION, FLOAT16, MEASURED, STATE, WEIGHT
 
 CASES = {
     "a float16 activation": (
@@ -17,7 +17,15 @@ CASES = {
     "float16": (fxq.QuantConfig(weight=FLOAT16), "weights in float16: set activation=None"),
     "activations alone": (fxq.QuantConfig(weight=None), "integer activations with float weights"),
     "bias": (fxq.QuantConfig(bias=fxq.TensorSpec()), "a grid of its own for the bias .*: leave bias=None"),
-    "state": (fxq.QuantConfig(state=fxq.TensorSpec()), 'for the state .*: use range="measured"'),
+    "state": (fxq.QuantConfig(state=fxq.TensorSpec()), "a calibrated range for the state that is not symmetric"),
+    "a learned state": (
+        fxq.QuantConfig(state=fxq.TensorSpec(symmetric=True, range="learned")),
+        'for the state .*: use range="measured" or range="fixed" or range="calibrated"',
+    ),
+    "a calibrated state alone": (
+        fxq.QuantConfig(MEASURED, state=STATE),
+        'a calibrated range .* with a measured input is not built yet: use range="measured"',
+    ),
     "blocks of an activation": (
         fxq.QuantConfig(replace(ACTIVATION, per=64)),
         'per=64 for the activation .*: use per="tensor" or per="row"',

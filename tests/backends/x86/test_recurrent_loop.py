@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from fxq.backends.x86.recurrent_product import State
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
+from fxq.quant.spec import MEASURED
 from tests.kernels import activations, agree, copies, weight
 from tests.machine import BITS, QMAX, decibels, needs_vnni, needs_x86, told
 from tests.models import call, settled
@@ -228,6 +231,71 @@ def test_a_fixed_range_of_the_state(kind):
     written = [line for line in str(made.history["insert-qdq"].graph).splitlines() if f"= {kind.lower()}(" in line]
     assert len(written) == 2 and all("state_scale=0.0" in line for line in written)
     assert sqnr(call(model, x)[0], call(made, x)[0]) > decibels(30)
+
+
+class Outputs(nn.Module):
+    """What a recurrent module returns of all steps, from a state on that is given."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = getattr(nn, kind)(8, 20, **options)
+
+    def forward(self, x, *states):
+        return self.rnn(x, (states if len(states) > 1 else states[0]) if states else None)[0]
+
+
+def scales(made):
+    """Of the states in the graph: those that are numbers there."""
+    written = str(made.history["insert-qdq"].graph)
+    return [float(found) for found in re.findall(r"state_scale=([0-9.e-]+)", written)]
+
+
+CALIBRATED = {
+    "lstm": ("LSTM", {"num_layers": 2}, ()),
+    "both directions": ("LSTM", {"bidirectional": True}, ()),
+    "gru": ("GRU", {}, ()),
+    "gru from a state": ("GRU", {}, (20,)),
+    "rnn": ("RNN", {"nonlinearity": "relu"}, ()),
+}
+
+
+@pytest.mark.parametrize(("kind", "options", "states"), CALIBRATED.values(), ids=CALIBRATED)
+def test_a_calibrated_range_of_the_state_is_as_good_as_a_measured_one(kind, options, states):
+    """On data that calibration has not seen; it is the default of static."""
+    model = settled(lambda: Outputs(kind, **options))
+    seen, other = ((torch.randn(9, n, 8), *(torch.rand(1, n, size) - 0.5 for size in states)) for n in (32, 16))
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
+    measured = replace(recipe, config=replace(recipe.config, state=MEASURED))
+    ours, theirs = (fxq.quantize(model, asked, data=[seen]) for asked in (recipe, measured))
+    assert {e.fate for e in ours.ledger.where(op=kind.lower())} == {"int8"}
+    assert len(scales(ours)) == len(ours.ledger.where(op=kind.lower())) and not scales(theirs)
+    wanted = call(model, other)
+    assert sqnr(wanted, call(ours, other)) > sqnr(wanted, call(theirs, other)) - 1
+
+
+def test_a_calibrated_range_holds_a_state_that_is_given():
+    """But where it is far larger than all others, the range is measured."""
+    model = settled(lambda: Outputs("RNN", nonlinearity="relu"))
+    config = fxq.QuantConfig(state=fxq.TensorSpec(symmetric=True, observer="minmax"))
+    recipe = replace(fxq.Recipe.static(backend="x86", optimize="coverage"), config=config)
+    own = float(call(model, data()).abs().max())
+    for h in (0.0, -1.1 * own, -9 * own):
+        inputs = (data(), torch.full((1, 4, 20), h))
+        largest = float(call(model, inputs).abs().max())
+        made = fxq.quantize(model, recipe, data=[inputs])
+        reach = [scale * (63 if QMAX == 127 else 127) for scale in scales(made)]
+        assert reach == ([pytest.approx(max(largest, -h), rel=1e-4)] if -h <= 1.25 * largest else [])
+    assert reach == []
+
+
+def test_the_state_of_a_projection_is_measured():
+    made = fxq.quantize(settled(lambda: Outputs("LSTM", proj_size=7)), "static", data=[data()])
+    assert scales(made) == []
+
+
+def test_a_state_whose_cell_is_read_too_is_measured():
+    made = fxq.quantize(settled(lambda: Net("LSTM")), fxq.Recipe.static(backend="x86"), data=[data()])
+    assert scales(made) == [] and len(made.ledger.where(op="lstm", fate="int8")) == 2
 
 
 def test_a_state_in_float_is_refused():
