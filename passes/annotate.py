@@ -23,7 +23,7 @@ from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
 from fxq.quant.spec import MEASURED, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.recipe.pipeline import preset_config
+from fxq.recipe.pipeline import preset_config, preset_line
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -118,7 +118,7 @@ class _Asked:
             return self._float("unsupported", f"{_called(self.rewriter.gm, node)} is not in the op table{way}")
         config, selector = context.config_for(about.path, calls[0].op.name)
         if config.is_float:
-            fix = context.override_line(about.path, calls[0].op.name, context.recipe.preset_line)
+            fix = context.override_line(about.path, calls[0].op.name, preset_line(context.recipe.preset))
             what = selector or "all that it does not name"
             return self._float("excluded by the recipe", f"the recipe says float for {what}", fix)
         quant = calls[0].op.quant

@@ -132,8 +132,29 @@ AS_ACTIVATION = TensorSpec(symmetric=True)
 """For a state, where nothing is said of it: `STATE` where the range of activations is calibrated, else `MEASURED`."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
-"""Affine: 1.5 dB better than symmetric for normally distributed weights, and 2.5 dB where they have outliers."""
+"""Affine, which is closer than symmetric with so few integers, most of all where weights have outliers."""
 FLOAT16 = TensorSpec(signed=True, symmetric=True, observer="minmax", format="float16")
+
+
+def weight_spec(bits: int, per: Any, dtype: torch.dtype | None) -> TensorSpec:
+    """The spec of weights that are stored in so many bits, or as float16.
+
+    Args:
+        bits: 4 or fewer: affine in blocks; more: symmetric, per channel.
+        per: what has a scale; None: as said.
+        dtype: torch.float16, or None for integers.
+
+    Raises:
+        RecipeError: another dtype, or bits or scales of float16.
+    """
+    if dtype not in (None, torch.float16):
+        raise RecipeError(f"weight_only: dtype is {dtype}; it must be torch.float16, or None for integers.")
+    if dtype is not None and (bits, per) != (8, None):
+        raise RecipeError("weight_only: float16 has neither bits nor scales; leave bits and per out.")
+    if dtype is not None:
+        return FLOAT16
+    usual = WEIGHT4 if bits in (2, 3, 4) else WEIGHT
+    return replace(usual, bits=bits, per=usual.per if per is None else per)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,11 @@ def preset_config(preset: str) -> QuantConfig:
     return _CONFIGS.get(preset, QuantConfig())
 
 
+def preset_line(preset: str) -> str:
+    """How Python writes that config."""
+    return "fxq.QuantConfig()" if preset == "static" else f"fxq.Recipe.{preset}().config"
+
+
 def register_option(name: str, edit: PipelineEdit) -> None:
     """Make an edit of the pipeline known as the option `name` of a recipe."""
     _OPTIONS[name] = edit

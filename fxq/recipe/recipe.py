@@ -13,18 +13,7 @@ import torch
 from fxq.backends.base import Backend
 from fxq.common.source import import_path
 from fxq.errors import RecipeError
-from fxq.quant.spec import (
-    ACTIVATION,
-    FLOAT,
-    FLOAT16,
-    MEASURED,
-    NARROW,
-    OF_PRESET,
-    WEIGHT,
-    WEIGHT4,
-    QuantConfig,
-    TensorSpec,
-)
+from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, NARROW, OF_PRESET, WEIGHT, QuantConfig, TensorSpec, weight_spec
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
@@ -202,15 +191,8 @@ format='integer')
 
         Source: Dettmers and Zettlemoyer 2023, section 2 (blocks, for 4 bits).
         """
-        if dtype not in (None, torch.float16):
-            raise RecipeError(f"weight_only: dtype is {dtype}; it must be torch.float16, or None for integers.")
-        if dtype is not None and (bits, per) != (8, None):
-            raise RecipeError("weight_only: float16 has neither bits nor scales; leave bits and per out.")
-        weight = FLOAT16
-        if dtype is None:
-            usual = WEIGHT4 if bits in (2, 3, 4) else WEIGHT
-            weight = replace(usual, bits=bits, per=usual.per if per is None else per)
-        return replace(cls.static(activation=None, **{"weight": weight, **options}), preset="weight_only")
+        weight = options.pop("weight", None) or weight_spec(bits, per, dtype)
+        return replace(cls.static(activation=None, weight=weight, **options), preset="weight_only")
 
     def only(self, *selectors: Any) -> Recipe:
         """Quantize what one of the selectors selects, as this recipe does now, and nothing else.
@@ -302,11 +284,6 @@ format='integer')
     def with_min_sqnr(self, min_sqnr: float | None) -> Recipe:
         """Warn when the quantized model's outputs are below `min_sqnr` dB SQNR on calibration data; None: never."""
         return replace(self, min_sqnr=min_sqnr)
-
-    @property
-    def preset_line(self) -> str:
-        """How Python writes the config that the preset gives a layer."""
-        return "fxq.QuantConfig()" if self.preset == "static" else f"fxq.Recipe.{self.preset}().config"
 
     @property
     def pipeline(self) -> Pipeline:
