@@ -30,10 +30,12 @@ class Made:
     Attributes:
         call: runs it, on the inputs of the float model.
         nbytes: size of its state dict in a file, or of its ONNX file.
+        macs: share of the multiply-accumulates that run on integers, where the tool says so.
     """
 
     call: Call
     nbytes: int
+    macs: float | None = None
 
 
 Make = Callable[[nn.Module, Sequence[Tensor]], Made]

@@ -90,6 +90,9 @@ def test_a_goal_that_is_missed_is_said(script):
     assert demo.goals(subject, demo.Row("net", "fxq static", {"cosine": 0.99})) == "cosine ≥ 0.98: met"
     assert demo.goals(subject, demo.Row("net", "fxq static", {"cosine": 0.97})) == "cosine ≥ 0.98: MISSED"
     assert demo.goals(subject, demo.Row("net", "fxq static", note="it failed")) == "cosine ≥ 0.98: MISSED"
+    assert demo.goals(subject, demo.Row("net", "fxq static", {"cosine": 1.0}, is_float=True)).endswith(
+        ": met, in float"
+    )
     assert demo.goals(subject, demo.Row("net", "torchao dynamic", {"cosine": 0.5})) == ""
 
 
