@@ -45,7 +45,7 @@ class OnednnLinear(OnednnLayer):
 
     def _pack(self) -> PackedWeight:
         scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()
-        packed = _onednn.qlinear_prepack(self.weight, None)  # a shape makes no difference in time
+        packed = _onednn.qlinear_prepack(self.weight, None)  # with a shape it is no faster, and for some slower
         return PackedWeight(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), self.bias)
 
     def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
