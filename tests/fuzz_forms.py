@@ -28,6 +28,7 @@ NOT_DRAWN = {
     "quantize": "made by fxq only",
     "dequantize": "made by fxq only",
     "embedding": "reads integers",
+    "embedding_bag": "reads integers",
     "grid_sample": "its grid has the size of one batch",
     "hardshrink": "jumps, so that no noise is small",
     "normalize": "has no bound near zero",

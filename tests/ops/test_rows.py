@@ -60,7 +60,9 @@ def fate_of(case: Case) -> str:
         return case.fate
     if case.op in FOLDED:
         return "folded"
-    if kind == "float" or case.op in NO_KERNEL:
+    if case.op in NO_KERNEL:
+        return "float"
+    if kind == "float":
         return "float" if OPS[case.op].quant.weight is None else "weight-only"
     return "moves" if kind == "moves" and case.op not in FUSED else "int8"
 
