@@ -134,7 +134,7 @@ def test_a_unit_alone_may_hand_out_two_values():
         return (a_relu_dq, b)
     """)
     assert [(e.name, e.fate, e.into, e.sqnr is not None) for e in qmodel.ledger] == [
-        ("a", "int8", "a_relu_q", False),
+        ("a", "int8", "a_relu", False),
         ("relu", "int8", "a_relu_q", True),
         ("transpose", "moves", "transpose", True),
         ("b", "int8", "b", True),
