@@ -143,11 +143,11 @@ class _Asked:
             return self._float("unsupported", support.reason)
         assert config.activation is not None
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
-        state = config.state if calls[0].op.quant.state else None
-        # Its value may hold the cell state, too, which is larger; what a projection reads is smaller than 1 by far.
-        apart = bool(calls[0].options.get("cell")) or calls[0].tensors.get("weight_hr") is not None
-        if state is not None and state.range == "calibrated" and apart:
-            state = replace(MEASURED, bits=state.bits)
+        recurrence = calls[0].op.quant.recurrence
+        state = config.state if recurrence is not None else None
+        if state is not None and state.range == "calibrated" and recurrence is not None:
+            apart = recurrence.apart(calls[0].tensors, calls[0].options)
+            state = replace(MEASURED, bits=state.bits) if apart else state
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _weight_only(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:

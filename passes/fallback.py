@@ -37,7 +37,6 @@ from fxq.graph.query import (
     taken_from,
 )
 from fxq.graph.region import read_region
-from fxq.ops.recurrent import with_float_state
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
 from fxq.quant.qparams import QParams
@@ -225,8 +224,8 @@ def _run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason:
             weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
             rewriter.update(node, args=_swap(node.args, {read: weight}))
     op = op_of(node)
-    if op is not None and op.quant.state in node.kwargs:
-        rewriter.update(node, kwargs=with_float_state(node.kwargs))
+    if op is not None and op.quant.recurrence is not None:
+        rewriter.update(node, kwargs=op.quant.recurrence.without_grid(node.kwargs))
     decision = Decision("float", kind, reason, 'recipe.with_optimize("coverage")', rewriter.name)
     if grid_of(rewriter.gm, node) is not None:
         _move_floats(rewriter, node)

@@ -14,8 +14,8 @@ from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, made_by, op_of, options_of, reads_only_metadata, submodule
-from fxq.graph.unit import Wish, wishes_of
-from fxq.ops.recurrent import bounded_scale
+from fxq.graph.region import is_weight_only
+from fxq.graph.unit import Wish, calls_of, wishes_of
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.packing import BITS, pack
@@ -146,15 +146,14 @@ def _bring_together(
 def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
     """Let a recurrent layer round its hidden state: options of the op say to what."""
     plan, op = info(node).plan, op_of(node)
-    if plan is None or plan.state is None or op is None or op.quant.state is None:
+    recurrence = op.quant.recurrence if op is not None else None
+    if plan is None or plan.state is None or op is None or recurrence is None:
         return
-    steps = MeasuredGrid.of(plan.state, None).steps
-    options: dict[str, Any] = {op.quant.state: steps}
-    scale = plan.state_scale
+    steps, scale = MeasuredGrid.of(plan.state, None).steps, plan.state_scale
     if plan.state.range == "fixed":
-        scale = bounded_scale(steps, dict(zip(op.tensors, node.args, strict=False)), options_of(node))
-    options |= {"state_scale": scale} if scale is not None else {}
-    rewriter.update(node, kwargs={**node.kwargs, **options})
+        bounded = recurrence.bounded(dict(zip(op.tensors, node.args, strict=False)), options_of(node))
+        scale = 1 / steps if bounded else None
+    rewriter.update(node, kwargs=recurrence.with_grid(node.kwargs, steps, scale))
 
 
 def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
@@ -175,7 +174,11 @@ def _convert_weight(
     tensor, qp = constant(rewriter.gm, weight), edge.qparams
     assert tensor is not None and isinstance(qp, QParams)  # choose-grids has seen it
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
-    packs = all(map(_is_weight_only, wish)) and qp.dtype != torch.float16 and qp.qmax - qp.qmin < 2**BITS
+    packs = (
+        all(is_weight_only(user, calls_of(rewriter.gm, user)) for user in wish)
+        and qp.dtype != torch.float16
+        and qp.qmax - qp.qmin < 2**BITS
+    )
     key = (id(tensor), edge.spec, edge.axis, qp.bits, packs)  # of layers with one spec, some may give up a bit
     values, scale, zero_point = made[key] = made.get(key) or _stored(tensor.detach(), qp, packs)
     kind = "float16" if values.dtype == torch.float16 else "int4" if packs else "int8"
@@ -192,11 +195,6 @@ def _convert_weight(
     about = info(next(iter(wish)))
     rewriter.describe(dq, path=about.path, source=about.source, stands_for=str(weight.target))
     rewriter.reroute(weight, dq, only=lambda user: user in wish)
-
-
-def _is_weight_only(node: fx.Node) -> bool:
-    plan = info(node).plan
-    return plan is not None and plan.fate == "weight-only"
 
 
 def _stored(weight: Tensor, qp: QParams, packs: bool) -> tuple[Tensor, Tensor, Tensor]:

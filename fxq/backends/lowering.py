@@ -16,8 +16,7 @@ from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.backends.plain.stored_weight import StoredWeight
-from fxq.backends.plain.weight_only import KERNELS, WeightOnlyKernel
-from fxq.backends.plain.weight_only_recurrent import WeightOnlyRecurrent
+from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import CONVERSIONS, argument, constant, is_op, options_of, values_of
@@ -35,12 +34,6 @@ from fxq.graph.unit import Calls
 from fxq.ops.table import Op
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig
-
-WEIGHT_ONLY: Mapping[str, type[WeightOnlyKernel] | type[WeightOnlyRecurrent]] = {
-    **KERNELS,
-    **dict.fromkeys(("lstm", "gru", "rnn"), WeightOnlyRecurrent),
-}
-"""The kernels of layers that compute in float, by op."""
 
 
 class RowBackend(Backend):
@@ -102,7 +95,7 @@ class RowBackend(Backend):
         weighted = any(call.op.quant.weight for call in found[0].calls)
         if weighted and weight is not None and not (weight.signed and weight.symmetric):
             return Support(0, f"{self.name} kernels take signed symmetric weights")
-        if calls[0].op.quant.state is not None and config.state is None:
+        if calls[0].op.quant.recurrence is not None and config.state is None:
             return Support(0, f"{self.name} kernels take a hidden state on integers; give state a spec")
         reasons = []
         for fit in found:

@@ -23,7 +23,6 @@ from fxq.graph.region import UnitRegion, is_weight, region_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
 from fxq.graph.view import options_text
-from fxq.ops.recurrent import with_float_state
 from fxq.pipeline.context import Context
 from fxq.recipe.recipe import Recipe
 from fxq.rewriting.rewriter import Rewriter
@@ -203,7 +202,8 @@ def _float_form(gm: fx.GraphModule, region: UnitRegion) -> Call:
             moved = about.dtype is None or grid_of(gm, value) is not None
             given[value] = _random(about.shape, torch.float32 if moved else about.dtype)
     args, kwargs = arguments_of(node, given)
-    kwargs = with_float_state(kwargs)
+    recurrence = region.calls[0].op.quant.recurrence
+    kwargs = kwargs if recurrence is None else recurrence.without_grid(kwargs)
     unit = unit_of(gm, node)
     target: Any = node.target if unit is None else unit.callee()
     return partial(target, *args, **kwargs)

@@ -89,8 +89,8 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def states_of(node: fx.Node) -> list[fx.Node]:
     """A recurrent layer, whose value its hidden states are, and the one that it begins with, where that is given."""
-    op = op_of(node)
-    first = argument(node, op.quant.states[0]) if op is not None and op.quant.states else None
+    recurrence = op.quant.recurrence if (op := op_of(node)) is not None else None
+    first = argument(node, recurrence.states[0]) if recurrence is not None else None
     return [node, first] if isinstance(first, fx.Node) else [node]
 
 

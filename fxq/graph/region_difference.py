@@ -78,7 +78,7 @@ def difference(
     made = got if len(expected) > 1 and isinstance(got, tuple) else (got,)
     if len(made) != len(expected):
         return f"it returns {type(got).__name__} instead of a tuple of {len(expected)}"
-    once = isinstance(region, UnitRegion) and not region.calls[0].options.get("state_qmax")
+    once = isinstance(region, UnitRegion) and not region.calls[0].rounds_its_state
     runs = [] if once else list(_rounded_otherwise(gm, region, values, limits.tolerance))
     for i, (want, value) in enumerate(zip(expected, made, strict=True)):
         why = disagreement(want, value, limits, lambda: magnitude(gm, region, values), [run[i] for run in runs])

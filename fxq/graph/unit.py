@@ -96,6 +96,12 @@ class OpCall:
         """Whether each output element depends on one element of one activation (and, at most, on its channel)."""
         return self.op.quant.pointwise and len(self.activations) == 1
 
+    @property
+    def rounds_its_state(self) -> bool:
+        """Whether a recurrent layer puts its hidden state on a grid, in each step."""
+        recurrence = self.op.quant.recurrence
+        return recurrence is not None and bool(self.options[recurrence.steps])
+
 
 class Calls(tuple[OpCall, ...]):
     """The ops that a node runs, in order.

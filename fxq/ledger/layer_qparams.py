@@ -189,10 +189,11 @@ def _layer(gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None)
         if scale.dim():  # a transposed convolution's groups share the scales of their channels
             scale = scale.repeat(next(iter(biases.values())).numel() // scale.numel())
         biases = {name: int32_bias(bias, scale) for name, bias in biases.items()}
-    size = len(first.values) // max(len(quant.gates), 1)
+    gates = quant.recurrence.gates if quant.recurrence is not None else ()
+    size = len(first.values) // max(len(gates), 1)
     return LayerQParams(
         weights=weights,
-        gates={name: slice(i * size, (i + 1) * size) for i, name in enumerate(quant.gates)},
+        gates={name: slice(i * size, (i + 1) * size) for i, name in enumerate(gates)},
         biases=biases,
         bias_scale=scale,
         float_bias_reason=reason if biases else "",

@@ -123,7 +123,8 @@ def _check_quant(quant: Any) -> None:
 
 def _check_arguments(op: Op) -> None:
     quant = op.quant
-    for argument in (*quant.inputs, quant.weight, *quant.more_weights, quant.bias, *quant.states):
+    states = quant.recurrence.states if quant.recurrence is not None else ()
+    for argument in (*quant.inputs, quant.weight, *quant.more_weights, quant.bias, *quant.more_biases, *states):
         if argument is not None and argument not in op.tensors:
             wrong = unknown("tensor", argument, op.tensors)
             raise InputError(f"op {op.name!r}: its fxq.Quant names what is no positional parameter: {wrong}")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fxq.ops.registry import OPS, row
 from fxq.ops.table import Shape
-from fxq.ops.traits import Quant, computes
+from fxq.ops.traits import Quant, Recurrence, computes
 
 OPS.leaf("lstm", nn.LSTM)
 OPS.leaf("gru", nn.GRU)
@@ -42,11 +42,29 @@ def _macs(out: Shape, x: Shape, weight_ih: Shape, weight_hh: Shape, *rest: Shape
     return x[0] * x[1] * sum(rows * columns for rows, columns in weights)
 
 
+def _bounded(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Where no state is given that may be larger, and tanh ends each step."""
+    is_free = tensors.get("h") is not None or tensors.get("weight_hr") is not None
+    return not is_free and options.get("nonlinearity", "tanh") == "tanh"
+
+
+def _apart(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Where it holds the cell state, too, which is larger; or a projection reads what is smaller than 1 by far."""
+    return bool(options.get("cell")) or tensors.get("weight_hr") is not None
+
+
 def _quant(gates: str, weights: str, states: str) -> Quant:
     first, *more = weights.split()
-    named = {"weight": first, "more_weights": tuple(more), "states": tuple(states.split()), "gates": tuple(gates)}
-    biases = ("bias_ih", "bias_hh")
-    return computes("x", **named, more_biases=biases, axis=0, channels=-1, heavy=True, state="state_qmax")
+    return computes(
+        "x",
+        weight=first,
+        more_weights=tuple(more),
+        more_biases=("bias_ih", "bias_hh"),
+        axis=0,
+        channels=-1,
+        heavy=True,
+        recurrence=Recurrence(tuple(states.split()), tuple(gates), _bounded, _apart),
+    )
 
 
 @row(quant=_quant("ifgo", "weight_ih weight_hh weight_hr", "h c"), macs=_macs)
@@ -196,20 +214,6 @@ def on_grid(h: Tensor, qmax: int, scale: float | None) -> Tensor:
     """A hidden state (N, P) rounded to the integers -qmax..qmax times the scale, or a measured one for each sample."""
     steps = h.abs().amax(1, keepdim=True).clamp(min=TINY) / qmax if scale is None else scale
     return _ROUND.get()(h / steps).clamp(-qmax, qmax) * steps
-
-
-def bounded_scale(qmax: int, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
-    """The scale of a hidden state that lies between -1 and 1, by a call's tensors and options; None: it may not.
-
-    It does where no state is given that may be larger, and tanh ends each step.
-    """
-    is_free = tensors.get("h") is not None or tensors.get("weight_hr") is not None
-    return None if is_free or options.get("nonlinearity", "tanh") != "tanh" else 1 / qmax
-
-
-def with_float_state(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call without those that put its hidden state on a grid."""
-    return {name: value for name, value in options.items() if name not in ("state_qmax", "state_scale")}
 
 
 @contextmanager

@@ -12,6 +12,38 @@ Kind = Literal["computes", "moves", "float"]
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """What passes ask about an op whose values are its hidden states, step by step.
+
+    On integers, the product with the hidden state reads that from a symmetric grid, which two options of the op say.
+
+    Attributes:
+        states: names of the arguments that are states in front of the first step, the hidden one first; float.
+        gates: the names of its gates: equal parts of the rows of its weights, in this order.
+        bounded: by the tensors and options of a call, whether its hidden states lie between -1 and 1.
+        apart: by the same, whether its value shows another range than that of what the product reads.
+        steps: the option that says how many integers there are on either side of zero; 0: the state is float.
+        scale: the option that says their scale; None: measured in each step.
+    """
+
+    states: tuple[str, ...]
+    gates: tuple[str, ...]
+    bounded: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]
+    apart: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]
+    steps: str = "state_qmax"
+    scale: str = "state_scale"
+
+    def with_grid(self, options: Mapping[str, Any], steps: int, scale: float | None) -> dict[str, Any]:
+        """The options of a call, on a grid."""
+        known = {self.scale: scale} if scale is not None else {}
+        return {**self.without_grid(options), self.steps: steps, **known}
+
+    def without_grid(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a call whose hidden state is float."""
+        return {name: value for name, value in options.items() if name not in (self.steps, self.scale)}
+
+
+@dataclass(frozen=True)
 class Quant:
     """How an op takes part in quantization.
 
@@ -23,7 +55,6 @@ class Quant:
         more_weights: names of further ones, of the same output-channel axis.
         bias: name of the argument that is a bias, if any.
         more_biases: names of further biases, of a recurrent layer; correct-bias leaves them alone, and has no `bias`.
-        states: names of the arguments that are states, in front of the first step; float.
         axis: the output-channel axis of the weight.
         channels: the axis of these channels in the output, counted from its end.
         heavy: worth an int8 kernel for its own sake; light ops only follow their neighbours.
@@ -40,9 +71,7 @@ class Quant:
         maximum: the largest value of each window (options kernel_size, padding, dilation and ceil_mode) is the output,
             so that what is below all others in its window is not seen.
         masks: a mask can be applied by it: by adding large numbers, or by choosing between values.
-        state: the option that puts its hidden state on a symmetric grid: the number of integers on either side of zero;
-            0 for float.
-        gates: of a recurrent layer, the names of its gates: equal parts of the rows of its weights, in this order.
+        recurrence: what a recurrent layer says of its states and gates; None for any other op.
         unless: given all arguments, the reason why this call does not fit `kind`, or None.
     """
 
@@ -52,7 +81,6 @@ class Quant:
     more_weights: tuple[str, ...] = ()
     bias: str | None = None
     more_biases: tuple[str, ...] = ()
-    states: tuple[str, ...] = ()
     axis: int | None = None
     channels: int | None = None
     heavy: bool = False
@@ -65,8 +93,7 @@ class Quant:
     surrounds: str | None = None
     maximum: bool = False
     masks: bool = False
-    state: str | None = None
-    gates: tuple[str, ...] = ()
+    recurrence: Recurrence | None = None
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
     def in_float(self, activation: TensorSpec | None) -> bool:
@@ -81,7 +108,7 @@ class Quant:
             return "weight"
         if name in (self.bias, *self.more_biases):
             return "bias"
-        return "state" if name in self.states else None
+        return "state" if self.recurrence is not None and name in self.recurrence.states else None
 
 
 def computes(*inputs: str, **options: Any) -> Quant:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -340,16 +342,11 @@ def test_an_input_with_a_scale_for_each_channel():
 # ---- layers with several weights
 
 
-class TwoWeights(Quant):
-    """As in the row of a recurrent layer."""
-
-    def role(self, name):
-        return "weight" if name == "weight_hh" else super().role(name)
-
-
 @pytest.fixture
 def recurrent():
-    quant = TwoWeights("computes", weight="weight_ih", bias="bias", axis=0, gates=("i", "f"))
+    recurrence = replace(OPS["gru"].quant.recurrence, gates=("i", "f"))
+    named = {"weight": "weight_ih", "more_weights": ("weight_hh",), "bias": "bias"}
+    quant = Quant("computes", **named, axis=0, recurrence=recurrence)
 
     @OPS.row(quant=quant, name="toy_recurrent")
     def toy_recurrent(x, weight_ih, weight_hh, bias):

@@ -26,51 +26,44 @@ _AT_ONCE = 1 << 18
 
 
 class WeightOnlyKernel(Kernel):
-    """A layer with a stored weight.
+    """An op with stored weights.
 
     Args:
-        weight: its integers, in its own shape or packed; or float16.
-        weight_scale: float32, as `QParams.scale`; None for float16.
-        weight_zero_point: integers of the same shape; None where all are 0.
-        bias: float32, (C_out,), or None.
         op: the op that it runs.
         settings: the op's options.
-        takes: the names of its other arguments, in the order in which it is called with them.
-        axis, block: as in `QParams`.
-        packed: the shape of a row of packed values; else None.
+        takes: the names of the arguments with which it is called, in order; all others are constants.
+        axis, block: as in `QParams`, of all weights.
+        packed: the shape of a row of each weight, where two values are in a byte; else None.
         signed: whether packed values may be below zero.
-        constants: those of its other arguments that are constants, by name.
+        tensors: by the names of the op's arguments. Each weight as it is stored, with its scale and zero point under
+            `weight_scale` and `weight_zero_point` (see `StoredWeight`); those that are constants, float32.
     """
 
     options: ClassVar[tuple[str, ...]] = ("op", "settings", "takes", "axis", "block", "packed", "signed")
-    weight: Tensor
-    weight_scale: Tensor | None
-    weight_zero_point: Tensor | None
     bias: Tensor | None
 
     def __init__(
         self,
-        weight: Tensor,
-        weight_scale: Tensor | None = None,
-        weight_zero_point: Tensor | None = None,
-        bias: Tensor | None = None,
         *,
         op: str,
         settings: Mapping[str, Any],
         takes: Sequence[str] = ("x",),
         axis: int | None = None,
         block: int | None = None,
-        packed: tuple[int, ...] | None = None,
+        packed: Sequence[Sequence[int]] | None = None,
         signed: bool = True,
-        **constants: Tensor | None,
+        **tensors: Tensor | None,
     ) -> None:
         super().__init__()
-        tensors = {"weight": weight, "weight_scale": weight_scale, "weight_zero_point": weight_zero_point, "bias": bias}
-        for name, tensor in {**tensors, **constants}.items():
+        weights = [name for name in OPS[op].tensors if OPS[op].quant.role(name) == "weight"]
+        constants = [name for name in OPS[op].tensors if name not in (*weights, *takes)]
+        for name in (*(f"{weight}{part}" for weight in weights for part in _PARTS), *constants):
+            tensor = tensors.get(name)
             self.register_buffer(name, None if tensor is None else tensor.detach())
         self.op, self.settings = op, {key: decode(value) for key, value in settings.items()}
-        self.takes = tuple(takes)
-        self.axis, self.block, self.packed, self.signed = axis, block, packed, signed
+        self.takes, self.axis, self.block, self.signed = tuple(takes), axis, block, signed
+        self.packed = None if packed is None else tuple(map(tuple, packed))
+        self._weights, self._constants = weights, constants
 
     @classmethod
     def of(
@@ -80,32 +73,52 @@ class WeightOnlyKernel(Kernel):
         weights: Mapping[str, StoredWeight],
         constants: Mapping[str, Tensor],
     ) -> Self:
-        """The kernel of an op with a weight of the qdq graph.
+        """The kernel of an op with weights of the qdq graph.
 
         Args:
             call: the op.
             takes: as above.
-            weights: its weight, by the name of the argument.
-            constants: its bias, and others of its arguments that are constants.
+            weights: by the names of the arguments; all are stored alike.
+            constants: others of its arguments, such as the bias.
         """
-        (weight,) = weights.values()
-        others = {name: tensor for name, tensor in constants.items() if name != "bias"}
+        tensors = dict(constants)
+        for name, weight in weights.items():
+            parts = zip(_PARTS, (weight.values, weight.scale, weight.zero_point), strict=True)
+            tensors |= {f"{name}{part}": tensor for part, tensor in parts if tensor is not None}
+        first = next(iter(weights.values()))
+        packed = None if first.packed is None else [weight.row for weight in weights.values()]
         return cls(
-            weight.values, weight.scale, weight.zero_point, constants.get("bias"), op=call.op.name,
-            settings=call.options, takes=takes, axis=weight.axis, block=weight.block, packed=weight.packed,
-            signed=weight.signed, **others,
+            **tensors, op=call.op.name, settings=call.options, takes=takes, axis=first.axis, block=first.block,
+            packed=packed, signed=first.signed,
         )  # fmt: skip
 
     @property
-    def stored(self) -> StoredWeight:
-        """The weight, as its tensors are now."""
-        found: StoredWeight = self._kept("", self._stored)
+    def stored(self) -> dict[str, StoredWeight]:
+        """The weights by name, as their tensors are now."""
+        found: dict[str, StoredWeight] = self._kept("", self._stored)
         return found
 
-    def _stored(self) -> StoredWeight:
-        return StoredWeight(
-            self.weight, self.weight_scale, self.weight_zero_point, self.axis, self.block, self.packed, self.signed
-        )
+    def _stored(self) -> dict[str, StoredWeight]:
+        found: dict[str, StoredWeight] = {}
+        for name in self._weights:
+            values, scale, zero_point = (self._buffers[f"{name}{part}"] for part in _PARTS)
+            if values is not None:
+                row = None if self.packed is None else self.packed[len(found)]
+                found[name] = StoredWeight(values, scale, zero_point, self.axis, self.block, row, self.signed)
+        return found
+
+    @property
+    def only(self) -> StoredWeight:
+        """The weight of an op that has one."""
+        return self.stored["weight"]
+
+    def given(self, *inputs: Tensor) -> dict[str, Tensor]:
+        """What it is called with, and its constants, by the names of the op's arguments."""
+        constants = {name: tensor for name in self._constants if (tensor := self._buffers[name]) is not None}
+        return constants | dict(zip(self.takes, inputs, strict=True))
+
+
+_PARTS = ("", "_scale", "_zero_point")
 
 
 class WeightOnlyLinear(WeightOnlyKernel):
@@ -130,8 +143,8 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
     def _pieces(self) -> tuple[list[StoredWeight], Tensor | None, tuple[int, int]]:
         """The weight in pieces of some rows; a scale that goes to the result; the shape of the largest piece."""
-        stored = self._stored()
-        rows, size = max(_AT_ONCE // stored.row[0], 1), len(self.weight)
+        stored = self.only
+        rows, size = max(_AT_ONCE // stored.row[0], 1), len(stored.values)
         pieces = [stored.some(lambda t, i=i: t[i : i + rows]) for i in range(0, size, rows)]  # type: ignore[misc]
         return pieces, stored.scale if stored.scales_results else None, (min(rows, size), stored.row[0])
 
@@ -143,7 +156,7 @@ class WeightOnlyConv(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (N, C, *size) -> float32 (N, O, *size')."""
-        x, stored, run = float_input(x), self.stored, OPS[self.op].target
+        x, stored, run = float_input(x), self.only, OPS[self.op].target
         behind = stored.scales_results and stored.scale is not None and x.numel() < stored.numel
         weight = stored.integers(stored.empty()) if behind else stored.floats(stored.empty())
         if not behind:
@@ -166,7 +179,7 @@ class WeightOnlyEmbedding(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """Integers, any shape -> float32 (*shape, D)."""
-        return _rows(self.stored, x).view(*x.shape, *self.stored.row)
+        return _rows(self.only, x).view(*x.shape, *self.only.row)
 
 
 class WeightOnlyBag(WeightOnlyKernel):
@@ -176,13 +189,13 @@ class WeightOnlyBag(WeightOnlyKernel):
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         """Integers (B, N), or (N,) with offsets (B,) -> float32 (B, D). Weights are of the shape of x."""
-        given = {**self._buffers, **dict(zip(self.takes[1:], others, strict=True))}
+        given = self.given(x, *others)
         offsets, per_sample_weights = given.get("offsets"), given.get("per_sample_weights")
-        rows, settings = _rows(self.stored, x), dict(self.settings)
+        rows, settings = _rows(self.only, x), dict(self.settings)
         numbers = torch.arange(x.numel(), device=x.device).view(x.shape)
         pad = settings.pop("padding_idx")
         if pad is not None:
-            pad %= len(self.weight)
+            pad %= len(self.only.values)
             rows = F.pad(rows, (0, 0, 0, 1))  # a row that stands for all that pad
             numbers = numbers.masked_fill(x == pad, x.numel())
             settings["padding_idx"] = x.numel()
@@ -191,11 +204,24 @@ class WeightOnlyBag(WeightOnlyKernel):
         return OPS[self.op].target(numbers, rows, offsets, per_sample_weights, **settings)
 
 
+class WeightOnlyRecurrent(WeightOnlyKernel):
+    """An lstm, gru or rnn of one layer and direction. Its weights become floats at each call, for all of its steps."""
+
+    name: ClassVar[str] = "weight_only.recurrent"
+
+    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
+        """float32 (T, N, I), initial states (N, P), (N, H) -> what the op returns."""
+        weights = {name: weight.floats(weight.empty()) for name, weight in self.stored.items()}
+        y: Tensor = OPS[self.op].target(**self.given(*map(float_input, (x, *states))), **weights, **self.settings)
+        return y
+
+
 KERNELS: Mapping[str, type[WeightOnlyKernel]] = {
     "linear": WeightOnlyLinear,
     **dict.fromkeys((*OPS.family("conv"), *OPS.family("conv_transpose")), WeightOnlyConv),
     "embedding": WeightOnlyEmbedding,
     "embedding_bag": WeightOnlyBag,
+    **dict.fromkeys(("lstm", "gru", "rnn"), WeightOnlyRecurrent),
 }
 """By op."""
 

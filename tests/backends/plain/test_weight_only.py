@@ -225,23 +225,28 @@ def test_weights_that_are_written_to_count():
         torch.testing.assert_close(qmodel(x), 2 * before)
 
 
+def ones():
+    weight, scale = torch.ones(2, 3, dtype=torch.int8), torch.ones(2)
+    return WeightOnlyLinear(weight=weight, weight_scale=scale, op="linear", settings={}, axis=0)
+
+
 def test_a_kernel_takes_float32_alone():
-    kernel = WeightOnlyLinear(torch.ones(2, 3, dtype=torch.int8), torch.ones(2), op="linear", settings={}, axis=0)
+    kernel = ones()
     assert torch.equal(kernel(torch.ones(1, 3)), torch.full((1, 2), 3.0))
     with pytest.raises(InputError, match="is float64"):
         kernel(torch.ones(1, 3, dtype=torch.float64))
 
 
 def test_an_input_that_wants_gradients():
-    kernel = WeightOnlyLinear(torch.ones(2, 3, dtype=torch.int8), torch.ones(2), op="linear", settings={}, axis=0)
+    kernel = ones()
     assert not kernel(torch.ones(1, 3, requires_grad=True)).requires_grad
 
 
 def test_a_kernel_of_its_config():
     weight = pack(torch.randint(0, 16, (4, 6)).to(torch.uint8))
     kernel = WeightOnlyLinear(
-        weight, torch.rand(4, 2), torch.randint(0, 16, (4, 2)).to(torch.uint8), torch.rand(4), op="linear", settings={},
-        axis=1, block=4, packed=(6,), signed=False,
+        weight=weight, weight_scale=torch.rand(4, 2), weight_zero_point=torch.randint(0, 16, (4, 2)).to(torch.uint8),
+        bias=torch.rand(4), op="linear", settings={}, axis=1, block=4, packed=((6,),), signed=False,
     )  # fmt: skip
     again = WeightOnlyLinear.from_config(kernel.config(), dict(kernel.named_buffers()))
     x = torch.randn(2, 6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends.plain.weight_only_recurrent import WeightOnlyRecurrent
+from fxq.backends.plain.weight_only import WeightOnlyRecurrent
 from fxq.common.metrics import nbytes
 from fxq.errors import InputError
 from fxq.ops import OPS
