@@ -70,7 +70,7 @@ LEVELS = (
     {"text", "quant"},
     {"ops"},
     {"graph"},
-    {"rewriting", "tracing", "runtime", "picture"},
+    {"rewriting", "tracing", "runtime", "picture", "onnx"},
     {"backends"},
     {"patterns", "recipe"},
     {"pipeline"},

@@ -15,6 +15,8 @@ _BACKENDS = {
     "x86": "fxq.backends.x86.x86:X86",
     "fbgemm": "fxq.backends.packed.fbgemm:Fbgemm",
     "qnnpack": "fxq.backends.packed.qnnpack:Qnnpack",
+    "openvino": "fxq.backends.engines.openvino:Openvino",
+    "onnxruntime": "fxq.backends.engines.onnxruntime:Onnxruntime",
 }
 NAMES = ("auto", *_BACKENDS)
 """What a recipe may ask for, besides import paths."""

@@ -1,0 +1,1 @@
+"""Backends that hand whole regions of the graph to another engine."""

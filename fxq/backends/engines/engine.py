@@ -1,0 +1,251 @@
+"""What all engines have in common: regions become ONNX models, which the engine compiles for the inputs that come."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from fxq.backends.base import Backend, Prices, Support
+from fxq.backends.kernel import Kernel
+from fxq.backends.region_kernel import RegionKernel
+from fxq.common.data import Batch
+from fxq.errors import BackendError, words_of
+from fxq.graph.info import Cost, info
+from fxq.graph.partition import connected_regions
+from fxq.graph.query import CONVERSIONS, is_op, op_of
+from fxq.graph.region import Region, is_weight
+from fxq.graph.unit import Calls, calls_of
+from fxq.onnx.graph import refusal, write_onnx
+from fxq.onnx.writer import NotInOnnx
+from fxq.quant.spec import QuantConfig
+
+Compiled = Callable[[Sequence[Tensor]], list[Tensor]]
+"""A compiled model: takes tensors without gaps, of the shapes that it was compiled for; may run in several threads."""
+
+
+class EngineKernel(RegionKernel):
+    """A region that an engine runs as one model, compiled anew for other shapes of its inputs, and for other threads.
+
+    What is compiled is neither copied nor pickled: it is made again of the region. A batch of no samples runs in qdq
+    form. Images that lie in memory channels-last are read as they are, and come out so.
+    """
+
+    sizes_kept: ClassVar[int] = 4
+    integer_bias: ClassVar[bool] = True
+
+    @classmethod
+    @abstractmethod
+    def compiled(cls, model: Any, threads: int) -> Compiled:
+        """What the engine makes of an `onnx.ModelProto`."""
+
+    def forward(self, *inputs: Any) -> Any:
+        """As the region."""
+        return self._runner(inputs)(*inputs)
+
+    def bind(self, *inputs: Any) -> Callable[..., Any]:
+        """As in `Bindable`: the compiled model."""
+        return self._runner(inputs)
+
+    def _runner(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        kind: Hashable = (torch.get_num_threads(), *map(_kind, inputs))
+        runner: Callable[..., Any] = self._kept_for(kind, lambda: self._made_for(inputs))
+        return runner
+
+    def _made_for(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.form is None or any(isinstance(x, Tensor) and x.numel() == 0 for x in inputs):
+            return super().forward
+        form = self.form.module(self)
+        last = [_is_channels_last(x) for x in inputs]
+        try:
+            written = write_onnx(form, inputs, channels_last=last, integer_bias=self.integer_bias)
+            run = type(self).compiled(written.model, torch.get_num_threads())
+        except NotInOnnx as error:
+            raise BackendError(f"{self.name}: {error}.") from None
+        except Exception as error:  # whatever an engine raises
+            raise BackendError(
+                f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
+            ) from error
+        taken = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+        turned = [last[i] for i in taken]
+        single = not written.several
+
+        def call(*given: Any) -> Any:
+            tensors = [
+                (x.permute(0, 2, 3, 1) if flip else x).detach().contiguous()
+                for x, flip in zip((given[i] for i in taken), turned, strict=True)
+            ]
+            made = run(tensors)
+            values = [y.permute(0, 3, 1, 2) if flip else y for y, flip in zip(made, written.channels_last, strict=True)]
+            return values[0] if single else tuple(values)
+
+        return call
+
+
+def _kind(value: Any) -> Hashable:
+    return (value.shape, value.dtype, _is_channels_last(value)) if isinstance(value, Tensor) else value
+
+
+def _is_channels_last(value: Any) -> bool:
+    """Whether an image lies in memory channel by channel of each pixel, and not otherwise as well."""
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return False
+    return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
+
+
+class PerThread(threading.local):
+    """What each thread needs one of: `make` makes it when the thread asks first."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.made = make()
+
+
+class EngineBackend(Backend):
+    """An engine with an interpreter, or a compiler, of whole models.
+
+    Attributes:
+        package: what it is imported as; the extra of fxq that installs it has its name.
+        kernel: the class of its kernels.
+        layers: ops with weights that it runs on integers, where they begin a unit.
+        others: further ops that compute on integers, beside those that only move them.
+    """
+
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    package: ClassVar[str]
+    kernel: ClassVar[type[EngineKernel]]
+    layers: ClassVar[frozenset[str]]
+    others: ClassVar[frozenset[str]]
+
+    def available(self) -> str | None:
+        """As in `Backend`."""
+        missing = [package for package in (self.package, "onnx") if find_spec(package) is None]
+        return f"{missing[0]} is not installed: pip install fxq[{self.name}]" if missing else None
+
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
+        """As in `Backend`: what the engine has integer kernels for, and ONNX nodes."""
+        first = calls[0]
+        if config.activation is None:
+            return Support(0, f"{self.name} takes no integer weights beside float activations")
+        if config.activation.range == "measured":
+            return Support(0, f"{self.name} measures no ranges at run time")
+        moves = all(call.op.quant.kind == "moves" for call in calls)
+        if not moves and first.op.name not in self.layers | self.others:
+            return Support(0, f"{self.name} has no integer kernel for {first.op.name}")
+        reason = self.refusal(gm, node)
+        return Support(0, f"{self.name}: {reason}") if reason is not None else Support(len(calls))
+
+    def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
+        """Why the engine does not take a node of the graph; None: it does."""
+        return refusal(gm, node)
+
+    def takes(self, gm: fx.GraphModule, node: fx.Node) -> bool:
+        """Whether a node of the qdq graph goes into a region."""
+        plan = info(node).plan
+        kept = plan is not None and plan.fate == "weight-only"
+        return bool(calls_of(gm, node)) and not kept and self.refusal(gm, node) is None
+
+    def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
+        """As in `Backend`: connected ones, as large as can be, of which one op at least computes."""
+        found: Iterator[Region] = connected_regions(gm, partial(self.takes, gm))
+        return (region for region in found if any(map(_works, region.nodes)))
+
+    def lower(self, gm: fx.GraphModule, region: Region) -> Kernel:
+        """As in `Backend`."""
+        return self.kernel.of(gm, region)
+
+    def prices(self, gm: fx.GraphModule, example: Batch) -> Prices:
+        """As in `Backend`: each region runs as a whole, in float and on integers, and the engine says what took long.
+
+        What the engine has joined counts for the first of its layers, else for the first op.
+        """
+        costs: dict[fx.Node, Cost] = {}
+        converting, converted = 0.0, 0
+        for region in self.regions(gm):
+            inside = fx.GraphModule(gm, region.to_graph())
+            inputs = [_made_up(node) for node in region.inputs]
+            if any(x is None for x in inputs):
+                continue
+            taken = {node.name: node for node in region.nodes}
+            int8, real = (self._shares(inside, inputs, taken, floats) for floats in (False, True))
+            for node in region.nodes:
+                if is_op(node, *CONVERSIONS):
+                    converting += int8.get(node, 0.0)
+                    converted += math.prod(info(node).shape or ()) if node in int8 else 0
+                else:
+                    costs[node] = Cost(real.get(node, 0.0), int8.get(node, 0.0))
+        return Prices(costs, converting / converted if converted else CONVERSION)
+
+    def _shares(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], taken: Mapping[str, fx.Node], floats: bool
+    ) -> dict[fx.Node, float]:
+        """Microseconds of each node of a region."""
+        given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
+        last = [_is_channels_last(x) for x in given]
+        written = write_onnx(gm, given, channels_last=last, floats=floats, integer_bias=self.kernel.integer_bias)
+        tensors = [x.permute(0, 2, 3, 1).contiguous() if flip else x for x, flip in zip(given, last, strict=True)]
+        shares: dict[fx.Node, float] = {}
+        left = 0.0
+        for names, seconds in self.profile(written.model, tensors):
+            nodes = [taken[scope] for name in names if (scope := name.partition("/")[0]) in taken]
+            if not nodes:
+                left += seconds  # a change of layout, for what follows
+                continue
+            node = min(nodes, key=_rank)
+            shares[node] = shares.get(node, 0.0) + left + seconds
+            left = 0.0
+        return shares
+
+    @abstractmethod
+    def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
+        """What the engine does to run a model, in order: the names of the nodes that are in it, and microseconds."""
+
+
+CONVERSION = 3e-4
+"""Microseconds to convert an element, where an engine has joined all conversions with what is before them."""
+
+
+def _rank(node: fx.Node) -> int:
+    """Layers, then other ops, then conversions."""
+    op = op_of(node)
+    if op is None or op.quant.heavy:
+        return 0
+    return 2 if op.name in CONVERSIONS else 1
+
+
+def _made_up(node: fx.Node) -> Tensor | None:
+    """Values of the shape and dtype of a node, images channels-last; None where those are not known."""
+    shape, dtype = info(node).shape, info(node).dtype
+    if shape is None or dtype is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    if dtype.is_floating_point:
+        made = torch.randn(shape, dtype=dtype, generator=generator, device="cpu")
+    else:
+        made = torch.randint(0, 2, shape, generator=generator, device="cpu").to(dtype)
+    return made.contiguous(memory_format=torch.channels_last) if made.dim() == 4 else made
+
+
+def _works(node: fx.Node) -> bool:
+    """Whether a node is more than a change of shape: those alone are not worth a call of the engine."""
+    op = op_of(node)
+    return op is None or not (op.quant.layout or op.name in CONVERSIONS or is_weight(node))
+
+
+def imported(package: str) -> Any:
+    """The package of an engine.
+
+    Raises:
+        BackendError: it is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise BackendError(f"{package} is not installed: pip install fxq[{package}].") from None

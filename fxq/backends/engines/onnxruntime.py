@@ -1,0 +1,106 @@
+"""The onnxruntime backend: regions run in ONNX Runtime."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxq.backends import cpu
+from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported
+from fxq.graph.unit import Calls
+from fxq.ops import OPS
+
+
+class OnnxruntimeKernel(EngineKernel):
+    """A region as ONNX Runtime compiles it for the CPU."""
+
+    name: ClassVar[str] = "onnxruntime.region"
+
+    @classmethod
+    def compiled(cls, model: Any, threads: int) -> Compiled:
+        """As in `EngineKernel`. A session runs in several threads; each has a binding of its own to memory."""
+        return runner_of(session_of(model, threads))
+
+
+def session_of(model: Any, threads: int, profile: str = "") -> Any:
+    """A session that runs an `onnx.ModelProto`. On CPUs without VNNI it is told to add products exactly.
+
+    Args:
+        model: the model.
+        threads: on how many threads.
+        profile: what the name of a file begins with, where it writes what it has done; empty: nowhere.
+    """
+    ort = imported("onnxruntime")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    if not cpu.has_vnni():
+        options.add_session_config_entry("session.x64quantprecision", "1")
+    if profile:
+        options.enable_profiling, options.profile_file_prefix = True, profile
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def runner_of(session: Any) -> Compiled:
+    """What runs a session: it reads the memory of its inputs, and writes into that of new tensors."""
+    reads = [(arg.name, _TYPES[arg.type][0]) for arg in session.get_inputs()]
+    makes = [(arg.name, tuple(arg.shape), *_TYPES[arg.type]) for arg in session.get_outputs()]
+    bindings = PerThread(session.io_binding)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        binding, outputs = bindings.made, []
+        for (name, kind), x in zip(reads, inputs, strict=True):
+            binding.bind_input(name, "cpu", 0, kind, tuple(x.shape), x.data_ptr())
+        for name, shape, kind, dtype in makes:
+            y = torch.empty(shape, dtype=dtype, device="cpu")
+            binding.bind_output(name, "cpu", 0, kind, shape, y.data_ptr())
+            outputs.append(y)
+        session.run_with_iobinding(binding)
+        return outputs
+
+    return run
+
+
+_TYPES: dict[str, tuple[int, torch.dtype]] = {
+    "tensor(float)": (1, torch.float32), "tensor(uint8)": (2, torch.uint8), "tensor(int8)": (3, torch.int8),
+    "tensor(int32)": (6, torch.int32), "tensor(int64)": (7, torch.int64), "tensor(bool)": (9, torch.bool),
+}  # fmt: skip
+"""ONNX's number of a type, and torch's type, by ONNX Runtime's name."""
+
+
+_TIME = "_kernel_time"
+_RUNS = 20
+"""How often a model is profiled; the shortest time counts, since other programs only add to it."""
+
+
+class Onnxruntime(EngineBackend):
+    """ONNX Runtime's CPU provider. uint8 activations, int8 per-channel weights."""
+
+    name: ClassVar[str] = "onnxruntime"
+    package: ClassVar[str] = "onnxruntime"
+    kernel: ClassVar[type[EngineKernel]] = OnnxruntimeKernel
+    layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), "linear"})
+    others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
+
+    def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
+        """As in `EngineBackend`: from the file that a session writes when it is told to."""
+        with tempfile.TemporaryDirectory() as folder:
+            session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))
+            run = runner_of(session)
+            for _ in range(_RUNS):
+                run(inputs)
+            events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        seconds: dict[str, list[float]] = {}
+        for event in events:
+            if event.get("cat") == "Node" and event["name"].endswith(_TIME):
+                seconds.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
+        return [((name,), min(found)) for name, found in seconds.items()]
+
+    def fuses(self, calls: Calls) -> bool:
+        """Where all but the first op are clamps, which the rounding behind them covers."""
+        return all(call.op.name in ("relu", "relu6", "hardtanh") for call in calls[1:])

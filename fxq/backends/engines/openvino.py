@@ -1,0 +1,112 @@
+"""The openvino backend: regions run in OpenVINO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxq.backends import cpu
+from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported
+from fxq.backends.layer_rows import is_depthwise_call
+from fxq.graph.unit import Calls
+from fxq.ops import OPS
+
+
+@cache
+def _core() -> Any:
+    return imported("openvino").Core()
+
+
+class OpenvinoKernel(EngineKernel):
+    """A region as OpenVINO compiles it: float32, one stream."""
+
+    name: ClassVar[str] = "openvino.region"
+    integer_bias: ClassVar[bool] = False
+
+    @classmethod
+    def compiled(cls, model: Any, threads: int) -> Compiled:
+        """As in `EngineKernel`. Each thread has a request of its own: one serves a single call at a time."""
+        return runner_of(compile_model(model, threads))
+
+
+def compile_model(model: Any, threads: int, **config: Any) -> Any:
+    """An `onnx.ModelProto` as OpenVINO compiles it."""
+    settings = {
+        "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32",
+        "ENABLE_CPU_PINNING": False,
+    }  # fmt: skip
+    core = _core()
+    return core.compile_model(core.read_model(model.SerializeToString()), "CPU", {**settings, **config})
+
+
+def runner_of(compiled: Any) -> Compiled:
+    """What runs a compiled model: it reads the memory of its inputs, and writes into that of new tensors."""
+    tensor = imported("openvino").Tensor
+    made = [(tuple(out.shape), _TYPES[out.element_type.get_type_name()]) for out in compiled.outputs]
+    requests = PerThread(compiled.create_infer_request)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        request = requests.made
+        outputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in made]
+        for i, x in enumerate(inputs):
+            request.set_input_tensor(i, tensor(x.numpy(), shared_memory=True))
+        for i, y in enumerate(outputs):
+            request.set_output_tensor(i, tensor(y.numpy(), shared_memory=True))
+        request.infer()
+        return outputs
+
+    return run
+
+
+_TYPES = {
+    "f32": torch.float32, "u8": torch.uint8, "i8": torch.int8, "i32": torch.int32, "i64": torch.int64,
+    "boolean": torch.bool,
+}  # fmt: skip
+
+
+_RUNS = 20
+"""How often a model is profiled; the shortest time counts, since other programs only add to it."""
+
+
+class Openvino(EngineBackend):
+    """OpenVINO's CPU plugin. uint8 activations, int8 per-channel weights.
+
+    Without VNNI it adds pairs of products in 16 bits, as oneDNN does, which is inside of it.
+    """
+
+    name: ClassVar[str] = "openvino"
+    package: ClassVar[str] = "openvino"
+    kernel: ClassVar[type[EngineKernel]] = OpenvinoKernel
+    layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *OPS.family("conv_transpose"), "linear"})
+    others: ClassVar[frozenset[str]] = frozenset(
+        {"add", "mul", "mean", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")}
+    )
+
+    def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
+        """As in `EngineBackend`."""
+        compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True)
+        request = compiled.create_infer_request()
+        for i, x in enumerate(inputs):
+            request.set_input_tensor(i, imported("openvino").Tensor(x.numpy(), shared_memory=True))
+        seconds: dict[str, list[float]] = {}
+        for _ in range(_RUNS):
+            request.infer()
+            for part in request.get_profiling_info():
+                seconds.setdefault(part.node_name, []).append(part.real_time.total_seconds())
+        for op in compiled.get_runtime_model().get_ordered_ops():
+            about = op.get_rt_info()
+            names = about["originalLayersNames"].astype(str) if "originalLayersNames" in about else ""
+            if op.friendly_name in seconds:
+                yield names.split(","), 1e6 * min(seconds[op.friendly_name])
+
+    def adds_in_int16(self, calls: Calls) -> bool:
+        """Layers on a CPU without VNNI, but not depthwise convolutions."""
+        return bool(calls[0].op.quant.weight) and not cpu.has_vnni() and not is_depthwise_call(calls[0])
+
+    def drawback(self) -> str | None:
+        """As in `Backend`."""
+        return cpu.without_vnni()

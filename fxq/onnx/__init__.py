@@ -1,0 +1,1 @@
+"""Graphs as ONNX models: what engines compile, and what files hold."""

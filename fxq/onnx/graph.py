@@ -1,0 +1,175 @@
+"""A graph of canonical ops and units, written as an ONNX model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import fxq.onnx.conversions
+import fxq.onnx.layers
+import fxq.onnx.movement
+import fxq.onnx.pointwise
+import fxq.onnx.pooling  # noqa: F401  (register how the ops are written)
+from fxq.graph.info import info
+from fxq.graph.query import arguments_of, op_of, read_attribute
+from fxq.graph.region import is_weight
+from fxq.graph.unit import unit_of
+from fxq.onnx.writer import ROWS, NotInOnnx, Value, Writer
+
+Known = dict[fx.Node, Any]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A graph as ONNX.
+
+    Attributes:
+        model: `onnx.ModelProto`.
+        several: whether the graph returns several values.
+        channels_last: which of its outputs are images whose last axis has the channels.
+    """
+
+    model: Any
+    several: bool
+    channels_last: tuple[bool, ...]
+
+
+def write_onnx(
+    gm: fx.GraphModule, inputs: Sequence[Any], channels_last: Sequence[bool] = (), **options: Any
+) -> Written:
+    """A qdq graph as an ONNX model, for inputs of these shapes.
+
+    Args:
+        gm: a module of canonical ops, conversions and units; what it returns are tensors.
+        inputs: what it takes: of tensors, the shapes and dtypes count; numbers are written as they are.
+        channels_last: which of the inputs are images that the model takes as (N, H, W, C); with one, it returns images
+            so, too.
+        options: of `Writer`.
+
+    Raises:
+        NotInOnnx: a node cannot be said in ONNX; the message says which, and why.
+    """
+    writer, known = Writer(**options), Known()
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    taken = []
+    turned = dict(zip(placeholders, channels_last, strict=False))
+    for node, given in zip(placeholders, inputs, strict=True):
+        known[node] = given
+        if isinstance(given, Tensor):
+            dtype = torch.float32 if writer.floats and given.dtype in (torch.uint8, torch.int8) else given.dtype
+            value = Value(node.name, torch.empty(given.shape, dtype=dtype, device="meta"))
+            known[node], read = value, value
+            if turned.get(node):
+                read = Value(node.name, value.like.permute(0, 2, 3, 1))
+                known[node] = Value(writer.emit("Transpose", read, perm=[0, 3, 1, 2]), value.like)
+            taken.append(read)
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            known[node] = write_node(writer, gm, node, known)
+    returned = arguments_of(gm.graph.output_node(), known)[0][0]
+    several = isinstance(returned, (tuple, list))
+    values = list(returned) if several else [returned]
+    last = tuple(any(channels_last) and value.rank == 4 for value in values)
+    for i, (value, is_turned) in enumerate(zip(values, last, strict=True)):
+        if is_turned:
+            made = writer.emit("Transpose", value, perm=[0, 2, 3, 1])
+            values[i] = Value(made, value.like.permute(0, 2, 3, 1))
+    return Written(writer.model(taken, values), several, last)
+
+
+def refusal(gm: fx.GraphModule, node: fx.Node) -> str | None:
+    """Why a node cannot be said in ONNX, as far as that is known before it runs; None: it can."""
+    writer, known = Writer(), Known()
+    try:
+        for read in node.all_input_nodes:
+            _suppose(writer, gm, read, known)
+            if known[read] is None:
+                return "a size of it is known at run time only"
+        write_node(writer, gm, node, known)
+    except NotInOnnx as error:
+        return str(error)
+    return None
+
+
+def _suppose(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known) -> None:
+    """Take a node for a value of the shape that it is known to have; a constant, and its grid, for what they are."""
+    if is_weight(node):
+        for read in node.all_input_nodes:
+            _suppose(writer, gm, read, known)
+        known[node] = write_node(writer, gm, node, known)
+        return
+    about = info(node)
+    known[node] = None
+    if about.shape is not None and about.dtype is not None:
+        known[node] = Value(node.name, torch.empty(about.shape, dtype=about.dtype, device="meta"))
+
+
+def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    """Write a node; its value, or values.
+
+    Args:
+        writer: the model.
+        gm: the module of the node's graph.
+        node: the node.
+        known: the values of what it reads.
+
+    Raises:
+        NotInOnnx: it cannot be said in ONNX.
+    """
+    if node.op == "get_attr":
+        tensor = read_attribute(gm, str(node.target))
+        return Value(writer.constant(tensor), torch.empty_like(tensor, device="meta"))
+    args, kwargs = arguments_of(node, known)
+    if (unit := unit_of(gm, node)) is not None:
+        inner = dict(zip(unit.graph.find_nodes(op="placeholder"), args, strict=True))
+        scope, writer.scope = writer.scope, node.name
+        for part in unit.graph.nodes:
+            if part.op == "output":
+                writer.scope = scope
+                return arguments_of(part, inner)[0][0]
+            if part.op != "placeholder":
+                inner[part] = write_node(writer, unit, part, inner)
+    if node.target is operator.getitem and not isinstance(args[0], Value):
+        return args[0][args[1]]
+    op = op_of(node)
+    if op is None:
+        return _number(node, args, kwargs)
+    if op.name not in ROWS:
+        raise NotInOnnx(f"{op.name} has no ONNX node here")
+    options = {**op.options, **kwargs}
+    if op.quant.recurrence is None:
+        options = {key: value for key, value in options.items() if key in op.options}
+    outermost = not writer.scope
+    writer.scope = writer.scope or node.name
+    try:
+        made = ROWS[op.name](writer, *args, **options)
+    except NotInOnnx as error:
+        raise NotInOnnx(f"{op.name}: {error}") from None
+    finally:
+        if outermost:
+            writer.scope = ""
+    return made if isinstance(made, Value) else Value(made, _like(writer, op.name, op.target, args, options))
+
+
+def _like(writer: Writer, name: str, target: Any, args: Any, options: Any) -> Tensor:
+    """What an op gives, on the meta device."""
+    args, options = (fx.node.map_aggregate(v, lambda a: a.like if isinstance(a, Value) else a) for v in (args, options))
+    if writer.floats and name in ("quantize", "dequantize", "requantize"):
+        return args[0].float()
+    made: Tensor = target(*args, **options)
+    return made
+
+
+def _number(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """The value of a node that looks at a tensor's shape alone, or computes with numbers."""
+    args, kwargs = (fx.node.map_aggregate(v, lambda a: a.like if isinstance(a, Value) else a) for v in (args, kwargs))
+    target: Any = node.target
+    made = getattr(args[0], str(target))(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+    if isinstance(made, Tensor):
+        raise NotInOnnx(f"{info(node).path or node.name}: {node.target} is no op of fxq's table")
+    return made

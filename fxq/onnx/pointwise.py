@@ -1,0 +1,204 @@
+"""ONNX of activation functions, arithmetic and comparisons: what computes each element alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fxq.onnx.writer import Value, Writer, refuse, writes
+
+_SAME = {
+    "sigmoid": "Sigmoid", "tanh": "Tanh", "hardswish": "HardSwish", "mish": "Mish", "selu": "Selu", "erf": "Erf",
+    "softsign": "Softsign", "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "sin": "Sin", "cos": "Cos", "neg": "Neg",
+    "abs": "Abs",
+}  # fmt: skip
+"""Ops that ONNX has as they are."""
+
+
+def _same(kind: str) -> Any:
+    return lambda w, x: w.emit(kind, x)
+
+
+for _name, _kind in _SAME.items():
+    writes(_name)(_same(_kind))
+
+
+def clamp(w: Writer, x: Value, low: float, high: float) -> str:
+    """Values between two bounds. A quantize behind it that clamps as much makes it superfluous (`conversions.py`)."""
+    if low == 0.0 and high == math.inf:
+        made = w.emit("Relu", x)
+    else:
+        bounds = (None if math.isinf(bound) else w.number(bound, x) for bound in (low, high))
+        made = w.emit("Clip", x, *bounds)
+    w.clamps[made] = (x.name, low, high)
+    return made
+
+
+@writes("relu")
+def relu(w: Writer, x: Value) -> str:
+    return clamp(w, x, 0.0, math.inf)
+
+
+@writes("relu6")
+def relu6(w: Writer, x: Value) -> str:
+    return clamp(w, x, 0.0, 6.0)
+
+
+@writes("hardtanh")
+def hardtanh(w: Writer, x: Value, *, min_val: float, max_val: float) -> str:
+    return clamp(w, x, float(min_val), float(max_val))
+
+
+@writes("hardsigmoid")
+def hardsigmoid(w: Writer, x: Value) -> str:
+    return w.emit("HardSigmoid", x, alpha=1 / 6, beta=0.5)
+
+
+@writes("silu")
+def silu(w: Writer, x: Value) -> str:
+    return w.emit("Mul", x, w.emit("Sigmoid", x))
+
+
+@writes("gelu")
+def gelu(w: Writer, x: Value, *, approximate: str) -> str:
+    return w.emit("Gelu", x, approximate=approximate)
+
+
+@writes("softplus")
+def softplus(w: Writer, x: Value, *, beta: float, threshold: float) -> str:
+    if beta == 1:
+        return w.emit("Softplus", x)
+    return w.emit("Div", w.emit("Softplus", w.emit("Mul", x, w.number(beta, x))), w.number(beta, x))
+
+
+@writes("elu")
+def elu(w: Writer, x: Value, *, alpha: float) -> str:
+    return w.emit("Elu", x, alpha=float(alpha))
+
+
+@writes("celu")
+def celu(w: Writer, x: Value, *, alpha: float) -> str:
+    return w.emit("Celu", x, alpha=float(alpha))
+
+
+@writes("leaky_relu")
+def leaky_relu(w: Writer, x: Value, *, negative_slope: float) -> str:
+    return w.emit("LeakyRelu", x, alpha=float(negative_slope))
+
+
+@writes("prelu")
+def prelu(w: Writer, x: Value, weight: Value) -> str:
+    size = math.prod(weight.shape)
+    shape = (size, *[1] * (x.rank - 2)) if size > 1 else (1,)
+    slope = w.value_of(weight.name)
+    return w.emit("PRelu", x, slope.reshape(shape) if slope is not None else w.reshaped(weight, shape))
+
+
+@writes("log_sigmoid")
+def log_sigmoid(w: Writer, x: Value) -> str:
+    return w.emit("Neg", w.emit("Softplus", w.emit("Neg", x)))
+
+
+@writes("tanhshrink")
+def tanhshrink(w: Writer, x: Value) -> str:
+    return w.emit("Sub", x, w.emit("Tanh", x))
+
+
+@writes("hardshrink")
+def hardshrink(w: Writer, x: Value, *, lambd: float) -> str:
+    return w.emit("Shrink", x, lambd=float(lambd), bias=0.0)
+
+
+@writes("softshrink")
+def softshrink(w: Writer, x: Value, *, lambd: float) -> str:
+    return w.emit("Shrink", x, lambd=float(lambd), bias=float(lambd))
+
+
+@writes("threshold")
+def threshold(w: Writer, x: Value, *, threshold: float, value: float) -> str:
+    return w.emit("Where", w.emit("Greater", x, w.number(threshold, x)), x, w.number(value, x))
+
+
+@writes("rsqrt")
+def rsqrt(w: Writer, x: Value) -> str:
+    return w.emit("Reciprocal", w.emit("Sqrt", x))
+
+
+@writes("pow")
+def power(w: Writer, x: Value, *, exponent: Any) -> str:
+    refuse(not isinstance(exponent, (int, float)), "its exponent is a value of the graph")
+    return w.emit("Pow", x, w.number(exponent, x))
+
+
+def both(w: Writer, x: Any, other: Any) -> tuple[Any, Any, torch.dtype]:
+    """Two operands of one type, numbers as constants; and that type."""
+    likes = [v.like if isinstance(v, Value) else v for v in (x, other)]
+    dtype = torch.result_type(*likes)
+    made: list[Any] = []
+    for value in (x, other):
+        if isinstance(value, Value):
+            made.append(value if value.dtype == dtype else w.cast(value, dtype))
+        else:
+            made.append(torch.tensor(value, dtype=dtype, device="cpu"))
+    return made[0], made[1], dtype
+
+
+def _scaled(w: Writer, other: Any, alpha: float) -> Any:
+    if alpha == 1:
+        return other
+    if not isinstance(other, Value):
+        return other * alpha
+    return Value(w.emit("Mul", other, w.number(alpha, other)), other.like)
+
+
+@writes("add")
+def add(w: Writer, x: Any, other: Any, *, alpha: float) -> str:
+    a, b, _ = both(w, x, _scaled(w, other, alpha))
+    return w.emit("Add", a, b)
+
+
+@writes("sub")
+def sub(w: Writer, x: Any, other: Any, *, alpha: float) -> str:
+    a, b, _ = both(w, x, _scaled(w, other, alpha))
+    return w.emit("Sub", a, b)
+
+
+@writes("mul")
+def mul(w: Writer, x: Any, other: Any) -> str:
+    a, b, dtype = both(w, x, other)
+    return w.emit("And" if dtype is torch.bool else "Mul", a, b)
+
+
+@writes("div")
+def div(w: Writer, x: Any, other: Any, *, rounding_mode: str | None) -> str:
+    a, b, dtype = both(w, x, other)
+    refuse(not dtype.is_floating_point, "it divides integers")
+    refuse(rounding_mode == "trunc", "it rounds towards zero")
+    made = w.emit("Div", a, b)
+    return w.emit("Floor", made) if rounding_mode == "floor" else made
+
+
+@writes("maximum")
+def maximum(w: Writer, x: Any, other: Any) -> str:
+    a, b, _ = both(w, x, other)
+    return w.emit("Max", a, b)
+
+
+@writes("minimum")
+def minimum(w: Writer, x: Any, other: Any) -> str:
+    a, b, _ = both(w, x, other)
+    return w.emit("Min", a, b)
+
+
+@writes("where")
+def where(w: Writer, condition: Value, x: Any, other: Any) -> str:
+    a, b, _ = both(w, x, other)
+    return w.emit("Where", condition, a, b)
+
+
+@writes("masked_fill")
+def masked_fill(w: Writer, x: Value, mask: Value, value: Any) -> str:
+    filled = value if isinstance(value, Value) else w.number(value, x)
+    return w.emit("Where", mask, filled, x)
