@@ -13,13 +13,14 @@ from torch.nn.parameter import is_lazy
 
 import fxq.passes
 import fxq.patterns  # registers the fusion patterns
-from fxq.backends.by_name import get_backend
+from fxq.backends.by_name import FASTEST, get_backend
 from fxq.common.data import Batch, as_batch, batches, check_batch, device_of, naming_batch
 from fxq.common.isolation import untouched, without_autocast
 from fxq.common.names import check_names, is_writable
 from fxq.common.progress import progress_bar
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, RecipeError, warn
+from fxq.fastest import convert_all, prepare_all
 from fxq.ledger.build import ledger_of
 from fxq.ledger.comparison import Baseline, Comparison, compare_with, quantized_reference
 from fxq.ledger.float_record import checksums
@@ -109,7 +110,10 @@ def prepare(model: nn.Module, recipe: Any = "static", example_inputs: Any = None
         >>> convert(observed)(torch.rand(1, 4)).shape
         torch.Size([1, 2])
     """
-    manager = _manager(model, recipe, example_inputs)
+    chosen = as_recipe(recipe)
+    if chosen.backend == FASTEST:
+        return prepare_all(chosen, device_of(unwrapped(model)), lambda one: prepare(model, one, example_inputs))
+    manager = _manager(model, chosen, example_inputs)
     before, _, _ = _phases(manager.context.recipe)
     manager.run(before)
     if manager.stage < Stage.OBSERVED:
@@ -140,6 +144,8 @@ def convert(observed: ObservedModel) -> QuantizedModel:
         CalibrationError: an observer has seen no data.
     """
     _check_observed(observed)
+    if observed.others is not None:
+        return convert_all(observed, convert)
     _, to_qdq, to_kernels = _phases(observed.manager.context.recipe)
     priced = next((i for i, step in enumerate(to_qdq) if isinstance(step, fxq.passes.Fallback)), len(to_qdq))
     observed.manager, gave_way = narrowed(observed.manager, to_qdq[:priced])

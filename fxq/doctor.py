@@ -182,7 +182,7 @@ def doctor(names: Sequence[str] | None = None, progress: bool | None = None) -> 
         >>> found.rows[0].backend, found.rows[0].verdict, found.auto in ("x86", "fbgemm", "qnnpack", "reference")
         ('reference', 'right', True)
     """
-    chosen = tuple(names) if names is not None else tuple(n for n in backends.NAMES if n not in ("auto", "reference"))
+    chosen = tuple(names) if names is not None else tuple(n for n in backends.known() if n != "reference")
     with warnings.catch_warnings(), progress_bar("probing kernels", len(chosen) * len(PROBES), progress) as advance:
         warnings.simplefilter("ignore")  # what is wrong stands in the rows
         rows = [row for name in chosen for row in _probe_backend(name, advance)]

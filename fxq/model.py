@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from fxq.runtime.call_checks import check_call, compiled, has_kernels
 from fxq.text.notebook import folded, html
 from fxq.text.tables import line, text
 
-_KNOWN = ("history", "ledger", "recipe", "backend", "record", "kinds_kept", "_decided", "_handed")
+_KNOWN = ("history", "ledger", "recipe", "backend", "record", "kinds_kept", "attempts", "_decided", "_handed")
 """What a quantized model knows besides its graph and tensors, and takes along when it is copied."""
 SAMPLES, BATCHES = 4, 8
 """Most samples of a calibration batch, and of how many batches, that are kept to verify and to correct with.
@@ -57,10 +58,14 @@ class ObservedModel(fx.GraphModule):
     Attributes:
         manager: the pipeline so far.
         batches_seen: number of calls since it was prepared.
+        others: with `backend="fastest"`, the same model as other backends see it, which is shown the same data.
+        absent: the backends that this machine has not, and why.
     """
 
     manager: PassManager
     batches_seen: int
+    others: tuple[ObservedModel, ...] | None = None
+    absent: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def from_manager(cls, manager: PassManager) -> ObservedModel:
@@ -95,7 +100,8 @@ class ObservedModel(fx.GraphModule):
         manager.context = replace(known, samples=list(known.samples), units=dict(known.units), regions={})
         manager.history, manager._views = copy.deepcopy(self.history, memo), {}
         copied = ObservedModel.from_manager(manager)
-        copied.batches_seen = self.batches_seen
+        copied.batches_seen, copied.absent = self.batches_seen, self.absent
+        copied.others = copy.deepcopy(self.others, memo)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,6 +126,8 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if model.batches_seen < BATCHES:
         context.samples.append(first_of(Batch(args, kwargs), SAMPLES if context.divisible else sys.maxsize))
     model.batches_seen += 1
+    for other in model.others or ():
+        other(*args, **kwargs)
 
 
 class QuantizedModel(Quantized):
@@ -135,6 +143,7 @@ class QuantizedModel(Quantized):
         recipe: the recipe that made it.
         backend: what a recipe calls the backend that its kernels belong to.
         record: what was seen of the float model: how its values lie, its inputs and its size.
+        attempts: with `backend="fastest"`, what each backend did (`fxq.fastest.Attempts`); else None.
         kinds_kept: of how many kinds of inputs (shapes, dtypes, threads) it keeps a function that runs without looking
             anything up; 16. Those of more kinds in turn run without one. 0: of none.
 
@@ -142,6 +151,7 @@ class QuantizedModel(Quantized):
     """
 
     _decided: tuple[Pin, ...]
+    attempts: Any = None
     kinds_kept: int
     _handed: FloatAttributes
     _float: weakref.ref[nn.Module] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import fx
@@ -23,6 +24,7 @@ from fxq.cost.prices import (
     weight_only_ops,
 )
 from fxq.cost.probe import Prober
+from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, Decision, DecisionKind, Plan, info
@@ -140,6 +142,12 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
         if slow is not None:
             warn(slow)
     idle = _drop_idle(integers, values, nodes)
+    if choose and prober.own is not None and len(integers) < len(ops):
+        every: set[Key] = set(regions)
+        idle_too = _drop_idle(every, values, nodes)
+        cuts = [(every, idle_too), (integers, idle)]
+        changes = [partial(_try, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
+        integers, idle = cuts[quickest(rewriter.gm, context, changes)]
     conversions = conversions_of(integers, values)
     for op in ops:
         node: Any = op.key
@@ -151,6 +159,15 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
             slower = NOT_WORTH_IT if op.int8 > op.real else CONVERTED
             with rewriter.attributed("run_in_float", _run_in_float):
                 _run_in_float(rewriter, node, kind, UNREAD if node in idle else slower)
+
+
+def _try(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:
+    """Put these ops into float in a copy of the graph, as this pass does in the end."""
+    for node in floats:
+        _run_in_float(rewriter, copies[node], "slower", "")
+    for node in rewriter.nodes("quantize"):
+        _read_float(rewriter, node)
+    rewriter.erase_unused()
 
 
 def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequence[fx.Node]) -> set[fx.Node]:

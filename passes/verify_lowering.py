@@ -12,7 +12,7 @@ from fxq.backends.kernel import Kernel
 from fxq.common.data import Batch, first_of
 from fxq.common.metrics import tensors
 from fxq.common.source import name_of
-from fxq.errors import FxqError, InputError, PassError, warn, words_of
+from fxq.errors import BackendError, FxqError, InputError, PassError, warn, words_of
 from fxq.graph.bindable import Bindable
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.place import where
@@ -179,9 +179,9 @@ class _Verifier(Runner):
             got = self._run_kernel(node)
             later = self._run_bound(node, got)
             why = difference(self.gm, region, values, expected, got, self.rules)
-        except FxqError:
-            raise
         except Exception as error:
+            if isinstance(error, FxqError) and not isinstance(error, BackendError):
+                raise
             why = f"it raised {type(error).__name__}: {words_of(error)}"
         if why is None and not all(map(_same, tensors(later), tensors(got))):
             why = "bound to the kind of its inputs it returns something else"

@@ -77,6 +77,7 @@ LEVELS = (
     {"ledger", "cost"},
     {"passes", "report"},
     {"model"},
+    {"fastest"},
     {"api"},
     {"doctor"},
     {"fxq"},

@@ -18,7 +18,9 @@ _BACKENDS = {
     "openvino": "fxq.backends.engines.openvino:Openvino",
     "onnxruntime": "fxq.backends.engines.onnxruntime:Onnxruntime",
 }
-NAMES = ("auto", *_BACKENDS)
+FASTEST = "fastest"
+"""What a recipe asks for that wants all backends tried (`fxq/fastest.py`)."""
+NAMES = ("auto", FASTEST, *_BACKENDS)
 """What a recipe may ask for, besides import paths."""
 _OWN: dict[str, str] = {}
 """Import paths of the user's own backends, by name."""
@@ -33,8 +35,19 @@ def auto_order() -> tuple[str, ...]:
     return ("x86", "fbgemm", "reference") if cpu.is_x86() else ("qnnpack", "reference")
 
 
+def known() -> tuple[str, ...]:
+    """The names of fxq's own backends."""
+    return tuple(_BACKENDS)
+
+
+def fastest_order() -> tuple[str, ...]:
+    """The backends that "fastest" tries: all that may be faster than float on a machine of this kind."""
+    left_out = ("reference", "qnnpack") if cpu.is_x86() else ("reference", "x86", "fbgemm")
+    return tuple(name for name in _BACKENDS if name not in left_out)
+
+
 def get_backend(name: str, device: str = "cpu") -> Backend:
-    """The backend of that name; "auto" is the first of `auto_order()` that this machine runs.
+    """The backend of that name; "auto" is the first of `auto_order()` that this machine runs, "fastest" the same.
 
     Args:
         name: "auto", a backend's name, or the import path of one of the user's own.
@@ -43,7 +56,7 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
     Raises:
         BackendError: unknown name (nearest names given), or it cannot run on this machine or device.
     """
-    if name == "auto":
+    if name in ("auto", FASTEST):
         for candidate in auto_order():
             if unavailable(candidate, device) is not None:
                 continue
@@ -73,7 +86,7 @@ def unavailable(name: str, device: str = "cpu") -> str | None:
     Raises:
         BackendError: unknown name (nearest names given).
     """
-    if name == "auto":
+    if name in ("auto", FASTEST):
         return None  # reference runs anywhere
     backend = backend_type(name)()
     if backend.devices and device not in backend.devices:
@@ -114,7 +127,7 @@ def backend_type(name: str) -> type[Backend]:
     Raises:
         BackendError: unknown name (nearest names given), no class of a backend, or one whose name is taken.
     """
-    if name not in NAMES[1:] and ":" not in name:
+    if name not in _BACKENDS and ":" not in name:
         raise BackendError(unknown("backend", name, NAMES))
     try:
         found: type[Backend] = import_name(_BACKENDS.get(name, name), Backend)
@@ -136,6 +149,6 @@ def written(backend: Backend) -> str:
 
 
 __all__ = [
-    "NAMES", "Backend", "Support", "Trap", "auto_order", "backend_type", "devices_of", "get_backend", "kernel_named",
-    "unavailable", "written",
+    "NAMES", "Backend", "Support", "Trap", "auto_order", "backend_type", "devices_of", "fastest_order",
+    "get_backend", "kernel_named", "known", "unavailable", "written",
 ]  # fmt: skip

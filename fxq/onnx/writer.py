@@ -160,11 +160,12 @@ class Writer:
             if node.makes in needed:
                 needed.update(node.reads)
                 nodes.append(helper.make_node(node.kind, node.reads, [node.makes], name=node.makes, **node.attributes))
-        # A model cannot hand out an input or a constant, nor one value twice, as it is.
         ends = []
         for i, value in enumerate(outputs):
-            name = f"output_{i}"
-            nodes.insert(0, helper.make_node("Identity", [value.name], [name], name=name))
+            name = value.name
+            if name not in self._makers or any(other.name == name for other in outputs[:i]):
+                name = f"output_{i}"  # a model hands out neither inputs and constants, nor one value twice
+                nodes.insert(0, helper.make_node("Identity", [value.name], [name], name=name))
             ends.append(helper.make_tensor_value_info(name, onnx_type(value.dtype), value.shape))
         graph = helper.make_graph(
             nodes[::-1],

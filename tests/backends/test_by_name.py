@@ -4,14 +4,14 @@ import pytest
 
 import fxq
 from fxq.backends import by_name, cpu
-from fxq.backends.by_name import NAMES, auto_order, devices_of, get_backend, kernel_named, unavailable
+from fxq.backends.by_name import auto_order, devices_of, fastest_order, get_backend, kernel_named, known, unavailable
 from fxq.backends.kernel import Kernel, known_kernels
 from fxq.errors import BackendError
 
 pytestmark = pytest.mark.any_cpu
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "auto"])
+@pytest.mark.parametrize("name", known())
 def test_a_backend_is_available_or_says_what_to_do(name):
     assert (
         unavailable(name, "meta") is None
@@ -33,6 +33,13 @@ def test_auto_takes_the_first_that_is_available(monkeypatch):
     assert "needs an x86-64 CPU" in unavailable("x86")
     with pytest.warns(fxq.FxqWarning, match="no int8 kernels"):
         assert get_backend("auto").name == "reference"
+
+
+def test_fastest_tries_all_that_may_win_here(monkeypatch):
+    monkeypatch.setattr(cpu, "is_x86", lambda: True)
+    assert fastest_order() == ("x86", "fbgemm", "openvino", "onnxruntime")
+    monkeypatch.setattr(cpu, "is_x86", lambda: False)
+    assert fastest_order() == ("qnnpack", "openvino", "onnxruntime")
 
 
 def test_an_unknown_name():

@@ -18,14 +18,13 @@ from fxq.backends.base import Backend, Prices, Support
 from fxq.backends.kernel import Kernel
 from fxq.backends.region_kernel import RegionKernel
 from fxq.common.data import Batch
-from fxq.errors import BackendError, words_of
+from fxq.errors import BackendError, warn, words_of
 from fxq.graph.info import Cost, info
 from fxq.graph.partition import connected_regions
 from fxq.graph.query import CONVERSIONS, is_op, op_of
 from fxq.graph.region import Region, is_weight
 from fxq.graph.unit import Calls, calls_of
 from fxq.onnx.graph import refusal, write_onnx
-from fxq.onnx.writer import NotInOnnx
 from fxq.quant.spec import QuantConfig
 
 Compiled = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -36,11 +35,16 @@ class EngineKernel(RegionKernel):
     """A region that an engine runs as one model, compiled anew for other shapes of its inputs, and for other threads.
 
     What is compiled is neither copied nor pickled: it is made again of the region. A batch of no samples runs in qdq
-    form. Images that lie in memory channels-last are read as they are, and come out so.
+    form, and so do inputs of a size that the engine refuses, once it has taken another, with a warning. Images that lie
+    in memory channels-last are read as they are, and come out so.
+
+    Raises:
+        BackendError: the engine refuses the first inputs that come.
     """
 
     sizes_kept: ClassVar[int] = 4
     integer_bias: ClassVar[bool] = True
+    _was_compiled = False
 
     @classmethod
     @abstractmethod
@@ -68,12 +72,13 @@ class EngineKernel(RegionKernel):
         try:
             written = write_onnx(form, inputs, channels_last=last, integer_bias=self.integer_bias)
             run = type(self).compiled(written.model, torch.get_num_threads())
-        except NotInOnnx as error:
-            raise BackendError(f"{self.name}: {error}.") from None
         except Exception as error:  # whatever an engine raises
-            raise BackendError(
-                f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
-            ) from error
+            why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
+            if not self._was_compiled:
+                raise BackendError(why) from error
+            warn(f"{why} For inputs of this size it runs in qdq form, which is slow.")
+            return super().forward
+        self.__dict__["_was_compiled"] = True
         taken = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
         turned = [last[i] for i in taken]
         single = not written.several
@@ -116,6 +121,7 @@ class EngineBackend(Backend):
         kernel: the class of its kernels.
         layers: ops with weights that it runs on integers, where they begin a unit.
         others: further ops that compute on integers, beside those that only move them.
+        rounding: those of them that run on integers only where their result is rounded.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -123,11 +129,13 @@ class EngineBackend(Backend):
     kernel: ClassVar[type[EngineKernel]]
     layers: ClassVar[frozenset[str]]
     others: ClassVar[frozenset[str]]
+    rounding: ClassVar[frozenset[str]] = frozenset()
 
     def available(self) -> str | None:
         """As in `Backend`."""
         missing = [package for package in (self.package, "onnx") if find_spec(package) is None]
-        return f"{missing[0]} is not installed: pip install fxq[{self.name}]" if missing else None
+        what = f"{(missing or [''])[0]} is not installed: pip install fxq[{self.name}]."
+        return f'{what} Use backend="auto", which needs no more than PyTorch.' if missing else None
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """As in `Backend`: what the engine has integer kernels for, and ONNX nodes."""
@@ -140,7 +148,9 @@ class EngineBackend(Backend):
         if not moves and first.op.name not in self.layers | self.others:
             return Support(0, f"{self.name} has no integer kernel for {first.op.name}")
         reason = self.refusal(gm, node)
-        return Support(0, f"{self.name}: {reason}") if reason is not None else Support(len(calls))
+        if reason is not None:
+            return Support(0, f"{self.name}: {reason}")
+        return Support(len(calls), emits_float=first.op.name not in self.rounding)
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         """Why the engine does not take a node of the graph; None: it does."""
@@ -201,6 +211,13 @@ class EngineBackend(Backend):
             node = min(nodes, key=_rank)
             shares[node] = shares.get(node, 0.0) + left + seconds
             left = 0.0
+        for node in taken.values():  # a layer that goes by the name of the op behind it, which was joined to it
+            if _rank(node) == 0 and node not in shares:
+                behind = next(iter(node.users), node)
+                while is_op(behind, *CONVERSIONS) and behind.users:
+                    behind = next(iter(behind.users))
+                if behind in shares and _rank(behind) == 1:
+                    shares[node] = shares.pop(behind)
         return shares
 
     @abstractmethod

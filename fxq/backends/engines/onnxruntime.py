@@ -86,6 +86,7 @@ class Onnxruntime(EngineBackend):
     kernel: ClassVar[type[EngineKernel]] = OnnxruntimeKernel
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), "linear"})
     others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
+    rounding: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *others})
 
     def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
         """As in `EngineBackend`: from the file that a session writes when it is told to."""

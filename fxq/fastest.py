@@ -1,0 +1,155 @@
+"""backend="fastest": a model is lowered with every backend that this machine has, and the quickest one stays."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from fxq.backends.by_name import fastest_order, unavailable
+from fxq.common.isolation import copied, without_autocast
+from fxq.errors import BackendError, FxqError, words_of
+from fxq.model import ObservedModel, QuantizedModel
+from fxq.recipe.recipe import Recipe
+from fxq.report.latency import interleaved
+from fxq.text.queryable import Rows
+from fxq.text.tables import Column, Part, Table, row, text
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of a model with one backend.
+
+    Attributes:
+        backend: its name.
+        us: microseconds of a call on the example, a median; None: it was not timed.
+        int8: how many ops run on integers.
+        sqnr: how far the output is from the float model's, see `Ledger.output_sqnr`.
+        chosen: whether this one was taken.
+        why: why it was not tried, or cannot be taken; else empty.
+    """
+
+    backend: str
+    us: float | None = None
+    int8: int = 0
+    sqnr: float | None = None
+    chosen: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Attempts(Rows[Attempt]):
+    """What each backend did: `print` it, filter it with `where`, sort it by a field.
+
+    Attributes:
+        entries: one for each backend.
+        threads: with how many threads the calls were timed.
+    """
+
+    entries: tuple[Attempt, ...]
+    threads: int = 1
+    _name: ClassVar[str] = "attempts"
+    _key: ClassVar[str] = "attempts"
+
+    @property
+    def _row(self) -> type:
+        return Attempt
+
+    def _facts(self) -> dict[str, Any]:
+        return {"threads": self.threads}
+
+    def _short(self) -> str:
+        best = next((e for e in self.entries if e.chosen), None)
+        return f"{len(self)} backends" + (f", {best.backend} was the quickest" if best is not None else "")
+
+    def _parts(self) -> Sequence[Part]:
+        columns = (
+            Column("backend"),
+            *(Column(name, "right") for name in ("ms", "int8 ops", "SQNR dB")),
+            *(Column(""), Column("why not", give="fold", optional=True)),
+        )
+        rows = [row(*_cells(entry)) for entry in self.entries]
+        about = f"one call on the example, {self.threads} {'thread' if self.threads == 1 else 'threads'}"
+        return [Table(columns, rows), text(about)]
+
+
+def _cells(e: Attempt) -> tuple[str, ...]:
+    ms, count = ("", "") if e.us is None else (f"{e.us / 1e3:.2f}", str(e.int8))
+    return e.backend, ms, count, "" if e.sqnr is None else f"{e.sqnr:.1f}", "chosen" if e.chosen else "", e.why
+
+
+def prepare_all(recipe: Recipe, device: str, prepare: Callable[[Recipe], ObservedModel]) -> ObservedModel:
+    """The model with observers, for every backend that this machine has: calibrated as one, converted one by one.
+
+    Args:
+        recipe: with `backend="fastest"`.
+        device: type of the device that the model is on.
+        prepare: what prepares the model with a recipe of one backend.
+
+    Raises:
+        BackendError: there is no such backend.
+    """
+    reasons = {name: unavailable(name, device) for name in fastest_order()}
+    made = [prepare(recipe.with_backend(name)) for name, why in reasons.items() if why is None]
+    if not made:
+        raise BackendError("no backend runs here: " + " ".join(f"{name}: {why}" for name, why in reasons.items()))
+    first, *others = made
+    first.others = tuple(others)
+    first.absent = {name: why for name, why in reasons.items() if why is not None}
+    return first
+
+
+def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], QuantizedModel]) -> QuantizedModel:
+    """The quickest of the models that the backends make; `attempts` of it has all of them.
+
+    One whose output is further from the float model's than the recipe's `min_sqnr` loses against any that is not.
+
+    Raises:
+        FxqError: no backend makes a model; the first one's error.
+    """
+    tries: list[Attempt] = []
+    models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
+    failed: FxqError | None = None
+    for one in (observed, *(observed.others or ())):
+        one.others = None
+        recipe = one.manager.context.recipe
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            try:
+                model = convert(one)
+            except FxqError as error:
+                failed = failed or error
+                tries.append(Attempt(recipe.backend, why=words_of(error)))
+                continue
+        models[len(tries)] = model, list(heard)
+        tries.append(Attempt(recipe.backend, int8=model.ledger.count("int8"), sqnr=model.output_sqnr))
+    if not models:
+        assert failed is not None  # one was tried at least
+        raise failed
+    example, least = observed.manager.context.example, observed.manager.context.recipe.min_sqnr
+    with torch.no_grad(), without_autocast():
+        calls: dict[str, Callable[[], object]] = {}
+        for i, (model, _) in models.items():
+            given = copied(example)
+            calls[str(i)] = partial(model, *given.args, **given.kwargs)
+            calls[str(i)]()
+        found = interleaved(calls, lambda: None)
+    best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), found[str(i)]))
+    for i in models:
+        tries[i] = replace(tries[i], us=found[str(i)], chosen=i == best)
+    tries += [Attempt(name, why=why) for name, why in observed.absent.items()]
+    chosen, heard = models[best]
+    for warning in heard:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    chosen.attempts = Attempts(tuple(tries), torch.get_num_threads())
+    return chosen
+
+
+def _is_far(sqnr: float | None, least: float | None) -> bool:
+    """Whether an output is too far from the float model's."""
+    return sqnr is not None and least is not None and not math.isnan(sqnr) and sqnr < least

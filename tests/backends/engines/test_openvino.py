@@ -1,0 +1,41 @@
+"""The openvino backend alone."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends import cpu
+from fxq.backends.engines.openvino import Openvino
+from fxq.onnx.graph import write_onnx
+
+
+def test_the_profile_names_the_nodes_of_the_graph():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    x = torch.randn(1, 3, 16, 16)
+    q = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
+    written = write_onnx(q, [x], integer_bias=False)
+    scopes = {name.partition("/")[0] for names, _ in Openvino().profile(written.model, [x]) for name in names}
+    assert {"_0_relu", "_2"} <= scopes
+
+
+@pytest.mark.filterwarnings("ignore:with all that can on integers:fxq.FxqWarning")
+@pytest.mark.parametrize("layer", [nn.Conv2d(64, 32, 3), nn.Conv2d(64, 64, 3, groups=64), nn.Linear(64, 32)])
+def test_sums_of_the_largest_products_do_not_saturate(layer):
+    """All inputs, and all weights, at the end of their grids."""
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.bias.zero_()
+    shape = (2, 64) if isinstance(layer, nn.Linear) else (2, 64, 8, 8)
+    x = torch.ones(shape)
+    q = fxq.quantize(layer.eval(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[x])
+    with torch.no_grad():
+        assert torch.allclose(q(x), layer(x), rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:with all that can on integers:fxq.FxqWarning")
+def test_it_gives_up_a_bit_where_there_is_no_vnni(monkeypatch):
+    monkeypatch.setattr(cpu, "has_vnni", lambda: False)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    q = fxq.quantize(model, fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[torch.randn(8, 8)])
+    assert q.ledger.narrowed is not None

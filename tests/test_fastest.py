@@ -1,0 +1,140 @@
+"""backend="fastest": every backend is tried, the quickest right one stays, and a table says what each did."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq import fastest
+from fxq.backends.by_name import fastest_order
+from fxq.backends.engines import engine
+from fxq.common.metrics import sqnr
+from tests.graphs import equal
+
+pytestmark = pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+FASTEST = fxq.Recipe.static(backend="fastest", optimize="coverage")
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 5)).eval()
+    return model, torch.randn(4, 3, 8, 8)
+
+
+def planted(monkeypatch, times):
+    """Let the calls of each backend take so many microseconds."""
+
+    def interleaved(calls, wait):
+        return {key: times[i] for i, key in enumerate(calls)}
+
+    monkeypatch.setattr(fastest, "interleaved", interleaved)
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_the_quickest_is_chosen(net, monkeypatch, first):
+    model, x = net
+    planted(monkeypatch, [1.0 if i == first else 2.0 for i in range(4)])
+    q = fxq.quantize(model, FASTEST, data=[x])
+    assert [a.backend for a in q.attempts] == list(fastest_order())
+    assert q.backend == q.recipe.backend == fastest_order()[first]
+    assert [a.chosen for a in q.attempts] == [i == first for i in range(4)]
+    assert sqnr(model(x), q(x)) > 20
+
+
+def test_what_is_far_from_float_loses(net, monkeypatch):
+    model, x = net
+    planted(monkeypatch, [1.0, 2.0, 3.0, 4.0])
+    convert = fxq.api.convert
+
+    def spoiled(observed):
+        q = convert(observed)
+        if q.backend == "x86":
+            q.ledger = fxq.api.replace(q.ledger, output_sqnr=3.0)
+        return q
+
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x)
+    q = fastest.convert_all(observed, spoiled)
+    assert q.backend == fastest_order()[1] and q.attempts[0].sqnr == 3.0
+
+
+def test_engines_that_are_not_installed_are_named(net, monkeypatch):
+    model, x = net
+    monkeypatch.setattr(engine, "find_spec", lambda package: None)
+    q = fxq.quantize(model, FASTEST, data=[x])
+    missing = q.attempts.where(backend="openvino")[0]
+    assert missing.us is None and missing.why.startswith("openvino is not installed: pip install fxq[openvino].")
+    assert "pip install fxq[onnxruntime]" in q.attempts.to_text() and q.backend in ("x86", "fbgemm")
+
+
+def test_a_backend_that_fails_is_named(net, monkeypatch):
+    model, x = net
+    convert = fxq.api.convert
+
+    def fails(observed):
+        if observed.manager.context.recipe.backend == "openvino":
+            raise fxq.BackendError("it does not feel like it")
+        return convert(observed)
+
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x)
+    q = fastest.convert_all(observed, fails)
+    assert q.attempts.where(backend="openvino")[0].why == "it does not feel like it"
+
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x)
+
+    def never(observed):
+        raise fxq.BackendError(observed.manager.context.recipe.backend)
+
+    with pytest.raises(fxq.BackendError, match=fastest_order()[0]):
+        fastest.convert_all(observed, never)
+
+
+def test_the_data_is_read_once(net):
+    model, _ = net
+    seen = []
+
+    def data():
+        for i in range(3):
+            seen.append(i)
+            yield torch.randn(2, 3, 8, 8)
+
+    q = fxq.quantize(model, FASTEST, data=data())
+    assert seen == [0, 1, 2] and len(q.attempts.where(lambda a: a.us is not None)) == 4
+
+
+def test_the_table(net):
+    model, x = net
+    q = fxq.quantize(model, FASTEST, data=[x])
+    assert q.attempts.to_text().split()[:6] == ["backend", "ms", "int8", "ops", "SQNR", "dB"]
+    assert "1 thread" in q.attempts.to_text()
+    assert len(json.loads(q.attempts.to_json())["attempts"]) == 4
+    assert "was the quickest" in repr(q.attempts)
+    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert other.attempts == q.attempts and equal(other(x), q(x))
+    assert fxq.quantize(model, FASTEST.with_backend("x86"), data=[x]).attempts is None
+
+
+def test_an_observed_model_copies_all_of_it(net):
+    model, x = net
+    observed = copy.deepcopy(fxq.prepare(model, FASTEST, x))
+    observed(x)
+    assert [other.batches_seen for other in observed.others] == [1, 1, 1]
+    assert len(fxq.convert(observed).attempts) == 4
+
+
+def test_a_preset_without_data(net):
+    model, x = net
+    q = fxq.quantize(model, fxq.Recipe.dynamic(backend="fastest"), example_inputs=x)
+    assert len(q.attempts) == 4 and sqnr(model(x), q(x)) > 20
+
+
+def test_recipes_with_it_are_saved(tmp_path):
+    FASTEST.save(tmp_path / "r.toml")
+    assert fxq.Recipe.load(tmp_path / "r.toml") == FASTEST
