@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxq.ops.registry import as_tuple, aten, named, row
+from fxq.ops.sizes import leads
 from fxq.ops.table import Arguments, Instead, dtype_of, shape_of, spell
 from fxq.ops.traits import moves
 
@@ -38,11 +39,16 @@ def unflatten(x: Tensor, *, dim: int, sizes: Any) -> Tensor:
     return torch.unflatten(x, dim, sizes)
 
 
-def _sizes(bound: Arguments) -> Arguments | str:
+def _sizes(bound: Arguments) -> Arguments | Instead | str:
+    """The shape as a tuple; to `(x.size(0), -1)` is to flatten, whatever the size."""
     shape = bound.get("shape", ())
     if isinstance(shape, torch.dtype) or (isinstance(shape, tuple) and any(isinstance(s, torch.dtype) for s in shape)):
         return "changes the dtype"
-    return {**bound, "shape": tuple(shape)} if isinstance(shape, (tuple, list)) else bound
+    if not isinstance(shape, (tuple, list)):
+        return bound
+    if shape and shape[-1] == -1 and leads(bound["x"], shape[:-1]):
+        return Instead("flatten", {"x": bound["x"], "start_dim": len(shape) - 1})
+    return {**bound, "shape": tuple(shape)}
 
 
 @row(

@@ -20,6 +20,13 @@ def is_all_of(x: Any, sizes: Sequence[Any]) -> bool:
     return len(sizes) < rank and [_axis(size) for size in sizes] == [(x, rank - i) for i in range(len(sizes), 0, -1)]
 
 
+def leads(x: Any, sizes: Sequence[Any]) -> bool:
+    """Whether these are the sizes of the first axes of `x`, read from it, and not of all: `(x.size(0),)`."""
+    return 0 < len(sizes) < len(shape_of(x) or ()) and [_axis(size) for size in sizes] == [
+        (x, i) for i in range(len(sizes))
+    ]
+
+
 def _axis(value: Any) -> Axis | None:
     """The tensor and the axis whose size a node reads; None for anything else."""
     if not isinstance(value, fx.Node):

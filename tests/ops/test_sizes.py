@@ -1,10 +1,10 @@
-"""Which values are all sizes of the last axes of a tensor, on graphs as users write them."""
+"""Which values are all sizes of the last, or of the first, axes of a tensor, on graphs as users write them."""
 
 import pytest
 import torch
 
-from fxq.ops.sizes import is_all_of
-from tests.graphs import graph, node
+from fxq.ops.sizes import is_all_of, leads
+from tests.graphs import graph, node, text
 from tests.helpers import module
 
 pytestmark = pytest.mark.any_cpu
@@ -30,6 +30,31 @@ X = torch.zeros(2, 3, 5, 7)
 def test_sizes_of_the_last_axes(sizes, answer):
     gm = graph(module(lambda self, x: (x + 1, torch.ones(1).new_zeros(sizes(x)))), X, until="trace")
     assert is_all_of(node(gm, "x"), node(gm, "new_zeros").args[1]) is answer
+
+
+@pytest.mark.parametrize(
+    ("sizes", "answer"),
+    [
+        (lambda x: [x.size(0)], True),
+        (lambda x: [x.shape[0], x.size(-3)], True),
+        (lambda x: [x.size()[0], x.size(1), x.size(2)], True),
+        (lambda x: [x.size(1)], False),
+        (lambda x: [x.size(1), x.size(0)], False),
+        (lambda x: [x.relu().size(0)], False),
+        (lambda x: [x.size(0), x.size(1), x.size(2), x.size(3)], False),  # nothing is left of it
+    ],
+)
+def test_sizes_of_the_first_axes(sizes, answer):
+    gm = graph(module(lambda self, x: (x + 1, torch.ones(1).new_zeros(sizes(x)))), X, until="trace")
+    assert leads(node(gm, "x"), node(gm, "new_zeros").args[1]) is answer
+    assert not leads(node(gm, "x"), [2]) and not leads(node(gm, "x"), [])
+
+
+def test_a_shape_of_leading_sizes_is_flattened_whatever_they_are():
+    gm = graph(module(lambda self, x: x.view(x.size(0), x.shape[1], -1)), X, until="canonicalize")
+    assert "flatten(x, start_dim=2)" in text(gm) and "reshape" not in text(gm)
+    gm = graph(module(lambda self, x: x.view(x.size(0), 3, -1)), X, until="canonicalize")
+    assert "reshape" in text(gm)
 
 
 def test_a_value_of_another_tensor_is_none():

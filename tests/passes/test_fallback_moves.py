@@ -18,7 +18,7 @@ pytestmark = needs_x86
 
 
 RESHAPES = {
-    "view of a size": lambda x: x.view(x.shape[0], -1),
+    "view of a size": lambda x: x.view(-1, x.shape[1] * 64),
     "reshape to a length": lambda x: x.reshape(len(x), -1),
     "two sizes": lambda x: x.view(x.size(0), x.shape[1] * x.shape[2], -1).transpose(1, 2).reshape(x.size(0), -1),
     "flatten": lambda x: x.flatten(1),
@@ -61,8 +61,9 @@ def test_text_of_a_reshape_to_a_size_before_and_after(plant):
         erf = erf(x)
         erf_q = quantize(erf, A)
         getattr_1 = getattr(erf_q, 'shape')
-        getitem = getitem(getattr_1, 0)
-        view = reshape(erf_q, shape=(getitem, -1))
+        getitem = getitem(getattr_1, 1)
+        mul = mul(getitem, 64)
+        view = reshape(erf_q, shape=(-1, mul))
         view_dq = dequantize(view, A)
         loses_weight_dq = int8(loses_weight, axis=0)
         loses = linear(view_dq, loses_weight_dq, @loses.bias)
@@ -72,8 +73,9 @@ def test_text_of_a_reshape_to_a_size_before_and_after(plant):
         x = input
         erf = erf(x)
         getattr_1 = getattr(erf, 'shape')
-        getitem = getitem(getattr_1, 0)
-        view = reshape(erf, shape=(getitem, -1))
+        getitem = getitem(getattr_1, 1)
+        mul = mul(getitem, 64)
+        view = reshape(erf, shape=(-1, mul))
         loses = linear(view, @loses.weight, @loses.bias)
         return loses
     """)
