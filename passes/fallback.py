@@ -72,7 +72,7 @@ class Fallback(Pass):
         prober = None
         if context.backend.has_kernels and pinned is None:
             prober = Prober(context.backend, context.recipe, costs.machine_costs())
-        if prober is not None and choose:
+        if prober is not None and choose and any(map(_may_be_opened, rewriter.nodes())):
             _ask_backend(rewriter, prober)
         edits = len(rewriter.edits)
         opened = _open_units(rewriter, prober if choose else None, pinned)
@@ -80,7 +80,7 @@ class Fallback(Pass):
         if pinned is not None:
             _obey(rewriter, pinned, able)
         elif prober is not None:
-            if not choose or len(rewriter.edits) > edits:  # it has priced other units than there are now
+            if prober.own is None or len(rewriter.edits) > edits:  # it has priced other units than there are now
                 _ask_backend(rewriter, prober)
             _price(rewriter, prober, choose)
             prober.costs.save()
@@ -95,6 +95,12 @@ def _ask_backend(rewriter: Rewriter, prober: Prober) -> None:
     """Let the backend say itself what the units that there are now cost, where it does that."""
     context = rewriter.context
     prober.own = context.backend.prices(rewriter.gm, (context.samples or [context.example])[0])
+
+
+def _may_be_opened(node: fx.Node) -> bool:
+    """Whether prices decide how many ops of a unit one kernel runs."""
+    plan = info(node).plan
+    return plan is not None and len(plan.kernel_ops) > 1
 
 
 def _open_units(rewriter: Rewriter, prober: Prober | None, pinned: Pinned | None) -> list[Pin]:

@@ -52,7 +52,8 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
     mending = Mending(edges, entries)
     mends = {node_rows[n.name].row.name: mending.line(n) for n in nodes if n.name in node_rows}
     costs = {w.runs[0]: w.cost for w in workers if w.runs}
-    saved = {w.runs[0]: _saved_bytes(gm, w.node) for w in workers if w.runs}
+    first = {w.node: w.runs[0] for w in reversed(workers) if w.runs}  # of the ops of one kernel, it has its size
+    saved = {name: _saved_bytes(gm, node) for node, name in first.items()}
     entries = [replace(e, mend=mends.get(e.name, ""), saved_bytes=saved.get(e.name, 0)) for e in entries]
     ledger = Ledger(tuple(_with_numbers(entry, found, costs.get(entry.name)) for entry in entries))
     return ledger, record_of(context.model, context.example, found.values)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported
+from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported, repeated
 from fxq.graph.unit import Calls
 from fxq.ops import OPS
 
@@ -74,8 +74,6 @@ _TYPES: dict[str, tuple[int, torch.dtype]] = {
 
 
 _TIME = "_kernel_time"
-_RUNS = 20
-"""How often a model is profiled; the shortest time counts, since other programs only add to it."""
 
 
 class Onnxruntime(EngineBackend):
@@ -93,7 +91,7 @@ class Onnxruntime(EngineBackend):
         with tempfile.TemporaryDirectory() as folder:
             session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))
             run = runner_of(session)
-            for _ in range(_RUNS):
+            for _ in repeated():
                 run(inputs)
             events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
         seconds: dict[str, list[float]] = {}

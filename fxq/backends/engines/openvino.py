@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported
+from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported, repeated
 from fxq.backends.layer_rows import is_depthwise_call
 from fxq.graph.unit import Calls
 from fxq.ops import OPS
@@ -68,10 +68,6 @@ _TYPES = {
 }  # fmt: skip
 
 
-_RUNS = 20
-"""How often a model is profiled; the shortest time counts, since other programs only add to it."""
-
-
 class Openvino(EngineBackend):
     """OpenVINO's CPU plugin. uint8 activations, int8 per-channel weights.
 
@@ -93,7 +89,7 @@ class Openvino(EngineBackend):
         for i, x in enumerate(inputs):
             request.set_input_tensor(i, imported("openvino").Tensor(x.numpy(), shared_memory=True))
         seconds: dict[str, list[float]] = {}
-        for _ in range(_RUNS):
+        for _ in repeated():
             request.infer()
             for part in request.get_profiling_info():
                 seconds.setdefault(part.node_name, []).append(part.real_time.total_seconds())
