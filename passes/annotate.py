@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -66,6 +67,13 @@ class _Asked:
     rewriter: Rewriter
     ops: Mapping[fx.Node, Calls]
     changes: Changes
+
+    @cached_property
+    def _multiplied(self) -> set[int]:
+        """The weights, by identity, that layers multiply with. An embedding with such a table has it in their form."""
+        heavy = (inputs_of(calls) for calls in self.ops.values() if calls and not calls[0].op.quant.table)
+        reads = (read.node for inputs in heavy for read in inputs if read.role == "weight")
+        return {id(constant(self.rewriter.gm, node)) for node in reads}
 
     def plans(self, backend: Backend) -> dict[fx.Node, Plan]:
         """The decision for every node, were the model to run on `backend`."""
@@ -154,6 +162,8 @@ class _Asked:
         """The plan for a layer that computes in float, with its weight in integers where that can be."""
         gm, calls = self.rewriter.gm, self.ops[node]
         weights = [read for read in inputs_of(calls) if read.role == "weight"]
+        if calls[0].op.quant.table and not any(id(constant(gm, read.node)) in self._multiplied for read in weights):
+            spec = spec.of_table
         reasons = [_unfit_input(gm, calls[0], read, self.changes) for read in weights]
         reasons += [_unfit_weight(constant(gm, read.node), spec) for read in weights]
         reason = next((reason for reason in reasons if reason is not None), None)

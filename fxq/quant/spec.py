@@ -70,6 +70,12 @@ class TensorSpec:
         return replace(self, bits=min(self.bits, NARROW_BITS))
 
     @property
+    def of_table(self) -> TensorSpec:
+        """The same for the table of an embedding: blocks of a row have scales where channels of a layer would."""
+        by_channel = self.per == "channel" and self.format == "integer"
+        return replace(self, per=TABLE_BLOCK) if by_channel else self
+
+    @property
     def qmin(self) -> int:
         """Smallest integer of the grid. Signed symmetric grids leave out -2**(bits-1), so that -x has a value too."""
         if not self.signed:
@@ -101,6 +107,12 @@ class TensorSpec:
         return f"{' '.join(parts)} ({self.observer if self.range == 'calibrated' else self.range})"
 
 
+TABLE_BLOCK = 64
+"""How many values of a row of an embedding's table share a scale, unless a recipe says it.
+
+A row's values are not summed up as a layer's are, so that they keep the error of their rounding, and the largest of a
+block is smaller than that of a row. The scales take a sixteenth of what the integers do.
+"""
 NARROW_BITS = 7
 """The bits of the role that gives one up where products of 8 bits overflow."""
 
@@ -164,8 +176,9 @@ class QuantConfig:
     Attributes:
         activation: of the layer's inputs. None, and a spec for the weight: the layer computes in float with a weight
             that is kept in integers.
-        weight: of the layer's weight, if it has one; also of the table of an embedding, which has a scale for each row
-            where a layer has one for each channel.
+        weight: of the layer's weight, if it has one; also of the table of an embedding, which has scales for blocks of
+            64 values of a row where a layer has one for each channel (but not where a layer has the table for a weight,
+            too). For one for each row: `per` its length.
         bias: of its bias. None: as the kernel takes it, int32 with the product of the two scales, or float.
         state: of what a recurrent layer hands on from step to step, where it reads integers. Its range is measured; or,
             which is faster, "calibrated", as that of the layer's input; or "fixed", which is -1..1. It is measured all
