@@ -22,7 +22,7 @@ from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_b
 from fxq.ops import OPS
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
-from fxq.quant.spec import MEASURED, QuantConfig, TensorSpec
+from fxq.quant.spec import MEASURED_STATE, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
 from fxq.rewriting.rewriter import Rewriter
@@ -155,7 +155,7 @@ class _Asked:
         state = config.state if recurrence is not None else None
         if state is not None and state.range == "calibrated" and recurrence is not None:
             apart = recurrence.apart(calls[0].tensors, calls[0].options)
-            state = replace(MEASURED, bits=state.bits) if apart else state
+            state = replace(MEASURED_STATE, bits=state.bits) if apart else state
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _weight_only(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:

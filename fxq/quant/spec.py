@@ -138,10 +138,11 @@ ROLES: tuple[Role, ...] = get_args(Role)
 """What a tensor is to the op that reads it, as its row in the op table says."""
 
 ACTIVATION = TensorSpec()
-MEASURED = TensorSpec(symmetric=True, per="row", range="measured")
+MEASURED = TensorSpec(per="row", range="measured")
+MEASURED_STATE = replace(MEASURED, symmetric=True)
 STATE = TensorSpec(symmetric=True)
 AS_ACTIVATION = TensorSpec(symmetric=True)
-"""For a state, where nothing is said of it: `STATE` where the range of activations is calibrated, else `MEASURED`."""
+"""For a state, where nothing is said of it: `STATE` where activations are calibrated, else `MEASURED_STATE`."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
 """Affine, which is closer than symmetric with so few integers, most of all where weights have outliers."""
@@ -199,7 +200,7 @@ class QuantConfig:
     def __post_init__(self) -> None:
         if self.state is AS_ACTIVATION:
             is_calibrated = isinstance(self.activation, TensorSpec) and self.is_calibrated
-            object.__setattr__(self, "state", STATE if is_calibrated else MEASURED)
+            object.__setattr__(self, "state", STATE if is_calibrated else MEASURED_STATE)
         for role in ROLES:
             if not isinstance(self.of(role), TensorSpec | None):
                 raise RecipeError(f"QuantConfig: {role} is a fxq.TensorSpec or None, not {self.of(role)!r}.")
