@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_b
 from fxq.ops import OPS
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
-from fxq.quant.spec import MEASURED, QuantConfig, TensorSpec
+from fxq.quant.spec import MEASURED_STATE, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
 from fxq.rewriting.rewriter import Rewriter
@@ -66,6 +67,13 @@ class _Asked:
     rewriter: Rewriter
     ops: Mapping[fx.Node, Calls]
     changes: Changes
+
+    @cached_property
+    def _multiplied(self) -> set[int]:
+        """The weights, by identity, that layers multiply with. An embedding with such a table has it in their form."""
+        heavy = (inputs_of(calls) for calls in self.ops.values() if calls and not calls[0].op.quant.table)
+        reads = (read.node for inputs in heavy for read in inputs if read.role == "weight")
+        return {id(constant(self.rewriter.gm, node)) for node in reads}
 
     def plans(self, backend: Backend) -> dict[fx.Node, Plan]:
         """The decision for every node, were the model to run on `backend`."""
@@ -147,13 +155,15 @@ class _Asked:
         state = config.state if recurrence is not None else None
         if state is not None and state.range == "calibrated" and recurrence is not None:
             apart = recurrence.apart(calls[0].tensors, calls[0].options)
-            state = replace(MEASURED, bits=state.bits) if apart else state
+            state = replace(MEASURED_STATE, bits=state.bits) if apart else state
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _weight_only(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:
         """The plan for a layer that computes in float, with its weight in integers where that can be."""
         gm, calls = self.rewriter.gm, self.ops[node]
         weights = [read for read in inputs_of(calls) if read.role == "weight"]
+        if calls[0].op.quant.table and not any(id(constant(gm, read.node)) in self._multiplied for read in weights):
+            spec = spec.of_table
         reasons = [_unfit_input(gm, calls[0], read, self.changes) for read in weights]
         reasons += [_unfit_weight(constant(gm, read.node), spec) for read in weights]
         reason = next((reason for reason in reasons if reason is not None), None)

@@ -21,7 +21,7 @@ from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
-from fxq.quant.spec import MEASURED, TensorSpec
+from fxq.quant.spec import MEASURED_STATE, TensorSpec
 from fxq.quant.strands import FAR, Strand, around, watching
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -153,7 +153,7 @@ class _Chooser:
             if not scales or not observer.seen_only_zeros:  # as first states often are
                 scales.append(observer.on(signed).qparams().s)
         if max(scales) > _WIDER * scales[0]:  # the first state would leave the others a part of the grid
-            return replace(plan, state=replace(MEASURED, bits=grid.bits))
+            return replace(plan, state=replace(MEASURED_STATE, bits=grid.bits))
         return replace(plan, state=grid, state_scale=max(scales))
 
     def _measured(self, node: fx.Node, edge: Edge) -> Edge:

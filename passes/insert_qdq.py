@@ -101,17 +101,23 @@ def _pair(
     name: str,
     like: fx.Node | None = None,
 ) -> tuple[fx.Node, fx.Node]:
-    """quantize(value) and its dequantize, behind `after`; before them its scale, where that is measured."""
+    """quantize(value) and its dequantize, behind `after`; before them what measures its grid, if anything does."""
     about = info(like or value)
     shape = info(value).shape
     grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax}
     if isinstance(qp, MeasuredGrid):
-        typed = (*(shape or ())[: qp.axis], *[1] * -qp.axis) if qp.axis is not None else (), torch.float32
-        after = rewriter.call(
-            "choose_scale", value, after=after, name=f"{name}_scale", typed=typed, steps=qp.steps, axis=qp.axis
-        )
-        rewriter.describe(after, path=about.path, source=about.source)
-        grid |= {"scale": after, "zero_point": qp.zero_point}
+        rows = (*(shape or ())[: qp.axis], *[1] * -qp.axis) if qp.axis is not None else ()
+        asked: dict[str, Any] = {"steps": qp.steps, "axis": qp.axis, "symmetric": qp.symmetric}
+        typed = rows, torch.float32
+        after = scale = rewriter.call("choose_scale", value, after=after, name=f"{name}_scale", typed=typed, **asked)
+        rewriter.describe(scale, path=about.path, source=about.source)
+        grid |= {"scale": scale, "zero_point": qp.middle}
+        if not qp.symmetric:
+            asked = {"scale": scale, "qmin": qp.qmin, "axis": qp.axis}
+            zero = f"{name}_zero_point"
+            after = rewriter.call("choose_zero_point", value, after=scale, name=zero, typed=typed, **asked)
+            rewriter.describe(after, path=about.path, source=about.source)
+            grid["zero_point"] = after
     else:
         grid |= {"scale": qp.s, "zero_point": qp.z}
     q = rewriter.call("quantize", value, after=after, name=f"{name}_q", typed=(shape, qp.dtype), dtype=qp.dtype, **grid)

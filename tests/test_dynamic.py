@@ -14,6 +14,12 @@ from tests.machine import decibels, needs_x86, quiet
 
 DYNAMIC = fxq.Recipe.dynamic(optimize="coverage")
 SYMMETRIC = fxq.TensorSpec(symmetric=True, range="measured")
+FORMS = {
+    "row": fxq.Recipe.dynamic().config.activation,
+    "symmetric row": fxq.TensorSpec(symmetric=True, per="row", range="measured"),
+    "tensor": fxq.TensorSpec(range="measured"),
+    "symmetric tensor": SYMMETRIC,
+}
 
 
 def network():
@@ -33,7 +39,7 @@ def fates(qmodel):
 
 @pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
 @pytest.mark.parametrize("backend", ["reference", pytest.param("x86", marks=needs_x86)])
-@pytest.mark.parametrize("activation", [fxq.Recipe.dynamic().config.activation, SYMMETRIC], ids=["row", "tensor"])
+@pytest.mark.parametrize("activation", FORMS.values(), ids=FORMS)
 def test_layers_run_on_integers_without_data(backend, activation):
     recipe = fxq.Recipe.dynamic(backend=backend, activation=activation, optimize="coverage")
     qmodel = fxq.quantize(network(), recipe, example_inputs=X)
@@ -103,7 +109,29 @@ def test_one_quantize_serves_all_that_read_a_value():
     model = module(lambda m, x: m.a(x) + m.b(x), a=nn.Linear(8, 4), b=nn.Linear(8, 4))
     recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
     text = fxq.write_graph(fxq.quantize(model, recipe, example_inputs=torch.randn(2, 8)))
-    assert text.count("choose_scale(") == 1 and text.count(" quantize(") == 1
+    assert [text.count(f" {op}(") for op in ("choose_scale", "choose_zero_point", "quantize")] == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::fxq.errors.FxqWarning")
+@pytest.mark.parametrize("backend", ["reference", pytest.param("x86", marks=needs_x86)])
+def test_values_of_one_sign_keep_the_whole_grid(backend):
+    """Behind a relu a grid that is symmetric leaves half of its integers unused: 6 dB."""
+    model, x = nn.Sequential(nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(32, 64)
+    found = {
+        name: fxq.quantize(
+            model, fxq.Recipe.dynamic(backend=backend, activation=activation, optimize="coverage"), example_inputs=x
+        ).output_sqnr
+        for name, activation in FORMS.items()
+    }
+    assert found["row"] > found["symmetric row"] + 2 and found["tensor"] > found["symmetric tensor"] + 2
+
+
+@needs_x86
+def test_the_integers_of_a_measured_grid():
+    layers = fxq.quantize(network(), DYNAMIC, example_inputs=X).qparams()
+    assert {(layer.reads, layer.input_scale, layer.input_zero_point) for layer in layers.values()} == {
+        ("measured", None, None)
+    }
 
 
 def test_a_recipe_by_name_and_as_a_file(tmp_path):
@@ -115,8 +143,6 @@ def test_a_recipe_by_name_and_as_a_file(tmp_path):
 def test_what_is_missing_is_said():
     with pytest.raises(InputError, match="one batch of inputs to find shapes with"):
         fxq.quantize(network(), "dynamic")
-    with pytest.raises(RecipeError, match="not symmetric is not built yet: use symmetric=True"):
-        fxq.Recipe.dynamic(activation=fxq.TensorSpec(range="measured"))
     with pytest.raises(RecipeError, match=r'rows have no calibrated ranges.*range="measured"'):
         fxq.Recipe.static(activation=fxq.TensorSpec(symmetric=True, per="row"))
     with pytest.raises(RecipeError, match='range="measured" for the weight is not built yet'):

@@ -19,7 +19,7 @@ from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
-from fxq.graph.query import CONVERSIONS, argument, constant, is_op, options_of, values_of
+from fxq.graph.query import CONVERSIONS, argument, constant, is_op, measures_of, options_of, values_of
 from fxq.graph.region import (
     Region,
     UnitRegion,
@@ -115,26 +115,27 @@ class RowBackend(Backend):
         return super().code(calls) + "".join(fit.row.code for fit in self.fits(calls)[:1])
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
-        """As in `Backend`; a function, or a scale, that a quantize behind it needs goes along with that."""
+        """As in `Backend`; a function, or what measures a grid, goes along with the quantize that needs it."""
         for region in unit_regions(gm):
             rounds = region.outputs != (region.node,) and not is_op(region.node, *CONVERSIONS)
             fits = self.fits(region.calls, _is_measured(region)) if rounds else []
             if fits and not fits[0].row.emits_integers:
                 yield read_region(gm, region.node, emits_float=True) or region
             else:
-                yield _with_its_function(gm, region.node) or _with_its_scale(gm, region.node) or region
+                yield _with_its_function(gm, region.node) or _with_its_measures(region.node) or region
 
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """The kernel that the table has for a unit or a conversion."""
         if not isinstance(region, UnitRegion):
-            if len(region.nodes) != 2 or not is_op(region.nodes[0], "choose_scale"):
+            measures = measures_of(region.nodes[-1])
+            if not measures or region.nodes != (*measures, region.nodes[-1]):
                 first, count = region.nodes[0].name, len(region.nodes)
                 raise InputError(
                     f"the backend {self.name!r} has kernels of single units: for a region of {count} nodes, from "
                     f"%{first} on, its class needs a `lower` of its own beside its `regions`."
                 )
-            scale, integers = map(options_of, region.nodes)
-            return MeasuredQuantize(integers["qmin"], integers["qmax"], scale["axis"])
+            scale, integers = options_of(region.nodes[0]), options_of(region.nodes[-1])
+            return MeasuredQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):
@@ -234,22 +235,15 @@ def _with_its_function(gm: fx.GraphModule, node: fx.Node) -> UnitRegion | None:
 
 
 def _is_measured(region: UnitRegion) -> bool:
-    """Whether the scale of something that a unit reads is measured at run time."""
-    return any(_scale_of(step) is not None for step in region.steps)
+    """Whether the grid of something that a unit reads is measured at run time."""
+    scales = (options_of(step)["scale"] for step in region.steps if is_op(step, "quantize", "dequantize"))
+    return any(isinstance(scale, fx.Node) and scale.op != "get_attr" for scale in scales)
 
 
-def _scale_of(node: Any) -> fx.Node | None:
-    """The node that gives a conversion its scale, where that is no number."""
-    scale = options_of(node)["scale"] if is_op(node, "quantize", "dequantize") else None
-    return scale if isinstance(scale, fx.Node) and scale.op != "get_attr" else None
-
-
-def _with_its_scale(gm: fx.GraphModule, node: fx.Node) -> Region | None:
-    """The region of a quantize with the op that measures its scale; else None."""
-    scale = _scale_of(node) if is_op(node, "quantize") else None
-    if scale is None or not is_op(scale, "choose_scale") or options_of(node)["dtype"] != torch.uint8:
-        return None
-    return region_of((scale, node))
+def _with_its_measures(node: fx.Node) -> Region | None:
+    """The region of a quantize with the ops that measure its grid; else None."""
+    measures = measures_of(node) if is_op(node, "quantize") else ()
+    return region_of((*measures, node)) if measures and options_of(node)["dtype"] == torch.uint8 else None
 
 
 def _quantizes(gm: fx.GraphModule, region: UnitRegion) -> bool:

@@ -1,4 +1,4 @@
-"""Layers whose input has a scale that is measured at run time."""
+"""Layers whose input has a grid that is measured at run time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class MeasuredLayer(Kernel):
     """A layer on integers in steps of 1, as another kernel runs it; its result is scaled, biased and clamped behind.
 
-    So the scale is an input: one number, or one for each row. Its zero point is known before.
+    So the scale is an input: one number, or one for each row. The zero point is known before; or it is an input, too:
+    then the other kernel takes it for 0, and what that adds to the result is the zero point times the layer of ones.
 
     Args:
         kernel: the name of the kernel that runs the layer, without bias and activation function.
@@ -79,16 +80,37 @@ class MeasuredLayer(Kernel):
         assert isinstance(made, LayerKernel)  # `of` has made it
         return made
 
-    def bind(self, x: Tensor, scale: Tensor) -> Callable[..., Tensor]:
+    def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: the layer's kernel is bound to its integers."""
         layer, bias, clamp = self._kept("", self._made)
         run = layer.bind(x)
-        return lambda x, scale: _scaled(run(x), scale, bias, clamp)
+        if zero_point is None:
+            return lambda x, scale: _scaled(run(x), scale, bias, clamp)
+        ones = self._ones(layer, x)
+        return lambda x, scale, zero_point: _scaled(_shifted(run(x), zero_point, ones), scale, bias, clamp)
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        """uint8 as the layer takes it, and its scale, float32, that broadcasts with the result -> float32."""
+    def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+        """uint8 as the layer takes it, its scale (float32) and zero point (float32, whole) -> float32.
+
+        Scale and zero point broadcast with the result.
+        """
         layer, bias, clamp = self._kept("", self._made)
-        return _scaled(layer(x), scale, bias, clamp)
+        y = layer(x)
+        if zero_point is not None:
+            y = _shifted(y, zero_point, self._ones(layer, x))
+        return _scaled(y, scale, bias, clamp)
+
+    def _ones(self, layer: LayerKernel, x: Tensor) -> Tensor:
+        """What the layer makes of one sample of ones; where every pixel has the same of a channel, (C, 1, ...)."""
+        shape = x.shape[-1 - layer.axes :]
+
+        def make() -> Tensor:
+            y = layer(torch.ones(shape, dtype=torch.uint8, device=x.device))
+            first = y[(slice(None), *[slice(1)] * layer.axes)]
+            return first.clone() if torch.equal(first.expand_as(y), y) else y
+
+        ones: Tensor = self._kept_for(("ones", shape), make)
+        return ones
 
     def _made(self) -> tuple[LayerKernel, Tensor | None, tuple[float, float] | None]:
         """The layer, the bias shaped as its result, and the clamp."""
@@ -97,6 +119,11 @@ class MeasuredLayer(Kernel):
         clamp = bounds(self.post) if self.post is not None else None
         refuse(self.name, f"{self.post} is no clamp" if self.post is not None and clamp is None else None)
         return layer, bias, clamp
+
+
+def _shifted(y: Tensor, zero_point: Tensor, ones: Tensor) -> Tensor:
+    """y - zero_point * ones, in the memory of `y`."""
+    return y.addcmul_(zero_point, ones, value=-1)
 
 
 def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, clamp: tuple[float, float] | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import fx
 from fxq.cost.min_cut import Key, Priced, PricedValue, by_a_hair, cheapest, seconds_of
 from fxq.cost.probe import Prober
 from fxq.graph.info import Cost, info
-from fxq.graph.query import CONVERSIONS, is_op, made_by, reads_only_metadata, taken_from
+from fxq.graph.query import CONVERSIONS, is_op, made_by, measures_of, reads_only_metadata, taken_from
 from fxq.graph.region import UnitRegion, read_region
 from fxq.graph.unit import calls_of
 
@@ -189,10 +189,9 @@ def priced_values(
 
 
 def measuring(value: fx.Node) -> fx.Node | None:
-    """The quantize behind a dequantize, where its scale is measured at run time; else None."""
+    """The quantize behind a dequantize, where its grid is measured at run time; else None."""
     source = value.args[0] if is_op(value, "dequantize") else None
-    scale = source.kwargs.get("scale") if isinstance(source, fx.Node) and is_op(source, "quantize") else None
-    return source if isinstance(source, fx.Node) and is_op(scale, "choose_scale") else None
+    return source if isinstance(source, fx.Node) and measures_of(source) else None
 
 
 def emits_float(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from fxq.cost.cache import Call, Costs
 from fxq.cost.min_cut import HAIR
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, NodeInfo, info
-from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of, values_of
+from fxq.graph.query import CONVERSIONS, arguments_of, is_op, measures_of, options_of, values_of
 from fxq.graph.region import UnitRegion, is_weight, region_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import unit_of
@@ -120,10 +120,11 @@ class Prober:
         """Seconds to measure the scale of a value and to quantize it with that."""
         if self.own is not None:
             return self.own.conversion * _MICRO * math.prod(info(quantize).shape or ())
-        scale: Any = quantize.kwargs["scale"]
-        axis = options_of(scale)["axis"]
-        key = f"{self.backend.name} {_threads()}: measure {_shape(info(quantize.all_input_nodes[0]))} from {axis}"
-        return self.costs.seconds(key, lambda: _call(self._lowered(gm, region_of((scale, quantize)).to_graph())))
+        measures = measures_of(quantize)
+        asked = options_of(measures[0])
+        what = f"{_shape(info(quantize.all_input_nodes[0]))} from {asked['axis']}"
+        key = f"{self.backend.name} {_threads()}: measure {'' if asked['symmetric'] else 'a range of '}{what}"
+        return self.costs.seconds(key, lambda: _call(self._lowered(gm, region_of((*measures, quantize)).to_graph())))
 
     def quantize(self, elements: int) -> float:
         """Seconds to quantize so many floats."""

@@ -122,8 +122,10 @@ def submodule(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return gm.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-CONVERSIONS = ("quantize", "dequantize", "requantize", "choose_scale")
-"""The ops between floats and integers of one grid, and from one grid to another; and what measures a grid's scale."""
+MEASURES = ("choose_scale", "choose_zero_point")
+"""The ops that measure a grid."""
+CONVERSIONS = ("quantize", "dequantize", "requantize", *MEASURES)
+"""The ops between floats and integers of one grid, and from one grid to another; and what measures a grid."""
 _METADATA_METHODS = frozenset({"size", "dim", "numel", "stride", "ndimension", "nelement"})
 _METADATA_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
 _METADATA_FUNCTIONS = frozenset({torch.numel, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default})
@@ -218,6 +220,14 @@ def made_by(value: Any) -> Any:
     while is_op(value, *CONVERSIONS):
         value = value.args[0]
     return value
+
+
+def measures_of(value: Any) -> tuple[fx.Node, ...]:
+    """The ops that measure the grid of a quantize or a dequantize, in order; none where it is known before."""
+    if not is_op(value, "quantize", "dequantize"):
+        return ()
+    read = (value.kwargs.get(name) for name in ("scale", "zero_point"))
+    return tuple(node for node in read if isinstance(node, fx.Node) and is_op(node, *MEASURES))
 
 
 def unobserved(gm: fx.GraphModule, node: fx.Node) -> fx.Node:

@@ -206,18 +206,18 @@ class Integers:
 
     Attributes:
         values: the node of the integers.
-        grid: their grid; where the scale is measured, that of steps of 1.
-        scale: the node of the measured scale, or None.
+        grid: their grid; where it is measured, that of steps of 1, and of the zero point 0 where that is, too.
+        measured: the nodes of the measured scale, and of the measured zero point, as far as they are.
     """
 
     values: fx.Node
     grid: QParams
-    scale: fx.Node | None = None
+    measured: tuple[fx.Node, ...] = ()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """What the kernel is called with."""
-        return (self.values,) if self.scale is None else (self.values, self.scale)
+        return (self.values, *self.measured)
 
 
 def integer_input(gm: fx.GraphModule, value: Any) -> Integers | None:
@@ -229,10 +229,11 @@ def integer_input(gm: fx.GraphModule, value: Any) -> Integers | None:
         return Integers(value.args[0], grid) if grid.axis is None else None
     options = options_of(value)
     scale, zero = options["scale"], options["zero_point"]
-    measured = isinstance(scale, fx.Node) and constant(gm, scale) is None
-    if not measured or not isinstance(zero, int) or options["axis"] is not None:
+    measured = tuple(v for v in (scale, zero) if isinstance(v, fx.Node) and constant(gm, v) is None)
+    if scale not in measured or not (zero in measured or isinstance(zero, int)) or options["axis"] is not None:
         return None
-    return Integers(value.args[0], QParams.per_tensor(1.0, zero, options["qmin"], options["qmax"]), scale)
+    zero = zero if isinstance(zero, int) else 0
+    return Integers(value.args[0], QParams.per_tensor(1.0, zero, options["qmin"], options["qmax"]), measured)
 
 
 def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:

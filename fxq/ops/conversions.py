@@ -1,7 +1,7 @@
-"""Rows of the op table: conversions between floats and integers, and the scale of a value that is measured.
+"""Rows of the op table: conversions between floats and integers, and grids that are measured.
 
 They hold all there is to know of a grid (see `fxq/graph/grid.py`). Scale and zero point are numbers, one for the whole
-tensor, or tensors, float32 and integers, which are constants of the graph or computed in it: 0-d for the whole tensor;
+tensor, or tensors, float32 and whole numbers, which are constants of the graph or computed in it: 0-d for the tensor;
 (..., 1), one for each row; with `axis`, (C,), one for each of its entries; with `block` besides, of as many axes as x,
 where `axis` has an entry for each so many of x. A zero point that is a number goes with scales of any shape.
 """
@@ -17,7 +17,7 @@ import fxq.quant.qparams  # noqa: F401  (registers fxq::quantize and fxq::dequan
 from fxq.ops.registry import row
 from fxq.ops.table import spell
 from fxq.ops.traits import float_only
-from fxq.quant.measured import measured_scale
+from fxq.quant.measured import measured_range, measured_scale, measured_zero_point
 from fxq.quant.packing import unpack
 
 
@@ -74,16 +74,30 @@ def dequantize(
 
 
 @row(quant=float_only("x"))
-def choose_scale(x: Tensor, *, steps: int, axis: int | None = None) -> Tensor:
-    """The scale of a symmetric grid with so many integers on either side of zero, from the values themselves.
+def choose_scale(x: Tensor, *, steps: int, axis: int | None = None, symmetric: bool = True) -> Tensor:
+    """The scale of a grid, from the values themselves.
 
     Args:
         x: float32.
-        steps: the largest magnitude of a value is that many steps.
+        steps: the largest magnitude of a value is that many steps; if not `symmetric`, the range of them and zero is.
         axis: None: one scale, 0-d. Else a scale for each row: the values from this axis, counted from the end, on; the
             result has the shape of x with ones there.
+        symmetric: whether the grid has as many integers on either side of zero.
     """
-    return measured_scale(x, steps, axis)
+    return measured_scale(*measured_range(x, axis), steps, symmetric)
+
+
+@row(quant=float_only("x"))
+def choose_zero_point(x: Tensor, *, scale: Tensor, qmin: int = 0, axis: int | None = None) -> Tensor:
+    """The integer for float zero with which the smallest of the values and zero is not below `qmin`, in float32.
+
+    Args:
+        x: float32.
+        scale: as `choose_scale` gives it, not symmetric.
+        qmin: smallest integer of the grid.
+        axis: as there.
+    """
+    return measured_zero_point(measured_range(x, axis)[0], scale, qmin)
 
 
 @row(quant=float_only("x"))

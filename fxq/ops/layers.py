@@ -179,7 +179,7 @@ def _lookup(bound: Arguments) -> Arguments | str:
 @row(
     *(spell(t, _EMBED, _lookup) for t in (nn.Embedding, F.embedding)),
     spell(aten.embedding.default, "weight x padding_idx scale_grad_by_freq sparse", _lookup),
-    quant=float_only("x", weight="weight", axis=0),
+    quant=float_only("x", weight="weight", axis=0, table=True),
 )
 def embedding(x: Tensor, weight: Tensor) -> Tensor:
     """The rows of `weight` (N, D) that the integers x name."""
@@ -218,7 +218,7 @@ _BAG = "x weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_s
     spell(aten.embedding_bag.default, _ATEN_BAG, pick=_pick_bags),
     spell(aten.embedding_bag.padding_idx, _ATEN_BAG, pick=_pick_bags),
     spell(aten._embedding_bag.default, _ATEN_BAG, pick=_pick_bags),
-    quant=float_only("x", "offsets", "per_sample_weights", weight="weight", axis=0),
+    quant=float_only("x", "offsets", "per_sample_weights", weight="weight", axis=0, table=True),
 )
 def embedding_bag(
     x: Tensor,

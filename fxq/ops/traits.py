@@ -57,6 +57,7 @@ class Quant:
         more_biases: names of further biases, of a recurrent layer; correct-bias leaves them alone, and has no `bias`.
         axis: the output-channel axis of the weight.
         channels: the axis of these channels in the output, counted from its end.
+        table: its weight is a table of which whole rows are read.
         heavy: worth an int8 kernel for its own sake; light ops only follow their neighbours.
         pointwise: each output element depends on one input element alone (and, at most, on its channel), so that a
             table with an entry for each integer is an exact kernel. With two inputs: where one of them is a constant.
@@ -83,6 +84,7 @@ class Quant:
     more_biases: tuple[str, ...] = ()
     axis: int | None = None
     channels: int | None = None
+    table: bool = False
     heavy: bool = False
     pointwise: bool = False
     layout: bool = False

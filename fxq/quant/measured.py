@@ -1,4 +1,4 @@
-"""Grids whose scale is measured when the model runs, of each value as a whole or of each of its rows."""
+"""Grids that are measured when the model runs, on each value as a whole or on each of its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxq.quant.spec import TensorSpec
 
 @dataclass(frozen=True)
 class MeasuredGrid:
-    """The integers of a value whose scale is measured at run time. It is symmetric: its zero point is known before.
+    """The integers of a value whose scale is measured at run time, and where it is not symmetric its zero point.
 
     Attributes:
         qmin: smallest integer of the grid.
@@ -20,49 +20,87 @@ class MeasuredGrid:
         dtype: storage type.
         axis: None: one scale for the value. Else one for each row: the values from this axis, counted from the end, on;
             -1 is a token, -3 an image with its channels.
+        symmetric: whether it is symmetric around float zero, so that its zero point is known before.
     """
 
     qmin: int
     qmax: int
     dtype: torch.dtype
     axis: int | None = None
+    symmetric: bool = True
 
     @classmethod
     def of(cls, spec: TensorSpec, axis: int | None) -> MeasuredGrid:
         """What a spec asks for."""
-        return cls(spec.qmin, spec.qmax, spec.dtype, axis)
+        return cls(spec.qmin, spec.qmax, spec.dtype, axis, spec.symmetric)
 
     @property
-    def zero_point(self) -> int:
-        """The integer that stands for float zero: the middle."""
+    def middle(self) -> int:
+        """The integer that stands for float zero, where the grid is symmetric."""
         return (self.qmin + self.qmax + 1) // 2
 
     @property
     def steps(self) -> int:
-        """How many integers there are on either side of zero, where both sides have as many."""
-        return self.qmax - self.zero_point
+        """How many steps the largest magnitude has; of a grid that is not symmetric, the whole range.
+
+        There one step is left over: the zero point is rounded up, which moves the range by less than a step.
+        """
+        return self.qmax - self.middle if self.symmetric else self.qmax - self.qmin - 1
 
 
-def measured_scale(x: Tensor, steps: int, axis: int | None = None) -> Tensor:
-    """The scale with which the largest magnitude in `x` is `steps` steps; a scale for each row with an `axis`.
+def measured_range(x: Tensor, axis: int | None = None) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest of zero and the values of `x`; of each row with an `axis`.
 
     Args:
         x: float32, any shape.
-        steps: integers on either side of zero.
-        axis: the first axis of a row, counted from the end; None: one scale, 0-d.
+        axis: the first axis of a row, counted from the end; None: one range, 0-d.
 
     Returns:
-        float32, of the shape of `x` with ones from `axis` on. What is all zeros gets the smallest scale there is, NaN
-        and infinity give themselves.
-
-    Example:
-        >>> measured_scale(torch.tensor([[1.0, -2.0], [0.5, 0.25]]), 127, axis=-1).mul(127).tolist()
-        [[2.0], [0.5]]
+        Two float32, of the shape of `x` with ones from `axis` on. NaN gives NaN.
     """
     if x.numel() == 0:
-        return x.new_full((*x.shape[:axis], *[1] * -axis) if axis is not None else (), SMALLEST)
-    largest = x.abs().amax(tuple(range(axis, 0)) if axis is not None else (), keepdim=axis is not None)
-    return (largest / steps).clamp(min=SMALLEST)
+        nothing = x.new_zeros((*x.shape[:axis], *[1] * -axis) if axis is not None else ())
+        return nothing, nothing
+    row, rows = tuple(range(axis, 0)) if axis is not None else (), axis is not None
+    return x.amin(row, keepdim=rows).clamp_(max=0.0), x.amax(row, keepdim=rows).clamp_(min=0.0)
+
+
+def measured_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True) -> Tensor:
+    """The scale with which a range, or where it is `symmetric` the larger end of it, is so many steps.
+
+    Args:
+        low: the smallest value, as `measured_range` gives it.
+        high: the largest one.
+        steps: as `MeasuredGrid.steps`.
+        symmetric: whether the grid is symmetric around zero.
+
+    Returns:
+        float32, of the same shape. A range of nothing but zero gets the smallest scale there is; NaN and infinity give
+        themselves.
+
+    Example:
+        >>> float(measured_scale(torch.tensor(-2.0), torch.tensor(1.0), 127).mul(127))
+        2.0
+    """
+    scale = torch.maximum(high, low.neg()) / steps if symmetric else (high - low).div_(steps)
+    return scale.clamp_(min=SMALLEST)
+
+
+def measured_zero_point(low: Tensor, scale: Tensor, qmin: int) -> Tensor:
+    """The integer that stands for float zero, so that `low` is at `qmin` or less than a step above.
+
+    Args:
+        low: as `measured_range` gives it.
+        scale: as `measured_scale` gives it, of the same shape.
+        qmin: smallest integer of the grid.
+
+    Returns:
+        A whole number in float32, since kernels multiply with it; of the same shape.
+
+    Source: Jacob et al. 2018, section 3 (nudged zero point).
+    """
+    zero_point = (low / scale).floor_().neg_()
+    return zero_point.add_(qmin) if qmin else zero_point
 
 
 SMALLEST = 1e-30

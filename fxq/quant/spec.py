@@ -70,6 +70,12 @@ class TensorSpec:
         return replace(self, bits=min(self.bits, NARROW_BITS))
 
     @property
+    def of_table(self) -> TensorSpec:
+        """The same for the table of an embedding: blocks of a row have scales where channels of a layer would."""
+        by_channel = self.per == "channel" and self.format == "integer"
+        return replace(self, per=TABLE_BLOCK) if by_channel else self
+
+    @property
     def qmin(self) -> int:
         """Smallest integer of the grid. Signed symmetric grids leave out -2**(bits-1), so that -x has a value too."""
         if not self.signed:
@@ -101,6 +107,12 @@ class TensorSpec:
         return f"{' '.join(parts)} ({self.observer if self.range == 'calibrated' else self.range})"
 
 
+TABLE_BLOCK = 64
+"""How many values of a row of an embedding's table share a scale, unless a recipe says it.
+
+A row's values are not summed up as a layer's are, so that they keep the error of their rounding, and the largest of a
+block is smaller than that of a row. The scales take a sixteenth of what the integers do.
+"""
 NARROW_BITS = 7
 """The bits of the role that gives one up where products of 8 bits overflow."""
 
@@ -126,10 +138,11 @@ ROLES: tuple[Role, ...] = get_args(Role)
 """What a tensor is to the op that reads it, as its row in the op table says."""
 
 ACTIVATION = TensorSpec()
-MEASURED = TensorSpec(symmetric=True, per="row", range="measured")
+MEASURED = TensorSpec(per="row", range="measured")
+MEASURED_STATE = replace(MEASURED, symmetric=True)
 STATE = TensorSpec(symmetric=True)
 AS_ACTIVATION = TensorSpec(symmetric=True)
-"""For a state, where nothing is said of it: `STATE` where the range of activations is calibrated, else `MEASURED`."""
+"""For a state, where nothing is said of it: `STATE` where activations are calibrated, else `MEASURED_STATE`."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 WEIGHT4 = TensorSpec(bits=4, per=64, observer="minmax")
 """Affine, which is closer than symmetric with so few integers, most of all where weights have outliers."""
@@ -164,8 +177,9 @@ class QuantConfig:
     Attributes:
         activation: of the layer's inputs. None, and a spec for the weight: the layer computes in float with a weight
             that is kept in integers.
-        weight: of the layer's weight, if it has one; also of the table of an embedding, which has a scale for each row
-            where a layer has one for each channel.
+        weight: of the layer's weight, if it has one; also of the table of an embedding, which has scales for blocks of
+            64 values of a row where a layer has one for each channel (but not where a layer has the table for a weight,
+            too). For one for each row: `per` its length.
         bias: of its bias. None: as the kernel takes it, int32 with the product of the two scales, or float.
         state: of what a recurrent layer hands on from step to step, where it reads integers. Its range is measured; or,
             which is faster, "calibrated", as that of the layer's input; or "fixed", which is -1..1. It is measured all
@@ -186,7 +200,7 @@ class QuantConfig:
     def __post_init__(self) -> None:
         if self.state is AS_ACTIVATION:
             is_calibrated = isinstance(self.activation, TensorSpec) and self.is_calibrated
-            object.__setattr__(self, "state", STATE if is_calibrated else MEASURED)
+            object.__setattr__(self, "state", STATE if is_calibrated else MEASURED_STATE)
         for role in ROLES:
             if not isinstance(self.of(role), TensorSpec | None):
                 raise RecipeError(f"QuantConfig: {role} is a fxq.TensorSpec or None, not {self.of(role)!r}.")

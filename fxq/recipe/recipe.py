@@ -177,9 +177,10 @@ class Recipe:
         when they run. What that takes, and what it saves, the ledger says.
 
         Args:
-            bits: 8: symmetric, a scale for each channel or row. 4 or fewer: affine, a scale for each block.
+            bits: 8: symmetric, a scale for each channel; of an embedding for each block. 4 or fewer: affine, a scale
+                for each block.
             per: what has a scale: "tensor", "channel", or blocks of so many values, such as 32, 64 (the default for 4
-                bits) or 128.
+                bits, and for embeddings) or 128.
             dtype: torch.float16: weights are kept in that, and not in integers.
             options: as for `static`, but `activation` and `correct_bias`; `weight` is a spec of your own.
 

@@ -81,7 +81,7 @@ def _missing_of(role: Role, spec: TensorSpec) -> Iterator[str]:
         yield f'range="{spec.range}" for the {role} is not built yet: use {use}.'
     if spec.per == "row" and spec.range == "calibrated":
         yield 'rows have no calibrated ranges, since there are others at every call: use range="measured".'
-    if (role == "state" or spec.range in ("measured", "fixed")) and not spec.symmetric:
+    if (role == "state" or spec.range == "fixed") and not spec.symmetric:
         yield f"a {spec.range} range for the {role} that is not symmetric is not built yet: use symmetric=True."
     if role == "state" and (spec.per == "row") != (spec.range == "measured"):
         yield 'a state has a measured range per="row", or a calibrated or fixed one (-1..1) per="tensor".'

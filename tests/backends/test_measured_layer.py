@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.machine import QMAX, needs_x86
 pytestmark = needs_x86
 MIDDLE = (QMAX + 1) // 2
 STEPS = QParams.per_tensor(1.0, MIDDLE, 0, QMAX)
+FROM_ZERO = QParams.per_tensor(1.0, 0, 0, QMAX)
 
 
 def layer(*shape, axis=0, bias=True, **options):
@@ -35,14 +37,21 @@ def layer(*shape, axis=0, bias=True, **options):
 
 
 def check(kernel, spec, inputs, scale, function):
-    """float64 on the dequantized integers is the reference; float32 sums differ from it by rounding alone."""
-    made = MeasuredLayer.of(kernel, spec)
-    q = activations(*inputs)
-    wanted = function((q.double() - MIDDLE) * scale.double())
-    for _ in range(2):  # the second call is bound in a model; here it uses what the first has packed
-        torch.testing.assert_close(made(q, scale).double(), wanted, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(made.bind(q, scale)(q, scale).double(), wanted, rtol=1e-4, atol=1e-4)
-    return made, q
+    """float64 on the dequantized integers is the reference; float32 sums differ from it by rounding alone.
+
+    Once with the zero point that is known before, and once with one for each scale.
+    """
+    q, found = activations(*inputs), []
+    drawn = torch.randint(0, QMAX + 1, scale.shape).float()
+    for zero_point, x in (((), spec.x), ((drawn,), FROM_ZERO)):
+        made = MeasuredLayer.of(kernel, replace(spec, x=x))
+        given = (q, scale, *zero_point)
+        wanted = function((q.double() - (zero_point[0].double() if zero_point else MIDDLE)) * scale.double())
+        for _ in range(2):  # the second call is bound in a model; here it uses what the first has packed
+            torch.testing.assert_close(made(*given).double(), wanted, rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(made.bind(*given)(*given).double(), wanted, rtol=1e-4, atol=2e-4)
+        found.append(made)
+    return found[0], q
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,6 +93,18 @@ def test_transposed_convolutions_of_signals(batch):
 def test_no_input():
     spec, _, _ = layer(4, 6)
     assert MeasuredLayer.of(OnednnLinear, spec)(activations(0, 6), torch.ones(0, 1)).shape == (0, 4)
+
+
+def test_the_edges_of_an_image_are_padded_with_the_zero_point():
+    """One sample alone, images of several sizes in turns, and an edited weight: what is known of ones is of its own."""
+    spec, w, b = layer(4, 3, 3, 3, padding=1)
+    made, scale = MeasuredLayer.of(OnednnConv, replace(spec, x=FROM_ZERO)), torch.rand(1, 1, 1) + 0.1
+    for size, by in ((5, 1), (8, 1), (5, 2)):
+        if by == 2:
+            made.weight_scale.mul_(by)
+        q, zero_point = activations(3, size, size), torch.full((1, 1, 1), 77.0)
+        wanted = F.conv2d((q.double() - 77) * scale.double(), by * w, b, padding=1)
+        torch.testing.assert_close(made(q, scale, zero_point).double(), wanted, rtol=1e-4, atol=2e-4)
 
 
 def test_copies_and_edits():

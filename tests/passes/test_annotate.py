@@ -1,5 +1,7 @@
 """annotate: what runs on integers, what does not, and why."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -143,6 +145,28 @@ def test_integer_inputs_are_no_activations():
     assert plans(gm)["flat"][0] == "float"
     assert plans(gm)["found"] == ("weight-only", "")
     assert plans(gm)["y"] == ("int8", "")
+
+
+@pytest.mark.parametrize(
+    ("per", "head", "wanted"),
+    [("channel", "w", 64), ("channel", "table", "channel"), (4, "w", 4), ("tensor", "w", "tensor")],
+)
+def test_a_table_has_a_scale_for_each_block_where_no_layer_multiplies_with_it(per, head, wanted):
+    gm = run_pass(
+        Annotate(),
+        f"""
+        index: int64[4] = input()
+        table: float32[10, 4] = tensor('table')
+        w: float32[10, 4] = tensor('w')
+        found = embedding(index, table)
+        y = linear(found, {head})
+        return y
+        """,
+        recipe=fxq.Recipe.weight_only(backend="reference", per=per),
+    )
+    weight = WEIGHTS.config.weight
+    assert info(node(gm, "y")).plan.weight == replace(weight, per=per)
+    assert info(node(gm, "found")).plan.weight == replace(weight, per=wanted)
 
 
 WEIGHTS = fxq.Recipe.weight_only(backend="reference")

@@ -240,6 +240,27 @@ def test_a_measured_scale_is_a_value_of_the_graph():
     assert [[n.name for n in node(gm, name).all_input_nodes[:1]] for name in "abc"] == [["x_dq_1"], ["x_dq"], ["x_dq"]]
 
 
+def test_a_measured_zero_point_is_one_too():
+    measured = "TensorSpec(per='row', range='measured')"
+    edge = f"Edge({measured}, 1, True, axis=-1, qparams=MeasuredGrid(0, 255, torch.uint8, -1, False))"
+    gm = run_pass(
+        InsertQdq(),
+        f"""
+        x: float32[5, 4] = input()  # edges=({edge},)
+        w: float32[4, 4] = tensor('a.weight')  # {weight()}
+        a = linear(x, w)  # plan=Plan(Decision('int8'), reads={measured}, weight={W})
+        return a
+        """,
+    )
+    assert program(gm).partition("a_weight_int8")[0].strip() == expected("""
+        x: float32[5, 4] = input()
+        x_scale: float32[5, 1] = choose_scale(x, steps=254, axis=-1, symmetric=False)
+        x_zero_point: float32[5, 1] = choose_zero_point(x, scale=x_scale, axis=-1)
+        x_q: uint8[5, 4] = quantize(x, scale=x_scale, zero_point=x_zero_point)
+        x_dq: float32[5, 4] = dequantize(x_q, scale=x_scale, zero_point=x_zero_point)
+    """)
+
+
 def test_readers_of_a_shared_weight_of_which_one_gives_up_a_bit(monkeypatch):
     class Tied(torch.nn.Module):
         def __init__(self):

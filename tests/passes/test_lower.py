@@ -126,6 +126,25 @@ PROGRAMS = {
         return (a, again)
         """,
     ),
+    "measured scales and zero points": (
+        joined(
+            IMAGE, A, integer_weight("fc", "3, 8"),
+            "x_scale: float32[2, 1, 1, 1] = choose_scale(x, steps=126, axis=-3, symmetric=False)",
+            "x_zero: float32[2, 1, 1, 1] = choose_zero_point(x, scale=x_scale, axis=-3)",
+            "x_q: uint8[2, 4, 8, 8] = quantize(x, scale=x_scale, zero_point=x_zero, qmax=127)",
+            "x_dq: float32[2, 4, 8, 8] = dequantize(x_q, scale=x_scale, zero_point=x_zero, qmax=127)",
+            "a: float32[2, 4, 8, 8] = conv2d(x_dq, a_dq, b, padding=(1, 1))", "return a",
+        ),
+        """
+        x = input
+        x_scale_to_x_q = module measured_quantize(x)
+        x_scale = getitem(x_scale_to_x_q, 0)
+        x_zero = getitem(x_scale_to_x_q, 1)
+        x_q = getitem(x_scale_to_x_q, 2)
+        a = measured_layer(x_q, x_scale, x_zero)
+        return a
+        """,
+    ),
     "sizes that are read": (  # without a dequantize
         joined(
             CONV_RELU, IMAGE, A, integer_weight("fc", "3, 8"), qdq("x"), "a = conv2d_relu(x_qdq, a_dq, b)",

@@ -1,5 +1,7 @@
 """Specs of roles: the grid of integers they ask for, what they refuse, and their form as data."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -62,3 +64,10 @@ def test_what_is_no_per(per):
 def test_what_fits_int16(activation, weight):
     worst = torch.tensor([activation * weight] * 2).sum()
     assert fits_int16(activation, weight) == (worst <= torch.iinfo(torch.int16).max)
+
+
+def test_a_table_has_blocks_where_a_layer_has_channels():
+    by_row = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
+    assert by_row.of_table == TensorSpec(signed=True, symmetric=True, per=64, observer="minmax")
+    for spec in (TensorSpec(bits=4, per=32), TensorSpec(), replace(by_row, format="float16")):
+        assert spec.of_table is spec

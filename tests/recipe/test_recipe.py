@@ -7,7 +7,7 @@ from torch import nn
 import fxq
 from fxq.errors import RecipeError
 from fxq.passes import PASSES, CorrectBias
-from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, ROLES, STATE, WEIGHT, QuantConfig, TensorSpec
+from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, MEASURED_STATE, ROLES, STATE, WEIGHT, QuantConfig, TensorSpec
 from fxq.recipe.recipe import Recipe, as_recipe
 from tests.helpers import Scale
 
@@ -146,7 +146,7 @@ def test_the_grid_of_a_spec(spec, qmin, qmax, dtype):
 def test_a_config_has_a_spec_or_none_for_each_role():
     assert FLOAT.is_float and not QuantConfig().is_float and not QuantConfig(weight=None).is_float
     assert [QuantConfig().of(role) for role in ROLES] == [ACTIVATION, WEIGHT, None, STATE]
-    assert QuantConfig(MEASURED).state == QuantConfig(None).state == MEASURED
+    assert QuantConfig(MEASURED).state == QuantConfig(None).state == MEASURED_STATE
     with pytest.raises(RecipeError, match=r"weight is a fxq\.TensorSpec or None, not 8"):
         QuantConfig(weight=8)
 

@@ -36,7 +36,10 @@ CASES = {
         "weights in int4 symmetric blocks of 64 .*: set activation=None",
     ),
     "measured weights": (fxq.QuantConfig(weight=replace(WEIGHT, range="measured")), 'range="measured" for the weight'),
-    "a measured zero point": (fxq.QuantConfig(replace(ACTIVATION, range="measured")), "use symmetric=True"),
+    "a zero point of a state": (
+        fxq.QuantConfig(state=replace(ACTIVATION, range="measured", per="row")),
+        "for the state that is not symmetric is not built yet: use symmetric=True",
+    ),
     "training": (fxq.QuantConfig(weight=replace(WEIGHT, range="learned")), 'range="learned" for the weight'),
     "fixed": (
         fxq.QuantConfig(replace(ACTIVATION, range="fixed")),

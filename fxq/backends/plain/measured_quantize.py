@@ -1,4 +1,4 @@
-"""Quantize with a scale that is measured on the values themselves."""
+"""Quantize with a grid that is measured on the values themselves."""
 
 from __future__ import annotations
 
@@ -8,34 +8,46 @@ import torch
 from torch import Tensor
 
 from fxq.backends.kernel import Kernel
-from fxq.backends.plain.converters import MAGIC, dense
-from fxq.quant.measured import MeasuredGrid, measured_scale
+from fxq.backends.plain.converters import dense
+from fxq.quant.measured import MeasuredGrid, measured_range, measured_scale, measured_zero_point
 from fxq.quant.qparams import as_float32
+
+_MAGIC = 1.5 * 2.0**23
+"""Floats from half as much below to half as much above it are the integers; its own low byte is 0."""
 
 
 class MeasuredQuantize(Kernel):
-    """float32 -> a scale, one for the tensor or one for each row, and uint8.
+    """float32 -> a scale, if not symmetric a zero point, and uint8: one grid for the tensor, or one for each row.
 
     Args:
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.
-        axis: the first axis of a row, counted from the end; None: one scale.
+        axis: the first axis of a row, counted from the end; None: one grid.
+        symmetric: whether the zero point is known before: the middle.
     """
 
     name: ClassVar[str] = "measured_quantize"
     kind: ClassVar[str] = "convert"
-    options: ClassVar[tuple[str, ...]] = ("qmin", "qmax", "axis")
+    options: ClassVar[tuple[str, ...]] = ("qmin", "qmax", "axis", "symmetric")
 
-    def __init__(self, qmin: int, qmax: int, axis: int | None = None) -> None:
+    def __init__(self, qmin: int, qmax: int, axis: int | None = None, symmetric: bool = True) -> None:
         super().__init__()
-        self.qmin, self.qmax, self.axis = qmin, qmax, axis
-        grid = MeasuredGrid(qmin, qmax, torch.uint8, axis)
-        self._steps, self._zero = grid.steps, torch.tensor(MAGIC + grid.zero_point, device="cpu")
+        self.qmin, self.qmax, self.axis, self.symmetric = qmin, qmax, axis, symmetric
+        grid = MeasuredGrid(qmin, qmax, torch.uint8, axis, symmetric)
+        self._steps, self._middle = grid.steps, torch.tensor(_MAGIC + grid.middle, device="cpu")
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """float32, any shape -> the scale, and uint8 of the shape (channels-last with four dimensions)."""
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """float32, any shape -> scale, zero point, both float32; uint8 of the shape (4-d: channels-last)."""
         x = x.detach() if x.requires_grad else x
         x = x if x.dtype == torch.float32 else as_float32(x)
-        scale = measured_scale(x, self._steps, self.axis)
-        # Nothing is to be clamped: no value is further from zero than the scale was made for.
-        return scale, dense((x / scale).add_(self._zero).view(torch.int32).to(torch.uint8))
+        low, high = measured_range(x, self.axis)
+        scale = measured_scale(low, high, self._steps, self.symmetric)
+        if self.symmetric:
+            return scale, _rounded(x, scale, self._middle)
+        zero_point = measured_zero_point(low, scale, self.qmin)
+        return scale, zero_point, _rounded(x, scale, zero_point + _MAGIC)
+
+
+def _rounded(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """`x` on a grid that was measured on it, so that nothing is to be clamped; `zero`: with `_MAGIC` added."""
+    return dense((x / scale).add_(zero).view(torch.int32).to(torch.uint8))

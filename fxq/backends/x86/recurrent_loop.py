@@ -37,7 +37,8 @@ class RecurrentLoop(Kernel):
         op: "lstm", "gru" or "rnn".
         x: the grid of the input; of steps of 1 where its scale is `measured`.
         out: the grid of the result; None: float32.
-        measured: whether the scale of the input comes behind it: float32, 0-d or (T, N, 1).
+        measured: whether the scale of the input comes behind it: float32, 0-d or (T, N, 1); its zero point may follow,
+            float32, too, and that of `x` is 0.
         given: the initial states that are inputs, in the order h, c.
         reverse, cell, nonlinearity, state_qmax, state_scale: as in `fxq/ops/recurrent.py`.
 
@@ -118,19 +119,19 @@ class RecurrentLoop(Kernel):
         return within and self.state_scale is not None and self.state_qmax * self.state_scale > 1 - 1e-6
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        """uint8 (T, N, I), its scale where that is measured, initial states (N, P), (N, H) -> what the op returns."""
+        """uint8 (T, N, I), what is measured of its grid, initial states (N, P), (N, H) -> what the op returns."""
         if x.dim() != 3 or x.shape[2] != self.weight_ih.shape[1]:
             wanted = self.weight_ih.shape[1]
             raise InputError(f"{self.name}: an input of shape {tuple(x.shape)}; the layer takes (T, N, {wanted}).")
-        scale = others[0] if self.measured else None
-        states = dict(zip(self.given, others[1:] if self.measured else others, strict=True))
+        count = len(others) - len(self.given)
+        states = dict(zip(self.given, others[count:], strict=True))
         layer: _Prepared = self._kept("", lambda: _Prepared(self))
         h, c = (
             self._initial(states.get(name, own), x.shape[1], width)
             for name, own, width in (("h", self.h, layer.width), ("c", self.c, layer.hidden))
         )
         with torch.inference_mode():  # it spares each call what autograd asks; nothing of it is handed out
-            y, c = layer.run(x, scale, h, c)
+            y, c = layer.run(x, others[:count], h, c)
         result = torch.cat([y, rows_of_cell(c, y.shape[2])]) if self.cell and c is not None else y.clone()
         return result if self.out is None else quantize(result, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
 
@@ -174,7 +175,9 @@ class _Prepared:
             scale = kernel.weight_hr_scale.expand(self.width)
             self.projection = StateProduct(kernel.weight_hr, scale, qmax, 1 / qmax if fixed is not None else None)
 
-    def run(self, x: Tensor, scale: Tensor | None, h: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor | None, c: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The hidden states (T, N, P), and the last cell state of an lstm."""
         steps, samples, _ = x.shape
         y = torch.empty(steps, samples, self.width, device="cpu")
@@ -188,7 +191,7 @@ class _Prepared:
         state.keep(h)
         step = self._step(state, h, cell)
         order = range(steps)
-        gates, states = self.input(x, scale).unbind(0), y.unbind(0)
+        gates, states = self.input(x, *grid).unbind(0), y.unbind(0)
         for t in reversed(order) if self.kernel.reverse else order:
             step(gates[t], states[t])
             state.keep(states[t])

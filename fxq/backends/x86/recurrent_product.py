@@ -15,8 +15,8 @@ from fxq.quant.qparams import QParams
 _onednn = torch.ops.onednn
 
 
-def input_product(weight: Tensor, scale: Tensor, bias: Tensor, x: QParams) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """A function of uint8 (..., I), and of its scale where that is measured, to float32 (..., O).
+def input_product(weight: Tensor, scale: Tensor, bias: Tensor, x: QParams) -> Callable[..., Tensor]:
+    """A function of uint8 (..., I), and of its scale and zero point as far as they are measured, to float32 (..., O).
 
     Args:
         weight: int8, (O, I).
@@ -26,12 +26,15 @@ def input_product(weight: Tensor, scale: Tensor, bias: Tensor, x: QParams) -> Ca
     """
     packed, zeros = _packed(weight)
     scale = scale.contiguous()
+    ones = weight.sum(1) * scale
 
-    def multiply(q: Tensor, measured: Tensor | None) -> Tensor:
+    def multiply(q: Tensor, measured: Tensor | None = None, zero_point: Tensor | None = None) -> Tensor:
         own = bias if measured is None else None
         y: Tensor = _onednn.qlinear_pointwise.default(
             q, x.s, x.z, packed, scale, zeros, own, 1.0, 0, torch.float32, "none", [], ""
         )
+        if zero_point is not None:
+            y.addcmul_(zero_point, ones, value=-1)
         return y if measured is None else torch.addcmul(bias, y, measured, out=y)
 
     return multiply

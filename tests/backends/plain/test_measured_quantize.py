@@ -7,27 +7,47 @@ from hypothesis import strategies as st
 
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.errors import InputError
-from fxq.ops.conversions import choose_scale, quantize
+from fxq.ops.conversions import choose_scale, choose_zero_point, quantize
 from tests.kernels import copies
 
 AXES = [None, -1, -3]
 
 
-def by_definition(x, steps, axis):
-    scale = choose_scale(x, steps=steps, axis=axis)
-    return scale, quantize(x, scale=scale, zero_point=steps + 1, qmin=0, qmax=2 * steps + 1)
+def by_definition(x, bits, axis, symmetric):
+    qmax = 2**bits - 1
+    if symmetric:
+        scale = choose_scale(x, steps=qmax // 2, axis=axis)
+        return scale, quantize(x, scale=scale, zero_point=qmax // 2 + 1, qmax=qmax)
+    scale = choose_scale(x, steps=qmax - 1, axis=axis, symmetric=False)
+    zero_point = choose_zero_point(x, scale=scale, axis=axis)
+    return scale, zero_point, quantize(x, scale=scale, zero_point=zero_point, qmax=qmax)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [7, 8])
-@given(st.lists(st.integers(0, 9), min_size=3, max_size=4), st.sampled_from(AXES), st.floats(1e-20, 1e20), st.data())
-def test_the_same_integers_and_scales(bits, shape, axis, size, data):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))) * size
-    if x.dim() == 4 and data.draw(st.booleans()):
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=3, max_size=4), axis=st.sampled_from(AXES),
+    size=st.floats(1e-20, 1e20), middle=st.sampled_from([0.0, 1.0, 9.0, -9.0]), seed=st.integers(0, 99),
+    channels_last=st.booleans(),
+)  # fmt: skip
+def test_the_same_integers_and_grids(bits, symmetric, shape, axis, size, middle, seed, channels_last):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + middle) * size
+    if x.dim() == 4 and channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
-    steps = 2 ** (bits - 1) - 1
-    scale, q = MeasuredQuantize(0, 2 * steps + 1, axis)(x)
-    wanted_scale, wanted = by_definition(x, steps, axis)
-    assert torch.equal(scale, wanted_scale) and torch.equal(q, wanted) and q.dtype == torch.uint8
+    *grid, q = MeasuredQuantize(0, 2**bits - 1, axis, symmetric)(x)
+    *wanted_grid, wanted = by_definition(x, bits, axis, symmetric)
+    assert len(grid) == 2 - symmetric and all(map(torch.equal, grid, wanted_grid)) and q.dtype == torch.uint8
+    # An exact half goes to the even integer before the zero point is added, or behind.
+    assert torch.equal(q, wanted) if symmetric else (q.int() - wanted.int()).abs().max().item() <= 1 if q.numel() else 1
+
+
+def test_the_ends_of_a_range_are_on_the_grid():
+    """For ranges whose end is half a step from an integer, or a rounding error from one."""
+    low = -torch.linspace(0.0, 3.0, 20001).unsqueeze(1)
+    x = torch.cat([low, low + 127.0, torch.zeros_like(low)], 1)
+    scale, zero_point, q = MeasuredQuantize(0, 255, -1, symmetric=False)(x)
+    real = (q.double() - zero_point.double()) * scale.double()
+    assert bool(((real - x).abs() <= 0.5001 * scale).all()) and bool((q[:, 2] == zero_point[:, 0]).all())
 
 
 def test_zeros_and_ties():
@@ -37,8 +57,9 @@ def test_zeros_and_ties():
 
 
 def test_what_is_not_a_number_shows_in_the_scale():
-    scale, _ = MeasuredQuantize(0, 255, -1)(torch.tensor([[1.0, torch.nan], [1.0, 2.0]]))
-    assert scale[0].isnan() and scale[1].isfinite()
+    for symmetric in (True, False):
+        scale, *_ = MeasuredQuantize(0, 255, -1, symmetric)(torch.tensor([[1.0, torch.nan], [1.0, 2.0]]))
+        assert scale[0].isnan() and scale[1].isfinite()
 
 
 def test_an_input_of_another_type_is_refused():
@@ -46,7 +67,8 @@ def test_an_input_of_another_type_is_refused():
         MeasuredQuantize(0, 255)(torch.ones(2, dtype=torch.float64))
 
 
-def test_copies():
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_copies(symmetric):
     x = torch.randn(3, 5)
-    for kernel in copies(MeasuredQuantize(0, 127, -1)):
-        assert all(map(torch.equal, kernel(x), by_definition(x, 63, -1)))
+    for kernel in copies(MeasuredQuantize(0, 127, -1, symmetric)):
+        assert all(map(torch.equal, kernel(x), by_definition(x, 7, -1, symmetric)))

@@ -19,7 +19,7 @@ from fxq.backends.x86.recurrent_product import State
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
-from fxq.quant.spec import MEASURED
+from fxq.quant.spec import MEASURED_STATE
 from tests.kernels import activations, agree, copies, weight
 from tests.machine import BITS, QMAX, decibels, needs_vnni, needs_x86, told
 from tests.models import call, settled
@@ -89,7 +89,7 @@ FLAG = st.booleans()
 @given(
     op=st.sampled_from(sorted(GATES)),
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 4), SIZE, SIZE),
-    flags=st.tuples(*[FLAG] * 7),
+    flags=st.tuples(*[FLAG] * 8),
     state=st.sampled_from([None, 1 / STATE, 0.5 / STATE]),
     width=st.sampled_from([None, None, 1, 3]),
     nonlinearity=st.sampled_from(["tanh", "relu"]),
@@ -98,8 +98,11 @@ FLAG = st.booleans()
 def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
     torch.manual_seed(seed)
     steps, samples, inputs, hidden = sizes
-    bias, reverse, cell, measured, initial, emits, quick = flags
+    bias, reverse, cell, measured, shifted, initial, emits, quick = flags
     options = {"reverse": reverse, "measured": measured, "x": UNIT if measured else X, "state_scale": state}
+    shifted = shifted and measured
+    if shifted:
+        options["x"] = replace(UNIT, zero_point=torch.zeros_like(UNIT.zero_point))
     if op == "lstm":
         options["cell"] = cell
     if op == "rnn":
@@ -111,10 +114,16 @@ def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
         made, real = kernel(op, inputs, hidden, width, bias, given=names if initial else (), **options)
         h, c = torch.randn(samples, width or hidden), torch.randn(samples, hidden)
         q, scale = activations(steps, samples, inputs), torch.rand(steps, samples, 1) / 20
-        x = (q.double() - made.x.z) * (scale.double() if measured else made.x.s)
+        zero_point = torch.randint(0, 100, scale.shape).float()
+        x = (q.double() - (zero_point.double() if shifted else made.x.z)) * (scale.double() if measured else made.x.s)
         states = (h, c) if initial else (torch.zeros_like(h), torch.zeros_like(c))
         wanted = exact(made, real, x, *(s.double() for s in states))
-        given_ = [q, *([scale] if measured else []), *(states[: len(names)] if initial else [])]
+        given_ = [
+            q,
+            *([scale] if measured else []),
+            *([zero_point] if shifted else []),
+            *(states[: len(names)] if initial else []),
+        ]
         agree(made(*given_), wanted, None)
         if emits:
             other = type(made).from_config({**made.config(), "out": OUT}, dict(made.named_buffers()))
@@ -265,7 +274,7 @@ def test_a_calibrated_range_of_the_state_is_as_good_as_a_measured_one(kind, opti
     model = settled(lambda: Outputs(kind, **options))
     seen, other = ((torch.randn(9, n, 8), *(torch.rand(1, n, size) - 0.5 for size in states)) for n in (32, 16))
     recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
-    measured = replace(recipe, config=replace(recipe.config, state=MEASURED))
+    measured = replace(recipe, config=replace(recipe.config, state=MEASURED_STATE))
     ours, theirs = (fxq.quantize(model, asked, data=[seen]) for asked in (recipe, measured))
     assert {e.fate for e in ours.ledger.where(op=kind.lower())} == {"int8"}
     assert len(scales(ours)) == len(ours.ledger.where(op=kind.lower())) and not scales(theirs)
