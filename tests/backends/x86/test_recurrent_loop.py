@@ -14,8 +14,8 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
+from fxq.backends.x86 import recurrent_loop
 from fxq.backends.x86.recurrent_loop import GATES, RecurrentLoop
-from fxq.backends.x86.recurrent_product import State
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
@@ -309,7 +309,12 @@ def test_a_state_in_float_is_refused():
 
 def test_a_wrong_kernel_is_put_back(monkeypatch):
     """Of a state that is ten percent too large."""
-    keep = State.keep
-    monkeypatch.setattr(State, "keep", lambda self, h: keep(self, 1.1 * h))
+    right = recurrent_loop.state_product
+
+    def wrong_product(*args):
+        product = right(*args)
+        return product._replace(scale=1.1 * product.scale, shift=1.1 * product.shift)
+
+    monkeypatch.setattr(recurrent_loop, "state_product", wrong_product)
     _, wrong = quantized(settled(lambda: Net("LSTM")), "static", data())
     assert len(wrong) == 2 and "x86.recurrent kernel is wrong" in wrong[0]
