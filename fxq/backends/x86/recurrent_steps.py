@@ -54,7 +54,8 @@ class State(NamedTuple):
         clamps: whether values may lie outside of a grid that is not measured.
         integers, steps: the state, uint8 and float32 (N, K).
         sums, real: the product, int32 and float32 (N, O).
-        ranges: the range of each sample, float32 (N, 1), where there is more than one.
+        many: whether there is a range of each sample: it is measured, and N is not 1.
+        ranges: these, float32 (N, 1).
         half: what stands for zero, and 0.5, since what follows is rounded down; float32, 0-d.
     """
 
@@ -70,6 +71,7 @@ class State(NamedTuple):
     steps: Tensor
     sums: Tensor
     real: Tensor
+    many: bool
     ranges: Tensor
     half: Tensor
 
@@ -89,6 +91,7 @@ def state_of(product: Product, h: Tensor, gate: Tensor, clamps: bool) -> State:
         torch.empty_like(h),
         torch.empty_like(gate, dtype=torch.int32),
         torch.empty_like(gate),
+        product.step == 0.0 and len(h) != 1,
         torch.empty_like(h[:, :1]),
         torch.full_like(product.scale[0], product.qmax + 1.5),
     )
@@ -101,7 +104,7 @@ def keep(state: State, h: Tensor) -> float:
         torch.add(state.half, h, alpha=1 / state.step, out=state.steps)
         if state.clamps:
             state.steps.clamp_(1.0, 2.0 * state.qmax + 1.0)
-    elif len(h) == 1:
+    elif not state.many:
         low, high = torch.aminmax(h)
         size = max(max(-float(low), float(high)), state.least)
         torch.add(state.half, h, alpha=state.qmax / size, out=state.steps)
@@ -115,13 +118,12 @@ def keep(state: State, h: Tensor) -> float:
 
 def multiply(state: State, size: float, bias: Tensor, out: Tensor) -> None:
     """Write the product and what is added to it, (N, O) or (O,), to `out`, (N, O); `size` is what `keep` returned."""
-    many = state.step == 0.0 and len(out) > 1
     if not state.is_plain:
         y = torch.ops.onednn.qlinear_pointwise(
             state.integers, 1.0, state.qmax + 1, state.weight, state.scale, state.zeros, None, 1.0, 0,
             torch.float32, "none", [], "",
         )  # fmt: skip
-        if many:
+        if state.many:
             torch.addcmul(bias, y, state.ranges, out=out)
         else:
             torch.add(bias, y, alpha=size, out=out)
@@ -130,10 +132,18 @@ def multiply(state: State, size: float, bias: Tensor, out: Tensor) -> None:
     if state.step == 0.0:
         state.sums.sub_(state.zeros)
     state.real.copy_(state.sums)
-    if many:
+    if state.many:
         torch.addcmul(bias, state.real, state.scale * state.ranges, out=out)
     else:
         torch.addcmul(bias, state.real, state.scale, value=size, out=out)
+
+
+def in_order(x: Tensor, reverse: bool) -> list[Tensor]:
+    """What each step reads or writes, (N, ...), of (T, N, ...), the last first where they run in reverse."""
+    steps = list(x.unbind(0))
+    if reverse:
+        steps.reverse()
+    return steps
 
 
 def lstm(
@@ -161,14 +171,13 @@ def lstm(
     """
     gate, tanh = torch.empty_like(gates[0]), torch.empty_like(cell)
     i, f, o, g = gate.chunk(4, 1)
-    steps, states = gates.unbind(0), y.unbind(0)
+    steps, states = in_order(gates, reverse), in_order(y, reverse)
     state = state_of(product, h, gate, clamps)
     inner, shift = state_of(product if projection is None else projection, cell, h, False), h
     if projection is not None:
         shift = projection.shift
     size = keep(state, h)
-    for n in range(len(steps)):
-        t = len(steps) - 1 - n if reverse else n
+    for t in range(len(steps)):
         h = states[t]
         multiply(state, size, steps[t], gate)
         gate.sigmoid_()
@@ -197,11 +206,10 @@ def gru(gates: Tensor, new: Tensor, y: Tensor, h: Tensor, product: Product, clam
     gate, hidden = torch.empty_like(gates[0]), h.shape[1]
     both, other = gate.split([2 * hidden, hidden], 1)
     reset, update = both.chunk(2, 1)
-    steps, inputs, states = gates.unbind(0), new.unbind(0), y.unbind(0)
+    steps, inputs, states = in_order(gates, reverse), in_order(new, reverse), in_order(y, reverse)
     state = state_of(product, h, gate, clamps)
     size = keep(state, h)
-    for n in range(len(steps)):
-        t = len(steps) - 1 - n if reverse else n
+    for t in range(len(steps)):
         multiply(state, size, steps[t], gate)
         both.sigmoid_()
         torch.addcmul(inputs[t], reset, other, out=other)
@@ -221,11 +229,10 @@ def rnn(gates: Tensor, y: Tensor, h: Tensor, product: Product, is_tanh: bool, cl
         clamps: whether hidden states may lie outside of a grid that is not measured.
         reverse: whether the last entry is the first step.
     """
-    steps, states = gates.unbind(0), y.unbind(0)
+    steps, states = in_order(gates, reverse), in_order(y, reverse)
     state = state_of(product, h, h, clamps)
     size = keep(state, h)
-    for n in range(len(steps)):
-        t = len(steps) - 1 - n if reverse else n
+    for t in range(len(steps)):
         h = states[t]
         multiply(state, size, steps[t], h)
         if is_tanh:
