@@ -20,6 +20,7 @@ from fxq.graph.mutation import Changes
 from fxq.graph.query import constant, reads_only_metadata, submodule, taken_from, values_of
 from fxq.graph.unit import Calls, OpCall, UnitInput, calls_of, inputs_of, read_by
 from fxq.ops import OPS
+from fxq.ops.traits import STATE_MEASURED
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
 from fxq.quant.spec import MEASURED_STATE, QuantConfig, TensorSpec
@@ -153,9 +154,10 @@ class _Asked:
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
         recurrence = calls[0].op.quant.recurrence
         state = config.state if recurrence is not None else None
-        if state is not None and state.range == "calibrated" and recurrence is not None:
-            apart = recurrence.apart(calls[0].tensors, calls[0].options)
-            state = replace(MEASURED_STATE, bits=state.bits) if apart else state
+        is_calibrated = state is not None and state.range == "calibrated"
+        if state and recurrence and is_calibrated and recurrence.apart(calls[0].tensors, calls[0].options):
+            state, why = replace(MEASURED_STATE, bits=state.bits), "its output shows another range than its state"
+            self.rewriter.describe(node, note=STATE_MEASURED.format(why))
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _weight_only(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:

@@ -17,6 +17,7 @@ from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
 from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of, wishes_of
+from fxq.ops.traits import STATE_MEASURED
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
@@ -69,7 +70,11 @@ class ChooseGrids(Pass):
         for node in rewriter.nodes():
             made = info(node).plan
             if made is not None and made.state is not None:
-                rewriter.describe(node, plan=chooser.with_state(node, made, made.state))
+                plan = chooser.with_state(node, made, made.state)
+                rewriter.describe(node, plan=plan)
+                if plan.state is not None and plan.state.range != made.state.range:
+                    why = "the first one is far larger than those that follow"
+                    rewriter.describe(node, note=STATE_MEASURED.format(why))
         for value, edges in chosen.items():
             rewriter.describe(value, edges=edges)
             for edge in edges:

@@ -16,6 +16,7 @@ from fxq.graph.place import where
 from fxq.graph.query import constant, made_by, op_of, options_of, reads_only_metadata, submodule
 from fxq.graph.region import is_weight_only
 from fxq.graph.unit import Wish, calls_of, wishes_of
+from fxq.ops.traits import STATE_MEASURED
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.packing import BITS, pack
@@ -159,6 +160,9 @@ def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
     if plan.state.range == "fixed":
         bounded = recurrence.bounded(dict(zip(op.tensors, node.args, strict=False)), options_of(node))
         scale = 1 / steps if bounded else None
+        if not bounded:
+            why = "a fixed one reaches from -1 to 1, and the state may go further"
+            rewriter.describe(node, note=STATE_MEASURED.format(why))
     rewriter.update(node, kwargs=recurrence.with_grid(node.kwargs, steps, scale))
 
 

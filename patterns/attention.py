@@ -109,15 +109,18 @@ def attention(make: Expansion, module: nn.MultiheadAttention) -> Values:
     return output, each
 
 
-def called_as_module(rewriter: Rewriter, node: fx.Node) -> None:
-    """Make a call of `F.multi_head_attention_forward` that of a module with its weights, where these are constants."""
+def called_as_module(rewriter: Rewriter, node: fx.Node) -> Sequence[fx.Node]:
+    """Make a call of `F.multi_head_attention_forward` that of a module with its weights, where these are constants.
+
+    It goes on reading what it reads.
+    """
     bound = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
     tensors = {name: constant(rewriter.gm, given[name]) for name in _PARAMETERS}
     unknown = [name for name, tensor in tensors.items() if tensor is None and given[name] is not None]
     if unknown or given["static_k"] is not None or given["static_v"] is not None:
-        return
+        return ()
     key, value = (tensors[f"{name}_proj_weight"] for name in "kv")
     module = nn.MultiheadAttention(
         given["embed_dim_to_check"], given["num_heads"], given["dropout_p"], add_zero_attn=given["add_zero_attn"],
@@ -131,6 +134,7 @@ def called_as_module(rewriter: Rewriter, node: fx.Node) -> None:
     options = {name: given[name] for name in ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights")}
     target = rewriter.module(module, node.name, FOLDER)
     rewriter.update(node, target, inputs, options, op="call_module")
+    return ()
 
 
 FOLDER = "fxq_attention"

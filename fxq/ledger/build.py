@@ -144,7 +144,7 @@ def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> De
     if lowered and _is_in_qdq_form(gm, node) and kind != "weight-only":
         why = "stays in qdq form: the backend made no kernel of it"
         return replace(decision, fate="float", text=decision.text or why, kind=decision.kind or "unsupported")
-    return Decision(decision.fate, decided_by=decision.decided_by)
+    return Decision(decision.fate, text=info(node).note, decided_by=decision.decided_by)
 
 
 def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -170,7 +170,7 @@ def _entry(op: OriginalOp, workers: Sequence[_Worker], absorber: _Worker | None,
         later = worker.runs[0] != op.name and context.config_for(op.path, op.op)[0].is_float
         fix = "" if later else decision.fix  # the line for the first op of a unit takes that one out, not the others
         return replace(plain, reason=decision.text, fix=fix)
-    return replace(plain, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
+    return replace(plain, reason=decision.text, fix=context.override_line(op.path, op.op, "fxq.FLOAT"))
 
 
 _FATES = ("float", "weight-only", "int8", "moves")

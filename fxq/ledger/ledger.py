@@ -27,7 +27,7 @@ class Entry:
             `folded` (into another op's weights, or without an effect).
         into: the node of the final graph that runs it or has it in its weights; one for all ops of a unit; empty where
             there is none.
-        reason: why it is float, or where it went.
+        reason: why it is float, or where it went; of an op on integers, what its user should know of that.
         fix: the line of a recipe that would decide otherwise, as Python; empty where none can.
         kind: what sort of reason that is for a float op, one of `fxq.graph.info.DECISION_KINDS`; see `Decision`.
         decided_by: the pass that decided what it runs as; empty where it is folded, or no pass has.

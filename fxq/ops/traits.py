@@ -9,6 +9,8 @@ from typing import Any, Literal
 from fxq.quant.spec import Role, TensorSpec
 
 Kind = Literal["computes", "moves", "float"]
+STATE_MEASURED = "the range of its state is measured in each step: {}"
+"""What is noted of a recurrent layer whose recipe asks for another range, with the reason."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -12,14 +11,13 @@ from fxq.backends.kernel import Kernel, activation_refused, first_reason, refuse
 from fxq.backends.layer_spec import overflow_refused
 from fxq.backends.plain.converters import quantize
 from fxq.backends.x86.onednn import OnednnLayer
-from fxq.backends.x86.recurrent_product import State, StateProduct, input_product
+from fxq.backends.x86.recurrent_product import input_product, state_product
+from fxq.backends.x86.recurrent_steps import Product, compiled, gru, lstm, rnn
 from fxq.errors import InputError
 from fxq.ops.recurrent import rows_of_cell
 from fxq.quant.qparams import QParams, as_float32
 
 _INT32 = 2**31 - 1
-Step = Callable[[Tensor, Tensor], None]
-"""One step: from its gates, as far as they come from the input, to the hidden state, which it writes."""
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
@@ -27,8 +25,8 @@ class RecurrentLoop(Kernel):
     """An lstm, gru or rnn of one layer and direction: uint8 (T, N, I) in, what the op returns out.
 
     What both products give is scaled to float32, in which gates and states are computed: each step calls few functions,
-    since a call costs as much as the arithmetic. The cell gate of an lstm is 2 * sigmoid(2 x) - 1, which is tanh(x), so
-    that one sigmoid computes all four gates.
+    since a call costs as much as the arithmetic. The cell gate of an lstm is 1 - 2 * sigmoid(-2 x), which is tanh(x):
+    one sigmoid computes all four gates.
 
     Args:
         weight_ih, weight_hh, weight_hr: int8, as in `fxq/ops/recurrent.py`, with their scales, float32, 0-d or (rows,).
@@ -130,9 +128,8 @@ class RecurrentLoop(Kernel):
             self._initial(states.get(name, own), x.shape[1], width)
             for name, own, width in (("h", self.h, layer.width), ("c", self.c, layer.hidden))
         )
-        with torch.inference_mode():  # it spares each call what autograd asks; nothing of it is handed out
-            y, c = layer.run(x, others[:count], h, c)
-        result = torch.cat([y, rows_of_cell(c, y.shape[2])]) if self.cell and c is not None else y.clone()
+        y, c = layer.run(x, others[:count], h, c)
+        result = torch.cat([y, rows_of_cell(c, y.shape[2])]) if self.cell and c is not None else y
         return result if self.out is None else quantize(result, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
 
     def _initial(self, state: Tensor | None, samples: int, width: int) -> Tensor | None:
@@ -146,17 +143,17 @@ class RecurrentLoop(Kernel):
 
 
 class _Prepared:
-    """A kernel's tensors in the form in which its loop reads them."""
+    """A kernel's tensors in the form in which its steps read them."""
 
     def __init__(self, kernel: RecurrentLoop) -> None:
         self.kernel = kernel
         count, self.width = kernel.weight_hh.shape
         self.hidden = count // GATES[kernel.op]
         rows, factor = torch.arange(count, device="cpu"), torch.ones(count, device="cpu")
-        if kernel.op == "lstm":  # input, forget, output, and the cell gate, of which the sigmoid is of twice the value
+        if kernel.op == "lstm":  # the cell gate last, see `recurrent_steps.lstm`
             first, second, third, fourth = rows.chunk(4)
             rows = torch.cat([first, second, fourth, third])
-            factor[3 * self.hidden :] = 2
+            factor[3 * self.hidden :] = -2
         scale_ih, scale_hh = (
             (s.expand(count)[rows] * factor).contiguous() for s in (kernel.weight_ih_scale, kernel.weight_hh_scale)
         )
@@ -165,82 +162,39 @@ class _Prepared:
             for b in (kernel.bias_ih, kernel.bias_hh)
         )
         qmax, fixed = kernel.state_qmax, kernel.state_scale
-        self.product = StateProduct(kernel.weight_hh[rows], scale_hh, qmax, fixed)
-        self.bias_hh = bias_hh + self.product.shift
-        if kernel.op != "gru":
-            bias_ih = bias_ih + self.bias_hh
-        self.input = input_product(kernel.weight_ih[rows], scale_ih, bias_ih, kernel.x)
-        self.projection: StateProduct | None = None
+        self.product = state_product(kernel.weight_hh[rows], scale_hh, qmax, fixed)
+        bias_hh = bias_hh + self.product.shift
+        if kernel.op == "gru":  # the new gate multiplies what the state gives
+            self.bias_new = bias_hh[2 * self.hidden :].clone()
+            bias_hh[2 * self.hidden :] = 0
+        self.input = input_product(kernel.weight_ih[rows], scale_ih, bias_ih + bias_hh, kernel.x)
+        self.projection: Product | None = None
         if kernel.weight_hr is not None and kernel.weight_hr_scale is not None:
             scale = kernel.weight_hr_scale.expand(self.width)
-            self.projection = StateProduct(kernel.weight_hr, scale, qmax, 1 / qmax if fixed is not None else None)
+            self.projection = state_product(kernel.weight_hr, scale, qmax, 1 / qmax if fixed is not None else None)
 
     def run(
         self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor | None, c: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The hidden states (T, N, P), and the last cell state of an lstm."""
+        kernel = self.kernel
         steps, samples, _ = x.shape
         y = torch.empty(steps, samples, self.width, device="cpu")
         h = torch.zeros(samples, self.width, device="cpu") if h is None else h
         cell = None
-        if self.kernel.op == "lstm":
+        if kernel.op == "lstm":
             cell = torch.zeros(samples, self.hidden, device="cpu") if c is None else c.clone()
         if x.numel() == 0:  # oneDNN divides by zero
             return y, cell
-        state = State(self.product, samples, not self.kernel.is_bounded)
-        state.keep(h)
-        step = self._step(state, h, cell)
-        order = range(steps)
-        gates, states = self.input(x, *grid).unbind(0), y.unbind(0)
-        for t in reversed(order) if self.kernel.reverse else order:
-            step(gates[t], states[t])
-            state.keep(states[t])
-        return y, cell
-
-    def _step(self, state: State, h: Tensor, cell: Tensor | None) -> Step:
-        if cell is not None:
-            return self._lstm(state, cell)
-        return self._gru(state, h) if self.kernel.op == "gru" else self._rnn(state)
-
-    def _lstm(self, state: State, cell: Tensor) -> Step:
-        samples = len(cell)
-        gates, tanh = torch.empty(samples, 4 * self.hidden, device="cpu"), torch.empty_like(cell)
-        i, f, o, g = gates.chunk(4, 1)
-        projection = self.projection
-        inner = State(projection, samples, False) if projection is not None else None
-
-        def step(gate: Tensor, h: Tensor) -> None:
-            state.multiply(gate, gates)
-            gates.sigmoid_()
-            cell.mul_(f).addcmul_(i, g, value=2).sub_(i)
-            torch.tanh(cell, out=tanh)
-            if projection is None or inner is None:
-                torch.mul(tanh, o, out=h)
+        clamps, reverse = not kernel.is_bounded, kernel.reverse
+        with torch.inference_mode():  # it spares each call what autograd asks; what is handed out was made before
+            gates = self.input(x, *grid)
+            if cell is not None:
+                compiled(lstm)(gates, y, h, cell, self.product, self.projection, clamps, reverse)
+            elif kernel.op == "gru":
+                new = gates[..., 2 * self.hidden :].clone()
+                gates[..., 2 * self.hidden :] = self.bias_new
+                compiled(gru)(gates, new, y, h, self.product, clamps, reverse)
             else:
-                inner.keep(tanh.mul_(o))
-                inner.multiply(projection.shift, h)
-
-        return step
-
-    def _gru(self, state: State, h: Tensor) -> Step:
-        hidden, before = torch.empty(len(h), 3 * self.hidden, device="cpu"), h
-        reset_update, new = hidden.split([2 * self.hidden, self.hidden], 1)
-        reset, update = reset_update.chunk(2, 1)
-
-        def step(gate: Tensor, h: Tensor) -> None:
-            nonlocal before
-            state.multiply(self.bias_hh, hidden)
-            reset_update.add_(gate[:, : 2 * self.hidden]).sigmoid_()
-            torch.addcmul(gate[:, 2 * self.hidden :], reset, new, out=new).tanh_()
-            before = torch.lerp(new, before, update, out=h)
-
-        return step
-
-    def _rnn(self, state: State) -> Step:
-        function = torch.tanh_ if self.kernel.nonlinearity == "tanh" else torch.relu_
-
-        def step(gate: Tensor, h: Tensor) -> None:
-            state.multiply(gate, h)
-            function(h)
-
-        return step
+                compiled(rnn)(gates, y, h, self.product, kernel.nonlinearity == "tanh", clamps, reverse)
+        return y, cell

@@ -14,8 +14,8 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
+from fxq.backends.x86 import recurrent_loop
 from fxq.backends.x86.recurrent_loop import GATES, RecurrentLoop
-from fxq.backends.x86.recurrent_product import State
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
@@ -259,6 +259,12 @@ def scales(made):
     return [float(found) for found in re.findall(r"state_scale=([0-9.e-]+)", written)]
 
 
+def said(made):
+    """What the ledger says of the recurrent layers that run on integers."""
+    return {e.reason for e in made.ledger.where(fate="int8") if e.op in GATES}
+
+
+MEASURED_BECAUSE = "the range of its state is measured in each step: "
 CALIBRATED = {
     "lstm": ("LSTM", {"num_layers": 2}, ()),
     "both directions": ("LSTM", {"bidirectional": True}, ()),
@@ -277,6 +283,7 @@ def test_a_calibrated_range_of_the_state_is_as_good_as_a_measured_one(kind, opti
     measured = replace(recipe, config=replace(recipe.config, state=MEASURED_STATE))
     ours, theirs = (fxq.quantize(model, asked, data=[seen]) for asked in (recipe, measured))
     assert {e.fate for e in ours.ledger.where(op=kind.lower())} == {"int8"}
+    assert said(ours) == said(theirs) == {""}
     assert len(scales(ours)) == len(ours.ledger.where(op=kind.lower())) and not scales(theirs)
     wanted = call(model, other)
     assert sqnr(wanted, call(ours, other)) > sqnr(wanted, call(theirs, other)) - 1
@@ -295,12 +302,27 @@ def test_a_calibrated_range_holds_a_state_that_is_given():
         steps = re.search(r"state_qmax=([0-9]+)", str(made.history["insert-qdq"].graph))
         reach = [scale * int(steps[1]) for scale in scales(made)]
         assert reach == ([pytest.approx(max(largest, -h), rel=1e-4)] if -h <= 1.25 * largest else [])
+        why = "" if reach else f"{MEASURED_BECAUSE}the first one is far larger than those that follow"
+        assert said(made) == {why}
     assert reach == []
 
 
 def test_the_state_of_a_projection_is_measured():
-    made = fxq.quantize(settled(lambda: Outputs("LSTM", proj_size=7)), "static", data=[data()])
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
+    made = fxq.quantize(settled(lambda: Outputs("LSTM", proj_size=7)), recipe, data=[data()])
     assert scales(made) == []
+    assert said(made) == {f"{MEASURED_BECAUSE}its output shows another range than its state"}
+
+
+def test_a_fixed_range_that_the_state_leaves_is_measured():
+    config = fxq.QuantConfig(state=fxq.TensorSpec(symmetric=True, range="fixed"))
+    recipe = replace(fxq.Recipe.static(backend="x86", optimize="coverage"), config=config)
+    for nonlinearity, why in (
+        ("tanh", ""),
+        ("relu", f"{MEASURED_BECAUSE}a fixed one reaches from -1 to 1, and the state may go further"),
+    ):
+        made = fxq.quantize(settled(lambda kind=nonlinearity: Outputs("RNN", nonlinearity=kind)), recipe, data=[data()])
+        assert said(made) == {why}
 
 
 def test_a_state_whose_cell_is_read_too_is_measured():
@@ -318,7 +340,12 @@ def test_a_state_in_float_is_refused():
 
 def test_a_wrong_kernel_is_put_back(monkeypatch):
     """Of a state that is ten percent too large."""
-    keep = State.keep
-    monkeypatch.setattr(State, "keep", lambda self, h: keep(self, 1.1 * h))
+    right = recurrent_loop.state_product
+
+    def wrong_product(*args):
+        product = right(*args)
+        return product._replace(scale=1.1 * product.scale, shift=1.1 * product.shift)
+
+    monkeypatch.setattr(recurrent_loop, "state_product", wrong_product)
     _, wrong = quantized(settled(lambda: Net("LSTM")), "static", data())
     assert len(wrong) == 2 and "x86.recurrent kernel is wrong" in wrong[0]
