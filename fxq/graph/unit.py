@@ -6,7 +6,7 @@ A unit holds no weight: everything it needs is an input, so units of the same bo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -222,6 +222,21 @@ def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:
 
 
 _UNPLANNED = Plan(Decision("float"))
+
+
+def movers_of(
+    gm: fx.GraphModule, node: fx.Node, plan: Callable[[fx.Node], Plan | None] = plan_of
+) -> dict[fx.Node, None]:
+    """The nodes that only move what a node reads as integers, up to where it is computed; `plan`: that of a node."""
+    found: dict[fx.Node, None] = {}
+    todo = [node]
+    while todo:
+        for value in reads_of(gm, todo.pop()):
+            known = plan(value)
+            if value not in found and known is not None and known.fate == "moves":
+                found[value] = None
+                todo.append(value)
+    return found
 
 
 Wish = tuple[TensorSpec, int | None]
