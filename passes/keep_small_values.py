@@ -28,8 +28,8 @@ Grid = QParams | MeasuredGrid
 
 FEW = 8
 """Samples that are looked at, if so many are recorded: shares of values hardly differ from sample to sample."""
-COARSE = 4
-"""Bits below which a grid makes zeros of most values of any kind: who asks for it wants that."""
+COARSE = 6
+"""Bits below which a grid makes zeros of many values of any kind: who asks for that gets it."""
 
 
 @dataclass(frozen=True)

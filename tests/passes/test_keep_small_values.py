@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.passes import KeepSmallValues
 from tests.graphs import node, run_pass
@@ -128,9 +127,9 @@ def test_only_layers_are_looked_at():
 
 
 def test_of_the_few_integers_of_a_coarse_grid_many_are_zero():
-    coarse = LAYER.replace(S, "TensorSpec(bits=3, observer='minmax')").replace("255", "7")
+    coarse = LAYER.replace(S, "TensorSpec(bits=5, observer='minmax')").replace("255", "31")
     assert plan_after(coarse, values(192)).fate == "int8"
-    assert plan_after(coarse.replace("bits=3", "bits=4"), values(192)).fate == "float"
+    assert plan_after(coarse.replace("bits=5", "bits=6"), values(192)).fate == "float"
 
 
 def test_the_layer_of_a_unit_that_reads_its_residual_later():
