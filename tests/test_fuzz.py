@@ -99,9 +99,7 @@ def recipe(bits: int = 8) -> fxq.Recipe:
     return fxq.Recipe.static(backend="x86", optimize="coverage", activation=activation)
 
 
-WITHOUT_DATA = [
-    getattr(fxq.Recipe, preset)(backend="x86", optimize="coverage") for preset in ("dynamic", "weight_only")
-]
+WITHOUT_DATA = [made(backend="x86", optimize="coverage") for made in (fxq.Recipe.dynamic, fxq.Recipe.weight_only)]
 
 
 def quantize(network: Network, chosen: fxq.Recipe, batch: Any) -> fxq.QuantizedModel:
