@@ -16,7 +16,7 @@ from fxq.graph.fills import Fills
 from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
-from fxq.graph.unit import Inner, calls_of, inputs_of, movers_of, reads_of, wishes_of
+from fxq.graph.unit import Inner, calls_of, feeding, inputs_of, reads_of, wishes_of
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
@@ -331,7 +331,7 @@ class _Chooser:
         why = f"what it selects spans {times:.0f} times less than its input"
         self.plans[node] = Plan(_off_grid(why), exact=True)
         why = f"%{node.name} selects values of a small part of its range"
-        for mover in movers_of(self.gm, node, self._plan):
+        for mover in feeding(self.gm, node, lambda value: self._plan(value).fate == "moves"):
             self.plans[mover] = Plan(_off_grid(why), exact=True)
 
 

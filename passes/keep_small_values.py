@@ -16,7 +16,7 @@ from fxq.errors import InputError
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import unobserved
 from fxq.graph.run import Runner, value_of
-from fxq.graph.unit import calls_of, inputs_of, movers_of, wishes_of
+from fxq.graph.unit import calls_of, feeding, inputs_of, wishes_of
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import observers_paused
 from fxq.quant.measured import MeasuredGrid, measured_scale
@@ -37,7 +37,7 @@ class KeepSmallValues(Pass):
     """Leave a layer in float where most of the values that it reads would become zero on their grid, and it needs them.
 
     Before: edges with grids, and a layer that reads values of which most are smaller than half a step
-    After: the same graph, where the plan of that layer says float, and those of the ops that only move its values
+    After: the same graph, where the plans of that layer, and of the functions between it and those before, say float
     Keeps: the graph.
 
     Powers, for one, differ by more than 8 bits can tell apart: on any scale, they are a few peaks among zeros. The
@@ -68,11 +68,11 @@ class KeepSmallValues(Pass):
                     f"in {loss.bits} bits, {100 * loss.share:.0f} % of what it reads would become zero (zeros not "
                     f"counted), and leave its result at {loss.sqnr:.1f} dB"
                 )
-                movers = movers_of(rewriter.gm, node)
+                between = feeding(rewriter.gm, node, lambda value: _is_light(rewriter.gm, value))
                 rewriter.describe(node, plan=self._float(why))
-                for mover in movers:
-                    why = f"it moves values for %{node.name}, and most of them would become zero in {loss.bits} bits"
-                    rewriter.describe(mover, plan=self._float(why))
+                for light in between:
+                    why = f"%{node.name} reads of it what would mostly become zero in {loss.bits} bits"
+                    rewriter.describe(light, plan=self._float(why))
 
     def _losses(self, rewriter: Rewriter) -> dict[fx.Node, _Loss]:
         """What each layer would lose on the samples; on the example where it does not run on samples."""
@@ -97,6 +97,13 @@ class KeepSmallValues(Pass):
     def _float(self, why: str) -> Plan:
         fix = f'recipe.without_pass("{self.name}")'
         return Plan(Decision("float", "off the grid", why, fix, self.name), exact=True)
+
+
+def _is_light(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node that runs on integers has no layer in it."""
+    plan, calls = info(node).plan, calls_of(gm, node)
+    light = bool(calls) and all(call.op.quant.weight is None for call in calls)
+    return light and plan is not None and not plan.in_float
 
 
 @dataclass

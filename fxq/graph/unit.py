@@ -224,18 +224,14 @@ def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:
 _UNPLANNED = Plan(Decision("float"))
 
 
-def movers_of(
-    gm: fx.GraphModule, node: fx.Node, plan: Callable[[fx.Node], Plan | None] = plan_of
-) -> dict[fx.Node, None]:
-    """The nodes that only move what a node reads as integers, up to where it is computed; `plan`: that of a node."""
+def feeding(gm: fx.GraphModule, node: fx.Node, goes_on: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
+    """The nodes that what a node reads as integers comes from, and what these read, as far as the way `goes_on`."""
     found: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
-        for value in reads_of(gm, todo.pop()):
-            known = plan(value)
-            if value not in found and known is not None and known.fate == "moves":
-                found[value] = None
-                todo.append(value)
+        new = [value for value in reads_of(gm, todo.pop()) if value not in found and goes_on(value)]
+        found.update(dict.fromkeys(new))
+        todo += new
     return found
 
 

@@ -117,7 +117,25 @@ qparams={GRID}),), plan=Plan(Decision('moves'), reads={S})
     plans = {name: info(node(gm, name)).plan for name in ("v", "a", "b", "s")}
     assert {name: plan.fate for name, plan in plans.items()} == {"v": "float", "a": "float", "b": "float", "s": "int8"}
     assert plans["v"].exact
-    assert plans["v"].decision.text == "it moves values for %a, and most of them would become zero in 8 bits"
+    assert plans["v"].decision.text == "%a reads of it what would mostly become zero in 8 bits"
+
+
+def test_what_computes_the_values_reads_floats_up_to_the_layer_before():
+    """A sum on integers would have lost them before the layer reads it."""
+    program = f"""
+        x: float32[4, 256] = input()  # edges=(Edge({S}, 0, True, qparams={GRID}),)
+        w: float32[2, 256] = tensor('w')
+        square: float32[256, 256] = tensor('square')
+        before: float32[4, 256] = linear(x, square)  # edges=(Edge({S}, 1, True, qparams={GRID}),), {INT8}
+        v: float32[4, 256] = add(before, before)  # edges=(Edge({S}, 2, True, qparams={GRID}),), {INT8}
+        y: float32[4, 2] = linear(v, w)  # {INT8}
+        return y
+    """
+    given = {"w": needs(values(192)), "square": torch.eye(256) / 4}
+    gm = run_pass(KeepSmallValues(), program, given, data=(values(192) + 0.5,))  # 1 there, half of that behind the sum
+    plans = {name: info(node(gm, name)).plan for name in ("before", "v", "y")}
+    assert {name: plan.fate for name, plan in plans.items()} == {"before": "int8", "v": "float", "y": "float"}
+    assert plans["v"].exact
 
 
 def test_only_layers_are_looked_at():
