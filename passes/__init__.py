@@ -11,6 +11,7 @@ from fxq.passes.fold_batch_norm import FoldBatchNorm
 from fxq.passes.fuse import Fuse
 from fxq.passes.insert_observers import InsertObservers
 from fxq.passes.insert_qdq import InsertQdq
+from fxq.passes.keep_small_values import KeepSmallValues
 from fxq.passes.lower import Lower
 from fxq.passes.propagate import Propagate
 from fxq.passes.share_qparams import ShareQParams
@@ -31,6 +32,7 @@ PASSES: tuple[Pass, ...] = (
     InsertObservers(),
     # calibration happens here
     ChooseGrids(),
+    KeepSmallValues(),
     InsertQdq(),
     Propagate(),
     Fallback(),
@@ -57,6 +59,7 @@ __all__ = [
     "Fuse",
     "InsertObservers",
     "InsertQdq",
+    "KeepSmallValues",
     "Lower",
     "Propagate",
     "ShareQParams",

@@ -16,7 +16,7 @@ from fxq.graph.fills import Fills
 from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
-from fxq.graph.unit import Inner, calls_of, inputs_of, reads_of, wishes_of
+from fxq.graph.unit import Inner, calls_of, feeding, inputs_of, reads_of, wishes_of
 from fxq.ops.traits import STATE_MEASURED
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
@@ -335,13 +335,9 @@ class _Chooser:
         """Let a node select from floats: what makes these, up to where they are computed, moves floats as well."""
         why = f"what it selects spans {times:.0f} times less than its input"
         self.plans[node] = Plan(_off_grid(why), exact=True)
-        todo = [node]
-        while todo:
-            for value in reads_of(self.gm, todo.pop()):
-                if self._plan(value).fate == "moves":
-                    why = f"%{node.name} selects values of a small part of its range"
-                    self.plans[value] = Plan(_off_grid(why), exact=True)
-                    todo.append(value)
+        why = f"%{node.name} selects values of a small part of its range"
+        for mover in feeding(self.gm, node, lambda value: self._plan(value).fate == "moves"):
+            self.plans[mover] = Plan(_off_grid(why), exact=True)
 
 
 def _off_grid(why: str) -> Decision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -85,7 +85,7 @@ class Fallback(Pass):
             _price(rewriter, prober, choose)
             prober.costs.save()
         runs = ("float" if _fate(node) == "float" else "int8" for node in able)
-        context.decided = (*opened, *map(Pin.at, able.values(), runs))
+        context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
         rewriter.erase_unused()
@@ -195,6 +195,14 @@ def _able(rewriter: Rewriter) -> dict[fx.Node, Place]:
     """What runs on integers now, with its place."""
     places = places_of(rewriter.gm, rewriter.nodes())
     return {node: place for node, place in places.items() if _fate(node) not in ("float", "weight-only", None)}
+
+
+def _off_grid(rewriter: Rewriter) -> Iterator[Pin]:
+    """What runs in float because of its values: on other data it could run on integers."""
+    for node, place in places_of(rewriter.gm, rewriter.nodes()).items():
+        plan = info(node).plan
+        if plan is not None and plan.fate == "float" and plan.decision.kind == "off the grid":
+            yield Pin.at(place, "float")
 
 
 def _fate(node: fx.Node) -> str | None:

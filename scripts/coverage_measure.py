@@ -39,7 +39,7 @@ class Result:
         leaves: modules that run in float as they are because torch.fx cannot trace them, with the reason.
         ops: number of ops by what became of them (see `fxq.Ledger`).
         reasons: the most frequent reasons for float, with how many ops they hold back.
-        heavy: the reasons for float of ops that multiply and accumulate, with their share of all that is.
+        heavy: by preset, the reasons for float of ops that multiply and accumulate, with their share of all that is.
         macs: share of multiply-accumulates that run on integers.
         sqnr: dB of int8 against float, on a fresh batch.
         kernels: dB of the lowered graph against the qdq graph that it was lowered from, same batch.
@@ -61,7 +61,7 @@ class Result:
     leaves: dict[str, str] = field(default_factory=dict)
     ops: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
-    heavy: dict[str, float] = field(default_factory=dict)
+    heavy: dict[str, dict[str, float]] = field(default_factory=dict)
     macs: float | None = None
     sqnr: float | None = None
     kernels: float | None = None
@@ -174,6 +174,7 @@ def _without_data(
         warnings.simplefilter("always")
         qmodel = fxq.quantize(model, recipe, example_inputs=data[0], progress=False)
     result.put_back += _wrong(caught)
+    result.heavy[preset] = _heavy(qmodel.ledger)
     return sqnr(expected, call(qmodel, fresh))
 
 
@@ -183,10 +184,16 @@ def _read_ledger(qmodel: fxq.QuantizedModel, result: Result) -> None:
     traced = qmodel.history["trace"].graph
     result.leaves = {node.path: node.note for node in traced if node.note}
     result.macs = qmodel.ledger.coverage
-    total = max(sum(entry.macs for entry in qmodel.ledger), 1)
-    for entry in qmodel.ledger.where(fate="float"):
-        if entry.macs:
-            result.heavy[entry.reason] = result.heavy.get(entry.reason, 0.0) + entry.macs / total
+    result.heavy["static"] = _heavy(qmodel.ledger)
+
+
+def _heavy(ledger: fxq.Ledger) -> dict[str, float]:
+    """The reasons for float of ops that multiply and accumulate, with the share of all that is."""
+    total = max(sum(entry.macs for entry in ledger), 1)
+    found: dict[str, float] = {}
+    for entry in ledger.where(lambda entry: entry.fate == "float" and entry.macs > 0):
+        found[entry.reason] = found.get(entry.reason, 0.0) + entry.macs / total
+    return found
 
 
 def call(model: nn.Module, batch: Any) -> Any:

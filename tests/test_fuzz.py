@@ -99,8 +99,17 @@ def recipe(bits: int = 8) -> fxq.Recipe:
     return fxq.Recipe.static(backend="x86", optimize="coverage", activation=activation)
 
 
-def check(plan: Plan, bits: int = 8) -> None:
+WITHOUT_DATA = [made(backend="x86", optimize="coverage") for made in (fxq.Recipe.dynamic, fxq.Recipe.weight_only)]
+
+
+def quantize(network: Network, chosen: fxq.Recipe, batch: Any) -> fxq.QuantizedModel:
+    """The network by a recipe; dynamic and weight-only see the batch as an example."""
+    return fxq.quantize(network, chosen, data=[batch] if chosen.preset == "static" else None, example_inputs=batch)
+
+
+def check(plan: Plan, chosen: fxq.Recipe | None = None) -> None:
     """All that holds for every network."""
+    chosen = chosen or recipe()
     network, batch = plan.build()
     if not network.lines:
         return
@@ -111,13 +120,11 @@ def check(plan: Plan, bits: int = 8) -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", fxq.FxqWarning)
             try:
-                quantized = fxq.quantize(network, recipe(bits), data=[batch])
+                quantized = quantize(network, chosen, batch)
             except fxq.CalibrationError as error:  # a stride may step over the infinity that a pad has brought in
                 assert "holds Inf, which a mask may, but nothing that a layer multiplies" in str(error)
                 return
-            qdq = fxq.quantize(
-                network, recipe(bits).without_pass("lower").without_pass("verify-lowering"), data=[batch]
-            )
+            qdq = quantize(network, chosen.without_pass("lower").without_pass("verify-lowering"), batch)
         warned = [str(w.message) for w in said if issubclass(w.category, fxq.FxqWarning)]
         assert all(text.startswith(EXPECTED) for text in warned), warned
         got, exact = quantized(*batch), qdq(*batch)
@@ -139,7 +146,7 @@ def check(plan: Plan, bits: int = 8) -> None:
         assert not network.training
         check_ledger(network, len(batch), quantized.ledger)
         if plan.seed == 0:
-            check_state(network, batch, quantized, got)
+            check_state(network, chosen, batch, quantized, got)
         if plan.seed == 1:
             check_edits(batch, quantized)
 
@@ -153,11 +160,11 @@ def takes(network: Network, batch: Any) -> bool:
     return True
 
 
-def check_state(network: Network, batch: Any, quantized: fxq.QuantizedModel, got: Any) -> None:
+def check_state(network: Network, chosen: fxq.Recipe, batch: Any, quantized: fxq.QuantizedModel, got: Any) -> None:
     """A state dict gives its model's numbers to one of other ranges, or is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)
-        other = fxq.quantize(network, recipe(), data=[tuple(x / 2 for x in batch)])
+        other = quantize(network, chosen, tuple(x / 2 for x in batch))
     try:
         other.load_state_dict(quantized.state_dict())
     except fxq.InputError as error:
@@ -259,6 +266,13 @@ def test_random_networks(plan):
 
 
 @needs_x86
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(plan=plans(12), chosen=st.sampled_from(WITHOUT_DATA))
+def test_random_networks_without_data(plan, chosen):
+    check(plan, chosen)
+
+
+@needs_x86
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), prices=st.integers(0, 99))
 def test_random_networks_at_random_prices(plan, prices):
@@ -289,17 +303,19 @@ def test_too_large_an_error_is_seen():
     plan = Plan(("image",), (Step("conv2d"), Step("relu"), Step("conv2d")))
     check(plan)
     with pytest.raises(AssertionError, match="qdq against float, output 0"):
-        check(plan, bits=4)
+        check(plan, recipe(bits=4))
 
 
 @pytest.mark.slow
 @needs_x86
-@pytest.mark.parametrize("round_", range(40))
+@pytest.mark.parametrize("round_", range(50))
 def test_many_random_networks(round_):
+    recipes = [recipe()] if round_ % 5 else WITHOUT_DATA
+
     @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
-    @given(plan=plans(40 if round_ < 4 else 12))
-    def many(plan):
-        check(plan)
+    @given(plan=plans(40 if round_ < 5 else 12), chosen=st.sampled_from(recipes))
+    def many(plan, chosen):
+        check(plan, chosen)
 
     many()
 

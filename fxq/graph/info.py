@@ -42,7 +42,7 @@ class Decision:
             `unverified`: its kernel gave other numbers than its qdq form.
             `leaf`: it is in a module that is kept as it is.
             `no integer neighbour`: integers would need conversions made for it alone, or nothing reads them.
-            `off the grid`: its values fit no grid, or fill a small part of one.
+            `off the grid`: its values fit no grid, fill a small part of one, or most of them would become zero.
             `no tensor`: it reads or makes a shape or another plain value.
             `undecided`: no pass has decided.
         text: the reason, for people. Nothing in fxq reads meaning out of it.

@@ -6,7 +6,7 @@ A unit holds no weight: everything it needs is an input, so units of the same bo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -222,6 +222,17 @@ def reads_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, TensorSpec]:
 
 
 _UNPLANNED = Plan(Decision("float"))
+
+
+def feeding(gm: fx.GraphModule, node: fx.Node, goes_on: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
+    """The nodes that what a node reads as integers comes from, and what these read, as far as the way `goes_on`."""
+    found: dict[fx.Node, None] = {}
+    todo = [node]
+    while todo:
+        new = [value for value in reads_of(gm, todo.pop()) if value not in found and goes_on(value)]
+        found.update(dict.fromkeys(new))
+        todo += new
+    return found
 
 
 Wish = tuple[TensorSpec, int | None]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch, first_of
+from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import Agreement, tensors
 from fxq.errors import InputError, warn
@@ -47,22 +47,15 @@ def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context, macs: int = 0)
     """
     with torch.no_grad(), without_autocast():
         try:
-            return _compared(gms, context, _samples(context, macs))
+            few = context.some_samples(FEW) if macs > LARGE else context.samples or [context.example]
+            return _compared(gms, context, few)
         except (InputError, RuntimeError, IndexError, ValueError) as error:
             # recorded are the first samples of a batch; where its first axis is none of samples, they fit no model
             log.info("the output is compared on the example instead of recorded samples: %s", error)
             return _compared(gms, context, [context.example])
 
 
-def _samples(context: Context, macs: int) -> Iterator[Batch]:
-    most = -(-FEW // max(len(context.samples), 1))
-    for batch in context.samples or [context.example]:
-        yield first_of(batch, most) if context.divisible and macs > LARGE else batch
-
-
-def _compared(
-    gms: Sequence[fx.GraphModule], context: Context, batches: Iterator[Batch] | list[Batch]
-) -> list[float | None]:
+def _compared(gms: Sequence[fx.GraphModule], context: Context, batches: Sequence[Batch]) -> list[float | None]:
     found: list[dict[int, Agreement]] = [{} for _ in gms]  # by the place of the output
     for batch in batches:
         results = [tensors(run_model(context.model, batch, context.recipe.concrete_args))]

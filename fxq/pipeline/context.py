@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxq.backends.base import Backend
-from fxq.common.data import Batch
+from fxq.common.data import Batch, first_of
 from fxq.errors import RecipeError
 from fxq.graph.info import info
 from fxq.graph.query import op_of
@@ -65,6 +65,15 @@ class Context:
         self.narrow = next((role for role in NARROW if role == self.recipe.narrow), self.narrow)
         if not self.types:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
+
+    def some_samples(self, most: int) -> list[Batch]:
+        """Of every recorded batch as many samples, about `most` together; of the example where none is recorded.
+
+        Batches are whole where the graph does not run on a part of one.
+        """
+        batches = self.samples or [self.example]
+        each = -(-most // len(batches))
+        return [first_of(batch, each) if self.divisible else batch for batch in batches]
 
     def config_for(self, path: str, op: str) -> tuple[QuantConfig, Selector | None]:
         """The recipe's config for an op at a module path, and the override that decided it."""
