@@ -19,7 +19,7 @@ from fxq.graph.run import Runner, value_of
 from fxq.graph.unit import calls_of, feeding, inputs_of, wishes_of
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import observers_paused
-from fxq.quant.measured import MeasuredGrid, measured_scale
+from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -167,7 +167,7 @@ class _Trial(Runner):
         seen, lost, left = 0, 0, dict(self.values)
         for read, grid in loss.grids.items():
             x = self.values[read]
-            step = measured_scale(x, grid.steps, grid.axis) if isinstance(grid, MeasuredGrid) else grid.s
+            step = grid.scale_of(x) if isinstance(grid, MeasuredGrid) else grid.s
             kept = x.abs() > 0.5 * step
             seen += int(x.count_nonzero())
             lost += int(x.count_nonzero()) - int(kept.sum())

@@ -47,6 +47,10 @@ class MeasuredGrid:
         """
         return self.qmax - self.middle if self.symmetric else self.qmax - self.qmin - 1
 
+    def scale_of(self, x: Tensor) -> Tensor:
+        """The scale that values have, float32; as `measured_scale`."""
+        return measured_scale(*measured_range(x, self.axis), self.steps, self.symmetric)
+
 
 def measured_range(x: Tensor, axis: int | None = None) -> tuple[Tensor, Tensor]:
     """The smallest and the largest of zero and the values of `x`; of each row with an `axis`.

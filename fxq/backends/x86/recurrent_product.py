@@ -29,7 +29,8 @@ def input_product(weight: Tensor, scale: Tensor, bias: Tensor, x: QParams) -> Ca
     ones = weight.sum(1) * scale
 
     def multiply(q: Tensor, measured: Tensor | None = None, zero_point: Tensor | None = None) -> Tensor:
-        step, zero, own = x.s, x.z, bias
+        step, zero = x.s, x.z
+        own: Tensor | None = bias
         one_scale = measured is not None and measured.dim() == 0
         if measured is not None and one_scale:
             step, zero = float(measured), x.z if zero_point is None else int(zero_point)
