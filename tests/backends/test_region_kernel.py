@@ -225,6 +225,7 @@ def test_the_kernel_of_a_region_without_one_says_so():
 def test_an_engine_says_itself_what_its_ops_cost(net, monkeypatch):
     """Nothing is timed. What loses runs in float; of ops in one region, each has its own price."""
     monkeypatch.setattr("fxq.cost.cache.measure", None)
+    monkeypatch.setattr("fxq.passes.fallback.quickest", lambda gm, context, changes: 1)
     qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize("speed"))
     assert {e.name: (e.fate, e.float_us, e.int8_us) for e in qmodel.ledger if e.float_us} == {
         "a": ("int8", 10.0, pytest.approx(1.0)),
@@ -235,6 +236,19 @@ def test_an_engine_says_itself_what_its_ops_cost(net, monkeypatch):
         "mean": ("float", 10.0, pytest.approx(30.0)),
         "d": ("float", 10.0, pytest.approx(30.0)),
     }
+
+
+def test_what_prices_say_is_tried_against_all_that_can_on_integers(net, monkeypatch):
+    """Where the whole is quicker so, it stays on integers, whatever the prices of its ops."""
+    asked = []
+
+    def quickest(gm, context, changes):
+        asked.append(len(changes))
+        return 0
+
+    monkeypatch.setattr("fxq.passes.fallback.quickest", quickest)
+    qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize("speed"))
+    assert asked == [2] and qmodel.ledger.where(name="d")[0].fate == "int8"
 
 
 class SplitEngine(own.PricedEngine):
@@ -250,6 +264,7 @@ class SplitEngine(own.PricedEngine):
 def test_an_engine_s_prices_are_asked_before_its_units_are_opened(net, monkeypatch):
     """Nothing is timed to choose between two ways."""
     monkeypatch.setattr("fxq.cost.cache.measure", None)
+    monkeypatch.setattr("fxq.passes.fallback.quickest", lambda gm, context, changes: 1)
     qmodel = quantized(net, ENGINE.with_backend(SplitEngine).with_optimize("speed"))
     found = {e.name: (e.fate, e.float_us, e.int8_us) for e in qmodel.ledger}
     assert found["a"] == ("int8", 10.0, pytest.approx(1.0)) and found["relu"] == ("int8", None, None)
