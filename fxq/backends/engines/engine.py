@@ -23,7 +23,7 @@ from fxq.errors import BackendError, warn, words_of
 from fxq.graph.info import Cost, info
 from fxq.graph.partition import connected_regions
 from fxq.graph.query import CONVERSIONS, is_op, op_of
-from fxq.graph.region import Region, is_weight
+from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.unit import Calls, calls_of
 from fxq.onnx.graph import refusal, write_onnx
 from fxq.quant.spec import QuantConfig
@@ -132,6 +132,9 @@ class EngineBackend(Backend):
     others: ClassVar[frozenset[str]]
     rounding: ClassVar[frozenset[str]] = frozenset()
 
+    def __init__(self) -> None:
+        self._refused: dict[str, str | None] = {}
+
     def available(self) -> str | None:
         """As in `Backend`."""
         missing = [package for package in (self.package, "onnx") if find_spec(package) is None]
@@ -154,8 +157,26 @@ class EngineBackend(Backend):
         return Support(len(calls), emits_float=first.op.name not in self.rounding)
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
-        """Why the engine does not take a node of the graph; None: it does."""
-        return refusal(gm, node)
+        """Why the engine does not take a node of the graph; None: it does. One of each kind is compiled alone."""
+        reason = refusal(gm, node)
+        if reason is not None:
+            return reason
+        parts = [(call.op.name, sorted(call.options.items())) for call in calls_of(gm, node)]
+        key = repr((parts, [(len(info(read).shape or ()), info(read).dtype) for read in node.all_input_nodes]))
+        if key not in self._refused:
+            self._refused[key] = self._refused_alone(gm, node)
+        return self._refused[key]
+
+    def _refused_alone(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
+        region = region_of([node])
+        inputs = [_made_up(read) for read in region.inputs]
+        if any(x is None for x in inputs) or not region.outputs:
+            return None
+        try:
+            self.kernel.compiled(write_onnx(fx.GraphModule(gm, region.to_graph()), inputs).model, 1)
+        except Exception as error:  # whatever an engine raises
+            return f"the engine refuses it: {words_of(error)}"
+        return None
 
     def takes(self, gm: fx.GraphModule, node: fx.Node) -> bool:
         """Whether a node of the qdq graph goes into a region."""

@@ -225,15 +225,34 @@ def test_a_wrong_engine_is_caught(name, monkeypatch):
     assert not kernels(q) and sqnr(model(x), q(x)) > 20
 
 
-def test_an_engine_that_raises(name, monkeypatch):
+def test_an_engine_that_refuses_everything(name, monkeypatch):
     def fails(model, threads):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(backend_type(name).kernel, "compiled", fails)
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval(), torch.randn(2, 3, 8, 8)
-    with pytest.warns(fxq.FxqWarning, match="no such instruction"):
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers.*the engine refuses it: no such instruction"):
         q = fxq.quantize(model, recipe(name), data=[x])
-    assert not kernels(q) and sqnr(model(x), q(x)) > 20
+    assert not kernels(q) and sqnr(model(x), q(x)) > 100
+
+
+def test_an_engine_that_refuses_one_op(name, monkeypatch):
+    """The others still run in it."""
+    kind = backend_type(name).kernel
+    right = kind.compiled
+
+    def picky(model, threads):
+        if any(node.op_type == "MaxPool" for node in model.graph.node):
+            raise RuntimeError("no pools")
+        return right(model, threads)
+
+    monkeypatch.setattr(kind, "compiled", picky)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3)).eval()
+    x = torch.randn(2, 3, 12, 12)
+    q = fxq.quantize(model, recipe(name), data=[x])
+    assert len(kernels(q)) == 2 and sqnr(model(x), q(x)) > 20
+    (entry,) = q.ledger.where(op="max_pool2d")
+    assert entry.fate == "float" and "the engine refuses it: no pools" in entry.reason
 
 
 @pytest.mark.parametrize("missing", ["engine", "onnx"])
