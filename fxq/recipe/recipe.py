@@ -30,8 +30,8 @@ class Recipe:
 
     Attributes:
         preset: the preset it started from; decides the pipeline, and the config where none is given.
-        backend: name of the backend, import path of one of your own, "auto" for the best one of PyTorch's that this machine
-            runs, or "fastest" for the quickest of all.
+        backend: name of the backend, import path of one of your own, "auto" for the best one of PyTorch's that this
+            machine runs, or "fastest" for the quickest of all.
         config: how a layer is quantized where no override speaks.
         overrides: (selector, config) pairs; later ones win.
         leaf_modules: path globs of modules that are not traced into: they run in float, as they are.
@@ -112,8 +112,8 @@ class Recipe:
         """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
         Args:
-            backend: "auto", "x86", "fbgemm", "qnnpack", "openvino", "onnxruntime" or "reference"; "fastest" tries all that
-                are installed; or one of your own, see `with_backend`.
+            backend: "auto", "x86", "fbgemm", "qnnpack", "openvino", "onnxruntime" or "reference"; "fastest" tries all
+                that are installed; or one of your own, see `with_backend`.
             activation: spec of all activations; the default is uint8 affine with the histogram observer.
             weight: spec of all weights; the default is int8 symmetric per channel.
             correct_bias: fit scale and bias of every layer to its float form: inserts the pass correct-bias.
