@@ -18,7 +18,7 @@ from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
 from fxq.recipe.pipeline import Pipeline, PipelineEdit, edit_for, pipeline_of, preset_config
-from fxq.recipe.recipe_checks import check_choice, check_config, check_preset
+from fxq.recipe.recipe_checks import check_choice, check_config, check_preset, refuse_options
 from fxq.recipe.recipe_file import arguments_from, data_of, read_toml, toml_of
 from fxq.recipe.selector import Selector, as_selector
 from fxq.rewriting.pattern import FUSIONS, Family, Rule
@@ -162,13 +162,14 @@ class Recipe:
 
         Source: Jacob et al. 2018, section 3; Dettmers et al. 2022, section 2.1 (a scale for each row).
         """
+        refuse_options("dynamic", options, "correct_bias")
         return replace(cls.static(activation=activation, weight=weight, **options), preset="dynamic")
 
     @classmethod
     def weight_only(
         cls,
         *,
-        bits: int = 8,
+        bits: int | None = None,
         per: Literal["tensor", "channel"] | int | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -179,8 +180,8 @@ class Recipe:
         when they run. What that takes, and what it saves, the ledger says.
 
         Args:
-            bits: 8: symmetric, a scale for each channel; of an embedding for each block. 4 or fewer: affine, a scale
-                for each block.
+            bits: 8, the default: symmetric, a scale for each channel; of an embedding for each block. 4 or fewer:
+                affine, a scale for each block.
             per: what has a scale: "tensor", "channel", or blocks of so many values, such as 32, 64 (the default for 4
                 bits, and for embeddings) or 128.
             dtype: torch.float16: weights are kept in that, and not in integers.
@@ -194,7 +195,11 @@ format='integer')
 
         Source: Dettmers and Zettlemoyer 2023, section 2 (blocks, for 4 bits).
         """
-        weight = options.pop("weight", None) or weight_spec(bits, per, dtype)
+        asked = {key: value for key, value in (("bits", bits), ("per", per), ("dtype", dtype)) if value is not None}
+        refuse_options("weight_only", options, "correct_bias", "activation")
+        if "weight" in options:
+            refuse_options("weight_only with a weight spec", asked, *asked)
+        weight = options.pop("weight", None) or weight_spec(bits or 8, per, dtype)
         return replace(cls.static(activation=None, weight=weight, **options), preset="weight_only")
 
     def only(self, *selectors: Any) -> Recipe:

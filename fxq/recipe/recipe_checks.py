@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from fxq.errors import RecipeError, unknown
 from fxq.quant.observers import observer_named
@@ -15,6 +16,13 @@ def check_preset(preset: str) -> None:
         raise RecipeError(f'the preset "{preset}" is not built yet: use "static", with calibration data.')
     if preset == "static_corrected":
         raise RecipeError('the preset "static_corrected" is now an option: write fxq.Recipe.static(correct_bias=True).')
+
+
+def refuse_options(what: str, given: Mapping[str, Any], *names: str) -> None:
+    """Raise `RecipeError` for an option that would do nothing: one of these, where it is given and says something."""
+    for name in names:
+        if given.get(name):
+            raise RecipeError(f"{what} takes no {name}: it would do nothing. Leave out {name}={given[name]!r}.")
 
 
 def check_choice(what: str, value: str, choices: Sequence[str]) -> None:

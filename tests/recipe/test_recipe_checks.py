@@ -93,8 +93,18 @@ def test_what_is_built(per, observer):
         ({"dtype": torch.bfloat16}, "must be torch.float16"),
         ({"bits": 4, "dtype": torch.float16}, "leave bits and per out"),
         ({"per": 32, "dtype": torch.float16}, "leave bits and per out"),
+        ({"bits": 4, "weight": WEIGHT}, "with a weight spec takes no bits"),
+        ({"dtype": torch.float16, "weight": WEIGHT}, "with a weight spec takes no dtype"),
+        ({"correct_bias": True}, "takes no correct_bias: it would do nothing"),
+        ({"activation": WEIGHT}, "takes no activation"),
     ],
 )
 def test_weights_alone(options, message):
     with pytest.raises(RecipeError, match=message):
         fxq.Recipe.weight_only(**options)
+
+
+def test_a_dynamic_recipe_corrects_no_bias():
+    with pytest.raises(RecipeError, match="dynamic takes no correct_bias: it would do nothing. Leave out"):
+        fxq.Recipe.dynamic(correct_bias=True)
+    assert fxq.Recipe.dynamic(correct_bias=False) == fxq.Recipe.dynamic()
