@@ -92,15 +92,23 @@ def prepare_all(recipe: Recipe, device: str, prepare: Callable[[Recipe], Observe
         prepare: what prepares the model with a recipe of one backend.
 
     Raises:
-        BackendError: there is no such backend.
+        FxqError: no backend prepares the model, or there is none; the first one's error.
     """
-    reasons = {name: unavailable(name, device) for name in fastest_order()}
-    made = [prepare(recipe.with_backend(name)) for name, why in reasons.items() if why is None]
+    absent: dict[str, str] = {}
+    made: list[ObservedModel] = []
+    failed: FxqError | None = None
+    for name in fastest_order():
+        why = unavailable(name, device)
+        try:
+            made += [prepare(recipe.with_backend(name))] if why is None else []
+        except FxqError as error:
+            failed, why = failed or error, words_of(error)
+        if why is not None:
+            absent[name] = why
     if not made:
-        raise BackendError("no backend runs here: " + " ".join(f"{name}: {why}" for name, why in reasons.items()))
+        raise failed or BackendError("no backend runs here: " + " ".join(absent.values()))
     first, *others = made
-    first.others = tuple(others)
-    first.absent = {name: why for name, why in reasons.items() if why is not None}
+    first.others, first.absent = tuple(others), absent
     return first
 
 
@@ -117,17 +125,17 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     failed: FxqError | None = None
     for one in (observed, *(observed.others or ())):
         one.others = None
-        recipe = one.manager.context.recipe
+        name = one.manager.context.recipe.backend
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
                 model = convert(one)
             except FxqError as error:
                 failed = failed or error
-                tries.append(Attempt(recipe.backend, why=words_of(error)))
+                tries.append(Attempt(name, why=words_of(error)))
                 continue
         models[len(tries)] = model, list(heard)
-        tries.append(Attempt(recipe.backend, int8=model.ledger.count("int8"), sqnr=model.output_sqnr))
+        tries.append(Attempt(name, int8=model.ledger.count("int8"), sqnr=model.output_sqnr))
     if not models:
         assert failed is not None  # one was tried at least
         raise failed

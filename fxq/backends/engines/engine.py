@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import threading
 import time
@@ -28,6 +29,7 @@ from fxq.graph.unit import Calls, calls_of
 from fxq.onnx.graph import refusal, write_onnx
 from fxq.quant.spec import QuantConfig
 
+log = logging.getLogger("fxq")
 Compiled = Callable[[Sequence[Tensor]], list[Tensor]]
 """A compiled model: takes tensors without gaps, of the shapes that it was compiled for; may run in several threads."""
 
@@ -206,7 +208,11 @@ class EngineBackend(Backend):
             if any(x is None for x in inputs):
                 continue
             taken = {node.name: node for node in region.nodes}
-            int8, real = (self._shares(inside, inputs, taken, floats) for floats in (False, True))
+            try:
+                int8, real = (self._shares(inside, inputs, taken, floats) for floats in (False, True))
+            except Exception as error:  # whatever an engine raises: then each op is timed alone
+                log.debug("%s does not profile %s: %s", self.name, region.nodes[0].name, error)
+                continue
             for node in region.nodes:
                 if is_op(node, *CONVERSIONS):
                     converting += int8.get(node, 0.0)
