@@ -105,6 +105,6 @@ def test_weights_alone(options, message):
 
 
 def test_a_dynamic_recipe_corrects_no_bias():
-    with pytest.raises(RecipeError, match="dynamic takes no correct_bias: it would do nothing. Leave out"):
+    with pytest.raises(RecipeError, match=r"dynamic takes no correct_bias: it would do nothing\. Leave out"):
         fxq.Recipe.dynamic(correct_bias=True)
     assert fxq.Recipe.dynamic(correct_bias=False) == fxq.Recipe.dynamic()
