@@ -64,7 +64,7 @@ def repeat(w: Writer, x: Value, *, repeats: Sequence[int]) -> str:
 def cat(w: Writer, xs: Sequence[Value], *, dim: int) -> str:
     parts = [x for x in xs if x.shape != (0,)]  # torch leaves those out
     refuse(len({x.dtype for x in parts}) > 1, "it joins values of several types")
-    return w.emit("Concat", *parts, axis=dim % parts[0].rank)
+    return w.emit("Concat", *parts, axis=dim % parts[0].rank) if len(parts) > 1 else parts[0].name
 
 
 @writes("stack")

@@ -149,9 +149,12 @@ def attention(
     else:
         scores = w.emit("Add", scores, attn_mask)
     # A query that may see no key gets zeros; a softmax of nothing would be NaN.
-    blind = w.emit("Equal", w.emit("ReduceMax", scores, w.ints([-1]), keepdims=1), w.number(-math.inf, x))
-    seen = w.emit("Where", blind, w.number(0.0, x), w.emit("Softmax", scores, axis=-1))
-    return w.emit("MatMul", seen, value)
+    blind = w.emit("Less", w.emit("ReduceMax", scores, w.ints([-1]), keepdims=1), w.number(_LEAST, x))
+    return w.emit("Where", blind, w.number(0.0, x), w.emit("MatMul", w.emit("Softmax", scores, axis=-1), value))
+
+
+_LEAST = -3e38
+"""Near the smallest float32: what is smaller is minus infinity."""
 
 
 @writes("attention_mask")

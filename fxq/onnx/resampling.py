@@ -33,7 +33,9 @@ def interpolate(w: Writer, x: Value, *, mode: str, antialias: bool, **options: A
     if factor is None or options["recompute_scale_factor"]:
         return w.emit("Resize", x, None, None, w.ints(out), **attributes)
     factors = factor if isinstance(factor, (tuple, list)) else [factor] * (x.rank - 2)
-    return w.emit("Resize", x, None, torch.tensor([1.0, 1.0, *map(float, factors)], device="cpu"), **attributes)
+    scales = torch.tensor([1.0, 1.0, *map(float, factors)], device="cpu")
+    short = (torch.tensor(x.shape) * scales.double()).floor() < torch.tensor(out)  # 1.4 in float32 is less than that
+    return w.emit("Resize", x, None, torch.where(short, scales.nextafter(torch.tensor(2.0**20)), scales), **attributes)
 
 
 def _nearest(w: Writer, x: Value, out: Sequence[int], mode: str, options: dict[str, Any]) -> str:
