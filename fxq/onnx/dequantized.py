@@ -37,16 +37,23 @@ def dequantized(w: Writer, value: Value) -> Dequantized | None:
 def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
     """A weight; in float32 where the input is none of integers: else an engine would make it that in every call.
 
-    Of integers of four bits, or in blocks, engines have kernels for inputs in float.
+    Of integers of four bits, or in blocks, engines have kernels for inputs in float. A second layer that reads a weight
+    has integers of its own: ONNX Runtime fails to make unsigned ones of those that layers share.
     """
     found = dequantized(w, weight)
-    if found is None or dequantized(w, x) is not None or found.node.attributes.get("block_size"):
+    q = w.value_of(found.node.reads[0]) if found is not None else None
+    if found is None or q is None or w.type_of(found.node.reads[0]) in (INT4, UINT4):
         return weight
-    q = w.value_of(found.node.reads[0])
-    if q is None or w.type_of(found.node.reads[0]) in (INT4, UINT4):
+    attributes = found.node.attributes
+    if dequantized(w, x) is not None:
+        if weight.name not in w.weights:
+            w.weights.add(weight.name)
+            return weight
+        own = w.emit("DequantizeLinear", q.clone(), found.scale, found.zero.clone(), **attributes)
+        return Value(own, weight.like)
+    if attributes.get("block_size"):
         return weight
-    axis = found.node.attributes.get("axis")
-    return w.kept(("real", weight.name), lambda: real_values(q, found.scale, found.zero, axis))
+    return w.kept(("real", weight.name), lambda: real_values(q, found.scale, found.zero, attributes.get("axis")))
 
 
 def real_values(q: Tensor, scale: Tensor, zero: Tensor, axis: int | None, block: int | None = None) -> Tensor:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import fxq.onnx.conversions
-import fxq.onnx.layers
-import fxq.onnx.movement
-import fxq.onnx.norms
-import fxq.onnx.pointwise
-import fxq.onnx.pooling
-import fxq.onnx.recurrent
-import fxq.onnx.resampling  # noqa: F401  (register how the ops are written)
+import fxq.onnx.conversion_nodes
+import fxq.onnx.layer_nodes
+import fxq.onnx.movement_nodes
+import fxq.onnx.norm_nodes
+import fxq.onnx.pointwise_nodes
+import fxq.onnx.pooling_nodes
+import fxq.onnx.recurrent_nodes
+import fxq.onnx.resampling_nodes  # noqa: F401  (register how the ops are written)
 from fxq.graph.info import info
 from fxq.graph.query import (
     CONVERSIONS,

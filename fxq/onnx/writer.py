@@ -73,11 +73,13 @@ class Writer:
         integer_bias: whether the bias of a layer on integers is written in int32, where it fits; else in float32.
         floats: whether conversions are left out, so that all computes in float, with the weights of the integers.
         clamps: by what a clamp makes, what it reads and its bounds.
+        weights: the dequantized weights that a layer on integers reads.
     """
 
     integer_bias: bool = True
     floats: bool = False
     clamps: dict[str, tuple[str, float, float]] = field(default_factory=dict)
+    weights: set[str] = field(default_factory=set)
     _inputs: list[Value] = field(default_factory=list)
     _nodes: list[OnnxNode] = field(default_factory=list)
     _makers: dict[str, OnnxNode] = field(default_factory=dict)
@@ -158,6 +160,10 @@ class Writer:
     def reshaped(self, read: Operand, shape: Sequence[int]) -> str:
         """The same values in another shape."""
         return self.emit("Reshape", read, self.ints(shape), allowzero=1 if 0 in shape else None)
+
+    def joined(self, parts: Sequence[Operand], axis: int) -> str:
+        """Parts side by side; of one, OpenVINO's Concat makes garbage."""
+        return self.emit("Concat", *parts, axis=axis) if len(parts) > 1 else self.name_of(parts[0])
 
     def cut(self, read: Operand, axis: int, start: int, stop: int, step: int = 1) -> str:
         """Some of the entries of an axis."""

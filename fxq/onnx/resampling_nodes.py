@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fxq.onnx.padding import padded
-from fxq.onnx.pooling import adapted
+from fxq.onnx.padding_nodes import padded
+from fxq.onnx.pooling_nodes import adapted
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
 
@@ -109,4 +109,4 @@ def unfold(w: Writer, x: Value, *, kernel_size: Any, dilation: Any, padding: Any
             start = at * dilation[axis]
             made = w.cut(made, axis + 2, start, start + last[axis], stride[axis])
         parts.append(w.reshaped(made, (n, c, 1, -1)))
-    return w.reshaped(w.emit("Concat", *parts, axis=2), (n, c * rows * columns, -1))
+    return w.reshaped(w.joined(parts, 2), (n, c * rows * columns, -1))

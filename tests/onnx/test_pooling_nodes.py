@@ -36,7 +36,7 @@ CALLS = [
     *(
         call(f"adaptive_{kind}_pool2d", X, output_size=size)
         for kind in ("avg", "max")
-        for size in ((1, 1), (3, None), (2, 7), (4, 3), (12, 2))
+        for size in ((1, 1), (3, None), (2, 7), (4, 3), (12, 2), (1, 4))
     ),
     call("adaptive_avg_pool3d", normal(1, 2, 4, 5, 6), output_size=(2, 2, 1)),
     *(call(name, X, dim=dim) for name in ("mean", "sum", "amax", "amin") for dim in (1, (2, 3), (0, -1))),

@@ -31,6 +31,7 @@ def calls(x):
         call("repeat_interleave", x, repeats=2),
         call("cat", [x, x[:, :2], x], dim=-3),
         call("stack", [x, x.flip(0)], dim=-1),
+        call("stack", [x], dim=1),
         call("getitem", x, index=(ALL, slice(1, None, 2))),
         call("getitem", x, index=(-1, None, slice(-3, -1), 2)),
         call("getitem", x, index=(Ellipsis, 0)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxq.onnx.padding import padded
+from fxq.onnx.padding_nodes import padded
 from fxq.onnx.writer import Value, Writer, refuse, writes
 from fxq.ops import OPS
 
@@ -95,7 +95,7 @@ def adapted(w: Writer, x: Value, output_size: Sequence[int | None], pool: str, r
     for axis, (size, out) in enumerate(zip(sizes, wanted, strict=True), 2):
         windows = [(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
         parts = [w.emit(reduction, w.cut(made, axis, *window), w.ints([axis]), keepdims=1) for window in windows]
-        made = w.emit("Concat", *parts, axis=axis) if size != out else made
+        made = w.joined(parts, axis) if size != out else made
     return made
 
 

@@ -49,6 +49,7 @@ CALLS = [
     call("channel_shuffle", normal(2, 6), groups=2),
     call("unfold", X, kernel_size=(3, 2), dilation=(1, 2), padding=(1, 0), stride=(2, 1)),
     call("unfold", X, kernel_size=(2, 2)),
+    call("unfold", X, kernel_size=(1, 1), stride=(2, 2)),
 ]
 
 

@@ -30,7 +30,7 @@ for _name, _kind in _SAME.items():
 
 
 def clamp(w: Writer, x: Value, low: float, high: float) -> str:
-    """Values between two bounds. A quantize behind it that clamps as much makes it superfluous (`conversions.py`)."""
+    """Values between two bounds. A quantize behind it may make it superfluous (see `conversion_nodes.py`)."""
     if low == 0.0 and high == math.inf and x.dtype.is_floating_point:
         made = w.emit("Relu", x)
     else:

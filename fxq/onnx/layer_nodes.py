@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxq.onnx.dequantized import bias_for, transposed, weight_for
-from fxq.onnx.padding import onnx_pads, padded
+from fxq.onnx.padding_nodes import onnx_pads, padded
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
 from fxq.ops.convolution import conv_padding

@@ -64,7 +64,7 @@ def repeat(w: Writer, x: Value, *, repeats: Sequence[int]) -> str:
 def cat(w: Writer, xs: Sequence[Value], *, dim: int) -> str:
     parts = [x for x in xs if x.shape != (0,)]  # torch leaves those out
     refuse(len({x.dtype for x in parts}) > 1, "it joins values of several types")
-    return w.emit("Concat", *parts, axis=dim % parts[0].rank) if len(parts) > 1 else parts[0].name
+    return w.joined(parts, dim % parts[0].rank)
 
 
 @writes("stack")
@@ -72,7 +72,7 @@ def stack(w: Writer, xs: Sequence[Value], *, dim: int) -> str:
     refuse(len({x.dtype for x in xs}) > 1, "it joins values of several types")
     axis = dim % (xs[0].rank + 1)
     shape = [*xs[0].shape[:axis], 1, *xs[0].shape[axis:]]
-    return w.emit("Concat", *(w.reshaped(x, shape) for x in xs), axis=axis)
+    return w.joined([w.reshaped(x, shape) for x in xs], axis)
 
 
 @writes("getitem")

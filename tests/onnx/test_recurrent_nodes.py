@@ -8,12 +8,12 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from tests.onnx_runs import call, in_both, normal, single, weight
 
-T, N, I, H = 5, 2, 3, 4
-X = normal(T, N, I)
+N, H = 2, 4
+X = normal(5, N, 3)
 
 
 def weights(gates: int):
-    return weight(gates * H, I), weight(gates * H, H, seed=6), weight(gates * H, seed=7), weight(gates * H, seed=8)
+    return weight(gates * H, 3), weight(gates * H, H, seed=6), weight(gates * H, seed=7), weight(gates * H, seed=8)
 
 
 STATE = normal(N, H, seed=3)
