@@ -40,9 +40,10 @@ def run_openvino(model: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
     """What OpenVINO makes of a model."""
     settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
     compiled = _core().compile_model(_core().read_model(model.SerializeToString()), "CPU", settings)
-    read = [next(iter(port.names)) for port in compiled.inputs]  # those that nothing reads are left out
-    given = {arg.name: x.numpy() for arg, x in zip(model.graph.input, inputs, strict=True) if arg.name in read}
-    made = compiled.create_infer_request().infer(given)
+    given = {arg.name: x.numpy() for arg, x in zip(model.graph.input, inputs, strict=True)}
+    read = [given[next(iter(port.names & given.keys()))] for port in compiled.inputs]  # not those that nothing reads
+    request = compiled.create_infer_request()
+    made = request.infer(read)
     return [torch.from_numpy(made[out].copy()) for out in compiled.outputs]
 
 

@@ -162,7 +162,7 @@ class Writer:
         return self.emit("Reshape", read, self.ints(shape), allowzero=1 if 0 in shape else None)
 
     def joined(self, parts: Sequence[Operand], axis: int) -> str:
-        """Parts side by side; of one, OpenVINO's Concat makes garbage."""
+        """Parts side by side; one alone as it is."""
         return self.emit("Concat", *parts, axis=axis) if len(parts) > 1 else self.name_of(parts[0])
 
     def cut(self, read: Operand, axis: int, start: int, stop: int, step: int = 1) -> str:
