@@ -10,16 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import fxq.onnx.conversions
-import fxq.onnx.layers
-import fxq.onnx.movement
-import fxq.onnx.pointwise
-import fxq.onnx.pooling  # noqa: F401  (register how the ops are written)
+import fxq.onnx.conversion_nodes
+import fxq.onnx.layer_nodes
+import fxq.onnx.movement_nodes
+import fxq.onnx.norm_nodes
+import fxq.onnx.pointwise_nodes
+import fxq.onnx.pooling_nodes
+import fxq.onnx.recurrent_nodes
+import fxq.onnx.resampling_nodes  # noqa: F401  (register how the ops are written)
 from fxq.graph.info import info
-from fxq.graph.query import arguments_of, op_of, read_attribute
+from fxq.graph.query import (
+    CONVERSIONS,
+    arguments_of,
+    called_name,
+    fills_like,
+    op_of,
+    read_attribute,
+    reads_only_metadata,
+)
 from fxq.graph.region import is_weight
-from fxq.graph.unit import unit_of
+from fxq.graph.unit import Unit, unit_of
 from fxq.onnx.writer import ROWS, NotInOnnx, Value, Writer
+from fxq.ops.table import Op
 
 Known = dict[fx.Node, Any]
 
@@ -30,11 +42,13 @@ class Written:
 
     Attributes:
         model: `onnx.ModelProto`.
+        reads: which of the inputs the model takes, in order: those that something is computed of.
         several: whether the graph returns several values.
         channels_last: which of its outputs are images whose last axis has the channels.
     """
 
     model: Any
+    reads: tuple[int, ...]
     several: bool
     channels_last: tuple[bool, ...]
 
@@ -56,30 +70,35 @@ def write_onnx(
     """
     writer, known = Writer(**options), Known()
     placeholders = gm.graph.find_nodes(op="placeholder")
-    taken = []
+    taken: dict[fx.Node, str] = {}
     turned = dict(zip(placeholders, channels_last, strict=False))
     for node, given in zip(placeholders, inputs, strict=True):
         known[node] = given
         if isinstance(given, Tensor):
-            dtype = torch.float32 if writer.floats and given.dtype in (torch.uint8, torch.int8) else given.dtype
-            value = Value(node.name, torch.empty(given.shape, dtype=dtype, device="meta"))
-            known[node], read = value, value
-            if turned.get(node):
-                read = Value(node.name, value.like.permute(0, 2, 3, 1))
-                known[node] = Value(writer.emit("Transpose", read, perm=[0, 3, 1, 2]), value.like)
-            taken.append(read)
+            like = given.float() if writer.floats and given.dtype in (torch.uint8, torch.int8) else given
+            last = turned.get(node, False)
+            value = writer.input(node.name, like.permute(_TO_LAST) if last else like)
+            known[node], taken[node] = _permuted(writer, value, _TO_FIRST) if last else value, value.name
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
             known[node] = write_node(writer, gm, node, known)
     returned = arguments_of(gm.graph.output_node(), known)[0][0]
     several = isinstance(returned, (tuple, list))
     values = list(returned) if several else [returned]
-    last = tuple(any(channels_last) and value.rank == 4 for value in values)
-    for i, (value, is_turned) in enumerate(zip(values, last, strict=True)):
-        if is_turned:
-            made = writer.emit("Transpose", value, perm=[0, 2, 3, 1])
-            values[i] = Value(made, value.like.permute(0, 2, 3, 1))
-    return Written(writer.model(taken, values), several, last)
+    images = tuple(any(channels_last) and value.rank == 4 for value in values)
+    ends = [_permuted(writer, v, _TO_LAST) if image else v for v, image in zip(values, images, strict=True)]
+    model = writer.model(ends)
+    names = {value.name for value in model.graph.input}
+    reads = tuple(i for i, node in enumerate(placeholders) if taken.get(node) in names)
+    return Written(model, reads, several, images)
+
+
+_TO_LAST, _TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
+"""Where the channels of an image go."""
+
+
+def _permuted(writer: Writer, value: Value, perm: Sequence[int]) -> Value:
+    return Value(writer.emit("Transpose", value, perm=list(perm)), value.like.permute(*perm))
 
 
 def refusal(gm: fx.GraphModule, node: fx.Node) -> str | None:
@@ -106,7 +125,7 @@ def _suppose(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known) ->
     about = info(node)
     known[node] = None
     if about.shape is not None and about.dtype is not None:
-        known[node] = Value(node.name, torch.empty(about.shape, dtype=about.dtype, device="meta"))
+        known[node] = writer.input(node.name, torch.empty(about.shape, dtype=about.dtype, device="meta"))
 
 
 def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
@@ -126,14 +145,8 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping
         return Value(writer.constant(tensor), torch.empty_like(tensor, device="meta"))
     args, kwargs = arguments_of(node, known)
     if (unit := unit_of(gm, node)) is not None:
-        inner = dict(zip(unit.graph.find_nodes(op="placeholder"), args, strict=True))
-        scope, writer.scope = writer.scope, node.name
-        for part in unit.graph.nodes:
-            if part.op == "output":
-                writer.scope = scope
-                return arguments_of(part, inner)[0][0]
-            if part.op != "placeholder":
-                inner[part] = write_node(writer, unit, part, inner)
+        with writer.scoped(node.name):
+            return _write_unit(writer, unit, args)
     if node.target is operator.getitem and not isinstance(args[0], Value):
         return args[0][args[1]]
     op = op_of(node)
@@ -142,34 +155,41 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping
     if op.name not in ROWS:
         raise NotInOnnx(f"{op.name} has no ONNX node here")
     options = {**op.options, **kwargs}
-    if op.quant.recurrence is None:
-        options = {key: value for key, value in options.items() if key in op.options}
-    outermost = not writer.scope
-    writer.scope = writer.scope or node.name
     try:
-        made = ROWS[op.name](writer, *args, **options)
+        with writer.scoped(node.name):
+            made = ROWS[op.name](writer, *args, **options)
     except NotInOnnx as error:
         raise NotInOnnx(f"{op.name}: {error}") from None
-    finally:
-        if outermost:
-            writer.scope = ""
-    return made if isinstance(made, Value) else Value(made, _like(writer, op.name, op.target, args, options))
+    return made if isinstance(made, Value) else Value(made, _like(writer, op, args, options))
 
 
-def _like(writer: Writer, name: str, target: Any, args: Any, options: Any) -> Tensor:
+def _write_unit(writer: Writer, unit: Unit, args: Sequence[Any]) -> Any:
+    known = Known(zip(unit.graph.find_nodes(op="placeholder"), args, strict=True))
+    for node in unit.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            known[node] = write_node(writer, unit, node, known)
+    return arguments_of(unit.graph.output_node(), known)[0][0]
+
+
+def _like(writer: Writer, op: Op, args: Any, options: Any) -> Tensor:
     """What an op gives, on the meta device."""
-    args, options = (fx.node.map_aggregate(v, lambda a: a.like if isinstance(a, Value) else a) for v in (args, options))
-    if writer.floats and name in ("quantize", "dequantize", "requantize"):
-        return args[0].float()
-    made: Tensor = target(*args, **options)
+    args, options = _on_meta((args, options))
+    if writer.floats and op.name in CONVERSIONS:
+        return torch.empty_like(args[0], dtype=torch.float32)
+    made: Tensor = op.target(*args, **options)
     return made
 
 
 def _number(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """The value of a node that looks at a tensor's shape alone, or computes with numbers."""
-    args, kwargs = (fx.node.map_aggregate(v, lambda a: a.like if isinstance(a, Value) else a) for v in (args, kwargs))
+    reads: list[Value] = []
+    fx.node.map_aggregate((args, kwargs), lambda a: reads.append(a) if isinstance(a, Value) else None)
+    if (reads and not reads_only_metadata(node)) or fills_like(node):
+        raise NotInOnnx(f"{info(node).path or node.name}: {called_name(node)} is no op of fxq's table")
+    args, kwargs = _on_meta((args, kwargs))
     target: Any = node.target
-    made = getattr(args[0], str(target))(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
-    if isinstance(made, Tensor):
-        raise NotInOnnx(f"{info(node).path or node.name}: {node.target} is no op of fxq's table")
-    return made
+    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+
+
+def _on_meta(arguments: Any) -> Any:
+    return fx.node.map_aggregate(arguments, lambda a: a.like if isinstance(a, Value) else a)

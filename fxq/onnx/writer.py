@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,7 +13,10 @@ from torch import Tensor
 from fxq.errors import FxqError
 
 OPSET = 21
-"""Blocks of int4, and grids of each channel, need this one."""
+"""The first one with integers of four bits and blocks that have scales of their own."""
+
+_IR_VERSION = 10
+"""The format of files that belongs to it."""
 
 
 class NotInOnnx(FxqError):
@@ -57,7 +61,7 @@ class OnnxNode:
 
     kind: str
     reads: tuple[str, ...]
-    makes: str
+    makes: tuple[str, ...]
     attributes: Mapping[str, Any]
 
 
@@ -68,30 +72,53 @@ class Writer:
     Attributes:
         integer_bias: whether the bias of a layer on integers is written in int32, where it fits; else in float32.
         floats: whether conversions are left out, so that all computes in float, with the weights of the integers.
-        scope: what the names of nodes begin with: the node of the graph that is being written.
         clamps: by what a clamp makes, what it reads and its bounds.
+        weights: the dequantized weights that a layer on integers reads.
     """
 
     integer_bias: bool = True
     floats: bool = False
-    scope: str = ""
-    _nodes: list[OnnxNode] = field(default_factory=list)
-    _constants: dict[str, Tensor] = field(default_factory=dict)
-    _named: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
-    _counts: dict[str, int] = field(default_factory=dict)
-    _makers: dict[str, OnnxNode] = field(default_factory=dict)
-    _made: dict[Any, Tensor] = field(default_factory=dict)
     clamps: dict[str, tuple[str, float, float]] = field(default_factory=dict)
+    weights: set[str] = field(default_factory=set)
+    _inputs: list[Value] = field(default_factory=list)
+    _nodes: list[OnnxNode] = field(default_factory=list)
+    _makers: dict[str, OnnxNode] = field(default_factory=dict)
+    _constants: dict[str, Tensor] = field(default_factory=dict)
+    _types: dict[str, int] = field(default_factory=dict)
+    _named: dict[tuple[int, int], str] = field(default_factory=dict)
+    _made: dict[Any, Tensor] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _scope: str = ""
+
+    def input(self, name: str, like: Tensor) -> Value:
+        """An input of the model, of the shape and dtype of a tensor."""
+        value = Value(self._unique(name), torch.empty_like(like, device="meta"))
+        self._inputs.append(value)
+        return value
+
+    @contextmanager
+    def scoped(self, name: str) -> Iterator[None]:
+        """What is written inside has names that begin so; of several, the outermost counts."""
+        before, self._scope = self._scope, self._scope or name
+        try:
+            yield
+        finally:
+            self._scope = before
 
     def emit(self, kind: str, *reads: Operand, **attributes: Any) -> str:
-        """Write a node; the name of what it makes."""
+        """Write a node; the name of what it makes. An attribute that is None is left out."""
+        return self.emit_several(kind, reads, 1, **attributes)[0]
+
+    def emit_several(self, kind: str, reads: Iterable[Operand], count: int, **attributes: Any) -> list[str]:
+        """Write a node that makes several values; their names."""
         names = [self.name_of(read) for read in reads]
         while names and not names[-1]:
             names.pop()
-        made = self._unique(kind)
-        node = OnnxNode(kind, tuple(names), made, {k: v for k, v in attributes.items() if v is not None})
+        made = [self._unique(f"{self._scope}/{kind}") for _ in range(count)]
+        given = {key: value for key, value in attributes.items() if value is not None}
+        node = OnnxNode(kind, tuple(names), tuple(made), given)
         self._nodes.append(node)
-        self._makers[made] = node
+        self._makers.update(dict.fromkeys(made, node))
         return made
 
     def name_of(self, read: Operand) -> str:
@@ -102,14 +129,19 @@ class Writer:
             return self.constant(read)
         return read or ""
 
-    def constant(self, tensor: Tensor) -> str:
-        """The name of a constant; the same tensor is written once."""
-        name, _ = self._named.get(id(tensor), ("", tensor))
-        if not name:
-            name = self._unique("constant")
-            self._named[id(tensor)] = name, tensor  # which keeps the tensor, so that its id stays its own
-            self._constants[name] = tensor
-        return name
+    def constant(self, tensor: Tensor, kind: int | None = None) -> str:
+        """The name of a constant; the same tensor is written once.
+
+        Args:
+            tensor: its values.
+            kind: ONNX's number of the type to write it in; None: its own.
+        """
+        kind = onnx_type(tensor.dtype) if kind is None else kind
+        key = id(tensor), kind
+        if key not in self._named:
+            name = self._named[key] = self._unique(f"{self._scope}/constant")
+            self._constants[name], self._types[name] = tensor, kind  # the tensor is kept, so its id stays its own
+        return self._named[key]
 
     def kept(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
         """A constant that is made of others, once."""
@@ -129,6 +161,14 @@ class Writer:
         """The same values in another shape."""
         return self.emit("Reshape", read, self.ints(shape), allowzero=1 if 0 in shape else None)
 
+    def joined(self, parts: Sequence[Operand], axis: int) -> str:
+        """Parts side by side; one alone as it is."""
+        return self.emit("Concat", *parts, axis=axis) if len(parts) > 1 else self.name_of(parts[0])
+
+    def cut(self, read: Operand, axis: int, start: int, stop: int, step: int = 1) -> str:
+        """Some of the entries of an axis."""
+        return self.emit("Slice", read, *(self.ints([number]) for number in (start, stop, axis, step)))
+
     def cast(self, read: Operand, dtype: torch.dtype) -> str:
         """The values in another type."""
         return self.emit("Cast", read, to=onnx_type(dtype))
@@ -141,46 +181,60 @@ class Writer:
         """The constant of this name."""
         return self._constants.get(name)
 
-    def _unique(self, kind: str) -> str:
-        stem = f"{self.scope}/{kind}" if self.scope else kind
-        count = self._counts[stem] = self._counts.get(stem, -1) + 1
-        return f"{stem}_{count}" if count else stem
+    def type_of(self, name: str) -> int | None:
+        """ONNX's number of the type of the constant of this name."""
+        return self._types.get(name)
 
-    def model(self, inputs: Sequence[Value], outputs: Sequence[Value]) -> Any:
-        """The model as `onnx.ModelProto`; what its outputs do not need is left out.
+    def _unique(self, name: str) -> str:
+        """The name, with a number behind it where there is one already."""
+        count = self._counts[name] = self._counts.get(name, -1) + 1
+        return self._unique(f"{name}_{count}") if count else name
+
+    def model(self, outputs: Sequence[Value]) -> Any:
+        """The model as `onnx.ModelProto`; what its outputs do not need is left out, inputs too.
 
         Raises:
             FxqError: onnx is not installed.
         """
-        onnx = _package()
-        helper = onnx.helper
-        needed = {value.name for value in outputs}
-        nodes = []
-        for node in reversed(self._nodes):
-            if node.makes in needed:
-                needed.update(node.reads)
-                nodes.append(helper.make_node(node.kind, node.reads, [node.makes], name=node.makes, **node.attributes))
-        ends = []
+        helper = _package().helper
+        nodes: list[OnnxNode] = []
+        ends: list[Value] = []
         for i, value in enumerate(outputs):
             name = value.name
-            if name not in self._makers or any(other.name == name for other in outputs[:i]):
-                name = f"output_{i}"  # a model hands out neither inputs and constants, nor one value twice
-                nodes.insert(0, helper.make_node("Identity", [value.name], [name], name=name))
-            ends.append(helper.make_tensor_value_info(name, onnx_type(value.dtype), value.shape))
+            if name not in self._makers or name in {end.name for end in ends}:
+                name = self._unique(f"output_{i}")  # inputs, constants, and a value twice cannot be handed out
+                nodes.append(OnnxNode("Identity", (value.name,), (name,), {}))
+            ends.append(Value(name, value.like))
+        needed = {value.name for value in outputs}
+        for node in reversed(self._nodes):
+            if needed.intersection(node.makes):
+                needed.update(node.reads)
+                nodes.append(node)
         graph = helper.make_graph(
-            nodes[::-1],
+            [helper.make_node(n.kind, n.reads, n.makes, name=n.makes[0], **n.attributes) for n in reversed(nodes)],
             "fxq",
-            [helper.make_tensor_value_info(v.name, onnx_type(v.dtype), v.shape) for v in inputs],
-            ends,
-            [_proto(onnx, name, tensor) for name, tensor in self._constants.items() if name in needed],
+            [
+                helper.make_tensor_value_info(v.name, onnx_type(v.dtype), v.shape)
+                for v in self._inputs
+                if v.name in needed
+            ],
+            [helper.make_tensor_value_info(v.name, onnx_type(v.dtype), v.shape) for v in ends],
+            [
+                _proto(helper, name, tensor, self._types[name])
+                for name, tensor in self._constants.items()
+                if name in needed
+            ],
         )
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=_IR_VERSION)
 
 
 _TYPES = {
     torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6, torch.int64: 7, torch.bool: 9,
     torch.float16: 10, torch.float64: 11, torch.bfloat16: 16,
 }  # fmt: skip
+
+UINT4, INT4 = 21, 22
+"""ONNX's numbers of two types that torch keeps in a byte: integers of four bits."""
 
 
 def onnx_type(dtype: torch.dtype) -> int:
@@ -194,15 +248,18 @@ def onnx_type(dtype: torch.dtype) -> int:
     return _TYPES[dtype]
 
 
-def _proto(onnx: Any, name: str, tensor: Tensor) -> Any:
-    return onnx.numpy_helper.from_array(tensor.detach().cpu().contiguous().numpy(), name)
+def _proto(helper: Any, name: str, tensor: Tensor, kind: int) -> Any:
+    values = tensor.detach().cpu().contiguous().flatten()
+    if kind in (UINT4, INT4):
+        values = torch.nn.functional.pad(values.view(torch.uint8) & 15, (0, values.numel() % 2))
+        values = values[::2] | values[1::2] << 4
+    return helper.make_tensor(name, kind, tensor.shape, values.view(torch.uint8).numpy().tobytes(), raw=True)
 
 
 def _package() -> Any:
     try:
         import onnx
         import onnx.helper
-        import onnx.numpy_helper
     except ImportError:
         raise FxqError("onnx is not installed: pip install fxq[onnx].") from None
     return onnx

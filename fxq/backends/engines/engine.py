@@ -82,7 +82,7 @@ class EngineKernel(RegionKernel):
             warn(f"{why} For inputs of this size it runs in qdq form, which is slow.")
             return super().forward
         self.__dict__["_was_compiled"] = True
-        taken = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+        taken = written.reads
         turned = [last[i] for i in taken]
         single = not written.several
 
@@ -228,7 +228,7 @@ class EngineBackend(Backend):
         given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
         last = [_is_channels_last(x) for x in given]
         written = write_onnx(gm, given, channels_last=last, floats=floats, integer_bias=self.kernel.integer_bias)
-        tensors = [x.permute(0, 2, 3, 1).contiguous() if flip else x for x, flip in zip(given, last, strict=True)]
+        tensors = [given[i].permute(0, 2, 3, 1) if last[i] else given[i] for i in written.reads]
         shares: dict[fx.Node, float] = {}
         left = 0.0
         for names, seconds in self.profile(written.model, tensors):

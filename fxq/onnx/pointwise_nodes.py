@@ -18,7 +18,11 @@ _SAME = {
 
 
 def _same(kind: str) -> Any:
-    return lambda w, x: w.emit(kind, x)
+    def write(w: Writer, x: Value) -> str:
+        exact = kind in ("Neg", "Abs")
+        return w.emit(kind, x if x.dtype.is_floating_point or exact else w.cast(x, torch.float32))
+
+    return write
 
 
 for _name, _kind in _SAME.items():
@@ -26,8 +30,8 @@ for _name, _kind in _SAME.items():
 
 
 def clamp(w: Writer, x: Value, low: float, high: float) -> str:
-    """Values between two bounds. A quantize behind it that clamps as much makes it superfluous (`conversions.py`)."""
-    if low == 0.0 and high == math.inf:
+    """Values between two bounds. A quantize behind it may make it superfluous (see `conversion_nodes.py`)."""
+    if low == 0.0 and high == math.inf and x.dtype.is_floating_point:
         made = w.emit("Relu", x)
     else:
         bounds = (None if math.isinf(bound) else w.number(bound, x) for bound in (low, high))
@@ -48,6 +52,7 @@ def relu6(w: Writer, x: Value) -> str:
 
 @writes("hardtanh")
 def hardtanh(w: Writer, x: Value, *, min_val: float, max_val: float) -> str:
+    refuse(not x.dtype.is_floating_point, "it clamps integers between floats")
     return clamp(w, x, float(min_val), float(max_val))
 
 
@@ -68,9 +73,16 @@ def gelu(w: Writer, x: Value, *, approximate: str) -> str:
 
 @writes("softplus")
 def softplus(w: Writer, x: Value, *, beta: float, threshold: float) -> str:
-    if beta == 1:
-        return w.emit("Softplus", x)
-    return w.emit("Div", w.emit("Softplus", w.emit("Mul", x, w.number(beta, x))), w.number(beta, x))
+    steep = x.name if beta == 1 else w.emit("Mul", x, w.number(beta, x))
+    made = w.emit("Softplus", steep)
+    made = made if beta == 1 else w.emit("Div", made, w.number(beta, x))
+    if threshold >= _FLAT:
+        return made
+    return w.emit("Where", w.emit("Greater", steep, w.number(threshold, x)), x, made)
+
+
+_FLAT = 17
+"""From here on, log(1 + exp(x)) is x in float32."""
 
 
 @writes("elu")
@@ -128,8 +140,8 @@ def rsqrt(w: Writer, x: Value) -> str:
 
 @writes("pow")
 def power(w: Writer, x: Value, *, exponent: Any) -> str:
-    refuse(not isinstance(exponent, (int, float)), "its exponent is a value of the graph")
-    return w.emit("Pow", x, w.number(exponent, x))
+    a, b, _ = both(w, x, exponent)
+    return w.emit("Pow", a, b)
 
 
 def both(w: Writer, x: Any, other: Any) -> tuple[Any, Any, torch.dtype]:
@@ -155,8 +167,8 @@ def _scaled(w: Writer, other: Any, alpha: float) -> Any:
 
 @writes("add")
 def add(w: Writer, x: Any, other: Any, *, alpha: float) -> str:
-    a, b, _ = both(w, x, _scaled(w, other, alpha))
-    return w.emit("Add", a, b)
+    a, b, dtype = both(w, x, _scaled(w, other, alpha))
+    return w.emit("Or" if dtype is torch.bool else "Add", a, b)
 
 
 @writes("sub")
@@ -173,23 +185,22 @@ def mul(w: Writer, x: Any, other: Any) -> str:
 
 @writes("div")
 def div(w: Writer, x: Any, other: Any, *, rounding_mode: str | None) -> str:
+    refuse(rounding_mode is not None, "its quotient is rounded")
     a, b, dtype = both(w, x, other)
     refuse(not dtype.is_floating_point, "it divides integers")
-    refuse(rounding_mode == "trunc", "it rounds towards zero")
-    made = w.emit("Div", a, b)
-    return w.emit("Floor", made) if rounding_mode == "floor" else made
+    return w.emit("Div", a, b)
 
 
 @writes("maximum")
 def maximum(w: Writer, x: Any, other: Any) -> str:
-    a, b, _ = both(w, x, other)
-    return w.emit("Max", a, b)
+    a, b, dtype = both(w, x, other)
+    return w.emit("Or" if dtype is torch.bool else "Max", a, b)
 
 
 @writes("minimum")
 def minimum(w: Writer, x: Any, other: Any) -> str:
-    a, b, _ = both(w, x, other)
-    return w.emit("Min", a, b)
+    a, b, dtype = both(w, x, other)
+    return w.emit("And" if dtype is torch.bool else "Min", a, b)
 
 
 @writes("where")
@@ -200,5 +211,5 @@ def where(w: Writer, condition: Value, x: Any, other: Any) -> str:
 
 @writes("masked_fill")
 def masked_fill(w: Writer, x: Value, mask: Value, value: Any) -> str:
-    filled = value if isinstance(value, Value) else w.number(value, x)
+    filled = w.cast(value, x.dtype) if isinstance(value, Value) else w.number(value, x)
     return w.emit("Where", mask, filled, x)

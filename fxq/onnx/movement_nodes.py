@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def repeat(w: Writer, x: Value, *, repeats: Sequence[int]) -> str:
 def cat(w: Writer, xs: Sequence[Value], *, dim: int) -> str:
     parts = [x for x in xs if x.shape != (0,)]  # torch leaves those out
     refuse(len({x.dtype for x in parts}) > 1, "it joins values of several types")
-    return w.emit("Concat", *parts, axis=dim % parts[0].rank)
+    return w.joined(parts, dim % parts[0].rank)
 
 
 @writes("stack")
@@ -71,12 +72,7 @@ def stack(w: Writer, xs: Sequence[Value], *, dim: int) -> str:
     refuse(len({x.dtype for x in xs}) > 1, "it joins values of several types")
     axis = dim % (xs[0].rank + 1)
     shape = [*xs[0].shape[:axis], 1, *xs[0].shape[axis:]]
-    return w.emit("Concat", *(w.reshaped(x, shape) for x in xs), axis=axis)
-
-
-def cut(w: Writer, x: Value | str, axis: int, start: int, stop: int, step: int = 1) -> str:
-    """Some of the entries of an axis."""
-    return w.emit("Slice", x, w.ints([start]), w.ints([stop]), w.ints([axis]), w.ints([step]))
+    return w.joined([w.reshaped(x, shape) for x in xs], axis)
 
 
 @writes("getitem")
@@ -95,10 +91,10 @@ def getitem(w: Writer, x: Value, *, index: Any) -> str:
             continue
         size = x.shape[axis]
         if isinstance(part, int):
-            made = cut(w, made, axis, part % size, part % size + 1)
+            made = w.cut(made, axis, part % size, part % size + 1)
         elif part != slice(None):
             start, stop, step = part.indices(size)
-            made = cut(w, made, axis, start, max(stop, start), step)
+            made = w.cut(made, axis, start, max(stop, start), step)
         axis += 1
     out = x.like[index].shape
     return made.name if isinstance(made, Value) and made.shape == out else w.reshaped(made, out)
@@ -110,7 +106,7 @@ def _parts(name: str) -> Any:
         numbers = torch.arange(x.shape[axis], device="cpu")
         taken = OPS[name].target(numbers, dim=0, index=index, **options)
         start = int(taken[0]) if len(taken) else 0
-        return cut(w, x, axis, start, start + len(taken))
+        return w.cut(x, axis, start, start + len(taken))
 
     return part
 
@@ -128,7 +124,7 @@ def index_select(w: Writer, x: Value, index: Value, *, dim: int) -> str:
 def flip(w: Writer, x: Value, *, dims: Any) -> str:
     made: Value | str = x
     for dim in dims:
-        made = cut(w, made, dim % x.rank, -1, -_LAST, -1)
+        made = w.cut(made, dim % x.rank, -1, -_LAST, -1)
     return made.name if isinstance(made, Value) else made
 
 
@@ -141,5 +137,13 @@ def roll(w: Writer, x: Value, *, shifts: Any, dims: Any) -> str:
         size = x.shape[axis]
         start = -shift % size
         if start:
-            made = w.emit("Concat", cut(w, made, axis, start, size), cut(w, made, axis, 0, start), axis=axis)
+            made = w.emit("Concat", w.cut(made, axis, start, size), w.cut(made, axis, 0, start), axis=axis)
     return made.name if isinstance(made, Value) else made
+
+
+@writes("repeat_interleave")
+def repeat_interleave(w: Writer, x: Value, *, repeats: int, dim: int | None) -> str:
+    shape, axis = ((math.prod(x.shape),), 0) if dim is None else (x.shape, dim % x.rank)
+    before, behind = shape[: axis + 1], shape[axis + 1 :]
+    wide = w.emit("Expand", w.reshaped(x, (*before, 1, *behind)), w.ints((*before, repeats, *behind)))
+    return w.reshaped(wide, (*shape[:axis], shape[axis] * repeats, *behind))

@@ -1,0 +1,155 @@
+"""ONNX of conversions between floats and integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxq.onnx.dequantized import real_values
+from fxq.onnx.writer import INT4, UINT4, NotInOnnx, Value, Writer, refuse, writes
+from fxq.quant.packing import unpack
+
+_LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+
+
+@writes("quantize")
+def quantize(
+    w: Writer,
+    x: Value,
+    *,
+    scale: Any,
+    zero_point: Any,
+    qmin: int,
+    qmax: int,
+    dtype: torch.dtype,
+    axis: int | None,
+    block: int | None,
+) -> str:
+    if w.floats:
+        return x.name
+    step, zero = _grid(w, x, scale, zero_point, dtype, axis, block)
+    if step.dim() == 0:
+        read = x.name
+        while read in w.clamps and _covers(w.clamps[read], step, zero, qmin, qmax):
+            read = w.clamps[read][0]
+        return _rounded(w, read, step, zero, qmin, qmax)
+    refuse((qmin, qmax) != _LIMITS[dtype], "several grids that leave out integers")
+    return w.emit("QuantizeLinear", x, step, zero, axis=axis, block_size=block)
+
+
+def _rounded(w: Writer, read: str, step: Tensor, zero: Tensor, qmin: int, qmax: int) -> str:
+    """Integers of a grid; a clamp in front keeps out those of their type that the grid does not have."""
+    if (qmin, qmax) != _LIMITS[zero.dtype]:
+        ends = (torch.tensor((q - int(zero)) * float(step), dtype=torch.float32, device="cpu") for q in (qmin, qmax))
+        read = w.emit("Clip", read, *ends)
+    return w.emit("QuantizeLinear", read, step, zero)
+
+
+def _covers(clamp: tuple[str, float, float], step: Tensor, zero: Tensor, qmin: int, qmax: int) -> bool:
+    """Whether both bounds of a clamp are rounded to the ends of a grid, so that without it all is rounded alike."""
+    low, high = (torch.round(torch.tensor(bound, device="cpu") / step) + int(zero) for bound in clamp[1:])
+    return bool(low <= qmin) and bool(high >= qmax)
+
+
+@writes("dequantize")
+def dequantize(
+    w: Writer,
+    x: Value,
+    *,
+    scale: Any,
+    zero_point: Any,
+    qmin: int,
+    qmax: int,
+    axis: int | None,
+    block: int | None,
+    packed: tuple[int, ...] | None,
+) -> Value:
+    stored = w.value_of(x.name)
+    if stored is None:
+        refuse(packed is not None, "its integers are computed, and two of them in a byte")
+        return x if w.floats else _real(w, x, _grid(w, x, scale, zero_point, x.dtype, axis, block), axis, block)
+    if x.dtype is torch.float16:
+        return Value(w.cast(x, torch.float32), x.like.float())
+    kind = None
+    if packed is not None:
+        kind, row, halves = (INT4 if qmin < 0 else UINT4), packed, stored
+        stored = w.kept(("unpacked", x.name), lambda: unpack(halves, row, kind == INT4))
+        x = Value(w.constant(stored, kind), torch.empty_like(stored, device="meta"))
+    step, zero = _grid(w, x, scale, zero_point, x.dtype, axis, block)
+    if not w.floats:
+        return _real(w, x, (step, zero), axis, block, kind)
+    q = stored
+    real = w.kept(("real", x.name), lambda: real_values(q, step, zero, axis, block))
+    return Value(w.constant(real), torch.empty_like(real, device="meta"))
+
+
+def _real(
+    w: Writer, x: Value, grid: tuple[Tensor, Tensor], axis: int | None, block: int | None, kind: int | None = None
+) -> Value:
+    """The values of integers, which are of the type `kind`, or else of their own."""
+    step, zero = grid
+    given = {"axis": axis, "block_size": block} if step.dim() else {}
+    made = w.emit("DequantizeLinear", x, step, w.constant(zero, kind), **given)
+    return Value(made, torch.empty_like(x.like, dtype=torch.float32))
+
+
+@writes("requantize")
+def requantize(
+    w: Writer,
+    x: Value,
+    *,
+    from_scale: float,
+    from_zero_point: int,
+    scale: float,
+    zero_point: int,
+    qmin: int,
+    qmax: int,
+    dtype: torch.dtype,
+) -> str:
+    if w.floats:
+        return x.name
+    real = w.emit("DequantizeLinear", x, *_grid(w, x, from_scale, from_zero_point, x.dtype, None, None))
+    return _rounded(w, real, *_grid(w, x, scale, zero_point, dtype, None, None), qmin, qmax)
+
+
+def _grid(
+    w: Writer, x: Value, scale: Any, zero_point: Any, dtype: torch.dtype, axis: int | None, block: int | None
+) -> tuple[Tensor, Tensor]:
+    """The scale and the zero point of a grid as constants of one shape.
+
+    Args:
+        w: the model.
+        x: what is on the grid, or is put onto it.
+        scale: a number, or a constant: 0-d, (C,) along `axis`, or of blocks.
+        zero_point: the same, or a number beside a scale of several.
+        dtype: of the integers.
+        axis: what has several scales.
+        block: how many entries along it share one.
+    """
+    refuse(dtype not in _LIMITS, f"integers of {dtype}")
+    (first, step), (second, zero) = _constant(w, scale), _constant(w, zero_point)
+    refuse(axis is None and step.numel() > 1, "each row has a scale of its own")
+    low, high = _LIMITS[dtype]
+    refuse(bool(((zero < low) | (zero > high)).any()), "its zero point is no integer of its type")
+    shape: tuple[int, ...] = () if axis is None else tuple(step.shape)
+    if axis is not None and block is not None:
+        shape = tuple(step.shape[i] if i == axis % x.rank else size for i, size in enumerate(x.shape))
+
+    def shaped(values: Tensor, to: torch.dtype) -> Tensor:
+        return (values.reshape(()) if shape == () else values.expand(shape)).to(to).contiguous()
+
+    key = first, second, shape
+    step = w.kept((*key, torch.float32), lambda: shaped(step, torch.float32))
+    return step, w.kept((*key, dtype), lambda: shaped(zero, dtype))
+
+
+def _constant(w: Writer, value: Any) -> tuple[Any, Tensor]:
+    """A scale or zero point: by what it is known, and its value."""
+    if not isinstance(value, Value):
+        return value, torch.tensor(value, device="cpu")
+    found = w.value_of(value.name)
+    if found is None:
+        raise NotInOnnx("its scale is computed at run time")
+    return value.name, found.detach().cpu()

@@ -1,0 +1,104 @@
+"""What layers ask of values that a DequantizeLinear makes: so written that engines compute with the integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxq.onnx.writer import INT4, UINT4, OnnxNode, Operand, Value, Writer
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """The node that makes a value of integers, and its grid: (q - zero) * scale.
+
+    Attributes:
+        node: the DequantizeLinear; it reads the integers first.
+        scale: 0-d, (C,) along an axis, or of blocks.
+        zero: of its shape.
+    """
+
+    node: OnnxNode
+    scale: Tensor
+    zero: Tensor
+
+
+def dequantized(w: Writer, value: Value) -> Dequantized | None:
+    """What makes a value of integers; None where something else makes it."""
+    node = w.made_by(value.name)
+    if node is None or node.kind != "DequantizeLinear":
+        return None
+    scale, zero = w.value_of(node.reads[1]), w.value_of(node.reads[2])
+    return Dequantized(node, scale, zero) if scale is not None and zero is not None else None
+
+
+def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
+    """A weight; in float32 where the input is none of integers: else an engine would make it that in every call.
+
+    Of integers of four bits, or in blocks, engines have kernels for inputs in float. A second layer that reads a weight
+    has integers of its own: ONNX Runtime fails to make unsigned ones of those that layers share.
+    """
+    found = dequantized(w, weight)
+    q = w.value_of(found.node.reads[0]) if found is not None else None
+    if found is None or q is None or w.type_of(found.node.reads[0]) in (INT4, UINT4):
+        return weight
+    attributes = found.node.attributes
+    if dequantized(w, x) is not None:
+        if weight.name not in w.weights:
+            w.weights.add(weight.name)
+            return weight
+        own = w.emit("DequantizeLinear", q.clone(), found.scale, found.zero.clone(), **attributes)
+        return Value(own, weight.like)
+    if attributes.get("block_size"):
+        return weight
+    return w.kept(("real", weight.name), lambda: real_values(q, found.scale, found.zero, attributes.get("axis")))
+
+
+def real_values(q: Tensor, scale: Tensor, zero: Tensor, axis: int | None, block: int | None = None) -> Tensor:
+    """The values of integers."""
+    made: Tensor = torch.ops.fxq.dequantize.tensor(q, scale, zero.to(torch.int32), axis, block)
+    return made
+
+
+_INT32 = 2**31 - 1
+
+
+def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None) -> Operand:
+    """A bias; in int32 with the scale of the accumulator, where input and weight are of integers and it fits."""
+    real = w.value_of(bias.name) if bias is not None else None
+    grids = [dequantized(w, x), dequantized(w, weight)]
+    if real is None or not w.integer_bias or any(g is None or g.node.attributes.get("block_size") for g in grids):
+        return bias
+    first, second = (grid.scale.double() for grid in grids if grid is not None)
+    scale = (first * second).to(torch.float32)
+    if scale.numel() not in (1, real.numel()) or scale.min() < torch.finfo(torch.float32).tiny:
+        return bias  # a transposed convolution in groups has fewer scales than channels
+    scale = scale.expand(real.shape).contiguous()
+    steps = (real.detach().double() / scale.double()).round()
+    if not bool((steps.abs() <= _INT32).all()):
+        return bias
+    return w.emit("DequantizeLinear", steps.to(torch.int32), scale, axis=0)
+
+
+def transposed(w: Writer, matrix: Value | Tensor) -> str:
+    """A matrix (O, I) as (I, O); where it is one of constant integers, those are turned."""
+    constant = matrix if isinstance(matrix, Tensor) else w.value_of(matrix.name)
+    if constant is not None:
+        return w.constant(_turned(w, constant))
+    found = dequantized(w, matrix) if isinstance(matrix, Value) else None
+    q = w.value_of(found.node.reads[0]) if found is not None else None
+    if found is None or q is None:
+        return w.emit("Transpose", matrix, perm=[1, 0])
+    attributes = dict(found.node.attributes)
+    if "axis" in attributes:
+        attributes["axis"] = 1 - attributes["axis"] % 2
+    parts = zip((q, found.scale, found.zero), found.node.reads, strict=True)
+    turned = [w.constant(_turned(w, part), w.type_of(name)) for part, name in parts]
+    return w.emit("DequantizeLinear", *turned, **attributes)
+
+
+def _turned(w: Writer, constant: Tensor) -> Tensor:
+    """A matrix with its axes exchanged; what is none, as it is."""
+    return w.kept(("t", id(constant)), lambda: constant.t().contiguous()) if constant.dim() == 2 else constant

@@ -1,0 +1,110 @@
+"""ONNX of layers with weights, of products and of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fxq.onnx.dequantized import bias_for, transposed, weight_for
+from fxq.onnx.padding_nodes import onnx_pads, padded
+from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
+from fxq.ops import OPS
+from fxq.ops.convolution import conv_padding
+
+
+@writes(*OPS.family("conv"))
+def conv(
+    w: Writer,
+    x: Value,
+    weight: Value,
+    bias: Value | None = None,
+    *,
+    stride: Sequence[int],
+    padding: Any,
+    dilation: Sequence[int],
+    groups: int,
+    padding_mode: str,
+) -> str:
+    refuse(x.rank != weight.rank, "its input has no batch axis")
+    pads = conv_padding(weight.shape, padding, dilation)
+    if padding_mode != "zeros":
+        x = padded(w, x, pads, padding_mode)
+        pads = (0,) * len(pads)
+    return w.emit(
+        "Conv", x, weight_for(w, x, weight), bias_for(w, x, weight, bias), strides=list(stride), group=groups,
+        dilations=list(dilation), pads=onnx_pads(pads, x.rank - 2), kernel_shape=list(weight.shape[2:]),
+    )  # fmt: skip
+
+
+@writes(*OPS.family("conv_transpose"))
+def conv_transpose(
+    w: Writer,
+    x: Value,
+    weight: Value,
+    bias: Value | None = None,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> str:
+    refuse(x.rank != weight.rank, "its input has no batch axis")
+    return w.emit(
+        "ConvTranspose", x, weight_for(w, x, weight), bias_for(w, x, weight, bias), strides=list(stride),
+        group=groups, dilations=list(dilation), pads=[*padding, *padding], output_padding=list(output_padding),
+        kernel_shape=list(weight.shape[2:]),
+    )  # fmt: skip
+
+
+@writes("linear")
+def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str:
+    matrix = transposed(w, weight_for(w, x, weight))
+    if x.rank == 2 and bias is not None:
+        return w.emit("Gemm", x, matrix, bias_for(w, x, weight, bias))
+    product = w.emit("MatMul", x, matrix)
+    return product if bias is None else w.emit("Add", product, bias)
+
+
+@writes("matmul")
+def matmul(w: Writer, x: Value, other: Value) -> str:
+    return w.emit("MatMul", x, other)
+
+
+@writes("addmm", "baddbmm")
+def add_product(w: Writer, bias: Value, x: Value, other: Value, *, beta: float, alpha: float) -> str:
+    product: Operand = w.emit("MatMul", x, other)
+    product = product if alpha == 1 else w.emit("Mul", product, w.number(alpha, x))
+    added: Operand = bias if beta == 1 else w.emit("Mul", bias, w.number(beta, bias))
+    return w.emit("Add", product, added)
+
+
+@writes("einsum")
+def einsum(w: Writer, xs: Sequence[Value], *, equation: str) -> str:
+    return w.emit("Einsum", *xs, equation=equation)
+
+
+@writes("embedding")
+def embedding(w: Writer, x: Value, weight: Value) -> str:
+    return w.emit("Gather", weight, x, axis=0)
+
+
+@writes("embedding_bag")
+def embedding_bag(
+    w: Writer,
+    x: Value,
+    weight: Value,
+    offsets: Value | None = None,
+    per_sample_weights: Value | None = None,
+    *,
+    mode: str,
+    include_last_offset: bool,
+    padding_idx: int | None,
+) -> str:
+    refuse(offsets is not None or x.rank != 2, "its bags are not of one size")
+    refuse(padding_idx is not None, "it leaves out entries")
+    rows: Operand = w.emit("Gather", weight, x, axis=0)
+    if per_sample_weights is not None:
+        rows = w.emit("Mul", rows, w.reshaped(per_sample_weights, (*x.shape, 1)))
+    kinds = {"sum": "ReduceSum", "mean": "ReduceMean", "max": "ReduceMax"}
+    return w.emit(kinds[mode], rows, w.ints([1]), keepdims=0)

@@ -1,0 +1,186 @@
+"""Quantize, dequantize and requantize as ONNX, run in ONNX Runtime as they are written, against torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from fxq.onnx.conversion_nodes import _covers
+from fxq.onnx.graph import write_onnx
+from fxq.onnx.writer import NotInOnnx
+from fxq.ops import OPS
+from fxq.quant.packing import pack
+from tests.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, same, single
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    scale=st.floats(2**-10, 8, width=32),
+    zero=st.integers(0, 255),
+    ends=st.tuples(st.integers(0, 255), st.integers(0, 255)),
+    low=st.one_of(st.just(-math.inf), st.integers(-520, 520)),
+    width=st.one_of(st.just(math.inf), st.integers(0, 1040)),
+)
+def test_a_clamp_is_dropped_only_where_rounding_clamps_as_much(scale, zero, ends, low, width):
+    """Bounds are halves of a step, so that ties are among them; each integer, and each tie, is tried."""
+    qmin, qmax = min(ends), max(ends)
+    step, half = torch.tensor(scale), scale / 2
+    bounds = low * half, (low + width) * half if math.isfinite(low) else width * half
+    values = torch.cat([torch.arange(-600, 601) * half, torch.tensor([-1e30, 1e30])])
+
+    def rounded(x):
+        return OPS["quantize"].target(x, scale=scale, zero_point=zero, qmin=qmin, qmax=qmax)
+
+    same_without = torch.equal(rounded(values.clamp(*bounds)), rounded(values))
+    dropped = _covers(("x", *bounds), step, torch.tensor(zero), qmin, qmax)
+    assert same_without or not dropped
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "zero", "kept"),
+    [
+        (0.0, math.inf, 0, False),  # a relu, whose zero is the first integer
+        (0.0, math.inf, 10, True),
+        (0.0, 6.0, 0, True),  # 6.0 is 12 steps
+        (0.0, 127.5, 0, False),
+        (-1.25, math.inf, 3, True),  # a tie, which goes to the second integer
+        (-0.75, math.inf, 2, False),  # a tie, which goes to the first one
+    ],
+)
+def test_clamps_in_front_of_a_quantize(low, high, zero, kept):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    clamped = graph.call_function(OPS["hardtanh"].target, (x,), {"min_val": low, "max_val": high})
+    grid = {"scale": 0.5, "zero_point": zero}
+    graph.output(graph.call_function(OPS["quantize"].target, (clamped,), grid))
+    gm = fx.GraphModule({}, graph)
+    values = torch.arange(-600, 601) / 4
+    written = write_onnx(gm, [values])
+    kinds = [node.op_type for node in written.model.graph.node]
+    assert any(kind in ("Clip", "Relu") for kind in kinds) == kept
+    assert torch.equal(run_onnxruntime(written.model, [values])[0], gm(values))
+
+
+BYTES = torch.randint(0, 256, (3, 4, 5), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+SIGNED = (BYTES.int() - 128).to(torch.int8)
+VALUES = torch.cat([normal(3, 4, 5), torch.arange(-15.0, 15.0).reshape(-1, 3, 5)[:, :1].expand(-1, 4, 5) / 4])
+
+CALLS = [
+    call("quantize", VALUES, scale=0.5, zero_point=3),
+    call("quantize", VALUES, scale=0.01, zero_point=128),
+    call("quantize", VALUES, scale=0.5, zero_point=2, qmin=1, qmax=6),
+    call("quantize", VALUES, scale=0.25, zero_point=0, qmin=-3, qmax=5, dtype=torch.int8),
+    call("quantize", VALUES, scale=0.1, zero_point=-7, qmin=-128, qmax=127, dtype=torch.int8),
+    call("dequantize", BYTES, scale=0.1, zero_point=7),
+    call("dequantize", SIGNED, scale=0.1, zero_point=-7, qmin=-128, qmax=127),
+    call("requantize", BYTES, from_scale=0.1, from_zero_point=7, scale=0.3, zero_point=100),
+    call("requantize", BYTES, from_scale=0.1, from_zero_point=7, scale=0.3, zero_point=9, qmin=2, qmax=15),
+    call(
+        "requantize", SIGNED, from_scale=0.5, from_zero_point=-7, scale=0.3, zero_point=1, qmin=-100, qmax=100,
+        dtype=torch.int8,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("conversion", CALLS, ids=str)
+def test_numbers(conversion):
+    conversion.check("onnxruntime", rtol=1e-6)
+
+
+def with_grid(
+    op: str, x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | int, **options
+) -> fx.GraphModule:
+    """A conversion with several scales, of an input or (a Parameter) of a constant."""
+    root, graph = torch.nn.Module(), fx.Graph()
+    tensors = {"x": x, "scale": scale, "zero_point": zero_point}
+    named = {}
+    for name, value in tensors.items():
+        if isinstance(value, torch.Tensor) and (name != "x" or isinstance(value, torch.nn.Parameter)):
+            root.register_buffer(name, value.detach())
+            named[name] = graph.get_attr(name)
+        else:
+            named[name] = graph.placeholder("x") if name == "x" else value
+    first = named.pop("x")
+    graph.output(graph.call_function(OPS[op].target, (first,), {**named, **options}))
+    return fx.GraphModule(root, graph)
+
+
+def constant(low: int, high: int, *shape: int) -> torch.nn.Parameter:
+    made = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(3))
+    return torch.nn.Parameter(made.to(torch.int8 if low < 0 else torch.uint8), requires_grad=False)
+
+
+@pytest.mark.parametrize("zero", [0, torch.tensor([-3, 0, 2, 5])])
+@pytest.mark.parametrize("floats", [False, True])
+def test_a_weight_with_a_scale_for_each_channel(zero, floats):
+    gm = with_grid("dequantize", constant(-127, 127, 3, 4, 2), normal(4).abs() + 0.1, zero, qmin=-127, qmax=127, axis=1)
+    written = write_onnx(gm, [], floats=floats)
+    onnx.checker.check_model(written.model, full_check=True)
+    same(run_onnxruntime(written.model, [])[0], gm(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("low", [-8, 0], ids=["int4", "uint4"])
+@pytest.mark.parametrize(
+    ("shape", "block"), [((6, 8), None), ((6, 7), None), ((5, 3, 3), None), ((6, 64), 32), ((6, 70), 32)]
+)
+@pytest.mark.parametrize("packed", [True, False])
+def test_integers_of_four_bits_and_blocks(low, shape, block, packed):
+    values = constant(low, low + 15, *shape)
+    scales = shape[0] if block is None else (shape[0], -(-shape[1] // block))
+    scale = normal(scales).abs() + 0.1 if block is None else normal(*scales).abs() + 0.1
+    stored = torch.nn.Parameter(pack(values.data), requires_grad=False) if packed else values
+    options = {"axis": 0 if block is None else 1, "block": block, "packed": shape[1:] if packed else None}
+    gm = with_grid("dequantize", stored, scale, 0 if low else 7, qmin=low, qmax=low + 15, **options)
+    written = write_onnx(gm, [])
+    onnx.checker.check_model(written.model, full_check=True)
+    types = {tensor.data_type for tensor in written.model.graph.initializer}
+    assert types == ({onnx.TensorProto.FLOAT, onnx.TensorProto.INT4 if low else onnx.TensorProto.UINT4} if packed else {
+        onnx.TensorProto.FLOAT, onnx.TensorProto.INT8 if low else onnx.TensorProto.UINT8})  # fmt: skip
+    same(run_onnxruntime(written.model, [])[0], gm(), rtol=1e-6)
+
+
+def test_a_block_takes_whole_channels_of_a_kernel():
+    scale = normal(3, 2, 1, 1).abs() + 0.1
+    gm = with_grid("dequantize", constant(-127, 127, 3, 6, 2, 2), scale, 0, qmin=-127, qmax=127, axis=1, block=4)
+    same(run_onnxruntime(write_onnx(gm, []).model, [])[0], gm(), rtol=1e-6)
+
+
+def test_a_weight_in_float16():
+    gm = with_grid("dequantize", torch.nn.Parameter(normal(3, 4).half(), requires_grad=False), torch.tensor(1.0), 0)
+    for run in (run_onnxruntime, run_openvino):
+        same(run(write_onnx(gm, []).model, [])[0], gm(), rtol=0)
+
+
+def test_one_scale_beside_two_zero_points():
+    """What is made of a grid once is not taken for another one."""
+    root, graph = torch.nn.Module(), fx.Graph()
+    root.register_buffer("scale", torch.tensor([0.5, 2.0]))
+    x, scale = graph.placeholder("x"), graph.get_attr("scale")
+    kinds = {"scale": scale, "axis": 0, "qmin": -127, "qmax": 127}
+    graph.output(tuple(graph.call_function(OPS["dequantize"].target, (x,), {**kinds, "zero_point": z}) for z in (0, 3)))
+    gm, q = fx.GraphModule(root, graph), SIGNED[:2, 0]
+    for got, wanted in zip(run_onnxruntime(write_onnx(gm, [q]).model, [q]), gm(q), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("gm", "given", "reason"),
+    [
+        (single("quantize", VALUES, scale=0.1, zero_point=0, dtype=torch.int32), [VALUES], "integers of torch.int32"),
+        (single("dequantize", BYTES, scale=0.1, zero_point=-1), [BYTES], "its zero point is no integer of its type"),
+        (with_grid("dequantize", BYTES, torch.ones(3, 4, 1), 0), [BYTES], "each row has a scale of its own"),
+        (
+            with_grid("quantize", VALUES, torch.ones(4), 0, axis=1, qmax=100), [VALUES],
+            "several grids that leave out integers",
+        ),
+        (single("dequantize", BYTES[0], scale=0.1, zero_point=0, packed=(10,)), [BYTES[0]], "two of them in a byte"),
+    ],
+)  # fmt: skip
+def test_refusals(gm, given, reason):
+    with pytest.raises(NotInOnnx, match=reason):
+        write_onnx(gm, given)

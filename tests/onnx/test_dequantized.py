@@ -1,0 +1,109 @@
+"""Layers on integers: which form their weights and biases have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxq.onnx.dequantized import bias_for, dequantized, transposed, weight_for
+from fxq.onnx.writer import Value, Writer
+from tests.onnx_runs import normal, run_onnxruntime, weight
+
+LIKE = torch.empty(2, 4, device="meta")
+
+
+def integers(w: Writer, *shape: int, scale: torch.Tensor, **attributes: int) -> Value:
+    q = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    zero = torch.zeros(scale.shape, dtype=torch.int8)
+    return Value(w.emit("DequantizeLinear", q, scale, zero, **attributes), torch.empty(shape, device="meta"))
+
+
+def activation(w: Writer, scale: float) -> Value:
+    q = w.input("q", LIKE.to(torch.uint8))
+    return Value(w.emit("DequantizeLinear", q, torch.tensor(scale), torch.tensor(9, dtype=torch.uint8)), LIKE)
+
+
+def named(w: Writer, tensor: torch.Tensor) -> Value:
+    return Value(w.constant(tensor), tensor.to("meta"))
+
+
+def kind(w: Writer, operand: object) -> str:
+    """The node that makes what a layer reads, or that it is a constant."""
+    node = w.made_by(w.name_of(operand))
+    return node.kind if node is not None else "constant"
+
+
+@pytest.mark.parametrize(
+    ("scale", "kinds"),
+    [(0.5, "DequantizeLinear"), (1e-12, "constant"), (1e-38, "constant")],
+    ids=["fits", "large", "tiny"],
+)  # fmt: skip
+def test_a_bias_is_in_int32_where_it_fits(scale, kinds):
+    w = Writer()
+    x, matrix = activation(w, scale), integers(w, 3, 4, scale=torch.tensor([0.1, 0.2, 0.3]), axis=0)
+    bias = torch.tensor([1.0, -2.0, 0.26])
+    read = bias_for(w, x, matrix, named(w, bias))
+    assert kind(w, read) == kinds
+    like = torch.empty(3, device="meta")
+    (got,) = run_onnxruntime(w.model([Value(w.name_of(read), like)]), [torch.zeros(2, 4, dtype=torch.uint8)])
+    half_a_step = scale * torch.tensor([0.1, 0.2, 0.3]) / 2 if kinds == "DequantizeLinear" else torch.zeros(3)
+    assert bool(((got - bias).abs() <= half_a_step * 1.001).all())
+
+
+def test_a_bias_is_in_float_where_a_part_of_its_grid_is_missing():
+    w = Writer()
+    x, bias = activation(w, 0.5), named(w, torch.ones(6))
+    in_groups = integers(w, 4, 3, 1, 1, scale=torch.ones(3), axis=1)  # a transposed convolution of 2 groups
+    in_blocks = integers(w, 6, 4, scale=torch.ones(6, 2), axis=1, block_size=2)
+    per_channel = integers(w, 6, 4, scale=torch.ones(6), axis=0)
+    real = w.input("x", LIKE)
+    for read, matrix in ((x, in_groups), (x, in_blocks), (real, per_channel), (x, named(w, normal(6, 4)))):
+        assert bias_for(w, read, matrix, bias) is bias
+    assert bias_for(w, x, per_channel, None) is None
+    assert kind(w, bias_for(w, x, per_channel, bias)) == "DequantizeLinear"
+    w.integer_bias = False
+    assert bias_for(w, x, per_channel, bias) is bias
+
+
+def test_two_layers_have_a_bias_on_the_grids_of_their_inputs():
+    w = Writer()
+    matrix, bias = integers(w, 3, 4, scale=torch.ones(3), axis=0), named(w, torch.full((3,), 0.5))
+    names = [w.name_of(bias_for(w, activation(w, scale), matrix, bias)) for scale in (1.0, 0.125)]
+    likes = [Value(name, torch.empty(3, device="meta")) for name in names]
+    got = run_onnxruntime(w.model(likes), [torch.zeros(2, 4, dtype=torch.uint8)] * 2)
+    assert [float(y[0]) for y in got] == [0.0, 0.5]  # half a step of 1.0 rounds to even
+
+
+def test_a_weight_beside_floats_is_a_constant_in_float():
+    w = Writer()
+    scale = torch.tensor([0.5, 1.0, 2.0])
+    matrix = integers(w, 3, 4, scale=scale, axis=0)
+    real = weight_for(w, w.input("x", LIKE), matrix)
+    assert isinstance(real, torch.Tensor) and real is weight_for(w, w.input("y", LIKE), matrix)
+    (q,) = (w.value_of(name) for name in w.made_by(matrix.name).reads[:1])
+    assert torch.equal(real, q.float() * scale[:, None])
+    blocks = integers(w, 3, 4, scale=torch.ones(3, 2), axis=1, block_size=2)
+    assert weight_for(w, w.input("z", LIKE), blocks) is blocks
+
+
+def test_layers_that_share_a_weight_have_integers_of_their_own():
+    w = Writer()
+    x, matrix = activation(w, 0.5), integers(w, 3, 4, scale=torch.ones(3), axis=0)
+    first, second = weight_for(w, x, matrix), weight_for(w, x, matrix)
+    assert first is matrix and second is not matrix
+    one, other = dequantized(w, first), dequantized(w, second)
+    assert not set(one.node.reads[::2]) & set(other.node.reads[::2])
+    assert torch.equal(*(w.value_of(found.node.reads[0]) for found in (one, other)))
+
+
+def test_a_matrix_is_turned_where_it_is_stored():
+    w = Writer()
+    stored = weight(3, 4)
+    assert torch.equal(w.value_of(transposed(w, stored)), stored.t())
+    assert transposed(w, stored) == transposed(w, named(w, stored))
+    channels = w.made_by(transposed(w, integers(w, 3, 4, scale=torch.ones(3), axis=0)))
+    assert channels.kind == "DequantizeLinear" and channels.attributes == {"axis": 1}
+    assert w.value_of(channels.reads[0]).shape == (4, 3)
+    blocks = w.made_by(transposed(w, integers(w, 3, 4, scale=torch.ones(3, 2), axis=1, block_size=2)))
+    assert blocks.attributes == {"axis": 0, "block_size": 2} and w.value_of(blocks.reads[1]).shape == (2, 3)
+    assert kind(w, transposed(w, w.input("x", LIKE))) == "Transpose"
