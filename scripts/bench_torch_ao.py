@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from bench_cases import CASES, Case
@@ -41,14 +42,16 @@ class Entry:
         engine: the engine's name.
         detail: its SQNR, or why it failed.
         right: whether its SQNR is at least `RIGHT`.
-        call: runs the network on the timed input, in the faster memory format; None where it fails.
-        seconds: the best of a few runs.
+        run: runs the network; None where it fails.
+        memory_format: of the input, the one in which it is faster.
+        seconds: the best of a few runs on the timed input.
     """
 
     engine: str
     detail: str
     right: bool = False
-    call: Callable[[], object] | None = None
+    run: Callable[[Tensor], Tensor] | None = None
+    memory_format: torch.memory_format = torch.contiguous_format
     seconds: float = math.inf
 
 
@@ -75,8 +78,12 @@ def _compare(name: str, case: Case, seconds: float) -> list[Number]:
         noise = sqnr(reference, qmodel(case.fresh))
     picture = case.timed.to(memory_format=torch.channels_last)
     with threads(1), restored_engine():
-        entries = [_entry(engine, case, reference) for engine in torch.backends.quantized.supported_engines]
-        close = {e.engine: e.call for e in entries if e.call and e.seconds <= CLOSE * _fastest(entries, e.right)}
+        entries = every_engine(case, reference)
+        close = {
+            e.engine: partial(e.run, case.timed.to(memory_format=e.memory_format))
+            for e in entries
+            if e.run and e.seconds <= CLOSE * _fastest(entries, e.right)
+        }
         case.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         own = {"float": lambda: case.model(picture), "fxq": lambda: qmodel(picture)}
         medians = interleaved(own | close, seconds)
@@ -87,7 +94,7 @@ def _compare(name: str, case: Case, seconds: float) -> list[Number]:
     ]
     for entry in entries:
         taken = 1e3 * medians.get(entry.engine, entry.seconds)
-        detail = entry.detail if entry.engine in close or not entry.call else f"{entry.detail}, best of a few runs"
+        detail = entry.detail if entry.engine in close or not entry.run else f"{entry.detail}, best of a few runs"
         numbers.append(Number(name, f"torch.ao {entry.engine}, ms", taken, detail=detail))
     numbers.append(Number(name, "times faster than float", before / after, least=1.0))
     for what, least, engines in (
@@ -98,6 +105,11 @@ def _compare(name: str, case: Case, seconds: float) -> list[Number]:
             best = min(engines, key=medians.__getitem__)
             numbers.append(Number(name, what, medians[best] / after, least, detail=best))
     return numbers
+
+
+def every_engine(case: Case, reference: Tensor) -> list[Entry]:
+    """What each engine makes of a network; `reference`: what the float one gives for `case.fresh`."""
+    return [_entry(engine, case, reference) for engine in torch.backends.quantized.supported_engines]
 
 
 def _fastest(entries: list[Entry], right: bool) -> float:
@@ -115,16 +127,17 @@ def _entry(engine: str, case: Case, reference: Tensor) -> Entry:
     except Exception as error:  # it fails in many ways; each is a result
         return Entry(engine, f"fails: {str(error).splitlines()[0][:60]}")
 
-    def run(x: Tensor) -> object:
+    def run(x: Tensor) -> Tensor:
         torch.backends.quantized.engine = engine  # some ops of qnnpack read it when they run
-        return qmodel(x)
+        y: Tensor = qmodel(x)
+        return y
 
     formats = (torch.contiguous_format, torch.channels_last)
     pictures = [case.timed.to(memory_format=memory_format) for memory_format in formats]
-    times = [_best_of_a_few(lambda x=x: run(x)) for x in pictures]  # type: ignore[misc]
-    picture = pictures[times.index(min(times))]
+    times = [_best_of_a_few(partial(run, x)) for x in pictures]
+    faster = formats[times.index(min(times))]
     right = noise >= RIGHT
-    return Entry(engine, f"{noise:.1f} dB" + ("" if right else ": wrong"), right, lambda: run(picture), min(times))
+    return Entry(engine, f"{noise:.1f} dB" + ("" if right else ": wrong"), right, run, faster, min(times))
 
 
 def _quantize(engine: str, case: Case) -> nn.Module:

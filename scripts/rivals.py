@@ -10,11 +10,12 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,25 +94,15 @@ def onnx_runtime(quantized: bool) -> Make:
     """ONNX Runtime on one thread; `quantized`: by its `quantize_dynamic`."""
 
     def make(model: nn.Module, example: Sequence[Tensor]) -> Made:
-        import onnxruntime
-
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch deprecates the exporter that needs no further package
+        with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "float.onnx")
             names = [f"input{i}" for i in range(len(example))]
             sizes = {name: {0: "batch", 1: "length"} for name, x in zip(names, example, strict=True) if _is_sequence(x)}
-            torch.onnx.export(model, tuple(example), path, dynamo=False, input_names=names, dynamic_axes=sizes)
+            write_float_onnx(model, example, path, sizes)
             if quantized:
-                from onnxruntime.quantization import quantize_dynamic
-
-                logging.disable(logging.WARNING)  # it advises to preprocess, which changes nothing here
-                quantize_dynamic(path, path := Path(folder, "int8.onnx"))
-                logging.disable(logging.NOTSET)
+                path = quantized_dynamic(path)
             data = path.read_bytes()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        session = onnx_session(data)
         wanted = {node.name for node in session.get_inputs()}
 
         def call(*inputs: Tensor) -> Any:
@@ -122,6 +113,45 @@ def onnx_runtime(quantized: bool) -> Make:
         return Made(call, len(data))
 
     return make
+
+
+def write_float_onnx(
+    model: nn.Module, example: Sequence[Tensor], path: Path, sizes: Mapping[str, Mapping[int, str]]
+) -> None:
+    """The float model to an ONNX file.
+
+    Args:
+        model: the float model.
+        example: its inputs, which are named input0, input1 and so on in the file.
+        path: of the file.
+        sizes: which sizes of an input are left open, by its name: their names by axis.
+    """
+    names = [f"input{i}" for i in range(len(example))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates the exporter that needs no further package
+        torch.onnx.export(model, tuple(example), path, dynamo=False, input_names=names, dynamic_axes=sizes)
+
+
+def quantized_dynamic(path: Path) -> Path:
+    """What ONNX Runtime's `quantize_dynamic` makes of an ONNX file: another one beside it."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    logging.disable(logging.WARNING)  # it advises to preprocess, which changes nothing here
+    quantize_dynamic(path, made := path.with_name("int8.onnx"))
+    logging.disable(logging.NOTSET)
+    return made
+
+
+def onnx_session(model: bytes, sizes: Mapping[str, int] = MappingProxyType({})) -> Any:
+    """A session of ONNX Runtime on as many threads as torch uses; `sizes`: what sizes left open are, by name."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    for name, size in sizes.items():
+        options.add_free_dimension_override_by_name(name, size)
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _is_sequence(x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, P
 from fxq.backends.layer_rows import is_depthwise_call
 from fxq.graph.unit import Calls
 from fxq.ops import OPS
+from fxq.quant.spec import QuantConfig
 
 
 @cache
@@ -98,6 +100,15 @@ class Openvino(EngineBackend):
             names = about["originalLayersNames"].astype(str) if "originalLayersNames" in about else ""
             if op.friendly_name in seconds:
                 yield names.split(","), 1e6 * min(seconds[op.friendly_name])
+
+    def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
+        """As in `Backend`: transposed convolutions read int8 around 0, since with a zero point they run in float.
+
+        Not without VNNI, where int8 is shifted to uint8, whose large values overflow.
+        """
+        if calls[0].op.name not in OPS.family("conv_transpose") or config.activation is None or not cpu.has_vnni():
+            return config
+        return replace(config, activation=replace(config.activation, signed=True, symmetric=True))
 
     def adds_in_int16(self, calls: Calls) -> bool:
         """Layers on a CPU without VNNI, but not depthwise convolutions."""

@@ -6,7 +6,8 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.engines.openvino import Openvino
+from fxq.backends.engines.openvino import Openvino, OpenvinoKernel, compile_model
+from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 
 
@@ -39,3 +40,20 @@ def test_it_gives_up_a_bit_where_there_is_no_vnni(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     q = fxq.quantize(model, fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[torch.randn(8, 8)])
     assert q.ledger.narrowed is not None
+
+
+@pytest.mark.skipif(not cpu.has_vnni(), reason="int8 activations overflow without VNNI")
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_a_transposed_convolution_behind_negative_values_runs_on_integers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.PReLU(), nn.ConvTranspose2d(16, 8, 3)).eval()
+    x = torch.randn(2, 3, 16, 16)
+    q = fxq.quantize(model, fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[x])
+    with torch.no_grad():
+        assert sqnr(model(x), q(x)) > 25
+    kernel = next(module for module in q.modules() if isinstance(module, OpenvinoKernel))
+    written = write_onnx(kernel.graph_inside(), [x], integer_bias=False)
+    ops = compile_model(written.model, 1).get_runtime_model().get_ordered_ops()
+    about = [op.get_rt_info() for op in ops]
+    kinds = [a["primitiveType"].astype(str) for a in about if "ConvTranspose" in a["originalLayersNames"].astype(str)]
+    assert any(kind.lower().endswith("i8") and not kind.startswith("reorder") for kind in kinds), kinds
