@@ -27,7 +27,7 @@ REFUSED = {
 }  # fmt: skip
 """Cases of the op table that are not written, by group, and why."""
 
-NOT_WRITTEN = {"choose_scale": "measures at run time"}
+NOT_WRITTEN = dict.fromkeys(("choose_scale", "choose_zero_point"), "measures at run time")
 """Rows of the op table that no function of `fxq/onnx` writes."""
 
 

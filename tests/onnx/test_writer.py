@@ -23,9 +23,8 @@ def test_names_are_unique():
     assert (first, second, third) == ("/Add", "x/Relu", "x/Relu_1")
     model = w.model([Value(third, LIKE)])
     onnx.checker.check_model(model, full_check=True)
-    assert [value.name for value in model.graph.input] == names
-    assert model.graph.output[0].name == "output_0_1"
-    (got,) = run_onnxruntime(model, [torch.zeros(3)] * 4)
+    assert model.graph.output[0].name == "x/Relu_1"
+    (got,) = run_onnxruntime(model, [torch.zeros(3)] * len(model.graph.input))
     assert torch.equal(got, torch.ones(3))
 
 
@@ -35,7 +34,7 @@ def test_what_nobody_reads_is_left_out():
     w.emit("Add", x, torch.ones(3))
     made = w.emit("Clip", x, None, torch.tensor(1.0), extra=None)
     model = w.model([Value(made, LIKE)])
-    assert [node.op_type for node in model.graph.node] == ["Clip", "Identity"]
+    assert [node.op_type for node in model.graph.node] == ["Clip"]
     assert list(model.graph.node[0].input) == ["x", "", "/constant_1"]
     assert len(model.graph.initializer) == 1 and not model.graph.node[0].attribute
 
