@@ -148,10 +148,10 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
         if slow is not None:
             warn(slow)
     idle = _drop_idle(integers, values, nodes)
-    if choose and prober.own is not None and len(integers) < len(ops):
+    if choose and prober.own is not None:
         every: set[Key] = set(regions)
         idle_too = _drop_idle(every, values, nodes)
-        cuts = [(every, idle_too), (integers, idle)]
+        cuts = [(every, idle_too), (integers, idle), (set[Key](), idle)]
         changes = [partial(_try, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
         integers, idle = cuts[quickest(rewriter.gm, context, changes)]
     conversions = conversions_of(integers, values)

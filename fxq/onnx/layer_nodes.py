@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fxq.onnx.dequantized import bias_for, transposed, weight_for
+from fxq.onnx.dequantized import bias_for, dequantized, transposed, weight_for
 from fxq.onnx.padding_nodes import onnx_pads, padded
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
@@ -60,8 +60,14 @@ def conv_transpose(
 @writes("linear")
 def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str:
     matrix = transposed(w, weight_for(w, x, weight))
+    found = dequantized(w, x)
     if x.rank == 2 and bias is not None:
         return w.emit("Gemm", x, matrix, bias_for(w, x, weight, bias))
+    if w.integer_bias and found is not None and bias is not None and x.rank > 2:  # with the bias it is one integer op
+        rows = w.reshaped(found.node.reads[0], (-1, x.shape[-1]))
+        flat = w.emit("DequantizeLinear", rows, found.scale, found.zero)
+        product = w.emit("Gemm", flat, matrix, bias_for(w, x, weight, bias))
+        return w.reshaped(product, (*x.shape[:-1], weight.shape[0]))
     product = w.emit("MatMul", x, matrix)
     return product if bias is None else w.emit("Add", product, bias)
 

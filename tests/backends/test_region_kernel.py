@@ -238,7 +238,7 @@ def test_an_engine_says_itself_what_its_ops_cost(net, monkeypatch):
     }
 
 
-def test_what_prices_say_is_tried_against_all_that_can_on_integers(net, monkeypatch):
+def test_what_prices_say_is_tried_against_all_and_against_nothing_on_integers(net, monkeypatch):
     """Where the whole is quicker so, it stays on integers, whatever the prices of its ops."""
     asked = []
 
@@ -248,7 +248,7 @@ def test_what_prices_say_is_tried_against_all_that_can_on_integers(net, monkeypa
 
     monkeypatch.setattr("fxq.passes.fallback.quickest", quickest)
     qmodel = quantized(net, ENGINE.with_backend(own.PricedEngine).with_optimize("speed"))
-    assert asked == [2] and qmodel.ledger.where(name="d")[0].fate == "int8"
+    assert asked == [3] and qmodel.ledger.where(name="d")[0].fate == "int8"
 
 
 class SplitEngine(own.PricedEngine):
