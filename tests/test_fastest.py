@@ -15,7 +15,7 @@ from fxq.backends.engines import engine
 from fxq.common.metrics import sqnr
 from tests.graphs import equal
 
-pytestmark = pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWarning")]
 FASTEST = fxq.Recipe.static(backend="fastest", optimize="coverage")
 
 

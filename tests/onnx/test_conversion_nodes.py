@@ -17,6 +17,8 @@ from fxq.ops import OPS
 from fxq.quant.packing import pack
 from tests.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, same, single
 
+pytestmark = pytest.mark.any_cpu
+
 
 @settings(max_examples=400, deadline=None)
 @given(

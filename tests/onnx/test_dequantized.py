@@ -9,6 +9,8 @@ from fxq.onnx.dequantized import bias_for, dequantized, transposed, weight_for
 from fxq.onnx.writer import Value, Writer
 from tests.onnx_runs import normal, run_onnxruntime, weight
 
+pytestmark = pytest.mark.any_cpu
+
 LIKE = torch.empty(2, 4, device="meta")
 
 

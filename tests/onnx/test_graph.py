@@ -20,6 +20,8 @@ from tests.models import NETWORKS, batch, build, settled
 from tests.onnx_runs import ENGINES, normal, onnx, run_onnxruntime, run_openvino, same, single
 from tests.ops.test_rows import FIRST, canonical
 
+pytestmark = pytest.mark.any_cpu
+
 COMPARES = "compares, which is no op of the table; test_pointwise_nodes.py and test_layer_nodes.py have the op alone"
 REFUSED = {
     "embedding": COMPARES, "embedding_module": COMPARES, "embedding_bag": COMPARES, "embedding_bag_module": COMPARES,

@@ -9,6 +9,8 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from tests.onnx_runs import call, in_both, normal, single, weight
 
+pytestmark = pytest.mark.any_cpu
+
 IDS = torch.tensor([[1, 0, 4], [2, 2, 3]])
 
 CALLS = [

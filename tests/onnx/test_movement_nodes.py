@@ -9,6 +9,8 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from tests.onnx_runs import call, in_both, normal, single
 
+pytestmark = pytest.mark.any_cpu
+
 X = normal(2, 6, 5, 4)
 ALL = slice(None)
 

@@ -9,6 +9,8 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from tests.onnx_runs import call, in_both, normal, single, weight
 
+pytestmark = pytest.mark.any_cpu
+
 X = normal(2, 6, 5, 4)
 Q, K, V = normal(2, 3, 4, 8), normal(2, 3, 5, 8, seed=2), normal(2, 3, 5, 6, seed=3)
 SEEN = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()

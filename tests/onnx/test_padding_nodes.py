@@ -13,6 +13,8 @@ from fxq.onnx.padding_nodes import padded
 from fxq.onnx.writer import NotInOnnx, Writer
 from tests.onnx_runs import call, in_both, normal, run_onnxruntime, run_openvino, single
 
+pytestmark = pytest.mark.any_cpu
+
 X = normal(2, 3, 5, 7)
 PAD = (1, 2, 0, 3)
 

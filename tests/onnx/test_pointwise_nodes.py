@@ -11,6 +11,8 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from tests.onnx_runs import call, in_both, normal, single, weight
 
+pytestmark = pytest.mark.any_cpu
+
 X = torch.cat([normal(3, 4, 7), torch.tensor([0.0, -0.5, 0.5, 3.0, -3.0, 30.0, -30.0]).expand(1, 4, 7)])
 POSITIVE = X.abs() + 0.1
 INTS = torch.tensor([[3, -2, 0], [7, 1, -9]])

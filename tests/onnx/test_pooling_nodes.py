@@ -9,6 +9,8 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from tests.onnx_runs import call, in_both, normal, single
 
+pytestmark = pytest.mark.any_cpu
+
 X = normal(2, 3, 9, 7)
 BYTES = (20 * X + 100).clamp(0, 255).to(torch.uint8)
 TWO, ONE, NONE = (2, 2), (1, 1), (0, 0)

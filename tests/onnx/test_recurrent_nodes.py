@@ -8,6 +8,8 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from tests.onnx_runs import call, in_both, normal, single, weight
 
+pytestmark = pytest.mark.any_cpu
+
 N, H = 2, 4
 X = normal(5, N, 3)
 

@@ -9,6 +9,8 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from tests.onnx_runs import call, in_both, normal, single
 
+pytestmark = pytest.mark.any_cpu
+
 X = normal(2, 3, 5, 7)
 LINE = normal(2, 3, 9)
 VOLUME = normal(1, 2, 3, 4, 5)

@@ -8,6 +8,8 @@ import torch
 from fxq.onnx.writer import INT4, UINT4, NotInOnnx, Value, Writer, onnx_type
 from tests.onnx_runs import onnx, run_onnxruntime
 
+pytestmark = pytest.mark.any_cpu
+
 LIKE = torch.empty(3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -113,6 +114,13 @@ class Openvino(EngineBackend):
     def adds_in_int16(self, calls: Calls) -> bool:
         """Layers on a CPU without VNNI, but not depthwise convolutions."""
         return bool(calls[0].op.quant.weight) and not cpu.has_vnni() and not is_depthwise_call(calls[0])
+
+    def available(self) -> str | None:
+        """As in `Backend`; not where oneDNN, which is inside of it, may use less than its other kernels do."""
+        isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+        if isa not in ("ALL", "DEFAULT"):
+            return f'OpenVINO crashes where ONEDNN_MAX_CPU_ISA is {isa}: unset it. Use backend="auto".'
+        return super().available()
 
     def drawback(self) -> str | None:
         """As in `Backend`."""

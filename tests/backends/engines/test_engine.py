@@ -21,6 +21,8 @@ from tests.graphs import equal
 from tests.machine import OF_THE_MACHINE, quiet, told
 from tests.models import NETWORKS, batch, build, call
 
+pytestmark = pytest.mark.any_cpu
+
 ENGINES = ("openvino", "onnxruntime")
 
 

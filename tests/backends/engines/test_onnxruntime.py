@@ -1,11 +1,14 @@
 """The onnxruntime backend alone."""
 
+import pytest
 import torch
 from torch import nn
 
 import fxq
 from fxq.backends.engines.onnxruntime import Onnxruntime
 from fxq.onnx.graph import write_onnx
+
+pytestmark = pytest.mark.any_cpu
 
 
 def test_the_profile_names_the_nodes_of_the_graph():

@@ -10,6 +10,8 @@ from fxq.backends.engines.openvino import Openvino, OpenvinoKernel, compile_mode
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 
+pytestmark = pytest.mark.any_cpu
+
 
 def test_the_profile_names_the_nodes_of_the_graph():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
@@ -57,3 +59,11 @@ def test_a_transposed_convolution_behind_negative_values_runs_on_integers():
     about = [op.get_rt_info() for op in ops]
     kinds = [a["primitiveType"].astype(str) for a in about if "ConvTranspose" in a["originalLayersNames"].astype(str)]
     assert any(kind.lower().endswith("i8") and not kind.startswith("reorder") for kind in kinds), kinds
+
+
+def test_it_is_not_there_where_onednn_may_not_use_all_instructions(monkeypatch):
+    """Parts of OpenVINO ask the CPU itself, and read what oneDNN has not written."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert "unset it" in Openvino().available()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "default")
+    assert Openvino().available() is None
