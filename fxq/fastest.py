@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -118,19 +117,20 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     One whose output is further from the float model's than the recipe's `min_sqnr` loses against any that is not.
 
     Raises:
-        FxqError: no backend makes a model; the first one's error.
+        Exception: no backend makes a model that runs on the example; the first one's error.
     """
     tries: list[Attempt] = []
     models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
-    failed: FxqError | None = None
+    failed: Exception | None = None
     for one in (observed, *(observed.others or ())):
         one.others = None
         name = one.manager.context.recipe.backend
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
-                model = convert(one)
-            except FxqError as error:
+                model, given = convert(one), copied(one.manager.context.example)
+                model(*given.args, **given.kwargs)
+            except Exception as error:  # whatever an engine raises
                 failed = failed or error
                 tries.append(Attempt(name, why=words_of(error)))
                 continue
@@ -145,7 +145,6 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
         for i, (model, _) in models.items():
             given = copied(example)
             calls[str(i)] = partial(model, *given.args, **given.kwargs)
-            calls[str(i)]()
         found = interleaved(calls, lambda: None)
     best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), found[str(i)]))
     for i in models:
@@ -160,4 +159,4 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
 
 def _is_far(sqnr: float | None, least: float | None) -> bool:
     """Whether an output is too far from the float model's."""
-    return sqnr is not None and least is not None and not math.isnan(sqnr) and sqnr < least
+    return sqnr is not None and least is not None and not sqnr >= least  # NaN is far

@@ -46,7 +46,8 @@ def test_the_quickest_is_chosen(net, monkeypatch, first):
     assert sqnr(model(x), q(x)) > 20
 
 
-def test_what_is_far_from_float_loses(net, monkeypatch):
+@pytest.mark.parametrize("far", [3.0, float("nan")])
+def test_what_is_far_from_float_loses(net, monkeypatch, far):
     model, x = net
     planted(monkeypatch, [1.0, 2.0, 3.0, 4.0])
     convert = fxq.api.convert
@@ -54,13 +55,13 @@ def test_what_is_far_from_float_loses(net, monkeypatch):
     def spoiled(observed):
         q = convert(observed)
         if q.backend == "x86":
-            q.ledger = fxq.api.replace(q.ledger, output_sqnr=3.0)
+            q.ledger = fxq.api.replace(q.ledger, output_sqnr=far)
         return q
 
     observed = fxq.prepare(model, FASTEST, x)
     observed(x)
     q = fastest.convert_all(observed, spoiled)
-    assert q.backend == fastest_order()[1] and q.attempts[0].sqnr == 3.0
+    assert q.backend == fastest_order()[1] and q.attempts[0].sqnr != q.attempts[1].sqnr
 
 
 def test_engines_that_are_not_installed_are_named(net, monkeypatch):

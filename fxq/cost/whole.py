@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxq.backends.lower_graph import lower_graph
+from fxq.common.isolation import copied
 from fxq.pipeline.context import Context
 from fxq.rewriting.rewriter import Rewriter
 
@@ -29,7 +30,8 @@ def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) ->
     where none runs, it is the first.
     """
     calls: dict[int, Callable[[], object]] = {}
-    args, kwargs = context.example.args, context.example.kwargs
+    given = copied(context.example)  # a model may change its inputs in place
+    args, kwargs = given.args, given.kwargs
     with torch.no_grad():
         for i, change in enumerate(changes):
             try:

@@ -20,7 +20,7 @@ from fxq.backends.base import Backend, Prices, Support
 from fxq.backends.kernel import Kernel
 from fxq.backends.region_kernel import RegionKernel
 from fxq.common.data import Batch
-from fxq.errors import BackendError, warn, words_of
+from fxq.errors import BackendError, InputError, warn, words_of
 from fxq.graph.info import Cost, info
 from fxq.graph.partition import connected_regions
 from fxq.graph.query import CONVERSIONS, is_op, op_of
@@ -43,9 +43,10 @@ class EngineKernel(RegionKernel):
 
     Raises:
         BackendError: the engine refuses the first inputs that come.
+        InputError: an input is no plain tensor on the CPU, or floats of another type.
     """
 
-    sizes_kept: ClassVar[int] = 4
+    sizes_kept: ClassVar[int] = 8
     integer_bias: ClassVar[bool] = True
     _was_compiled = False
 
@@ -71,6 +72,8 @@ class EngineKernel(RegionKernel):
         if self.form is None or any(isinstance(x, Tensor) and x.numel() == 0 for x in inputs):
             return super().forward
         form = self.form.module(self)
+        for node, x in zip(form.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            self._check(info(node).dtype, x)
         last = [_is_channels_last(x) for x in inputs]
         try:
             written = write_onnx(form, inputs, channels_last=last, integer_bias=self.integer_bias)
@@ -88,7 +91,7 @@ class EngineKernel(RegionKernel):
 
         def call(*given: Any) -> Any:
             tensors = [
-                (x.permute(0, 2, 3, 1) if flip else x).detach().contiguous()
+                (x.permute(0, 2, 3, 1) if flip else x).detach().contiguous().resolve_neg()
                 for x, flip in zip((given[i] for i in taken), turned, strict=True)
             ]
             made = run(tensors)
@@ -97,14 +100,29 @@ class EngineKernel(RegionKernel):
 
         return call
 
+    def _check(self, wanted: torch.dtype | None, x: Any) -> None:
+        """Raise `InputError` for a tensor that the engine would read as another, or not at all."""
+        if not isinstance(x, Tensor):
+            return
+        if x.layout is not torch.strided or x.device.type != "cpu":
+            raise InputError(f"{self.name}: an input is {x.layout} on {x.device}; it takes strided tensors on the CPU.")
+        floats = wanted is not None and (wanted.is_floating_point or x.dtype.is_floating_point)
+        if x.dtype.is_complex or (floats and x.dtype != wanted):
+            raise InputError(f"{self.name}: an input is {x.dtype}; it takes {wanted}. Convert it with .to({wanted}).")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_was_compiled"}
+
 
 def _kind(value: Any) -> Hashable:
-    return (value.shape, value.dtype, _is_channels_last(value)) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    return value.shape, value.dtype, value.device.type, value.layout, _is_channels_last(value)
 
 
 def _is_channels_last(value: Any) -> bool:
     """Whether an image lies in memory channel by channel of each pixel, and not otherwise as well."""
-    if not isinstance(value, Tensor) or value.dim() != 4:
+    if not isinstance(value, Tensor) or value.dim() != 4 or value.layout is not torch.strided:
         return False
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
@@ -231,13 +249,13 @@ class EngineBackend(Backend):
         tensors = [given[i].permute(0, 2, 3, 1) if last[i] else given[i] for i in written.reads]
         shares: dict[fx.Node, float] = {}
         left = 0.0
-        for names, seconds in self.profile(written.model, tensors):
+        for names, us in self.profile(written.model, tensors):
             nodes = [taken[scope] for name in names if (scope := name.partition("/")[0]) in taken]
             if not nodes:
-                left += seconds  # a change of layout, for what follows
+                left += us  # a change of layout, for what follows
                 continue
             node = min(nodes, key=_rank)
-            shares[node] = shares.get(node, 0.0) + left + seconds
+            shares[node] = shares.get(node, 0.0) + left + us
             left = 0.0
         for node in taken.values():  # a layer that goes by the name of the op behind it, which was joined to it
             if _rank(node) == 0 and node not in shares:
@@ -303,5 +321,7 @@ def imported(package: str) -> Any:
     """
     try:
         return importlib.import_module(package)
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
         raise BackendError(f"{package} is not installed: pip install fxq[{package}].") from None

@@ -94,11 +94,11 @@ class Onnxruntime(EngineBackend):
             for _ in repeated():
                 run(inputs)
             events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-        seconds: dict[str, list[float]] = {}
+        times: dict[str, list[float]] = {}
         for event in events:
             if event.get("cat") == "Node" and event["name"].endswith(_TIME):
-                seconds.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
-        return [((name,), min(found)) for name, found in seconds.items()]
+                times.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
+        return [((name,), min(found)) for name, found in times.items()]
 
     def fuses(self, calls: Calls) -> bool:
         """Where all but the first op are clamps, which the rounding behind them covers."""

@@ -117,6 +117,33 @@ def test_a_size_that_the_engine_refuses(net, name, monkeypatch):
     assert sqnr(model(x), got) > 20
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8, torch.complex64])
+def test_inputs_of_another_type_are_refused(net, dtype):
+    q, x, _ = net
+    with pytest.raises(fxq.InputError, match=f"an input is {dtype}; it takes torch.float32"):
+        q(x.to(dtype))
+
+
+def test_inputs_that_are_not_in_memory_are_refused(net):
+    q, x, _ = net
+    for odd in (x.to("meta"), x.to_sparse()):
+        with pytest.raises(fxq.InputError, match="it takes strided tensors on the CPU"):
+            q(odd)
+
+
+def test_a_view_of_the_negative(net):
+    q, x, _ = net
+    assert equal(list(q(torch._neg_view(x))), list(q(-x)))
+
+
+def test_a_copy_has_compiled_nothing(net, name, monkeypatch):
+    """So it says at its first call that it cannot, where the engine is gone."""
+    q, x, _ = net
+    q(x)
+    (kernel,) = kernels(pickle.loads(pickle.dumps(q)))
+    assert kernels(q)[0]._was_compiled and not kernel._was_compiled
+
+
 def test_a_batch_of_no_samples(name):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval()
     q = fxq.quantize(model, recipe(name), data=[torch.randn(2, 3, 8, 8)])
