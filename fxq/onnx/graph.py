@@ -44,12 +44,14 @@ class Written:
         model: `onnx.ModelProto`.
         reads: which of the inputs the model takes, in order: those that something is computed of.
         several: whether the graph returns several values.
+        outputs: what the model returns, on the meta device: shapes and dtypes.
         channels_last: which of its outputs are images whose last axis has the channels.
     """
 
     model: Any
     reads: tuple[int, ...]
     several: bool
+    outputs: tuple[Tensor, ...]
     channels_last: tuple[bool, ...]
 
 
@@ -90,7 +92,7 @@ def write_onnx(
     model = writer.model(ends)
     names = {value.name for value in model.graph.input}
     reads = tuple(i for i, node in enumerate(placeholders) if taken.get(node) in names)
-    return Written(model, reads, several, images)
+    return Written(model, reads, several, tuple(end.like for end in ends), images)
 
 
 _TO_LAST, _TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)

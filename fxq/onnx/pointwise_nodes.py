@@ -177,12 +177,6 @@ def sub(w: Writer, x: Any, other: Any, *, alpha: float) -> str:
     return w.emit("Sub", a, b)
 
 
-@writes("mul")
-def mul(w: Writer, x: Any, other: Any) -> str:
-    a, b, dtype = both(w, x, other)
-    return w.emit("And" if dtype is torch.bool else "Mul", a, b)
-
-
 @writes("div")
 def div(w: Writer, x: Any, other: Any, *, rounding_mode: str | None) -> str:
     refuse(rounding_mode is not None, "its quotient is rounded")
@@ -191,16 +185,16 @@ def div(w: Writer, x: Any, other: Any, *, rounding_mode: str | None) -> str:
     return w.emit("Div", a, b)
 
 
-@writes("maximum")
-def maximum(w: Writer, x: Any, other: Any) -> str:
-    a, b, dtype = both(w, x, other)
-    return w.emit("Or" if dtype is torch.bool else "Max", a, b)
+def _of_two(kind: str, of_truths: str) -> Any:
+    def write(w: Writer, x: Any, other: Any) -> str:
+        a, b, dtype = both(w, x, other)
+        return w.emit(of_truths if dtype is torch.bool else kind, a, b)
+
+    return write
 
 
-@writes("minimum")
-def minimum(w: Writer, x: Any, other: Any) -> str:
-    a, b, dtype = both(w, x, other)
-    return w.emit("And" if dtype is torch.bool else "Min", a, b)
+for _name, _kinds in {"mul": ("Mul", "And"), "maximum": ("Max", "Or"), "minimum": ("Min", "And")}.items():
+    writes(_name)(_of_two(*_kinds))
 
 
 @writes("where")

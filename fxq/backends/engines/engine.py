@@ -30,8 +30,11 @@ from fxq.onnx.graph import refusal, write_onnx
 from fxq.quant.spec import QuantConfig
 
 log = logging.getLogger("fxq")
-Compiled = Callable[[Sequence[Tensor]], list[Tensor]]
-"""A compiled model: takes tensors without gaps, of the shapes that it was compiled for; may run in several threads."""
+Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+"""A compiled model: reads the memory of its inputs, and writes into that of its outputs.
+
+Both are tensors without gaps, of the shapes that it was compiled for. It may run in several threads.
+"""
 
 
 class EngineKernel(RegionKernel):
@@ -94,7 +97,8 @@ class EngineKernel(RegionKernel):
                 (x.permute(0, 2, 3, 1) if flip else x).detach().contiguous().resolve_neg()
                 for x, flip in zip((given[i] for i in taken), turned, strict=True)
             ]
-            made = run(tensors)
+            made = [torch.empty(like.shape, dtype=like.dtype, device="cpu") for like in written.outputs]
+            run(tensors, made)
             values = [y.permute(0, 3, 1, 2) if flip else y for y, flip in zip(made, written.channels_last, strict=True)]
             return values[0] if single else tuple(values)
 
@@ -193,7 +197,8 @@ class EngineBackend(Backend):
         if any(x is None for x in inputs) or not region.outputs:
             return None
         try:
-            self.kernel.compiled(write_onnx(fx.GraphModule(gm, region.to_graph()), inputs).model, 1)
+            alone = fx.GraphModule(gm, region.to_graph())
+            self.kernel.compiled(write_onnx(alone, inputs, integer_bias=self.kernel.integer_bias).model, 1)
         except Exception as error:  # whatever an engine raises
             return f"the engine refuses it: {words_of(error)}"
         return None

@@ -47,28 +47,23 @@ def compile_model(model: Any, threads: int, **config: Any) -> Any:
 
 
 def runner_of(compiled: Any) -> Compiled:
-    """What runs a compiled model: it reads the memory of its inputs, and writes into that of new tensors."""
-    tensor = imported("openvino").Tensor
-    made = [(tuple(out.shape), _TYPES[out.element_type.get_type_name()]) for out in compiled.outputs]
+    """What runs a compiled model."""
     requests = PerThread(compiled.create_infer_request)
 
-    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+    def run(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         request = requests.made
-        outputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in made]
         for i, x in enumerate(inputs):
-            request.set_input_tensor(i, tensor(x.numpy(), shared_memory=True))
+            request.set_input_tensor(i, _shared(x))
         for i, y in enumerate(outputs):
-            request.set_output_tensor(i, tensor(y.numpy(), shared_memory=True))
+            request.set_output_tensor(i, _shared(y))
         request.infer()
-        return outputs
 
     return run
 
 
-_TYPES = {
-    "f32": torch.float32, "u8": torch.uint8, "i8": torch.int8, "i32": torch.int32, "i64": torch.int64,
-    "boolean": torch.bool,
-}  # fmt: skip
+def _shared(x: Tensor) -> Any:
+    """OpenVINO's tensor in the memory of one of torch's."""
+    return imported("openvino").Tensor(x.numpy(), shared_memory=True)
 
 
 class Openvino(EngineBackend):
@@ -90,7 +85,7 @@ class Openvino(EngineBackend):
         compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True)
         request = compiled.create_infer_request()
         for i, x in enumerate(inputs):
-            request.set_input_tensor(i, imported("openvino").Tensor(x.numpy(), shared_memory=True))
+            request.set_input_tensor(i, _shared(x))
         seconds: dict[str, list[float]] = {}
         for _ in repeated():
             request.infer()
