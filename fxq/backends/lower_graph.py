@@ -74,7 +74,8 @@ def _leave_in_float(rewriter: Rewriter, nodes: Sequence[fx.Node], why: str) -> N
 def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
     """Put a kernel in the place of a region, and remember the region for verification."""
     read = region.inputs if kernel.reads is None else tuple(region.inputs[i] for i in kernel.reads)
-    kernel.form = Form.of(rewriter.gm, region, kernel, read)
+    if kernel.form is None:
+        kernel.form = Form.of(rewriter.gm, region, kernel, read)
     ops = {node: calls_of(rewriter.gm, node) for node in region.nodes if not is_op(node, *CONVERSIONS)}
     units = [node for node, calls in ops.items() if calls] or [*region.nodes]
     name = units[0].name if len(units) == 1 else f"{units[0].name}_to_{units[-1].name}"
