@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Prices, Support
+from fxq.backends.engines.request import EngineCall, Request
 from fxq.backends.kernel import Kernel
 from fxq.backends.region_kernel import RegionKernel
 from fxq.common.data import Batch
@@ -30,11 +30,6 @@ from fxq.onnx.graph import refusal, write_onnx
 from fxq.quant.spec import QuantConfig
 
 log = logging.getLogger("fxq")
-Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-"""A compiled model: reads the memory of its inputs, and writes into that of its outputs.
-
-Both are tensors without gaps, of the shapes that it was compiled for. It may run in several threads.
-"""
 
 
 class EngineKernel(RegionKernel):
@@ -55,8 +50,8 @@ class EngineKernel(RegionKernel):
 
     @classmethod
     @abstractmethod
-    def compiled(cls, model: Any, threads: int) -> Compiled:
-        """What the engine makes of an `onnx.ModelProto`."""
+    def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
+        """What the engine makes of an `onnx.ModelProto`: makes requests."""
 
     def forward(self, *inputs: Any) -> Any:
         """As the region."""
@@ -80,7 +75,7 @@ class EngineKernel(RegionKernel):
         last = [_is_channels_last(x) for x in inputs]
         try:
             written = write_onnx(form, inputs, channels_last=last, integer_bias=self.integer_bias)
-            run = type(self).compiled(written.model, torch.get_num_threads())
+            requests = type(self).compiled(written.model, torch.get_num_threads())
         except Exception as error:  # whatever an engine raises
             why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
             if not self._was_compiled:
@@ -88,21 +83,7 @@ class EngineKernel(RegionKernel):
             warn(f"{why} For inputs of this size it runs in qdq form, which is slow.")
             return super().forward
         self.__dict__["_was_compiled"] = True
-        taken = written.reads
-        turned = [last[i] for i in taken]
-        single = not written.several
-
-        def call(*given: Any) -> Any:
-            tensors = [
-                (x.permute(0, 2, 3, 1) if flip else x).detach().contiguous().resolve_neg()
-                for x, flip in zip((given[i] for i in taken), turned, strict=True)
-            ]
-            made = [torch.empty(like.shape, dtype=like.dtype, device="cpu") for like in written.outputs]
-            run(tensors, made)
-            values = [y.permute(0, 3, 1, 2) if flip else y for y, flip in zip(made, written.channels_last, strict=True)]
-            return values[0] if single else tuple(values)
-
-        return call
+        return EngineCall(written, requests, inputs, last)
 
     def _check(self, wanted: torch.dtype | None, x: Any) -> None:
         """Raise `InputError` for a tensor that the engine would read as another, or not at all."""
@@ -129,13 +110,6 @@ def _is_channels_last(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.dim() != 4 or value.layout is not torch.strided:
         return False
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
-
-
-class PerThread(threading.local):
-    """What each thread needs one of: `make` makes it when the thread asks first."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.made = make()
 
 
 class EngineBackend(Backend):

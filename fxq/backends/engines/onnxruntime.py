@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported, repeated
+from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.request import Request
 from fxq.graph.unit import Calls
 from fxq.onnx.writer import onnx_type
 from fxq.ops import OPS
@@ -24,9 +26,9 @@ class OnnxruntimeKernel(EngineKernel):
     name: ClassVar[str] = "onnxruntime.region"
 
     @classmethod
-    def compiled(cls, model: Any, threads: int) -> Compiled:
+    def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
         """As in `EngineKernel`. A session runs in several threads; each has a binding of its own to memory."""
-        return runner_of(session_of(model, threads))
+        return partial(OnnxruntimeRequest, session_of(model, threads))
 
 
 def session_of(model: Any, threads: int, profile: str = "") -> Any:
@@ -47,20 +49,24 @@ def session_of(model: Any, threads: int, profile: str = "") -> Any:
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def runner_of(session: Any) -> Compiled:
-    """What runs a session."""
-    reads, makes = ([arg.name for arg in args] for args in (session.get_inputs(), session.get_outputs()))
-    bindings = PerThread(session.io_binding)
+class OnnxruntimeRequest(Request):
+    """A session, bound to memory."""
 
-    def run(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        binding = bindings.made
-        for name, x in zip(reads, inputs, strict=True):
-            binding.bind_input(name, "cpu", 0, onnx_type(x.dtype), tuple(x.shape), x.data_ptr())
-        for name, y in zip(makes, outputs, strict=True):
-            binding.bind_output(name, "cpu", 0, onnx_type(y.dtype), tuple(y.shape), y.data_ptr())
-        session.run_with_iobinding(binding)
+    def __init__(self, session: Any) -> None:
+        self.session, self.binding = session, session.io_binding()
+        self.reads, self.makes = ([arg.name for arg in args] for args in (session.get_inputs(), session.get_outputs()))
 
-    return run
+    def set_input(self, i: int, x: Tensor) -> None:
+        """As in `Request`."""
+        self.binding.bind_input(self.reads[i], "cpu", 0, onnx_type(x.dtype), tuple(x.shape), x.data_ptr())
+
+    def set_output(self, i: int, y: Tensor) -> None:
+        """As in `Request`."""
+        self.binding.bind_output(self.makes[i], "cpu", 0, onnx_type(y.dtype), tuple(y.shape), y.data_ptr())
+
+    def run(self) -> None:
+        """As in `Request`."""
+        self.session.run_with_iobinding(self.binding)
 
 
 _TIME = "_kernel_time"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported, repeated
+from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.request import Request
 from fxq.backends.layer_rows import is_depthwise_call
 from fxq.graph.unit import Calls
 from fxq.ops import OPS
@@ -31,9 +32,9 @@ class OpenvinoKernel(EngineKernel):
     integer_bias: ClassVar[bool] = False
 
     @classmethod
-    def compiled(cls, model: Any, threads: int) -> Compiled:
+    def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
         """As in `EngineKernel`. Each thread has a request of its own: one serves a single call at a time."""
-        return runner_of(compile_model(model, threads))
+        return partial(OpenvinoRequest, compile_model(model, threads))
 
 
 def compile_model(model: Any, threads: int, **config: Any) -> Any:
@@ -46,24 +47,23 @@ def compile_model(model: Any, threads: int, **config: Any) -> Any:
     return core.compile_model(core.read_model(model.SerializeToString()), "CPU", {**settings, **config})
 
 
-def runner_of(compiled: Any) -> Compiled:
-    """What runs a compiled model."""
-    requests = PerThread(compiled.create_infer_request)
+class OpenvinoRequest(Request):
+    """A request of a compiled model."""
 
-    def run(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        request = requests.made
-        for i, x in enumerate(inputs):
-            request.set_input_tensor(i, _shared(x))
-        for i, y in enumerate(outputs):
-            request.set_output_tensor(i, _shared(y))
-        request.infer()
+    def __init__(self, compiled: Any) -> None:
+        self.request, self.tensor = compiled.create_infer_request(), imported("openvino").Tensor
 
-    return run
+    def set_input(self, i: int, x: Tensor) -> None:
+        """As in `Request`."""
+        self.request.set_input_tensor(i, self.tensor(x.numpy(), shared_memory=True))
 
+    def set_output(self, i: int, y: Tensor) -> None:
+        """As in `Request`."""
+        self.request.set_output_tensor(i, self.tensor(y.numpy(), shared_memory=True))
 
-def _shared(x: Tensor) -> Any:
-    """OpenVINO's tensor in the memory of one of torch's."""
-    return imported("openvino").Tensor(x.numpy(), shared_memory=True)
+    def run(self) -> None:
+        """As in `Request`."""
+        self.request.infer(share_outputs=True)
 
 
 class Openvino(EngineBackend):
@@ -83,13 +83,13 @@ class Openvino(EngineBackend):
     def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
         """As in `EngineBackend`."""
         compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True)
-        request = compiled.create_infer_request()
+        request = OpenvinoRequest(compiled)
         for i, x in enumerate(inputs):
-            request.set_input_tensor(i, _shared(x))
+            request.set_input(i, x)
         seconds: dict[str, list[float]] = {}
         for _ in repeated():
-            request.infer()
-            for part in request.get_profiling_info():
+            request.run()
+            for part in request.request.get_profiling_info():
                 seconds.setdefault(part.node_name, []).append(part.real_time.total_seconds())
         for op in compiled.get_runtime_model().get_ordered_ops():
             about = op.get_rt_info()
