@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from fxq.backends.kernel import Kernel
 from fxq.backends.lower_graph import describe_as_run
-from fxq.backends.region_kernel import layers_of
+from fxq.backends.region_kernel import layers_run
 from fxq.common.data import Batch, first_of
 from fxq.common.metrics import tensors
 from fxq.common.source import name_of
@@ -80,7 +80,7 @@ class VerifyLowering(Pass):
                 _warn(rewriter, node, f"kernel overwrites its residual, but {why}. It copies it instead")
                 kernel.inplace = False
         with torch.no_grad():
-            for node, layers in layers_of(rewriter.gm, rewriter.context.example).items():
+            for node, layers in layers_run(rewriter.gm, rewriter.context.example).items():
                 describe_as_run(rewriter, node, layers)
 
     def _find(self, rewriter: Rewriter) -> _Found:

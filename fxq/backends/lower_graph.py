@@ -126,7 +126,8 @@ def describe_as_run(rewriter: Rewriter, node: fx.Node, layers: tuple[EngineLayer
     units = [unit for unit in ops if not is_op(unit, *CONVERSIONS)]
     found = False
     for unit in units:
-        plan, own = info(unit).plan, [layer for layer in layers if unit.name in layer.nodes]
+        plan = info(unit).plan
+        own = [layer for layer in layers if unit.name in layer.nodes and layer.kind != "convert"]
         if plan is None or plan.fate == "float" or not own or any(layer.kind != "float" for layer in own):
             continue
         found, ran = True, max(own, key=lambda layer: layer.us)

@@ -88,7 +88,7 @@ class RegionKernel(Kernel):
         return self.build(self.form.module(self))
 
 
-def layers_of(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, tuple[EngineLayer, ...]]:
+def layers_run(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, tuple[EngineLayer, ...]]:
     """What engines run in a graph for a batch, by the nodes of their kernels; those that do not say are left out."""
     found: dict[fx.Node, tuple[EngineLayer, ...]] = {}
     kernels = {node: kernel for node in gm.graph.nodes if isinstance(kernel := submodule(gm, node), RegionKernel)}

@@ -12,6 +12,7 @@ from fxq.ops.table import META
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
+from fxq.text.tables import duration
 
 Fate = Literal["int8", "weight-only", "moves", "float"]
 DecisionKind = Literal[
@@ -90,6 +91,9 @@ class EngineLayer(NamedTuple):
     dtype: str
     kind: Literal["int8", "float", "moves", "convert"]
     us: float
+
+    def __str__(self) -> str:
+        return f"{duration(self.us)}  {self.nodes[0] if self.nodes else self.op}  {self.dtype}"
 
 
 @dataclass(frozen=True)

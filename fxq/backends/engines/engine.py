@@ -64,7 +64,7 @@ class EngineKernel(RegionKernel):
     def profile(cls, model: Any, inputs: Sequence[Tensor]) -> Iterable[EngineLayer]:
         """What the engine does to run an `onnx.ModelProto`, in order.
 
-        Of a layer, the nodes are those of the model, in any order, and its kind is "int8" or "float".
+        Of a layer, the nodes are those of the model, in any order, and its kind is "int8", "float" or "convert".
         """
 
     @classmethod

@@ -13,8 +13,10 @@ from fxq.graph.query import CONVERSIONS, is_op, op_of
 def of_nodes(layer: EngineLayer, nodes: Mapping[str, fx.Node]) -> EngineLayer:
     """A layer of an ONNX model as one of the region that the model was written of.
 
+    One that quantizes inside what its ops read takes floats, and is on integers all the same.
+
     Args:
-        layer: its nodes are those of the model, its kind is "int8" or "float".
+        layer: its nodes are those of the model, its kind is "int8", "float" or "convert".
         nodes: the nodes of the region, by name.
     """
     names = dict.fromkeys(name.partition("/")[0] for name in layer.nodes)
@@ -22,9 +24,16 @@ def of_nodes(layer: EngineLayer, nodes: Mapping[str, fx.Node]) -> EngineLayer:
     op, kind = op_of(made_of[0]) if made_of else None, layer.kind
     if op is not None and op.name in CONVERSIONS:
         kind = "convert"
-    elif layer.op in _LAYOUT if op is None else op.quant.layout and kind == "int8":
+    elif layer.op in _LAYOUT if op is None else op.quant.kind == "moves" and kind == "int8":
         kind = "moves"
-    return layer._replace(nodes=tuple(node.name for node in made_of), kind=kind)
+    elif kind == "float" and any(quantize in made_of for node in made_of for quantize in _quantizes(node)):
+        kind = "int8"
+    return layer._replace(nodes=tuple(node.name for node in made_of), kind=kind, us=round(layer.us, 1))
+
+
+def _quantizes(node: fx.Node) -> list[fx.Node]:
+    """What makes the integers that a node of the qdq graph reads."""
+    return [made for read in node.all_input_nodes if is_op(read, "dequantize") for made in read.all_input_nodes]
 
 
 _LAYOUT = ("Reorder", "Transpose", "Reshape")

@@ -45,9 +45,10 @@ class OnnxruntimeKernel(EngineKernel):
                 times.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
                 about[event["name"].removesuffix(_TIME)] = event["args"]
         for name, found in times.items():
-            dtype = _computes_in(about[name]["input_type_shape"])
-            kind: Any = "int8" if dtype in _INTEGERS else "float"
-            yield EngineLayer((name,), about[name]["op_name"], dtype, kind, min(found))
+            op, dtype = about[name]["op_name"], _computes_in(about[name]["input_type_shape"])
+            converts = op in ("QuantizeLinear", "DequantizeLinear")
+            kind: Any = "convert" if converts else "int8" if dtype in _INTEGERS else "float"
+            yield EngineLayer((name,), op, dtype, kind, min(found))
 
 
 def session_of(model: Any, threads: int, profile: str = "") -> Any:

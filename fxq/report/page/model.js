@@ -6,7 +6,8 @@
  * a role and a text.
  * @typedef {{name: string, kind: string, label: string, body: string[], options: string, inputs: string[],
  *   text: string, path: string, source: string, made_by: string, shape: number[]|null, dtype: string, scale: string,
- *   zero_point: string, reason: string, note: string, origins: string[], lines: [string, string][]}} NodeRecord */
+ *   zero_point: string, reason: string, note: string, origins: string[], lines: [string, string][],
+ *   layers: {nodes: string[], op: string, dtype: string, kind: string, us: number}[]}} NodeRecord */
 
 /** @type {any} */
 const EMPTY = Object.freeze([]);
@@ -18,6 +19,7 @@ for (const node of data.nodes) {
   for (const field of ["options", "text", "path", "source", "made_by", "dtype", "scale", "zero_point", "reason", "note"])
     node[field] ??= "";
   node.shape ??= null;
+  node.layers = (node.layers ?? EMPTY).map(([nodes, op, dtype, kind, us]) => ({ nodes, op, dtype, kind, us }));
 }
 
 /** The graph after one pass.
