@@ -92,8 +92,10 @@ def layers_run(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, tuple[EngineLa
     """What engines run in a graph for a batch, by the nodes of their kernels; those that do not say are left out."""
     found: dict[fx.Node, tuple[EngineLayer, ...]] = {}
     kernels = {node: kernel for node in gm.graph.nodes if isinstance(kernel := submodule(gm, node), RegionKernel)}
+    if not kernels:
+        return found
     runner = Runner(gm, copied(batch))
-    for node in gm.graph.nodes if kernels else ():
+    for node in gm.graph.nodes:
         if node in kernels:
             try:
                 found[node] = kernels[node].layers(*arguments_of(node, runner.values)[0])

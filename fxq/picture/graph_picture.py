@@ -86,8 +86,10 @@ def _layers(node: NodeView) -> list[Line]:
     if not layers:
         return [Line(ops, "value")]
     total = f"{ops} in {len(layers)} layers: {duration(sum(layer.us for layer in layers))}"
+    share = sum(layer.us for layer in layers if layer.kind == "float") / (sum(layer.us for layer in layers) or 1.0)
+    most = Line(f"{share:.0%} of it in float; slowest:", "warn") if share else Line("slowest:")
     slowest = sorted(layers, key=lambda layer: -layer.us)[:_SLOWEST]
-    return [Line(total, "value"), Line("slowest:"), *(Line(str(layer), "scale") for layer in slowest)]
+    return [Line(total, "value"), most, *(Line(str(layer), "scale") for layer in slowest)]
 
 
 _SLOWEST, _MOST_TOLD = 3, 40

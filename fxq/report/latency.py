@@ -37,14 +37,12 @@ class Latency:
     Attributes:
         float_us, int8_us: microseconds of a call of either model, in turns; None where it was not timed.
         why: why not; empty where nothing is missing.
-        batch: what was timed, and with how many threads.
         profile: what of the quantized model takes how long, see `profile_of`.
     """
 
     float_us: float | None = None
     int8_us: float | None = None
     why: str = ""
-    batch: str = ""
     profile: Profile = field(default_factory=lambda: Profile(()))
 
 
@@ -92,8 +90,12 @@ def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:
     Args:
         model: the quantized model.
         batch: what to run it on.
+
+    Raises:
+        InputError: it does not run on the batch.
     """
     with torch.no_grad(), without_autocast(), seeded(), untouched(model):
+        _call(model, batch, "the model")
         found = {node.name: layers for node, layers in layers_run(model, batch).items()}
         times = _nodes(model, batch, _waiting(model))
     rows: list[Timed] = []
@@ -101,7 +103,8 @@ def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:
         rows += [Timed(node.name, " + ".join(layer.nodes), *layer[1:]) for layer in found.get(node.name, ())] or [
             Timed(node.name, "", node.label, node.dtype, node.kind, times[node.name])
         ]
-    return Profile(tuple(rows), _described(batch))
+    count = torch.get_num_threads()
+    return Profile(tuple(rows), f"{str(batch)[1:-1]}, {count} {'thread' if count == 1 else 'threads'}")
 
 
 def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> Latency:
@@ -120,24 +123,25 @@ def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> 
         calls: dict[str, Callable[[], object]] = {}
         for name, module in {"int8": model, **({"float": real} if real is not None and not why else {})}.items():
             kept.enter_context(untouched(module))
-            given = copied(batch)  # a model may change its inputs in place
-            call = partial(module, *given.args, **given.kwargs)
             try:
-                call()
-            except Exception as error:  # whatever a module that was kept as it is raises
-                which = "the float model" if name == "float" else "the model"
-                why = f"{which} does not run on {batch}: {type(error).__name__}: {words_of(error)}"
+                calls[name] = _call(module, batch, "the float model" if name == "float" else "the model")
+            except InputError as error:
                 if name == "int8":
-                    raise InputError(why) from error
-                continue
-            calls[name] = call
+                    raise
+                why = str(error)
         medians = interleaved(calls, _waiting(model))
-    return Latency(medians.get("float"), medians["int8"], why, _described(batch), profile_of(model, batch))
+    return Latency(medians.get("float"), medians["int8"], why, profile_of(model, batch))
 
 
-def _described(batch: Batch) -> str:
-    count = torch.get_num_threads()
-    return f"{str(batch)[1:-1]}, {count} {'thread' if count == 1 else 'threads'}"
+def _call(model: nn.Module, batch: Batch, which: str) -> Callable[[], object]:
+    """A call of a model, which has been made once. Raises `InputError` where it fails."""
+    given = copied(batch)  # a model may change its inputs in place
+    call = partial(model, *given.args, **given.kwargs)
+    try:
+        call()
+    except Exception as error:  # whatever a module that was kept as it is raises
+        raise InputError(f"{which} does not run on {batch}: {type(error).__name__}: {words_of(error)}") from error
+    return call
 
 
 def _waiting(model: fx.GraphModule) -> Callable[[], None]:

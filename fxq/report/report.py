@@ -145,7 +145,7 @@ def _time(model: Quantized, example_inputs: Any) -> Data:
         "float_us": found.float_us and number(found.float_us),
         "int8_us": found.int8_us and number(found.int8_us),
         "why": found.why,
-        "batch": found.batch,
+        "batch": found.profile.batch,
         "ops": [
             {"name": row.node, "layer": row.layer, "label": row.op, "kind": row.kind, "us": number(row.us)}
             for row in found.profile

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fxq.errors import InputError, RenderError
-from fxq.graph.view import GraphView, NodeView
+from fxq.graph.view import GraphView
 from fxq.picture.diff import diff
 from fxq.picture.diff_picture import picture
 from tests.pictures import FUSED, chain, changed, keys, lowered, needs_dot
@@ -84,9 +84,7 @@ def test_what_a_region_replaced_is_one_box():
 def test_many_nodes_that_became_one_are_counted():
     before = chain(30)
     nodes = [node for node in before if not node.name.startswith("op")]
-    joined = NodeView(
-        "all", "int8", "engine.region", ("relu",) * 30, inputs=("x",), origins=tuple(before.by_name)[1:-1]
-    )
+    joined = replace(lowered()[1]["body"], name="all", inputs=("x",), origins=tuple(before.by_name)[1:-1])
     after = GraphView((nodes[0], joined, replace(nodes[1], inputs=("all",))))
     (replaced,) = [box for box in picture(diff(before, after), 1, "t").boxes if box.key == "became all"]
     assert "30 × relu" in replaced.label and "op7" not in replaced.label

@@ -138,12 +138,17 @@ def test_a_region_says_how_many_ops_and_what_takes_longest():
     assert [line.text for line in node_lines(graph["body"])] == [
         "body",
         "7 ops in 4 layers: 2 ms",
-        "slowest:",
+        "36% of it in float; slowest:",
         "1.23 ms  a  uint8",
         "713 µs  b  float32",
         "40 µs  Reorder  uint8",
     ]
     assert all(str(layer) in node_tooltip(graph["body"]) for layer in LAYERS)
+
+
+def test_a_region_without_float_layers_does_not_speak_of_them():
+    _, graph = lowered(LAYERS[:-1])
+    assert [line.text for line in node_lines(graph["body"])][2] == "slowest:"
 
 
 def test_a_region_whose_engine_says_nothing_counts_its_ops():

@@ -23,7 +23,8 @@ def test_the_graph_after_every_pass_is_there_in_order(qmodel, data):
 def test_nodes_say_all_that_their_views_say(qmodel, data):
     last = {data["nodes"][i]["name"]: data["nodes"][i] for i in data["passes"][-1]["nodes"]}
     defaults = {"body": (), "options": "", "inputs": (), "path": "", "source": "", "made_by": "", "shape": None}
-    defaults |= {"dtype": "", "scale": "", "zero_point": "", "reason": "", "note": "", "origins": (), "layers": ()}
+    defaults |= {"dtype": "", "scale": "", "zero_point": "", "reason": "", "note": "", "origins": ()}
+    defaults |= {"fates": (), "layers": ()}
     constants = constants_read(qmodel.history[-1].graph)
     for node in qmodel.history[-1].graph:
         found = {**defaults, **last[node.name]}

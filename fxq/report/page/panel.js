@@ -68,7 +68,7 @@ function aboutNode(i, node) {
         scale: node.scale,
         "zero point": node.scale ? node.zero_point || "0" : "",
         options: node.options,
-        inside: node.body.length > 6 ? [...counts(node.body)].map(([op, n]) => `${n} ${op}`).join(", ") : node.body.join(" → "),
+        inside: node.fates.length ? [...counts(node.body)].map(([op, n]) => `${n} ${op}`).join(", ") : node.body.join(" → "),
       }),
     ),
     ...engineLayers(i, node),

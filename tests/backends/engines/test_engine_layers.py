@@ -77,6 +77,7 @@ def test_layers_of_every_region(name):
         inside = {n.name for n in submodule(q, node).graph_inside().graph.nodes}
         assert all(inside.issuperset(layer.nodes) for layer in layers)
     assert q.ledger.coverage == 1.0
+    assert [q.history[-1].graph[n.name].text.rpartition(" {")[2] for n in (first, second)] == ["3 ops}", "2 ops}"]
     kernel = submodule(q, first)
     again = kernel.layers(torch.randn(5, 3, 40, 40))
     assert [layer[:4] for layer in again] == [layer[:4] for layer in info(first).layers]
@@ -110,6 +111,7 @@ def test_what_onnxruntime_runs_in_float_is_float_in_the_ledger(tmp_path, monkeyp
     ]
     assert in_float[0].reason == f"onnxruntime runs it in float32, as {ran.op}: its conversions are for nothing"
     assert in_float[0].fix == "recipe.override('a', fxq.FLOAT)"
+    assert (q.history["lower"].count("float"), q.history[-1].count("float")) == (0, 2)
     macs = {e.name: e.macs for e in q.ledger}
     assert q.ledger.coverage == (macs["b"] + macs["head"]) / sum(macs.values()) < 1
     written = write_onnx(submodule(q, node).graph_inside(), [x])
