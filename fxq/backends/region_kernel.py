@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -12,8 +13,15 @@ from typing_extensions import Self
 
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import Form, Part, constants_of
+from fxq.common.data import Batch
+from fxq.common.isolation import copied
 from fxq.errors import BackendError
+from fxq.graph.info import EngineLayer
+from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region
+from fxq.graph.run import Runner
+
+log = logging.getLogger("fxq")
 
 
 class RegionKernel(Kernel):
@@ -79,6 +87,10 @@ class RegionKernel(Kernel):
         """
         return form
 
+    def layers(self, *inputs: Any) -> tuple[EngineLayer, ...]:
+        """What an engine runs for these inputs, in order; empty where it does not say. It is measured anew."""
+        return ()
+
     def forward(self, *inputs: Any) -> Any:
         """As the region."""
         run: Callable[..., Any] = self._kept("", self._built)
@@ -90,3 +102,20 @@ class RegionKernel(Kernel):
                 f"{self.name}: the kernel was not made of a region of a graph, so it does not know what to compute."
             )
         return self.build(self.form.module(self))
+
+
+def layers_run(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, tuple[EngineLayer, ...]]:
+    """What engines run in a graph for a batch, by the nodes of their kernels; those that do not say are left out."""
+    found: dict[fx.Node, tuple[EngineLayer, ...]] = {}
+    kernels = {node: kernel for node in gm.graph.nodes if isinstance(kernel := submodule(gm, node), RegionKernel)}
+    if not kernels:
+        return found
+    runner = Runner(gm, copied(batch))
+    for node in gm.graph.nodes:
+        if node in kernels:
+            try:
+                found[node] = kernels[node].layers(*arguments_of(node, runner.values)[0])
+            except Exception as error:  # whatever an engine raises: that it runs is verified elsewhere
+                log.debug("%s does not say what it runs: %s", node.name, error)
+        runner.step(node)
+    return {node: layers for node, layers in found.items() if layers}

@@ -15,6 +15,7 @@ from torch import Tensor
 from fxq.backends import cpu
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
 from fxq.backends.engines.request import Request
+from fxq.graph.info import EngineLayer
 from fxq.graph.unit import Calls
 from fxq.onnx.writer import onnx_type
 from fxq.ops import OPS
@@ -29,6 +30,27 @@ class OnnxruntimeKernel(EngineKernel):
     def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
         """As in `EngineKernel`. A session runs in several threads; each has a binding of its own to memory."""
         return partial(OnnxruntimeRequest, session_of(model, threads))
+
+    @classmethod
+    def profile(cls, model: Any, inputs: Sequence[Tensor]) -> Iterable[EngineLayer]:
+        """As in `EngineKernel`: from the file that a session writes when it is told to."""
+        with tempfile.TemporaryDirectory() as folder:
+            session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))
+            given = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
+            for _ in repeated():
+                session.run(None, given)
+            events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        times: dict[str, list[float]] = {}
+        about: dict[str, Any] = {}
+        for event in events:
+            if event.get("cat") == "Node" and event["name"].endswith(_TIME):
+                times.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
+                about[event["name"].removesuffix(_TIME)] = event["args"]
+        for name, found in times.items():
+            op, dtype = about[name]["op_name"], _computes_in(about[name]["input_type_shape"])
+            converts = op in ("QuantizeLinear", "DequantizeLinear")
+            kind: Any = "convert" if converts else "int8" if dtype in _INTEGERS else "float"
+            yield EngineLayer((name,), op, dtype, kind, min(found))
 
 
 def session_of(model: Any, threads: int, profile: str = "") -> Any:
@@ -70,6 +92,14 @@ class OnnxruntimeRequest(Request):
 
 
 _TIME = "_kernel_time"
+_INTEGERS = ("uint8", "int8", "uint4", "int4")
+
+
+def _computes_in(inputs: Sequence[dict[str, Sequence[int]]]) -> str:
+    """The type that a node computes in, of the types and shapes that it reads: that of integers, scalars aside."""
+    types = [(kind, shape) for one in inputs for kind, shape in one.items()]
+    found = next((kind for kind, shape in types if shape and kind in _INTEGERS), types[0][0] if types else "")
+    return {"float": "float32", "double": "float64"}.get(found, found)
 
 
 class Onnxruntime(EngineBackend):
@@ -81,20 +111,6 @@ class Onnxruntime(EngineBackend):
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), "linear"})
     others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
     rounding: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *others})
-
-    def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
-        """As in `EngineBackend`: from the file that a session writes when it is told to."""
-        with tempfile.TemporaryDirectory() as folder:
-            session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))
-            given = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
-            for _ in repeated():
-                session.run(None, given)
-            events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-        times: dict[str, list[float]] = {}
-        for event in events:
-            if event.get("cat") == "Node" and event["name"].endswith(_TIME):
-                times.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
-        return [((name,), min(found)) for name, found in times.items()]
 
     def fuses(self, calls: Calls) -> bool:
         """Where all but the first op are clamps, which the rounding behind them covers."""

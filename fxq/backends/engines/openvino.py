@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -15,6 +16,7 @@ from fxq.backends import cpu
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
 from fxq.backends.engines.request import Request
 from fxq.backends.layer_rows import is_depthwise_call
+from fxq.graph.info import EngineLayer
 from fxq.graph.unit import Calls
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig
@@ -35,6 +37,27 @@ class OpenvinoKernel(EngineKernel):
     def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
         """As in `EngineKernel`. Each thread has a request of its own: one serves a single call at a time."""
         return partial(OpenvinoRequest, compile_model(model, threads))
+
+    @classmethod
+    def profile(cls, model: Any, inputs: Sequence[Tensor]) -> Iterable[EngineLayer]:
+        """As in `EngineKernel`."""
+        compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True)
+        request = OpenvinoRequest(compiled)
+        for i, x in enumerate(inputs):
+            request.set_input(i, x)
+        seconds: dict[str, list[float]] = {}
+        for _ in repeated():
+            request.run()
+            for part in request.request.get_profiling_info():
+                if part.status == part.Status.EXECUTED:
+                    seconds.setdefault(part.node_name, []).append(part.real_time.total_seconds())
+        for op in compiled.get_runtime_model().get_ordered_ops():
+            if op.friendly_name in seconds:
+                about = {key: value.astype(str) for key, value in op.get_rt_info().items()}
+                names, dtype = about.get("originalLayersNames", ""), _torch_name(about["runtimePrecision"])
+                kind: Any = "int8" if dtype in ("uint8", "int8") else "float"
+                us = 1e6 * min(seconds[op.friendly_name])
+                yield EngineLayer(tuple(names.split(",")), about["layerType"], dtype, kind, us)
 
 
 def compile_model(model: Any, threads: int, **config: Any) -> Any:
@@ -66,6 +89,12 @@ class OpenvinoRequest(Request):
         self.request.infer(share_outputs=True)
 
 
+def _torch_name(dtype: str) -> str:
+    """A type of OpenVINO's, as torch calls it: uint8 for u8."""
+    kinds = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
+    return re.sub("^(bf|f|i|u)(?=[0-9])", lambda found: kinds[found[0]], dtype)
+
+
 class Openvino(EngineBackend):
     """OpenVINO's CPU plugin. uint8 activations, int8 per-channel weights.
 
@@ -79,23 +108,6 @@ class Openvino(EngineBackend):
     others: ClassVar[frozenset[str]] = frozenset(
         {"add", "mul", "mean", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")}
     )
-
-    def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
-        """As in `EngineBackend`."""
-        compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True)
-        request = OpenvinoRequest(compiled)
-        for i, x in enumerate(inputs):
-            request.set_input(i, x)
-        seconds: dict[str, list[float]] = {}
-        for _ in repeated():
-            request.run()
-            for part in request.request.get_profiling_info():
-                seconds.setdefault(part.node_name, []).append(part.real_time.total_seconds())
-        for op in compiled.get_runtime_model().get_ordered_ops():
-            about = op.get_rt_info()
-            names = about["originalLayersNames"].astype(str) if "originalLayersNames" in about else ""
-            if op.friendly_name in seconds:
-                yield names.split(","), 1e6 * min(seconds[op.friendly_name])
 
     def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
         """As in `Backend`: transposed convolutions read int8 around 0, since with a zero point they run in float.
