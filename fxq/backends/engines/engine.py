@@ -27,7 +27,7 @@ from fxq.graph.partition import connected_regions
 from fxq.graph.query import CONVERSIONS, is_op, op_of
 from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.unit import Calls, calls_of
-from fxq.onnx.graph import refusal, write_onnx
+from fxq.onnx.graph import Written, refusal, write_onnx
 from fxq.quant.spec import QuantConfig
 
 log = logging.getLogger("fxq")
@@ -50,6 +50,11 @@ class EngineKernel(RegionKernel):
     _was_compiled = False
 
     @classmethod
+    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
+        """A region as the ONNX model that the engine gets; `gm` may be edited for that. See `write_onnx`."""
+        return write_onnx(gm, inputs, integer_bias=cls.integer_bias, **options)
+
+    @classmethod
     @abstractmethod
     def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
         """What the engine makes of an `onnx.ModelProto`: makes requests."""
@@ -67,7 +72,7 @@ class EngineKernel(RegionKernel):
         """What the engine does to run a region, in qdq form, or with `floats` without conversions."""
         given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
         last = [_is_channels_last(x) for x in given]
-        written = write_onnx(gm, given, channels_last=last, floats=floats, integer_bias=cls.integer_bias)
+        written = cls.written(gm, given, channels_last=last, floats=floats)
         tensors = [(given[i].permute(0, 2, 3, 1) if last[i] else given[i]).contiguous() for i in written.reads]
         nodes = {node.name: node for node in gm.graph.nodes if node.op != "placeholder"}
         return [of_nodes(layer, nodes) for layer in cls.profile(written.model, tensors)]
@@ -97,7 +102,7 @@ class EngineKernel(RegionKernel):
             self._check(info(node).dtype, x)
         last = [_is_channels_last(x) for x in inputs]
         try:
-            written = write_onnx(form, inputs, channels_last=last, integer_bias=self.integer_bias)
+            written = self.written(form, inputs, channels_last=last)
             requests = type(self).compiled(written.model, torch.get_num_threads())
         except Exception as error:  # whatever an engine raises
             why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
@@ -195,7 +200,7 @@ class EngineBackend(Backend):
             return None
         try:
             alone = fx.GraphModule(gm, region.to_graph())
-            self.kernel.compiled(write_onnx(alone, inputs, integer_bias=self.kernel.integer_bias).model, 1)
+            self.kernel.compiled(self.kernel.written(alone, inputs).model, 1)
         except Exception as error:  # whatever an engine raises
             return f"the engine refuses it: {words_of(error)}"
         return None

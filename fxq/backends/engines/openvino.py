@@ -10,14 +10,16 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxq.backends import cpu
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.moves import convert_before_moves
 from fxq.backends.engines.request import Request
 from fxq.backends.layer_rows import is_depthwise_call
 from fxq.graph.info import EngineLayer
 from fxq.graph.unit import Calls
+from fxq.onnx.graph import Written
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig
 
@@ -32,6 +34,12 @@ class OpenvinoKernel(EngineKernel):
 
     name: ClassVar[str] = "openvino.region"
     integer_bias: ClassVar[bool] = False
+
+    @classmethod
+    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
+        """As in `EngineKernel`."""
+        convert_before_moves(gm)
+        return super().written(gm, inputs, **options)
 
     @classmethod
     def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
@@ -55,7 +63,8 @@ class OpenvinoKernel(EngineKernel):
             if op.friendly_name in seconds:
                 about = {key: value.astype(str) for key, value in op.get_rt_info().items()}
                 names, dtype = about.get("originalLayersNames", ""), _torch_name(about["runtimePrecision"])
-                kind: Any = "int8" if dtype in ("uint8", "int8") else "float"
+                of_floats = "Compressed" in about["layerType"]  # it has integer weights, and makes floats of them
+                kind: Any = "int8" if dtype in ("uint8", "int8") and not of_floats else "float"
                 us = 1e6 * min(seconds[op.friendly_name])
                 yield EngineLayer(tuple(names.split(",")), about["layerType"], dtype, kind, us)
 
