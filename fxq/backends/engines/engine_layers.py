@@ -28,7 +28,8 @@ def of_nodes(layer: EngineLayer, nodes: Mapping[str, fx.Node]) -> EngineLayer:
         kind = "moves"
     elif kind == "float" and any(quantize in made_of for node in made_of for quantize in _quantizes(node)):
         kind = "int8"
-    return layer._replace(nodes=tuple(node.name for node in made_of), kind=kind, us=round(layer.us, 1))
+    ops = [node for node in made_of if not is_op(node, *CONVERSIONS)] or made_of
+    return layer._replace(nodes=tuple(node.name for node in ops), kind=kind, us=round(layer.us, 1))
 
 
 def _quantizes(node: fx.Node) -> list[fx.Node]:

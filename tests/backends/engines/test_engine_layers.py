@@ -180,9 +180,9 @@ def qdq():
 @pytest.mark.parametrize(
     ("made", "nodes", "kind"),
     [
-        (layer("conv/Conv", "Multiply_17", "conv_q/QuantizeLinear"), ("conv", "conv_q"), "float"),
-        (layer("conv_q/QuantizeLinear", "conv/Conv", kind="int8"), ("conv", "conv_q"), "int8"),
-        (layer("input_1_q/QuantizeLinear", "conv/Conv"), ("conv", "input_1_q"), "int8"),  # it makes its integers itself
+        (layer("conv/Conv", "Multiply_17", "conv_q/QuantizeLinear"), ("conv",), "float"),
+        (layer("conv_q/QuantizeLinear", "conv/Conv", kind="int8"), ("conv",), "int8"),
+        (layer("input_1_q/QuantizeLinear", "conv/Conv"), ("conv",), "int8"),  # it makes its integers itself
         (layer("input_1_q/QuantizeLinear", op="Subgraph"), ("input_1_q",), "convert"),
         (layer("conv/DequantizeLinear", kind="convert"), ("conv",), "convert"),
         (layer("pool/MaxPool", kind="int8"), ("pool",), "moves"),
