@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxq.backends import cpu
 from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported, repeated
+from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.layer_rows import is_depthwise_call
 from fxq.graph.info import EngineLayer
 from fxq.graph.unit import Calls
@@ -53,10 +54,9 @@ class OpenvinoKernel(EngineKernel):
         for op in compiled.get_runtime_model().get_ordered_ops():
             if op.friendly_name in seconds:
                 about = {key: value.astype(str) for key, value in op.get_rt_info().items()}
-                names, dtype = about.get("originalLayersNames", ""), _torch_name(about["runtimePrecision"])
-                kind: Any = "int8" if dtype in ("uint8", "int8") else "float"
+                names, dtype = about.get("originalLayersNames", ""), _torch_name(about.get("runtimePrecision", ""))
                 us = 1e6 * min(seconds[op.friendly_name])
-                yield EngineLayer(tuple(names.split(",")), about["layerType"], dtype, kind, us)
+                yield EngineLayer(tuple(names.split(",")), about.get("layerType", ""), dtype, kind_of(dtype), us)
 
 
 def compile_model(model: Any, threads: int, **config: Any) -> Any:
