@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxq.backends import cpu
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.request import Request
 from fxq.graph.info import EngineLayer
 from fxq.graph.unit import Calls
@@ -49,8 +50,7 @@ class OnnxruntimeKernel(EngineKernel):
         for name, found in times.items():
             op, dtype = about[name]["op_name"], _computes_in(about[name]["input_type_shape"])
             converts = op in ("QuantizeLinear", "DequantizeLinear")
-            kind: Any = "convert" if converts else "int8" if dtype in _INTEGERS else "float"
-            yield EngineLayer((name,), op, dtype, kind, min(found))
+            yield EngineLayer((name,), op, dtype, "convert" if converts else kind_of(dtype), min(found))
 
 
 def session_of(model: Any, threads: int, profile: str = "") -> Any:
