@@ -111,6 +111,12 @@ class EngineKernel(RegionKernel):
             warn(f"{why} For inputs of this size it runs in qdq form, which is slow.")
             return super().forward
         self.__dict__["_was_compiled"] = True
+        if len(self._packed_now().of_sizes) == self.sizes_kept:
+            warn(
+                f"{self.name}: inputs come in more than {self.sizes_kept} sizes, batch sizes included. What is compiled "
+                "for others goes, and is compiled again when they come back. Pad inputs to fewer sizes, or take "
+                'backend="auto", which compiles nothing.'
+            )
         return EngineCall(written, requests, inputs, last)
 
     def _check(self, wanted: torch.dtype | None, x: Any) -> None:
