@@ -146,11 +146,14 @@ class _Asked:
         light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.weight for call in calls)
         if light and config.activation is not None and config.activation.range == "measured":
             return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
-        config = backend.config(config, calls)
+        asked, config = config, backend.config(config, calls)
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
         assert config.activation is not None
+        if config.activation != asked.activation:
+            what = f"{backend.name} reads its input as {config.activation}; the recipe says {asked.activation}"
+            self.rewriter.describe(node, note=what)
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
         recurrence = calls[0].op.quant.recurrence
         state = config.state if recurrence is not None else None

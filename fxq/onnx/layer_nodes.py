@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fxq.onnx.dequantized import bias_for, dequantized, transposed, weight_for
+import torch
+
+from fxq.onnx.dequantized import bias_for, dequantized, measured, transposed, weight_for
 from fxq.onnx.padding_nodes import onnx_pads, padded
-from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
+from fxq.onnx.writer import NotInOnnx, OnnxNode, Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
 from fxq.ops.convolution import conv_padding
 
@@ -59,6 +61,8 @@ def conv_transpose(
 
 @writes("linear")
 def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str:
+    if (made := measured(w, x)) is not None:
+        return _measured_linear(w, x, made, weight, bias)
     matrix = transposed(w, weight_for(w, x, weight))
     found = dequantized(w, x)
     if x.rank == 2 and bias is not None:
@@ -70,6 +74,39 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
         return w.reshaped(product, (*x.shape[:-1], weight.shape[0]))
     product = w.emit("MatMul", x, matrix)
     return product if bias is None else w.emit("Add", product, bias)
+
+
+def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: Value | None) -> str:
+    """A linear layer on integers of a measured grid, or of one for each row: their product, scaled behind.
+
+    The product takes the zero point off, where that is one for all. Else what it adds is taken off with the bias, in a
+    product of the zero points, in real values, with the sums of the weight's columns.
+    """
+    q, scale, zero = made.reads
+    of_weight, matrix = dequantized(w, weight), w.made_by(transposed(w, weight))
+    if of_weight is None or matrix is None or bool(of_weight.zero.any()) or matrix.attributes.get("block_size"):
+        raise NotInOnnx("its weight has a zero point, or blocks, or is not in integers")
+    integers, steps, _ = (w.value_of(name) for name in matrix.reads)
+    assert integers is not None and steps is not None  # those of a weight are constants
+    middle, is_rows = w.value_of(zero), "block_size" in made.attributes
+    point: Operand = zero
+    if middle is not None:
+        point = middle.flatten()[0]
+    elif is_rows:
+        point = torch.zeros((), dtype=torch.uint8, device="cpu")
+    product = w.emit("MatMulInteger", q, integers, point, torch.zeros((), dtype=torch.int8, device="cpu"))
+    # ONNX Runtime 1.31 joins a Mul of rows' scales to the product as if it were that of one: a MatMul it leaves alone.
+    scales = w.emit("MatMul", scale, steps[None]) if is_rows else w.emit("Mul", scale, steps)
+    real = w.emit("Mul", w.cast(product, torch.float32), scales)
+    added: Operand = bias
+    if is_rows and middle is None:
+        lines = [-integers.sum(0, dtype=torch.float64) * steps]
+        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32))]
+        if bias is not None and (known := w.value_of(bias.name)) is not None:
+            lines.append(known.double())
+            parts.append(w.constant(torch.ones(*x.shape[:-1], 1, device="cpu")))
+        added = w.emit("MatMul", w.joined(parts, -1), torch.stack(lines).float())
+    return real if added is None else w.emit("Add", real, added)
 
 
 @writes("matmul")

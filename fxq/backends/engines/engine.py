@@ -147,6 +147,7 @@ class EngineBackend(Backend):
         layers: ops with weights that it runs on integers, where they begin a unit.
         others: further ops that compute on integers, beside those that only move them.
         rounding: those of them that run on integers only where their result is rounded.
+        measures: layers that read values whose ranges are measured at run time.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -155,6 +156,7 @@ class EngineBackend(Backend):
     layers: ClassVar[frozenset[str]]
     others: ClassVar[frozenset[str]]
     rounding: ClassVar[frozenset[str]] = frozenset()
+    measures: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
         self._refused: dict[str, str | None] = {}
@@ -170,15 +172,17 @@ class EngineBackend(Backend):
         first = calls[0]
         if config.activation is None:
             return Support(0, f"{self.name} takes no integer weights beside float activations")
-        if config.activation.range == "measured":
-            return Support(0, f"{self.name} measures no ranges at run time")
+        measured = config.activation.range == "measured"
+        if measured and first.op.name not in self.measures:
+            of = f" for {first.op.name}" if self.measures else ""
+            return Support(0, f"{self.name} measures no ranges at run time{of}")
         moves = all(call.op.quant.kind == "moves" for call in calls)
-        if not moves and first.op.name not in self.layers | self.others:
+        if not moves and not measured and first.op.name not in self.layers | self.others:
             return Support(0, f"{self.name} has no integer kernel for {first.op.name}")
         reason = self.refusal(gm, node)
         if reason is not None:
             return Support(0, f"{self.name}: {reason}")
-        return Support(len(calls), emits_float=first.op.name not in self.rounding)
+        return Support(len(calls), emits_float=measured or first.op.name not in self.rounding)
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         """Why the engine does not take a node of the graph; None: it does. One of each kind is compiled alone."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxq.backends import cpu
+from fxq.backends.base import Support
 from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported, repeated
-from fxq.graph.unit import Calls
+from fxq.graph.info import info
+from fxq.graph.unit import Calls, OpCall
 from fxq.onnx.writer import onnx_type
 from fxq.ops import OPS
+from fxq.quant.spec import MEASURED_STATE, QuantConfig, TensorSpec
 
 
 class OnnxruntimeKernel(EngineKernel):
@@ -66,6 +70,14 @@ def runner_of(session: Any) -> Compiled:
 _TIME = "_kernel_time"
 
 
+def _is_measured(config: QuantConfig) -> bool:
+    return config.activation is not None and config.activation.range == "measured"
+
+
+_WHOLE = TensorSpec(range="measured")
+"""One range of all values."""
+
+
 class Onnxruntime(EngineBackend):
     """ONNX Runtime's CPU provider. uint8 activations, int8 per-channel weights."""
 
@@ -75,6 +87,29 @@ class Onnxruntime(EngineBackend):
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), "linear"})
     others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
     rounding: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *others})
+    measures: ClassVar[frozenset[str]] = frozenset({"linear", "lstm"})
+
+    def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
+        """As in `Backend`: an LSTM measures its input as a whole, and the state of each step, both with a zero point."""
+        if calls[0].op.name != "lstm" or config.activation is None or config.state is None:
+            return config
+        return replace(config, activation=_WHOLE, state=replace(MEASURED_STATE, symmetric=False))
+
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
+        """As in `Backend`: of measured ranges only what ONNX Runtime has a kernel for that measures as the recipe says."""
+        reason = self._unmeasured(calls[0], config) if _is_measured(config) else None
+        return super().supports(gm, node, calls, config) if reason is None else Support(0, f"{self.name} {reason}")
+
+    def _unmeasured(self, call: OpCall, config: QuantConfig) -> str | None:
+        """Why no kernel runs a layer whose input has a measured range; None: one does, or it is none of `measures`."""
+        if config.weight is not None and not config.weight.symmetric:
+            return "measures ranges beside symmetric weights only"
+        if call.op.name != "lstm":
+            return None
+        samples = (info(call.tensors["x"]).shape or (0, 1))[1]
+        if samples != 1:
+            return f"measures one range of the states of all samples, and there are {samples}"
+        return "reads the state of an LSTM as integers" if config.state is None else None
 
     def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
         """As in `EngineBackend`: from the file that a session writes when it is told to."""
