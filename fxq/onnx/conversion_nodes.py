@@ -21,8 +21,12 @@ _WHOLE = "DynamicQuantizeLinear"
 def choose_scale(w: Writer, x: Value, *, steps: int, axis: int | None, symmetric: bool) -> str:
     if axis is None and not symmetric and steps == 255:
         return w.emit_several(_WHOLE, [x], 3)[1]
-    low, high = _range(w, x, axis)
-    size = w.emit("Max", high, w.emit("Neg", low)) if symmetric else w.emit("Sub", high, low)
+    low, high = _ends(w, x, axis)
+    if symmetric:
+        size = w.emit("Max", high, w.emit("Neg", low))
+    else:
+        zero = w.number(0.0, x)
+        size = w.emit("Sub", w.emit("Max", high, zero), w.emit("Min", low, zero))
     return w.emit("Max", w.emit("Div", size, w.number(steps, x)), w.number(SMALLEST, x))
 
 
@@ -31,17 +35,16 @@ def choose_zero_point(w: Writer, x: Value, *, scale: Value, qmin: int, axis: int
     whole = _measured_whole(w, x, scale)
     if whole is not None:
         return w.cast(whole[2], torch.float32)
-    steps = w.emit("Div", _range(w, x, axis)[0], scale)
+    steps = w.emit("Div", w.emit("Min", _ends(w, x, axis)[0], w.number(0.0, x)), scale)
     zero = w.emit("Neg", w.emit("Round" if axis is None else "Floor", steps))
     return w.emit("Add", zero, w.number(qmin, x)) if qmin else zero
 
 
-def _range(w: Writer, x: Value, axis: int | None) -> tuple[str, str]:
-    """The smallest and the largest of zero and the values, as `measured_range` gives them."""
-    zero, keepdims = w.number(0.0, x), int(axis is not None)
+def _ends(w: Writer, x: Value, axis: int | None) -> tuple[str, str]:
+    """The smallest and the largest value; of each row with an `axis`. (Engines make one node of two that are alike.)"""
     axes = w.ints(range(0 if axis is None else axis % x.rank, x.rank))
-    low, high = (w.emit(kind, x, axes, keepdims=keepdims) for kind in ("ReduceMin", "ReduceMax"))
-    return w.emit("Min", low, zero), w.emit("Max", high, zero)
+    low, high = (w.emit(kind, x, axes, keepdims=int(axis is not None)) for kind in ("ReduceMin", "ReduceMax"))
+    return low, high
 
 
 def _measured_whole(w: Writer, x: Value, scale: Any) -> tuple[str, ...] | None:
@@ -62,7 +65,7 @@ def _computed_zero(w: Writer, scale: Value, zero_point: Any, dtype: torch.dtype)
 
 def _rows(x: Value, scale: Value) -> dict[str, int]:
     """The attributes of a conversion with one scale for the value, or one for each row."""
-    if scale.rank == 0:
+    if scale.rank == 0 or x.rank == 1:
         return {}
     refuse(scale.shape != (*x.shape[:-1], 1), "its rows have several axes")
     return {"axis": -1, "block_size": x.shape[-1]}

@@ -89,6 +89,8 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
     integers, steps, _ = (w.value_of(name) for name in matrix.reads)
     assert integers is not None and steps is not None  # those of a weight are constants
     middle, is_rows = w.value_of(zero), "block_size" in made.attributes
+    if is_rows and x.like.numel() == x.shape[-1]:  # one row
+        scale, zero, is_rows = w.reshaped(scale, ()), w.reshaped(zero, ()), False
     point: Operand = zero
     if middle is not None:
         point = middle.flatten()[0]
@@ -101,10 +103,12 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
     added: Operand = bias
     if is_rows and middle is None:
         lines = [-integers.sum(0, dtype=torch.float64) * steps]
-        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32))]
+        rounded = w.made_by(zero)  # a Cast
+        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if rounded is None else rounded.reads[0])]
         if bias is not None and (known := w.value_of(bias.name)) is not None:
             lines.append(known.double())
-            parts.append(w.constant(torch.ones(*x.shape[:-1], 1, device="cpu")))
+            shape = *x.shape[:-1], 1
+            parts.append(w.constant(w.kept(("ones", shape), lambda: torch.ones(shape, device="cpu"))))
         added = w.emit("MatMul", w.joined(parts, -1), torch.stack(lines).float())
     return real if added is None else w.emit("Add", real, added)
 

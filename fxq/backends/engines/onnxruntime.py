@@ -48,7 +48,13 @@ def session_of(model: Any, threads: int, profile: str = "") -> Any:
         options.add_session_config_entry("session.x64quantprecision", "1")
     if profile:
         options.enable_profiling, options.profile_file_prefix = True, profile
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=_SLOWER
+    )
+
+
+_SLOWER = ["SkipLayerNormFusion"]
+"""What ONNX Runtime would join although, in version 1.31, the whole takes several times as long as its parts."""
 
 
 def runner_of(session: Any) -> Compiled:
