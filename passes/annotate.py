@@ -23,7 +23,7 @@ from fxq.ops import OPS
 from fxq.ops.traits import STATE_MEASURED
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
-from fxq.quant.spec import MEASURED_STATE, QuantConfig, TensorSpec
+from fxq.quant.spec import MEASURED_STATE, QuantConfig, Role, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
 from fxq.rewriting.rewriter import Rewriter
@@ -151,9 +151,14 @@ class _Asked:
         if support.ops == 0:
             return self._float("unsupported", support.reason)
         assert config.activation is not None
-        if config.activation != asked.activation:
-            what = f"{backend.name} reads its input as {config.activation}; the recipe says {asked.activation}"
-            self.rewriter.describe(node, note=what)
+        roles: tuple[Role, ...] = ("activation", "state")
+        other = [
+            f"its {role} is {config.of(role)}, and not {asked.of(role)}"
+            for role in roles
+            if config.of(role) != asked.of(role)
+        ]
+        if other:
+            self.rewriter.describe(node, note=f"for {backend.name}, {'; '.join(other)}")
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
         recurrence = calls[0].op.quant.recurrence
         state = config.state if recurrence is not None else None

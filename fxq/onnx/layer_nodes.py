@@ -77,34 +77,37 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
 
 
 def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: Value | None) -> str:
-    """A linear layer on integers of a measured grid, or of one for each row: their product, scaled behind.
+    """A linear layer on integers of a measured grid: their product, scaled behind.
 
-    The product takes the zero point off, where that is one for all. Else what it adds is taken off with the bias, in a
-    product of the zero points, in real values, with the sums of the weight's columns.
+    The node takes one scale and one zero point. Where each row has its own, the product is scaled by them behind, and
+    what the zero points add is taken off with the bias: in a product of these, as real values, with the sums of the
+    weight's columns.
     """
-    q, scale, zero = made.reads
     of_weight, matrix = dequantized(w, weight), w.made_by(transposed(w, weight))
     if of_weight is None or matrix is None or bool(of_weight.zero.any()) or matrix.attributes.get("block_size"):
         raise NotInOnnx("its weight has a zero point, or blocks, or is not in integers")
     integers, steps, _ = (w.value_of(name) for name in matrix.reads)
     assert integers is not None and steps is not None  # those of a weight are constants
-    middle, is_rows = w.value_of(zero), "block_size" in made.attributes
-    if is_rows and x.like.numel() == x.shape[-1]:  # one row
-        scale, zero, is_rows = w.reshaped(scale, ()), w.reshaped(zero, ()), False
-    point: Operand = zero
-    if middle is not None:
-        point = middle.flatten()[0]
-    elif is_rows:
-        point = torch.zeros((), dtype=torch.uint8, device="cpu")
-    product = w.emit("MatMulInteger", q, integers, point, torch.zeros((), dtype=torch.int8, device="cpu"))
-    # ONNX Runtime 1.31 joins a Mul of rows' scales to the product as if it were that of one: a MatMul it leaves alone.
-    scales = w.emit("MatMul", scale, steps[None]) if is_rows else w.emit("Mul", scale, steps)
-    real = w.emit("Mul", w.cast(product, torch.float32), scales)
+    if weight.name in w.weights:
+        integers = integers.clone()  # see `weight_for`
+    w.weights.add(weight.name)
+    nothing = torch.zeros((), dtype=torch.int8, device="cpu")
+
+    def product(scale: Operand, zero: Operand, added: Value | None = None) -> str:
+        return w.emit("MatMulIntegerToFloat", made.reads[0], integers, scale, steps, zero, nothing, added)
+
+    scale, zero = made.reads[1:]
+    middle = w.value_of(zero)
+    if "block_size" not in made.attributes:
+        return product(scale, zero, bias)
+    if x.like.numel() == x.shape[-1]:  # one row
+        return product(w.reshaped(scale, ()), w.reshaped(zero, ()), bias)
+    one = torch.ones((), device="cpu")
+    real = w.emit("Mul", product(one, None if middle is None else middle.flatten()[0]), scale)
     added: Operand = bias
-    if is_rows and middle is None:
-        lines = [-integers.sum(0, dtype=torch.float64) * steps]
-        rounded = w.made_by(zero)  # a Cast
-        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if rounded is None else rounded.reads[0])]
+    if middle is None:
+        cast, lines = w.made_by(zero), [-integers.sum(0, dtype=torch.float64) * steps]
+        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if cast is None else cast.reads[0])]
         if bias is not None and (known := w.value_of(bias.name)) is not None:
             lines.append(known.double())
             shape = *x.shape[:-1], 1

@@ -129,7 +129,10 @@ def _before_rounding(w: Writer, x: Value) -> Value:
 def _integers(
     w: Writer, weights: Sequence[Value | None], order: Sequence[int]
 ) -> tuple[list[Tensor | None], list[Operand]]:
-    """Weights as integers (1, columns, gates), and of each the scales and zero points (1, gates)."""
+    """Weights as integers (1, columns, gates), and of each the scales and zero points (1, gates).
+
+    No node shares them with another: ONNX Runtime fails to make unsigned integers of what nodes share.
+    """
     parts: list[Tensor | None] = []
     grids: list[Operand] = []
     for weight in weights:
@@ -137,10 +140,9 @@ def _integers(
         q = w.value_of(found.node.reads[0]) if found is not None else None
         if found is None or q is None or bool(found.zero.any()) or found.node.attributes.get("block_size"):
             raise NotInOnnx("its weights have zero points, or blocks, or are not in integers")
-        rows, scale = _in_order(w, q, order), found.scale.expand(len(q))
-        parts.append(w.kept(("columns", id(rows)), lambda rows=rows: rows.transpose(1, 2).contiguous()))
-        grids.append(_in_order(w, w.kept(("scales", id(found.scale), len(q)), scale.contiguous), order))
-        grids.append(w.kept(("zeros", len(q)), lambda q=q: torch.zeros(1, len(q), dtype=torch.int8, device="cpu")))
+        parts.append(_in_order(q, order).transpose(1, 2).contiguous())
+        grids.append(_in_order(found.scale.expand(len(q)), order))
+        grids.append(torch.zeros(1, len(q), dtype=torch.int8, device="cpu"))
     return parts, grids
 
 
@@ -152,10 +154,9 @@ def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> T
     real = found if isinstance(found, Tensor) else w.value_of(found.name)
     if real is None:
         raise NotInOnnx("its weights are computed")
-    return _in_order(w, real, order)
+    return w.kept(("gates", id(real)), lambda: _in_order(real, order))
 
 
-def _in_order(w: Writer, gates: Tensor, order: Sequence[int]) -> Tensor:
+def _in_order(rows: Tensor, order: Sequence[int]) -> Tensor:
     """The rows of a tensor in ONNX's order of the gates, with an axis in front for the directions."""
-    parts = gates.detach().unflatten(0, (len(order), -1))
-    return w.kept(("gates", id(gates)), lambda: parts[list(order)].flatten(0, 1)[None])
+    return rows.detach().unflatten(0, (len(order), -1))[list(order)].flatten(0, 1)[None]

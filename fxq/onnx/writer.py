@@ -65,7 +65,7 @@ class OnnxNode:
     attributes: Mapping[str, Any]
 
 
-_CONTRIBUTED = frozenset({"DynamicQuantizeLSTM"})
+_CONTRIBUTED = frozenset({"DynamicQuantizeLSTM", "MatMulIntegerToFloat"})
 """Types of nodes that are none of ONNX's own, but ONNX Runtime's."""
 _RUNTIME = "com.microsoft"
 
