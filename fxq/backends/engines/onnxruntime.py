@@ -49,11 +49,11 @@ def session_of(model: Any, threads: int, profile: str = "") -> Any:
     if profile:
         options.enable_profiling, options.profile_file_prefix = True, profile
     return ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=_SLOWER
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOWER
     )
 
 
-_SLOWER = ["SkipLayerNormFusion"]
+SLOWER = ["SkipLayerNormFusion"]
 """What ONNX Runtime would join although, in version 1.31, the whole takes several times as long as its parts."""
 
 
