@@ -146,26 +146,20 @@ class _Asked:
         light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.weight for call in calls)
         if light and config.activation is not None and config.activation.range == "measured":
             return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
-        asked, config = config, backend.config(config, calls)
+        config, notes = backend.config(config, calls), _changes(backend, config, calls)
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
         assert config.activation is not None
-        roles: tuple[Role, ...] = ("activation", "state")
-        other = [
-            f"its {role} is {config.of(role)}, and not {asked.of(role)}"
-            for role in roles
-            if config.of(role) != asked.of(role)
-        ]
-        if other:
-            self.rewriter.describe(node, note=f"for {backend.name}, {'; '.join(other)}")
         overflows = not config.fits_int16 and backend.adds_in_int16(calls)
         recurrence = calls[0].op.quant.recurrence
         state = config.state if recurrence is not None else None
         is_calibrated = state is not None and state.range == "calibrated"
         if state and recurrence and is_calibrated and recurrence.apart(calls[0].tensors, calls[0].options):
             state, why = replace(MEASURED_STATE, bits=state.bits), "its output shows another range than its state"
-            self.rewriter.describe(node, note=STATE_MEASURED.format(why))
+            notes.append(STATE_MEASURED.format(why))
+        if notes and backend is self.rewriter.context.backend:  # others are asked what they would do
+            self.rewriter.describe(node, note="; ".join(notes))
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _weight_only(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:
@@ -249,6 +243,17 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
         return "its inputs are constants"
     reasons = (_unfit_input(gm, first, read, changes) for read in inputs_of(calls))
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _changes(backend: Backend, asked: QuantConfig, calls: Calls) -> list[str]:
+    """What a backend reads in another way than the recipe asks for."""
+    config = backend.config(asked, calls)
+    roles: tuple[Role, ...] = ("activation", "state")
+    return [
+        f"for {backend.name}, its {role} is {config.of(role)}, and not {asked.of(role)}"
+        for role in roles
+        if config.of(role) != asked.of(role)
+    ]
 
 
 def _unfit_weight(tensor: torch.Tensor | None, spec: TensorSpec) -> str | None:

@@ -34,14 +34,15 @@ def choose_scale(w: Writer, x: Value, *, steps: int, axis: int | None, symmetric
 def choose_zero_point(w: Writer, x: Value, *, scale: Value, qmin: int, axis: int | None) -> str:
     whole = _measured_whole(w, x, scale)
     if whole is not None:
-        return w.cast(whole[2], torch.float32)
-    steps = w.emit("Div", w.emit("Min", _ends(w, x, axis)[0], w.number(0.0, x)), scale)
-    zero = w.emit("Neg", w.emit("Round" if axis is None else "Floor", steps))
+        zero = w.cast(whole[2], torch.float32)
+    else:
+        steps = w.emit("Div", w.emit("Min", _ends(w, x, axis)[0], w.number(0.0, x)), scale)
+        zero = w.emit("Neg", w.emit("Round" if axis is None else "Floor", steps))
     return w.emit("Add", zero, w.number(qmin, x)) if qmin else zero
 
 
 def _ends(w: Writer, x: Value, axis: int | None) -> tuple[str, str]:
-    """The smallest and the largest value; of each row with an `axis`. (Engines make one node of two that are alike.)"""
+    """The smallest and the largest value; of each row with an `axis`. Engines make one node of two that are alike."""
     axes = w.ints(range(0 if axis is None else axis % x.rank, x.rank))
     low, high = (w.emit(kind, x, axes, keepdims=int(axis is not None)) for kind in ("ReduceMin", "ReduceMax"))
     return low, high
@@ -93,7 +94,7 @@ def quantize(
         return x.name
     if _computed(w, scale):
         whole = _measured_whole(w, x, scale)
-        if whole is not None:
+        if whole is not None and dtype is torch.uint8:
             return whole[0]
         return w.emit("QuantizeLinear", x, scale, _computed_zero(w, scale, zero_point, dtype), **_rows(x, scale))
     step, zero = _grid(w, x, scale, zero_point, dtype, axis, block)
@@ -139,9 +140,9 @@ def dequantize(
         if w.floats:
             return x
         if _computed(w, scale):
-            zero = _computed_zero(w, scale, zero_point, x.dtype)
-            real = w.emit("DequantizeLinear", x, scale, zero, **_rows(x, scale))
-            return Value(real, torch.empty_like(x.like, dtype=torch.float32))
+            point = _computed_zero(w, scale, zero_point, x.dtype)
+            made = w.emit("DequantizeLinear", x, scale, point, **_rows(x, scale))
+            return Value(made, torch.empty_like(x.like, dtype=torch.float32))
         return _real(w, x, _grid(w, x, scale, zero_point, x.dtype, axis, block), axis, block)
     if x.dtype is torch.float16:
         return Value(w.cast(x, torch.float32), x.like.float())

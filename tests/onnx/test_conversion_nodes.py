@@ -16,6 +16,7 @@ from fxq.onnx.writer import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.packing import pack
+from fxq.quant.spec import TensorSpec
 from tests.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, same, single
 
 pytestmark = pytest.mark.any_cpu
@@ -190,23 +191,24 @@ def test_refusals(gm, given, reason):
 
 
 MEASURED = {
-    "whole": {}, "rows": {"axis": -1}, "symmetric": {"symmetric": True}, "symmetric rows": {"symmetric": True, "axis": -1},
-    "7 bits": {"bits": 7}, "rows of 7 bits": {"bits": 7, "axis": -1},
+    "whole": {}, "rows": {"axis": -1}, "7 bits": {"bits": 7}, "rows of 7 bits": {"bits": 7, "axis": -1},
+    "signed": {"signed": True}, "signed rows": {"signed": True, "axis": -1},
+    "symmetric": {"symmetric": True}, "symmetric rows": {"symmetric": True, "axis": -1},
 }  # fmt: skip
 
 
-def measured_graph(*, bits=8, axis=None, symmetric=False):
+def measured_graph(*, axis=None, **options):
     """x -> its scale, its zero point, its integers and what they stand for."""
-    graph, qmax = fx.Graph(), 2**bits - 1
-    x = graph.placeholder("x")
-    grid = MeasuredGrid(0, qmax, torch.uint8, axis, symmetric)
+    graph, grid = fx.Graph(), MeasuredGrid.of(TensorSpec(**options), axis)
+    x, symmetric = graph.placeholder("x"), grid.symmetric
     asked = {"steps": grid.steps, "axis": axis, "symmetric": symmetric}
     scale = graph.call_function(OPS["choose_scale"].target, (x,), asked)
     zero = grid.middle
     if not symmetric:
-        zero = graph.call_function(OPS["choose_zero_point"].target, (x,), {"scale": scale, "axis": axis})
-    options = {"scale": scale, "zero_point": zero, "qmax": qmax}
-    q = graph.call_function(OPS["quantize"].target, (x,), options)
+        asked = {"scale": scale, "axis": axis, "qmin": grid.qmin}
+        zero = graph.call_function(OPS["choose_zero_point"].target, (x,), asked)
+    options = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
+    q = graph.call_function(OPS["quantize"].target, (x,), {**options, "dtype": grid.dtype})
     dq = graph.call_function(OPS["dequantize"].target, (q,), options)
     graph.output((scale, *([] if symmetric else [zero]), q, dq))
     return fx.GraphModule(torch.nn.Module(), graph)

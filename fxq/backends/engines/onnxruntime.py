@@ -96,13 +96,13 @@ class Onnxruntime(EngineBackend):
     measures: ClassVar[frozenset[str]] = frozenset({"linear", "lstm"})
 
     def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
-        """As in `Backend`: an LSTM measures its input as a whole, and the state of each step, both with a zero point."""
+        """As in `Backend`: an LSTM measures one range of its input, and one of each step's state, with zero points."""
         if calls[0].op.name != "lstm" or config.activation is None or config.state is None:
             return config
         return replace(config, activation=_WHOLE, state=replace(MEASURED_STATE, symmetric=False))
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
-        """As in `Backend`: of measured ranges only what ONNX Runtime has a kernel for that measures as the recipe says."""
+        """As in `Backend`; with measured ranges, what ONNX Runtime has a quick kernel for that measures so."""
         reason = self._unmeasured(calls[0], config) if _is_measured(config) else None
         return super().supports(gm, node, calls, config) if reason is None else Support(0, f"{self.name} {reason}")
 
