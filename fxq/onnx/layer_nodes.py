@@ -9,7 +9,7 @@ import torch
 
 from fxq.onnx.dequantized import bias_for, dequantized, measured, transposed, weight_for
 from fxq.onnx.padding_nodes import onnx_pads, padded
-from fxq.onnx.writer import NotInOnnx, OnnxNode, Operand, Value, Writer, refuse, writes
+from fxq.onnx.writer import INT4, UINT4, NotInOnnx, OnnxNode, Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
 from fxq.ops.convolution import conv_padding
 
@@ -136,7 +136,16 @@ def einsum(w: Writer, xs: Sequence[Value], *, equation: str) -> str:
 
 @writes("embedding")
 def embedding(w: Writer, x: Value, weight: Value) -> str:
-    return w.emit("Gather", weight, x, axis=0)
+    """Rows of a table; of one of integers they are read as these, with their scales, and made floats behind."""
+    found = dequantized(w, weight)
+    q = w.value_of(found.node.reads[0]) if found is not None and not w.floats else None
+    if found is None or q is None or w.type_of(found.node.reads[0]) in (INT4, UINT4):
+        return w.emit("Gather", weight, x, axis=0)
+    block, grid = found.node.attributes.get("block_size") or q.shape[1], [found.scale, found.zero]
+    if found.scale.dim() < 2:  # one for each row, or for all
+        grid = [part.expand(len(q)).reshape(-1, 1).contiguous() for part in grid]
+    read = [w.emit("Gather", part, x, axis=0) for part in (q, *grid)]
+    return w.emit("DequantizeLinear", *read, axis=-1, block_size=block)
 
 
 @writes("embedding_bag")

@@ -116,3 +116,23 @@ def test_a_linear_layer_on_a_measured_grid(axis, symmetric, bias, optimized):
 def test_layers_on_a_measured_grid_are_refused_for_other_weights():
     with pytest.raises(NotInOnnx, match="its weight has a zero point, or blocks, or is not in integers"):
         write_onnx(measured_layer(-1, symmetric=False, zero=3), [normal(4, 32)])
+
+
+@pytest.mark.parametrize(("axis", "block", "scales"), [(1, 4, (9, 3)), (0, None, (9,))])
+def test_rows_of_a_table_of_integers(axis, block, scales):
+    """The table itself never becomes floats."""
+    graph, root = fx.Graph(), torch.nn.Module()
+    drawn = torch.Generator().manual_seed(0)
+    root.register_buffer("q", torch.randint(-127, 128, (9, 10), generator=drawn).to(torch.int8))
+    root.register_buffer("scale", torch.rand(scales, generator=drawn))
+    root.register_buffer("zero", torch.randint(-3, 4, scales, generator=drawn).to(torch.int8))
+    x = graph.placeholder("x")
+    options = {"scale": graph.get_attr("scale"), "zero_point": graph.get_attr("zero"), "axis": axis, "block": block}
+    table = graph.call_function(OPS["dequantize"].target, (graph.get_attr("q"),), options)
+    graph.output(graph.call_function(OPS["embedding"].target, (x, table)))
+    gm = fx.GraphModule(root, graph)
+    real = [part.repeat_interleave(4, 1)[:, :10] if block else part[:, None] for part in (gm.scale, gm.zero)]
+    wanted = ((gm.q.float() - real[1]) * real[0])[IDS]
+    written = write_onnx(gm, [IDS])
+    same(run_onnxruntime(written.model, [IDS], optimized=True)[0], wanted, 1e-6)
+    assert [node.op_type for node in written.model.graph.node].count("DequantizeLinear") == 1

@@ -148,6 +148,7 @@ class EngineBackend(Backend):
         others: further ops that compute on integers, beside those that only move them.
         rounding: those of them that run on integers only where their result is rounded.
         measures: layers that read values whose ranges are measured at run time.
+        tables: ops that compute in float, with a table that it keeps in integers of 8 bits.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -157,6 +158,7 @@ class EngineBackend(Backend):
     others: ClassVar[frozenset[str]]
     rounding: ClassVar[frozenset[str]] = frozenset()
     measures: ClassVar[frozenset[str]] = frozenset()
+    tables: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
         self._refused: dict[str, str | None] = {}
@@ -171,7 +173,11 @@ class EngineBackend(Backend):
         """As in `Backend`: what the engine has integer kernels for, and ONNX nodes."""
         first = calls[0]
         if config.activation is None:
-            return Support(0, f"{self.name} takes no integer weights beside float activations")
+            weight, is_table = config.weight, first.op.name in self.tables
+            is_kept = is_table and weight is not None and weight.bits > 4 and weight.format == "integer"
+            which = " of so few bits, or in float16," if is_table else ""
+            reason = f"{self.name} takes no integer weights{which} beside float activations"
+            return Support(len(calls)) if is_kept else Support(0, reason)
         measured = config.activation.range == "measured"
         if measured and first.op.name not in self.measures:
             of = f" for {first.op.name}" if self.measures else ""
@@ -210,8 +216,9 @@ class EngineBackend(Backend):
     def takes(self, gm: fx.GraphModule, node: fx.Node) -> bool:
         """Whether a node of the qdq graph goes into a region."""
         plan = info(node).plan
-        kept = plan is not None and plan.fate == "weight-only"
-        return bool(calls_of(gm, node)) and not kept and self.refusal(gm, node) is None
+        calls = calls_of(gm, node)
+        kept = plan is not None and plan.fate == "weight-only" and calls[0].op.name not in self.tables
+        return bool(calls) and not kept and self.refusal(gm, node) is None
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
         """As in `Backend`: connected ones, as large as can be, of which one op at least computes."""

@@ -94,6 +94,7 @@ class Onnxruntime(EngineBackend):
     others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
     rounding: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *others})
     measures: ClassVar[frozenset[str]] = frozenset({"linear", "lstm"})
+    tables: ClassVar[frozenset[str]] = frozenset({"embedding"})
 
     def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
         """As in `Backend`: an LSTM measures one range of its input, and one of each step's state, with zero points."""

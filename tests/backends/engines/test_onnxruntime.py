@@ -143,6 +143,27 @@ def test_a_layer_that_is_called_twice(machine, free):
     assert q.ledger.count("int8") >= 4 and sqnr(model(x), q(x)) > 35
 
 
+def test_the_table_of_an_embedding_stays_in_integers(free):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(500, 64), nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.head(self.words(x))
+
+    model, x = Words().eval(), torch.randint(500, (2, 7))
+    q = dynamic(model, x)
+    assert {entry.op: entry.fate for entry in q.ledger} == {"embedding": "weight-only", "linear": "int8"}
+    assert len([module for module in q.modules() if isinstance(module, EngineKernel)]) == 1
+    assert fxq.nbytes(q) < 0.3 * fxq.nbytes(model) and sqnr(model(x), q(x)) > 35
+    recipe = fxq.Recipe.weight_only(bits=4, backend="onnxruntime")
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        q = fxq.quantize(model, recipe, example_inputs=x)
+    (entry,) = q.ledger.where(op="embedding")
+    assert entry.fate == "float" and "takes no integer weights of so few bits" in entry.reason
+
+
 class Recurrent(nn.Module):
     """Layers that begin with states, and give the last ones."""
 
