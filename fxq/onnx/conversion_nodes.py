@@ -21,13 +21,9 @@ _WHOLE = "DynamicQuantizeLinear"
 def choose_scale(w: Writer, x: Value, *, steps: int, axis: int | None, symmetric: bool) -> str:
     if axis is None and not symmetric and steps == 255:
         return w.emit_several(_WHOLE, [x], 3)[1]
-    low, high = _ends(w, x, axis)
-    if symmetric:
-        size = w.emit("Max", high, w.emit("Neg", low))
-    else:
-        zero = w.number(0.0, x)
-        size = w.emit("Sub", w.emit("Max", high, zero), w.emit("Min", low, zero))
-    return w.emit("Max", w.emit("Div", size, w.number(steps, x)), w.number(SMALLEST, x))
+    below, above = _ends(w, x, axis)
+    size = w.emit("Max", below, above) if symmetric else w.emit("Add", below, above)
+    return w.emit("Clip", w.emit("Div", size, w.number(steps, x)), w.number(SMALLEST, x))
 
 
 @writes("choose_zero_point")
@@ -36,16 +32,18 @@ def choose_zero_point(w: Writer, x: Value, *, scale: Value, qmin: int, axis: int
     if whole is not None:
         zero = w.cast(whole[2], torch.float32)
     else:
-        steps = w.emit("Div", w.emit("Min", _ends(w, x, axis)[0], w.number(0.0, x)), scale)
-        zero = w.emit("Neg", w.emit("Round" if axis is None else "Floor", steps))
+        zero = w.emit("Round" if axis is None else "Ceil", w.emit("Div", _ends(w, x, axis)[0], scale))
     return w.emit("Add", zero, w.number(qmin, x)) if qmin else zero
 
 
 def _ends(w: Writer, x: Value, axis: int | None) -> tuple[str, str]:
-    """The smallest and the largest value; of each row with an `axis`. Engines make one node of two that are alike."""
+    """How far values reach below zero and above it, at least 0; of each row with an `axis`.
+
+    Engines make one node of two that are alike.
+    """
     axes = w.ints(range(0 if axis is None else axis % x.rank, x.rank))
     low, high = (w.emit(kind, x, axes, keepdims=int(axis is not None)) for kind in ("ReduceMin", "ReduceMax"))
-    return low, high
+    return w.emit("Relu", w.emit("Neg", low)), w.emit("Relu", high)
 
 
 def _measured_whole(w: Writer, x: Value, scale: Any) -> tuple[str, ...] | None:
