@@ -106,6 +106,7 @@ def _known_of(rewriter: Rewriter, units: Sequence[fx.Node]) -> dict[str, Any]:
     plans, parts, paths = list[Plan](), list[tuple[str, ...]](), list[str]()
     for about in map(info, units):
         plan, count = about.plan or Plan(Decision("float", "undecided")), max(len(about.parts), 1)
+        plan = plan.decided(text=about.note) if about.note and plan.fate == "int8" else plan
         plans += [plan, *[replace(plan, cost=None)] * (count - 1)]  # what it costs, the first stands for
         parts += about.parts or (about.origins,)
         paths += about.paths or (about.path,) * count

@@ -245,7 +245,9 @@ def test_what_it_cannot_run_stays_in_torch(name):
     assert sqnr(model(x), q(x)) > 20
 
 
-@pytest.mark.parametrize("preset", ["dynamic", "weight_only"])
+@pytest.mark.parametrize(
+    ("name", "preset"), [("openvino", "dynamic"), ("openvino", "weight_only"), ("onnxruntime", "weight_only")]
+)
 def test_presets_that_it_has_no_kernels_for(name, preset):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
