@@ -208,6 +208,10 @@ def _dropout(bound: Arguments) -> Arguments | str:
     return "drops values at random (training=True)" if drops else {**bound, "training": False}
 
 
+def _stochastic_depth(bound: Arguments) -> Arguments | str:
+    return _dropout({name: value for name, value in bound.items() if name != "mode"})
+
+
 _DROPOUT = "x p training inplace"
 _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, F.dropout, F.alpha_dropout, F.feature_alpha_dropout)
 
@@ -215,6 +219,7 @@ _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, F.dropout, F.a
 @row(
     *(spell(t, _DROPOUT, _dropout) for t in (*_DROPOUTS, *named("nn.Dropout{n}d F.dropout{n}d"))),
     *(spell(t, "x p training", _dropout) for t in (torch.dropout, aten.dropout.default)),
+    spell("torchvision.ops.stochastic_depth:stochastic_depth", "x p mode training", _stochastic_depth),
     quant=_VIEW,
 )
 def dropout(x: Tensor, *, training: bool) -> Tensor:
