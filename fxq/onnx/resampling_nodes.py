@@ -25,6 +25,15 @@ def interpolate(w: Writer, x: Value, *, mode: str, antialias: bool, **options: A
         return adapted(w, x, out[2:], "Average", "ReduceMean")
     if mode in ("nearest", "nearest-exact"):
         return _nearest(w, x, out, mode, options)
+    if mode != "bicubic":
+        return _resized(w, x, out, mode, options)
+    flat = (1, math.prod(x.shape[:2]), *x.shape[2:])  # ONNX Runtime moves a Transpose behind Resize, which fails then
+    one = Value(w.reshaped(x, flat), x.like.reshape(flat))
+    return w.reshaped(_resized(w, one, (*flat[:2], *out[2:]), mode, options), out)
+
+
+def _resized(w: Writer, x: Value, out: Sequence[int], mode: str, options: dict[str, Any]) -> str:
+    """Values between the entries."""
     align_corners, factor = options["align_corners"], options["scale_factor"]
     attributes = {
         "mode": _MODES[mode], "cubic_coeff_a": -0.75 if mode == "bicubic" else None,

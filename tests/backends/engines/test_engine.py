@@ -161,6 +161,24 @@ def test_images_channels_last(name):
     assert torch.allclose(q(strided), q(strided.contiguous()), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("options", [{"size": (5, 9)}, {"scale_factor": 1.5}], ids=["size", "factor"])
+def test_images_channels_last_that_change_their_size(name, mode, options):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x):
+            return self.conv(F.interpolate(x, mode=mode, **options))
+
+    model, x = Scaled().eval(), torch.randn(2, 3, 12, 12)
+    q = fxq.quantize(model, recipe(name), data=[x])
+    assert len(kernels(q)) == 1
+    assert torch.allclose(q(x), q(x.contiguous(memory_format=torch.channels_last)), rtol=0, atol=1e-6)
+    assert sqnr(model(x), q(x)) > 25
+
+
 def test_results_are_the_callers(net):
     q, x, _ = net
     first = q(x)
