@@ -107,6 +107,7 @@ MOVEMENT = [
         group="broadcast_to",
     ),
     *cases("expand_as", method("expand_as", lambda x, m: x[:, :1].expand_as(x))),
+    *cases("reshape_as", *(method(f, lambda x, m, f=f: getattr(x, f)(x.detach())) for f in ("reshape_as", "view_as"))),
     *cases("contiguous", *spelled("contiguous", aten.contiguous.default)),
     *cases(
         "contiguous",

@@ -407,6 +407,11 @@ def expand_as(pick: Picks, x: Tensor, y: Tensor) -> nn.Module | None:
     return Options() if x.dim() == y.dim() else None
 
 
+@form("reshape_as", lambda m, x, y: x.reshape_as(y), reads=2)
+def reshape_as(pick: Picks, x: Tensor, y: Tensor) -> nn.Module | None:
+    return Options() if x.shape == y.shape else None
+
+
 # ---- data movement
 
 
