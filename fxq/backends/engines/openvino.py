@@ -9,11 +9,12 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxq.backends import cpu
 from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported, repeated
 from fxq.backends.layer_rows import is_depthwise_call
+from fxq.graph.info import info
 from fxq.graph.unit import Calls
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig
@@ -96,6 +97,14 @@ class Openvino(EngineBackend):
             names = about["originalLayersNames"].astype(str) if "originalLayersNames" in about else ""
             if op.friendly_name in seconds:
                 yield names.split(","), 1e6 * min(seconds[op.friendly_name])
+
+    def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
+        """As in `EngineBackend`; nor what makes other than floats of integers of 64 bits, which it makes 32 of."""
+        made = info(node).dtype
+        types = {made, *(info(read).dtype for read in node.all_input_nodes)}
+        if torch.int64 in types and not (made is not None and made.is_floating_point):
+            return "OpenVINO computes integers of 64 bits in 32"
+        return super().refusal(gm, node)
 
     def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
         """As in `Backend`: transposed convolutions read int8 around 0, since with a zero point they run in float.
