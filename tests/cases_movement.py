@@ -146,6 +146,14 @@ MOVEMENT = [
         function(aten.im2col.default, lambda x, m: aten.im2col.default(x, [3, 3], [1, 1], [1, 1], [2, 2])),
     ),
     *cases(
+        "fold",
+        module(nn.Fold, (8, 8), 2, stride=2),
+        function(F.fold, lambda x, m: F.fold(x, (8, 8), 2, stride=2)),
+        function(aten.col2im.default, lambda x, m: aten.col2im.default(x, [8, 8], [2, 2], [1, 1], [0, 0], [2, 2])),
+        layout="sequence",
+        fate="float",
+    ),
+    *cases(
         "pad",
         module(nn.ZeroPad2d, (1, 2, 0, 1)),
         function(F.pad, lambda x, m: F.pad(x, (1, 2, 0, 1))),

@@ -511,6 +511,11 @@ def unfold(pick: Picks, x: Tensor) -> nn.Module | None:
     return nn.Unfold(pick(2, 3)) if x.dim() == 4 else None
 
 
+@form("fold", called)
+def fold(pick: Picks, x: Tensor) -> nn.Module | None:
+    return nn.Fold((2, x.shape[2] + 1), 2) if x.dim() == 3 and x.shape[1] % 4 == 0 else None
+
+
 @form("getitem", lambda m, x: x[m.index])
 def getitem(pick: Picks, x: Tensor) -> nn.Module | None:
     every = slice(None)

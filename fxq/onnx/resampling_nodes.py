@@ -104,6 +104,13 @@ def channel_shuffle(w: Writer, x: Value, *, groups: int) -> str:
     return split_axes(w, x, shape, (0, 2, 1, 3), x.shape)
 
 
+@writes("fold")
+def fold(w: Writer, x: Value, *, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> str:
+    refuse(x.rank != 3, "its input is no batch")
+    window = {"dilations": list(dilation), "pads": [*padding, *padding], "strides": list(stride)}
+    return w.emit("Col2Im", x, w.ints(output_size), w.ints(kernel_size), **window)
+
+
 @writes("unfold")
 def unfold(w: Writer, x: Value, *, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> str:
     refuse(x.rank != 4, "its input is no batch of images")
