@@ -11,7 +11,7 @@ import fxq
 from fxq.backends.by_name import get_backend
 from fxq.backends.engines.engine import EngineBackend, EngineKernel
 from fxq.graph.info import info
-from fxq.graph.query import called_name, submodule, taken_from
+from fxq.graph.query import called_name, plan_of, submodule, taken_from
 from fxq.graph.region import is_weight
 from fxq.graph.unit import calls_of
 
@@ -46,10 +46,13 @@ def outside(qmodel: fxq.QuantizedModel, backend: str) -> dict[str, int]:
 
 
 def _name(qmodel: fxq.QuantizedModel, node: fx.Node) -> str:
-    return calls_of(qmodel, node)[0].op.name if calls_of(qmodel, node) else called_name(node)
+    module = submodule(qmodel, node)
+    calls = calls_of(qmodel, node)
+    return calls[0].op.name if calls else called_name(node) if module is None else type(module).__name__
 
 
 def _why(qmodel: fxq.QuantizedModel, node: fx.Node, backend: str) -> str:
-    if not calls_of(qmodel, node):
-        return info(node).note or "no op of fxq's table"
-    return _engine(backend).refusal(qmodel, node) or "only moves values, or was put back"
+    plan = plan_of(node)
+    if plan is not None and (plan.decision.kind == "unverified" or not calls_of(qmodel, node)):
+        return plan.decision.text.partition("\n")[0][:80]
+    return _engine(backend).refusal(qmodel, node) or "nothing beside it computes"

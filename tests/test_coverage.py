@@ -94,7 +94,7 @@ def test_an_engine_and_what_it_leaves(measured, engine):
     whole, parts = measured(tiny, backend=engine), measured(Twice, backend=engine)
     assert (whole.verdict, whole.regions, whole.outside, whole.whole) == ("ok", 1, {}, True)
     assert (parts.verdict, parts.regions, parts.whole) == ("ok", 2, False)
-    assert parts.outside == {"asinh: no op of fxq's table": 1}
+    assert parts.outside == {"asinh: asinh is not in the op table": 1}
     assert whole.dynamic is None and whole.weight_only is None
 
 
