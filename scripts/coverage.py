@@ -37,8 +37,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from coverage_engines import ENGINES
-from coverage_measure import ENOUGH, Result, measure
+from coverage_measure import ENGINES, ENOUGH, Result, measure
 from coverage_models import SUBJECTS, SUITES, Subject, load
 from tabulate import tabulate
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from coverage_engines import is_engine, outside, regions
 from coverage_models import Subject
 from torch import Tensor, fx, nn
 
 import fxq
 
+ENGINES = ("openvino", "onnxruntime")
 CALIBRATION = 2
 ENOUGH = 20.0
 """dB. Below it, other quantizers are asked whether the network can be quantized any better."""
@@ -157,8 +157,9 @@ def _steps(subject: Subject, options: Mapping[str, str], result: Result) -> Iter
     result.slowest = {snapshot.name: snapshot.seconds for snapshot in passes[:3]}
     result.put_back = _wrong(caught)
     _read_ledger(qmodel, result)
-    if is_engine(options["backend"]):
-        result.regions, result.outside = regions(qmodel), outside(qmodel, options["backend"])
+    engine = options["backend"] in ENGINES
+    if engine:
+        _read_regions(qmodel, f"{options['backend']}.region", result)
     yield "compare"
     got = call(qmodel, fresh)
     result.sqnr = sqnr(expected, got)
@@ -167,7 +168,7 @@ def _steps(subject: Subject, options: Mapping[str, str], result: Result) -> Iter
     if not result.sqnr >= ENOUGH:
         result.torch_ao = torch_ao(model, data, fresh, expected)
         result.rounding = rounding(model, data, fresh, expected)
-    for name in () if is_engine(options["backend"]) else ("dynamic", "weight_only"):
+    for name in () if engine else ("dynamic", "weight_only"):
         yield name
         setattr(result, name, _without_data(name, options, model, data, fresh, expected, result))
     yield "done"
@@ -203,6 +204,19 @@ def _read_ledger(qmodel: fxq.QuantizedModel, result: Result) -> None:
     result.leaves = {node.path: node.note for node in traced if node.note}
     result.macs = qmodel.ledger.coverage
     result.heavy["static"] = _heavy(qmodel.ledger)
+
+
+def _read_regions(qmodel: fxq.QuantizedModel, kernel: str, result: Result) -> None:
+    """What kernels of this name run, and which ops run in PyTorch beside them, most frequent first."""
+    graph = qmodel.history[-1].graph
+    kernels = {node.name for node in graph if node.label == kernel}
+    found: Counter[str] = Counter()
+    for node in graph:
+        part = node.label == "getitem" and not node.options and node.inputs[0] in kernels
+        if node.kind not in ("io", "constant", "size") and node.shape is not None and not part:
+            (why, *_) = node.reason.splitlines() or [""]
+            found[f"{node.label}: {why[:80]}"] += node.name not in kernels
+    result.regions, result.outside = len(kernels), dict((+found).most_common())
 
 
 def _heavy(ledger: fxq.Ledger) -> dict[str, float]:
