@@ -49,6 +49,7 @@ from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import op
+from fxq.report.profile import Profile
 from fxq.rewriting.match import Match, explain
 from fxq.rewriting.pattern import FUSIONS, fusion, rewrite
 from fxq.rewriting.rewriter import Rewriter
@@ -87,6 +88,7 @@ __all__ = [
     "PassError",
     "PatternError",
     "Prices",
+    "Profile",
     "QParams",
     "Quant",
     "QuantConfig",

@@ -37,6 +37,8 @@ from fxq.quant.observer_base import Observer
 from fxq.recipe.pass_base import Stage
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
+from fxq.report.latency import batch_for, profile_of
+from fxq.report.profile import Profile
 from fxq.report.report import write_report
 from fxq.runtime.binding import KEPT, Bindings
 from fxq.runtime.call_checks import check_call, compiled, has_kernels
@@ -280,6 +282,25 @@ class QuantizedModel(Quantized):
             RenderError: the file cannot be written.
         """
         return write_report(self, path, comparison, example_inputs)
+
+    def profile(self, example_inputs: Any = None) -> Profile:
+        """Where the time goes: microseconds of every node, and of every layer that an engine runs inside of a region.
+
+        A layer says what it is made of and in which type the engine computes it. Takes a second or two.
+
+        Args:
+            example_inputs: one batch to time with; default: made up, of the shapes and dtypes on record.
+
+        Raises:
+            InputError: the model does not run on `example_inputs`, or none can be made up.
+
+        Example:
+            >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+            >>> qmodel = fxq.quantize(model, "static", data=[torch.rand(1, 3, 16, 16)])
+            >>> qmodel.profile().sort("us", reverse=True)[0].us > 0
+            True
+        """
+        return profile_of(self, batch_for(self, example_inputs))
 
     def _repr_html_(self) -> str:
         """In a notebook: what it is, what stays in float and why, the passes, and every op at a click."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.backends.kernel import Kernel
+from fxq.backends.lower_graph import describe_as_run
+from fxq.backends.region_kernel import layers_run
 from fxq.common.data import Batch, first_of
 from fxq.common.metrics import tensors
 from fxq.common.source import name_of
@@ -32,7 +34,8 @@ class VerifyLowering(Pass):
 
     Before: x86.conv(x)    After: the same, or quantize(conv2d(dequantize(x), ...)) where the kernel is wrong
     Keeps: every kernel that is right: its integers are those nearest to the real value, up to float32 arithmetic.
-    Also: a kernel that would overwrite a residual somebody still reads is told not to.
+    Also: a kernel that would overwrite a residual somebody still reads is told not to; and engines are asked what they
+    run: an op that was to run on integers, and does not, is a float op, with that for its reason.
     Runs the first recorded batch, and its first sample alone: kernels plan by input shape.
 
     Args:
@@ -76,6 +79,9 @@ class VerifyLowering(Pass):
             if kernel is not None and node not in found.wrong:
                 _warn(rewriter, node, f"kernel overwrites its residual, but {why}. It copies it instead")
                 kernel.inplace = False
+        with torch.no_grad():
+            for node, layers in layers_run(rewriter.gm, rewriter.context.example).items():
+                describe_as_run(rewriter, node, layers)
 
     def _find(self, rewriter: Rewriter) -> _Found:
         """What is wrong, on one batch and on one sample."""

@@ -51,6 +51,34 @@ def network(blocks):
     return GraphView((*nodes, NodeView("output", "io", "output", inputs=(last,))), "network")
 
 
+def lowered(layers=()):
+    """A qdq graph, and the same with a region of two outputs, `body`, in its place; its engine's layers."""
+    ops = ("conv2d", "relu", "conv2d", "sigmoid", "mul", "add", "mean")
+    fates = ("int8", "int8", "int8", "float", "int8", "int8", "float")
+    before = (
+        NodeView("x", "io", "input"),
+        NodeView("w", "constant", "w", dtype="int8"),
+        NodeView("x_q", "convert", "quantize", inputs=("x",)),
+        NodeView("x_dq", "convert", "dequantize", inputs=("x_q",)),
+        NodeView("a", "int8", "conv2d", inputs=("x_dq", "w"), origins=("a",)),
+        NodeView("a_q", "convert", "quantize", inputs=("a",)),
+        NodeView("a_dq", "convert", "dequantize", inputs=("a_q",), dtype="float32"),
+        NodeView("b_weight_dq", "convert", "dequantize", inputs=("w",)),
+        NodeView("b", "int8", "conv2d", inputs=("a_dq", "b_weight_dq"), origins=("b",), dtype="float32"),
+        NodeView("y", "float", "bessel", inputs=("b",)),
+        NodeView("z_q", "convert", "quantize", inputs=("y",)),
+        NodeView("output", "io", "output", inputs=("z_q", "a_dq")),
+    )
+    after = (
+        before[0],
+        NodeView("body", "int8", "engine.region", ops, inputs=("x",), origins=("a", "b"), fates=fates, layers=layers),
+        NodeView("a_dq", "int8", "getitem", inputs=("body",), dtype="float32"),
+        NodeView("b", "int8", "getitem", inputs=("body",), origins=("b",), dtype="float32"),
+        *before[-3:],
+    )
+    return GraphView(before, "qdq"), GraphView(after, "lowered")
+
+
 def chain(length, name="chain"):
     """input → op0 → op1 → ... → output"""
     nodes = [NodeView("x", "io", "input")]

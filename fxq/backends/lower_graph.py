@@ -15,13 +15,14 @@ from fxq.backends.base import Backend
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, InputError
-from fxq.graph.info import Decision, Fate, Plan, info
+from fxq.graph.info import Decision, EngineLayer, Fate, Plan, info
 from fxq.graph.query import CONVERSIONS, is_op, is_size, made_by, op_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import open_unit
 
+FLOAT = "fxq.FLOAT"
 _FATES: tuple[Fate, ...] = ("int8", "weight-only", "moves", "float")
 """What a kernel counts as that runs ops of each: the first that there is."""
 
@@ -74,7 +75,8 @@ def _leave_in_float(rewriter: Rewriter, nodes: Sequence[fx.Node], why: str) -> N
 def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
     """Put a kernel in the place of a region, and remember the region for verification."""
     read = region.inputs if kernel.reads is None else tuple(region.inputs[i] for i in kernel.reads)
-    kernel.form = Form.of(rewriter.gm, region, kernel, read)
+    if kernel.form is None:
+        kernel.form = Form.of(rewriter.gm, region, kernel, read)
     ops = {node: calls_of(rewriter.gm, node) for node in region.nodes if not is_op(node, *CONVERSIONS)}
     units = [node for node, calls in ops.items() if calls] or [*region.nodes]
     name = units[0].name if len(units) == 1 else f"{units[0].name}_to_{units[-1].name}"
@@ -113,6 +115,31 @@ def _known_of(rewriter: Rewriter, units: Sequence[fx.Node]) -> dict[str, Any]:
     fates = {plan.fate for plan in plans}
     plan = Plan(Decision(next(fate for fate in _FATES if fate in fates), decided_by=rewriter.name))
     return {"path": _common(paths), "plan": plan, "parts": tuple(parts), "paths": tuple(paths), "plans": tuple(plans)}
+
+
+def describe_as_run(rewriter: Rewriter, node: fx.Node, layers: tuple[EngineLayer, ...]) -> None:
+    """Keep with a kernel's node the layers that its engine runs. What these compute in float stays in float.
+
+    An op that has no layer of its own, for the engine has joined it with another, is what was decided.
+    """
+    rewriter.describe(node, layers=layers)
+    kernel = submodule(rewriter.gm, node)
+    inside = kernel.graph_inside() if isinstance(kernel, Kernel) else None
+    ops = {n: calls for n in inside.graph.nodes if (calls := calls_of(inside, n))} if inside is not None else {}
+    units = [unit for unit in ops if not is_op(unit, *CONVERSIONS)]
+    found = False
+    for unit in units:
+        plan = info(unit).plan
+        own = [layer for layer in layers if unit.name in layer.nodes and layer.kind != "convert"]
+        if plan is None or plan.fate == "float" or not own or any(layer.kind != "float" for layer in own):
+            continue
+        found, ran = True, max(own, key=lambda layer: layer.us)
+        why = f"{rewriter.context.backend.name} runs it in {ran.dtype}, as {ran.op}: its conversions are for nothing"
+        line = rewriter.context.override_line((info(unit).paths or (info(unit).path,))[0], ops[unit][0].op.name, FLOAT)
+        decided = plan.decided(fate="float", kind="unsupported", text=why, fix=line, decided_by=rewriter.name)
+        rewriter.describe(unit, plan=decided)
+    if found:
+        rewriter.describe(node, **{"plan": info(units[0]).plan, **_known_of(rewriter, units)})
 
 
 def _common(paths: Iterable[str]) -> str:

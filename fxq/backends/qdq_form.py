@@ -17,10 +17,18 @@ from fxq.ops import OPS
 
 
 class Part(NamedTuple):
-    """A tensor of a form that is one of the kernel's: its name there, and the shape that the form sees it in."""
+    """A tensor of a form that lies in one of the kernel's: its name there, where it begins, and its shape."""
 
     name: str
+    start: int
     shape: torch.Size
+
+    def of(self, kernel: Kernel) -> Tensor:
+        """The tensor."""
+        whole = kernel.get_buffer(self.name)
+        if whole.numel() != self.shape.numel():
+            whole = whole.narrow(0, self.start, self.shape.numel())
+        return whole.view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -49,21 +57,20 @@ class Form:
             kernel: the kernel.
             inputs: what the kernel reads, in order.
         """
-        return cls.of_graph(gm, region.to_graph(), kernel, tuple(map(list(inputs).index, region.inputs)))
+        graph, free = region.to_graph(), dict(kernel.named_buffers(recurse=False))
+        tensors: dict[str, Part | Tensor] = {}
+        for path, value in constants_of(gm, graph).items():
+            name = next((name for name, own in free.items() if _same(own, value)), None)
+            tensors[path] = value if name is None else Part(name, 0, value.shape)
+            free.pop(name or "", None)
+        return cls.of_graph(gm, graph, tuple(map(list(inputs).index, region.inputs)), tensors)
 
     @classmethod
-    def of_graph(cls, gm: fx.GraphModule, graph: fx.Graph, kernel: Kernel, takes: tuple[int, ...]) -> Form:
-        """The same where the region is a graph of its own, which uses the tensors and units of `gm`."""
+    def of_graph(
+        cls, gm: fx.GraphModule, graph: fx.Graph, takes: tuple[int, ...], tensors: Mapping[str, Part | Tensor]
+    ) -> Form:
+        """The same of a graph that uses the units of `gm`, and these tensors."""
         modules = {str(n.target): gm.get_submodule(str(n.target)) for n in graph.find_nodes(op="call_module")}
-        free = {name: tensor for name, tensor in kernel.named_buffers(recurse=False)}
-        tensors: dict[str, Part | Tensor] = {}
-        for node in graph.find_nodes(op="get_attr"):
-            path = str(node.target)
-            if path not in tensors:
-                value = read_attribute(gm, path)
-                name = next((name for name, own in free.items() if _same(own, value)), None)
-                tensors[path] = value if name is None else Part(name, value.shape)
-                free.pop(name or "", None)
         return cls(to_data(graph), takes, modules, tensors)
 
     def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
@@ -83,13 +90,19 @@ class Form:
         """The form as a module of its own, with the kernel's tensors as they are now. It takes what the form takes."""
         attributes: dict[str, Any] = dict(self.modules)
         for path, tensor in self.tensors.items():
-            attributes[path] = kernel.get_buffer(tensor.name).view(tensor.shape) if isinstance(tensor, Part) else tensor
+            attributes[path] = tensor.of(kernel) if isinstance(tensor, Part) else tensor
         return fx.GraphModule(attributes, from_data(list(self.nodes)), "Form")
 
     def runner(self, kernel: Kernel) -> Callable[..., Tensor]:
         """What the kernel stands for, as a function of the kernel's inputs."""
         module = self.module(kernel)
         return lambda *inputs: module(*(inputs[i] for i in self.takes))
+
+
+def constants_of(gm: fx.GraphModule, graph: fx.Graph) -> dict[str, Tensor]:
+    """The tensors of `gm` that a graph reads, by path."""
+    paths = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
+    return {path: read_attribute(gm, path) for path in paths}
 
 
 def _same(own: Tensor, value: Tensor) -> bool:

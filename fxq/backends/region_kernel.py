@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, fx
 from typing_extensions import Self
 
 from fxq.backends.kernel import Kernel
-from fxq.backends.qdq_form import Form, Part
+from fxq.backends.qdq_form import Form, Part, constants_of
+from fxq.common.data import Batch
+from fxq.common.isolation import copied
 from fxq.errors import BackendError
-from fxq.graph.plain_data import from_data
-from fxq.graph.query import read_attribute
+from fxq.graph.info import EngineLayer
+from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region
+from fxq.graph.run import Runner
+
+log = logging.getLogger("fxq")
 
 
 class RegionKernel(Kernel):
-    """A region of the qdq graph as one kernel. Its tensors are those of the region; its form says the rest.
+    """A region of the qdq graph as one kernel. Its form says what it computes, and where in its tensors which one lies.
 
-    What an engine makes of it, `build` returns: at the first call, and again where a tensor was changed. It is
+    All constants of one dtype are one tensor, so that a call has few to ask whether they were written to.
+    What an engine makes of the region, `build` returns: at the first call, and again where a tensor was changed. It is
     neither copied nor pickled. A class of its own has a `name`, and is all that an engine has to write.
 
     Args:
-        tensors: the tensors of the region, by name.
+        tensors: the constants of each dtype, one behind the other, by the name of the dtype.
     """
 
     name: ClassVar[str] = "qdq.region"
@@ -37,24 +46,38 @@ class RegionKernel(Kernel):
     @classmethod
     def of(cls, gm: fx.GraphModule, region: Region) -> Self:
         """The kernel of a region of the graph of `gm`."""
-        paths = dict.fromkeys(str(step.target) for step in region.steps if step.op == "get_attr")
-        names = (f"t{i}_{path.rpartition('.')[2]}" for i, path in enumerate(paths))  # no attribute has such a name
-        return cls(**{name: read_attribute(gm, path) for name, path in zip(names, paths, strict=True)})
+        return cls.of_graph(gm, region.to_graph())
+
+    @classmethod
+    def of_graph(cls, gm: fx.GraphModule, graph: fx.Graph, config: Mapping[str, Any] | None = None) -> Self:
+        """The kernel of a graph that uses the tensors and units of `gm`, and is the kernel's from now on.
+
+        Args:
+            gm: the module.
+            graph: the graph.
+            config: of a class with options.
+        """
+        parts: dict[str, Part | Tensor] = {}
+        names: dict[str, str] = {}
+        flat: dict[str, list[Tensor]] = {}
+        ends: Counter[str] = Counter()
+        for path, tensor in constants_of(gm, graph).items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            name = path.rpartition(".")[2]
+            while name in parts:
+                name = f"{name}_{len(parts)}"
+            names[path], parts[name] = name, Part(dtype, ends[dtype], tensor.shape)
+            flat.setdefault(dtype, []).append(tensor.detach().reshape(-1))
+            ends[dtype] += tensor.numel()
+        for node in graph.find_nodes(op="get_attr"):
+            node.target = names[str(node.target)]
+        kernel = cls.from_config(config or {}, {dtype: torch.cat(same) for dtype, same in flat.items()})
+        kernel.form = Form.of_graph(gm, graph, tuple(range(len(graph.find_nodes(op="placeholder")))), parts)
+        return kernel
 
     def graph_inside(self) -> fx.GraphModule | None:
         """As in `Bindable`: the region."""
-        if self.form is None:
-            return None
-        graph, tensors = from_data(list(self.form.nodes)), self.form.tensors
-        for node in graph.find_nodes(op="get_attr"):
-            part = tensors[str(node.target)]
-            assert isinstance(part, Part)  # it has all tensors of the region
-            node.target = part.name
-        return fx.GraphModule({**dict(self.named_buffers()), **self.form.modules}, graph)
-
-    def take_graph(self, gm: fx.GraphModule) -> None:
-        """Run this region from now on; its tensors are those of the kernel."""
-        self.form = Form.of_graph(gm, gm.graph, self, tuple(range(len(gm.graph.find_nodes(op="placeholder")))))
+        return self.form.module(self) if self.form is not None else None
 
     def build(self, form: fx.GraphModule) -> Callable[..., Any]:
         """What runs the region: takes its inputs and returns its value, or a tuple of several.
@@ -63,6 +86,10 @@ class RegionKernel(Kernel):
             form: the region as a module in qdq form. Returned as it is, it is what an engine's result must be.
         """
         return form
+
+    def layers(self, *inputs: Any) -> tuple[EngineLayer, ...]:
+        """What an engine runs for these inputs, in order; empty where it does not say. It is measured anew."""
+        return ()
 
     def forward(self, *inputs: Any) -> Any:
         """As the region."""
@@ -75,3 +102,20 @@ class RegionKernel(Kernel):
                 f"{self.name}: the kernel was not made of a region of a graph, so it does not know what to compute."
             )
         return self.build(self.form.module(self))
+
+
+def layers_run(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, tuple[EngineLayer, ...]]:
+    """What engines run in a graph for a batch, by the nodes of their kernels; those that do not say are left out."""
+    found: dict[fx.Node, tuple[EngineLayer, ...]] = {}
+    kernels = {node: kernel for node in gm.graph.nodes if isinstance(kernel := submodule(gm, node), RegionKernel)}
+    if not kernels:
+        return found
+    runner = Runner(gm, copied(batch))
+    for node in gm.graph.nodes:
+        if node in kernels:
+            try:
+                found[node] = kernels[node].layers(*arguments_of(node, runner.values)[0])
+            except Exception as error:  # whatever an engine raises: that it runs is verified elsewhere
+                log.debug("%s does not say what it runs: %s", node.name, error)
+        runner.step(node)
+    return {node: layers for node, layers in found.items() if layers}

@@ -87,7 +87,7 @@ class Bindable(nn.Module):
         return None, {}
 
     def graph_inside(self) -> fx.GraphModule | None:
-        """The graph that it runs, where its options do not say that; its tensors have the names that they have here."""
+        """The graph that it runs, with its tensors, where its options do not say that."""
         return None
 
     def bind(self, *inputs: Any) -> Callable[..., Any]:

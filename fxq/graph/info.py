@@ -12,6 +12,7 @@ from fxq.ops.table import META
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
+from fxq.text.tables import duration
 
 Fate = Literal["int8", "weight-only", "moves", "float"]
 DecisionKind = Literal[
@@ -71,6 +72,28 @@ class Cost:
     float_us: float
     int8_us: float | None = None
     conversions_us: float | None = None
+
+
+class EngineLayer(NamedTuple):
+    """What an engine runs as one layer of a region.
+
+    Attributes:
+        nodes: what it is made of: names of nodes of the region, layers before other ops and these before conversions;
+            empty for what the engine has put in, as a change of layout, or has made of several under another name.
+        op: what the engine calls it.
+        dtype: the type of what it computes with, as torch calls it.
+        kind: `int8` or `float`, as it computes; `moves`: it moves values; `convert`: it converts them.
+        us: microseconds, the least of a few runs.
+    """
+
+    nodes: tuple[str, ...]
+    op: str
+    dtype: str
+    kind: Literal["int8", "float", "moves", "convert"]
+    us: float
+
+    def __str__(self) -> str:
+        return f"{duration(self.us)}  {self.nodes[0] if self.nodes else self.op}  {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -168,6 +191,7 @@ class NodeInfo(NamedTuple):
         plan: what `annotate` decided, once it has run.
         edges: the integer forms that its value is to take, one for each spec that a consumer wants; until insert-qdq.
         body: for a kernel, the ops that it runs, as text.
+        layers: for a kernel that an engine runs, the layers that it made of it, for the example input.
         memory: the blocks of memory that the tensors of its value lie in, by number; values with a block in common are
             views of each other (see `fxq/graph/mutation.py`).
         changes: the blocks that the traced node changes in place.
@@ -189,6 +213,7 @@ class NodeInfo(NamedTuple):
     plan: Plan | None = None
     edges: tuple[Edge, ...] = ()
     body: tuple[str, ...] = ()
+    layers: tuple[EngineLayer, ...] = ()
     memory: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
     stands_for: str = ""

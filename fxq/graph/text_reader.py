@@ -325,10 +325,11 @@ class _Reader:
                 observer.paused = paused
                 observer._buffers.update(tensors)
                 return observer
-            made: Any = self.kernels(name).from_config(config, tensors)
-            if runs is not None:
-                made.take_graph(self.graphs[dotted(runs)])
-            return made
+            kind: Any = self.kernels(name)
+            if runs is None:
+                return kind.from_config(config, tensors)
+            inside = self.graphs[dotted(runs)]
+            return kind.of_graph(inside, inside.graph, config)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InputError(f"no {name} can be made of this: {error}") from None
 

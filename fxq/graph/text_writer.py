@@ -88,6 +88,8 @@ def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
         tensor, module = constant(gm, node), submodule(gm, node)
         if tensor is not None:
             found[str(node.target)] = tensor
+        elif isinstance(module, Bindable) and (inner := module.graph_inside()) is not None:
+            found.update({f"{node.target}.{path}": tensor for path, tensor in graph_tensors(inner).items()})
         elif isinstance(module, (Bindable, Observer)):
             found.update(module.named_buffers(f"{node.target}", recurse=False))
     return found
@@ -222,10 +224,11 @@ def _declaration(path: str, module: nn.Module | None, runs: str | None) -> str:
         name, config = str(module.name), module.config()  # type: ignore[operator]
     else:
         return f"modules[{value_text(path)}] = leaf({value_text(type(module).__name__)})"
-    tensors = [f"{key}=tensor({value_text(f'{path}.{key}')})" for key, _ in module.named_buffers(recurse=False)]
     options = [f"{key}={value_text(value)}" for key, value in config.items()]
-    inner = [f"runs={runs}"] if runs is not None else []
-    return f"modules[{value_text(path)}] = {name}({', '.join([*options, *tensors, *inner])})"
+    if runs is not None:  # its tensors are those of the graph
+        return f"modules[{value_text(path)}] = {name}({', '.join([*options, f'runs={runs}'])})"
+    tensors = [f"{key}=tensor({value_text(f'{path}.{key}')})" for key, _ in module.named_buffers(recurse=False)]
+    return f"modules[{value_text(path)}] = {name}({', '.join([*options, *tensors])})"
 
 
 def _known(name: Any, target: Any) -> str:

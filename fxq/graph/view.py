@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from fxq.graph.grid import Grids, grid_of, moved_from
-from fxq.graph.info import info
+from fxq.graph.info import EngineLayer, info
 from fxq.graph.query import CONVERSIONS, flat_nodes, makes_no_tensor, op_of, plan_of, submodule
 from fxq.graph.text_values import value_text
 from fxq.graph.unit import Unit
@@ -31,6 +31,8 @@ class NodeView:
             other plain values, checks: no op), `constant`, `io`.
         label: the op, unit, kernel or module type.
         body: for a unit or a kernel made from one, the ops inside.
+        fates: for a kernel of several units, what each of its ops runs as.
+        layers: for a kernel that an engine runs, the layers that it made of it.
         options: the options that differ from the defaults, as text.
         inputs: names of the nodes it reads, in order, repetitions kept.
         text: its call as text, with constants inlined.
@@ -58,6 +60,13 @@ class NodeView:
     reason: str = ""
     note: str = ""
     origins: tuple[str, ...] = ()
+    fates: tuple[str, ...] = ()
+    layers: tuple[EngineLayer, ...] = ()
+
+    @property
+    def is_region(self) -> bool:
+        """Whether it runs a whole part of the graph, or an engine runs it."""
+        return bool(self.fates or self.layers)
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,8 @@ def _view_node(gm: fx.GraphModule, node: fx.Node, scale: str, zero_point: str) -
         reason=about.plan.decision.text if about.plan is not None and kind != "size" else "",
         note=about.note or (about.kept.text if about.kept is not None else ""),
         origins=about.origins,
+        fates=tuple(plan.fate for plan in about.plans),
+        layers=about.layers,
     )
 
 
@@ -191,4 +202,5 @@ def _text(node: fx.Node, label: str, body: tuple[str, ...], options: str) -> str
         return f"return {value_text(node.args[0], exact=False)}"
     receiver = {"call_method": ".", "call_module": "" if body else "module "}.get(node.op, "")
     inside = f" {{{'; '.join(body)}}}" if any("(" in part for part in body) else ""
+    inside = f" {{{len(body)} ops}}" if info(node).plans else inside
     return f"{node.name} = {receiver}{label}({arguments}){inside}"

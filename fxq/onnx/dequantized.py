@@ -34,6 +34,17 @@ def dequantized(w: Writer, value: Value) -> Dequantized | None:
     return Dequantized(node, scale, zero) if scale is not None and zero is not None else None
 
 
+_MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Gather")
+
+
+def is_of_integers(w: Writer, value: Value) -> bool:
+    """Whether a value was dequantized, and moved at most since then."""
+    name = value.name
+    while (node := w.made_by(name)) is not None and node.kind in _MOVES:
+        name = node.reads[0]
+    return node is not None and node.kind == "DequantizeLinear"
+
+
 def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
     """A weight; in float32 where the input is none of integers: else an engine would make it that in every call.
 
@@ -45,7 +56,7 @@ def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
     if found is None or q is None or w.type_of(found.node.reads[0]) in (INT4, UINT4):
         return weight
     attributes = found.node.attributes
-    if dequantized(w, x) is not None:
+    if is_of_integers(w, x):
         if weight.name not in w.weights:
             w.weights.add(weight.name)
             return weight

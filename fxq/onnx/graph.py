@@ -80,8 +80,8 @@ def write_onnx(
         if isinstance(given, Tensor):
             like = given.float() if writer.floats and given.dtype in (torch.uint8, torch.int8) else given
             last = turned.get(node, False)
-            value = writer.input(node.name, like.permute(_TO_LAST) if last else like)
-            known[node], taken[node] = _permuted(writer, value, _TO_FIRST) if last else value, value.name
+            value = writer.input(node.name, like.permute(TO_LAST) if last else like)
+            known[node], taken[node] = _permuted(writer, value, TO_FIRST) if last else value, value.name
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
             known[node] = write_node(writer, gm, node, known)
@@ -89,14 +89,14 @@ def write_onnx(
     several = isinstance(returned, (tuple, list))
     values = list(returned) if several else [returned]
     images = tuple(any(channels_last) and value.rank == 4 for value in values)
-    ends = [_permuted(writer, v, _TO_LAST) if image else v for v, image in zip(values, images, strict=True)]
+    ends = [_permuted(writer, v, TO_LAST) if image else v for v, image in zip(values, images, strict=True)]
     model = writer.model(ends)
     names = {value.name for value in model.graph.input}
     reads = tuple(i for i, node in enumerate(placeholders) if taken.get(node) in names)
     return Written(model, reads, several, tuple(end.like for end in ends), images)
 
 
-_TO_LAST, _TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
+TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 """Where the channels of an image go."""
 
 

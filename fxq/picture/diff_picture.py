@@ -169,6 +169,8 @@ class BothGraphs:
             label, height = box(_STUB, text, [])
             return Box(key, label, height, tip)
         lines = [Line(f"{node.label}  {node.name}", "value") for node in nodes]
+        if len(lines) > _MOST_ROWS:
+            lines = [Line(f"{count} × {op}", "value") for op, count in Counter(n.label for n in nodes).most_common()]
         label, height = box(_REPLACED, f"{len(nodes)} nodes", lines, "removed")
         return Box(key, label, height, tip, nodes[0].path)
 

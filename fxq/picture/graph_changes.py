@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import networkx as nx
+
 from fxq.graph.view import GraphView, NodeView
 
 FIELDS = ("kind", "label", "body", "options", "shape", "dtype", "scale", "zero_point")
@@ -64,9 +66,28 @@ class GraphChanges:
 
     @cached_property
     def became(self) -> dict[str, tuple[str, ...]]:
-        """For each removed node, the added or changed nodes that stand for the same traced ops, if there are any."""
+        """For each removed node, the added or changed nodes that stand for the same traced ops, if there are any.
+
+        Of what became a region, that alone; a conversion around ops that all became one region did, too.
+        """
         names = (*self.added, *(change.name for change in self.changed))
-        return self._heirs((name, _origins(self.after[name])) for name in names)
+        found = self._heirs((name, _origins(self.after[name])) for name in names)
+        regions = {name for name in names if self.after[name].is_region}
+        found = {name: tuple(heir for heir in heirs if heir in regions) or heirs for name, heirs in found.items()}
+        merged = {**found, **self._taken_along(found, regions)} if regions else found
+        return {name: merged[name] for name in self.removed if name in merged}
+
+    def _taken_along(self, found: dict[str, tuple[str, ...]], regions: set[str]) -> dict[str, tuple[str, ...]]:
+        """Removed nodes without heirs, each with the region that all became that is around it and those next to it."""
+        results = {c.name: c.after.inputs for c in self.changed if "label" in c.fields}
+        removed = {name for name in self.removed if self.before[name].kind != "constant"}
+        arrows: nx.Graph[str] = nx.Graph((node.name, read) for node in self.before for read in node.inputs)
+        taken: dict[str, tuple[str, ...]] = {}
+        for part in nx.connected_components(arrows.subgraph(removed - found.keys())):
+            around = {heir for name in part for near in arrows[name] for heir in found.get(near, results.get(near, ()))}
+            if len(around) == 1 and around <= regions:
+                taken.update(dict.fromkeys(part, (*around,)))
+        return taken
 
     @cached_property
     def joined(self) -> dict[str, tuple[str, ...]]:

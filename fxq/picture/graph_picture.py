@@ -11,6 +11,7 @@ from fxq.graph.view import GraphView, NodeView
 from fxq.picture.columns import Arrow, Box, Picture
 from fxq.picture.writing import write
 from fxq.text.colours import INK, LOOKS, QUIET, Change, Line, Look, box, font, swatch, tooltip
+from fxq.text.tables import duration
 
 
 def render(graph: GraphView, path: str | Path, *, title: str = "") -> Path:
@@ -73,10 +74,25 @@ def node_lines(node: NodeView, constants: Sequence[NodeView] = ()) -> list[Line]
     if LOOKS.get(node.kind, LOOKS["op"]).pill:
         texts = [node.label if node.kind == "constant" else node.name, _value(node)]
         return [Line(line.text) for line in (*map(Line, texts), *grid) if line.text]
-    body = [Line(text, "value") for text in (_body(node.body) if node.body else ())]
+    body = _layers(node) if node.is_region else [Line(text, "value") for text in _body(node.body) if node.body]
     lines = [Line(node.name, "name"), *body, Line(_short(node.options)), Line(_value(node), "value"), *grid]
     weights = [Line(text) for text in _weights(constants)]
     return [line for line in (*lines, Line(node.reason, "warn"), *weights) if line.text]
+
+
+def _layers(node: NodeView) -> list[Line]:
+    """A region in short: how many ops, what its engine makes of them, and the layers that take longest."""
+    ops, layers = f"{len(node.body)} op{'s' if len(node.body) > 1 else ''}", node.layers
+    if not layers:
+        return [Line(ops, "value")]
+    total = f"{ops} in {len(layers)} layers: {duration(sum(layer.us for layer in layers))}"
+    share = sum(layer.us for layer in layers if layer.kind == "float") / (sum(layer.us for layer in layers) or 1.0)
+    most = Line(f"{share:.0%} of it in float; slowest:", "warn") if share else Line("slowest:")
+    slowest = sorted(layers, key=lambda layer: -layer.us)[:_SLOWEST]
+    return [Line(total, "value"), most, *(Line(str(layer), "scale") for layer in slowest)]
+
+
+_SLOWEST, _MOST_TOLD = 3, 40
 
 
 def _value(node: NodeView) -> str:
@@ -122,6 +138,7 @@ def node_tooltip(node: NodeView, constants: Sequence[NodeView] = ()) -> str:
         "reason": node.reason,
         "note": node.note,
         "inside": "; ".join(node.body),
+        "layers": "\n".join(map(str, node.layers[:_MOST_TOLD])),
         "options": node.options,
         "value": _value(node),
         "grid": _grid(node) if node.scale else "",

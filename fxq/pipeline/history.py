@@ -50,8 +50,10 @@ class Snapshot(Printed):
         return render(self.graph, path, title=f"after {self.name}")
 
     def count(self, *kinds: str) -> int:
-        """Number of nodes of these kinds (see `NodeView.kind`); weights are not counted when no kind is given."""
-        return sum(n.kind in kinds if kinds else n.kind != "constant" for n in self.graph)
+        """Number of nodes of these kinds (see `NodeView.kind`), of a region its ops; without any: all but weights."""
+        if not kinds:
+            return sum(node.kind != "constant" for node in self.graph)
+        return sum(kind in kinds for node in self.graph for kind in node.fates or (node.kind,))
 
     def _parts(self) -> list[Part]:
         title = line(text(self.name, "strong"), f": {len(self.edits)} edits in {1e3 * self.seconds:.1f} ms")

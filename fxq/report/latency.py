@@ -9,17 +9,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxq.common.data import Batch, device_of
+from fxq.backends.region_kernel import layers_run
+from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import tensors
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, words_of
 from fxq.graph.run import Runner
+from fxq.graph.view import view
 from fxq.ledger.float_record import RecordedInput
+from fxq.ledger.quantized import Quantized
+from fxq.report.profile import Profile, Timed
 
 SECONDS, MOST = 0.7, 30
 """How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
@@ -32,16 +37,26 @@ class Latency:
     Attributes:
         float_us, int8_us: microseconds of a call of either model, in turns; None where it was not timed.
         why: why not; empty where nothing is missing.
-        batch: what was timed, and with how many threads.
-        nodes: microseconds by name of a node of the quantized model, run one by one. Kernels look at their inputs each
-            time, which those that the model's calls are bound to do not: a few microseconds of each.
+        profile: what of the quantized model takes how long, see `profile_of`.
     """
 
     float_us: float | None = None
     int8_us: float | None = None
     why: str = ""
-    batch: str = ""
-    nodes: Mapping[str, float] = field(default_factory=dict)
+    profile: Profile = field(default_factory=lambda: Profile(()))
+
+
+def batch_for(model: Quantized, example_inputs: Any) -> Batch:
+    """What to time a model on: `example_inputs`, or where it is None, what `recorded_inputs` makes.
+
+    Raises:
+        InputError: they are not what the model takes, or none can be made up.
+    """
+    if example_inputs is None:
+        return recorded_inputs(model.record.inputs, device_of(model))
+    batch = as_batch(example_inputs, model, "example_inputs")
+    check_batch(batch, model, "example_inputs")
+    return batch
 
 
 def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
@@ -66,6 +81,32 @@ def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
     return Batch(tuple(made.values())[: len(made) - len(named)], named)
 
 
+def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:
+    """Microseconds of each node of a model, run one by one, and where it is an engine's region, of each layer in it.
+
+    The medians of a few runs; of a layer, what the engine says, the least of a few. Kernels look at their inputs each
+    time, which those that the model's calls are bound to do not: a few microseconds of each.
+
+    Args:
+        model: the quantized model.
+        batch: what to run it on.
+
+    Raises:
+        InputError: it does not run on the batch.
+    """
+    with torch.no_grad(), without_autocast(), seeded(), untouched(model):
+        _call(model, batch, "the model")
+        found = {node.name: layers for node, layers in layers_run(model, batch).items()}
+        times = _nodes(model, batch, _waiting(model))
+    rows: list[Timed] = []
+    for node in (node for node in view(model) if node.name in times):
+        rows += [Timed(node.name, " + ".join(layer.nodes), *layer[1:]) for layer in found.get(node.name, ())] or [
+            Timed(node.name, "", node.label, node.dtype, node.kind, times[node.name])
+        ]
+    count = torch.get_num_threads()
+    return Profile(tuple(rows), f"{str(batch)[1:-1]}, {count} {'thread' if count == 1 else 'threads'}")
+
+
 def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> Latency:
     """Time the quantized model, the float one where there is one, and every node of the first.
 
@@ -82,23 +123,30 @@ def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> 
         calls: dict[str, Callable[[], object]] = {}
         for name, module in {"int8": model, **({"float": real} if real is not None and not why else {})}.items():
             kept.enter_context(untouched(module))
-            given = copied(batch)  # a model may change its inputs in place
-            call = partial(module, *given.args, **given.kwargs)
             try:
-                call()
-            except Exception as error:  # whatever a module that was kept as it is raises
-                which = "the float model" if name == "float" else "the model"
-                why = f"{which} does not run on {batch}: {type(error).__name__}: {words_of(error)}"
+                calls[name] = _call(module, batch, "the float model" if name == "float" else "the model")
+            except InputError as error:
                 if name == "int8":
-                    raise InputError(why) from error
-                continue
-            calls[name] = call
-        # a CPU has done by then what it was given
-        wait = torch.accelerator.synchronize if device_of(model) != "cpu" else lambda: None
-        medians, nodes = interleaved(calls, wait), _nodes(model, batch, wait)
-    count = torch.get_num_threads()
-    text = f"{str(batch)[1:-1]}, {count} {'thread' if count == 1 else 'threads'}"
-    return Latency(medians.get("float"), medians["int8"], why, text, nodes)
+                    raise
+                why = str(error)
+        medians = interleaved(calls, _waiting(model))
+    return Latency(medians.get("float"), medians["int8"], why, profile_of(model, batch))
+
+
+def _call(model: nn.Module, batch: Batch, which: str) -> Callable[[], object]:
+    """A call of a model, which has been made once. Raises `InputError` where it fails."""
+    given = copied(batch)  # a model may change its inputs in place
+    call = partial(model, *given.args, **given.kwargs)
+    try:
+        call()
+    except Exception as error:  # whatever a module that was kept as it is raises
+        raise InputError(f"{which} does not run on {batch}: {type(error).__name__}: {words_of(error)}") from error
+    return call
+
+
+def _waiting(model: fx.GraphModule) -> Callable[[], None]:
+    """Waits until all is done; a CPU has done by then what it was given."""
+    return torch.accelerator.synchronize if device_of(model) != "cpu" else lambda: None
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], wait: Callable[[], None]) -> dict[str, float]:

@@ -8,15 +8,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fxq.common.data import as_batch, check_batch, device_of
 from fxq.common.files import as_path, write_file
 from fxq.common.metrics import nbytes
 from fxq.errors import InputError, RecipeError
-from fxq.graph.view import view
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.quantized import Quantized
 from fxq.report.graph_data import Data, Nodes, graph_records, looks, number, passes
-from fxq.report.latency import Latency, recorded_inputs, time_models
+from fxq.report.latency import Latency, batch_for, time_models
 from fxq.report.page import page
 from fxq.report.value_data import values, weights
 
@@ -138,24 +136,18 @@ _NUMBERS = ("sqnr", "own_sqnr", "cosine", "max_error")
 
 def _time(model: Quantized, example_inputs: Any) -> Data:
     try:
-        if example_inputs is None:
-            batch = recorded_inputs(model.record.inputs, device_of(model))
-        else:
-            batch = as_batch(example_inputs, model, "example_inputs")
-            check_batch(batch, model, "example_inputs")
-        found = time_models(model, model.float_model, batch)
+        found = time_models(model, model.float_model, batch_for(model, example_inputs))
     except InputError as error:
         if example_inputs is not None:
             raise
         found = Latency(why=str(error))
-    views = view(model).by_name
     return {
         "float_us": found.float_us and number(found.float_us),
         "int8_us": found.int8_us and number(found.int8_us),
         "why": found.why,
-        "batch": found.batch,
+        "batch": found.profile.batch,
         "ops": [
-            {"name": name, "label": views[name].label, "kind": views[name].kind, "us": number(us)}
-            for name, us in found.nodes.items()
+            {"name": row.node, "layer": row.layer, "label": row.op, "kind": row.kind, "us": number(row.us)}
+            for row in found.profile
         ],
     }

@@ -105,6 +105,11 @@ def line(*values: str | Text) -> Text:
     return Text.assemble(*row(*values))
 
 
+def duration(us: float) -> str:
+    """Microseconds with a unit that suits them, and three digits."""
+    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} µs"
+
+
 def bar(size: int, *pieces: tuple[float, str]) -> Text:
     """A bar of blocks.
 

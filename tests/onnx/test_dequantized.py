@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxq.onnx.dequantized import bias_for, dequantized, transposed, weight_for
+from fxq.onnx.dequantized import bias_for, dequantized, is_of_integers, transposed, weight_for
 from fxq.onnx.writer import Value, Writer
 from tests.onnx_runs import normal, run_onnxruntime, weight
 
@@ -109,3 +109,18 @@ def test_a_matrix_is_turned_where_it_is_stored():
     blocks = w.made_by(transposed(w, integers(w, 3, 4, scale=torch.ones(3, 2), axis=1, block_size=2)))
     assert blocks.attributes == {"axis": 0, "block_size": 2} and w.value_of(blocks.reads[1]).shape == (2, 3)
     assert kind(w, transposed(w, w.input("x", LIKE))) == "Transpose"
+
+
+def test_integers_that_were_moved_are_integers_still():
+    w = Writer()
+    q = w.emit(
+        "QuantizeLinear",
+        w.input("x", LIKE),
+        w.constant(torch.tensor(0.1)),
+        w.constant(torch.tensor(3, dtype=torch.uint8)),
+    )
+    real = w.emit("DequantizeLinear", q, w.constant(torch.tensor(0.1)), w.constant(torch.tensor(3, dtype=torch.uint8)))
+    moved = w.emit("Reshape", w.emit("Transpose", real, perm=[1, 0]), w.ints([-1]))
+    assert is_of_integers(w, Value(real, LIKE)) and is_of_integers(w, Value(moved, LIKE))
+    for name in ("x", q, w.emit("Relu", real)):
+        assert not is_of_integers(w, Value(name, LIKE))

@@ -10,7 +10,7 @@ from fxq.errors import InputError
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.diff import Diff, diff
 from fxq.picture.diff_picture import picture
-from tests.pictures import FUSED, chain, changed, keys
+from tests.pictures import FUSED, chain, changed, keys, lowered
 
 pytestmark = pytest.mark.any_cpu
 
@@ -119,3 +119,14 @@ def test_time_grows_with_the_nodes_not_their_square():
     seconds(100)
     small, large = (min(seconds(n) for _ in range(3)) for n in (500, 2000))
     assert large < 10 * small  # four times the nodes; sixteen would be quadratic
+
+
+def test_conversions_inside_a_region_became_the_region():
+    """But not one between it and an op outside."""
+    found = diff(*lowered())
+    inside = ("x_q", "x_dq", "a", "a_q", "b_weight_dq")
+    assert found.became == dict.fromkeys(inside, ("body",))
+    assert list(found.became) == list(inside)
+    assert "+  1 ×  3 dequantize" not in found.to_text() and "x_q" in found.to_text()
+    (line,) = [line for line in found.to_text(full=False).splitlines() if "engine.region" in line and "+" in line]
+    assert "body" in line

@@ -8,7 +8,7 @@ from fxq.errors import InputError, RenderError
 from fxq.graph.view import GraphView
 from fxq.picture.diff import diff
 from fxq.picture.diff_picture import picture
-from tests.pictures import FUSED, chain, changed, keys, needs_dot
+from tests.pictures import FUSED, chain, changed, keys, lowered, needs_dot
 
 pytestmark = pytest.mark.any_cpu
 
@@ -72,3 +72,19 @@ def test_many_changes_are_laid_out_in_columns(tmp_path):
 def test_a_wrong_ending_is_refused(tmp_path):
     with pytest.raises(RenderError, match=r"\.svg, \.png, \.pdf, \.dot"):
         diff(chain(1), chain(2)).render(tmp_path / "d.jpg")
+
+
+def test_what_a_region_replaced_is_one_box():
+    drawn = picture(diff(*lowered()), 1, "t")
+    (replaced,) = [box for box in drawn.boxes if box.key == "became body"]
+    assert all(text in replaced.label for text in ("5 nodes", "quantize  x_q", "conv2d  a", "dequantize  b_weight_dq"))
+    assert not {"x_q", "x_dq", "a", "a_q", "b_weight_dq"} & set(keys(drawn))
+
+
+def test_many_nodes_that_became_one_are_counted():
+    before = chain(30)
+    nodes = [node for node in before if not node.name.startswith("op")]
+    joined = replace(lowered()[1]["body"], name="all", inputs=("x",), origins=tuple(before.by_name)[1:-1])
+    after = GraphView((nodes[0], joined, replace(nodes[1], inputs=("all",))))
+    (replaced,) = [box for box in picture(diff(before, after), 1, "t").boxes if box.key == "became all"]
+    assert "30 × relu" in replaced.label and "op7" not in replaced.label

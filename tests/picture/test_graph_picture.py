@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from fxq.graph.info import EngineLayer
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture import dot as dot_module
 from fxq.picture.columns import Picture, columns
-from fxq.picture.graph_picture import picture, render
+from fxq.picture.graph_picture import node_lines, node_tooltip, picture, render
 from fxq.text.colours import CHANGES, LOOKS
-from tests.pictures import needs_dot, network, small
+from tests.pictures import lowered, needs_dot, network, small
 
 pytestmark = pytest.mark.any_cpu
 
@@ -122,3 +123,34 @@ def test_two_thousand_nodes_take_seconds(tmp_path):
 
 def test_an_empty_picture_has_a_source():
     assert dot_module.source(Picture("x", (), ())).startswith("digraph")
+
+
+LAYERS = (
+    EngineLayer(("x_q",), "Subgraph", "float32", "convert", 12.3),
+    EngineLayer((), "Reorder", "uint8", "moves", 40.0),
+    EngineLayer(("a", "a_q"), "Convolution", "uint8", "int8", 1234.5),
+    EngineLayer(("b",), "Convolution", "float32", "float", 713.0),
+)
+
+
+def test_a_region_says_how_many_ops_and_what_takes_longest():
+    _, graph = lowered(LAYERS)
+    assert [line.text for line in node_lines(graph["body"])] == [
+        "body",
+        "7 ops in 4 layers: 2 ms",
+        "36% of it in float; slowest:",
+        "1.23 ms  a  uint8",
+        "713 µs  b  float32",
+        "40 µs  Reorder  uint8",
+    ]
+    assert all(str(layer) in node_tooltip(graph["body"]) for layer in LAYERS)
+
+
+def test_a_region_without_float_layers_does_not_speak_of_them():
+    _, graph = lowered(LAYERS[:-1])
+    assert [line.text for line in node_lines(graph["body"])][2] == "slowest:"
+
+
+def test_a_region_whose_engine_says_nothing_counts_its_ops():
+    _, graph = lowered()
+    assert [line.text for line in node_lines(graph["body"])] == ["body", "7 ops"]

@@ -13,9 +13,12 @@ from torch import fx, nn
 import fxq
 from fxq.errors import InputError
 from fxq.passes import Canonicalize, Fuse, Trace
+from fxq.pipeline.history import Snapshot
+from fxq.recipe.pass_base import Stage
 from tests.graphs import full_text
 from tests.helpers import REFERENCE, managed
 from tests.models import two_linears
+from tests.pictures import lowered
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
 CHECKED = REFERENCE.with_check("numeric")
@@ -40,6 +43,12 @@ def test_a_snapshot_stays_as_it_was():
     before = str(manager.history["canonicalize"].graph)
     manager.run([Fuse()])
     assert str(manager.history["canonicalize"].graph) == before != str(manager.history["fuse"].graph)
+
+
+def test_a_region_counts_as_its_ops():
+    step = Snapshot("lower", 0.1, (), lowered()[1], Stage.LOWERED)
+    assert step.count() == 7
+    assert (step.count("int8"), step.count("float"), step.count("convert")) == (5 + 2, 2 + 1, 1)
 
 
 def test_the_table():

@@ -24,6 +24,7 @@ def test_nodes_say_all_that_their_views_say(qmodel, data):
     last = {data["nodes"][i]["name"]: data["nodes"][i] for i in data["passes"][-1]["nodes"]}
     defaults = {"body": (), "options": "", "inputs": (), "path": "", "source": "", "made_by": "", "shape": None}
     defaults |= {"dtype": "", "scale": "", "zero_point": "", "reason": "", "note": "", "origins": ()}
+    defaults |= {"fates": (), "layers": ()}
     constants = constants_read(qmodel.history[-1].graph)
     for node in qmodel.history[-1].graph:
         found = {**defaults, **last[node.name]}

@@ -68,10 +68,10 @@ def test_both_models_and_every_node_that_computes_are_timed(residual):
     found = time_models(qmodel, model, Batch((batch("residual"),)))
     assert found.why == ""
     assert found.float_us > 0 and found.int8_us > 0
-    assert list(found.nodes) == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
-    assert all(us > 0 for us in found.nodes.values())
+    assert [row.node for row in found.profile] == [n.name for n in qmodel.graph.nodes if n.op.startswith("call")]
+    assert all(row.us > 0 for row in found.profile)
     count = torch.get_num_threads()
-    assert found.batch == f"float32[4, 3, 8, 8], {count} thread{'s' * (count > 1)}"
+    assert found.profile.batch == f"float32[4, 3, 8, 8], {count} thread{'s' * (count > 1)}"
 
 
 def test_calls_take_turns_in_any_order_and_are_waited_for(monkeypatch):

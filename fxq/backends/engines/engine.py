@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -17,24 +16,21 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Prices, Support
+from fxq.backends.engines.engine_layers import of_nodes, shares
+from fxq.backends.engines.request import EngineCall, Request
 from fxq.backends.kernel import Kernel
 from fxq.backends.region_kernel import RegionKernel
 from fxq.common.data import Batch
 from fxq.errors import BackendError, InputError, warn, words_of
-from fxq.graph.info import Cost, info
+from fxq.graph.info import Cost, EngineLayer, info
 from fxq.graph.partition import connected_regions
 from fxq.graph.query import CONVERSIONS, is_op, op_of
 from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.unit import Calls, calls_of
-from fxq.onnx.graph import refusal, write_onnx
+from fxq.onnx.graph import Written, refusal, write_onnx
 from fxq.quant.spec import QuantConfig
 
 log = logging.getLogger("fxq")
-Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-"""A compiled model: reads the memory of its inputs, and writes into that of its outputs.
-
-Both are tensors without gaps, of the shapes that it was compiled for. It may run in several threads.
-"""
 
 
 class EngineKernel(RegionKernel):
@@ -54,9 +50,36 @@ class EngineKernel(RegionKernel):
     _was_compiled = False
 
     @classmethod
+    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
+        """A region as the ONNX model that the engine gets; `gm` may be edited for that. See `write_onnx`."""
+        return write_onnx(gm, inputs, integer_bias=cls.integer_bias, **options)
+
+    @classmethod
     @abstractmethod
-    def compiled(cls, model: Any, threads: int) -> Compiled:
-        """What the engine makes of an `onnx.ModelProto`."""
+    def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
+        """What the engine makes of an `onnx.ModelProto`: makes requests."""
+
+    @classmethod
+    @abstractmethod
+    def profile(cls, model: Any, inputs: Sequence[Tensor]) -> Iterable[EngineLayer]:
+        """What the engine does to run an `onnx.ModelProto`, in order.
+
+        Of a layer, the nodes are those of the model, in any order, and its kind is "int8", "float" or "convert".
+        """
+
+    @classmethod
+    def profiled(cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False) -> list[EngineLayer]:
+        """What the engine does to run a region, in qdq form, or with `floats` without conversions."""
+        given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
+        last = [_is_channels_last(x) for x in given]
+        written = cls.written(gm, given, channels_last=last, floats=floats)
+        tensors = [(given[i].permute(0, 2, 3, 1) if last[i] else given[i]).contiguous() for i in written.reads]
+        nodes = {node.name: node for node in gm.graph.nodes if node.op != "placeholder"}
+        return [of_nodes(layer, nodes) for layer in cls.profile(written.model, tensors)]
+
+    def layers(self, *inputs: Any) -> tuple[EngineLayer, ...]:
+        """As in `RegionKernel`."""
+        return () if self.form is None else tuple(self.profiled(self.form.module(self), inputs))
 
     def forward(self, *inputs: Any) -> Any:
         """As the region."""
@@ -79,8 +102,8 @@ class EngineKernel(RegionKernel):
             self._check(info(node).dtype, x)
         last = [_is_channels_last(x) for x in inputs]
         try:
-            written = write_onnx(form, inputs, channels_last=last, integer_bias=self.integer_bias)
-            run = type(self).compiled(written.model, torch.get_num_threads())
+            written = self.written(form, inputs, channels_last=last)
+            requests = type(self).compiled(written.model, torch.get_num_threads())
         except Exception as error:  # whatever an engine raises
             why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
             if not self._was_compiled:
@@ -88,21 +111,7 @@ class EngineKernel(RegionKernel):
             warn(f"{why} For inputs of this size it runs in qdq form, which is slow.")
             return super().forward
         self.__dict__["_was_compiled"] = True
-        taken = written.reads
-        turned = [last[i] for i in taken]
-        single = not written.several
-
-        def call(*given: Any) -> Any:
-            tensors = [
-                (x.permute(0, 2, 3, 1) if flip else x).detach().contiguous().resolve_neg()
-                for x, flip in zip((given[i] for i in taken), turned, strict=True)
-            ]
-            made = [torch.empty(like.shape, dtype=like.dtype, device="cpu") for like in written.outputs]
-            run(tensors, made)
-            values = [y.permute(0, 3, 1, 2) if flip else y for y, flip in zip(made, written.channels_last, strict=True)]
-            return values[0] if single else tuple(values)
-
-        return call
+        return EngineCall(written, requests, inputs, last)
 
     def _check(self, wanted: torch.dtype | None, x: Any) -> None:
         """Raise `InputError` for a tensor that the engine would read as another, or not at all."""
@@ -129,13 +138,6 @@ def _is_channels_last(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.dim() != 4 or value.layout is not torch.strided:
         return False
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
-
-
-class PerThread(threading.local):
-    """What each thread needs one of: `make` makes it when the thread asks first."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.made = make()
 
 
 class EngineBackend(Backend):
@@ -198,7 +200,7 @@ class EngineBackend(Backend):
             return None
         try:
             alone = fx.GraphModule(gm, region.to_graph())
-            self.kernel.compiled(write_onnx(alone, inputs, integer_bias=self.kernel.integer_bias).model, 1)
+            self.kernel.compiled(self.kernel.written(alone, inputs).model, 1)
         except Exception as error:  # whatever an engine raises
             return f"the engine refuses it: {words_of(error)}"
         return None
@@ -219,10 +221,7 @@ class EngineBackend(Backend):
         return self.kernel.of(gm, region)
 
     def prices(self, gm: fx.GraphModule, example: Batch) -> Prices:
-        """As in `Backend`: each region runs as a whole, in float and on integers, and the engine says what took long.
-
-        What the engine has joined counts for the first of its layers, else for the first op.
-        """
+        """As in `Backend`: each region runs as a whole, in float and on integers; the engine says what took long."""
         costs: dict[fx.Node, Cost] = {}
         converting, converted = 0.0, 0
         for region in self.regions(gm):
@@ -232,7 +231,7 @@ class EngineBackend(Backend):
                 continue
             taken = {node.name: node for node in region.nodes}
             try:
-                int8, real = (self._shares(inside, inputs, taken, floats) for floats in (False, True))
+                int8, real = (shares(self.kernel.profiled(inside, inputs, floats), taken) for floats in (False, True))
             except Exception as error:  # whatever an engine raises: then each op is timed alone
                 log.debug("%s does not profile %s: %s", self.name, region.nodes[0].name, error)
                 continue
@@ -244,48 +243,9 @@ class EngineBackend(Backend):
                     costs[node] = Cost(real.get(node, 0.0), int8.get(node, 0.0))
         return Prices(costs, converting / converted if converted else CONVERSION)
 
-    def _shares(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], taken: Mapping[str, fx.Node], floats: bool
-    ) -> dict[fx.Node, float]:
-        """Microseconds of each node of a region."""
-        given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
-        last = [_is_channels_last(x) for x in given]
-        written = write_onnx(gm, given, channels_last=last, floats=floats, integer_bias=self.kernel.integer_bias)
-        tensors = [given[i].permute(0, 2, 3, 1) if last[i] else given[i] for i in written.reads]
-        shares: dict[fx.Node, float] = {}
-        left = 0.0
-        for names, us in self.profile(written.model, tensors):
-            nodes = [taken[scope] for name in names if (scope := name.partition("/")[0]) in taken]
-            if not nodes:
-                left += us  # a change of layout, for what follows
-                continue
-            node = min(nodes, key=_rank)
-            shares[node] = shares.get(node, 0.0) + left + us
-            left = 0.0
-        for node in taken.values():  # a layer that goes by the name of the op behind it, which was joined to it
-            if _rank(node) == 0 and node not in shares:
-                behind = next(iter(node.users), node)
-                while is_op(behind, *CONVERSIONS) and behind.users:
-                    behind = next(iter(behind.users))
-                if behind in shares and _rank(behind) == 1:
-                    shares[node] = shares.pop(behind)
-        return shares
-
-    @abstractmethod
-    def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
-        """What the engine does to run a model, in order: the names of the nodes that are in it, and microseconds."""
-
 
 CONVERSION = 3e-4
 """Microseconds to convert an element, where an engine has joined all conversions with what is before them."""
-
-
-def _rank(node: fx.Node) -> int:
-    """Layers, then other ops, then conversions."""
-    op = op_of(node)
-    if op is None or op.quant.heavy:
-        return 0
-    return 2 if op.name in CONVERSIONS else 1
 
 
 def _made_up(node: fx.Node) -> Tensor | None:

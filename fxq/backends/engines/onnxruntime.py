@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fxq.backends import cpu
-from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported, repeated
+from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.request import Request
+from fxq.graph.info import EngineLayer
 from fxq.graph.unit import Calls
 from fxq.onnx.writer import onnx_type
 from fxq.ops import OPS
@@ -24,9 +27,30 @@ class OnnxruntimeKernel(EngineKernel):
     name: ClassVar[str] = "onnxruntime.region"
 
     @classmethod
-    def compiled(cls, model: Any, threads: int) -> Compiled:
+    def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
         """As in `EngineKernel`. A session runs in several threads; each has a binding of its own to memory."""
-        return runner_of(session_of(model, threads))
+        return partial(OnnxruntimeRequest, session_of(model, threads))
+
+    @classmethod
+    def profile(cls, model: Any, inputs: Sequence[Tensor]) -> Iterable[EngineLayer]:
+        """As in `EngineKernel`: from the file that a session writes when it is told to."""
+        with tempfile.TemporaryDirectory() as folder:
+            session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))
+            given = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
+            for _ in repeated():
+                session.run(None, given)
+            events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        times: dict[str, list[float]] = {}
+        about: dict[str, Any] = {}
+        for event in events:
+            if event.get("cat") == "Node" and event["name"].endswith(_TIME):
+                times.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
+                about[event["name"].removesuffix(_TIME)] = event["args"]
+        for name, found in times.items():
+            op, dtype = about[name]["op_name"], _computes_in(about[name]["input_type_shape"])
+            converts = op in ("QuantizeLinear", "DequantizeLinear")
+            kind: Any = "convert" if converts else "int8" if dtype in _INTEGERS else "float"
+            yield EngineLayer((name,), op, dtype, kind, min(found))
 
 
 def session_of(model: Any, threads: int, profile: str = "") -> Any:
@@ -47,23 +71,35 @@ def session_of(model: Any, threads: int, profile: str = "") -> Any:
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def runner_of(session: Any) -> Compiled:
-    """What runs a session."""
-    reads, makes = ([arg.name for arg in args] for args in (session.get_inputs(), session.get_outputs()))
-    bindings = PerThread(session.io_binding)
+class OnnxruntimeRequest(Request):
+    """A session, bound to memory."""
 
-    def run(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        binding = bindings.made
-        for name, x in zip(reads, inputs, strict=True):
-            binding.bind_input(name, "cpu", 0, onnx_type(x.dtype), tuple(x.shape), x.data_ptr())
-        for name, y in zip(makes, outputs, strict=True):
-            binding.bind_output(name, "cpu", 0, onnx_type(y.dtype), tuple(y.shape), y.data_ptr())
-        session.run_with_iobinding(binding)
+    def __init__(self, session: Any) -> None:
+        self.session, self.binding = session, session.io_binding()
+        self.reads, self.makes = ([arg.name for arg in args] for args in (session.get_inputs(), session.get_outputs()))
 
-    return run
+    def set_input(self, i: int, x: Tensor) -> None:
+        """As in `Request`."""
+        self.binding.bind_input(self.reads[i], "cpu", 0, onnx_type(x.dtype), tuple(x.shape), x.data_ptr())
+
+    def set_output(self, i: int, y: Tensor) -> None:
+        """As in `Request`."""
+        self.binding.bind_output(self.makes[i], "cpu", 0, onnx_type(y.dtype), tuple(y.shape), y.data_ptr())
+
+    def run(self) -> None:
+        """As in `Request`."""
+        self.session.run_with_iobinding(self.binding)
 
 
 _TIME = "_kernel_time"
+_INTEGERS = ("uint8", "int8", "uint4", "int4")
+
+
+def _computes_in(inputs: Sequence[dict[str, Sequence[int]]]) -> str:
+    """The type that a node computes in, of the types and shapes that it reads: that of integers, scalars aside."""
+    types = [(kind, shape) for one in inputs for kind, shape in one.items()]
+    found = next((kind for kind, shape in types if shape and kind in _INTEGERS), types[0][0] if types else "")
+    return {"float": "float32", "double": "float64"}.get(found, found)
 
 
 class Onnxruntime(EngineBackend):
@@ -75,20 +111,6 @@ class Onnxruntime(EngineBackend):
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), "linear"})
     others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
     rounding: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *others})
-
-    def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
-        """As in `EngineBackend`: from the file that a session writes when it is told to."""
-        with tempfile.TemporaryDirectory() as folder:
-            session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))
-            given = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
-            for _ in repeated():
-                session.run(None, given)
-            events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-        times: dict[str, list[float]] = {}
-        for event in events:
-            if event.get("cat") == "Node" and event["name"].endswith(_TIME):
-                times.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
-        return [((name,), min(found)) for name, found in times.items()]
 
     def fuses(self, calls: Calls) -> bool:
         """Where all but the first op are clamps, which the rounding behind them covers."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from fxq.backends import cpu
-from fxq.backends.engines.engine import Compiled, EngineBackend, EngineKernel, PerThread, imported, repeated
+from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.moves import convert_before_moves
+from fxq.backends.engines.request import Request
 from fxq.backends.layer_rows import is_depthwise_call
-from fxq.graph.info import info
+from fxq.graph.info import EngineLayer, info
 from fxq.graph.unit import Calls
+from fxq.onnx.graph import Written
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig
 
@@ -32,9 +36,37 @@ class OpenvinoKernel(EngineKernel):
     integer_bias: ClassVar[bool] = False
 
     @classmethod
-    def compiled(cls, model: Any, threads: int) -> Compiled:
+    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
+        """As in `EngineKernel`."""
+        convert_before_moves(gm)
+        return super().written(gm, inputs, **options)
+
+    @classmethod
+    def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
         """As in `EngineKernel`. Each thread has a request of its own: one serves a single call at a time."""
-        return runner_of(compile_model(model, threads))
+        return partial(OpenvinoRequest, compile_model(model, threads))
+
+    @classmethod
+    def profile(cls, model: Any, inputs: Sequence[Tensor]) -> Iterable[EngineLayer]:
+        """As in `EngineKernel`."""
+        compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True)
+        request = OpenvinoRequest(compiled)
+        for i, x in enumerate(inputs):
+            request.set_input(i, x)
+        seconds: dict[str, list[float]] = {}
+        for _ in repeated():
+            request.run()
+            for part in request.request.get_profiling_info():
+                if part.status == part.Status.EXECUTED:
+                    seconds.setdefault(part.node_name, []).append(part.real_time.total_seconds())
+        for op in compiled.get_runtime_model().get_ordered_ops():
+            if op.friendly_name in seconds:
+                about = {key: value.astype(str) for key, value in op.get_rt_info().items()}
+                names, dtype = about.get("originalLayersNames", ""), _torch_name(about["runtimePrecision"])
+                of_floats = "Compressed" in about["layerType"]  # it has integer weights, and makes floats of them
+                kind: Any = "int8" if dtype in ("uint8", "int8") and not of_floats else "float"
+                us = 1e6 * min(seconds[op.friendly_name])
+                yield EngineLayer(tuple(names.split(",")), about["layerType"], dtype, kind, us)
 
 
 def compile_model(model: Any, threads: int, **config: Any) -> Any:
@@ -47,24 +79,29 @@ def compile_model(model: Any, threads: int, **config: Any) -> Any:
     return core.compile_model(core.read_model(model.SerializeToString()), "CPU", {**settings, **config})
 
 
-def runner_of(compiled: Any) -> Compiled:
-    """What runs a compiled model."""
-    requests = PerThread(compiled.create_infer_request)
+class OpenvinoRequest(Request):
+    """A request of a compiled model."""
 
-    def run(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        request = requests.made
-        for i, x in enumerate(inputs):
-            request.set_input_tensor(i, _shared(x))
-        for i, y in enumerate(outputs):
-            request.set_output_tensor(i, _shared(y))
-        request.infer()
+    def __init__(self, compiled: Any) -> None:
+        self.request, self.tensor = compiled.create_infer_request(), imported("openvino").Tensor
 
-    return run
+    def set_input(self, i: int, x: Tensor) -> None:
+        """As in `Request`."""
+        self.request.set_input_tensor(i, self.tensor(x.numpy(), shared_memory=True))
+
+    def set_output(self, i: int, y: Tensor) -> None:
+        """As in `Request`."""
+        self.request.set_output_tensor(i, self.tensor(y.numpy(), shared_memory=True))
+
+    def run(self) -> None:
+        """As in `Request`."""
+        self.request.infer(share_outputs=True)
 
 
-def _shared(x: Tensor) -> Any:
-    """OpenVINO's tensor in the memory of one of torch's."""
-    return imported("openvino").Tensor(x.numpy(), shared_memory=True)
+def _torch_name(dtype: str) -> str:
+    """A type of OpenVINO's, as torch calls it: uint8 for u8."""
+    kinds = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
+    return re.sub("^(bf|f|i|u)(?=[0-9])", lambda found: kinds[found[0]], dtype)
 
 
 class Openvino(EngineBackend):
@@ -80,23 +117,6 @@ class Openvino(EngineBackend):
     others: ClassVar[frozenset[str]] = frozenset(
         {"add", "mul", "mean", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")}
     )
-
-    def profile(self, model: Any, inputs: Sequence[Tensor]) -> Iterable[tuple[Sequence[str], float]]:
-        """As in `EngineBackend`."""
-        compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True)
-        request = compiled.create_infer_request()
-        for i, x in enumerate(inputs):
-            request.set_input_tensor(i, _shared(x))
-        seconds: dict[str, list[float]] = {}
-        for _ in repeated():
-            request.infer()
-            for part in request.get_profiling_info():
-                seconds.setdefault(part.node_name, []).append(part.real_time.total_seconds())
-        for op in compiled.get_runtime_model().get_ordered_ops():
-            about = op.get_rt_info()
-            names = about["originalLayersNames"].astype(str) if "originalLayersNames" in about else ""
-            if op.friendly_name in seconds:
-                yield names.split(","), 1e6 * min(seconds[op.friendly_name])
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         """As in `EngineBackend`; nor what makes other than floats of integers of 64 bits, which it makes 32 of."""

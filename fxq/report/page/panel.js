@@ -68,9 +68,10 @@ function aboutNode(i, node) {
         scale: node.scale,
         "zero point": node.scale ? node.zero_point || "0" : "",
         options: node.options,
-        inside: node.body.join(" → "),
+        inside: node.fates.length ? [...counts(node.body)].map(([op, n]) => `${n} ${op}`).join(", ") : node.body.join(" → "),
       }),
     ),
+    ...engineLayers(i, node),
     ...whyFloat(node, rows),
     ...quality(node, row, rows),
     ...charted("Values", "values", "histogram", row, rows),
@@ -87,11 +88,26 @@ function aboutNode(i, node) {
   ];
 }
 
+/** A region, opened: the layers that its engine runs, in order, and which of its ops run in float. */
+function engineLayers(i, node) {
+  const { layers } = node;
+  if (!layers.length) return [];
+  const total = d3.sum(layers, (layer) => layer.us);
+  const made = d3.range(i + 1).find((k) => graphOf(k).byName.has(node.name));
+  const inside = graphOf(Math.max(0, made - 1)); // where its ops still stand in the graph
+  const show = ([name]) => inside.byName.has(name) && (() => go({ pass: passId(inside.index), mode: "graph", node: name, rw: "" }));
+  const listed = layers.map(({ nodes, op, dtype, kind, us }) => ({
+    name: nodes.join(" + ") || op, tag: nodes.length ? `${op} · ${dtype}` : dtype, value: us, text: duration(us), colour: kindColour(kind), onclick: show(nodes) }));
+  const told = `${layers.length} layers of the engine in ${duration(total)}, as they ran when the model was made:`;
+  return section("Inside", el("p", told), shareBar(layers, total), bars(listed, "layers of the engine"));
+}
+
 function whyFloat(node, rows) {
   const told = rows.filter((row) => row.fate === "float");
   const reason = node.reason || told.find((row) => row.reason)?.reason;
   const fix = told.find((row) => row.fix)?.fix ?? rows.find((row) => row.fix)?.fix ?? "";
   const isTold = reason && (node.kind === "float" || node.reason);
+  if (node.layers.length && node.kind !== "float") return section("In float", told.length && inFloatOf(told));
   return section(
     node.kind === "float" ? "Why float" : "Note",
     isTold && el("p.warn", { "data-fact": "reason" }, reason),
@@ -100,13 +116,20 @@ function whyFloat(node, rows) {
   );
 }
 
+/** Ops of a region that run in float, by their reasons. */
+function inFloatOf(rows) {
+  const ops = (found) => found.map((row) => `${row.path || row.name} (${row.op})`).join(", ");
+  const fixes = (found) => [...new Set(found.map((row) => row.fix))].filter(Boolean).map((fix) => el("div.fixline", copyable(fix)));
+  return el("ul.names", ...d3.groups(rows, (row) => row.reason).map(([why, found]) => el("li", el("p.warn", why), el("p.quiet", ops(found)), ...fixes(found))));
+}
+
 const decibelsOf = (value) => (value === null || value === undefined ? null : withUnit(value));
 const micros = (value) => (typeof value === "number" ? duration(value) : null);
 
 function quality(node, row, rows) {
   const macs = d3.sum(rows, (r) => r.macs);
-  const timed = (data.time?.ops ?? []).find((op) => op.name === node.name);
-  const price = (field) => rows.map((r) => r[field]).find((value) => typeof value === "number");
+  const timed = (data.time?.ops ?? []).find((op) => op.name === node.name && !node.layers.length);
+  const price = (field) => (rows.some((r) => typeof r[field] === "number") ? d3.sum(rows, (r) => r[field]) : null);
   return section(
     "Quality and cost",
     factList({

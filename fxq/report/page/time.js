@@ -19,11 +19,14 @@ function against(title, real, int8, text, better, worse, why) {
 /** Time by op: the sum over its nodes, kinds apart. A kernel goes by the ops that it runs. */
 function byOp(ops) {
   const { byName } = graphOf(passes.length - 1);
-  const nameOf = (op) => (byName.get(op.name)?.body ?? []).map(plainOp).join(" + ") || op.label;
+  const nameOf = (op) => (isLayer(op) ? op.label : (byName.get(op.name)?.body ?? []).map(plainOp).join(" + ") || op.label);
   const groups = d3.groups(ops, (op) => `${op.kind} ${op.label} ${nameOf(op)}`).map(([, found]) => found);
   const sums = groups.map((found) => ({ ...found[0], name: nameOf(found[0]), us: d3.sum(found, (op) => op.us), count: found.length }));
   return sums.sort((a, b) => b.us - a.us);
 }
+
+/** Whether it is one of the layers that an engine runs of a node. */
+const isLayer = (op) => (graphOf(passes.length - 1).byName.get(op.name)?.layers.length ?? 0) > 0;
 
 /** An op without its options. @param {string} text */
 const plainOp = (text) => text.replace(/\(.*$/s, "");
@@ -57,8 +60,8 @@ function renderTime(host, all) {
   if (time.batch) host.append(el("p.note", `Medians of a few calls on ${time.batch}, measured when this report was written; float and int8 in turns, the float model eager and in the memory format that it has.`));
   if (!ops.length) return;
   const total = d3.sum(ops, (op) => op.us);
-  host.append(el("h2", `Where the time goes: ${duration(total)} in ${ops.length} nodes`), shareBar(ops, total));
-  host.append(el("p.note", "Each node of the int8 model on its own; the sum leaves out what the model's forward costs around them."));
+  host.append(el("h2", `Where the time goes: ${duration(total)} in ${ops.length} ${ops.some(isLayer) ? "nodes and layers" : "nodes"}`), shareBar(ops, total));
+  host.append(el("p.note", "Each node of the int8 model on its own, of a region the layers that its engine runs; the sum leaves out what the model's forward costs around them."));
   const sums = byOp(ops);
   const barOf = (us) => ({ value: us, text: `${duration(us)}  ${percent(us / total)}` });
   host.append(
@@ -68,7 +71,7 @@ function renderTime(host, all) {
         bars(sums.slice(0, 16).map((op) => ({ name: op.name, title: op.label, tag: `${tagOf(op.kind)} ×${op.count}`, colour: kindColour(op.kind), ...barOf(op.us) })), "time by op")),
       el("section", el("h2", "Most costly nodes"),
         bars([...ops].sort((a, b) => b.us - a.us).slice(0, 16).map((op) => ({
-          name: op.name, tag: `${op.label} · ${tagOf(op.kind)}`, colour: kindColour(op.kind), onclick: () => go({ tab: "graph", pass: "", node: op.name }), ...barOf(op.us) })), "most costly nodes")),
+          name: op.layer || op.name, tag: `${op.label} · ${tagOf(op.kind)}`, colour: kindColour(op.kind), onclick: () => go({ tab: "graph", pass: "", node: op.name }), ...barOf(op.us) })), "most costly nodes")),
     ),
   );
 }

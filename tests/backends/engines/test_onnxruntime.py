@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.engines.onnxruntime import Onnxruntime
+from fxq.backends.engines.onnxruntime import OnnxruntimeKernel
 from fxq.onnx.graph import write_onnx
 
 pytestmark = pytest.mark.any_cpu
@@ -16,7 +16,7 @@ def test_the_profile_names_the_nodes_of_the_graph():
     x = torch.randn(1, 3, 16, 16)
     q = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
     written = write_onnx(q, [x])
-    scopes = {name.partition("/")[0] for names, _ in Onnxruntime().profile(written.model, [x]) for name in names}
+    scopes = {name.partition("/")[0] for layer in OnnxruntimeKernel.profile(written.model, [x]) for name in layer.nodes}
     assert {"_0_relu", "_2"} <= scopes
 
 

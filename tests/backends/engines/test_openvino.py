@@ -20,7 +20,7 @@ def test_the_profile_names_the_nodes_of_the_graph():
     x = torch.randn(1, 3, 16, 16)
     q = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
     written = write_onnx(q, [x], integer_bias=False)
-    scopes = {name.partition("/")[0] for names, _ in Openvino().profile(written.model, [x]) for name in names}
+    scopes = {name.partition("/")[0] for layer in OpenvinoKernel.profile(written.model, [x]) for name in layer.nodes}
     assert {"_0_relu", "_2"} <= scopes
 
 

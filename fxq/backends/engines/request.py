@@ -1,0 +1,94 @@
+"""How a compiled model is called: which memory it reads and writes, in each thread."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxq.onnx.graph import TO_FIRST, TO_LAST, Written
+
+SMALL = 1 << 16
+"""Bytes of a tensor that is copied sooner than an engine is told where another one lies."""
+
+
+class Request(ABC):
+    """A compiled model, for one thread: it reads the memory of its inputs, and writes into that of its outputs.
+
+    Both are tensors without gaps, of the shapes that it was compiled for, and alive until it has run.
+    """
+
+    @abstractmethod
+    def set_input(self, i: int, x: Tensor) -> None:
+        """Read an input from there from now on."""
+
+    @abstractmethod
+    def set_output(self, i: int, y: Tensor) -> None:
+        """Write an output there from now on."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Compute the outputs."""
+
+
+class EngineCall(threading.local):
+    """Runs a compiled model. Small tensors have a place of their own in each thread; others are used where they lie.
+
+    Args:
+        written: the model.
+        requests: makes a request.
+        inputs: those that it was compiled for.
+        turned: which of them come as images channels-last, and are read as (N, H, W, C).
+    """
+
+    def __init__(
+        self, written: Written, requests: Callable[[], Request], inputs: Sequence[Any], turned: Sequence[bool]
+    ) -> None:
+        self.request, self.several = requests(), written.several
+        self.inputs: list[tuple[int, bool, Tensor | None]] = []
+        for i, taken in enumerate(written.reads):
+            like = inputs[taken].permute(TO_LAST) if turned[taken] else inputs[taken]
+            self.inputs.append((taken, turned[taken], _place(like, partial(self.request.set_input, i))))
+        self.outputs: list[tuple[Tensor, bool, Tensor | None]] = []
+        for i, (like, turn) in enumerate(zip(written.outputs, written.channels_last, strict=True)):
+            self.outputs.append((like, turn, _place(like, partial(self.request.set_output, i))))
+
+    def __call__(self, *given: Any) -> Any:
+        request, alive = self.request, []
+        for i, (taken, turn, place) in enumerate(self.inputs):
+            x = given[taken].detach()
+            x = x.permute(TO_LAST) if turn else x
+            if place is not None:
+                place.copy_(x)
+            else:
+                alive.append(x.contiguous().resolve_neg())
+                request.set_input(i, alive[-1])
+        values = []
+        for i, (like, _, place) in enumerate(self.outputs):
+            values.append(_empty(like) if place is None else place)
+            if place is None:
+                request.set_output(i, values[i])
+        request.run()
+        for i, (_, turn, place) in enumerate(self.outputs):
+            value = values[i] if place is None else place.clone()
+            values[i] = value.permute(TO_FIRST) if turn else value
+        return tuple(values) if self.several else values[0]
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+
+def _place(like: Tensor, bind: Callable[[Tensor], None]) -> Tensor | None:
+    """Memory for a small tensor, which the engine knows; None for a large one."""
+    if like.numel() * like.element_size() > SMALL:
+        return None
+    with torch.inference_mode(False):  # it is written to in any mode
+        place = _empty(like)
+    bind(place)
+    return place
