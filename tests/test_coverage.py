@@ -56,11 +56,11 @@ def measured(scripts, monkeypatch):
 
     import coverage_models
 
-    def measure(make, timeout=120.0, backend="auto"):
+    def measure(make, timeout=120.0):
         one = subject(scripts, "model", make)
         monkeypatch.setattr(coverage_models, "load", lambda suite: None)
         monkeypatch.setattr(scripts, "SUBJECTS", (one,))
-        options = {"backend": backend, "optimize": "coverage"}
+        options = {"backend": "auto", "optimize": "coverage"}
         return scripts.run(one, options, timeout, multiprocessing.get_context("fork"))
 
     return measure
@@ -89,9 +89,21 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
-def test_an_engine_and_what_it_leaves(measured, engine):
+def test_an_engine_and_what_it_leaves(scripts, monkeypatch, engine):
+    """In this process: threads of an engine that ran before would not be in another one that is forked."""
     pytest.importorskip(engine)
-    whole, parts = measured(tiny, backend=engine), measured(Twice, backend=engine)
+    import coverage_measure
+
+    monkeypatch.setattr("coverage_models.load", lambda suite: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+    def measured(make):
+        reports = []
+        options = {"backend": engine, "optimize": "coverage"}
+        coverage_measure.measure(subject(scripts, "model", make), options, reports.append)
+        return reports[-1]
+
+    whole, parts = measured(tiny), measured(Twice)
     assert (whole.verdict, whole.regions, whole.outside, whole.whole) == ("ok", 1, {}, True)
     assert (parts.verdict, parts.regions, parts.whole) == ("ok", 2, False)
     assert parts.outside == {"asinh: asinh is not in the op table": 1}
