@@ -3,6 +3,7 @@
     python scripts/coverage.py                        everything that is installed, about an hour
     python scripts/coverage.py --suite torchvision    one suite
     python scripts/coverage.py --only 'timm/res*'     models by name or glob
+    python scripts/coverage.py --backend openvino     through an engine, or onnxruntime
     python scripts/coverage.py --json coverage.json   the results as data too
 
 Random weights, so that nothing is downloaded; batch-norm statistics and layer scales as in a trained network. Each
@@ -13,7 +14,8 @@ model runs in a process of its own: one that crashes or takes too long is a row 
 
 Three presets: static, and without data dynamic and weight-only. A row: leaves (modules that torch.fx cannot trace and
 that stay as they are), the share of multiply-accumulates that run on integers, SQNR of int8 against float, SQNR of
-the int8 kernels against their qdq reference, seconds to quantize.
+the int8 kernels against their qdq reference, seconds to quantize. With an engine, the static preset alone, and: in how
+many regions the engine runs the model, how many ops stay in PyTorch, and the most frequent reason for that.
 Where SQNR is below 20 dB, the same model is quantized by torch.ao (its reference graph, where it traces the model), and
 by rounding the input and weight of each layer alone: a network whose random weights amplify noise is lost to all.
 """
@@ -26,7 +28,8 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from multiprocessing.connection import Connection
@@ -34,15 +37,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from coverage_measure import ENOUGH, Result, measure
+from coverage_measure import ENGINES, ENOUGH, Result, measure
 from coverage_models import SUBJECTS, SUITES, Subject, load
 from tabulate import tabulate
 
 
-def run(subject: Subject, optimize: str, timeout: float, context: Any) -> Result:
+def run(subject: Subject, options: dict[str, str], timeout: float, context: Any) -> Result:
     """Measure one model in a process of its own."""
     receiver, sender = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(str(subject), optimize, sender), daemon=True)
+    worker = context.Process(target=_work, args=(str(subject), options, sender), daemon=True)
     worker.start()
     sender.close()
     result, end = Result(subject.name, subject.suite), time.monotonic() + timeout
@@ -60,9 +63,9 @@ def run(subject: Subject, optimize: str, timeout: float, context: Any) -> Result
     return result
 
 
-def _work(name: str, optimize: str, sender: Connection) -> None:
+def _work(name: str, options: dict[str, str], sender: Connection) -> None:
     subject = next(subject for subject in SUBJECTS if str(subject) == name)
-    measure(subject, optimize, sender.send)
+    measure(subject, options, sender.send)
 
 
 def installed(suites: Sequence[str], demanded: bool) -> list[str]:
@@ -79,24 +82,26 @@ def installed(suites: Sequence[str], demanded: bool) -> list[str]:
     return found
 
 
-def row(result: Result) -> list[str]:
-    """One row of the table, as text."""
+def row(result: Result) -> dict[str, str]:
+    """One row of the table, as text, by column."""
     passed = result.stage == "done"
-    return [
-        f"{result.suite}/{result.model}",
-        result.verdict,
-        str(len(result.leaves)) if result.ops else "",
-        "" if result.macs is None else f"{100 * result.macs:.0f} %",
-        decibels(result.sqnr),
-        decibels(result.kernels),
-        decibels(result.dynamic),
-        decibels(result.weight_only),
-        "" if result.seconds is None else f"{result.seconds:.1f}",
-        others(result) if passed else result.error.partition("\n")[0][:100],
-    ]
-
-
-HEADERS = ["model", "verdict", "leaves", "int8 MACs", "SQNR dB", "to qdq dB", "dynamic dB", "weights dB", "s", "remark"]
+    engine = result.regions is not None
+    own = (
+        {"regions": str(result.regions), "outside": str(sum(result.outside.values()))}
+        if engine
+        else {"dynamic dB": decibels(result.dynamic), "weights dB": decibels(result.weight_only)}
+    )
+    return {
+        "model": f"{result.suite}/{result.model}",
+        "verdict": result.verdict,
+        "leaves": str(len(result.leaves)) if result.ops else "",
+        "int8 MACs": "" if result.macs is None else f"{100 * result.macs:.0f} %",
+        "SQNR dB": decibels(result.sqnr),
+        "to qdq dB": decibels(result.kernels),
+        **own,
+        "s": "" if result.seconds is None else f"{result.seconds:.1f}",
+        "remark": remark(result) if passed else result.error.partition("\n")[0][:100],
+    }
 
 
 def decibels(value: float | None) -> str:
@@ -106,10 +111,11 @@ def decibels(value: float | None) -> str:
     return "exact" if value == math.inf else f"{value:.1f}"
 
 
-def others(result: Result) -> str:
-    """How other quantizers do, where they were asked."""
+def remark(result: Result) -> str:
+    """How other quantizers do, where they were asked; with an engine, what most often stays outside."""
     known = {"torch.ao": result.torch_ao, "rounding alone": result.rounding}
-    return ", ".join(f"{name} {decibels(value)}" for name, value in known.items() if value is not None)
+    others = [f"{name} {decibels(value)}" for name, value in known.items() if value is not None]
+    return ", ".join([*others, *(reason[:100] for reason in list(result.outside)[:1])])
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -122,36 +128,46 @@ def summary(results: Sequence[Result]) -> str:
             continue
         macs = [100 * r.macs for r in done if r.macs is not None]
         rows.append(
-            [
-                suite,
-                len(some),
-                len(done),
-                sum(not r.leaves for r in done),
-                f"{median(macs):.0f} %" if macs else "",
-                sum(len(r.put_back) for r in done),
-                sum(r.sqnr is not None and r.sqnr >= ENOUGH for r in done),
-                sum(r.verdict == "ill-conditioned" for r in done),
-                sum(r.verdict == "inaccurate" for r in done),
-                sum(r.dynamic is not None and r.dynamic >= ENOUGH for r in done),
-                sum(r.weight_only is not None and r.weight_only >= ENOUGH for r in done),
-                f"{median(r.seconds or 0.0 for r in done):.1f}" if done else "",
-            ]
+            {
+                "suite": suite,
+                "models": len(some),
+                "quantized": len(done),
+                "without leaves": sum(not r.leaves for r in done),
+                "int8 MACs, median": f"{median(macs):.0f} %" if macs else "",
+                "wrong kernels": sum(len(r.put_back) for r in done),
+                f"SQNR ≥ {ENOUGH:.0f} dB": _enough(r.sqnr for r in done),
+                "ill-conditioned": sum(r.verdict == "ill-conditioned" for r in done),
+                "inaccurate": sum(r.verdict == "inaccurate" for r in done),
+                **(
+                    {"whole in one region": sum(r.whole for r in done)}
+                    if any(r.regions is not None for r in done)
+                    else {
+                        f"dynamic ≥ {ENOUGH:.0f} dB": _enough(r.dynamic for r in done),
+                        f"weight-only ≥ {ENOUGH:.0f} dB": _enough(r.weight_only for r in done),
+                    }
+                ),
+                "seconds, median": f"{median(r.seconds or 0.0 for r in done):.1f}" if done else "",
+            }
         )
-    headers = [
-        "suite",
-        "models",
-        "quantized",
-        "without leaves",
-        "int8 MACs, median",
-        "wrong kernels",
-        f"SQNR ≥ {ENOUGH:.0f} dB",
-        "ill-conditioned",
-        "inaccurate",
-        f"dynamic ≥ {ENOUGH:.0f} dB",
-        f"weight-only ≥ {ENOUGH:.0f} dB",
-        "seconds, median",
-    ]
-    return tabulate(rows, headers=headers, tablefmt="github")
+    return tabulate(rows, headers="keys", tablefmt="github")
+
+
+def _enough(values: Iterable[float | None]) -> int:
+    return sum(value is not None and value >= ENOUGH for value in values)
+
+
+def reasons(results: Sequence[Result]) -> str:
+    """With an engine: why ops stay outside, with how many ops and models, most models first."""
+    ops: Counter[str] = Counter()
+    models: Counter[str] = Counter()
+    for result in results:
+        ops.update(result.outside)
+        models.update(result.outside.keys())
+    return tabulate(
+        [[reason, models[reason], ops[reason]] for reason, _ in models.most_common()],
+        headers=["outside", "models", "ops"],
+        tablefmt="github",
+    )
 
 
 def selected(suites: Sequence[str], globs: Sequence[str]) -> list[Subject]:
@@ -168,6 +184,9 @@ def main() -> None:
     parser.add_argument("--suite", choices=SUITES, action="append", help="only this suite (may be repeated)")
     parser.add_argument("--only", action="append", metavar="GLOB", default=[], help="only models of this name")
     parser.add_argument(
+        "--backend", choices=("auto", *ENGINES), default="auto", help="auto (the default): the best one of PyTorch's"
+    )
+    parser.add_argument(
         "--optimize",
         choices=("coverage", "speed"),
         default="coverage",
@@ -182,17 +201,20 @@ def main() -> None:
         parser.error(f"no model is called {' or '.join(arguments.only)}; they are {', '.join(map(str, SUBJECTS))}")
     # A fork has the packages imported already; beside Linux it is not safe, or not there.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    options = {"backend": arguments.backend, "optimize": arguments.optimize}
     results: list[Result] = []
     for i, subject in enumerate(subjects, 1):
         print(f"[{i}/{len(subjects)}] {subject} ...", end=" ", file=sys.stderr, flush=True)
-        result = run(subject, arguments.optimize, arguments.timeout, context)
+        result = run(subject, options, arguments.timeout, context)
         results.append(result)
-        print("  ".join(part for part in row(result)[1:] if part), file=sys.stderr, flush=True)
+        print("  ".join(part for part in list(row(result).values())[1:] if part), file=sys.stderr, flush=True)
         if arguments.json is not None:
             data = [{**asdict(r), "verdict": r.verdict} for r in results]
             arguments.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(tabulate([row(r) for r in results], headers=HEADERS, disable_numparse=True))
+    print(tabulate([row(r) for r in results], headers="keys", disable_numparse=True))
     print(f"\n{summary(results)}")
+    if any(r.outside for r in results):
+        print(f"\n{reasons(results)}")
 
 
 if __name__ == "__main__":

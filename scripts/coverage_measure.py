@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 import fxq
 
+ENGINES = ("openvino", "onnxruntime")
 CALIBRATION = 2
 ENOUGH = 20.0
 """dB. Below it, other quantizers are asked whether the network can be quantized any better."""
@@ -46,6 +47,8 @@ class Result:
         dynamic: dB of the model with ranges measured at run time, which needs no data.
         weight_only: dB of the model with integer weights and float arithmetic.
         put_back: kernels that verify-lowering found wrong, of any of the three.
+        regions: with an engine: how many kernels of it there are.
+        outside: with an engine: the ops that run in PyTorch beside them, and why, with how many there are.
         rounding: dB of the float model whose conv and linear layers round inputs and weights to 8 bits; where `sqnr`
             is low.
         torch_ao: dB of torch.ao's reference graph, where `sqnr` is low and torch.ao traces the model.
@@ -68,10 +71,17 @@ class Result:
     dynamic: float | None = None
     weight_only: float | None = None
     put_back: list[str] = field(default_factory=list)
+    regions: int | None = None
+    outside: dict[str, int] = field(default_factory=dict)
     rounding: float | None = None
     torch_ao: float | None = None
     seconds: float | None = None
     slowest: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Whether an engine runs all of it at once."""
+        return self.regions == 1 and not self.outside
 
     @property
     def verdict(self) -> str:
@@ -110,17 +120,17 @@ class KeepQdq(fxq.Pass):
         self.seen.append(fx.GraphModule(rewriter.gm, copy.deepcopy(rewriter.gm.graph)))
 
 
-def measure(subject: Subject, optimize: str, report: Callable[[Result], None]) -> None:
+def measure(subject: Subject, options: Mapping[str, str], report: Callable[[Result], None]) -> None:
     """Put one model through the pipeline; `report` is called after every step, so that a crash leaves what was known.
 
-    `optimize` is the recipe's. A model that fails is a result like any other.
+    `options` are the recipe's `backend` and `optimize`. A model that fails is a result like any other.
     """
     torch.set_num_threads(1)
     result = Result(subject.name, subject.suite)
     report(result)
     try:
         with torch.no_grad():
-            for step in _steps(subject, optimize, result):
+            for step in _steps(subject, options, result):
                 result.stage = step
                 report(result)
     except (Exception, SystemExit) as error:
@@ -129,7 +139,7 @@ def measure(subject: Subject, optimize: str, report: Callable[[Result], None]) -
     report(result)
 
 
-def _steps(subject: Subject, optimize: str, result: Result) -> Iterator[str]:
+def _steps(subject: Subject, options: Mapping[str, str], result: Result) -> Iterator[str]:
     """Measure into `result`, step by step; yields the name of the step that comes next."""
     model, batches = subject.build(CALIBRATION + 1)
     *data, fresh = batches
@@ -137,7 +147,7 @@ def _steps(subject: Subject, optimize: str, result: Result) -> Iterator[str]:
     expected = call(model, fresh)
     yield "quantize"
     keep = KeepQdq()
-    recipe = fxq.Recipe.static(optimize=optimize).insert_pass(keep, before="lower")
+    recipe = fxq.Recipe.static(**options).insert_pass(keep, before="lower")
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -147,6 +157,9 @@ def _steps(subject: Subject, optimize: str, result: Result) -> Iterator[str]:
     result.slowest = {snapshot.name: snapshot.seconds for snapshot in passes[:3]}
     result.put_back = _wrong(caught)
     _read_ledger(qmodel, result)
+    engine = options["backend"] in ENGINES
+    if engine:
+        _read_regions(qmodel, f"{options['backend']}.region", result)
     yield "compare"
     got = call(qmodel, fresh)
     result.sqnr = sqnr(expected, got)
@@ -155,21 +168,27 @@ def _steps(subject: Subject, optimize: str, result: Result) -> Iterator[str]:
     if not result.sqnr >= ENOUGH:
         result.torch_ao = torch_ao(model, data, fresh, expected)
         result.rounding = rounding(model, data, fresh, expected)
-    for name in ("dynamic", "weight_only"):
+    for name in () if engine else ("dynamic", "weight_only"):
         yield name
-        setattr(result, name, _without_data(name, optimize, model, data, fresh, expected, result))
+        setattr(result, name, _without_data(name, options, model, data, fresh, expected, result))
     yield "done"
 
 
 def _wrong(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in caught if "kernel is wrong" in str(w.message)]
+    return [str(w.message) for w in caught if "runs in qdq form" in str(w.message)]
 
 
 def _without_data(
-    preset: str, optimize: str, model: nn.Module, data: list[Any], fresh: Any, expected: Any, result: Result
+    preset: str,
+    options: Mapping[str, str],
+    model: nn.Module,
+    data: list[Any],
+    fresh: Any,
+    expected: Any,
+    result: Result,
 ) -> float:
     """dB of the model with a preset that needs no data; kernels that are wrong are added to the result."""
-    recipe = getattr(fxq.Recipe, preset)(optimize=optimize)
+    recipe = getattr(fxq.Recipe, preset)(**options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         qmodel = fxq.quantize(model, recipe, example_inputs=data[0], progress=False)
@@ -185,6 +204,19 @@ def _read_ledger(qmodel: fxq.QuantizedModel, result: Result) -> None:
     result.leaves = {node.path: node.note for node in traced if node.note}
     result.macs = qmodel.ledger.coverage
     result.heavy["static"] = _heavy(qmodel.ledger)
+
+
+def _read_regions(qmodel: fxq.QuantizedModel, kernel: str, result: Result) -> None:
+    """What kernels of this name run, and which ops run in PyTorch beside them, most frequent first."""
+    graph = qmodel.history[-1].graph
+    kernels = {node.name for node in graph if node.label == kernel}
+    found: Counter[str] = Counter()
+    for node in graph:
+        part = node.label == "getitem" and not node.options and node.inputs[0] in kernels
+        if node.kind not in ("io", "constant", "size") and node.shape is not None and not part:
+            (why, *_) = node.reason.splitlines() or [""]
+            found[f"{node.label}: {why[:80]}"] += node.name not in kernels
+    result.regions, result.outside = len(kernels), dict((+found).most_common())
 
 
 def _heavy(ledger: fxq.Ledger) -> dict[str, float]:

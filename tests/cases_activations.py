@@ -121,6 +121,11 @@ ACTIVATIONS = [
 ]
 
 FLOATS = [
+    *(
+        case
+        for f in ("int", "long", "bool")
+        for case in cases("cast", function(f, lambda x, m, f=f: x + 0.01 * getattr(4 * x, f)().float()), group=f)
+    ),
     *cases(
         "softmax", module(nn.Softmax, 1), *spelled(F.softmax, torch.softmax, "softmax", aten.softmax.int, args=(1,))
     ),

@@ -107,6 +107,7 @@ MOVEMENT = [
         group="broadcast_to",
     ),
     *cases("expand_as", method("expand_as", lambda x, m: x[:, :1].expand_as(x))),
+    *cases("reshape_as", *(method(f, lambda x, m, f=f: getattr(x, f)(x.detach())) for f in ("reshape_as", "view_as"))),
     *cases("contiguous", *spelled("contiguous", aten.contiguous.default)),
     *cases(
         "contiguous",
@@ -143,6 +144,14 @@ MOVEMENT = [
         module(nn.Unfold, 3, padding=1, stride=2),
         function(F.unfold, lambda x, m: F.unfold(x, 3, 1, 1, 2)),
         function(aten.im2col.default, lambda x, m: aten.im2col.default(x, [3, 3], [1, 1], [1, 1], [2, 2])),
+    ),
+    *cases(
+        "fold",
+        module(nn.Fold, (8, 8), 2, stride=2),
+        function(F.fold, lambda x, m: F.fold(x, (8, 8), 2, stride=2)),
+        function(aten.col2im.default, lambda x, m: aten.col2im.default(x, [8, 8], [2, 2], [1, 1], [0, 0], [2, 2])),
+        layout="sequence",
+        fate="float",
     ),
     *cases(
         "pad",

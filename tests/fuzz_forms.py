@@ -407,6 +407,11 @@ def expand_as(pick: Picks, x: Tensor, y: Tensor) -> nn.Module | None:
     return Options() if x.dim() == y.dim() else None
 
 
+@form("reshape_as", lambda m, x, y: x.reshape_as(y), reads=2)
+def reshape_as(pick: Picks, x: Tensor, y: Tensor) -> nn.Module | None:
+    return Options() if x.shape == y.shape else None
+
+
 # ---- data movement
 
 
@@ -504,6 +509,11 @@ def channel_shuffle(pick: Picks, x: Tensor) -> nn.Module | None:
 @form("unfold", called)
 def unfold(pick: Picks, x: Tensor) -> nn.Module | None:
     return nn.Unfold(pick(2, 3)) if x.dim() == 4 else None
+
+
+@form("fold", called)
+def fold(pick: Picks, x: Tensor) -> nn.Module | None:
+    return nn.Fold((2, x.shape[2] + 1), 2) if x.dim() == 3 and x.shape[1] % 4 == 0 else None
 
 
 @form("getitem", lambda m, x: x[m.index])

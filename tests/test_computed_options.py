@@ -71,6 +71,17 @@ def test_a_window_of_the_size_of_its_input_is_a_global_pooling(pool, recipe):
         assert fate in ("int8", "moves")
 
 
+@recipes
+def test_repeated_as_often_as_a_size_says(recipe):
+    """A number of the graph, not a tensor with one for each entry."""
+    model = between(lambda x: x[:1].repeat_interleave(x.size(0) // 2, dim=0))
+    qmodel = fxq.quantize(model, recipe, data=[X, OTHER])
+    near(model, qmodel, X)
+    near(model, qmodel, OTHER)
+    assert "repeat_interleave" in [op for op, _, _ in rows(qmodel)]
+    assert not qmodel.ledger.where(lambda entry: "stays as it is" in entry.reason)
+
+
 def test_nothing_is_left_of_the_sizes():
     model = between(lambda x: F.avg_pool2d(x, x.size()[2:]))
     assert full_text(graph(model, X)) == expected("""

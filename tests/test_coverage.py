@@ -60,7 +60,8 @@ def measured(scripts, monkeypatch):
         one = subject(scripts, "model", make)
         monkeypatch.setattr(coverage_models, "load", lambda suite: None)
         monkeypatch.setattr(scripts, "SUBJECTS", (one,))
-        return scripts.run(one, "coverage", timeout, multiprocessing.get_context("fork"))
+        options = {"backend": "auto", "optimize": "coverage"}
+        return scripts.run(one, options, timeout, multiprocessing.get_context("fork"))
 
     return measure
 
@@ -74,6 +75,39 @@ def test_a_model_that_works(measured):
     assert result.macs == 1.0 and result.heavy == {"static": {}, "dynamic": {}, "weight_only": {}}
     assert not result.leaves and not result.put_back
     assert 0 < sum(result.slowest.values()) < result.seconds
+
+
+class Twice(nn.Module):
+    """A layer, what torch.fx does not know, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        return self.second(torch.asinh(self.first(x)))
+
+
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+def test_an_engine_and_what_it_leaves(scripts, monkeypatch, engine):
+    """In this process: threads of an engine that ran before would not be in another one that is forked."""
+    pytest.importorskip(engine)
+    import coverage_measure
+
+    monkeypatch.setattr("coverage_models.load", lambda suite: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+    def measured(make):
+        reports = []
+        options = {"backend": engine, "optimize": "coverage"}
+        coverage_measure.measure(subject(scripts, "model", make), options, reports.append)
+        return reports[-1]
+
+    whole, parts = measured(tiny), measured(Twice)
+    assert (whole.verdict, whole.regions, whole.outside, whole.whole) == ("ok", 1, {}, True)
+    assert (parts.verdict, parts.regions, parts.whole) == ("ok", 2, False)
+    assert parts.outside == {"asinh: asinh is not in the op table": 1}
+    assert whole.dynamic is None and whole.weight_only is None
 
 
 def test_an_error_is_a_row(measured):

@@ -16,7 +16,7 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, InputError
 from fxq.graph.info import Decision, EngineLayer, Fate, Plan, info, set_info
-from fxq.graph.query import CONVERSIONS, is_op, made_by, op_of, submodule
+from fxq.graph.query import CONVERSIONS, is_op, is_size, made_by, op_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.rewriter import Rewriter
@@ -90,8 +90,10 @@ def _replace(rewriter: Rewriter, region: Region, kernel: Kernel) -> None:
         for old, new in zip(region.outputs, results, strict=True):
             rewriter.describe(new, shape=info(old).shape, dtype=info(old).dtype)
             rewriter.reroute(old, new)
-        for old in reversed(region.nodes):
-            rewriter.erase(old)
+        inside = set(region.nodes)
+        for old in (step.node for step in reversed(region.steps)):
+            if old in inside or (is_size(old) and not old.users):
+                rewriter.erase(old)
         for part, of_part in zip(results, names if len(names) > 1 else [name], strict=True):
             rewriter.rename(part, of_part)
         if len(names) > 1:  # one of its values may have the name of its unit

@@ -49,13 +49,14 @@ def check_same(value: Any, expected: Any, how: str, place: str, text: str) -> No
 TENSOR, NUMBER = "<a tensor>", "<a number>"
 
 
-def structure(value: Any, dtypes: bool = False, ranks: bool = False) -> Any:
+def structure(value: Any, dtypes: bool = False, ranks: bool = False, devices: bool = False) -> Any:
     """What a graph may depend on in an argument, as plain data: everything but the values of tensors and numbers.
 
     Args:
         value: an argument of forward.
         dtypes: whether the dtypes of tensors count.
         ranks: whether their numbers of axes do.
+        devices: whether the types of their devices do.
 
     Example:
         >>> structure({"x": torch.ones(2), "flag": True, "sizes": [1, 2]})
@@ -63,11 +64,12 @@ def structure(value: Any, dtypes: bool = False, ranks: bool = False) -> Any:
     """
     if isinstance(value, Tensor):
         dtype = f" of {value.dtype}".replace("torch.", "") if dtypes else ""
-        return TENSOR.replace(">", f"{dtype}{f' with {value.dim()} axes' if ranks else ''}>")
+        device = f" on {value.device.type}" if devices else ""
+        return TENSOR.replace(">", f"{dtype}{f' with {value.dim()} axes' if ranks else ''}{device}>")
     if isinstance(value, (tuple, list)):
-        return ["list" if isinstance(value, list) else "tuple", *(structure(v, dtypes, ranks) for v in value)]
+        return ["list" if isinstance(value, list) else "tuple", *(structure(v, dtypes, ranks, devices) for v in value)]
     if isinstance(value, Mapping):
-        return {key: structure(v, dtypes, ranks) for key, v in value.items()}
+        return {key: structure(v, dtypes, ranks, devices) for key, v in value.items()}
     if isinstance(value, (int, float, complex)) and not isinstance(value, bool):
         return NUMBER
     return value if is_plain(value) else f"<a {type(value).__name__}>"
@@ -106,11 +108,11 @@ def _mismatch(path: str, value: Any, expected: Any) -> str | None:
             parts = ((f"{path}[{k!r}]", value[k], e) for k, e in expected.items())
             return next((wrong for part in parts if (wrong := _mismatch(*part)) is not None), None)
     elif isinstance(expected, str) and expected.startswith("<"):
-        if expected == structure(value, " of " in expected, " with " in expected):
+        if expected == structure(value, " of " in expected, " with " in expected, " on " in expected):
             return None
     elif not isinstance(value, Tensor) and type(value) is type(expected) and value == expected:
         return None
-    got = structure(value, True, " with " in str(expected))
+    got = structure(value, True, " with " in str(expected), " on " in str(expected))
     return f"{path}={_shown(expected)}, as its example has it, and got {_shown(got, value)}"
 
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxq.graph.info import info
 from fxq.graph.mutation import changes
-from fxq.graph.query import is_pure, taken_from
+from fxq.graph.query import is_pure, is_size, taken_from
 from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.unit import calls_of, unit_of
 
@@ -33,8 +33,7 @@ def connected_regions(gm: fx.GraphModule, takes: Takes) -> Iterator[Region]:
 
     Two regions stay apart although one reads the other only where a path between them goes through a node that the
     engine does not take (one region of both would wait for itself), or where more than `SEARCHED` edges would have to
-    be looked at to know that there is none: the time is in proportion to the graph. A size that is read off a value, as
-    for a reshape, is such a node: an engine takes tensors.
+    be looked at to know that there is none: the time is in proportion to the graph.
 
     The nodes of `gm` are brought into such an order, too: those of a region stand together. Each region is read when
     its turn comes, so that it reads from the kernels that took the place of those before it.
@@ -44,13 +43,14 @@ def connected_regions(gm: fx.GraphModule, takes: Takes) -> Iterator[Region]:
     Args:
         gm: the module of a qdq graph.
         takes: whether the engine runs a node: an op, a unit, or a conversion of activations. It is asked of those whose
-            value is a tensor, and of units of several outputs. Weights go along with who reads them.
+            value is a tensor, and of units of several outputs. Weights, and sizes that are read off values, go along
+            with who reads them.
     """
     parts = _Partition(gm, takes)
     parts.join_levels()
     parts.join_neighbours()
     found = parts.regions()
-    for before, node in itertools.pairwise(itertools.chain(*found)):
+    for before, node in itertools.pairwise(parts.with_sizes(found)):
         if before.next is not node:
             before.append(node)
     regions = (region_of(nodes) for nodes in found if nodes[0] in parts.taken)
@@ -79,25 +79,34 @@ class _Partition:
     """The nodes of a graph in groups: those that an engine takes, with others that it takes.
 
     Attributes:
-        nodes: the nodes, in order.
+        nodes: the nodes, in order, but for sizes: who reads one waits for what the size is read off.
         taken: those that the engine takes.
         waits: the nodes that each must come behind: those that it reads, and for one that does more than to compute
             its value, or whose memory is changed in place, the last such one before it.
     """
 
     def __init__(self, gm: fx.GraphModule, takes: Takes) -> None:
-        self.nodes: list[fx.Node] = list(gm.graph.nodes)
+        self._place = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.nodes: list[fx.Node] = []
         self.taken: set[fx.Node] = set()
-        self.waits = {node: list(node.all_input_nodes) for node in self.nodes}
+        self.waits: dict[fx.Node, list[fx.Node]] = {}
+        self._sizes: dict[fx.Node, list[fx.Node]] = {}  # what each is read off
         self._groups = _Joined()
         self._level: dict[fx.Node, int] = {}
         self._levels = _Joined()  # of a group on several: those count as one
-        changed = {block for node in self.nodes for block in changes(node)}
+        changed = {block for node in self._place for block in changes(node)}
         last: list[fx.Node] = []
-        for node in self.nodes:
+        for node in self._place:
+            waits = list(dict.fromkeys(n for read in node.all_input_nodes for n in self._sizes.get(read, (read,))))
+            shared = any(not changed.isdisjoint(info(n).memory) for n in (node, *waits))
+            if is_size(node):
+                self._sizes[node] = [*waits, node] if shared else waits
+                if not shared:
+                    continue
+            self.nodes.append(node)
+            self.waits[node] = waits
             if node.op == "placeholder" or is_weight(node):
                 continue
-            shared = any(not changed.isdisjoint(info(n).memory) for n in (node, *node.all_input_nodes))
             if _runs(gm, node, takes, self.taken) and not shared:
                 self.taken.add(node)
             elif shared or not is_pure(gm, node):
@@ -166,7 +175,7 @@ class _Partition:
                 if read is not group:
                     behind.setdefault(read, []).append(group)
                     waiting[group] += 1
-        place = {node: i for i, node in enumerate(self.nodes)}
+        place = self._place
         ready = [(place[nodes[0]], group) for group, nodes in members.items() if not waiting[group]]
         heapq.heapify(ready)
         found = []
@@ -178,6 +187,16 @@ class _Partition:
                 if not waiting[reader]:
                     heapq.heappush(ready, (place[members[reader][0]], reader))
         return found
+
+    def with_sizes(self, groups: list[list[fx.Node]]) -> Iterator[fx.Node]:
+        """All nodes in this order; each size stands as before among the group of the last value that it is read off."""
+        rows = [list(group) for group in groups]
+        row_of = {node: i for i, row in enumerate(rows) for node in row}
+        for size in self._sizes:
+            if size not in row_of:
+                row_of[size] = max(row_of[read] for read in size.all_input_nodes)
+                rows[row_of[size]].append(size)
+        return (node for row in rows for node in sorted(row, key=self._place.__getitem__))
 
     def _taken_reads(self, node: fx.Node) -> list[fx.Node]:
         return [read for read in self.waits[node] if read in self.taken] if node in self.taken else []

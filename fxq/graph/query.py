@@ -126,6 +126,8 @@ MEASURES = ("choose_scale", "choose_zero_point")
 """The ops that measure a grid."""
 CONVERSIONS = ("quantize", "dequantize", "requantize", *MEASURES)
 """The ops between floats and integers of one grid, and from one grid to another; and what measures a grid."""
+ARITHMETIC = frozenset({"_operator", "builtins", "math"})
+"""The modules of Python's own functions of numbers."""
 _METADATA_METHODS = frozenset({"size", "dim", "numel", "stride", "ndimension", "nelement"})
 _METADATA_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
 _METADATA_FUNCTIONS = frozenset({torch.numel, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default})
@@ -188,6 +190,14 @@ def reads_only_metadata(node: fx.Node) -> bool:
     if node.target is getattr:
         return node.args[1] in _METADATA_ATTRIBUTES
     return node.target in _METADATA_FUNCTIONS or (fills_like(node) and "dtype" in node.kwargs)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node gives sizes, or computes with them, so that who knows the shapes knows it."""
+    if not makes_no_tensor(node) or is_check(node):
+        return False
+    arithmetic = getattr(node.target, "__module__", "") in ARITHMETIC and bool(node.all_input_nodes)
+    return reads_only_metadata(node) or (arithmetic and all(map(makes_no_tensor, node.all_input_nodes)))
 
 
 def _is_only_counted(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, options_of, values_of
+from fxq.graph.query import CONVERSIONS, Step, arguments_of, constant, is_op, is_size, options_of, values_of
 from fxq.graph.run import value_of
 from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
@@ -52,7 +52,7 @@ class Region:
     Attributes:
         nodes: what the kernel takes the place of, in order.
         outputs: those of them whose values are read outside, in order.
-        steps: what it computes, in order: the nodes with the weights and conversions that they read.
+        steps: what it computes, in order: the nodes with the weights, conversions and sizes that they read.
         inputs: the nodes that the steps read from outside: no copies; integers where dequantized inside.
         calls: (of one unit or op alone) the ops that it runs: each has its row, `op`, and its `options`.
     """
@@ -124,10 +124,25 @@ def _rounded(value: fx.Node) -> fx.Node:
 
 
 def region_of(nodes: Sequence[fx.Node]) -> Region:
-    """The region of these nodes of the qdq graph, in order, with the weights that they read."""
+    """The region of these nodes of the qdq graph, in order, with the weights and sizes that they read."""
     inside = set(nodes)
-    outputs = tuple(node for node in nodes if not inside.issuperset(node.users))
-    return Region(tuple(nodes), outputs, *_read(nodes, is_weight))
+    outputs = tuple(node for node in nodes if _is_read_outside(node, inside))
+    return Region(tuple(nodes), outputs, *_read(nodes, lambda value: is_weight(value) or is_size(value)))
+
+
+def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether others than these nodes read a value, or sizes of it."""
+    if inside.issuperset(node.users):
+        return False
+    todo, seen = [*node.users], set(inside)
+    while todo:
+        user = todo.pop()
+        if user not in seen:
+            if not is_size(user):
+                return True
+            seen.add(user)
+            todo += user.users
+    return False
 
 
 def is_weight_only(node: fx.Node, calls: Calls) -> bool:

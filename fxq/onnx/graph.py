@@ -25,6 +25,7 @@ from fxq.graph.query import (
     arguments_of,
     called_name,
     fills_like,
+    is_size,
     op_of,
     read_attribute,
     reads_only_metadata,
@@ -119,11 +120,13 @@ def refusal(gm: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _suppose(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known) -> None:
-    """Take a node for a value of the shape that it is known to have; a constant, and its grid, for what they are."""
-    if is_weight(node):
+    """Take a node for a value of the shape that it is known to have; constants, grids and sizes for what they are."""
+    if is_weight(node) or is_size(node):
         for read in node.all_input_nodes:
-            _suppose(writer, gm, read, known)
-        known[node] = write_node(writer, gm, node, known)
+            if read not in known:
+                _suppose(writer, gm, read, known)
+        is_known = all(known[read] is not None for read in node.all_input_nodes)
+        known[node] = write_node(writer, gm, node, known) if is_known else None
         return
     about = info(node)
     known[node] = None

@@ -54,6 +54,11 @@ def expand_as(w: Writer, x: Value, other: Value) -> str:
     return w.emit("Expand", x, w.ints(other.shape))
 
 
+@writes("reshape_as")
+def reshape_as(w: Writer, x: Value, other: Value) -> str:
+    return w.reshaped(x, other.shape)
+
+
 @writes("repeat")
 def repeat(w: Writer, x: Value, *, repeats: Sequence[int]) -> str:
     wide = x if len(repeats) == x.rank else w.reshaped(x, [1] * (len(repeats) - x.rank) + list(x.shape))

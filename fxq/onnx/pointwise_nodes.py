@@ -29,6 +29,15 @@ for _name, _kind in _SAME.items():
     writes(_name)(_same(_kind))
 
 
+@writes("cast")
+def cast(w: Writer, x: Value, *, dtype: torch.dtype) -> str:
+    if dtype is torch.bool and x.dtype is not torch.bool:
+        return w.emit("Not", w.emit("Equal", x, w.number(0, x)))
+    exact = dtype in (torch.float32, torch.int32, torch.int64) or x.dtype is torch.bool
+    refuse(not exact, f"engines compute other values of {dtype}, or in another type")
+    return w.cast(x, dtype)
+
+
 def clamp(w: Writer, x: Value, low: float, high: float) -> str:
     """Values between two bounds. A quantize behind it may make it superfluous (see `conversion_nodes.py`)."""
     if low == 0.0 and high == math.inf and x.dtype.is_floating_point:

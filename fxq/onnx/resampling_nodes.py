@@ -25,6 +25,15 @@ def interpolate(w: Writer, x: Value, *, mode: str, antialias: bool, **options: A
         return adapted(w, x, out[2:], "Average", "ReduceMean")
     if mode in ("nearest", "nearest-exact"):
         return _nearest(w, x, out, mode, options)
+    if mode != "bicubic":
+        return _resized(w, x, out, mode, options)
+    flat = (1, math.prod(x.shape[:2]), *x.shape[2:])  # ONNX Runtime moves a Transpose behind Resize, which fails then
+    one = Value(w.reshaped(x, flat), x.like.reshape(flat))
+    return w.reshaped(_resized(w, one, (*flat[:2], *out[2:]), mode, options), out)
+
+
+def _resized(w: Writer, x: Value, out: Sequence[int], mode: str, options: dict[str, Any]) -> str:
+    """Values between the entries."""
     align_corners, factor = options["align_corners"], options["scale_factor"]
     attributes = {
         "mode": _MODES[mode], "cubic_coeff_a": -0.75 if mode == "bicubic" else None,
@@ -93,6 +102,13 @@ def channel_shuffle(w: Writer, x: Value, *, groups: int) -> str:
     n, c, *size = x.shape
     shape = (n, groups, c // groups, math.prod(size))
     return split_axes(w, x, shape, (0, 2, 1, 3), x.shape)
+
+
+@writes("fold")
+def fold(w: Writer, x: Value, *, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> str:
+    refuse(x.rank != 3, "its input is no batch")
+    window = {"dilations": list(dilation), "pads": [*padding, *padding], "strides": list(stride)}
+    return w.emit("Col2Im", x, w.ints(output_size), w.ints(kernel_size), **window)
 
 
 @writes("unfold")

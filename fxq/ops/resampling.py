@@ -147,7 +147,7 @@ def channel_shuffle(x: Tensor, *, groups: int) -> Tensor:
 
 
 def _window(bound: Arguments) -> Arguments:
-    keys = ("kernel_size", "dilation", "padding", "stride")
+    keys = ("output_size", "kernel_size", "dilation", "padding", "stride")
     return {"x": bound["x"], **{key: as_tuple(bound[key], 2) for key in keys if key in bound}}
 
 
@@ -160,3 +160,20 @@ def unfold(
 ) -> Tensor:
     """x (N, C, H, W) -> (N, C*KH*KW, windows): the windows of a convolution side by side, zeros around x."""
     return F.unfold(x, kernel_size, dilation, padding, stride)
+
+
+_FOLD = f"x output_size {_UNFOLD.removeprefix('x ')}"
+
+
+@row(*(spell(t, _FOLD, _window) for t in (nn.Fold, F.fold, aten.col2im.default)), quant=float_only("x"))
+def fold(
+    x: Tensor,
+    *,
+    output_size: Any,
+    kernel_size: Any,
+    dilation: Any = (1, 1),
+    padding: Any = (0, 0),
+    stride: Any = (1, 1),
+) -> Tensor:
+    """x (N, C*KH*KW, windows) -> (N, C, H, W): the windows at their places, added up where they overlap."""
+    return F.fold(x, output_size, kernel_size, dilation, padding, stride)

@@ -205,7 +205,9 @@ def repeat(x: Tensor, *, repeats: Any) -> Tensor:
 
 def _times(bound: Arguments) -> Arguments | str:
     bound.pop("output_size", None)
-    return bound if isinstance(bound["repeats"], int) else "repeats each entry another number of times"
+    repeats = bound["repeats"]
+    is_number = isinstance(repeats, int) or (isinstance(repeats, fx.Node) and shape_of(repeats) is None)
+    return bound if is_number else "repeats each entry another number of times"
 
 
 @row(

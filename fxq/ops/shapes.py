@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from fxq.ops.registry import as_tuple, aten, named, row
 from fxq.ops.sizes import leads
 from fxq.ops.table import Arguments, Instead, dtype_of, shape_of, spell
-from fxq.ops.traits import moves
+from fxq.ops.traits import float_only, moves
 
 _VIEW = moves("x", layout=True, view=True)
 
@@ -155,6 +156,12 @@ def expand(x: Tensor, *, sizes: Any) -> Tensor:
     return x.expand(sizes)
 
 
+@row("reshape_as", "view_as", quant=_VIEW)
+def reshape_as(x: Tensor, other: Tensor) -> Tensor:
+    """`reshape` to the shape of `other`."""
+    return x.reshape(other.shape)
+
+
 @row("expand_as", quant=_VIEW)
 def expand_as(x: Tensor, other: Tensor) -> Tensor:
     """`expand` to the shape of `other`."""
@@ -162,21 +169,23 @@ def expand_as(x: Tensor, other: Tensor) -> Tensor:
 
 
 def _same_type(bound: Arguments) -> Arguments | Instead | str:
-    """`to` and the like: the identity where they ask for what is there, `contiguous` where they lay it out anew."""
+    """`to` and the like: the identity where they ask for what is there, `contiguous` where for another layout alone."""
     layout = bound.pop("memory_format", None)
     asked = [*bound.pop("args", ()), *(bound.pop(key, None) for key in ("dtype", "device", "other", "layout"))]
-    x = bound["x"]
-    for value in asked:
-        wanted = value if isinstance(value, torch.dtype) else dtype_of(value)
-        if value is not None and not isinstance(value, bool) and (wanted is None or wanted is not dtype_of(x)):
-            return "changes the dtype or the device"
-    if layout is None or layout is torch.preserve_format:
-        return Instead("identity", {"x": x})
-    return {"x": x, "memory_format": layout}
+    x, plain = bound["x"], layout is None or layout is torch.preserve_format
+    wanted = [v if isinstance(v, torch.dtype) else dtype_of(v) for v in asked if not (v is None or isinstance(v, bool))]
+    if None in wanted:
+        return "may change the device"
+    if any(dtype is not dtype_of(x) for dtype in wanted):
+        return Instead("cast", {"x": x, "dtype": wanted[0]}) if plain else "changes the dtype and the layout"
+    return Instead("identity", {"x": x}) if plain else {"x": x, "memory_format": layout}
 
 
-def _to_float(bound: Arguments) -> Arguments | Instead | str:
-    return _same_type({**bound, "dtype": torch.float32})
+def _to(dtype: torch.dtype) -> Callable[[Arguments], Arguments | Instead | str]:
+    return lambda bound: _same_type({**bound, "dtype": dtype})
+
+
+_TYPES = {"float": torch.float32, "int": torch.int32, "long": torch.int64, "bool": torch.bool}
 
 
 def _same_values(bound: Arguments) -> Arguments | Instead:
@@ -192,7 +201,7 @@ def _same_values(bound: Arguments) -> Arguments | Instead:
     spell("to", "x *args", _same_type),
     spell("type", "x *args", _same_type),
     spell("type_as", "x other", _same_type),
-    spell("float", "x", _to_float),
+    *(spell(name, "x", _to(dtype)) for name, dtype in _TYPES.items()),
     spell(aten._to_copy.default, "x", _same_type),
     spell(aten.to.dtype, "x dtype non_blocking copy memory_format", _same_type),
     *(spell(t, "x", _same_values) for t in (torch.clone, "clone", aten.clone.default)),
@@ -203,9 +212,19 @@ def contiguous(x: Tensor, *, memory_format: Any = torch.contiguous_format) -> Te
     return x.contiguous(memory_format=memory_format)
 
 
+@row(quant=float_only("x"))
+def cast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """The values in another type."""
+    return x.to(dtype)
+
+
 def _dropout(bound: Arguments) -> Arguments | str:
     drops = bound.pop("p", 0.5) != 0 and bound.get("training", True)
     return "drops values at random (training=True)" if drops else {**bound, "training": False}
+
+
+def _stochastic_depth(bound: Arguments) -> Arguments | str:
+    return _dropout({name: value for name, value in bound.items() if name != "mode"})
 
 
 _DROPOUT = "x p training inplace"
@@ -215,6 +234,7 @@ _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, F.dropout, F.a
 @row(
     *(spell(t, _DROPOUT, _dropout) for t in (*_DROPOUTS, *named("nn.Dropout{n}d F.dropout{n}d"))),
     *(spell(t, "x p training", _dropout) for t in (torch.dropout, aten.dropout.default)),
+    spell("torchvision.ops.stochastic_depth:stochastic_depth", "x p mode training", _stochastic_depth),
     quant=_VIEW,
 )
 def dropout(x: Tensor, *, training: bool) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxq.common.source import name_of
 from fxq.errors import FxqError, unknown
 from fxq.ops.traits import Quant
 
@@ -42,7 +44,8 @@ class Spelling:
     """One way to write an op: a module type, a function, an aten overload, or a method name.
 
     Attributes:
-        target: the module type, callable, or (for a method) its name.
+        target: the module type, callable, or (for a method) its name; of a function in a package that fxq does not
+            import, `module:name`.
         names: argument names in this spelling's positional order; None means the op's own order. The last one may
             start with `*`: it takes all remaining positional arguments.
         adapt: turns the arguments as written into the op's arguments, or returns the reason why it cannot.
@@ -258,9 +261,10 @@ class OpTable:
     def of_call(self, target: Any) -> tuple[Op, Spelling] | None:
         """The op that a function, aten overload or method name spells, or None."""
         try:
-            return self._spelled.get(target)
+            found = self._spelled.get(target)
         except TypeError:
             return None
+        return self._spelled.get(name_of(target)) if found is None and isinstance(target, FunctionType) else found
 
     def of_module(self, module: nn.Module) -> tuple[Op, Spelling] | None:
         """The op that a module spells: its own type, or a base whose forward it does not override."""

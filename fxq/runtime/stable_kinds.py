@@ -11,7 +11,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxq.common.metrics import tensors
-from fxq.graph.query import op_of, reads_only_metadata
+from fxq.graph.query import ARITHMETIC, op_of, reads_only_metadata
 
 _NAMESPACES = frozenset({"aten", "prims", "fxq", "onednn", "quantized", "mkldnn"})
 """Operators whose tags tell whether a size follows from values; others are not relied on."""
@@ -19,7 +19,6 @@ _FROM_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_out
 _UNTAGGED = frozenset({"aten::_pack_padded_sequence", "aten::_pad_packed_sequence"})
 _READS_UNSEEN = frozenset({"tensor_split", "tolist", "numpy"})
 """Functions that look at values without calling an operator."""
-_ARITHMETIC = frozenset({"_operator", "builtins", "math"})
 _TORCH = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._tensor"})
 _MASKS = frozenset({torch.bool, torch.uint8})
 
@@ -70,7 +69,7 @@ def run(node: fx.Node, called: Callable[..., Any], args: Any, kwargs: Any, sure:
     with Reads() as reads:
         value = called(*args, **kwargs)
     owner = called.__self__ if node.op == "call_method" else None  # type: ignore[attr-defined]
-    plain = getattr(called, "__module__", "") in _ARITHMETIC or not holds_tensor((owner, args, kwargs))
+    plain = getattr(called, "__module__", "") in ARITHMETIC or not holds_tensor((owner, args, kwargs))
     return value, not reads.values and (plain or reads_only_metadata(node) or _all_tensors(value))
 
 
@@ -84,7 +83,7 @@ def _is_known(node: fx.Node, called: Any) -> bool:
     if getattr(called, "__name__", "") in _READS_UNSEEN:
         return False
     where = getattr(called, "__module__", None) or ""
-    known = where in _ARITHMETIC or where in _TORCH or where.startswith(("torch._C", "torch._ops."))
+    known = where in ARITHMETIC or where in _TORCH or where.startswith(("torch._C", "torch._ops."))
     return known or node.op == "call_method" or reads_only_metadata(node)
 
 

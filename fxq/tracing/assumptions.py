@@ -46,7 +46,7 @@ class Assumptions:
         self._runs: Counter[tuple[str, int]] = Counter()
         self._frames: list[FrameType | None] = []  # kept, so that no other gets the same id
         self.refusals: list[Untraceable] = []
-        self._dtypes = self._ranks = False
+        self._dtypes = self._ranks = self._devices = False
         self._guarded: set[tuple[fx.Node, str]] = set()
         self._in_call: list[tuple[FrameType, int, fx.Node, tuple[fx.Node, str]]] = []
         self._checked: dict[str, tuple[fx.Node, Any]] = {}
@@ -108,6 +108,10 @@ class Assumptions:
         """Have the graph check the dtypes of its inputs, as what it does depends on them."""
         self._dtypes = self._dtypes or value._origin is not Origin.CONSTANT
 
+    def reads_device(self, value: TracedValue) -> None:
+        """The same of the types of their devices."""
+        self._devices = self._devices or value._origin is not Origin.CONSTANT
+
     def rank(self, value: TracedValue) -> Any:
         """The number of axes of a tensor, or of sizes, as it is on the example: a plain number, no node that reads it.
 
@@ -136,9 +140,9 @@ class Assumptions:
         self.forget()  # the frames hold whatever the forward had at hand
         self._frames.clear()
         checked = dict(self._checked)
-        for name, (node, value) in self._given.items() if self._dtypes or self._ranks else ():
+        for name, (node, value) in self._given.items() if self._dtypes or self._ranks or self._devices else ():
             if next(tensors(value), None) is not None:
-                checked[name] = node, _any_length(node, structure(value, self._dtypes, self._ranks))
+                checked[name] = node, _any_length(node, structure(value, self._dtypes, self._ranks, self._devices))
         if checked:
             first = next(n for n in graph.nodes if n.op != "placeholder")
             nodes = {name: node for name, (node, _) in checked.items()}

@@ -64,6 +64,9 @@ class TracedValue(fx.Proxy):
         if isinstance(value, Tensor) and name in _RANK_READS:
             rank = self.tracer.asked.rank(self)
             return rank if name == "ndim" else lambda: rank
+        if isinstance(value, torch.device) and name == "type":
+            self.tracer.asked.reads_device(self)
+            return value.type
         if isinstance(value, Mapping) and name in ("items", "values", "get"):
             return getattr(self._as_dict(), name)
         found = getattr(value, name)

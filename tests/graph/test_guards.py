@@ -40,7 +40,7 @@ def numbers_changed(value):
 
 @given(nested)
 def test_values_of_tensors_and_numbers_are_free(value):
-    check_fixed({"x": numbers_changed(value)}, {"x": structure(value, dtypes=True, ranks=True)})
+    check_fixed({"x": numbers_changed(value)}, {"x": structure(value, dtypes=True, ranks=True, devices=True)})
 
 
 @given(nested, nested)
@@ -61,6 +61,7 @@ def test_an_argument_goes_through_where_its_structure_is_that_of_the_example(a, 
         ({"a": "<a tensor>"}, {"b": torch.ones(1)}, "x={'a': a tensor}"),
         ("<a tensor of float32 with 2 axes>", torch.ones(2), "got a tensor of float32 with 1 axes"),
         ("<a tensor of float32>", torch.ones(2).int(), "got a tensor of int32"),
+        ("<a tensor on cpu>", torch.ones(2, device="meta"), "got a tensor of float32 on meta"),
         (3, 4, "x=3, as its example has it, and got int 4"),
         (None, torch.ones(1), "x=None"),
     ],

@@ -1,5 +1,6 @@
 """Regions for engines: connected, as large as can be, and none waits for itself."""
 
+import operator
 import random
 from textwrap import dedent
 
@@ -11,6 +12,8 @@ from torch import fx, nn
 import fxq
 from fxq.graph.info import set_info
 from fxq.graph.partition import connected_regions
+from fxq.graph.query import is_size
+from fxq.graph.run import value_of
 from fxq.ops import OPS
 from tests.helpers import steps
 
@@ -133,6 +136,97 @@ def test_what_shares_memory_with_a_changed_value_is_in_no_region_and_keeps_its_o
     assert regions(gm, lambda node: True) == [[d.name]]
     assert [n.name for n in graph.nodes] == order
     assert all(map(torch.equal, fx.GraphModule(gm, graph)(torch.ones(4)), before))
+
+
+def typed(graph):
+    """A module of the graph with the shapes and types that its values have for (2, 6) numbers."""
+    gm = fx.GraphModule(nn.Module(), graph)
+    env = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            env[node] = value = torch.zeros(2, 6) if node.op == "placeholder" else value_of(gm, node, env)
+            is_tensor = isinstance(value, torch.Tensor)
+            set_info(node, shape=tuple(value.shape) if is_tensor else None, dtype=value.dtype if is_tensor else None)
+    return gm
+
+
+def test_sizes_go_along_with_who_reads_them():
+    """Those that nobody else reads are no reason for an output, nor for a second region."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a = graph.call_function(OPS["relu"].target, (x,))
+    size = graph.call_method("size", (a,))
+    rows = graph.call_function(operator.getitem, (size, 0))
+    columns = graph.call_function(operator.getitem, (size, 1))
+    half = graph.call_function(operator.floordiv, (columns, 2))
+    b = graph.call_function(OPS["reshape"].target, (a,), {"shape": (rows, 2, half)})
+    out = graph.call_function(OPS["erf"].target, (b,))
+    c = graph.call_function(OPS["reshape"].target, (out,), {"shape": (rows, columns)})
+    graph.output(c)
+    gm = typed(graph)
+    before = gm(x := torch.randn(4, 8))
+    first, second = connected_regions(gm, lambda node: node is not out)
+    gm.graph.lint()
+    gm.recompile()
+    assert torch.equal(gm(x), before)
+    assert [n.name for n in first.nodes] == [a.name, b.name]
+    assert {step.node for step in first.steps} == {a, size, rows, columns, half, b}
+    assert first.outputs == (a, b)  # the second region reads sizes of it
+    assert second.nodes == (c,) and set(second.inputs) == {out, a}
+    (whole,) = connected_regions(gm, lambda node: True)
+    assert whole.outputs == (c,) and whole.inputs == (graph.find_nodes(op="placeholder")[0],)
+    assert torch.equal(fx.GraphModule(gm, whole.to_graph())(x), before)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_sizes_in_random_graphs(seed):
+    """Every region computes of its inputs what the graph does, and the graph still runs in its new order."""
+    rng, graph = random.Random(seed), fx.Graph()
+    nodes, taken = [graph.placeholder("x")], set()
+    for _ in range(25):
+        x, other = nodes[max(0, len(nodes) - 1 - int(rng.expovariate(0.3)))], rng.choice(nodes)
+        size = graph.call_function(operator.getitem, (graph.call_method("size", (other,)), 1))
+        halves = graph.call_function(operator.floordiv, (size, 2))
+        wide = graph.call_function(OPS["reshape"].target, (x,), {"shape": (-1, 2, halves)})
+        flat = graph.call_function(OPS["reshape"].target, (wide,), {"shape": (-1, rng.choice([size, 6]))})
+        nodes.append(graph.call_function(OPS["tanh"].target, (flat,)))
+        taken.update(node for node in (wide, flat, nodes[-1]) if rng.random() < 0.8)
+    graph.output(tuple(nodes[-3:]))
+    gm = typed(graph)
+    before = gm(x := torch.randn(2, 6))
+    found = list(connected_regions(gm, taken.__contains__))
+    gm.graph.lint()
+    gm.recompile()
+    assert all(map(torch.equal, gm(x), before))
+    values = {graph.find_nodes(op="placeholder")[0]: x}
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            values[node] = value_of(gm, node, values)
+    for region in found:
+        assert not {node for node in region.inputs if is_size(node)}
+        made = fx.GraphModule(gm, region.to_graph())(*(values[node] for node in region.inputs))
+        made = made if isinstance(made, tuple) else (made,)
+        assert all(torch.equal(value, values[node]) for node, value in zip(region.outputs, made, strict=True))
+        read = {n for r in region.nodes for n in r.users if n not in region.nodes and not is_size(n)}
+        assert {n for r in read for n in r.all_input_nodes if n in region.nodes} <= set(region.outputs)
+
+
+def test_a_size_of_what_is_changed_in_place_is_read_where_it_stands():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a = graph.call_function(OPS["relu"].target, (x,))
+    size = graph.call_method("size", (a, 0))
+    leaf = graph.call_method("unsqueeze_", (a, 0))
+    b = graph.call_function(OPS["reshape"].target, (x,), {"shape": (size, -1)})
+    graph.output((b, leaf))
+    gm = typed(graph)
+    for node in (a, leaf):
+        set_info(node, memory=(1,))
+    set_info(leaf, changes=(1,))
+    before, order = gm(torch.ones(2, 6)), list(graph.nodes)
+    assert not list(connected_regions(gm, lambda node: True))
+    assert list(graph.nodes) == order
+    assert all(map(torch.equal, gm(torch.ones(2, 6)), before))
 
 
 def dag(seed, count):

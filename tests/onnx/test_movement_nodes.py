@@ -28,6 +28,7 @@ def calls(x):
         call("expand", x[:, :1], sizes=(-1, 3, -1, -1)),
         call("expand", x[:1], sizes=(2, 2, -1, -1, -1)),
         call("expand_as", x[:, :1], x),
+        call("reshape_as", x, x.transpose(0, 1)),
         call("repeat", x, repeats=(1, 2, 1, 3)),
         call("repeat_interleave", x, repeats=3, dim=-2),
         call("repeat_interleave", x, repeats=2),

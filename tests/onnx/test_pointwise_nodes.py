@@ -45,6 +45,10 @@ CALLS = [
     call("prelu", normal(2, 3, 4, 5), weight(3)),
     call("prelu", normal(2, 1, 4, 4), weight(1)),
     call("prelu", normal(2, 3, 4, 5), normal(3, seed=2)),
+    *(call("cast", INTS, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.bool)),
+    *(call("cast", X, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.bool)),
+    *(call("cast", FLAGS, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.uint8)),
+    call("cast", torch.tensor([0, 1, 128, 255], dtype=torch.uint8), dtype=torch.float32),
     call("pow", X, exponent=2),
     call("pow", X, exponent=3.0),
     call("pow", POSITIVE, exponent=-0.5),
@@ -92,6 +96,8 @@ def test_an_engine_gives_what_torch_gives(call, engine):
     [
         (single("div", X, 2.0, rounding_mode="floor"), [X], "its quotient is rounded"),
         (single("div", INTS, 2), [INTS], "it divides integers"),
+        (single("cast", X, dtype=torch.uint8), [X], "engines compute other values of torch.uint8"),
+        (single("cast", X, dtype=torch.float64), [X], "engines compute other values of torch.float64"),
         (single("hardtanh", INTS, min_val=-1.5), [INTS], "it clamps integers between floats"),
     ],
 )

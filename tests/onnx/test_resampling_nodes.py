@@ -52,6 +52,16 @@ CALLS = [
     call("unfold", X, kernel_size=(3, 2), dilation=(1, 2), padding=(1, 0), stride=(2, 1)),
     call("unfold", X, kernel_size=(2, 2)),
     call("unfold", X, kernel_size=(1, 1), stride=(2, 2)),
+    call("fold", normal(2, 12, 9), output_size=(4, 4), kernel_size=(2, 2)),
+    call(
+        "fold",
+        normal(2, 24, 21),
+        output_size=(7, 9),
+        kernel_size=(3, 2),
+        dilation=(1, 2),
+        padding=(1, 0),
+        stride=(3, 1),
+    ),
 ]
 
 
@@ -67,6 +77,7 @@ def test_an_engine_gives_what_torch_gives(call, engine):
     ("refused", "reason"),
     [
         (call("interpolate", X, size=(3, 3), mode="bilinear", antialias=True), "antialias"),
+        (call("fold", normal(12, 9), output_size=(4, 4), kernel_size=(2, 2)), "no batch"),
         (call("pixel_shuffle", normal(12, 3, 4), upscale_factor=2), "no batch of images"),
         (call("unfold", normal(3, 5, 7), kernel_size=(2, 2)), "no batch of images"),
     ],

@@ -28,7 +28,9 @@ CASES = [*LAYERS, *ACTIVATIONS, *FLOATS, *ARITHMETIC, *MOVEMENT, *SELECTION, *PO
 
 CONVERSION = "made by the passes; a model that calls it is quantized already"
 OTHERWISE = "torch.fx traces it as another spelling, which has a case; only graphs from elsewhere hold it"
+ELSEWHERE = "a function of a package that the tests do not need; see tests/ops/test_table.py"
 UNTESTED = {
+    "torchvision.ops.stochastic_depth:stochastic_depth": ELSEWHERE,
     F.sigmoid: OTHERWISE,
     F.tanh: OTHERWISE,
     operator.iadd: OTHERWISE,

@@ -176,6 +176,19 @@ def test_refusals_of_the_real_rows(function, args, kwargs, reason):
     assert row.bind(spelling, args, kwargs) == reason
 
 
+def test_functions_of_other_packages_are_known_by_their_names():
+    def stochastic_depth(input, p, mode, training=True):
+        raise NotImplementedError
+
+    assert OPS.of_call(stochastic_depth) is None
+    stochastic_depth.__module__, stochastic_depth.__qualname__ = "torchvision.ops.stochastic_depth", "stochastic_depth"
+    row, spelling = OPS.of_call(stochastic_depth)
+    assert row.name == "dropout"
+    assert row.bind(spelling, ("t", 0.2, "row", False), {}) == {"x": "t", "training": False}
+    assert row.bind(spelling, ("t",), {"p": 0.0, "mode": "row"}) == {"x": "t", "training": False}
+    assert row.bind(spelling, ("t", 0.2, "row"), {}) == "drops values at random (training=True)"
+
+
 def test_the_canonical_call_leaves_out_what_is_default():
     bound = {"x": "t", "weight": None, "factor": 2, "mode": "near", "shift": 1}
     assert ROW.canonical(bound) == (("t",), {"factor": 2, "shift": 1})

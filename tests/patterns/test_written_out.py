@@ -140,7 +140,8 @@ def test_parts_are_ops_of_their_own():
         (lambda x: x.max(dim=1)[1] + 1, "returns indices or statistics that are read"),
         (lambda x: x[x > 0], "is indexed with a tensor"),
         (lambda x: x[:, [0, 2]], "is indexed with a list"),
-        (lambda x: x.double().float(), "changes the dtype or the device"),
+        (lambda x: x.to(x.device) + 1, "may change the device"),
+        (lambda x: x.to(torch.float64, memory_format=torch.channels_last), "changes the dtype and the layout"),
     ],
 )
 def test_leaves_say_why(forward, reason):

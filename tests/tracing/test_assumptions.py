@@ -219,6 +219,21 @@ def test_ranks_behind_a_squeeze_depend_on_sizes_and_are_checked(squeezed):
         qmodel(X[:1])
 
 
+def on_the_device(self, x):
+    if x.device.type == "meta":
+        return x
+    with torch.autocast(device_type=self.a(x).device.type, enabled=False):
+        return self.a(x)
+
+
+def test_devices_that_decide_are_checked():
+    gm = graph(module(on_the_device, a=conv()), X, "trace")
+    assert "check_fixed({'x': x}, {'x': '<a tensor on cpu>'})" in text(gm) and "check_same" not in text(gm)
+    close(module(on_the_device, a=conv()), X)
+    with pytest.raises(fxq.InputError, match=r"for x=a tensor on cpu, .* got a tensor of float32 on meta"):
+        gm(X.to("meta"))
+
+
 def test_dtypes_that_decide_are_checked():
     qmodel = close(module(lambda self, x: self.a(x) if x.dtype == torch.float32 else x, a=conv()), X)
     with pytest.raises(

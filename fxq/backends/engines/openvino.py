@@ -18,7 +18,7 @@ from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.moves import convert_before_moves
 from fxq.backends.engines.request import Request
 from fxq.backends.layer_rows import is_depthwise_call
-from fxq.graph.info import EngineLayer
+from fxq.graph.info import EngineLayer, info
 from fxq.graph.unit import Calls
 from fxq.onnx.graph import Written
 from fxq.ops import OPS
@@ -118,6 +118,14 @@ class Openvino(EngineBackend):
     others: ClassVar[frozenset[str]] = frozenset(
         {"add", "mul", "mean", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")}
     )
+
+    def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
+        """As in `EngineBackend`; nor what makes other than floats of integers of 64 bits, which it makes 32 of."""
+        made = info(node).dtype
+        types = {made, *(info(read).dtype for read in node.all_input_nodes)}
+        if torch.int64 in types and not (made is not None and made.is_floating_point):
+            return "OpenVINO computes integers of 64 bits in 32"
+        return super().refusal(gm, node)
 
     def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
         """As in `Backend`: transposed convolutions read int8 around 0, since with a zero point they run in float.

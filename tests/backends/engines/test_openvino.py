@@ -1,5 +1,7 @@
 """The openvino backend alone."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -67,3 +69,28 @@ def test_it_is_not_there_where_onednn_may_not_use_all_instructions(monkeypatch):
     assert "unset it" in Openvino().available()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "default")
     assert Openvino().available() is None
+
+
+@pytest.mark.filterwarnings("ignore:with all that can on integers:fxq.FxqWarning")
+def test_integers_of_64_bits_stay_outside():
+    """It makes 32 of them, so that a sum of large ones is another. Floats are made of them as they are."""
+
+    class Stamps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, stamps, zero):
+            return self.linear((stamps - zero).float()), stamps + 1, (stamps + 1_294_967_296).bool()
+
+    torch.manual_seed(0)
+    zero = torch.tensor(3_000_000_000)
+    inputs = zero + torch.randint(0, 10, (4, 8)), zero
+    model = Stamps().eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*kernel is wrong", fxq.FxqWarning)
+        q = fxq.quantize(model, fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[inputs])
+    assert any(isinstance(module, OpenvinoKernel) for module in q.modules())
+    with torch.no_grad():
+        (want, *exact), (got, *others) = model(*inputs), q(*inputs)
+    assert all(map(torch.equal, others, exact)) and sqnr(want, got) > 25
