@@ -176,8 +176,8 @@ class EngineBackend(Backend):
             weight, is_table = config.weight, first.op.name in self.tables
             is_kept = is_table and weight is not None and weight.bits > 4 and weight.format == "integer"
             which = " of so few bits, or in float16," if is_table else ""
-            reason = f"{self.name} takes no integer weights{which} beside float activations"
-            return Support(len(calls)) if is_kept else Support(0, reason)
+            why = f"{self.name} takes no integer weights{which} beside float activations"
+            return Support(len(calls)) if is_kept else Support(0, why)
         measured = config.activation.range == "measured"
         if measured and first.op.name not in self.measures:
             of = f" for {first.op.name}" if self.measures else ""
