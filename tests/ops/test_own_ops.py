@@ -88,7 +88,7 @@ def test_an_op_that_cannot_be(make, message):
 
 def test_a_function_defined_anew_replaces_its_op():
     def define():
-        @fxq.register_op(nn.Fold, quant=fxq.Quant("float"))
+        @fxq.register_op(nn.PairwiseDistance, quant=fxq.Quant("float"))
         def anew(x):
             return x
 
@@ -97,7 +97,7 @@ def test_a_function_defined_anew_replaces_its_op():
     first, second = define(), define()
     assert OPS["anew"].target is second and OPS.of_target(first) is None
     OPS.discard("anew")
-    assert "anew" not in OPS and OPS.of_call(nn.Fold) is None
+    assert "anew" not in OPS and OPS.of_call(nn.PairwiseDistance) is None
 
 
 @torch.library.custom_op("fxq_tests::unregistered", mutates_args=())
