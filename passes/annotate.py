@@ -23,7 +23,7 @@ from fxq.ops import OPS
 from fxq.ops.traits import STATE_MEASURED
 from fxq.pipeline.candidates import Candidate, Settled
 from fxq.pipeline.context import Context
-from fxq.quant.spec import MEASURED_STATE, QuantConfig, TensorSpec
+from fxq.quant.spec import MEASURED_STATE, QuantConfig, Role, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
 from fxq.rewriting.rewriter import Rewriter
@@ -146,7 +146,7 @@ class _Asked:
         light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.weight for call in calls)
         if light and config.activation is not None and config.activation.range == "measured":
             return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
-        config = backend.config(config, calls)
+        config, notes = backend.config(config, calls), _changes(backend, config, calls)
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
@@ -157,7 +157,9 @@ class _Asked:
         is_calibrated = state is not None and state.range == "calibrated"
         if state and recurrence and is_calibrated and recurrence.apart(calls[0].tensors, calls[0].options):
             state, why = replace(MEASURED_STATE, bits=state.bits), "its output shows another range than its state"
-            self.rewriter.describe(node, note=STATE_MEASURED.format(why))
+            notes.append(STATE_MEASURED.format(why))
+        if notes and backend is self.rewriter.context.backend:  # others are asked what they would do
+            self.rewriter.describe(node, note="; ".join(notes))
         return Candidate(calls, config.activation, config.weight, support, state, overflows)
 
     def _weight_only(self, node: fx.Node, backend: Backend, config: QuantConfig, spec: TensorSpec) -> Plan:
@@ -241,6 +243,17 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
         return "its inputs are constants"
     reasons = (_unfit_input(gm, first, read, changes) for read in inputs_of(calls))
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _changes(backend: Backend, asked: QuantConfig, calls: Calls) -> list[str]:
+    """What a backend reads in another way than the recipe asks for."""
+    config = backend.config(asked, calls)
+    roles: tuple[Role, ...] = ("activation", "state")
+    return [
+        f"for {backend.name}, its {role} is {config.of(role)}, and not {asked.of(role)}"
+        for role in roles
+        if config.of(role) != asked.of(role)
+    ]
 
 
 def _unfit_weight(tensor: torch.Tensor | None, spec: TensorSpec) -> str | None:

@@ -163,7 +163,7 @@ def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
         if not bounded:
             why = "a fixed one reaches from -1 to 1, and the state may go further"
             rewriter.describe(node, note=STATE_MEASURED.format(why))
-    rewriter.update(node, kwargs=recurrence.with_grid(node.kwargs, steps, scale))
+    rewriter.update(node, kwargs=recurrence.with_grid(node.kwargs, steps, scale, plan.state.symmetric))
 
 
 def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:

@@ -43,8 +43,8 @@ class Case:
     Attributes:
         model: the float network.
         draw: makes new inputs.
-        faster: least ratio of the float time to that of "fxq dynamic".
-        sqnr: least dB of "fxq dynamic".
+        faster: least ratio of the float time to that of dynamic quantization.
+        sqnr: least dB of that.
         sizes: most bytes in memory relative to float, by quantizer.
     """
 
@@ -133,7 +133,8 @@ def made(case: Case, wanted: tuple[str, ...]) -> Iterator[Entry]:
             start = time.perf_counter()
             qmodel = quantize(case.model, recipe(), data, example)
             took = time.perf_counter() - start
-            note = f"{on_integers(qmodel)}; {took:.0f} s to quantize"
+            chosen = f", {qmodel.backend}" if recipe().backend == "fastest" else ""
+            note = f"{on_integers(qmodel)}{chosen}; {took:.0f} s to quantize"
             noise = sqnr(expected, qmodel(fresh))
             yield Entry(name, qmodel, noise, fxq.nbytes(qmodel), saved(qmodel), note)
         except Exception as error:  # it is a result, too
@@ -162,19 +163,20 @@ def _failed(error: Exception) -> str:
 
 def judged(name: str, case: Case, entries: Mapping[str, Entry], times: Mapping[str, float]) -> Iterator[Number]:
     """What has a target."""
-    dynamic = "fxq dynamic"
-    for quantizer in RECIPES:
-        if quantizer in times:
-            ratio = times[FLOAT] / times[quantizer]
-            least = case.faster if quantizer == dynamic else 0.97
-            yield Number(name, f"{quantizer}: times faster than float", ratio, least=least)
+    own = [quantizer for quantizer in RECIPES if quantizer in times]
+    dynamic = [quantizer for quantizer in own if quantizer.startswith("fxq dynamic")]
+    for quantizer in own:
+        ratio = times[FLOAT] / times[quantizer]
+        least = case.faster if quantizer in dynamic else 0.97
+        yield Number(name, f"{quantizer}: times faster than float", ratio, least=least)
     engines = [engine for engine in times if engine.startswith("torch.ao ")]
-    if dynamic in times and engines:
-        best = min(engines, key=times.__getitem__)
-        detail = f"{best}, {entries[best].noise:.1f} dB"
-        yield Number(name, f"{dynamic}: times faster than torch.ao", times[best] / times[dynamic], 1.0, detail=detail)
-    if dynamic in times and case.sqnr is not None:
-        yield Number(name, f"{dynamic}: SQNR, dB", entries[dynamic].noise, least=case.sqnr)
+    for quantizer in dynamic:
+        if engines:
+            best = min(engines, key=times.__getitem__)
+            what, detail = f"{quantizer}: times faster than torch.ao", f"{best}, {entries[best].noise:.1f} dB"
+            yield Number(name, what, times[best] / times[quantizer], 1.0, detail=detail)
+        if case.sqnr is not None:
+            yield Number(name, f"{quantizer}: SQNR, dB", entries[quantizer].noise, least=case.sqnr)
     for quantizer, most in case.sizes.items():
         if quantizer in times:
             for what, part in (("memory", entries[quantizer].memory), ("state dict", entries[quantizer].file)):

@@ -10,6 +10,7 @@ import fxq
 
 RECIPES: dict[str, Callable[[], fxq.Recipe]] = {
     "fxq dynamic": lambda: fxq.Recipe.dynamic(),
+    "fxq dynamic, fastest": lambda: fxq.Recipe.dynamic(backend="fastest"),
     "fxq static": lambda: fxq.Recipe.static(),
     "fxq int8 weights": lambda: fxq.Recipe.weight_only(),
     "fxq int4 weights": lambda: fxq.Recipe.weight_only(bits=4),

@@ -15,14 +15,13 @@ from fxq.backends.base import Backend
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, InputError
-from fxq.graph.info import Decision, EngineLayer, Fate, Plan, info
+from fxq.graph.info import Decision, EngineLayer, Fate, Plan, info, set_info
 from fxq.graph.query import CONVERSIONS, is_op, is_size, made_by, op_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import open_unit
 
-FLOAT = "fxq.FLOAT"
 _FATES: tuple[Fate, ...] = ("int8", "weight-only", "moves", "float")
 """What a kernel counts as that runs ops of each: the first that there is."""
 
@@ -109,6 +108,7 @@ def _known_of(rewriter: Rewriter, units: Sequence[fx.Node]) -> dict[str, Any]:
     plans, parts, paths = list[Plan](), list[tuple[str, ...]](), list[str]()
     for about in map(info, units):
         plan, count = about.plan or Plan(Decision("float", "undecided")), max(len(about.parts), 1)
+        plan = plan.decided(text=about.note) if about.note and plan.fate == "int8" else plan
         plans += [plan, *[replace(plan, cost=None)] * (count - 1)]  # what it costs, the first stands for
         parts += about.parts or (about.origins,)
         paths += about.paths or (about.path,) * count
@@ -123,9 +123,9 @@ def describe_as_run(rewriter: Rewriter, node: fx.Node, layers: tuple[EngineLayer
     An op that has no layer of its own, for the engine has joined it with another, is what was decided.
     """
     rewriter.describe(node, layers=layers)
-    kernel = submodule(rewriter.gm, node)
-    inside = kernel.graph_inside() if isinstance(kernel, Kernel) else None
-    ops = {n: calls for n in inside.graph.nodes if (calls := calls_of(inside, n))} if inside is not None else {}
+    kernel: Any = submodule(rewriter.gm, node)
+    inside = kernel.form.module(kernel)
+    ops = {n: calls for n in inside.graph.nodes if (calls := calls_of(inside, n))}
     units = [unit for unit in ops if not is_op(unit, *CONVERSIONS)]
     found = False
     for unit in units:
@@ -135,9 +135,10 @@ def describe_as_run(rewriter: Rewriter, node: fx.Node, layers: tuple[EngineLayer
             continue
         found, ran = True, max(own, key=lambda layer: layer.us)
         why = f"{rewriter.context.backend.name} runs it in {ran.dtype}, as {ran.op}: its conversions are for nothing"
-        line = rewriter.context.override_line((info(unit).paths or (info(unit).path,))[0], ops[unit][0].op.name, FLOAT)
+        path, op = (info(unit).paths or (info(unit).path,))[0], ops[unit][0].op.name
+        line = rewriter.context.override_line(path, op, "fxq.FLOAT")
         decided = plan.decided(fate="float", kind="unsupported", text=why, fix=line, decided_by=rewriter.name)
-        rewriter.describe(unit, plan=decided)
+        set_info(unit, plan=decided)
     if found:
         rewriter.describe(node, **{"plan": info(units[0]).plan, **_known_of(rewriter, units)})
 

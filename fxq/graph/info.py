@@ -78,8 +78,8 @@ class EngineLayer(NamedTuple):
     """What an engine runs as one layer of a region.
 
     Attributes:
-        nodes: what it is made of: names of nodes of the region, layers before other ops and these before conversions;
-            empty for what the engine has put in, as a change of layout, or has made of several under another name.
+        nodes: what it is made of: names of nodes of the region, layers before other ops; conversions only where it is
+            nothing else. Empty for what the engine has put in, as a change of layout, or goes by a name of its own.
         op: what the engine calls it.
         dtype: the type of what it computes with, as torch calls it.
         kind: `int8` or `float`, as it computes; `moves`: it moves values; `convert`: it converts them.

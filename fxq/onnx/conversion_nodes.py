@@ -9,9 +9,70 @@ from torch import Tensor
 
 from fxq.onnx.dequantized import real_values
 from fxq.onnx.writer import INT4, UINT4, NotInOnnx, Value, Writer, refuse, writes
+from fxq.quant.measured import SMALLEST
 from fxq.quant.packing import unpack
 
 _LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+_WHOLE = "DynamicQuantizeLinear"
+"""Measures one range, and puts its values onto the grid 0..255: the integers, their scale and their zero point."""
+
+
+@writes("choose_scale")
+def choose_scale(w: Writer, x: Value, *, steps: int, axis: int | None, symmetric: bool) -> str:
+    if axis is None and not symmetric and steps == 255:
+        return w.emit_several(_WHOLE, [x], 3)[1]
+    below, above = _ends(w, x, axis)
+    size = w.emit("Max", below, above) if symmetric else w.emit("Add", below, above)
+    return w.emit("Clip", w.emit("Div", size, w.number(steps, x)), w.number(SMALLEST, x))
+
+
+@writes("choose_zero_point")
+def choose_zero_point(w: Writer, x: Value, *, scale: Value, qmin: int, axis: int | None) -> str:
+    whole = _measured_whole(w, x, scale)
+    if whole is not None:
+        zero = w.cast(whole[2], torch.float32)
+    else:
+        zero = w.emit("Round" if axis is None else "Ceil", w.emit("Div", _ends(w, x, axis)[0], scale))
+    return w.emit("Add", zero, w.number(qmin, x)) if qmin else zero
+
+
+def _ends(w: Writer, x: Value, axis: int | None) -> tuple[str, str]:
+    """How far values reach below zero and above it, at least 0; of each row with an `axis`.
+
+    Engines make one node of two that are alike.
+    """
+    axes = w.ints(range(0 if axis is None else axis % x.rank, x.rank))
+    low, high = (w.emit(kind, x, axes, keepdims=int(axis is not None)) for kind in ("ReduceMin", "ReduceMax"))
+    return w.emit("Relu", w.emit("Neg", low)), w.emit("Relu", high)
+
+
+def _measured_whole(w: Writer, x: Value, scale: Any) -> tuple[str, ...] | None:
+    """What the node makes that has measured a scale, and put the values onto its grid; None: another one measures."""
+    node = w.made_by(scale.name) if isinstance(scale, Value) else None
+    return node.makes if node is not None and node.kind == _WHOLE and node.reads == (x.name,) else None
+
+
+def _computed_zero(w: Writer, scale: Value, zero_point: Any, dtype: torch.dtype) -> str:
+    """A zero point beside a scale that is measured: of its shape, of the integers' type."""
+    if isinstance(zero_point, Value):
+        cast = w.made_by(zero_point.name)
+        whole = w.made_by(cast.reads[0]) if cast is not None else None
+        return cast.reads[0] if cast and whole and whole.kind == _WHOLE else w.cast(zero_point, dtype)
+    key = "zero", zero_point, scale.shape, dtype
+    return w.constant(w.kept(key, lambda: torch.full(scale.shape, zero_point, dtype=dtype, device="cpu")))
+
+
+def _rows(x: Value, scale: Value) -> dict[str, int]:
+    """The attributes of a conversion with one scale for the value, or one for each row."""
+    if scale.rank == 0 or x.rank == 1:
+        return {}
+    refuse(scale.shape != (*x.shape[:-1], 1), "its rows have several axes")
+    return {"axis": -1, "block_size": x.shape[-1]}
+
+
+def _computed(w: Writer, scale: Any) -> bool:
+    """Whether a scale is measured at run time."""
+    return isinstance(scale, Value) and w.value_of(scale.name) is None
 
 
 @writes("quantize")
@@ -29,6 +90,11 @@ def quantize(
 ) -> str:
     if w.floats:
         return x.name
+    if _computed(w, scale):
+        whole = _measured_whole(w, x, scale)
+        if whole is not None and dtype is torch.uint8:
+            return whole[0]
+        return w.emit("QuantizeLinear", x, scale, _computed_zero(w, scale, zero_point, dtype), **_rows(x, scale))
     step, zero = _grid(w, x, scale, zero_point, dtype, axis, block)
     if step.dim() == 0:
         read = x.name
@@ -69,7 +135,13 @@ def dequantize(
     stored = w.value_of(x.name)
     if stored is None:
         refuse(packed is not None, "its integers are computed, and two of them in a byte")
-        return x if w.floats else _real(w, x, _grid(w, x, scale, zero_point, x.dtype, axis, block), axis, block)
+        if w.floats:
+            return x
+        if _computed(w, scale):
+            point = _computed_zero(w, scale, zero_point, x.dtype)
+            made = w.emit("DequantizeLinear", x, scale, point, **_rows(x, scale))
+            return Value(made, torch.empty_like(x.like, dtype=torch.float32))
+        return _real(w, x, _grid(w, x, scale, zero_point, x.dtype, axis, block), axis, block)
     if x.dtype is torch.float16:
         return Value(w.cast(x, torch.float32), x.like.float())
     kind = None

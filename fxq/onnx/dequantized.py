@@ -45,6 +45,16 @@ def is_of_integers(w: Writer, value: Value) -> bool:
     return node is not None and node.kind == "DequantizeLinear"
 
 
+def measured(w: Writer, value: Value) -> OnnxNode | None:
+    """What makes a value of integers whose scale is measured at run time: it reads these, the scale, the zero point.
+
+    With a block, each row has a scale.
+    """
+    node = w.made_by(value.name)
+    is_known = node is None or node.kind != "DequantizeLinear" or w.value_of(node.reads[1]) is not None
+    return None if is_known else node
+
+
 def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
     """A weight; in float32 where the input is none of integers: else an engine would make it that in every call.
 

@@ -21,6 +21,7 @@ import fxq.onnx.resampling_nodes  # noqa: F401  (register how the ops are writte
 from fxq.graph.info import info
 from fxq.graph.query import (
     CONVERSIONS,
+    MEASURES,
     arguments_of,
     called_name,
     fills_like,
@@ -179,7 +180,7 @@ def _write_unit(writer: Writer, unit: Unit, args: Sequence[Any]) -> Any:
 def _like(writer: Writer, op: Op, args: Any, options: Any) -> Tensor:
     """What an op gives, on the meta device."""
     args, options = _on_meta((args, options))
-    if writer.floats and op.name in CONVERSIONS:
+    if writer.floats and op.name in CONVERSIONS and op.name not in MEASURES:
         return torch.empty_like(args[0], dtype=torch.float32)
     made: Tensor = op.target(*args, **options)
     return made

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fxq.onnx.dequantized import bias_for, dequantized, transposed, weight_for
+import torch
+
+from fxq.onnx.dequantized import bias_for, dequantized, measured, transposed, weight_for
 from fxq.onnx.padding_nodes import onnx_pads, padded
-from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
+from fxq.onnx.writer import INT4, UINT4, NotInOnnx, OnnxNode, Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
 from fxq.ops.convolution import conv_padding
 
@@ -59,6 +61,8 @@ def conv_transpose(
 
 @writes("linear")
 def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str:
+    if (made := measured(w, x)) is not None:
+        return _measured_linear(w, x, made, weight, bias)
     matrix = transposed(w, weight_for(w, x, weight))
     found = dequantized(w, x)
     if x.rank == 2 and bias is not None:
@@ -70,6 +74,46 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
         return w.reshaped(product, (*x.shape[:-1], weight.shape[0]))
     product = w.emit("MatMul", x, matrix)
     return product if bias is None else w.emit("Add", product, bias)
+
+
+def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: Value | None) -> str:
+    """A linear layer on integers of a measured grid: their product, scaled behind.
+
+    The node takes one scale and one zero point. Where each row has its own, the product is scaled by them behind, and
+    what the zero points add is taken off with the bias: in a product of these, as real values, with the sums of the
+    weight's columns.
+    """
+    of_weight, matrix = dequantized(w, weight), w.made_by(transposed(w, weight))
+    if of_weight is None or matrix is None or bool(of_weight.zero.any()) or matrix.attributes.get("block_size"):
+        raise NotInOnnx("its weight has a zero point, or blocks, or is not in integers")
+    integers, steps, _ = (w.value_of(name) for name in matrix.reads)
+    assert integers is not None and steps is not None  # those of a weight are constants
+    if weight.name in w.weights:
+        integers = integers.clone()  # see `weight_for`
+    w.weights.add(weight.name)
+    nothing = torch.zeros((), dtype=torch.int8, device="cpu")
+
+    def product(scale: Operand, zero: Operand, added: Value | None = None) -> str:
+        return w.emit("MatMulIntegerToFloat", made.reads[0], integers, scale, steps, zero, nothing, added)
+
+    scale, zero = made.reads[1:]
+    middle = w.value_of(zero)
+    if "block_size" not in made.attributes:
+        return product(scale, zero, bias)
+    if x.like.numel() == x.shape[-1]:  # one row
+        return product(w.reshaped(scale, ()), w.reshaped(zero, ()), bias)
+    one = torch.ones((), device="cpu")
+    real = w.emit("Mul", product(one, None if middle is None else middle.flatten()[0]), scale)
+    added: Operand = bias
+    if middle is None:
+        cast, lines = w.made_by(zero), [-integers.sum(0, dtype=torch.float64) * steps]
+        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if cast is None else cast.reads[0])]
+        if bias is not None and (known := w.value_of(bias.name)) is not None:
+            lines.append(known.double())
+            shape = *x.shape[:-1], 1
+            parts.append(w.constant(w.kept(("ones", shape), lambda: torch.ones(shape, device="cpu"))))
+        added = w.emit("MatMul", w.joined(parts, -1), torch.stack(lines).float())
+    return real if added is None else w.emit("Add", real, added)
 
 
 @writes("matmul")
@@ -92,7 +136,16 @@ def einsum(w: Writer, xs: Sequence[Value], *, equation: str) -> str:
 
 @writes("embedding")
 def embedding(w: Writer, x: Value, weight: Value) -> str:
-    return w.emit("Gather", weight, x, axis=0)
+    """Rows of a table; of one of integers they are read as these, with their scales, and made floats behind."""
+    found = dequantized(w, weight)
+    q = w.value_of(found.node.reads[0]) if found is not None and not w.floats else None
+    if found is None or q is None or w.type_of(found.node.reads[0]) in (INT4, UINT4):
+        return w.emit("Gather", weight, x, axis=0)
+    block, grid = found.node.attributes.get("block_size") or q.shape[1], [found.scale, found.zero]
+    if found.scale.dim() < 2:  # one for each row, or for all
+        grid = [part.expand(len(q)).reshape(-1, 1).contiguous() for part in grid]
+    read = [w.emit("Gather", part, x, axis=0) for part in (q, *grid)]
+    return w.emit("DequantizeLinear", *read, axis=-1, block_size=block)
 
 
 @writes("embedding_bag")

@@ -1,4 +1,4 @@
-"""ONNX of recurrent layers, in float."""
+"""ONNX of recurrent layers, in float; of an LSTM on integers, too, as ONNX Runtime has it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.onnx.dequantized import weight_for
+from fxq.onnx.dequantized import dequantized, measured, weight_for
 from fxq.onnx.writer import NotInOnnx, Operand, Value, Writer, refuse, writes
 
 
@@ -25,11 +25,13 @@ def lstm(
     weight_hr: Value | None = None,
     *,
     cell: bool,
+    state_affine: bool,
     **options: Any,
 ) -> str:
     refuse(weight_hr is not None, "its hidden state is projected")
     order = (0, 3, 1, 2)  # input, forget, cell, output; ONNX: input, output, forget, cell
-    made = _layer(w, "LSTM", x, [weight_ih, weight_hh, bias_ih, bias_hh], [h, c], order, **options)
+    kind = "DynamicQuantizeLSTM" if state_affine and not w.floats else "LSTM"
+    made = _layer(w, kind, x, [weight_ih, weight_hh, bias_ih, bias_hh], [h, c], order, **options)
     return w.emit("Concat", made[0], made[2], axis=0) if cell else made[0]
 
 
@@ -93,18 +95,55 @@ def _layer(
         state_scale: the same.
         attributes: further ones of the node.
     """
-    refuse(state_qmax, "its hidden state is on a grid")
     steps, samples, _ = x.shape
-    parts = [_gates(w, x, part, order) for part in weights]
-    biases = [part for part in parts[2:] if part is not None]
+    if kind == "DynamicQuantizeLSTM":
+        refuse(samples != 1, "it measures one range of the states of all samples: there must be one sample")
+        refuse(state_qmax != 255 or state_scale is not None, "its hidden state is on another grid than 0..255")
+        x, (parts, grids) = _before_rounding(w, x), _integers(w, weights[:2], order)
+    else:
+        refuse(state_qmax and not w.floats, "its hidden state is on a grid")
+        parts, grids = [_gates(w, x, part, order) for part in weights[:2]], []
+    biases = [gates for part in weights[2:] if (gates := _gates(w, x, part, order)) is not None]
     bias = w.kept(("biases", *map(id, biases)), lambda: torch.cat(biases, 1)) if biases else None
     first: list[Operand] = [None if h is None else w.reshaped(h, (1, *h.shape)) for h in states]
-    hidden = 0 if parts[1] is None else parts[1].shape[-1]
+    hidden = 0 if weights[1] is None else weights[1].shape[-1]
     made, *last = w.emit_several(
-        kind, [x, *parts[:2], bias, None, *first], 1 + len(states), hidden_size=hidden,
+        kind, [x, *parts, bias, None, *first, None, *grids], 1 + len(states), hidden_size=hidden,
         direction="reverse" if reverse else "forward", **attributes,
     )  # fmt: skip
     return [w.reshaped(made, (steps, samples, hidden)), *last]
+
+
+def _before_rounding(w: Writer, x: Value) -> Value:
+    """What was measured and rounded to make a value, for a layer that does the same."""
+    grid = measured(w, x)
+    refuse(grid is None and dequantized(w, x) is not None, "the range of its input is not measured")
+    if grid is None:
+        return x
+    whole = w.made_by(grid.reads[0])
+    if whole is None or whole.kind != "DynamicQuantizeLinear":
+        raise NotInOnnx("its input is on another grid than 0..255, or on several")
+    return Value(whole.reads[0], x.like)
+
+
+def _integers(
+    w: Writer, weights: Sequence[Value | None], order: Sequence[int]
+) -> tuple[list[Tensor | None], list[Operand]]:
+    """Weights as integers (1, columns, gates), and of each the scales and zero points (1, gates).
+
+    No node shares them with another: ONNX Runtime fails to make unsigned integers of what nodes share.
+    """
+    parts: list[Tensor | None] = []
+    grids: list[Operand] = []
+    for weight in weights:
+        found = dequantized(w, weight) if weight is not None else None
+        q = w.value_of(found.node.reads[0]) if found is not None else None
+        if found is None or q is None or bool(found.zero.any()) or found.node.attributes.get("block_size"):
+            raise NotInOnnx("its weights have zero points, or blocks, or are not in integers")
+        parts.append(_in_order(q, order).transpose(1, 2).contiguous())
+        grids.append(_in_order(found.scale.expand(len(q)), order))
+        grids.append(torch.zeros(1, len(q), dtype=torch.int8, device="cpu"))
+    return parts, grids
 
 
 def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> Tensor | None:
@@ -115,5 +154,9 @@ def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> T
     real = found if isinstance(found, Tensor) else w.value_of(found.name)
     if real is None:
         raise NotInOnnx("its weights are computed")
-    gates = real.detach().unflatten(0, (len(order), -1))
-    return w.kept(("gates", id(real)), lambda: gates[list(order)].flatten(0, 1)[None])
+    return w.kept(("gates", id(real)), lambda: _in_order(real, order))
+
+
+def _in_order(rows: Tensor, order: Sequence[int]) -> Tensor:
+    """The rows of a tensor in ONNX's order of the gates, with an axis in front for the directions."""
+    return rows.detach().unflatten(0, (len(order), -1))[list(order)].flatten(0, 1)[None]

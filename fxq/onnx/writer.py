@@ -65,6 +65,11 @@ class OnnxNode:
     attributes: Mapping[str, Any]
 
 
+_CONTRIBUTED = frozenset({"DynamicQuantizeLSTM", "MatMulIntegerToFloat"})
+"""Types of nodes that are none of ONNX's own, but ONNX Runtime's."""
+_RUNTIME = "com.microsoft"
+
+
 @dataclass
 class Writer:
     """The model so far.
@@ -211,7 +216,10 @@ class Writer:
                 needed.update(node.reads)
                 nodes.append(node)
         graph = helper.make_graph(
-            [helper.make_node(n.kind, n.reads, n.makes, name=n.makes[0], **n.attributes) for n in reversed(nodes)],
+            [
+                helper.make_node(n.kind, n.reads, n.makes, n.makes[0], domain=_domain(n), **n.attributes)
+                for n in reversed(nodes)
+            ],
             "fxq",
             [
                 helper.make_tensor_value_info(v.name, onnx_type(v.dtype), v.shape)
@@ -225,7 +233,14 @@ class Writer:
                 if name in needed
             ],
         )
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=_IR_VERSION)
+        versions = {"": OPSET, **{domain: 1 for node in nodes if (domain := _domain(node))}}
+        opsets = [helper.make_opsetid(domain, version) for domain, version in versions.items()]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
+
+
+def _domain(node: OnnxNode) -> str:
+    """Who defines the type of a node; empty: ONNX."""
+    return _RUNTIME if node.kind in _CONTRIBUTED else ""
 
 
 _TYPES = {

@@ -89,7 +89,9 @@ def choose_scale(x: Tensor, *, steps: int, axis: int | None = None, symmetric: b
 
 @row(quant=float_only("x"))
 def choose_zero_point(x: Tensor, *, scale: Tensor, qmin: int = 0, axis: int | None = None) -> Tensor:
-    """The integer for float zero with which the smallest of the values and zero is not below `qmin`, in float32.
+    """The integer for float zero with which the smallest of the values and zero is `qmin`, in float32.
+
+    Of rows it is rounded up, so that nothing lies below `qmin`; of the whole tensor it is the nearest one.
 
     Args:
         x: float32.
@@ -97,7 +99,7 @@ def choose_zero_point(x: Tensor, *, scale: Tensor, qmin: int = 0, axis: int | No
         qmin: smallest integer of the grid.
         axis: as there.
     """
-    return measured_zero_point(measured_range(x, axis)[0], scale, qmin)
+    return measured_zero_point(measured_range(x, axis)[0], scale, qmin, nearest=axis is None)
 
 
 @row(quant=float_only("x"))

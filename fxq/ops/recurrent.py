@@ -6,7 +6,8 @@ weight_hr (P, H), a projection, without which P is H. All float32. They return t
 
 On integers, the product with the hidden state reads that from a grid. With `state_qmax` > 0 it is symmetric, with
 the integers -state_qmax..state_qmax and the scale `state_scale`; None: measured in each step, for each sample of the
-batch. (Kernels keep them unsigned, with the zero point state_qmax + 1.)
+batch. (Kernels keep them unsigned, with the zero point state_qmax + 1.) With `state_affine` it has the integers
+0..state_qmax and a zero point that is measured, too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from fxq.ops.registry import OPS, row
 from fxq.ops.table import Shape
 from fxq.ops.traits import Quant, Recurrence, computes
+from fxq.quant.measured import measured_range, measured_scale, measured_zero_point
 
 OPS.leaf("lstm", nn.LSTM)
 OPS.leaf("gru", nn.GRU)
@@ -53,7 +55,7 @@ def _apart(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     return bool(options.get("cell")) or tensors.get("weight_hr") is not None
 
 
-def _quant(gates: str, weights: str, states: str) -> Quant:
+def _quant(gates: str, weights: str, states: str, affine: str = "") -> Quant:
     first, *more = weights.split()
     return computes(
         "x",
@@ -63,11 +65,11 @@ def _quant(gates: str, weights: str, states: str) -> Quant:
         axis=0,
         channels=-1,
         heavy=True,
-        recurrence=Recurrence(tuple(states.split()), tuple(gates), _bounded, _apart),
+        recurrence=Recurrence(tuple(states.split()), tuple(gates), _bounded, _apart, affine=affine),
     )
 
 
-@row(quant=_quant("ifgo", "weight_ih weight_hh weight_hr", "h c"), macs=_macs)
+@row(quant=_quant("ifgo", "weight_ih weight_hh weight_hr", "h c", affine="state_affine"), macs=_macs)
 def lstm(
     x: Tensor,
     weight_ih: Tensor,
@@ -82,6 +84,7 @@ def lstm(
     cell: bool = False,
     state_qmax: int = 0,
     state_scale: float | None = None,
+    state_affine: bool = False,
 ) -> Tensor:
     """The hidden states (T, N, P); gates in the order input, forget, cell, output.
 
@@ -94,15 +97,16 @@ def lstm(
     c = x.new_zeros(x.shape[1], hidden) if c is None else c
     weights = (weight_ih, weight_hh)
     if state_qmax:
+        rounded = on_affine_grid if state_affine else on_grid
 
         def step(gates: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-            gates = gates + F.linear(on_grid(h, state_qmax, state_scale), weight_hh, bias_hh)
+            gates = gates + F.linear(rounded(h, state_qmax, state_scale), weight_hh, bias_hh)
             i, f, g, o = gates.chunk(4, 1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
             if weight_hr is not None:
                 scale = 1 / state_qmax if state_scale is not None else None
-                h = F.linear(on_grid(h, state_qmax, scale), weight_hr)
+                h = F.linear(rounded(h, state_qmax, scale), weight_hr)
             return h, c
 
         y, (_, c) = run_steps(F.linear(x, weight_ih, bias_ih), step, (h, c), reverse)
@@ -214,6 +218,20 @@ def on_grid(h: Tensor, qmax: int, scale: float | None) -> Tensor:
     """A hidden state (N, P) rounded to the integers -qmax..qmax times the scale, or a measured one for each sample."""
     steps = h.abs().amax(1, keepdim=True).clamp(min=TINY) / qmax if scale is None else scale
     return _ROUND.get()(h / steps).clamp(-qmax, qmax) * steps
+
+
+def on_affine_grid(h: Tensor, qmax: int, scale: float | None = None) -> Tensor:
+    """A hidden state (N, P) rounded to the integers 0..qmax times a scale, from a zero point, both of each sample.
+
+    Raises:
+        ValueError: there is a scale.  Source: ONNX, DynamicQuantizeLinear.
+    """
+    if scale is not None:
+        raise ValueError("a state with a zero point has no scale but the measured one")
+    low, high = measured_range(h, -1)
+    steps = measured_scale(low, high, qmax, symmetric=False)
+    zero = measured_zero_point(low, steps, 0, nearest=True)
+    return _ROUND.get()(h / steps).add_(zero).clamp_(0, qmax).sub_(zero).mul_(steps)
 
 
 @contextmanager

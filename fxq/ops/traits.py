@@ -26,6 +26,7 @@ class Recurrence:
         apart: by the same, whether its value shows another range than that of what the product reads.
         steps: the option that says how many integers there are on either side of zero; 0: the state is float.
         scale: the option that says their scale; None: measured in each step.
+        affine: the option that says of a measured grid that it is not symmetric; empty: there is none.
     """
 
     states: tuple[str, ...]
@@ -34,15 +35,19 @@ class Recurrence:
     apart: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]
     steps: str = "state_qmax"
     scale: str = "state_scale"
+    affine: str = ""
 
-    def with_grid(self, options: Mapping[str, Any], steps: int, scale: float | None) -> dict[str, Any]:
+    def with_grid(
+        self, options: Mapping[str, Any], steps: int, scale: float | None, symmetric: bool = True
+    ) -> dict[str, Any]:
         """The options of a call, on a grid."""
-        known = {self.scale: scale} if scale is not None else {}
+        known: dict[str, Any] = {self.scale: scale} if scale is not None else {}
+        known |= {} if symmetric else {self.affine: True}
         return {**self.without_grid(options), self.steps: steps, **known}
 
     def without_grid(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a call whose hidden state is float."""
-        return {name: value for name, value in options.items() if name not in (self.steps, self.scale)}
+        return {name: value for name, value in options.items() if name not in (self.steps, self.scale, self.affine)}
 
 
 @dataclass(frozen=True)

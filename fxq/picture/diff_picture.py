@@ -24,7 +24,7 @@ _BECAME = Pen(CHANGES["changed"].colour, "dotted", 1.4)
 _STUB = Look("…", "unchanged, left out", "#eceff2", QUIET, pill=True, border="dotted")
 _REPLACED = Look("replaced", "", "#8f8f8f", border="dashed")
 _UNCHANGED = Look("=", "unchanged, nearby", "#aab2ba", INK)
-_MOST_ROWS = 8
+_MOST_ROWS, _MOST_LISTED = 8, 16
 _ARROWS = "arrows: green = new, red dashed = gone, brown dotted = became"
 
 
@@ -169,7 +169,7 @@ class BothGraphs:
             label, height = box(_STUB, text, [])
             return Box(key, label, height, tip)
         lines = [Line(f"{node.label}  {node.name}", "value") for node in nodes]
-        if len(lines) > _MOST_ROWS:
+        if len(lines) > _MOST_LISTED:
             lines = [Line(f"{count} × {op}", "value") for op, count in Counter(n.label for n in nodes).most_common()]
         label, height = box(_REPLACED, f"{len(nodes)} nodes", lines, "removed")
         return Box(key, label, height, tip, nodes[0].path)

@@ -14,6 +14,8 @@ from fxq.quant.spec import TensorSpec
 class MeasuredGrid:
     """The integers of a value whose scale is measured at run time, and where it is not symmetric its zero point.
 
+    One for the whole value that is not symmetric is that of ONNX's DynamicQuantizeLinear, which engines have.
+
     Attributes:
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.
@@ -43,9 +45,11 @@ class MeasuredGrid:
     def steps(self) -> int:
         """How many steps the largest magnitude has; of a grid that is not symmetric, the whole range.
 
-        There one step is left over: the zero point is rounded up, which moves the range by less than a step.
+        Of such a row one step is left over: the zero point is rounded up, which moves the range by less than a step.
         """
-        return self.qmax - self.middle if self.symmetric else self.qmax - self.qmin - 1
+        if self.symmetric:
+            return self.qmax - self.middle
+        return self.qmax - self.qmin - (0 if self.axis is None else 1)
 
     def scale_of(self, x: Tensor) -> Tensor:
         """The scale that values have, float32; as `measured_scale`."""
@@ -90,20 +94,22 @@ def measured_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True
     return scale.clamp_(min=SMALLEST)
 
 
-def measured_zero_point(low: Tensor, scale: Tensor, qmin: int) -> Tensor:
+def measured_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = False) -> Tensor:
     """The integer that stands for float zero, so that `low` is at `qmin` or less than a step above.
 
     Args:
         low: as `measured_range` gives it.
         scale: as `measured_scale` gives it, of the same shape.
         qmin: smallest integer of the grid.
+        nearest: `low` is at most half a step from `qmin`, on either side: what lies beyond an end is clamped.
 
     Returns:
         A whole number in float32, since kernels multiply with it; of the same shape.
 
-    Source: Jacob et al. 2018, section 3 (nudged zero point).
+    Source: Jacob et al. 2018, section 3 (nudged zero point); ONNX, DynamicQuantizeLinear (the nearest one).
     """
-    zero_point = (low / scale).floor_().neg_()
+    steps = low / scale
+    zero_point = (steps.round_() if nearest else steps.floor_()).neg_()
     return zero_point.add_(qmin) if qmin else zero_point
 
 

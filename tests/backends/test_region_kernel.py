@@ -58,13 +58,13 @@ def test_text_of_regions_of_several_inputs_and_outputs(net):
     manager = until(*net, "lower", ENGINE)
     assert text(manager.gm) == expected("""
         x = input
-        a_relu_to_b = tests.region(x)
+        a_relu_to_b = tests.region(x) {3 ops}
         a_relu_q = getitem(a_relu_to_b, 0)
         a_relu_dq = getitem(a_relu_to_b, 1)
         b = getitem(a_relu_to_b, 2)
         erf = erf(b)
         transpose = transpose(a_relu_q, dim0=2, dim1=3)
-        c_add_to_d = tests.region(erf, transpose)
+        c_add_to_d = tests.region(erf, transpose) {4 ops}
         return (c_add_to_d, a_relu_dq)
     """)
     types = {n.name: info(n).dtype for n in manager.gm.graph.nodes}

@@ -14,7 +14,9 @@ from fxq.onnx.conversion_nodes import _covers
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from fxq.ops import OPS
+from fxq.quant.measured import MeasuredGrid
 from fxq.quant.packing import pack
+from fxq.quant.spec import TensorSpec
 from tests.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, same, single
 
 pytestmark = pytest.mark.any_cpu
@@ -186,3 +188,53 @@ def test_one_scale_beside_two_zero_points():
 def test_refusals(gm, given, reason):
     with pytest.raises(NotInOnnx, match=reason):
         write_onnx(gm, given)
+
+
+MEASURED = {
+    "whole": {}, "rows": {"axis": -1}, "7 bits": {"bits": 7}, "rows of 7 bits": {"bits": 7, "axis": -1},
+    "signed": {"signed": True}, "signed rows": {"signed": True, "axis": -1},
+    "symmetric": {"symmetric": True}, "symmetric rows": {"symmetric": True, "axis": -1},
+}  # fmt: skip
+
+
+def measured_graph(*, axis=None, **options):
+    """x -> its scale, its zero point, its integers and what they stand for."""
+    graph, grid = fx.Graph(), MeasuredGrid.of(TensorSpec(**options), axis)
+    x, symmetric = graph.placeholder("x"), grid.symmetric
+    asked = {"steps": grid.steps, "axis": axis, "symmetric": symmetric}
+    scale = graph.call_function(OPS["choose_scale"].target, (x,), asked)
+    zero = grid.middle
+    if not symmetric:
+        asked = {"scale": scale, "axis": axis, "qmin": grid.qmin}
+        zero = graph.call_function(OPS["choose_zero_point"].target, (x,), asked)
+    options = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
+    q = graph.call_function(OPS["quantize"].target, (x,), {**options, "dtype": grid.dtype})
+    dq = graph.call_function(OPS["dequantize"].target, (q,), options)
+    graph.output((scale, *([] if symmetric else [zero]), q, dq))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("options", MEASURED.values(), ids=MEASURED)
+def test_grids_that_are_measured(options, optimized):
+    """Of rows of very different sizes; of positive, of negative ones; of zeros; of one row, and of one axis."""
+    gm, rows = measured_graph(**options), torch.tensor([[1.0], [1e3], [1e-3], [0.0]]) * normal(4, 7)
+    for x in (rows, rows.abs(), -rows.abs() - 1, rows.reshape(2, 2, 7), rows[:1], rows[0]):
+        got = run_onnxruntime(write_onnx(gm, [x]).model, [x], optimized)
+        *grid, q, dq = gm(x)
+        assert (got[-2].int() - q.int()).abs().max() <= 1  # a tie may go either way
+        step = grid[0].expand_as(x) if grid[0].dim() else grid[0]
+        assert bool(((got[-1] - dq).abs() <= 1.001 * step * (got[-2] != q) + 1e-6 * dq.abs()).all())
+        if bool((x != 0).any(-1).all()):  # any scale stands for zeros
+            for made, wanted in zip(got[:-2], grid, strict=True):
+                same(made, wanted, 2e-7)
+
+
+def test_one_node_measures_a_value_as_a_whole():
+    kinds = [node.op_type for node in write_onnx(measured_graph(), [normal(4, 7)]).model.graph.node]
+    assert "ReduceMin" not in kinds and "QuantizeLinear" not in kinds and "DynamicQuantizeLinear" in kinds
+
+
+def test_rows_of_several_axes_are_refused():
+    with pytest.raises(NotInOnnx, match="its rows have several axes"):
+        write_onnx(measured_graph(axis=-3), [normal(2, 3, 4, 4)])

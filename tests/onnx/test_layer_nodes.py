@@ -1,13 +1,16 @@
-"""Layers, products and embeddings in float, in ONNX Runtime and in OpenVINO, against torch."""
+"""Layers, products and embeddings, in ONNX Runtime and in OpenVINO, against torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
-from tests.onnx_runs import call, in_both, normal, single, weight
+from fxq.ops import OPS
+from fxq.quant.measured import measured_range
+from tests.onnx_runs import call, in_both, normal, run_onnxruntime, same, single, weight
 
 pytestmark = pytest.mark.any_cpu
 
@@ -65,3 +68,71 @@ def test_an_engine_gives_what_torch_gives(call, engine):
 def test_refusals(refused, reason):
     with pytest.raises(NotInOnnx, match=reason):
         write_onnx(single(refused.op, *refused.values, **refused.options), refused.inputs)
+
+
+def measured_layer(axis, symmetric, bias=True, zero=0):
+    """A linear layer on a grid that is measured, as the qdq graph has it: its weight has a scale for each of 6 rows."""
+    root, graph = torch.nn.Module(), fx.Graph()
+    steps, middle = (127, 128) if symmetric else (254 if axis is not None else 255, 0)
+    tensors = {
+        "q": torch.randint(-127, 128, (6, 32), generator=torch.Generator().manual_seed(0)).to(torch.int8),
+        "steps": 0.01 + torch.rand(6, generator=torch.Generator().manual_seed(1)) / 50, "zero": torch.full((6,), zero),
+        "bias": 3 * normal(6),
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        root.register_buffer(name, tensor)
+    x = graph.placeholder("x")
+    asked = {"steps": steps, "axis": axis, "symmetric": symmetric}
+    grid = {"scale": graph.call_function(OPS["choose_scale"].target, (x,), asked), "zero_point": middle}
+    if not symmetric:
+        options = {"scale": grid["scale"], "axis": axis}
+        grid["zero_point"] = graph.call_function(OPS["choose_zero_point"].target, (x,), options)
+    read = graph.call_function(OPS["quantize"].target, (x,), grid)
+    read = graph.call_function(OPS["dequantize"].target, (read,), grid)
+    options = {"scale": graph.get_attr("steps"), "zero_point": graph.get_attr("zero"), "axis": 0}
+    weight = graph.call_function(OPS["dequantize"].target, (graph.get_attr("q"),), options)
+    added = [graph.get_attr("bias")] if bias else []
+    graph.output(graph.call_function(OPS["linear"].target, (read, weight, *added)))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("axis", [None, -1])
+def test_a_linear_layer_on_a_measured_grid(axis, symmetric, bias, optimized):
+    """Against a product in float64 of what the grid leaves of rows of very different sizes."""
+    gm, rows = measured_layer(axis, symmetric, bias), torch.tensor([[1.0], [0.0], [30.0], [0.03]]) * normal(4, 32)
+    for x in (rows, rows.abs(), rows.reshape(2, 2, 32), rows[2:3], rows[2]):
+        low, high = (end.double() for end in measured_range(x, axis))
+        size = torch.maximum(high, -low) if symmetric else high - low
+        scale = (size / (127 if symmetric else 254 if axis is not None else 255)).clamp(min=1e-30)
+        left = (x.double() / scale).round() * scale
+        wanted = left @ (gm.q.double() * gm.steps.double()[:, None]).T + (gm.bias.double() if bias else 0)
+        (got,) = run_onnxruntime(write_onnx(gm, [x]).model, [x], optimized)
+        same(got, wanted.float(), 1e-6)
+
+
+def test_layers_on_a_measured_grid_are_refused_for_other_weights():
+    with pytest.raises(NotInOnnx, match="its weight has a zero point, or blocks, or is not in integers"):
+        write_onnx(measured_layer(-1, symmetric=False, zero=3), [normal(4, 32)])
+
+
+@pytest.mark.parametrize(("axis", "block", "scales"), [(1, 4, (9, 3)), (0, None, (9,))])
+def test_rows_of_a_table_of_integers(axis, block, scales):
+    """The table itself never becomes floats."""
+    graph, root = fx.Graph(), torch.nn.Module()
+    drawn = torch.Generator().manual_seed(0)
+    root.register_buffer("q", torch.randint(-127, 128, (9, 10), generator=drawn).to(torch.int8))
+    root.register_buffer("scale", torch.rand(scales, generator=drawn))
+    root.register_buffer("zero", torch.randint(-3, 4, scales, generator=drawn).to(torch.int8))
+    x = graph.placeholder("x")
+    options = {"scale": graph.get_attr("scale"), "zero_point": graph.get_attr("zero"), "axis": axis, "block": block}
+    table = graph.call_function(OPS["dequantize"].target, (graph.get_attr("q"),), options)
+    graph.output(graph.call_function(OPS["embedding"].target, (x, table)))
+    gm = fx.GraphModule(root, graph)
+    real = [part.repeat_interleave(4, 1)[:, :10] if block else part[:, None] for part in (gm.scale, gm.zero)]
+    wanted = ((gm.q.float() - real[1]) * real[0])[IDS]
+    written = write_onnx(gm, [IDS])
+    same(run_onnxruntime(written.model, [IDS], optimized=True)[0], wanted, 1e-6)
+    assert [node.op_type for node in written.model.graph.node].count("DequantizeLinear") == 1

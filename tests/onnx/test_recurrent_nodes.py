@@ -1,12 +1,15 @@
-"""Recurrent layers in float, in ONNX Runtime and in OpenVINO, against torch."""
+"""Recurrent layers, in ONNX Runtime and in OpenVINO, against torch."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import fx
 
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
-from tests.onnx_runs import call, in_both, normal, single, weight
+from fxq.ops import OPS
+from tests.onnx_runs import call, in_both, normal, run_onnxruntime, same, single, weight
 
 pytestmark = pytest.mark.any_cpu
 
@@ -54,3 +57,68 @@ def test_an_engine_gives_what_torch_gives(call, engine):
 def test_refusals(refused, reason):
     with pytest.raises(NotInOnnx, match=reason):
         write_onnx(single(refused.op, *refused.values, **refused.options), refused.inputs)
+
+
+def integer_lstm(states=False, bias=True, axis=None, steps=255, **options):
+    """An LSTM as the qdq graph has it where its ranges are measured: x (T, N, 3), and its states if there are any."""
+    root, graph = torch.nn.Module(), fx.Graph()
+    x = graph.placeholder("x")
+    given = [graph.placeholder("h"), graph.placeholder("c")] if states else []
+    asked = {"steps": steps, "axis": axis, "symmetric": False}
+    scale = graph.call_function(OPS["choose_scale"].target, (x,), asked)
+    zero = graph.call_function(OPS["choose_zero_point"].target, (x,), {"scale": scale, "axis": axis})
+    grid = {"scale": scale, "zero_point": zero}
+    reads = graph.call_function(OPS["quantize"].target, (x,), grid)
+    reads = [graph.call_function(OPS["dequantize"].target, (reads,), grid)]
+    for i, columns in enumerate((3, H)):
+        drawn = torch.Generator().manual_seed(i)
+        root.register_buffer(f"q{i}", torch.randint(-127, 128, (4 * H, columns), generator=drawn).to(torch.int8))
+        root.register_buffer(f"scale{i}", 0.002 + torch.rand(4 * H, generator=drawn) / 100)
+        root.register_buffer(f"zero{i}", torch.zeros(4 * H))
+        own = {"scale": graph.get_attr(f"scale{i}"), "zero_point": graph.get_attr(f"zero{i}"), "axis": 0}
+        reads.append(graph.call_function(OPS["dequantize"].target, (graph.get_attr(f"q{i}"),), own))
+    for i in range(2):
+        root.register_buffer(f"bias{i}", normal(4 * H, seed=i))
+        reads.append(graph.get_attr(f"bias{i}") if bias else None)
+    grid = {"state_qmax": 255, "state_affine": True, **options}
+    graph.output(graph.call_function(OPS["lstm"].target, (*reads, *given), grid))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reverse": True}, {"cell": True}, {"states": True, "cell": True}, {"bias": False}],
+    ids=str,
+)
+def test_an_lstm_that_measures_its_ranges(options):
+    """Its integers are those of torch's form: with any other, one step is further off than this."""
+    gm = integer_lstm(**options)
+    inputs = [normal(6, 1, 3), *([normal(1, H, seed=3), normal(1, H, seed=4)] if options.get("states") else [])]
+    written = write_onnx(gm, inputs)
+    assert [node.op_type for node in written.model.graph.node].count("DynamicQuantizeLSTM") == 1
+    (got,) = run_onnxruntime(written.model, inputs)
+    same(got, gm(*inputs), 1e-5)
+
+
+def test_in_float_an_lstm_that_measures_its_ranges_is_an_lstm():
+    gm, x = integer_lstm(), normal(6, 1, 3)
+    written = write_onnx(gm, [x], floats=True)
+    assert "LSTM" in [node.op_type for node in written.model.graph.node]
+    (got,) = run_onnxruntime(written.model, [x])
+    weights = [torch.ops.fxq.dequantize.tensor(q, s, torch.zeros(4 * H, dtype=torch.int32), 0, None)
+               for q, s in ((gm.q0, gm.scale0), (gm.q1, gm.scale1))]  # fmt: skip
+    same(got, OPS["lstm"].target(x, *weights, gm.bias0, gm.bias1), 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "reason"),
+    [
+        ({}, 2, "there must be one sample"),
+        ({"axis": -1, "steps": 254}, 1, "its input is on another grid than 0..255, or on several"),
+        ({"state_qmax": 127}, 1, "its hidden state is on another grid than 0..255"),
+        ({"state_affine": False}, 1, "its hidden state is on a grid"),
+    ],
+)
+def test_an_lstm_that_measures_other_ranges_is_refused(options, samples, reason):
+    with pytest.raises(NotInOnnx, match=reason):
+        write_onnx(integer_lstm(**options), [normal(6, samples, 3)])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fxq.ops import OPS
-from fxq.ops.recurrent import on_grid, rows_of_cell
+from fxq.ops.recurrent import on_affine_grid, on_grid, rows_of_cell
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
@@ -84,6 +84,29 @@ def test_a_grid():
     h = torch.tensor([[0.1, -0.34, 1.0], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(on_grid(h, 10, None), torch.tensor([[0.1, -0.3, 1.0], [0.0, 0.0, 0.0]]))
     torch.testing.assert_close(on_grid(h, 2, 0.2), torch.tensor([[0.0, -0.4, 0.4], [0.0, 0.0, 0.0]]))
+
+
+def test_a_grid_with_a_zero_point():
+    """By hand: of three steps from -1 to 2; 0 is always among the values."""
+    h = torch.tensor([[-1.0, 0.4, 2.0], [0.0, 0.0, 0.0], [3.0, 2.4, 1.0]])
+    wanted = torch.tensor([[-1.0, 0.0, 2.0], [0.0, 0.0, 0.0], [3.0, 2.0, 1.0]])
+    torch.testing.assert_close(on_affine_grid(h, 3), wanted)
+    with pytest.raises(ValueError, match="no scale but the measured one"):
+        on_affine_grid(h, 3, 0.1)
+
+
+def test_each_step_reads_a_state_rounded_from_a_zero_point():
+    _, tensors = layer("lstm")
+    x = torch.randn(2, 4, 3)
+    y = call("lstm", x, tensors, state_qmax=7, state_affine=True)
+    first, cell = call("lstm", x[:1], tensors, cell=True)
+    low, high = first.amin(1, keepdim=True).clamp(max=0), first.amax(1, keepdim=True).clamp(min=0)
+    scale = (high - low) / 7
+    zero = (-low / scale).round()
+    rounded = (((first / scale).round() + zero).clamp(0, 7) - zero) * scale
+    assert not torch.allclose(rounded, first, atol=1e-3)
+    wanted = call("lstm", x[1:], {**tensors, "h": rounded, "c": cell})
+    torch.testing.assert_close(y[1:], wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_rows_of_a_cell():

@@ -22,9 +22,9 @@ def test_the_grid_is_symmetric_around_its_middle(bits, steps, zero):
     assert MeasuredGrid.of(SPEC, -1).axis == -1
 
 
-@pytest.mark.parametrize(("bits", "steps"), [(8, 254), (7, 126)])
-def test_one_that_is_not_keeps_a_step_for_the_zero_point(bits, steps):
-    assert MeasuredGrid.of(fxq.TensorSpec(bits=bits, range="measured"), None).steps == steps
+@pytest.mark.parametrize(("bits", "axis", "steps"), [(8, -1, 254), (7, -1, 126), (8, None, 255)])
+def test_rows_that_are_not_keep_a_step_for_the_zero_point(bits, axis, steps):
+    assert MeasuredGrid.of(fxq.TensorSpec(bits=bits, range="measured"), axis).steps == steps
 
 
 def rows_of(shape, axis, seed):

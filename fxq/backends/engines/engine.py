@@ -111,6 +111,12 @@ class EngineKernel(RegionKernel):
             warn(f"{why} For inputs of this size it runs in qdq form, which is slow.")
             return super().forward
         self.__dict__["_was_compiled"] = True
+        if len(self._packed_now().of_sizes) == self.sizes_kept:
+            warn(
+                f"{self.name}: inputs come in more than {self.sizes_kept} sizes, batch sizes included. What was made "
+                "for others goes, and is compiled again when they come back. Pad inputs to fewer sizes, or take "
+                'backend="auto", which compiles nothing.'
+            )
         return EngineCall(written, requests, inputs, last)
 
     def _check(self, wanted: torch.dtype | None, x: Any) -> None:
@@ -149,6 +155,8 @@ class EngineBackend(Backend):
         layers: ops with weights that it runs on integers, where they begin a unit.
         others: further ops that compute on integers, beside those that only move them.
         rounding: those of them that run on integers only where their result is rounded.
+        measures: layers that read values whose ranges are measured at run time.
+        tables: ops that compute in float, with a table that it keeps in integers of 8 bits.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -157,6 +165,8 @@ class EngineBackend(Backend):
     layers: ClassVar[frozenset[str]]
     others: ClassVar[frozenset[str]]
     rounding: ClassVar[frozenset[str]] = frozenset()
+    measures: ClassVar[frozenset[str]] = frozenset()
+    tables: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
         self._refused: dict[str, str | None] = {}
@@ -171,16 +181,22 @@ class EngineBackend(Backend):
         """As in `Backend`: what the engine has integer kernels for, and ONNX nodes."""
         first = calls[0]
         if config.activation is None:
-            return Support(0, f"{self.name} takes no integer weights beside float activations")
-        if config.activation.range == "measured":
-            return Support(0, f"{self.name} measures no ranges at run time")
+            weight, is_table = config.weight, first.op.name in self.tables
+            is_kept = is_table and weight is not None and weight.bits > 4 and weight.format == "integer"
+            which = " of so few bits, or in float16," if is_table else ""
+            why = f"{self.name} takes no integer weights{which} beside float activations"
+            return Support(len(calls)) if is_kept else Support(0, why)
+        measured = config.activation.range == "measured"
+        if measured and first.op.name not in self.measures:
+            of = f" for {first.op.name}" if self.measures and first.op.quant.weight else ""
+            return Support(0, f"{self.name} measures no ranges at run time{of}")
         moves = all(call.op.quant.kind == "moves" for call in calls)
-        if not moves and first.op.name not in self.layers | self.others:
+        if not moves and not measured and first.op.name not in self.layers | self.others:
             return Support(0, f"{self.name} has no integer kernel for {first.op.name}")
         reason = self.refusal(gm, node)
         if reason is not None:
             return Support(0, f"{self.name}: {reason}")
-        return Support(len(calls), emits_float=first.op.name not in self.rounding)
+        return Support(len(calls), emits_float=measured or first.op.name not in self.rounding)
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         """Why the engine does not take a node of the graph; None: it does. One of each kind is compiled alone."""
@@ -208,8 +224,9 @@ class EngineBackend(Backend):
     def takes(self, gm: fx.GraphModule, node: fx.Node) -> bool:
         """Whether a node of the qdq graph goes into a region."""
         plan = info(node).plan
-        kept = plan is not None and plan.fate == "weight-only"
-        return bool(calls_of(gm, node)) and not kept and self.refusal(gm, node) is None
+        calls = calls_of(gm, node)
+        kept = plan is not None and plan.fate == "weight-only" and calls[0].op.name not in self.tables
+        return bool(calls) and not kept and self.refusal(gm, node) is None
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
         """As in `Backend`: connected ones, as large as can be, of which one op at least computes."""

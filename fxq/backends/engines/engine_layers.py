@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from torch import fx
 
 from fxq.graph.info import EngineLayer
 from fxq.graph.query import CONVERSIONS, is_op, op_of
+
+
+def kind_of(dtype: str) -> Literal["int8", "float"]:
+    """What a layer counts as that computes in a type: one that the engine does not say is not called float."""
+    return "float" if "float" in dtype else "int8"
 
 
 def of_nodes(layer: EngineLayer, nodes: Mapping[str, fx.Node]) -> EngineLayer:
@@ -28,7 +34,8 @@ def of_nodes(layer: EngineLayer, nodes: Mapping[str, fx.Node]) -> EngineLayer:
         kind = "moves"
     elif kind == "float" and any(quantize in made_of for node in made_of for quantize in _quantizes(node)):
         kind = "int8"
-    return layer._replace(nodes=tuple(node.name for node in made_of), kind=kind, us=round(layer.us, 1))
+    ops = [node for node in made_of if not is_op(node, *CONVERSIONS)] or made_of
+    return layer._replace(nodes=tuple(node.name for node in ops), kind=kind, us=round(layer.us, 1))
 
 
 def _quantizes(node: fx.Node) -> list[fx.Node]:
@@ -49,23 +56,23 @@ def shares(layers: Iterable[EngineLayer], taken: Mapping[str, fx.Node]) -> dict[
         layers: what the engine runs, in order.
         taken: the nodes, by name.
     """
-    shares: dict[fx.Node, float] = {}
+    found: dict[fx.Node, float] = {}
     left = 0.0
     for layer in layers:
         node = next((taken[name] for name in layer.nodes if name in taken), None)
         if node is None:
             left += layer.us  # a change of layout, for what follows
             continue
-        shares[node] = shares.get(node, 0.0) + left + layer.us
+        found[node] = found.get(node, 0.0) + left + layer.us
         left = 0.0
     for node in taken.values():  # a layer that goes by the name of the op behind it, which was joined to it
-        if _rank(node) == 0 and node not in shares:
+        if _rank(node) == 0 and node not in found:
             behind = next(iter(node.users), node)
             while is_op(behind, *CONVERSIONS) and behind.users:
                 behind = next(iter(behind.users))
-            if behind in shares and _rank(behind) == 1:
-                shares[node] = shares.pop(behind)
-    return shares
+            if behind in found and _rank(behind) == 1:
+                found[node] = found.pop(behind)
+    return found
 
 
 def _rank(node: fx.Node) -> int:

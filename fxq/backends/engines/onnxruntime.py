@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxq.backends import cpu
+from fxq.backends.base import Support
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.request import Request
-from fxq.graph.info import EngineLayer
-from fxq.graph.unit import Calls
+from fxq.graph.info import EngineLayer, info
+from fxq.graph.unit import Calls, OpCall
 from fxq.onnx.writer import onnx_type
 from fxq.ops import OPS
+from fxq.quant.spec import MEASURED_STATE, QuantConfig, TensorSpec
 
 
 class OnnxruntimeKernel(EngineKernel):
@@ -47,9 +51,9 @@ class OnnxruntimeKernel(EngineKernel):
                 times.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
                 about[event["name"].removesuffix(_TIME)] = event["args"]
         for name, found in times.items():
-            op, dtype = about[name]["op_name"], _computes_in(about[name]["input_type_shape"])
-            converts = op in ("QuantizeLinear", "DequantizeLinear")
-            kind: Any = "convert" if converts else "int8" if dtype in _INTEGERS else "float"
+            op = about[name]["op_name"]
+            dtype = "uint8" if op in _QUANTIZING else _computes_in(about[name]["input_type_shape"])
+            kind = "convert" if op in _CONVERTING else kind_of(dtype)
             yield EngineLayer((name,), op, dtype, kind, min(found))
 
 
@@ -68,7 +72,13 @@ def session_of(model: Any, threads: int, profile: str = "") -> Any:
         options.add_session_config_entry("session.x64quantprecision", "1")
     if profile:
         options.enable_profiling, options.profile_file_prefix = True, profile
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOWER
+    )
+
+
+SLOWER = ["SkipLayerNormFusion"]
+"""What ONNX Runtime would join although, in version 1.31, the whole takes several times as long as its parts."""
 
 
 class OnnxruntimeRequest(Request):
@@ -92,6 +102,9 @@ class OnnxruntimeRequest(Request):
 
 
 _TIME = "_kernel_time"
+_CONVERTING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
+_QUANTIZING = ("DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
+"""What reads floats and computes with integers."""
 _INTEGERS = ("uint8", "int8", "uint4", "int4")
 
 
@@ -100,6 +113,14 @@ def _computes_in(inputs: Sequence[dict[str, Sequence[int]]]) -> str:
     types = [(kind, shape) for one in inputs for kind, shape in one.items()]
     found = next((kind for kind, shape in types if shape and kind in _INTEGERS), types[0][0] if types else "")
     return {"float": "float32", "double": "float64"}.get(found, found)
+
+
+def _is_measured(config: QuantConfig) -> bool:
+    return config.activation is not None and config.activation.range == "measured"
+
+
+_WHOLE = TensorSpec(range="measured")
+"""One range of all values."""
 
 
 class Onnxruntime(EngineBackend):
@@ -111,6 +132,30 @@ class Onnxruntime(EngineBackend):
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), "linear"})
     others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
     rounding: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *others})
+    measures: ClassVar[frozenset[str]] = frozenset({"linear", "lstm"})
+    tables: ClassVar[frozenset[str]] = frozenset({"embedding"})
+
+    def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
+        """As in `Backend`: an LSTM measures one range of its input, and one of each step's state, with zero points."""
+        if calls[0].op.name != "lstm" or config.activation is None or config.state is None:
+            return config
+        return replace(config, activation=_WHOLE, state=replace(MEASURED_STATE, symmetric=False))
+
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
+        """As in `Backend`; with measured ranges, what ONNX Runtime has a quick kernel for that measures so."""
+        reason = self._unmeasured(calls[0], config) if _is_measured(config) else None
+        return super().supports(gm, node, calls, config) if reason is None else Support(0, f"{self.name} {reason}")
+
+    def _unmeasured(self, call: OpCall, config: QuantConfig) -> str | None:
+        """Why no kernel runs a layer whose input has a measured range; None: one does, or it is none of `measures`."""
+        if config.weight is not None and not config.weight.symmetric:
+            return "measures ranges beside symmetric weights only"
+        if call.op.name != "lstm":
+            return None
+        samples = (info(call.tensors["x"]).shape or (0, 1))[1]
+        if samples != 1:
+            return f"measures one range of the states of all samples, and there are {samples}"
+        return "reads the state of an LSTM as integers" if config.state is None else None
 
     def fuses(self, calls: Calls) -> bool:
         """Where all but the first op are clamps, which the rounding behind them covers."""

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from fxq.backends import cpu
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.moves import convert_before_moves
 from fxq.backends.engines.request import Request
 from fxq.backends.layer_rows import is_depthwise_call
@@ -59,14 +60,14 @@ class OpenvinoKernel(EngineKernel):
             for part in request.request.get_profiling_info():
                 if part.status == part.Status.EXECUTED:
                     seconds.setdefault(part.node_name, []).append(part.real_time.total_seconds())
-        for op in compiled.get_runtime_model().get_ordered_ops():
-            if op.friendly_name in seconds:
-                about = {key: value.astype(str) for key, value in op.get_rt_info().items()}
-                names, dtype = about.get("originalLayersNames", ""), _torch_name(about["runtimePrecision"])
-                of_floats = "Compressed" in about["layerType"]  # it has integer weights, and makes floats of them
-                kind: Any = "int8" if dtype in ("uint8", "int8") and not of_floats else "float"
-                us = 1e6 * min(seconds[op.friendly_name])
-                yield EngineLayer(tuple(names.split(",")), about["layerType"], dtype, kind, us)
+        for node in compiled.get_runtime_model().get_ordered_ops():
+            if node.friendly_name in seconds:
+                about = {key: value.astype(str) for key, value in node.get_rt_info().items()}
+                names, op = about.get("originalLayersNames", ""), about.get("layerType", "")
+                dtype = _torch_name(about.get("runtimePrecision", ""))
+                kind = "float" if "Compressed" in op else kind_of(dtype)  # it makes floats of integer weights
+                us = 1e6 * min(seconds[node.friendly_name])
+                yield EngineLayer(tuple(names.split(",")), op, dtype, kind, us)
 
 
 def compile_model(model: Any, threads: int, **config: Any) -> Any:

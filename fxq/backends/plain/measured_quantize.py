@@ -44,10 +44,20 @@ class MeasuredQuantize(Kernel):
         scale = measured_scale(low, high, self._steps, self.symmetric)
         if self.symmetric:
             return scale, _rounded(x, scale, self._middle)
-        zero_point = measured_zero_point(low, scale, self.qmin)
-        return scale, zero_point, _rounded(x, scale, zero_point + _MAGIC)
+        zero_point = measured_zero_point(low, scale, self.qmin, nearest=self.axis is None)
+        last = _MAGIC + self.qmax if self.axis is None else None
+        return scale, zero_point, _rounded(x, scale, zero_point + _MAGIC, last)
 
 
-def _rounded(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """`x` on a grid that was measured on it, so that nothing is to be clamped; `zero`: with `_MAGIC` added."""
-    return dense((x / scale).add_(zero).view(torch.int32).to(torch.uint8))
+def _rounded(x: Tensor, scale: Tensor, zero: Tensor, last: float | None = None) -> Tensor:
+    """`x` on a grid that was measured on it, so that nothing lies outside, or at most a step above the `last` integer.
+
+    Args:
+        x: float32.
+        scale: what was measured.
+        zero: its zero point, with `_MAGIC` added.
+        last: the same of the largest integer, where values may lie above it.
+    """
+    steps = (x / scale).add_(zero)
+    steps = steps if last is None else steps.clamp_(max=last)
+    return dense(steps.view(torch.int32).to(torch.uint8))

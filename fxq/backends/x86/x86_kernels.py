@@ -93,7 +93,9 @@ def _excite(unit: FusedUnit) -> Kernel:
 
 
 def _recurrent(unit: FusedUnit, measured: bool = False) -> Kernel:
-    row, captures = unit.calls[0].op, dict(unit.captures)
+    row, captures, options = unit.calls[0].op, dict(unit.captures), dict(unit.options)
+    if options.pop("state_affine", False):
+        raise BackendError("the grid of its state is not symmetric")
     tensors: dict[str, Any] = {}
     for name in (row.quant.weight, *row.quant.more_weights):
         weight = captures.pop(name or "", None)
@@ -106,7 +108,7 @@ def _recurrent(unit: FusedUnit, measured: bool = False) -> Kernel:
     (x,), captures = unit.grids, {name: value for name, value in captures.items() if name != "x"}
     given = tuple(name for name, value in captures.items() if isinstance(value, fx.Node))
     tensors |= {name: value for name, value in captures.items() if name not in given}
-    return RecurrentLoop(**tensors, op=row.name, x=x, out=unit.out, measured=measured, given=given, **unit.options)
+    return RecurrentLoop(**tensors, op=row.name, x=x, out=unit.out, measured=measured, given=given, **options)
 
 
 EXCITED = [

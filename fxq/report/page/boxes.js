@@ -61,9 +61,13 @@ function widthOf(lines) {
 /** How a box of several removed nodes looks: as in `fxq/picture/diff_picture.py`. */
 const REPLACED = { tag: "replaced", colour: "#8f8f8f", ink: "#ffffff", pill: false, border: "dashed" };
 
-/** The box of removed nodes that became the same: a line for each. @param {NodeRecord[]} nodes @returns {Box} */
+const MOST_LISTED = 16; // of the nodes in a box; more are counted
+
+/** The box of removed nodes that became the same: a line for each, or for each op. @param {NodeRecord[]} nodes @returns {Box} */
 function replacedBox(nodes) {
-  const lines = nodes.map((node) => ({ text: clip(`${node.label}   ${node.name}`), role: "detail" }));
+  const listed = nodes.map((node) => `${node.label}   ${node.name}`);
+  const counted = () => [...counts(nodes.map((node) => node.label))].sort((a, b) => b[1] - a[1]).map(([op, count]) => `${count} × ${op}`);
+  const lines = (nodes.length > MOST_LISTED ? counted() : listed).map((text) => ({ text: clip(text), role: "detail" }));
   const head = `${nodes.length} nodes`;
   const height = HEAD.height + lines.length * LINE.height + 7 + STRIP;
   return { head, tag: REPLACED.tag, pill: false, lines, width: widthOf(lines), height };
@@ -71,6 +75,7 @@ function replacedBox(nodes) {
 
 /** Which of the nodes of a box stands at a height in it. @param {Item} item */
 function memberAt({ members, mark }, y) {
+  if (members.length > MOST_LISTED) return members[0];
   const line = Math.floor((y - HEAD.height - (mark ? STRIP : 0) - 3) / LINE.height);
   return members[Math.max(0, Math.min(members.length - 1, line))];
 }

@@ -74,8 +74,8 @@ function aboutNode(i, node) {
     ...engineLayers(i, node),
     ...whyFloat(node, rows),
     ...quality(node, row, rows),
-    ...charted("Values", "values", "histogram", row, rows),
-    ...charted("Weights", "weights", "channels", row, rows),
+    ...(node.fates.length ? EMPTY : charted("Values", "values", "histogram", row, rows)), // a region has those of many ops
+    ...(node.fates.length ? EMPTY : charted("Weights", "weights", "channels", row, rows)),
     ...section("Story", story(i, node, isGone)),
     ...section(
       "Reads",

@@ -90,11 +90,12 @@ const diffScene = memo((i) => {
   return finished(scene);
 }, MOST_SCENES);
 
-/** For each removed node, those that became the same nodes and stood in the same module: they share a box. */
-function replacedTogether({ before, became }) {
+/** For each removed node, those that became the same nodes and stood in the same module, or became a region: they share a box. */
+function replacedTogether({ before, after, became }) {
   const at = placesIn(before.index);
   const groups = d3.group(became.keys(), (name) => {
     const node = before.byName.get(name);
+    if (after.byName.get(became.get(name)[0])?.fates.length) return became.get(name)[0];
     return `${groupsOf(node, at.get(name)).at(-1)?.key ?? ""} ${became.get(name).join(" ")}`;
   });
   const together = new Map();

@@ -99,8 +99,11 @@ def test_other_sizes(net):
 def test_only_the_last_few_sizes_are_kept(net):
     q, _, _ = net
     (kernel,) = kernels(q)
-    for n in range(1, 9):
-        q(torch.randn(n, 3, 16, 16))
+    with warnings.catch_warnings(action="error"):
+        for n in range(1, 9):
+            q(torch.randn(n, 3, 16, 16))
+    with pytest.warns(fxq.FxqWarning, match="inputs come in more than 8 sizes.*compiled again when they come back"):
+        q(torch.randn(9, 3, 16, 16))
     assert len(kernel._packed.of_sizes) == kernel.sizes_kept
 
 
@@ -242,7 +245,9 @@ def test_what_it_cannot_run_stays_in_torch(name):
     assert sqnr(model(x), q(x)) > 20
 
 
-@pytest.mark.parametrize("preset", ["dynamic", "weight_only"])
+@pytest.mark.parametrize(
+    ("name", "preset"), [("openvino", "dynamic"), ("openvino", "weight_only"), ("onnxruntime", "weight_only")]
+)
 def test_presets_that_it_has_no_kernels_for(name, preset):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):

@@ -8,7 +8,7 @@ import fxq
 from fxq.backends import cpu
 from fxq.backends.by_name import backend_type
 from fxq.backends.engines.engine import EngineBackend, EngineKernel
-from fxq.backends.engines.engine_layers import of_nodes
+from fxq.backends.engines.engine_layers import kind_of, of_nodes
 from fxq.backends.engines.onnxruntime import session_of
 from fxq.backends.engines.openvino import Openvino, compile_model
 from fxq.common.metrics import sqnr
@@ -162,6 +162,12 @@ def test_what_openvino_runs_in_float_is_float_in_the_ledger(monkeypatch):
 # ---- of which nodes a layer is made
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "boolean", "undefined", ""])
+def test_what_is_not_known_to_be_float_is_not_called_so(dtype):
+    assert kind_of(dtype) == "int8"
+    assert kind_of("float32") == kind_of("bfloat16") == "float"
+
+
 def layer(*nodes, op="Convolution", kind="float", us=1.26):
     return EngineLayer(nodes, op, "float32", kind, us)
 
@@ -180,9 +186,9 @@ def qdq():
 @pytest.mark.parametrize(
     ("made", "nodes", "kind"),
     [
-        (layer("conv/Conv", "Multiply_17", "conv_q/QuantizeLinear"), ("conv", "conv_q"), "float"),
-        (layer("conv_q/QuantizeLinear", "conv/Conv", kind="int8"), ("conv", "conv_q"), "int8"),
-        (layer("input_1_q/QuantizeLinear", "conv/Conv"), ("conv", "input_1_q"), "int8"),  # it makes its integers itself
+        (layer("conv/Conv", "Multiply_17", "conv_q/QuantizeLinear"), ("conv",), "float"),
+        (layer("conv_q/QuantizeLinear", "conv/Conv", kind="int8"), ("conv",), "int8"),
+        (layer("input_1_q/QuantizeLinear", "conv/Conv"), ("conv",), "int8"),  # it makes its integers itself
         (layer("input_1_q/QuantizeLinear", op="Subgraph"), ("input_1_q",), "convert"),
         (layer("conv/DequantizeLinear", kind="convert"), ("conv",), "convert"),
         (layer("pool/MaxPool", kind="int8"), ("pool",), "moves"),

@@ -18,7 +18,7 @@ def by_definition(x, bits, axis, symmetric):
     if symmetric:
         scale = choose_scale(x, steps=qmax // 2, axis=axis)
         return scale, quantize(x, scale=scale, zero_point=qmax // 2 + 1, qmax=qmax)
-    scale = choose_scale(x, steps=qmax - 1, axis=axis, symmetric=False)
+    scale = choose_scale(x, steps=qmax - (axis is not None), axis=axis, symmetric=False)
     zero_point = choose_zero_point(x, scale=scale, axis=axis)
     return scale, zero_point, quantize(x, scale=scale, zero_point=zero_point, qmax=qmax)
 
