@@ -12,7 +12,8 @@ import torch
 
 from fxq.backends.by_name import fastest_order, unavailable
 from fxq.common.isolation import copied, without_autocast
-from fxq.errors import BackendError, FxqError, words_of
+from fxq.errors import BackendError, FxqError, InputError, words_of
+from fxq.graph.text_writer import write_graph
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.recipe.recipe import Recipe
 from fxq.report.latency import interleaved
@@ -106,9 +107,21 @@ def prepare_all(recipe: Recipe, device: str, prepare: Callable[[Recipe], Observe
             absent[name] = why
     if not made:
         raise failed or BackendError("no backend runs here: " + " ".join(absent.values()))
+    graphs: dict[Any, int] = {}
+    for i, one in enumerate(made):
+        same = graphs.setdefault(_text_of(one), i)
+        one.same_as = same if same != i else None
     first, *others = made
     first.others, first.absent = tuple(others), absent
     return first
+
+
+def _text_of(observed: ObservedModel) -> Any:
+    """What two models have in common that have the same graph and observers."""
+    try:
+        return write_graph(observed, facts=False)
+    except InputError:  # it calls what no text can name
+        return observed
 
 
 def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], QuantizedModel]) -> QuantizedModel:
@@ -122,7 +135,11 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
     tries: list[Attempt] = []
     models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
     failed: Exception | None = None
-    for one in (observed, *(observed.others or ())):
+    everyone = observed, *(observed.others or ())
+    for one in everyone:
+        if one.same_as is not None:
+            one.take_calibration(everyone[one.same_as])
+    for one in everyone:
         one.others = None
         name = one.manager.context.recipe.backend
         with warnings.catch_warnings(record=True) as heard:

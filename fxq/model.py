@@ -61,12 +61,14 @@ class ObservedModel(fx.GraphModule):
         manager: the pipeline so far.
         batches_seen: number of calls since it was prepared.
         others: with `backend="fastest"`, the same model as other backends see it, which is shown the same data.
+        same_as: which of these, or 0 for the first, has the same graph, and sees the data in its place.
         absent: the backends that this machine has not, and why.
     """
 
     manager: PassManager
     batches_seen: int
     others: tuple[ObservedModel, ...] | None = None
+    same_as: int | None = None
     absent: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
@@ -90,6 +92,13 @@ class ObservedModel(fx.GraphModule):
         observers = (module for module in self.modules() if isinstance(module, Observer) and not module.paused)
         return next((observer.name for observer in observers), "")
 
+    def take_calibration(self, other: ObservedModel) -> None:
+        """Take over what another model with the same graph has seen."""
+        self.batches_seen, self.manager.context.samples[:] = other.batches_seen, other.manager.context.samples
+        for name, module in other.named_modules():
+            if isinstance(module, Observer):
+                self.set_submodule(name, copy.deepcopy(module))
+
     def _repr_html_(self) -> str:
         """In a notebook: how far it is, and the passes so far."""
         seen = f": {self.batches_seen} batch{'' if self.batches_seen == 1 else 'es'} seen"
@@ -102,7 +111,7 @@ class ObservedModel(fx.GraphModule):
         manager.context = replace(known, samples=list(known.samples), units=dict(known.units), regions={})
         manager.history, manager._views = copy.deepcopy(self.history, memo), {}
         copied = ObservedModel.from_manager(manager)
-        copied.batches_seen, copied.absent = self.batches_seen, self.absent
+        copied.batches_seen, copied.absent, copied.same_as = self.batches_seen, self.absent, self.same_as
         copied.others = copy.deepcopy(self.others, memo)
         return copied
 
@@ -129,7 +138,8 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         context.samples.append(first_of(Batch(args, kwargs), SAMPLES if context.divisible else sys.maxsize))
     model.batches_seen += 1
     for other in model.others or ():
-        other(*args, **kwargs)
+        if other.same_as is None:
+            other(*args, **kwargs)
 
 
 class QuantizedModel(Quantized):

@@ -19,11 +19,22 @@ pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWa
 FASTEST = fxq.Recipe.static(backend="fastest", optimize="coverage")
 
 
+class Net(nn.Module):
+    """A sum, which some backends join with the convolution before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(288, 5)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        return self.c(torch.relu(self.b(y) + y).flatten(1))
+
+
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 5)).eval()
-    return model, torch.randn(4, 3, 8, 8)
+    return Net().eval(), torch.randn(4, 3, 8, 8)
 
 
 def planted(monkeypatch, times):
@@ -126,6 +137,23 @@ def test_the_data_is_read_once(net):
     assert seen == [0, 1, 2] and len(q.attempts.where(lambda a: a.us is not None)) == 4
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_backends_with_the_same_graph_share_what_it_has_seen(net, monkeypatch, copies):
+    model, x = net
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x[:2])
+    observed = copy.deepcopy(observed) if copies else observed
+    observed(x[2:])
+    everyone = (observed, *observed.others)
+    alike = [i for i, one in enumerate(everyone) if one.same_as is not None]
+    assert alike and all(everyone[i].batches_seen == 0 and everyone[i].same_as < i for i in alike)
+    planted(monkeypatch, [0.0 if i == alike[-1] else 1.0 for i in range(4)])
+    with torch.no_grad():
+        got = fxq.convert(observed)(x)
+        alone = fxq.quantize(model, FASTEST.with_backend(fastest_order()[alike[-1]]), data=[x[:2], x[2:]])(x)
+    assert equal(got, alone)
+
+
 def test_the_table(net):
     model, x = net
     q = fxq.quantize(model, FASTEST, data=[x])
@@ -142,7 +170,7 @@ def test_an_observed_model_copies_all_of_it(net):
     model, x = net
     observed = copy.deepcopy(fxq.prepare(model, FASTEST, x))
     observed(x)
-    assert [other.batches_seen for other in observed.others] == [1, 1, 1]
+    assert [other.batches_seen for other in observed.others if other.same_as is None] == [1]
     assert len(fxq.convert(observed).attempts) == 4
 
 
