@@ -27,7 +27,7 @@ class Attempt:
 
     Attributes:
         backend: its name.
-        us: microseconds of a call on the example, a median; None: it was not timed.
+        us: microseconds of a call on the example, the shortest of some; None: it was not timed.
         int8: how many ops run on integers.
         sqnr: how far the output is from the float model's, see `Ledger.output_sqnr`.
         chosen: whether this one was taken.
@@ -162,7 +162,7 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
         for i, (model, _) in models.items():
             given = copied(example)
             calls[str(i)] = partial(model, *given.args, **given.kwargs)
-        found = interleaved(calls, lambda: None)
+        found = interleaved(calls, lambda: None, least=True)
     best = min(models, key=lambda i: (_is_far(tries[i].sqnr, least), found[str(i)]))
     for i in models:
         tries[i] = replace(tries[i], us=found[str(i)], chosen=i == best)

@@ -40,7 +40,7 @@ def net():
 def planted(monkeypatch, times):
     """Let the calls of each backend take so many microseconds."""
 
-    def interleaved(calls, wait):
+    def interleaved(calls, wait, least):
         return {key: times[i] for i, key in enumerate(calls)}
 
     monkeypatch.setattr(fastest, "interleaved", interleaved)

@@ -145,3 +145,16 @@ def test_models_inputs_and_the_generator_stay_as_they_were():
     assert (model.calls, model.seen.item()) == (0, 0)
     assert torch.equal(x, torch.ones(5, 4))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_shortest_time_of_a_call_that_is_held_up_once(monkeypatch):
+    monkeypatch.setattr(latency, "MOST", 5)
+    clock, lasts = [0.0], iter([9.0, 5.0, 3.0, 5.0, 7.0])
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: clock[0])
+
+    def call():
+        clock[0] += 1e-6 * next(lasts)
+
+    assert interleaved({"a": call}, lambda: None, least=True) == {"a": pytest.approx(3.0)}
+    lasts = iter([9.0, 5.0, 3.0, 5.0, 7.0])
+    assert interleaved({"a": call}, lambda: None) == {"a": pytest.approx(5.0)}
