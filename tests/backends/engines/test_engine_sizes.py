@@ -10,6 +10,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import backend_type
+from fxq.backends.engines.request import Request
 from fxq.backends.engines.engine import EngineBackend, EngineKernel
 from fxq.common.metrics import sqnr
 from fxq.graph.query import submodule
@@ -68,8 +69,21 @@ def test_sizes_that_are_read_off_values_are_inside(name, leaf):
     assert equal(pickle.loads(pickle.dumps(q))(x), q(x))
 
 
+class Ones(Request):
+    """Computes ones."""
+
+    def set_input(self, i, x):
+        pass
+
+    def set_output(self, i, y):
+        y.fill_(1)
+
+    def run(self):
+        pass
+
+
 def test_a_region_with_sizes_that_is_wrong_is_put_back(name, monkeypatch):
-    monkeypatch.setattr(backend_type(name).kernel, "compiled", lambda model, threads: lambda inputs, outputs: None)
+    monkeypatch.setattr(backend_type(name).kernel, "compiled", lambda model, threads: Ones)
     torch.manual_seed(0)
     model, x = Heads().eval(), torch.randn(2, 6, 16)
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
