@@ -10,8 +10,8 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import backend_type
-from fxq.backends.engines.request import Request
 from fxq.backends.engines.engine import EngineBackend, EngineKernel
+from fxq.backends.engines.request import Request
 from fxq.common.metrics import sqnr
 from fxq.graph.query import submodule
 from tests.graphs import equal
