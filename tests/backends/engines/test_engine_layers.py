@@ -120,7 +120,7 @@ def test_what_onnxruntime_runs_in_float_is_float_in_the_ledger(tmp_path, monkeyp
 
 
 def test_a_layer_whose_input_alone_is_moved_as_integers_is_float_in_the_ledger():
-    """ONNX Runtime turns the rows of 3-D integers, and takes none of signed ones with a zero point and float results."""
+    """ONNX Runtime reshapes 3-D integers; signed ones with a zero point it multiplies in float behind that."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(4, 7, 64)
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage", activation=fxq.TensorSpec(signed=True))
     with quiet():
