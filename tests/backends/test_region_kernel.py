@@ -178,7 +178,8 @@ class InPlace(nn.Module):
 @pytest.mark.filterwarnings("ignore:nothing runs on integers:fxq.FxqWarning")
 def test_constants_in_bfloat16():
     """Which is a method of modules, too."""
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval().bfloat16(), torch.randn(4, 8).bfloat16()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval().bfloat16()
+    x = torch.randn(4, 8).bfloat16()
     q = fxq.quantize(model, ENGINE, data=[x])
     assert engine_kernels(q) and torch.equal(q(x), model(x))
 

@@ -109,7 +109,7 @@ class EngineKernel(RegionKernel):
             why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
             if not self._was_compiled:
                 raise BackendError(why) from error
-            warn(f"{why} For inputs of this size it runs in qdq form, which is slow.")
+            warn(f"{why.rstrip('.')}. For inputs of this size it runs in qdq form, which is slow.")
             return super().forward
         self.__dict__["_was_compiled"] = True
         if len(self._packed_now().of_sizes) == self.sizes_kept:
