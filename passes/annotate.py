@@ -146,7 +146,8 @@ class _Asked:
         light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.weight for call in calls)
         if light and config.activation is not None and config.activation.range == "measured":
             return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
-        config, notes = backend.config(config, calls), _changes(backend, config, calls)
+        asked, config = config, backend.config(config, calls)
+        notes = _changes(backend, asked, config)
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
@@ -245,9 +246,8 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _changes(backend: Backend, asked: QuantConfig, calls: Calls) -> list[str]:
+def _changes(backend: Backend, asked: QuantConfig, config: QuantConfig) -> list[str]:
     """What a backend reads in another way than the recipe asks for."""
-    config = backend.config(asked, calls)
     roles: tuple[Role, ...] = ("activation", "state")
     return [
         f"for {backend.name}, its {role} is {config.of(role)}, and not {asked.of(role)}"

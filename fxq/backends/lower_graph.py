@@ -130,7 +130,8 @@ def describe_as_run(rewriter: Rewriter, node: fx.Node, layers: tuple[EngineLayer
     found = False
     for unit in units:
         plan = info(unit).plan
-        own = [layer for layer in layers if unit.name in layer.nodes and layer.kind != "convert"]
+        beside = ("convert",) if plan is not None and plan.fate == "moves" else ("convert", "moves")
+        own = [layer for layer in layers if unit.name in layer.nodes and layer.kind not in beside]
         if plan is None or plan.fate == "float" or not own or any(layer.kind != "float" for layer in own):
             continue
         found, ran = True, max(own, key=lambda layer: layer.us)

@@ -32,7 +32,7 @@ class RegionKernel(Kernel):
     neither copied nor pickled. A class of its own has a `name`, and is all that an engine has to write.
 
     Args:
-        tensors: the constants of each dtype, one behind the other, by the name of the dtype.
+        tensors: the constants of each dtype, one behind the other: `flat_int8` and the like.
     """
 
     name: ClassVar[str] = "qdq.region"
@@ -62,16 +62,16 @@ class RegionKernel(Kernel):
         flat: dict[str, list[Tensor]] = {}
         ends: Counter[str] = Counter()
         for path, tensor in constants_of(gm, graph).items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            whole = str(tensor.dtype).replace("torch.", "flat_")  # modules have a method that is called bfloat16
             name = path.rpartition(".")[2]
             while name in parts:
                 name = f"{name}_{len(parts)}"
-            names[path], parts[name] = name, Part(dtype, ends[dtype], tensor.shape)
-            flat.setdefault(dtype, []).append(tensor.detach().reshape(-1))
-            ends[dtype] += tensor.numel()
+            names[path], parts[name] = name, Part(whole, ends[whole], tensor.shape)
+            flat.setdefault(whole, []).append(tensor.detach().reshape(-1))
+            ends[whole] += tensor.numel()
         for node in graph.find_nodes(op="get_attr"):
             node.target = names[str(node.target)]
-        kernel = cls.from_config(config or {}, {dtype: torch.cat(same) for dtype, same in flat.items()})
+        kernel = cls.from_config(config or {}, {whole: torch.cat(same) for whole, same in flat.items()})
         kernel.form = Form.of_graph(gm, graph, tuple(range(len(graph.find_nodes(op="placeholder")))), parts)
         return kernel
 

@@ -67,13 +67,14 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
     found = dequantized(w, x)
     if x.rank == 2 and bias is not None:
         return w.emit("Gemm", x, matrix, bias_for(w, x, weight, bias))
-    if w.integer_bias and found is not None and bias is not None and x.rank > 2:  # with the bias it is one integer op
+    if w.integer_bias and found is not None and bias is not None:  # with the bias it is one integer op
         rows = w.reshaped(found.node.reads[0], (-1, x.shape[-1]))
         flat = w.emit("DequantizeLinear", rows, found.scale, found.zero)
         product = w.emit("Gemm", flat, matrix, bias_for(w, x, weight, bias))
         return w.reshaped(product, (*x.shape[:-1], weight.shape[0]))
-    product = w.emit("MatMul", x, matrix)
-    return product if bias is None else w.emit("Add", product, bias)
+    product = w.emit("MatMul", w.reshaped(x, (1, *x.shape)) if x.rank == 1 else x, matrix)
+    product = product if bias is None else w.emit("Add", product, bias)
+    return w.reshaped(product, (weight.shape[0],)) if x.rank == 1 else product  # OpenVINO gives vectors another shape
 
 
 def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: Value | None) -> str:
@@ -144,8 +145,10 @@ def embedding(w: Writer, x: Value, weight: Value) -> str:
     block, grid = found.node.attributes.get("block_size") or q.shape[1], [found.scale, found.zero]
     if found.scale.dim() < 2:  # one for each row, or for all
         grid = [part.expand(len(q)).reshape(-1, 1).contiguous() for part in grid]
-    read = [w.emit("Gather", part, x, axis=0) for part in (q, *grid)]
-    return w.emit("DequantizeLinear", *read, axis=-1, block_size=block)
+    ids = w.reshaped(x, (1,)) if x.rank == 0 else x  # one row has an axis less than there are blocks for
+    read = [w.emit("Gather", part, ids, axis=0) for part in (q, *grid)]
+    rows = w.emit("DequantizeLinear", *read, axis=-1, block_size=block)
+    return w.reshaped(rows, weight.shape[1:]) if x.rank == 0 else rows
 
 
 @writes("embedding_bag")

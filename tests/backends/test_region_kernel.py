@@ -144,7 +144,7 @@ def test_what_is_built_of_a_region_is_built_again_and_never_copied(net, monkeypa
     other = pickle.loads(pickle.dumps(qmodel))
     assert equal(other(x), before) and len(built) == 2
     with torch.no_grad():
-        kernel.int8.zero_()
+        kernel.flat_int8.zero_()
     assert not equal(qmodel(x), before) and built[2:] == [kernel]
     qmodel.load_state_dict(other.state_dict())
     assert equal(qmodel(x), before)
@@ -173,6 +173,15 @@ class InPlace(nn.Module):
         z = self.b(y)
         y.index_fill_(1, torch.tensor([0]), 0.5)
         return self.c(torch.relu(y)) + z
+
+
+@pytest.mark.filterwarnings("ignore:nothing runs on integers:fxq.FxqWarning")
+def test_constants_in_bfloat16():
+    """Which is a method of modules, too."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval().bfloat16()
+    x = torch.randn(4, 8).bfloat16()
+    q = fxq.quantize(model, ENGINE, data=[x])
+    assert engine_kernels(q) and torch.equal(q(x), model(x))
 
 
 def test_what_is_changed_in_place_stays_outside():

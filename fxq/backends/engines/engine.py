@@ -42,7 +42,7 @@ class EngineKernel(RegionKernel):
 
     Raises:
         BackendError: the engine refuses the first inputs that come.
-        InputError: an input is no plain tensor on the CPU, or floats of another type.
+        InputError: an input is no plain tensor on the CPU, or floats of another type; or the engine refuses its values.
     """
 
     sizes_kept: ClassVar[int] = 8
@@ -104,11 +104,12 @@ class EngineKernel(RegionKernel):
         try:
             written = self.written(form, inputs, channels_last=last)
             requests = type(self).compiled(written.model, torch.get_num_threads())
+            made = EngineCall(written, requests, inputs, last)
         except Exception as error:  # whatever an engine raises
             why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
             if not self._was_compiled:
                 raise BackendError(why) from error
-            warn(f"{why} For inputs of this size it runs in qdq form, which is slow.")
+            warn(f"{why.rstrip('.')}. For inputs of this size it runs in qdq form, which is slow.")
             return super().forward
         self.__dict__["_was_compiled"] = True
         if len(self._packed_now().of_sizes) == self.sizes_kept:
@@ -117,7 +118,7 @@ class EngineKernel(RegionKernel):
                 "for others goes, and is compiled again when they come back. Pad inputs to fewer sizes, or take "
                 'backend="auto", which compiles nothing.'
             )
-        return EngineCall(written, requests, inputs, last)
+        return made
 
     def _check(self, wanted: torch.dtype | None, x: Any) -> None:
         """Raise `InputError` for a tensor that the engine would read as another, or not at all."""

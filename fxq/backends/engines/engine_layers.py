@@ -30,7 +30,7 @@ def of_nodes(layer: EngineLayer, nodes: Mapping[str, fx.Node]) -> EngineLayer:
     op, kind = op_of(made_of[0]) if made_of else None, layer.kind
     if op is not None and op.name in CONVERSIONS:
         kind = "convert"
-    elif layer.op in _LAYOUT if op is None else op.quant.kind == "moves" and kind == "int8":
+    elif kind == "int8" if op is not None and op.quant.kind == "moves" else layer.op in _LAYOUT:
         kind = "moves"
     elif kind == "float" and any(quantize in made_of for node in made_of for quantize in _quantizes(node)):
         kind = "int8"
@@ -44,7 +44,7 @@ def _quantizes(node: fx.Node) -> list[fx.Node]:
 
 
 _LAYOUT = ("Reorder", "Transpose", "Reshape")
-"""What engines call the changes of layout that they put in."""
+"""What engines call the changes of layout that they put in, or that stand in front of a layer and behind it."""
 
 
 def shares(layers: Iterable[EngineLayer], taken: Mapping[str, fx.Node]) -> dict[fx.Node, float]:

@@ -120,9 +120,15 @@ class Openvino(EngineBackend):
     )
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
-        """As in `EngineBackend`; nor what makes other than floats of integers of 64 bits, which it makes 32 of."""
+        """As in `EngineBackend`; nor floats other than float32, which it computes in.
+
+        Nor what makes other than floats of integers of 64 bits, which it makes 32 of.
+        """
         made = info(node).dtype
         types = {made, *(info(read).dtype for read in node.all_input_nodes)}
+        other = next((kind for kind in types if kind and kind.is_floating_point and kind != torch.float32), None)
+        if other is not None:
+            return f"OpenVINO computes in float32, and not in {str(other).removeprefix('torch.')}"
         if torch.int64 in types and not (made is not None and made.is_floating_point):
             return "OpenVINO computes integers of 64 bits in 32"
         return super().refusal(gm, node)

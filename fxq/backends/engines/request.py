@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxq.errors import InputError, words_of
 from fxq.onnx.graph import TO_FIRST, TO_LAST, Written
 
 SMALL = 1 << 16
@@ -44,6 +45,9 @@ class EngineCall(threading.local):
         requests: makes a request.
         inputs: those that it was compiled for.
         turned: which of them come as images channels-last, and are read as (N, H, W, C).
+
+    Raises:
+        InputError: (where it is called) the engine fails, as ONNX Runtime does of an index that is out of range.
     """
 
     def __init__(
@@ -73,7 +77,11 @@ class EngineCall(threading.local):
             values.append(_empty(like) if place is None else place)
             if place is None:
                 request.set_output(i, values[i])
-        request.run()
+        try:
+            request.run()
+        except Exception as error:  # whatever an engine raises
+            kind = type(error).__name__
+            raise InputError(f"the engine fails on the values of its inputs: {kind}: {words_of(error)}") from error
         for i, (_, turn, place) in enumerate(self.outputs):
             value = values[i] if place is None else place.clone()
             values[i] = value.permute(TO_FIRST) if turn else value

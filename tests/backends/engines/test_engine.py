@@ -115,9 +115,35 @@ def test_a_size_that_the_engine_refuses(net, name, monkeypatch):
 
     monkeypatch.setattr(backend_type(name).kernel, "compiled", fails)
     x = torch.randn(5, 3, 16, 16)
-    with pytest.warns(fxq.FxqWarning, match="too large.*For inputs of this size it runs in qdq form"):
+    with pytest.warns(fxq.FxqWarning, match="too large\\. For inputs of this size it runs in qdq form"):
         got = q(x)
     assert sqnr(model(x), got) > 20
+
+
+def test_a_linear_layer_that_reads_a_vector(name):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(16, 8)
+    with quiet():
+        q = fxq.quantize(model, recipe(name), data=[x])
+    for i in range(3):
+        assert torch.allclose(q(x[i]), q(x[i : i + 1])[0], rtol=0, atol=1e-4)
+
+
+def test_values_that_the_engine_refuses(name, monkeypatch):
+    """What it raises of inputs of a size that it has compiled, or when it is told where they lie."""
+    model, x = nn.Linear(8, 8).eval(), torch.randn(2, 8)
+    with quiet():
+        q = fxq.quantize(model, recipe(name), data=[x])
+
+    def fails(self, *args):
+        raise RuntimeError("index out of bounds")
+
+    request = type(kernels(q)[0]._runner([x]).request)
+    monkeypatch.setattr(request, "run", fails)
+    with pytest.raises(fxq.InputError, match="RuntimeError: index out of bounds"):
+        q(x)
+    monkeypatch.setattr(request, "set_output", fails)
+    with pytest.warns(fxq.FxqWarning, match="index out of bounds.*runs in qdq form"):
+        assert q(torch.randn(3, 8)).shape == (3, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8, torch.complex64])

@@ -119,6 +119,18 @@ def test_what_onnxruntime_runs_in_float_is_float_in_the_ledger(tmp_path, monkeyp
     assert sqnr(model(x), q(x)) > 25  # of 8 bits
 
 
+def test_a_layer_whose_input_alone_is_moved_as_integers_is_float_in_the_ledger():
+    """ONNX Runtime reshapes 3-D integers; signed ones with a zero point it multiplies in float behind that."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(4, 7, 64)
+    recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage", activation=fxq.TensorSpec(signed=True))
+    with quiet():
+        q = fxq.quantize(model.eval(), recipe.with_min_sqnr(None), data=[x])
+    (node,) = regions(q)
+    ran = [layer.op for layer in info(node).layers if "_0_relu" in layer.nodes and layer.kind == "float"]
+    assert ran == ["Gemm"]
+    assert [e.path for e in q.ledger.where(fate="float")] == ["0", "1"]
+
+
 def optimized(model, path, monkeypatch):
     """By node of the graph, the nodes that ONNX Runtime has made of its own, as it writes them to a file."""
     import onnx
@@ -194,6 +206,7 @@ def qdq():
         (layer("pool/MaxPool", kind="int8"), ("pool",), "moves"),
         (layer("pool/MaxPool"), ("pool",), "float"),
         (layer("", op="Reorder"), (), "moves"),
+        (layer("conv/Reshape", op="Reshape", kind="int8"), ("conv",), "moves"),  # for the layer, no part of its sums
         (layer("Constant_3", op="MVN"), (), "float"),
     ],
 )

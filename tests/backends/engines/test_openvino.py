@@ -94,3 +94,14 @@ def test_integers_of_64_bits_stay_outside():
     with torch.no_grad():
         (want, *exact), (got, *others) = model(*inputs), q(*inputs)
     assert all(map(torch.equal, others, exact)) and sqnr(want, got) > 25
+
+
+@pytest.mark.filterwarnings("ignore:nothing runs on integers:fxq.FxqWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_floats_of_other_types_stay_outside(dtype):
+    """It would compute them in float32, or refuse the region that they are in."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4)).eval().to(dtype)
+    x = torch.randn(4, 8).to(dtype)
+    q = fxq.quantize(model, fxq.Recipe.static(backend="openvino"), data=[x])
+    assert not any(isinstance(module, OpenvinoKernel) for module in q.modules())
+    assert torch.equal(q(x), model(x))
