@@ -89,6 +89,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+@pytest.mark.any_cpu
 def test_an_engine_and_what_it_leaves(scripts, monkeypatch, engine):
     """In this process: threads of an engine that ran before would not be in another one that is forked."""
     pytest.importorskip(engine)

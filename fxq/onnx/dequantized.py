@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxq.onnx.writer import INT4, UINT4, OnnxNode, Operand, Value, Writer
+from fxq.onnx.writer import INT4, MOVES, UINT4, OnnxNode, Operand, Value, Writer
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,10 @@ def dequantized(w: Writer, value: Value) -> Dequantized | None:
     return Dequantized(node, scale, zero) if scale is not None and zero is not None else None
 
 
-_MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Gather")
-
-
 def is_of_integers(w: Writer, value: Value) -> bool:
     """Whether a value was dequantized, and moved at most since then."""
     name = value.name
-    while (node := w.made_by(name)) is not None and node.kind in _MOVES:
+    while (node := w.made_by(name)) is not None and node.kind in MOVES:
         name = node.reads[0]
     return node is not None and node.kind == "DequantizeLinear"
 

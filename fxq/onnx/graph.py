@@ -48,6 +48,7 @@ class Written:
         several: whether the graph returns several values.
         outputs: what the model returns, on the meta device: shapes and dtypes.
         channels_last: which of its outputs are images whose last axis has the channels.
+        indices: of the inputs that are indices, which they are, and what their values are below.
     """
 
     model: Any
@@ -55,6 +56,7 @@ class Written:
     several: bool
     outputs: tuple[Tensor, ...]
     channels_last: tuple[bool, ...]
+    indices: tuple[tuple[int, int], ...] = ()
 
 
 def write_onnx(
@@ -94,7 +96,9 @@ def write_onnx(
     model = writer.model(ends)
     names = {value.name for value in model.graph.input}
     reads = tuple(i for i, node in enumerate(placeholders) if taken.get(node) in names)
-    return Written(model, reads, several, tuple(end.like for end in ends), images)
+    places = {taken[node]: i for i, node in enumerate(placeholders) if node in taken}
+    indices = tuple((places[name], size) for name, size in writer.indices.items())
+    return Written(model, reads, several, tuple(end.like for end in ends), images, indices)
 
 
 TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)

@@ -138,7 +138,7 @@ def einsum(w: Writer, xs: Sequence[Value], *, equation: str) -> str:
 @writes("embedding")
 def embedding(w: Writer, x: Value, weight: Value) -> str:
     """Rows of a table; of one of integers they are read as these, with their scales, and made floats behind."""
-    found = dequantized(w, weight)
+    x, found = w.index(x, weight.shape[0]), dequantized(w, weight)
     q = w.value_of(found.node.reads[0]) if found is not None and not w.floats else None
     if found is None or q is None or w.type_of(found.node.reads[0]) in (INT4, UINT4):
         return w.emit("Gather", weight, x, axis=0)
@@ -165,7 +165,7 @@ def embedding_bag(
 ) -> str:
     refuse(offsets is not None or x.rank != 2, "its bags are not of one size")
     refuse(padding_idx is not None, "it leaves out entries")
-    rows: Operand = w.emit("Gather", weight, x, axis=0)
+    rows: Operand = w.emit("Gather", weight, w.index(x, weight.shape[0]), axis=0)
     if per_sample_weights is not None:
         rows = w.emit("Mul", rows, w.reshaped(per_sample_weights, (*x.shape, 1)))
     kinds = {"sum": "ReduceSum", "mean": "ReduceMean", "max": "ReduceMax"}

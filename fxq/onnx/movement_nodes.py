@@ -122,7 +122,7 @@ for _name in ("chunk", "split", "tensor_split"):
 
 @writes("index_select")
 def index_select(w: Writer, x: Value, index: Value, *, dim: int) -> str:
-    return w.emit("Gather", x, index, axis=dim)
+    return w.emit("Gather", x, w.index(index, x.shape[dim]), axis=dim)
 
 
 @writes("flip")

@@ -70,6 +70,18 @@ _CONTRIBUTED = frozenset({"DynamicQuantizeLSTM", "MatMulIntegerToFloat"})
 _RUNTIME = "com.microsoft"
 
 
+MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Cast", "Identity")
+"""Types of nodes whose values are those that they read first, moved, or in another type."""
+
+
+def in_range(index: Tensor, size: int) -> bool:
+    """Whether all entries are indices below a size; floats are rounded towards zero."""
+    if not index.numel():
+        return True
+    low, high = index.aminmax()
+    return bool(low > -1) and bool(high < size)
+
+
 @dataclass
 class Writer:
     """The model so far.
@@ -79,12 +91,14 @@ class Writer:
         floats: whether conversions are left out, so that all computes in float, with the weights of the integers.
         clamps: by what a clamp makes, what it reads and its bounds.
         weights: the dequantized weights that a layer on integers reads.
+        indices: inputs whose values are indices, and what they are below.
     """
 
     integer_bias: bool = True
     floats: bool = False
     clamps: dict[str, tuple[str, float, float]] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
+    indices: dict[str, int] = field(default_factory=dict)
     _inputs: list[Value] = field(default_factory=list)
     _nodes: list[OnnxNode] = field(default_factory=list)
     _makers: dict[str, OnnxNode] = field(default_factory=dict)
@@ -99,6 +113,22 @@ class Writer:
         """An input of the model, of the shape and dtype of a tensor."""
         value = Value(self._unique(name), torch.empty_like(like, device="meta"))
         self._inputs.append(value)
+        return value
+
+    def index(self, value: Value, size: int) -> Value:
+        """A value whose entries are indices below a size. Engines check none: what is given must be checked before.
+
+        Raises:
+            NotInOnnx: it is computed of inputs, or a constant has an entry out of range.
+        """
+        name = value.name
+        while (node := self.made_by(name)) is not None and node.kind in MOVES:
+            name = node.reads[0]
+        known = self.value_of(name)
+        refuse(node is not None, "its indices are computed")
+        refuse(known is not None and not in_range(known, size), "an index is out of range")
+        if known is None:
+            self.indices[name] = min(size, self.indices.get(name, size))
         return value
 
     @contextmanager

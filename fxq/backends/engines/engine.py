@@ -147,6 +147,16 @@ def _is_channels_last(value: Any) -> bool:
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
+def _has_computed_index(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node reads indices that are neither an input of the model nor a constant, as they are or moved."""
+    if not is_op(node, "embedding", "embedding_bag", "index_select"):
+        return False
+    read = node.args[1 if is_op(node, "index_select") else 0]
+    while isinstance(read, fx.Node) and (op := op_of(read)) is not None and (op.quant.view or op.name == "cast"):
+        read = read.args[0]
+    return not (isinstance(read, fx.Node) and read.op in ("placeholder", "get_attr"))
+
+
 class EngineBackend(Backend):
     """An engine with an interpreter, or a compiler, of whole models.
 
@@ -202,8 +212,8 @@ class EngineBackend(Backend):
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         """Why the engine does not take a node of the graph; None: it does. One of each kind is compiled alone."""
         reason = refusal(gm, node)
-        if reason is not None:
-            return reason
+        if reason is not None or _has_computed_index(gm, node):
+            return reason or "its indices are computed, and the engine would not say where one is out of range"
         parts = [(call.op.name, sorted(call.options.items())) for call in calls_of(gm, node)]
         key = repr((parts, [(len(info(read).shape or ()), info(read).dtype) for read in node.all_input_nodes]))
         if key not in self._refused:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxq.errors import InputError, words_of
 from fxq.onnx.graph import TO_FIRST, TO_LAST, Written
+from fxq.onnx.writer import in_range
 
 SMALL = 1 << 16
 """Bytes of a tensor that is copied sooner than an engine is told where another one lies."""
@@ -47,13 +48,13 @@ class EngineCall(threading.local):
         turned: which of them come as images channels-last, and are read as (N, H, W, C).
 
     Raises:
-        InputError: (where it is called) the engine fails, as ONNX Runtime does of an index that is out of range.
+        InputError: (where it is called) an index is out of range, or the engine fails.
     """
 
     def __init__(
         self, written: Written, requests: Callable[[], Request], inputs: Sequence[Any], turned: Sequence[bool]
     ) -> None:
-        self.request, self.several = requests(), written.several
+        self.request, self.several, self.indices = requests(), written.several, written.indices
         self.inputs: list[tuple[int, bool, Tensor | None]] = []
         for i, taken in enumerate(written.reads):
             like = inputs[taken].permute(TO_LAST) if turned[taken] else inputs[taken]
@@ -63,6 +64,9 @@ class EngineCall(threading.local):
             self.outputs.append((like, turn, _place(like, partial(self.request.set_output, i))))
 
     def __call__(self, *given: Any) -> Any:
+        for taken, size in self.indices:
+            if not in_range(given[taken], size):
+                raise InputError(f"an index is out of range: they go from 0 to {size - 1}.")
         request, alive = self.request, []
         for i, (taken, turn, place) in enumerate(self.inputs):
             x = given[taken].detach()

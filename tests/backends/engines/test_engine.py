@@ -366,3 +366,27 @@ def test_text_form(net):
     assert f"{q.backend}.region" in text
     again = fxq.read_graph(text, fxq.graph_tensors(q))
     assert equal(again(x), tuple(q(x)))
+
+
+class Rows(nn.Module):
+    """Rows of a table by ids as they are given, or computed of these; and places on an axis."""
+
+    def __init__(self, computed):
+        super().__init__()
+        self.table, self.out, self.computed = nn.Embedding(10, 8), nn.Linear(8, 4), computed
+
+    def forward(self, ids, places):
+        read = self.table(ids * self.computed if self.computed else ids.flatten(0, 1))
+        return self.out(read).index_select(-1, places)
+
+
+@pytest.mark.parametrize("computed", [0, 1])
+def test_an_index_that_is_out_of_range_is_an_error(name, computed):
+    model, ids, places = Rows(computed).eval(), torch.randint(10, (2, 5)), torch.tensor([1, 3])
+    with quiet():
+        q = fxq.quantize(model, recipe(name), data=[((ids, places))])
+    assert kernels(q) and sqnr(model(ids, places), q(ids, places)) > 25
+    wrong = [(torch.full((2, 5), i), places) for i in (10, -1, 2**32)] + [(ids, torch.tensor([0, i])) for i in (4, -1)]
+    for given in wrong:
+        with pytest.raises((fxq.InputError, IndexError), match="out of range"):
+            q(*given)
