@@ -113,11 +113,12 @@ class EngineKernel(RegionKernel):
             return super().forward
         self.__dict__["_was_compiled"] = True
         if len(self._packed_now().of_sizes) == self.sizes_kept:
-            warn(
-                f"{self.name}: inputs come in more than {self.sizes_kept} sizes, batch sizes included. What was made "
-                "for others goes, and is compiled again when they come back. Pad inputs to fewer sizes, or take "
+            said = (
+                f"{self.name}: inputs come in more than {self.sizes_kept} sizes, batch sizes included. What was made for "
+                "others goes, and is compiled again when they come back. Pad inputs to fewer sizes, or take "
                 'backend="auto", which compiles nothing.'
             )
+            self._kept("sizes", partial(warn, said))  # once
         return made
 
     def _check(self, wanted: torch.dtype | None, x: Any) -> None:

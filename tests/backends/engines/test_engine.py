@@ -104,6 +104,8 @@ def test_only_the_last_few_sizes_are_kept(net):
             q(torch.randn(n, 3, 16, 16))
     with pytest.warns(fxq.FxqWarning, match="inputs come in more than 8 sizes.*compiled again when they come back"):
         q(torch.randn(9, 3, 16, 16))
+    with warnings.catch_warnings(action="error"):
+        q(torch.randn(10, 3, 16, 16))
     assert len(kernel._packed.of_sizes) == kernel.sizes_kept
 
 
