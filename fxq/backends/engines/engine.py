@@ -114,8 +114,8 @@ class EngineKernel(RegionKernel):
         self.__dict__["_was_compiled"] = True
         if len(self._packed_now().of_sizes) == self.sizes_kept:
             said = (
-                f"{self.name}: inputs come in more than {self.sizes_kept} sizes, batch sizes included. What was made for "
-                "others goes, and is compiled again when they come back. Pad inputs to fewer sizes, or take "
+                f"{self.name}: inputs come in more than {self.sizes_kept} sizes, batch sizes included. What was made "
+                "for others goes, and is compiled again when they come back. Pad inputs to fewer sizes, or take "
                 'backend="auto", which compiles nothing.'
             )
             self._kept("sizes", partial(warn, said))  # once
