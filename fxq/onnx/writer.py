@@ -122,7 +122,7 @@ class Writer:
             NotInOnnx: it is computed of inputs, or a constant has an entry out of range.
         """
         name = value.name
-        while (node := self.made_by(name)) is not None and node.kind in MOVES:
+        while (node := self.made_by(name)) is not None and node.kind in MOVES and node.kind != "Slice":
             name = node.reads[0]
         known = self.value_of(name)
         refuse(node is not None, "its indices are computed")

@@ -27,7 +27,7 @@ from fxq.graph.partition import connected_regions
 from fxq.graph.query import CONVERSIONS, is_op, op_of
 from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.unit import Calls, calls_of
-from fxq.onnx.graph import Written, refusal, write_onnx
+from fxq.onnx.graph import TO_LAST, Written, refusal, write_onnx
 from fxq.quant.spec import QuantConfig
 
 log = logging.getLogger("fxq")
@@ -73,7 +73,7 @@ class EngineKernel(RegionKernel):
         given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
         last = [_is_channels_last(x) for x in given]
         written = cls.written(gm, given, channels_last=last, floats=floats)
-        tensors = [(given[i].permute(0, 2, 3, 1) if last[i] else given[i]).contiguous() for i in written.reads]
+        tensors = [(given[i].permute(TO_LAST) if last[i] else given[i]).contiguous() for i in written.reads]
         nodes = {node.name: node for node in gm.graph.nodes if node.op != "placeholder"}
         return [of_nodes(layer, nodes) for layer in cls.profile(written.model, tensors)]
 
@@ -111,6 +111,7 @@ class EngineKernel(RegionKernel):
                 raise BackendError(why) from error
             warn(f"{why.rstrip('.')}. For inputs of this size it runs in qdq form, which is slow.")
             return super().forward
+        # Past `__setattr__`, which tells bound graphs that the kernel has changed.
         self.__dict__["_was_compiled"] = True
         if len(self._packed_now().of_sizes) == self.sizes_kept:
             said = (
@@ -148,12 +149,14 @@ def _is_channels_last(value: Any) -> bool:
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
-def _has_computed_index(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node reads indices that are neither an input of the model nor a constant, as they are or moved."""
+def _has_computed_index(node: fx.Node) -> bool:
+    """Whether a node reads indices that are neither an input of the model nor a constant, all of it, as is or moved."""
     if not is_op(node, "embedding", "embedding_bag", "index_select"):
         return False
     read = node.args[1 if is_op(node, "index_select") else 0]
-    while isinstance(read, fx.Node) and (op := op_of(read)) is not None and (op.quant.view or op.name == "cast"):
+    while isinstance(read, fx.Node) and (op := op_of(read)) is not None:
+        if op.name != "cast" and (not op.quant.view or op.quant.selects):
+            break
         read = read.args[0]
     return not (isinstance(read, fx.Node) and read.op in ("placeholder", "get_attr"))
 
@@ -213,8 +216,10 @@ class EngineBackend(Backend):
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         """Why the engine does not take a node of the graph; None: it does. One of each kind is compiled alone."""
         reason = refusal(gm, node)
-        if reason is not None or _has_computed_index(gm, node):
-            return reason or "its indices are computed, and the engine would not say where one is out of range"
+        if reason is not None:
+            return reason
+        if _has_computed_index(node):
+            return "its indices are computed, and the engine would not say where one is out of range"
         parts = [(call.op.name, sorted(call.options.items())) for call in calls_of(gm, node)]
         key = repr((parts, [(len(info(read).shape or ()), info(read).dtype) for read in node.all_input_nodes]))
         if key not in self._refused:

@@ -392,3 +392,19 @@ def test_an_index_that_is_out_of_range_is_an_error(name, computed):
     for given in wrong:
         with pytest.raises((fxq.InputError, IndexError), match="out of range"):
             q(*given)
+
+
+def test_an_index_that_is_cut_off_may_be_out_of_range(name):
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = nn.Embedding(10, 8), nn.Linear(8, 4)
+
+        def forward(self, ids):
+            return self.out(self.table(ids[:, 1:]))
+
+    model, ids = Cut().eval(), torch.randint(10, (2, 5))
+    with quiet():
+        q = fxq.quantize(model, recipe(name), data=[ids])
+    ids[:, 0] = -100
+    assert sqnr(model(ids), q(ids)) > 25
