@@ -27,9 +27,10 @@ from fxq.ledger.float_record import checksums
 from fxq.ledger.narrowing import narrowed
 from fxq.ledger.output_check import check_output, output_sqnr
 from fxq.ledger.side_by_side import Program
-from fxq.model import BATCHES, ObservedModel, QuantizedModel
+from fxq.model import ObservedModel, QuantizedModel
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import PassManager
+from fxq.pipeline.samples import BATCHES
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import os
-import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from fxq.backends import cpu
 from fxq.backends.by_name import written
 from fxq.backends.other_machine import fit
 from fxq.common.attributes import FloatAttributes
-from fxq.common.data import Batch, check_finite, first_of
+from fxq.common.data import Batch, check_finite
 from fxq.common.isolation import autocast_on, unshare
 from fxq.common.metrics import nbytes
 from fxq.common.names import check_names
@@ -33,6 +32,7 @@ from fxq.ledger.ledger import Ledger
 from fxq.ledger.quantized import Quantized
 from fxq.pipeline.history import History
 from fxq.pipeline.manager import PassManager
+from fxq.pipeline.samples import record
 from fxq.quant.observer_base import Observer
 from fxq.recipe.pass_base import Stage
 from fxq.recipe.pins import Pin
@@ -47,11 +47,6 @@ from fxq.text.tables import line, text
 
 _KNOWN = ("history", "ledger", "recipe", "backend", "record", "kinds_kept", "attempts", "_decided", "_handed")
 """What a quantized model knows besides its graph and tensors, and takes along when it is copied."""
-SAMPLES, BATCHES = 4, 8
-"""Most samples of a calibration batch, and of how many batches, that are kept to verify and to correct with.
-
-A batch is kept whole where the graph is made for its size.
-"""
 
 
 class ObservedModel(fx.GraphModule):
@@ -133,9 +128,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"torch.autocast is on for {', '.join(on)}, so that the observers would see values of lower precision than "
             "the quantized model computes. Call the observed model outside it, or use fxq.calibrate."
         )
-    context = model.manager.context
-    if model.batches_seen < BATCHES:
-        context.samples.append(first_of(Batch(args, kwargs), SAMPLES if context.divisible else sys.maxsize))
+    record(model.manager.context, Batch(args, kwargs))
     model.batches_seen += 1
     for other in model.others or ():
         if other.same_as is None:

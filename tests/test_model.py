@@ -9,7 +9,7 @@ from torch import nn
 import fxq
 from fxq.backends.kernel import Kernel
 from fxq.errors import InputError
-from fxq.model import BATCHES, SAMPLES, ObservedModel, QuantizedModel
+from fxq.model import ObservedModel, QuantizedModel
 from tests.graphs import full_text
 from tests.helpers import REFERENCE
 
@@ -140,18 +140,6 @@ def test_calibrate_shows_data_to_the_observers():
     observed = fxq.prepare(network(), REFERENCE, X)
     assert fxq.calibrate(observed, [X, (X / 2,), {"input": X}], progress=False) is observed
     assert observed.batches_seen == 3
-
-
-def test_a_few_samples_of_the_first_batches_are_kept():
-    observed = fxq.prepare(network(), REFERENCE, X)
-    many = torch.rand(7, 3, 8, 8)
-    observed(many)
-    observed(X)
-    for _ in range(BATCHES):
-        observed(X)
-    kept = [sample.args[0] for sample in observed.manager.context.samples]
-    assert torch.equal(kept[0], many[:SAMPLES]) and torch.equal(kept[1], X)
-    assert len(kept) == BATCHES
 
 
 def test_converting_twice_or_something_else():

@@ -167,13 +167,18 @@ def _has_no_nan_or_inf(tensor: Tensor) -> bool:
     return math.isfinite(float(tensor.sum(dtype=dtype))) or bool((tensor < math.inf).all())
 
 
+def samples_in(batch: Batch) -> int | None:
+    """How many samples a batch has: the first axis of its tensors; None where they do not have the same."""
+    sizes = {t.shape[0] for t in tensors((batch.args, batch.kwargs)) if t.dim() > 0}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def first_of(batch: Batch, most: int) -> Batch:
     """A copy of the batch that no later in-place change of the user's tensors can reach.
 
     At most `most` samples of each tensor where the first axis of all tensors is the same; else the whole batch.
     """
-    sizes = {t.shape[0] for t in tensors((batch.args, batch.kwargs)) if t.dim() > 0}
-    cut = slice(0, most) if len(sizes) == 1 else slice(None)
+    cut = slice(0, most) if samples_in(batch) is not None else slice(None)
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -62,6 +62,11 @@ class Pass(ABC):
         """Edit the graph of `rewriter.gm` through the rewriter."""
 
     @property
+    def samples_read(self) -> int:
+        """How many calibration samples the pass would like to run the graph on: they are kept for it; 0: any number."""
+        return 0
+
+    @property
     def options(self) -> dict[str, Any]:
         """The pass's fields as plain data."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

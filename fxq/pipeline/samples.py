@@ -1,0 +1,28 @@
+"""Which calibration inputs are kept, for passes that run the graph: to correct, to price, to verify."""
+
+from __future__ import annotations
+
+import sys
+
+from fxq.common.data import Batch, first_of, samples_in
+from fxq.pipeline.context import Context
+
+SAMPLES, BATCHES = 32, 8
+"""How many samples are kept where no pass asks for more, and of how many batches, if there are so many."""
+
+
+def record(context: Context, batch: Batch) -> None:
+    """Keep some samples of a calibration batch, as many of it as of those before, while they are too few.
+
+    Of a graph that is made for the size of its batches, these are kept whole.
+    """
+    kept = context.samples
+    most = max([SAMPLES, *(step.samples_read for step in context.recipe.pipeline)])
+    together = sum(samples_in(known) or most for known in kept)
+    if len(kept) >= BATCHES and (together >= most or not context.divisible):
+        return
+    each = max(most // (len(kept) + 1), 1) if context.divisible else sys.maxsize
+    for i, known in enumerate(kept):
+        if (samples_in(known) or 0) > each:
+            kept[i] = first_of(known, each)
+    kept.append(first_of(batch, each))
