@@ -15,11 +15,12 @@ from fxq.passes.keep_small_values import KeepSmallValues
 from fxq.passes.lower import Lower
 from fxq.passes.propagate import Propagate
 from fxq.passes.share_qparams import ShareQParams
+from fxq.passes.smooth import Smooth
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
 from fxq.quant.spec import MEASURED, QuantConfig
 from fxq.recipe.pass_base import Pass
-from fxq.recipe.pipeline import PipelineEdit, register_option, register_preset
+from fxq.recipe.pipeline import register_preset
 
 PASSES: tuple[Pass, ...] = (
     Trace(),
@@ -34,6 +35,8 @@ PASSES: tuple[Pass, ...] = (
     ChooseGrids(),
     KeepSmallValues(),
     InsertQdq(),
+    Smooth(),
+    CorrectBias(),
     Propagate(),
     Fallback(),
     Lower(),
@@ -44,7 +47,6 @@ PASSES: tuple[Pass, ...] = (
 register_preset("static", PASSES, QuantConfig())
 register_preset("dynamic", PASSES, QuantConfig(MEASURED))
 register_preset("weight_only", PASSES, QuantConfig(activation=None))
-register_option("correct_bias", PipelineEdit("insert-qdq", CorrectBias()))
 
 __all__ = [
     "PASSES",
@@ -63,6 +65,7 @@ __all__ = [
     "Lower",
     "Propagate",
     "ShareQParams",
+    "Smooth",
     "Trace",
     "VerifyLowering",
 ]

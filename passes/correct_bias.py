@@ -1,8 +1,8 @@
-"""correct-bias: the mean error of a layer's integers goes into its bias. Optional."""
+"""correct-bias: the mean error of a layer's integers goes into its bias, and its mean gain into the weight's scale."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,10 +11,11 @@ from torch import Tensor, fx
 
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
+from fxq.common.progress import progress_bar
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, constant, is_op, read_attribute
+from fxq.graph.query import CONVERSIONS, arguments_of, constant, is_op, op_of, read_attribute
 from fxq.graph.run import Runner
-from fxq.graph.unit import OpCall, calls_of
+from fxq.graph.unit import calls_of, unit_of
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -24,83 +25,129 @@ from fxq.rewriting.rewriter import Rewriter
 class CorrectBias(Pass):
     """Fit every int8 layer to its float form: per channel, a factor on the weight's scale and a shift of the bias.
 
-    Before: conv2d(x, w_int8 * scale, b)    After: conv2d(x, w_int8 * (k * scale), b + c)
+    Before: conv2d(x, w_int8 * scale, b)    After: conv2d(x, w_int8 * (k * scale), k * b + c)
     Keeps: the integers of the weight. k and c are the least-squares line from what the integers compute to what the
-    float layer computes, on the recorded samples, layer by layer behind the corrected ones. With `scale=False`, k is 1
-    and c the mean error.
-    Behind insert-qdq with `Recipe.static(correct_bias=True)`.
+    float layer computes, on recorded samples. Both graphs run side by side, batch by batch, each layer behind those
+    before it as they are corrected by what was seen so far: of all values only sums are kept.
+    Layers that measure their ranges at run time, and recipes without calibration data, are left alone.
     Source: Nagel et al. 2019, section 4.2 and appendix D (empirical bias correction); the factor is the same idea for
     the second moment.
 
     Args:
         scale: fit the weight's scale too.
         least: layers with fewer values per channel in the recorded samples are left alone: a fit would follow noise.
+        samples: how many samples to look at.
     """
 
     scale: bool = True
     least: int = 64
+    samples: int = 64
 
     name: ClassVar[str] = "correct-bias"
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
 
+    @property
+    def samples_read(self) -> int:
+        return self.samples
+
     def run(self, rewriter: Rewriter) -> None:
-        """Run the float and the integer graph side by side on all recorded samples, node by node."""
+        """Run the float and the integer graph side by side on the recorded samples, then write what was found."""
         context: Context = rewriter.context
-        with torch.no_grad():
-            gm = rewriter.gm
-            batches = context.samples or [context.example]
-            runs = [(_Run(gm, batch), _Run(gm, batch, real=True)) for batch in batches]
-            for node in rewriter.nodes():
-                plan = info(node).plan
-                calls = calls_of(rewriter.gm, node) if plan is not None and plan.fate == "int8" else ()
-                if calls and calls[0].op.quant.bias is not None:
-                    self._correct(rewriter, node, calls[0], runs)
-                _step(runs, node)
-
-    def _correct(self, rewriter: Rewriter, node: fx.Node, call: OpCall, runs: Runs) -> None:
-        """Fit one layer. One without a bias stays as it is."""
-        old = call.tensors.get(call.op.quant.bias or "")
-        weight = call.tensors.get(call.op.quant.weight or "")
-        bias = constant(rewriter.gm, old)
-        if bias is None or not isinstance(weight, fx.Node):
+        layers = {node: layer for node in rewriter.nodes() if (layer := self._layer(rewriter.gm, node)) is not None}
+        if not layers or not context.samples:
             return
-        found = _Moments()
-        for pair in runs:
-            found.add(*(run.result(call, len(bias)) - bias.double()[:, None] for run in pair))
-        if found.count < self.least:
-            return
-        factor = self._factor(rewriter, found, weight)
-        shift = found.wanted - factor.repeat(len(bias) // len(factor)) * found.got
-        with rewriter.attributed("correct_bias", CorrectBias):
-            name = info(node).path or node.name
-            new = rewriter.constant((bias + shift).to(bias.dtype), f"{name}.bias_corrected", before=node, like=node)
-            rewriter.describe(new, stands_for=str(getattr(old, "target", "")))
-            rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: new if n is old else n))
-            changed = [new]
-            if bool((factor != 1).any()):
-                changed += _rescale(rewriter, weight, factor)
-        for made in changed:
-            _step(runs, made)
-        for _, real in runs:
-            real.values[new] = bias  # the float layer keeps its own
+        with torch.no_grad(), progress_bar("correcting", len(context.samples), context.progress) as advance:
+            weights = _weights(rewriter.gm)
+            for batch in context.samples:
+                integers, real = _Integers(rewriter.gm, batch, layers, weights), _Real(rewriter.gm, batch, layers)
+                for node in rewriter.nodes():
+                    real.step(node)
+                    integers.step(node)
+                advance()
+        for node, layer in layers.items():
+            if layer.line is not None:
+                with rewriter.attributed("correct_bias", CorrectBias):
+                    _write(rewriter, node, layer, *layer.line)
 
-    def _factor(self, rewriter: Rewriter, found: _Moments, weight: fx.Node) -> Tensor:
-        """The slope of the line through (got, wanted) for each scale of the weight; 1 where there is none to fit.
-
-        Groups of a transposed convolution share scales: one line fits the channels of all of them.
-        """
-        scale = constant(rewriter.gm, weight.kwargs.get("scale")) if is_op(weight, "dequantize") else None
-        if not self.scale or scale is None or len(weight.users) > 1:
-            return torch.ones(1, dtype=torch.float64)
-        spread, together = (sums.view(-1, len(scale)).sum(0) for sums in (found.spread, found.together))
-        slope = together / spread.clamp(min=1e-30)
-        usable = (spread > 0) & ((slope - 1).abs() < _MOST)
-        return torch.where(usable, slope, torch.ones_like(slope))
+    def _layer(self, gm: fx.GraphModule, node: fx.Node) -> _Layer | None:
+        """What is to be fitted of a node; None where that is nothing: one without a bias stays as it is."""
+        plan, calls = info(node).plan, calls_of(gm, node)
+        if plan is None or plan.fate != "int8" or not calls or (plan.reads and plan.reads.range == "measured"):
+            return None
+        call = calls[0]
+        old, weight = (call.tensors.get(name or "") for name in (call.op.quant.bias, call.op.quant.weight))
+        bias = constant(gm, old)
+        if bias is None or not isinstance(old, fx.Node) or not isinstance(weight, fx.Node):
+            return None
+        scale = constant(gm, weight.kwargs.get("scale")) if is_op(weight, "dequantize") else None
+        fitted = self.scale and scale is not None and len(weight.users) == 1
+        return _Layer(old, bias, weight, call.op.quant.channels or 0, scale if fitted else None, self.least)
 
 
 @dataclass
-class _Moments:
+class _Layer:
+    """What is known of a layer, and of the pairs of values that its integers and its float form compute.
+
+    Attributes:
+        old, bias: the node of its bias, and its values, (C,).
+        weight: the node of its weight.
+        axis: the axis of the channels in its result.
+        scale: the scales of the weight; None where they are not fitted.
+        least: of fewer pairs in a channel there is no line.
+        moments: of the pairs.
+        wanted: what its float form computed of the batch that is run.
+        line: by channel, the factor of the scales and the shift behind it, float64; None before there are enough pairs.
+    """
+
+    old: fx.Node
+    bias: Tensor
+    weight: fx.Node
+    axis: int
+    scale: Tensor | None
+    least: int
+    moments: Moments = field(default_factory=lambda: Moments())
+    wanted: Tensor | None = None
+    line: tuple[Tensor, Tensor] | None = None
+
+    def keep(self, wanted: Tensor) -> Tensor:
+        """Take what the float form computes; the same."""
+        self.wanted = wanted
+        return wanted
+
+    def correct(self, got: Tensor) -> Tensor:
+        """Take what the integers compute; the same, corrected by what has been seen so far."""
+        assert self.wanted is not None  # the float form runs first
+        self.moments.add(got, self.wanted, self.axis)
+        self.wanted = None
+        if self.moments.count < self.least:
+            return got
+        factor = self._factor()
+        shift = self.moments.wanted - factor * self.moments.got
+        self.line = factor, shift
+        shape = [1] * got.dim()
+        shape[self.axis] = -1
+        return torch.addcmul(shift.to(got.dtype).view(shape), got, factor.to(got.dtype).view(shape))
+
+    def _factor(self) -> Tensor:
+        """The slope of the line through (got, wanted), by channel; 1 where there is none to fit.
+
+        Groups of a transposed convolution share scales: one line fits the channels of all of them.
+        """
+        if self.scale is None:
+            return torch.ones_like(self.moments.got)
+        spread, together = (s.view(-1, len(self.scale)).sum(0) for s in (self.moments.spread, self.moments.together))
+        slope = together / spread.clamp(min=1e-30)
+        usable = (spread > 0) & ((slope - 1).abs() < _MOST)
+        return torch.where(usable, slope, torch.ones_like(slope)).repeat(len(self.bias) // len(self.scale))
+
+
+_MOST = 0.1
+"""Factors further from 1 than this are no rounding error of an 8-bit weight: the layer's input is to blame."""
+
+
+@dataclass
+class Moments:
     """Of pairs of values by channel, over any number of batches: nothing is kept but sums.
 
     Attributes:
@@ -118,80 +165,107 @@ class _Moments:
     spread: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     together: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
 
-    def add(self, got: Tensor, wanted: Tensor) -> None:
-        """Take in pairs, float64, (C, n) each."""
-        n, total = got.shape[1], self.count + got.shape[1]
-        if n == 0:
+    def add(self, got: Tensor, wanted: Tensor, axis: int) -> None:
+        """Take in pairs: two tensors of one shape, with the channels on `axis`."""
+        if got.numel() == 0:
             return
-        means = got.mean(1), wanted.mean(1)
-        centred = got - means[0][:, None]
-        apart = means[0] - self.got, means[1] - self.wanted
-        share = self.count * n / total
-        self.spread = self.spread + (centred * centred).sum(1) + share * apart[0] ** 2
-        self.together = self.together + (centred * wanted).sum(1) + share * apart[0] * apart[1]
+        others = [i for i in range(got.dim()) if i != axis % got.dim()]
+        n = got.numel() // got.shape[axis]
+        means = [_sum(x, others, keepdim=True) / n for x in (got, wanted)]
+        centred = [x - mean.to(x.dtype) for x, mean in zip((got, wanted), means, strict=True)]
+        total, share = self.count + n, self.count * n / (self.count + n)
+        apart = means[0].flatten() - self.got, means[1].flatten() - self.wanted
+        self.spread = self.spread + _sum(centred[0] * centred[0], others) + share * apart[0] ** 2
+        self.together = self.together + _sum(centred[0] * centred[1], others) + share * apart[0] * apart[1]
         self.got, self.wanted = self.got + apart[0] * (n / total), self.wanted + apart[1] * (n / total)
         self.count = total
 
 
-_MOST = 0.1
-"""Factors further from 1 than this are no rounding error of an 8-bit weight: the layer's input is to blame."""
+def _sum(x: Tensor, axes: list[int], keepdim: bool = False) -> Tensor:
+    """The sum over some axes, which may be none, float64."""
+    return x.sum(axes, keepdim, dtype=torch.float64) if axes else x.double()
 
 
-def _rescale(rewriter: Rewriter, weight: fx.Node, factor: Tensor) -> list[fx.Node]:
-    """Multiply the scale of a dequantized weight, per channel; the nodes whose values changed."""
-    old = constant(rewriter.gm, weight.kwargs["scale"])
-    assert old is not None  # there is a factor for each
-    name = str(getattr(weight.args[0], "target", weight.name)).removesuffix("_int8").removeprefix("fxq_data.")
-    scaled = (old.double() * factor.to(old.device)).to(torch.float32)
-    scale = rewriter.constant(scaled, f"{name}_scale_corrected", before=weight)
-    rewriter.update(weight, kwargs={**weight.kwargs, "scale": scale})
-    return [scale, weight]
+class _Real(Runner):
+    """One batch in float: conversions left out, weights as they were."""
 
-
-class _Run(Runner):
-    """One batch in integer arithmetic; or in float: conversions left out, weights as they were.
-
-    Args:
-        real: whether it is the one in float.
-    """
-
-    def __init__(self, gm: fx.GraphModule, batch: Batch, real: bool = False) -> None:
+    def __init__(self, gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> None:
         super().__init__(gm, copied(batch))
-        self._real = real
+        self._layers = layers
 
     def compute(self, node: fx.Node) -> Any:
         """The value of a node."""
-        if self._real and info(node).stands_for:
+        if info(node).stands_for:
             return read_attribute(self.gm, info(node).stands_for)
-        if self._real and is_op(node, *CONVERSIONS):
+        if is_op(node, *CONVERSIONS):
             return self.values[node.args[0]]  # type: ignore[index]
+        if node in self._layers:
+            return _run_layer(self, node, self._layers[node].keep)
         return super().compute(node)
 
-    def free(self, node: fx.Node) -> None:
-        """Let go of a value. A weight as the model holds it takes no memory, and may be read anew."""
-        if node.op != "get_attr":
-            super().free(node)
 
-    def result(self, call: OpCall, channels: int) -> Tensor:
-        """What a layer computes: float64, (channels, values per channel)."""
-        tensors = {k: self.values[v] if isinstance(v, fx.Node) else v for k, v in call.tensors.items()}
-        made: Tensor = call.op.target(**tensors, **call.options)
-        axis = call.op.quant.channels or 0
-        return made.movedim(axis, 0).reshape(channels, made.numel() // channels).double()
+class _Integers(Runner):
+    """One batch in integer arithmetic, each layer corrected by what has been seen so far.
+
+    Args:
+        weights: the values of what is computed of constants alone, the same for all batches.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        batch: Batch,
+        layers: Mapping[fx.Node, _Layer],
+        weights: Mapping[fx.Node, Tensor],
+    ) -> None:
+        super().__init__(gm, copied(batch))
+        self._layers, self._weights = layers, weights
+
+    def compute(self, node: fx.Node) -> Any:
+        """The value of a node."""
+        if node in self._weights:
+            return self._weights[node]
+        if node in self._layers:
+            return _run_layer(self, node, self._layers[node].correct)
+        return super().compute(node)
 
 
-Runs = Sequence[tuple[_Run, _Run]]
-"""Of every batch, the run in integers and the one in float."""
+def _weights(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    """The dequantized weights, by node."""
+    dequantized = (node for node in gm.graph.nodes if is_op(node, "dequantize"))
+    constants = [node for node in dequantized if all(read.op == "get_attr" for read in node.all_input_nodes)]
+    read = {value: read_attribute(gm, str(value.target)) for node in constants for value in node.all_input_nodes}
+    found = {}
+    for node in constants:
+        args, kwargs = arguments_of(node, read)
+        found[node] = node.target(*args, **kwargs)
+    return found
 
 
-def _step(runs: Runs, node: fx.Node) -> None:
-    """Compute a node for every batch; a weight once for all of them."""
-    weight = node.op == "get_attr" or is_op(node, "dequantize")
-    once = weight and all(read.op == "get_attr" for read in node.all_input_nodes)
-    for side in zip(*runs, strict=True):
-        value = side[0].compute(node) if once else None
-        for run in side:
-            if once:
-                run.put(node, value)
-            else:
-                run.step(node)
+def _run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor]) -> Any:
+    """The value of a node whose first op is a layer; `see` is handed what the layer computes, and says what to take."""
+    args, kwargs = arguments_of(node, runner.values)
+    unit = unit_of(runner.gm, node)
+    if unit is None:
+        return see(node.target(*args, **kwargs))  # type: ignore[operator]
+    inside = Runner(unit, Batch(tuple(args)))
+    layer = next(inner for inner in unit.graph.nodes if op_of(inner) is not None)
+    value = None
+    for inner in unit.graph.nodes:
+        value = inside.put(inner, see(inside.compute(inner))) if inner is layer else inside.step(inner)
+    return value
+
+
+def _write(rewriter: Rewriter, node: fx.Node, layer: _Layer, factor: Tensor, shift: Tensor) -> None:
+    """Write the line of a layer into its bias and the scales of its weight."""
+    name = info(node).path or node.name
+    corrected = (factor * layer.bias.double().cpu() + shift.cpu()).to(layer.bias)
+    new = rewriter.constant(corrected, f"{name}.bias_corrected", before=node, like=node)
+    rewriter.describe(new, stands_for=str(getattr(layer.old, "target", "")))
+    rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: new if n is layer.old else n))
+    if layer.scale is not None and bool((factor != 1).any()):
+        weight, scale = layer.weight, layer.scale
+        name = str(getattr(weight.args[0], "target", weight.name)).removesuffix("_int8").removeprefix("fxq_data.")
+        scaled = (scale.double() * factor[: len(scale)].to(scale.device)).to(torch.float32)
+        made = rewriter.constant(scaled, f"{name}_scale_corrected", before=weight)
+        rewriter.update(weight, kwargs={**weight.kwargs, "scale": made})

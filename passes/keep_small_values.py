@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,13 +12,13 @@ from torch import Tensor, fx
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import tensors
-from fxq.errors import InputError
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import unobserved
 from fxq.graph.run import Runner, value_of
 from fxq.graph.unit import calls_of, feeding, inputs_of, wishes_of
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import observers_paused
+from fxq.pipeline.samples import on_samples
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.recipe.pass_base import Pass, Stage
@@ -77,22 +77,16 @@ class KeepSmallValues(Pass):
     def _losses(self, rewriter: Rewriter) -> dict[fx.Node, _Loss]:
         """What each layer would lose on the samples; on the example where it does not run on samples."""
         context: Context = rewriter.context
-        losses = self._none_yet(rewriter)
-        try:
-            self._run(rewriter.gm, losses, context.some_samples(FEW) if losses else [])
-        except (InputError, RuntimeError, IndexError, ValueError):  # as in models whose first axis is none of samples
-            losses = self._none_yet(rewriter)
-            self._run(rewriter.gm, losses, [context.example])
-        return losses
 
-    def _none_yet(self, rewriter: Rewriter) -> dict[fx.Node, _Loss]:
-        found = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}
-        return {node: loss for node, loss in found.items() if loss.grids}
+        def run(batches: Sequence[Batch]) -> dict[fx.Node, _Loss]:
+            found = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}
+            losses = {node: loss for node, loss in found.items() if loss.grids}
+            for batch in batches if losses else ():
+                with torch.no_grad(), seeded(), observers_paused(rewriter.gm):
+                    _Trial(rewriter.gm, batch, losses, self.most).run()
+            return losses
 
-    def _run(self, gm: fx.GraphModule, losses: Mapping[fx.Node, _Loss], batches: list[Batch]) -> None:
-        for batch in batches:
-            with torch.no_grad(), seeded(), observers_paused(gm):
-                _Trial(gm, batch, losses, self.most).run()
+        return on_samples(context, FEW, run)
 
     def _float(self, why: str) -> Plan:
         fix = f'recipe.without_pass("{self.name}")'

@@ -66,7 +66,7 @@ def fsrcnn(seconds: float) -> Iterator[Number]:
     """The demo's super-resolution network: PSNR on the held-out regions, latency, size."""
     case = CASES["fsrcnn"]()
     model = case.model
-    qmodel = made_for(case.timed, model, fxq.Recipe.static(correct_bias=True), case.data)
+    qmodel = made_for(case.timed, model, "static", case.data)
     pairs = held_out_pairs()
     with torch.no_grad():
         losses = {name: psnr(model(low), high) - psnr(qmodel(low), high) for name, (low, high) in pairs.items()}

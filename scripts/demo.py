@@ -87,10 +87,9 @@ def show_fsrcnn(model: nn.Module, out: Path, effort: Effort, console: Console) -
     """Super-resolution: PSNR on the held-out regions, latency on one of them."""
     console.rule("[bold]FSRCNN[/]: super-resolution ×2, a PReLU after every convolution")
     low = training_pairs().low
-    recipe = fxq.Recipe.static(correct_bias=True)  # four 12-channel layers in a row: their small errors add up
     held_out = held_out_pairs()
     patches = low[:: len(low) // (effort.batches * 16)].split(16)
-    qmodel = quantize(model, recipe, patches, held_out[PICTURED].low, effort, console)
+    qmodel = quantize(model, "static", patches, held_out[PICTURED].low, effort, console)
     console.print(quality_of_pictures(model, qmodel, held_out))
     inputs = {f"{PICTURED} {shape_of(held_out[PICTURED].low)}": held_out[PICTURED].low}
     console.print(latencies(model, qmodel, inputs, effort), sizes(model, qmodel))
@@ -105,7 +104,7 @@ def show_digits(model: DigitsNet, out: Path, effort: Effort, console: Console) -
     console.rule("[bold]DigitsNet[/]: residual classifier of 8×8 digits")
     data = digits()
     batches = data.train_images.split(64)
-    qmodel = quantize(model, fxq.Recipe.static(), batches, batches[0], effort, console)
+    qmodel = quantize(model, "static", batches, batches[0], effort, console)
     table = Table("test digits", "float %", "int8 %", "loss, points", "same answer %", title="Accuracy")
     answers = {name: net(data.test_images).argmax(1) for name, net in (("float", model), ("int8", qmodel))}
     right = {name: percent(answer == data.test_labels) for name, answer in answers.items()}
@@ -128,7 +127,7 @@ def show_digits(model: DigitsNet, out: Path, effort: Effort, console: Console) -
 
 def quantize(
     model: nn.Module,
-    recipe: fxq.Recipe,
+    recipe: str,
     data: Sequence[Tensor],
     example: Tensor,
     effort: Effort,

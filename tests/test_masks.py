@@ -16,7 +16,7 @@ MASK = nn.Transformer.generate_square_subsequent_mask(6)
 RECIPES = {
     "reference": fxq.Recipe.static(backend="reference"),
     "coverage": fxq.Recipe.static(optimize="coverage"),
-    "corrected": fxq.Recipe.static(optimize="coverage", correct_bias=True).with_check("numeric"),
+    "checked": fxq.Recipe.static(optimize="coverage").with_check("numeric"),
 }
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 

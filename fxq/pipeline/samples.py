@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from fxq.common.data import Batch, first_of, samples_in
+from fxq.errors import InputError
 from fxq.pipeline.context import Context
+
+T = TypeVar("T")
 
 SAMPLES, BATCHES = 32, 8
 """How many samples are kept where no pass asks for more, and of how many batches, if there are so many."""
@@ -26,3 +31,14 @@ def record(context: Context, batch: Batch) -> None:
         if (samples_in(known) or 0) > each:
             kept[i] = first_of(known, each)
     kept.append(first_of(batch, each))
+
+
+def on_samples(context: Context, most: int, run: Callable[[Sequence[Batch]], T]) -> T:
+    """What `run` makes of about `most` of the samples; of the example where the graph does not run on a few samples.
+
+    So it is in models whose first axis is none of samples.
+    """
+    try:
+        return run(context.some_samples(most))
+    except (InputError, RuntimeError, IndexError, ValueError):
+        return run([context.example])

@@ -17,7 +17,6 @@ from fxq.text.tables import Column, Part, Table, row, text
 
 _PIPELINES: dict[str, tuple[Pass, ...]] = {}
 _CONFIGS: dict[str, QuantConfig] = {}
-_OPTIONS: dict[str, PipelineEdit] = {}
 
 
 def register_preset(name: str, passes: Sequence[Pass], config: QuantConfig) -> None:
@@ -33,16 +32,6 @@ def preset_config(preset: str) -> QuantConfig:
 def preset_line(preset: str) -> str:
     """How Python writes that config."""
     return "fxq.QuantConfig()" if preset == "static" else f"fxq.Recipe.{preset}().config"
-
-
-def register_option(name: str, edit: PipelineEdit) -> None:
-    """Make an edit of the pipeline known as the option `name` of a recipe."""
-    _OPTIONS[name] = edit
-
-
-def edit_for(option: str) -> PipelineEdit:
-    """What an option does to the pipeline."""
-    return _OPTIONS[option]
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +123,8 @@ def pipeline_of(preset: str, edits: Sequence[PipelineEdit] = ()) -> Pipeline:
         else:
             if edit.inserted.name in [p.name for p in passes]:
                 raise RecipeError(
-                    f"the pipeline has a pass called {edit.inserted.name!r} already; give yours another name."
+                    f"the pipeline has a pass called {edit.inserted.name!r} already: leave that one out first, by "
+                    f"recipe.without_pass({edit.inserted.name!r}), or give yours another name."
                 )
             passes.insert(at + edit.after, edit.inserted)
         line = Pipeline(tuple(passes))

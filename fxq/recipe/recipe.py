@@ -17,7 +17,7 @@ from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, NARROW, OF_PRESET, WEIGH
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
-from fxq.recipe.pipeline import Pipeline, PipelineEdit, edit_for, pipeline_of, preset_config
+from fxq.recipe.pipeline import Pipeline, PipelineEdit, pipeline_of, preset_config
 from fxq.recipe.recipe_checks import check_choice, check_config, check_preset, refuse_options
 from fxq.recipe.recipe_file import arguments_from, data_of, read_toml, toml_of
 from fxq.recipe.selector import Selector, as_selector
@@ -101,7 +101,6 @@ class Recipe:
         backend: str | type[Backend] = "auto",
         activation: TensorSpec | None = ACTIVATION,
         weight: TensorSpec = WEIGHT,
-        correct_bias: bool = False,
         optimize: str = "speed",
         narrow: str = "auto",
         strict_trace: bool = False,
@@ -116,7 +115,6 @@ class Recipe:
                 that are installed; or one of your own, see `with_backend`.
             activation: spec of all activations; the default is uint8 affine with the histogram observer.
             weight: spec of all weights; the default is int8 symmetric per channel.
-            correct_bias: fit scale and bias of every layer to its float form: inserts the pass correct-bias.
             optimize: "speed": what is faster in float on this machine stays in float (measured at the shapes of the
                 example inputs); "coverage": everything runs on integers that can.
             narrow: "weights" or "activations": what gives up a bit on CPUs whose kernels overflow with 8 bits of both;
@@ -136,7 +134,6 @@ class Recipe:
         recipe = cls(
             backend=backend_path(backend),
             config=QuantConfig(activation, weight),
-            edits=(edit_for("correct_bias"),) if correct_bias else (),
             optimize=optimize,
             strict_trace=strict_trace,
             narrow=narrow,
@@ -154,7 +151,7 @@ class Recipe:
             activation: spec of what layers read; the default measures each row: of a linear layer a token, of a
                 convolution an image.
             weight: spec of all weights; the default is int8 symmetric per channel.
-            options: as for `static`, but `correct_bias`.
+            options: as for `static`.
 
         Example:
             >>> recipe = Recipe.dynamic().only(nn.Linear)  # as torch's quantize_dynamic(model, {nn.Linear})
@@ -162,7 +159,6 @@ class Recipe:
 
         Source: Jacob et al. 2018, section 3; Dettmers et al. 2022, section 2.1 (a scale for each row).
         """
-        refuse_options("dynamic", options, "correct_bias")
         return replace(cls.static(activation=activation, weight=weight, **options), preset="dynamic")
 
     @classmethod
@@ -185,7 +181,7 @@ class Recipe:
             per: what has a scale: "tensor", "channel", or blocks of so many values, such as 32, 64 (the default for 4
                 bits, and for embeddings) or 128.
             dtype: torch.float16: weights are kept in that, and not in integers.
-            options: as for `static`, but `activation` and `correct_bias`; `weight` is a spec of your own.
+            options: as for `static`, but `activation`; `weight` is a spec of your own.
 
         Example:
             >>> Recipe.weight_only(bits=4).config.weight
@@ -196,7 +192,7 @@ format='integer')
         Source: Dettmers and Zettlemoyer 2023, section 2 (blocks, for 4 bits).
         """
         asked = {key: value for key, value in (("bits", bits), ("per", per), ("dtype", dtype)) if value is not None}
-        refuse_options("weight_only", options, "correct_bias", "activation")
+        refuse_options("weight_only", options, "activation")
         if "weight" in options:
             refuse_options("weight_only with a weight spec", asked, *asked)
         weight = options.pop("weight", None) or weight_spec(bits or 8, per, dtype)

@@ -15,7 +15,7 @@ def check_preset(preset: str) -> None:
     if preset == "qat":
         raise RecipeError(f'the preset "{preset}" is not built yet: use "static", with calibration data.')
     if preset == "static_corrected":
-        raise RecipeError('the preset "static_corrected" is now an option: write fxq.Recipe.static(correct_bias=True).')
+        raise RecipeError('the preset "static_corrected" is now what "static" does.')
 
 
 def refuse_options(what: str, given: Mapping[str, Any], *names: str) -> None:

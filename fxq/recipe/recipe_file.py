@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fxq.errors import RecipeError, unknown
 from fxq.quant.spec import QuantConfig
 from fxq.recipe.extensions import import_extensions, warn_of_main
 from fxq.recipe.pins import Pin
-from fxq.recipe.pipeline import PipelineEdit, edit_for, preset_config
+from fxq.recipe.pipeline import PipelineEdit, pipeline_of, preset_config
 from fxq.recipe.selector import Selector
 
 if sys.version_info >= (3, 11):
@@ -85,15 +85,24 @@ def arguments_from(data: Mapping[str, Any]) -> dict[str, Any]:
     made = {key: data[key] for key in _PLAIN if key in data} | {key: tuple(data.get(key, ())) for key in _LISTS}
     if made.get("min_sqnr") == "none":
         made["min_sqnr"] = None
-    made["edits"] = tuple(PipelineEdit.from_dict(e) for e in data.get("pass", ()))
     if made.get("preset") == "static_corrected":  # how files of version 0.1 say it
-        made["preset"], made["edits"] = "static", (edit_for("correct_bias"), *made["edits"])
+        made["preset"] = "static"
+    edits = [PipelineEdit.from_dict(e) for e in data.get("pass", ())]
+    made["edits"] = tuple(_without_what_came(edits, made.get("preset", "static")))
     if "config" in data:
         made["config"] = QuantConfig.from_dict(data["config"])
     overrides = data.get("override", ())
     made["overrides"] = tuple((Selector.from_dict(o), QuantConfig.from_dict(o.get("config"))) for o in overrides)
     made["decided"] = tuple(Pin.from_dict(pin) for pin in data.get("decided", ()))
     return made
+
+
+def _without_what_came(edits: Sequence[PipelineEdit], preset: str) -> Iterator[PipelineEdit]:
+    """The edits, but those that insert what the preset has had since the file was written."""
+    present, removed = pipeline_of(preset), {edit.anchor for edit in edits if edit.inserted is None}
+    for edit in edits:
+        if edit.inserted is None or edit.inserted.name in removed or edit.inserted not in present:
+            yield edit
 
 
 def toml_of(data: dict[str, Any]) -> str:

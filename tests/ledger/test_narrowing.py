@@ -58,11 +58,11 @@ def on_samples(model, quantized, data):
 
 
 @pytest.mark.parametrize(("make", "better"), [(exact_weights, "weights"), (exact_activations, "activations")])
-@pytest.mark.parametrize("correct_bias", [False, True])
-def test_auto_keeps_the_better_one_and_says_so(make, better, correct_bias):
+@pytest.mark.parametrize("corrected", [False, True])
+def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
     torch.manual_seed(0)
     model, data = make()
-    recipe = fxq.Recipe.static(backend="x86", optimize="coverage", correct_bias=correct_bias)
+    recipe = X86 if corrected else X86.without_pass("correct-bias")
     quantized = fxq.quantize(model, recipe, data=data)
     found = quantized.ledger.narrowed
     assert found.role == better == max(found.sqnr, key=found.sqnr.get)

@@ -201,7 +201,7 @@ def test_ops_without_a_kernel_have_a_price_in_float(plant):
 
 def test_a_corrected_bias_goes_back_too(plant):
     plant(lambda key: 9.0 if int8(key) else 1.0)
-    recipe = fxq.Recipe.static(backend="x86", correct_bias=True)
+    recipe = fxq.Recipe.static(backend="x86")
     model, x = settled(Three), torch.rand(16, 3, 8, 8)
     manager = until(model, x, "fallback", recipe)
     assert "bias_corrected" in text(manager.history["correct-bias"].graph)

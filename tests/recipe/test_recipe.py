@@ -151,12 +151,16 @@ def test_a_config_has_a_spec_or_none_for_each_role():
         QuantConfig(weight=8)
 
 
-def test_correct_bias_is_an_option_that_inserts_a_pass():
-    recipe = Recipe.static(correct_bias=True)
-    at = NAMES.index("insert-qdq") + 1
-    assert names(recipe) == [*NAMES[:at], "correct-bias", *NAMES[at:]] and recipe.preset == "static"
-    assert recipe == Recipe.static().insert_pass(CorrectBias(), after="insert-qdq")
-    assert Recipe.from_dict(recipe.to_dict()) == recipe
+def test_correct_bias_is_in_the_pipeline_and_can_be_left_out():
+    """Files of before insert it; with other options, it takes the place of the one that is there."""
+    recipe = Recipe.static().without_pass("correct-bias")
+    assert names(recipe) == [name for name in NAMES if name != "correct-bias"] and len(names(recipe)) == len(NAMES) - 1
+    inserted = {"insert": "fxq.passes:CorrectBias", "after": "insert-qdq"}
+    assert Recipe.from_dict({"preset": "static", "pass": [inserted]}) == Recipe.static()
+    other = recipe.insert_pass(CorrectBias(scale=False), after="insert-qdq")
+    assert names(other) == NAMES and Recipe.from_dict(other.to_dict()) == other
+    with pytest.raises(RecipeError, match=r"already: leave that one out first, by recipe\.without_pass"):
+        Recipe.static().insert_pass(CorrectBias(scale=False), after="insert-qdq")
 
 
 @pytest.mark.parametrize("value", [3, None, nn.Linear, ["static"]])

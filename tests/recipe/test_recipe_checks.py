@@ -64,7 +64,7 @@ def test_a_preset():
 
 
 def test_a_preset_that_was():
-    with pytest.raises(RecipeError, match=r"write fxq\.Recipe\.static\(correct_bias=True\)"):
+    with pytest.raises(RecipeError, match='is now what "static" does'):
         fxq.Recipe(preset="static_corrected")
 
 
@@ -95,16 +95,9 @@ def test_what_is_built(per, observer):
         ({"per": 32, "dtype": torch.float16}, "leave bits and per out"),
         ({"bits": 4, "weight": WEIGHT}, "with a weight spec takes no bits"),
         ({"dtype": torch.float16, "weight": WEIGHT}, "with a weight spec takes no dtype"),
-        ({"correct_bias": True}, "takes no correct_bias: it would do nothing"),
         ({"activation": WEIGHT}, "takes no activation"),
     ],
 )
 def test_weights_alone(options, message):
     with pytest.raises(RecipeError, match=message):
         fxq.Recipe.weight_only(**options)
-
-
-def test_a_dynamic_recipe_corrects_no_bias():
-    with pytest.raises(RecipeError, match=r"dynamic takes no correct_bias: it would do nothing\. Leave out"):
-        fxq.Recipe.dynamic(correct_bias=True)
-    assert fxq.Recipe.dynamic(correct_bias=False) == fxq.Recipe.dynamic()

@@ -154,7 +154,7 @@ def test_a_file_of_version_0_1(tmp_path):
     recipe = Recipe.load(path)
     head = QuantConfig(TensorSpec(observer="moving_average"), TensorSpec(signed=True))
     assert recipe == (
-        Recipe.static(activation=TensorSpec(bits=7, observer="minmax"), correct_bias=True)
+        Recipe.static(activation=TensorSpec(bits=7, observer="minmax"))
         .override("head", head)
         .without_pass("verify-lowering")
         .insert_pass(VerifyLowering(), after="correct-bias")

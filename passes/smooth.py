@@ -1,0 +1,268 @@
+"""smooth: what is large in a few channels of a linear layer's input moves into its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from fxq.common.data import Batch
+from fxq.common.isolation import copied, seeded
+from fxq.common.metrics import Agreement
+from fxq.graph.grid import grid_of
+from fxq.graph.info import Decision, Plan, info
+from fxq.graph.query import is_op, plan_of, read_attribute
+from fxq.graph.run import Runner
+from fxq.graph.unit import calls_of
+from fxq.pipeline.context import Context
+from fxq.pipeline.samples import on_samples
+from fxq.quant.observers import observer_for
+from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
+from fxq.quant.spec import TensorSpec
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.rewriter import Rewriter
+
+STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""How much of the difference between channels moves into the weight, tried for each input: alpha in the paper."""
+
+
+@dataclass(frozen=True)
+class Smooth(Pass):
+    """Divide the input of linear layers by a factor for each channel, and multiply their weights with it.
+
+    Before: linear(dequantize(quantize(x)), dequantize(w_int8), b)
+    After: linear(dequantize(quantize(x * (1 / s))), dequantize(w_s_int8), b), with w_s = w * s
+    Keeps: the output up to rounding to the grids, of which the new ones are finer. How much moves is tried for each
+    input, on recorded samples; where the layers that read it gain less than `gain`, nothing is changed. Each token
+    counts alike: one whose values are large does not hide what the others lose.
+    Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4.
+
+    Args:
+        gain: dB that the layers have to gain: the factors cost a multiplication of each input.
+        enough: dB. Layers whose error is below that already are left alone.
+        samples: how many samples to look at.
+        rows: how many tokens of them, for the errors.
+    """
+
+    gain: float = 3.0
+    enough: float = 33.0
+    samples: int = 64
+    rows: int = 1024
+
+    name: ClassVar[str] = "smooth"
+    needs: ClassVar[Stage] = Stage.QDQ
+    gives: ClassVar[Stage] = Stage.QDQ
+
+    @property
+    def samples_read(self) -> int:
+        return self.samples
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Find the ranges of all channels, then the best factors, then write those that are worth it."""
+        context: Context = rewriter.context
+        if not context.samples or not any(_inputs(rewriter.gm)):
+            return
+
+        def measured(batches: Sequence[Batch]) -> list[_Input]:
+            found = list(_inputs(rewriter.gm))
+            by_node = {one.quantize: one for one in found}
+            for see in (_Input.widen, _Input.compare):
+                for batch in batches:
+                    with torch.no_grad(), seeded():
+                        _Floats(rewriter.gm, batch, by_node, see, self.rows).run()
+            return found
+
+        for one in on_samples(context, self.samples, measured):
+            strength = one.best(self.gain, self.enough)
+            if strength is not None:
+                with rewriter.attributed("smooth", Smooth):
+                    _write(rewriter, one, strength)
+
+
+def _inputs(gm: fx.GraphModule) -> Iterator[_Input]:
+    """The values that linear layers read as integers, with weights that have a scale for each channel."""
+    for node in gm.graph.nodes:
+        grid = grid_of(gm, node) if is_op(node, "quantize") else None
+        if grid is None or grid.axis is not None:
+            continue
+        plan = plan_of(node.args[0])
+        readers = [(user, back) for back in node.users if is_op(back, "dequantize") for user in back.users]
+        layers = [layer for reader in readers if (layer := _Layer.of(gm, *reader)) is not None]
+        if layers and (plan is None or plan.emits is None):
+            yield _Input(node, grid, layers)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer.
+
+    Attributes:
+        node: the node that runs it, and perhaps what is fused to it.
+        read: the value that it reads.
+        weight: its dequantized weight.
+        real: the float weight, (out, in).
+        grid: of the weight: a scale for each row.
+        reads, spec: the specs of what it reads and of its weight.
+    """
+
+    node: fx.Node
+    read: fx.Node
+    weight: fx.Node
+    real: Tensor
+    grid: QParams
+    reads: TensorSpec
+    spec: TensorSpec
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, node: fx.Node, read: fx.Node) -> _Layer | None:
+        """A node as one that reads this value; None where it is none, or reads the value otherwise."""
+        plan, calls = info(node).plan, calls_of(gm, node)
+        if plan is None or plan.fate != "int8" or not calls or calls[0].op.name != "linear":
+            return None
+        weight = calls[0].tensors.get("weight")
+        if not isinstance(weight, fx.Node) or not is_op(weight, "dequantize") or len(weight.users) != 1:
+            return None
+        grid, name = grid_of(gm, weight), info(weight).stands_for
+        elsewhere = calls[0].activations != (read,) or any(read in call.activations for call in calls[1:])
+        if grid is None or grid.axis != 0 or grid.block is not None or not name or elsewhere:
+            return None
+        assert plan.reads is not None and plan.weight is not None  # as it runs on integers
+        return cls(node, read, weight, read_attribute(gm, name), grid, plan.reads, plan.weight)
+
+    def smoothed(self, factors: Tensor) -> tuple[Tensor, QParams]:
+        """The weight times the factors, and its grid."""
+        scaled = self.real * factors
+        observer = observer_for(replace(self.spec, bits=self.grid.bits), axis=0)
+        observer(scaled)
+        return scaled, observer.qparams()
+
+
+@dataclass
+class _Input:
+    """A value that linear layers read as integers, and how it goes with each strength.
+
+    Attributes:
+        quantize: the node that makes integers of it.
+        grid: that node's grid.
+        layers: those that read it.
+        low, high: the range of each channel in the samples, (C,).
+        seen: how many tokens were compared.
+        errors: of the layers' results, relative to the float ones: as it is, and with each of `STRENGTHS`.
+    """
+
+    quantize: fx.Node
+    grid: QParams
+    layers: list[_Layer]
+    low: Tensor = field(default_factory=lambda: torch.zeros(()))
+    high: Tensor = field(default_factory=lambda: torch.zeros(()))
+    seen: int = 0
+    errors: list[Agreement] = field(default_factory=lambda: [Agreement() for _ in (None, *STRENGTHS)])
+
+    def widen(self, x: Tensor, most: int) -> None:
+        """Take in the ranges of the channels of some values, (N, C)."""
+        self.low, self.high = torch.minimum(self.low, x.amin(0)), torch.maximum(self.high, x.amax(0))
+
+    def compare(self, x: Tensor, most: int) -> None:
+        """Take in the layers' errors on the first of these values, (N, C), while there were fewer than `most`."""
+        x = x[: max(most - self.seen, 0)]
+        self.seen += len(x)
+        if not len(x):
+            return
+        wanted = [x @ layer.real.T for layer in self.layers]
+        weights = [_by_token(y) for y in wanted]
+        for strength, error in zip((None, *STRENGTHS), self.errors, strict=True):
+            if strength is None:
+                given, made = _rounded(x, self.grid), [_rounded(layer.real, layer.grid) for layer in self.layers]
+            else:
+                factors = self.factors(strength)
+                given = _rounded(x / factors, self.smoothed_grid(factors))
+                made = [_rounded(*layer.smoothed(factors)) for layer in self.layers]
+            for weight, want, by in zip(made, wanted, weights, strict=True):
+                error.add(want * by, (given @ weight.T) * by)
+
+    def factors(self, strength: float) -> Tensor:
+        """What each channel is divided by, (C,)."""
+        largest = torch.maximum(-self.low, self.high)
+        weights = torch.stack([layer.real.abs().amax(0) for layer in self.layers]).amax(0)
+        factors = largest**strength / weights.clamp(min=1e-12) ** (1 - strength)
+        return torch.where((largest > 0) & (weights > 0), factors, torch.ones_like(factors)).clamp(min=1e-6)
+
+    def smoothed_grid(self, factors: Tensor) -> QParams:
+        """The grid for all values that were seen, divided by the factors."""
+        spec = replace(self.layers[0].reads, bits=self.grid.bits)
+        return choose_qparams((self.low / factors).min(), (self.high / factors).max(), spec)
+
+    def best(self, gain: float, enough: float) -> float | None:
+        """The strength with the least error; None where that is hardly less than without."""
+        before, *after = (error.sqnr for error in self.errors)
+        best = max(range(len(after)), key=after.__getitem__)
+        return STRENGTHS[best] if before < enough and after[best] >= before + gain else None
+
+
+def _rounded(x: Tensor, grid: QParams) -> Tensor:
+    return dequantize(quantize(x, grid), grid)
+
+
+def _by_token(y: Tensor) -> Tensor:
+    """What makes the rows of (N, C) alike in power, (N, 1); those near zero are not made large."""
+    power = y.square().sum(1, keepdim=True)
+    return (power + power.median()).clamp(min=1e-30).rsqrt()
+
+
+class _Floats(Runner):
+    """Runs the graph on a batch in float, and shows what is quantized to `see`."""
+
+    def __init__(self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, _Input], see: Any, rows: int) -> None:
+        super().__init__(gm, copied(batch))
+        self._inputs, self._see, self._rows = inputs, see, rows
+
+    def compute(self, node: fx.Node) -> Any:
+        if info(node).stands_for:
+            return read_attribute(self.gm, info(node).stands_for)
+        if is_op(node, "quantize", "dequantize"):
+            value = self.values[node.args[0]]  # type: ignore[index]
+            if node in self._inputs:
+                self._see(self._inputs[node], value.reshape(-1, value.shape[-1]), self._rows)
+            return value
+        return super().compute(node)
+
+
+def _write(rewriter: Rewriter, one: _Input, strength: float) -> None:
+    """Put the multiplication in, with conversions behind it for the layers, and the new weights."""
+    old, value = one.quantize, one.quantize.args[0]
+    assert isinstance(value, fx.Node)  # what is quantized is a value
+    about, factors, grid = info(value), one.factors(strength), one.smoothed_grid(one.factors(strength))
+    inverse = rewriter.constant(1 / factors, f"{about.path or value.name}.smoothing", before=old)
+    made = rewriter.call("mul", value, inverse, before=old, name=f"{value.name}_smooth", like=old)
+    plan = Plan(Decision("float", "", f"divides by what moved into the weights behind it (alpha {strength:g})"))
+    rewriter.describe(made, origins=(), plan=plan)
+    given: dict[str, Any] = {key: old.kwargs[key] for key in ("qmin", "qmax") if key in old.kwargs}
+    given |= {"scale": grid.s, "zero_point": grid.z}
+    typed = (about.shape, grid.dtype)
+    q = rewriter.call(
+        "quantize", made, before=old, name=f"{made.name}_q", like=old, typed=typed, dtype=grid.dtype, **given
+    )
+    dq = rewriter.call("dequantize", q, before=old, name=f"{made.name}_dq", like=old, **given)
+    for layer in one.layers:
+        rewriter.update(layer.node, args=_swap(layer.node.args, layer.read, dq))
+        _write_weight(rewriter, layer, factors)
+    rewriter.erase_unused()
+
+
+def _write_weight(rewriter: Rewriter, layer: _Layer, factors: Tensor) -> None:
+    """Put the weight times the factors in the place of a weight."""
+    old, (weight, grid) = layer.weight, layer.smoothed(factors)
+    name = info(old).stands_for.removeprefix("fxq_data.").replace(".", "_")
+    real = rewriter.constant(weight, f"{name}_smoothed", before=old)
+    integers = rewriter.constant(quantize(weight, grid), f"{name}_smoothed_int8", before=old)
+    scale = rewriter.constant(grid.scale, f"{name}_smoothed_scale", before=old)
+    rewriter.update(old, args=(integers, *old.args[1:]), kwargs={**old.kwargs, "scale": scale})
+    rewriter.describe(old, stands_for=str(real.target))
+    rewriter.erase(real)
+
+
+def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
+    return fx.node.map_arg(args, lambda n: new if n is old else n)

@@ -1,0 +1,151 @@
+"""smooth: what is large in a few channels of a linear layer's input moves into its weight."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from fxq.graph.query import is_op
+from fxq.passes import Smooth
+from tests.graphs import expected, program, run_pass
+from tests.helpers import REFERENCE, module
+
+PLAIN = REFERENCE.without_pass("smooth")
+
+
+def outliers(*shape, channels=2, size=60.0):
+    """Values of which a few channels, the last axis, are far larger than the others."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    x[..., :channels] *= size
+    return x
+
+
+LAYER = """
+    x: float32[64, 4] = input()
+    w: float32[3, 4] = tensor('w')
+    w_int8: int8[3, 4] = tensor('w_int8')
+    scale: float32[3] = tensor('scale')
+    b: float32[3] = tensor('b')
+    x_q = quantize(x, scale=1.0, zero_point=128)
+    x_dq = dequantize(x_q, scale=1.0, zero_point=128)
+    w_dq = dequantize(w_int8, scale=scale, zero_point=0, qmin=-127, qmax=127, axis=0)  # 'fc', stands_for='w'
+    y = linear(x_dq, w_dq, b)  # 'fc', plan=Plan(Decision('int8'), reads=TensorSpec(), \
+weight=TensorSpec(signed=True, symmetric=True, per='channel', observer='minmax'))
+    return y
+"""
+X = outliers(64, 4, channels=1, size=100.0)
+W = torch.tensor([[0.01, 0.5, -1.0, 0.8], [-0.02, 1.0, 0.3, 0.4], [0.015, -0.2, 0.7, -1.0]])
+GIVEN = {"w": W, "scale": torch.full((3,), 1 / 127), "w_int8": (W * 127).round().to(torch.int8), "b": torch.zeros(3)}
+
+
+def test_text_before_and_after():
+    gm = run_pass(Smooth(), LAYER, GIVEN, data=(X,))
+    made = next(n for n in gm.graph.nodes if is_op(n, "quantize")).kwargs
+    grid = f"scale={made['scale']!r}, zero_point={made['zero_point']}"
+    assert program(gm) == expected(f"""
+        x: float32[64, 4] = input()
+        b: float32[3] = tensor('b')
+        x_smoothing: float32[4] = tensor('fxq_data.x_smoothing')
+        x_smooth: float32[64, 4] = mul(x, x_smoothing)
+        x_smooth_q: uint8[64, 4] = quantize(x_smooth, {grid})
+        x_smooth_dq: float32[64, 4] = dequantize(x_smooth_q, {grid})
+        w_smoothed_int8: int8[3, 4] = tensor('fxq_data.w_smoothed_int8')
+        w_smoothed_scale: float32[3] = tensor('fxq_data.w_smoothed_scale')
+        w_dq: float32[3, 4] = dequantize(w_smoothed_int8, scale=w_smoothed_scale, zero_point=0, \
+qmin=-127, qmax=127, axis=0)
+        y: float32[64, 3] = linear(x_smooth_dq, w_dq, b)
+        return y
+    """)
+
+
+def test_the_factors_are_those_of_the_paper():
+    """max|x| ** alpha / max|w| ** (1 - alpha), and the weight's integers are those of the weight times the factors."""
+    gm = run_pass(Smooth(), LAYER, GIVEN, data=(X,))
+    found = 1 / gm.fxq_data.x_smoothing
+    wanted = [X.abs().amax(0) ** a / W.abs().amax(0) ** (1 - a) for a in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)]
+    assert min(float((found / factors - 1).abs().max()) for factors in wanted) < 1e-5
+    real = W * found
+    scale = real.abs().amax(1, keepdim=True) / 127
+    torch.testing.assert_close(gm.fxq_data.w_smoothed_int8, (real / scale).round().to(torch.int8))
+
+
+@pytest.mark.parametrize(
+    ("step", "written"),
+    [
+        (Smooth(gain=60.0), LAYER),
+        (Smooth(enough=10.0), LAYER),
+        (Smooth(), LAYER.replace("Decision('int8')", "Decision('float')")),
+        (Smooth(), LAYER.replace(", stands_for='w'", "")),
+    ],
+    ids=["little gain", "good enough", "float", "no float weight"],
+)
+def test_what_it_leaves_alone(step, written):
+    gm = run_pass(step, written, GIVEN, data=(X,))
+    assert program(gm) == program(fxq.read_graph(written, fxq.graph_tensors(gm)))
+
+
+def block():
+    """A residual block of a transformer: the norm's value is read by a layer, and by the sum behind it."""
+    torch.manual_seed(0)
+    children = {"norm": nn.LayerNorm(32), "up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}
+    model = module(lambda self, x: (y := self.norm(x)) + self.down(torch.nn.functional.gelu(self.up(y))), **children)
+    with torch.no_grad():
+        model.norm.weight[:2] *= 40
+        model.up.weight[:, :2] /= 40
+    return model
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_block_of_a_transformer(backend):
+    model, data = block(), [torch.randn(4, 16, 32) for _ in range(8)]
+    fresh = torch.randn(4, 16, 32)
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage")
+    plain, smooth = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
+    with torch.no_grad():
+        assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 1  # dB; of the sum, one term
+    assert len(smooth.history["smooth"].edits) > 0
+    weight = smooth.qparams()["up"].weight
+    assert weight.dtype == torch.int8 and weight.shape == (64, 32)
+
+
+def test_the_gain_of_a_layer():
+    model = nn.Sequential(nn.Linear(16, 24)).eval()
+    with torch.no_grad():
+        model[0].weight[:, :2] /= 60
+    data, fresh = [outliers(64, 16)], outliers(100, 16)
+    plain, smooth = (fxq.quantize(model, recipe, data=data) for recipe in (PLAIN, REFERENCE))
+    assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 10  # dB
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=0, max_size=3),
+    inputs=st.integers(2, 12),
+    outputs=st.integers(1, 9),
+    zeros=st.integers(0, 2),
+)
+def test_it_is_never_worse(shape, inputs, outputs, zeros):
+    """Of any shape, and with channels that hold nothing but zeros."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inputs, outputs)).eval()
+    x = outliers(8, *shape, inputs, channels=1)
+    x[..., inputs - zeros :] = 0
+    plain, smooth = (fxq.quantize(model, r.without_pass("correct-bias"), data=[x]) for r in (PLAIN, REFERENCE))
+    with torch.no_grad():
+        assert sqnr(model(x), smooth(x)) >= sqnr(model(x), plain(x)) - 1.0  # dB; tokens count alike, here they do not
+
+
+def test_dynamic_recipes_and_those_without_data_are_left_alone():
+    model, x = block(), torch.randn(4, 16, 32)
+    made = fxq.quantize(model, fxq.Recipe.dynamic(backend="reference"), data=[x])
+    assert made.history["smooth"].edits == () and made.history["correct-bias"].edits == ()
+
+
+def test_a_layer_that_goes_back_to_float_has_its_weight_and_input_again():
+    """The recipe puts one of two readers into float: it reads the value as it was."""
+    model, x = block(), torch.randn(4, 16, 32)
+    half = fxq.quantize(model, REFERENCE.override("down", fxq.FLOAT), data=[x])
+    assert sqnr(model(x), half(x)) > 30
