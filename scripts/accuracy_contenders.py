@@ -32,23 +32,19 @@ Contender = Callable[[Part, bool], tuple[Call, str]]
 PASS = "correct-bias"
 
 
-def contenders() -> dict[str, Contender]:
-    """Everyone, by name; where a tool is not installed, its name stays away."""
+def contenders(observers: bool = False) -> dict[str, Contender]:
+    """Everyone, by name, where its tool is installed; `observers`: fxq also once with each that is not its default."""
     plain = fxq.Recipe.static(backend="reference")
     corrects = any(step.name == PASS for step in plain.pipeline)
     other = plain.without_pass(PASS) if corrects else fxq.Recipe.static(backend="reference", correct_bias=True)
-    seven = replace(WEIGHT, bits=7)
-    found = {
-        "fxq static": own(plain),
-        f"fxq static {'without' if corrects else 'with'} {PASS}": own(other),
-        "fxq static, 7-bit weights": own(fxq.Recipe.static(backend="reference", weight=seven)),
-    }
-    for name in OBSERVERS:
+    found = {"fxq static": own(plain), f"fxq {'without' if corrects else 'with'} {PASS}": own(other)}
+    for name in OBSERVERS if observers else ():
         if name != ACTIVATION.observer:
             spec = replace(ACTIVATION, observer=name)
-            found[f"fxq static, {name}"] = own(fxq.Recipe.static(backend="reference", activation=spec))
+            found[f"fxq {name}"] = own(fxq.Recipe.static(backend="reference", activation=spec))
+    found["fxq 7-bit weights"] = own(fxq.Recipe.static(backend="reference", weight=replace(WEIGHT, bits=7)))
+    found["fxq on this CPU"] = own(fxq.Recipe.static())
     found["fxq dynamic"] = own(fxq.Recipe.dynamic(backend="reference"))
-    found["fxq static, as on this CPU"] = own(fxq.Recipe.static())
     if find_spec("onnxruntime") and find_spec("onnx"):
         if find_spec("nncf"):
             found["NNCF"] = nncf_static(fast=True)
@@ -102,7 +98,7 @@ def onnxruntime_static(method: str) -> Contender:
         with tempfile.TemporaryDirectory() as folder, quiet():
             path = _float_onnx(part, folder)
             prepared, made = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
-            quant_pre_process(path, prepared)
+            quant_pre_process(path, prepared, skip_symbolic_shape=not is_transformer)  # else it fails on an LSTM
             quantize_static(
                 prepared,
                 made,

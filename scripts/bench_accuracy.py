@@ -7,10 +7,11 @@
     python scripts/bench_accuracy.py --crops 280               fewer pictures for EfficientNet-Lite0
     python scripts/bench_accuracy.py --json numbers.json       the numbers to a file, too
 
-Everyone's integers are simulated exactly, so that the numbers are those of every CPU whose kernels are right; the last
-of fxq's rows is what this CPU runs by default. No network was trained here. "Agreement" is how often the top class is
-that of the float network, which is no accuracy; its standard error is of independent crops. All data that is judged is
-other data than what calibrates. Seconds to quantize are those of the CPU, with the export to ONNX where there is one.
+Everyone's integers are simulated exactly, so that the numbers are those of every CPU whose kernels are right; only "fxq
+on this CPU" is what its kernels give, with what is faster in float left in float. No network was trained here. All data
+that is judged is other data than what calibrates. "Agreement" is how often the top class is that of the float network,
+which is no accuracy; its standard error is that of independent crops. Seconds to quantize are those of the CPU, with
+the export to ONNX where there is one. What fails has its reason in place of numbers.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, action="append", default=[], help="where they were fetched before")
     parser.add_argument("--only", choices=SUBJECTS, action="append", help=f"one of {', '.join(SUBJECTS)}")
     parser.add_argument("--contender", action="append", metavar="NAME", help="what its name starts with")
+    parser.add_argument("--observers", action="store_true", help="fxq with each of its observers, too")
     parser.add_argument("--crops", type=int, default=1000, metavar="N", help="pictures to judge (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers to this file too")
     arguments = parser.parse_args()
@@ -139,7 +141,7 @@ def main() -> None:
     about, tables = machine(), {}
     print(", ".join(f"{name}: {value}" for name, value in about.items()), end="\n\n", flush=True)
     wanted = tuple(arguments.contender or ("",))
-    makes = {name: make for name, make in contenders().items() if name.startswith(wanted)}
+    makes = {name: make for name, make in contenders(arguments.observers).items() if name.startswith(wanted)}
     with threads(1), torch.no_grad():
         for name in arguments.only or SUBJECTS:
             try:
@@ -147,12 +149,14 @@ def main() -> None:
             except Missing as missing:
                 print(f"{name}: {missing}", file=sys.stderr)
                 continue
-            rows = list(measured(subject, makes))
-            tables[subject.name] = as_data(rows)
+            rows: list[Row] = []
+            for row in measured(subject, makes):
+                rows.append(row)
+                tables[subject.name] = as_data(rows)
+                if arguments.json is not None:  # each row at once: one can take many minutes
+                    data = {"machine": about, "tables": tables}
+                    arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             print(table(subject.name, rows), end="\n\n", flush=True)
-            if arguments.json is not None:
-                data = {"machine": about, "tables": tables}
-                arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
