@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -119,8 +120,10 @@ def machine() -> dict[str, str]:
     return {**found, "fxq": fxq.__version__}
 
 
-def as_data(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    return [{"contender": r.contender, **r.numbers, "seconds to quantize": r.seconds, "note": r.note} for r in rows]
+def as_data(row: Row) -> dict[str, object]:
+    """A row for JSON, which has no infinity: null for the SQNR of what is float."""
+    numbers = {kind: value if math.isfinite(value) else None for kind, value in row.numbers.items()}
+    return {"contender": row.contender, **numbers, "seconds to quantize": row.seconds, "note": row.note}
 
 
 def main() -> None:
@@ -138,7 +141,8 @@ def main() -> None:
         install(arguments.install)
         folders.append(arguments.install)
     sys.path += map(str, folders)  # behind what is installed
-    about, tables = machine(), {}
+    about = machine()
+    tables: dict[str, list[dict[str, object]]] = {}
     print(", ".join(f"{name}: {value}" for name, value in about.items()), end="\n\n", flush=True)
     wanted = tuple(arguments.contender or ("",))
     makes = {name: make for name, make in contenders(arguments.observers).items() if name.startswith(wanted)}
@@ -152,7 +156,7 @@ def main() -> None:
             rows: list[Row] = []
             for row in measured(subject, makes):
                 rows.append(row)
-                tables[subject.name] = as_data(rows)
+                tables.setdefault(subject.name, []).append(as_data(row))
                 if arguments.json is not None:  # each row at once: one can take many minutes
                     data = {"machine": about, "tables": tables}
                     arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
