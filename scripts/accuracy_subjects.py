@@ -113,7 +113,7 @@ def sentences(folders: Sequence[Path], count: int) -> Subject:
             "same nearest, %": percent(nearest[0].argmax(1) == nearest[1].argmax(1)),
         }
 
-    parts = [Part(sentence_encoder(), tuple(data[0]), [tuple(batch) for batch in data])]
+    parts = [Part(sentence_encoder(), tuple(summaries[0]), [tuple(batch) for batch in data])]
     return Subject("MiniLM", parts, outputs, judge, is_transformer=True)
 
 
