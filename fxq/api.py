@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -13,17 +13,14 @@ from fxq.backends.by_name import FASTEST
 from fxq.common.data import Batch, as_batch, batches, device_of, naming_batch
 from fxq.common.isolation import untouched, without_autocast
 from fxq.common.progress import progress_bar
-from fxq.errors import InputError, RecipeError, warn
+from fxq.errors import InputError, RecipeError
 from fxq.fastest import convert_all, prepare_all
-from fxq.ledger.comparison import Baseline, Comparison, compare_with, quantized_reference
-from fxq.ledger.float_record import checksums
-from fxq.ledger.side_by_side import Program
+from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.pipeline.samples import BATCHES
-from fxq.recipe.pass_base import Stage
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
-from fxq.steps import check_model, converted, manager_for, prepared, up_to
+from fxq.steps import check_compared, check_model, converted, float_reference, manager_for, prepared
 from fxq.tracing.wrappers import unwrapped
 
 
@@ -193,48 +190,13 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         (['_1', '_2'], True, 4)
     """
     a = unwrapped(a)
-    _check_compared(a, b)
+    check_compared(a, b)
     stream = batches(data, a)
     first = next(stream)
     quantized = isinstance(a, QuantizedModel)
-    reference = quantized_reference(a, b) if quantized else _float_reference(a, b, first)
+    reference = quantized_reference(a, b) if quantized else float_reference(a, b, first)
     with untouched(a), untouched(b), progress_bar("comparing", _length(data), progress) as advance:
         return compare_with(reference, b, chain([first], stream), advance, write_comparison)
-
-
-def _check_compared(a: Any, b: Any) -> None:
-    if not isinstance(b, QuantizedModel):
-        hint = " (a is: fxq.compare(float_model, quantized_model, data))" if isinstance(a, QuantizedModel) else ""
-        raise InputError(f"b is a {type(b).__name__}, not a quantized model{hint}.")
-    if not isinstance(a, QuantizedModel):
-        check_model(a)
-    if device_of(a) != device_of(b):
-        raise InputError(f"a is on {device_of(a)}, b on {device_of(b)}; move one of them with .to(...).")
-
-
-def _float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseline:
-    """The float model's canonical graph, made as when `b` was."""
-    manager = manager_for(model, b.recipe, first)
-    manager.run(up_to(manager.context.recipe, Stage.FUSED))
-    original = manager.context.original
-    if original is None:
-        raise InputError("the recipe of b has no canonicalize, so that the layers of a float model have other names.")
-    ours = [f"{op.op} {op.name!r} of {op.path!r}" for op in original.ops]
-    theirs = [f"{e.op} {e.name!r} of {e.path!r}" for e in b.ledger]
-    for i, (mine, its) in enumerate(zip_longest(ours, theirs, fillvalue="nothing")):
-        if mine != its:
-            raise InputError(
-                f"a is not the model that b was made from, or traces to other ops on inputs of this size: op {i} is "
-                f"{mine}, where the ledger of b has {its}."
-            )
-    now, then = checksums(manager.context.model), b.record.weights
-    changed = [name for name in now if now[name] != then.get(name)]
-    if changed:
-        warn(
-            f"a has other weights than the model that b was made from, {changed[0]!r} for one ({len(changed)} of "
-            f"{len(now)} parameters): what is compared is not only what quantization did."
-        )
-    return Baseline(Program(original.gm, original.graph), original.nodes)
 
 
 def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, until: str) -> fx.GraphModule:

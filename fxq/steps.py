@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from torch.nn.parameter import is_lazy
 import fxq.passes
 import fxq.patterns  # registers the fusion patterns
 from fxq.backends.by_name import get_backend
-from fxq.common.data import as_batch, check_batch, device_of
+from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.names import check_names, is_writable
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, RecipeError, warn
 from fxq.ledger.build import ledger_of
+from fxq.ledger.comparison import Baseline
+from fxq.ledger.float_record import checksums
 from fxq.ledger.ledger import Narrowed
 from fxq.ledger.narrowing import narrowed
 from fxq.ledger.output_check import check_output, output_sqnr
+from fxq.ledger.side_by_side import Program
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
@@ -183,3 +187,39 @@ def check_model(model: Any) -> None:
             raise InputError(f"{name} has no values and no shape yet: run the float model once on a batch first.")
         if tensor.is_meta:
             raise InputError(f"{name} is on the meta device, so it has no values; load the model's weights first.")
+
+
+def check_compared(a: Any, b: Any) -> None:
+    """Raise `InputError` for what `fxq.compare` cannot compare."""
+    if not isinstance(b, QuantizedModel):
+        hint = " (a is: fxq.compare(float_model, quantized_model, data))" if isinstance(a, QuantizedModel) else ""
+        raise InputError(f"b is a {type(b).__name__}, not a quantized model{hint}.")
+    if not isinstance(a, QuantizedModel):
+        check_model(a)
+    if device_of(a) != device_of(b):
+        raise InputError(f"a is on {device_of(a)}, b on {device_of(b)}; move one of them with .to(...).")
+
+
+def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseline:
+    """The float model's canonical graph, made as when `b` was."""
+    manager = manager_for(model, b.recipe, first)
+    manager.run(up_to(manager.context.recipe, Stage.FUSED))
+    original = manager.context.original
+    if original is None:
+        raise InputError("the recipe of b has no canonicalize, so that the layers of a float model have other names.")
+    ours = [f"{op.op} {op.name!r} of {op.path!r}" for op in original.ops]
+    theirs = [f"{e.op} {e.name!r} of {e.path!r}" for e in b.ledger]
+    for i, (mine, its) in enumerate(zip_longest(ours, theirs, fillvalue="nothing")):
+        if mine != its:
+            raise InputError(
+                f"a is not the model that b was made from, or traces to other ops on inputs of this size: op {i} is "
+                f"{mine}, where the ledger of b has {its}."
+            )
+    now, then = checksums(manager.context.model), b.record.weights
+    changed = [name for name in now if now[name] != then.get(name)]
+    if changed:
+        warn(
+            f"a has other weights than the model that b was made from, {changed[0]!r} for one ({len(changed)} of "
+            f"{len(now)} parameters): what is compared is not only what quantization did."
+        )
+    return Baseline(Program(original.gm, original.graph), original.nodes)

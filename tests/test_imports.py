@@ -78,6 +78,7 @@ LEVELS = (
     {"passes", "report"},
     {"model"},
     {"fastest", "steps"},
+    {"tuning"},
     {"api"},
     {"doctor"},
     {"fxq"},
