@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import warnings
@@ -93,9 +94,12 @@ class Trials:
         return settled
 
     def score(self, recipe: Recipe) -> float:
-        """What the metric says of the model that a recipe makes; without one, dB: see `sqnr`."""
+        """What the metric says of the model that a recipe makes; without one, dB: see `sqnr`.
+
+        To a thousandth of a dB: the order of sums may differ from one process to another.
+        """
         gm = self.candidate(recipe).gm
-        return self.sqnr(gm) if self.metric is None else float(self.metric(gm.eval()))
+        return round(self.sqnr(gm), 3) if self.metric is None else float(self.metric(gm.eval()))
 
     def sqnr(self, gm: nn.Module) -> float:
         """dB of a model's output against the float model's over all data; of several outputs, that of the worst."""
@@ -169,9 +173,17 @@ def _opened(payload: bytes) -> Trials:
     return made
 
 
+_HERE = os.getpid()
+
+
 def _scores(payload: bytes, recipes: Sequence[Recipe]) -> list[float]:
-    """What a worker does."""
+    """What a worker does: with as many threads as here, for sums in another order are other sums.
+
+    A forked process has one: OpenMP waits there for threads that were not forked.
+    """
+    if os.getpid() != _HERE:
+        torch.set_num_threads(1)
     trials = _opened(payload)
-    if torch.get_num_threads() != trials.threads:
-        torch.set_num_threads(trials.threads)  # sums in another order are other sums
+    if os.getpid() == _HERE and torch.get_num_threads() != trials.threads:
+        torch.set_num_threads(trials.threads)
     return [trials.score(recipe) for recipe in recipes]

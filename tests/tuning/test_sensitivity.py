@@ -36,7 +36,7 @@ def test_the_numbers_are_those_of_one_layer_alone(found):
             recipe = eval(other.line, {"recipe": recipe, "fxq": fxq})
     quantized = fxq.quantize(model, recipe.with_optimize("coverage"), data=DATA)
     want, got = (torch.cat([m(x) for x in DATA]) for m in (model, quantized))
-    assert row.sqnr == pytest.approx(sqnr(want, got), rel=1e-9)
+    assert row.sqnr == pytest.approx(sqnr(want, got), abs=1e-3)
     assert sum(row.share for row in found) == pytest.approx(1.0)
     noises = sum(10 ** (-row.sqnr / 10) for row in found if row.sqnr < math.inf)
     assert -10 * math.log10(noises) == pytest.approx(found.output_sqnr, abs=3.0)  # they add up, roughly

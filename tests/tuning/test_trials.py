@@ -30,7 +30,7 @@ def test_a_candidate_is_what_quantize_makes(trials, recipe):
     gm = trials.candidate(recipe).gm
     assert all(torch.equal(gm(x), quantized(x)) for x in DATA)
     want, got = (torch.cat([m(x) for x in DATA]) for m in (model, quantized))
-    assert trials.score(recipe) == pytest.approx(sqnr(want, got), rel=1e-9)
+    assert trials.score(recipe) == pytest.approx(sqnr(want, got), abs=1e-3)
 
 
 def pool(kind):
