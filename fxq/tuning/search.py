@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.output_check import rank
 from fxq.quant.observers import OBSERVERS, observer_for
-from fxq.quant.spec import TensorSpec
+from fxq.quant.spec import QuantConfig, TensorSpec
 from fxq.recipe.recipe import Recipe
 from fxq.tuning.search_result import SearchResult, Tried
 from fxq.tuning.sensitivity import Sensitivity, ranked
@@ -66,9 +66,9 @@ class Search:
     def _observers(self) -> Recipe:
         """The recipe, with that observer of activations with which all layers on integers do best."""
         recipe = self.trials.recipe
-        if self._ends([("as the recipe says", recipe, [])]) or recipe.config.activation is None:
+        if self._ends([("as the recipe says", recipe, [])]):
             return recipe
-        others = {text: with_observer(recipe, text) for text in other_observers(recipe.config.activation)}
+        others = {text: with_observer(recipe, text) for text in other_observers(recipe.config)}
         found = self._try([(f"{text} for all layers", other, []) for text, other in others.items()])
         best = max(range(len(found)), key=lambda i: found[i], default=None)
         if best is None or found[best] <= self.tried[0].score:
@@ -104,8 +104,7 @@ class Search:
     def _take_back(self, start: Recipe, floats: Sequence[TunableLayer]) -> None:
         """Put layers on integers again that are not needed in float, the most expensive first."""
         types = self.trials.observed.manager.context.types
-        activation = start.config.activation
-        others = other_observers(activation) if activation is not None else []
+        others = other_observers(start.config)
         left, recipe = list(floats), start
         for layer in sorted(floats, key=lambda layer: self._cost([layer]), reverse=True):
             rest = [other for other in left if other is not layer]
@@ -158,11 +157,13 @@ def in_float(recipe: Recipe, layers: Sequence[TunableLayer]) -> Recipe:
     return recipe
 
 
-def other_observers(activation: TensorSpec) -> list[str]:
-    """The observers that a histogram can answer for, without that of a spec."""
+def other_observers(config: QuantConfig) -> list[str]:
+    """The observers that a histogram can answer for, without that of a config; none where nothing is calibrated."""
+    if config.activation is None or not config.is_calibrated:
+        return []
     seen = observer_for(TensorSpec())
     asked = {text: observer_for(TensorSpec(observer=text)) for text in OBSERVERS}
-    same = activation.observer
+    same = config.activation.observer
     return [text for text, observer in asked.items() if text != same and seen.answer_as(observer) is not None]
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxq
-from fxq.quant.spec import TensorSpec
 from fxq.tuning.search import FORWARDS, Search, in_float, on_front, other_observers, with_observer
 from fxq.tuning.search_result import Tried
 from fxq.tuning.trials import Trials
@@ -100,8 +99,9 @@ def test_enough_layers_and_none_that_could_go_back(noises, target):
 
 
 def test_observers_that_a_histogram_can_answer_for():
-    assert "minmax" in other_observers(TensorSpec()) and "histogram" not in other_observers(TensorSpec())
-    assert "moving_average" not in other_observers(TensorSpec())
+    others = other_observers(STATIC.config)
+    assert "minmax" in others and "histogram" not in others and "moving_average" not in others
+    assert other_observers(fxq.Recipe.dynamic().config) == other_observers(fxq.Recipe.weight_only().config) == []
     assert with_observer(STATIC, "minmax").config.activation.observer == "minmax"
 
 
