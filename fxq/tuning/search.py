@@ -50,6 +50,7 @@ class Search:
     timed: bool = False
     layers: Sequence[TunableLayer] = ()
     table: Sensitivity | None = None
+    _shares: dict[str, float] = field(default_factory=dict)
     _best: tuple[tuple[bool, float, float], Recipe, list[TunableLayer], int] | None = None
 
     def run(self) -> SearchResult:
@@ -76,16 +77,14 @@ class Search:
         return list(others.values())[best]
 
     def _ranking(self, start: Recipe) -> list[TunableLayer]:
-        """The layers, those first that add most noise for what they cost in float."""
+        """The layers, those first that add most noise: a few of them often make most of it."""
         plain = copy.copy(self.trials)
         plain.metric, plain.recipe = None, start
         self.table, self.layers = ranked(plain, self.executor, self.advance)
         self.forwards += len(self.layers) + 1
         self.timed = any(layer.extra_us is not None for layer in self.layers)
-        costs = {layer: self._cost([layer]) for layer in self.layers}
-        floor = sum(costs.values()) / max(10 * len(costs), 1) or 1.0  # what costs next to nothing gains nothing either
-        shares = {row.name: row.share for row in self.table}
-        return sorted(self.layers, key=lambda layer: -shares[layer.name] / max(costs[layer], floor))
+        self._shares = {row.name: row.share for row in self.table}
+        return sorted(self.layers, key=lambda layer: -self._shares[layer.name])
 
     def _enough(self, start: Recipe, layers: Sequence[TunableLayer]) -> int | None:
         """How many of the layers, from the first on, have to be in float; None where all of them are not enough."""
@@ -102,11 +101,15 @@ class Search:
         return high if high <= len(layers) else None
 
     def _take_back(self, start: Recipe, floats: Sequence[TunableLayer]) -> None:
-        """Put layers on integers again that are not needed in float, the most expensive first."""
+        """Put layers on integers again that are not needed in float, those first that cost most for the noise they make."""
+
+        def worth(layer: TunableLayer) -> float:
+            return self._shares.get(layer.name, 0.0) / max(self._cost([layer]), 1e-9)
+
         types = self.trials.observed.manager.context.types
         others = other_observers(start.config)
         left, recipe = list(floats), start
-        for layer in sorted(floats, key=lambda layer: self._cost([layer]), reverse=True):
+        for layer in sorted(floats, key=worth):
             rest = [other for other in left if other is not layer]
             name = layer.path or layer.name
             ways = [(name, recipe)] if rest or recipe is not start else []  # with none in float it was not enough

@@ -76,7 +76,7 @@ def search(
     """Find the fastest mix of integers, other observers and float layers that is good enough.
 
     Other observers are tried first, for all layers together. Then layers go into float, those first that add most noise
-    to the output for what they cost; and those that are not needed there go back, the most expensive first, with other
+    to the output; and those that are not needed there go back, first what costs most for the noise it makes, with other
     observers where that helps. Fewer than three candidates are judged for each layer. They are graphs in exact integer
     arithmetic with all on integers that can run on them; kernels differ from it by their rounding, and what is faster
     in float stays there with optimize="speed", which adds no noise. The candidates do not depend on the executor.
