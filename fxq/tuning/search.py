@@ -101,7 +101,7 @@ class Search:
         return high if high <= len(layers) else None
 
     def _take_back(self, start: Recipe, floats: Sequence[TunableLayer]) -> None:
-        """Put layers on integers again that are not needed in float, those first that cost most for the noise they make."""
+        """Put layers on integers again that are not needed in float: first what costs most for the noise it makes."""
 
         def worth(layer: TunableLayer) -> float:
             return self._shares.get(layer.name, 0.0) / max(self._cost([layer]), 1e-9)
