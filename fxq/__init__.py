@@ -53,6 +53,10 @@ from fxq.report.profile import Profile
 from fxq.rewriting.match import Match, explain
 from fxq.rewriting.pattern import FUSIONS, fusion, rewrite
 from fxq.rewriting.rewriter import Rewriter
+from fxq.tuning.bisection import Bisection
+from fxq.tuning.search_result import SearchResult
+from fxq.tuning.sensitivity import Sensitivity
+from fxq.tuning.tools import bisect, search, sensitivity
 
 __version__ = "0.1.0"
 
@@ -67,6 +71,7 @@ __all__ = [
     "FUSIONS",
     "Backend",
     "BackendError",
+    "Bisection",
     "CalibrationError",
     "Comparison",
     "Cost",
@@ -100,12 +105,15 @@ __all__ = [
     "RegionKernel",
     "RenderError",
     "Rewriter",
+    "SearchResult",
+    "Sensitivity",
     "Snapshot",
     "Spelling",
     "Stage",
     "Support",
     "TensorSpec",
     "TraceError",
+    "bisect",
     "calibrate",
     "compare",
     "connected_regions",
@@ -129,5 +137,7 @@ __all__ = [
     "register_op",
     "rewrite",
     "run_passes",
+    "search",
+    "sensitivity",
     "write_graph",
 ]

@@ -140,7 +140,6 @@ def convert_all(observed: ObservedModel, convert: Callable[[ObservedModel], Quan
         if one.same_as is not None:
             one.take_calibration(everyone[one.same_as])
     for one in everyone:
-        one.others = None
         name = one.manager.context.recipe.backend
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")

@@ -34,7 +34,6 @@ from fxq.pipeline.history import History
 from fxq.pipeline.manager import PassManager
 from fxq.pipeline.samples import record
 from fxq.quant.observer_base import Observer
-from fxq.recipe.pass_base import Stage
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
 from fxq.report.latency import batch_for, profile_of
@@ -50,10 +49,12 @@ _KNOWN = ("history", "ledger", "recipe", "backend", "record", "kinds_kept", "att
 
 
 class ObservedModel(fx.GraphModule):
-    """The model with observers, ready for calibration: call it on data, then `fxq.convert` it.
+    """The model with observers, ready for calibration: call it on data, then `fxq.convert` it, as often as you like.
 
     Attributes:
         manager: the pipeline so far.
+        traced: the pipeline behind tracing, from where it can be run with another recipe.
+        unfused: the graph before anything was fused, as lines.
         batches_seen: number of calls since it was prepared.
         others: with `backend="fastest"`, the same model as other backends see it, which is shown the same data.
         same_as: which of these, or 0 for the first, has the same graph, and sees the data in its place.
@@ -61,16 +62,19 @@ class ObservedModel(fx.GraphModule):
     """
 
     manager: PassManager
+    traced: PassManager
+    unfused: tuple[str | None, ...]
     batches_seen: int
     others: tuple[ObservedModel, ...] | None = None
     same_as: int | None = None
     absent: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
-    def from_manager(cls, manager: PassManager) -> ObservedModel:
+    def from_manager(cls, manager: PassManager, traced: PassManager, unfused: tuple[str | None, ...]) -> ObservedModel:
         """Wrap the graph of a manager that has inserted observers."""
         observed = cls(manager.gm, manager.gm.graph, class_name="ObservedModel")
         observed.manager, observed.batches_seen = manager, 0
+        observed.traced, observed.unfused = traced, unfused
         manager.gm = observed
         observed.eval()
         observed.register_forward_pre_hook(_record, with_kwargs=True)
@@ -105,7 +109,7 @@ class ObservedModel(fx.GraphModule):
         known = manager.context
         manager.context = replace(known, samples=list(known.samples), units=dict(known.units), regions={})
         manager.history, manager._views = copy.deepcopy(self.history, memo), {}
-        copied = ObservedModel.from_manager(manager)
+        copied = ObservedModel.from_manager(manager, self.traced, self.unfused)
         copied.batches_seen, copied.absent, copied.same_as = self.batches_seen, self.absent, self.same_as
         copied.others = copy.deepcopy(self.others, memo)
         return copied
@@ -118,10 +122,8 @@ class ObservedModel(fx.GraphModule):
 
 
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the batch, and keep a few samples of the first ones; once it is converted, it only computes."""
+    """Count the batch, and keep a few samples of the first ones."""
     assert isinstance(model, ObservedModel)
-    if model.manager.stage > Stage.OBSERVED:
-        return
     on = autocast_on()
     if on:
         raise InputError(

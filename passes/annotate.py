@@ -182,7 +182,12 @@ class _Asked:
 
     def _would_run(self, node: fx.Node, backend: Backend, settled: Settled) -> bool:
         """Whether a node that the recipe leaves in float would run on integers if it did not."""
-        found = self._fit(node, backend, preset_config(self.rewriter.context.recipe.preset))
+        config, quant = preset_config(self.rewriter.context.recipe.preset), self.ops[node][0].op.quant
+        if config.activation is None:
+            if config.weight is None or quant.weight is None or quant.axis is None:
+                return False
+            return self._weight_only(node, backend, config, config.weight).fate == "weight-only"
+        found = self._fit(node, backend, config)
         if isinstance(found, Plan):
             return False
         only = next(iter(found.inputs)) if len(found.inputs) == 1 else None

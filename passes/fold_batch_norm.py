@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fxq.graph.info import info
+from fxq.graph.query import op_of
 from fxq.patterns.norm import norm_after_layer, norm_before_layer
+from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.match import Match
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -15,6 +19,8 @@ class FoldBatchNorm(Pass):
     """Fold an eval-mode batch norm into the weight and bias of the conv or linear before it.
 
     Before: batch_norm(conv2d(x, w, b), ...)    After: conv2d(x, w', b')
+    Where the recipe asks for integers for the one and float for the other, they stay apart, unless it is the layer that
+    runs in float: the batch norm would, too, behind it.
     Also: one that no such layer is before goes into the layer that alone reads it, where nothing is padded with zeros.
     Keeps: the output, to 1e-5 relative in float32. The weights are new tensors; the model's own stay.
     Source: Jacob et al. 2018, section 3.2.
@@ -26,6 +32,14 @@ class FoldBatchNorm(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Apply the rule everywhere but where the recipe tells layer and batch norm apart."""
+        context: Context = rewriter.context
+
+        def refuse(match: Match) -> str | None:
+            layers = ((info(n).path, op.name) for n in match.nodes if (op := op_of(n)) is not None and op.quant.weight)
+            if any(context.config_for(*layer)[0].is_float for layer in layers):
+                return None
+            return context.refuses_to_join(match.nodes)
+
         for rule in (norm_after_layer, norm_before_layer):
-            rewriter.apply(rule, refuse=lambda match: rewriter.context.refuses_to_join(match.nodes))
+            rewriter.apply(rule, refuse=refuse)
         rewriter.erase_unused()

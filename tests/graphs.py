@@ -11,13 +11,13 @@ import torch
 from torch import fx, nn
 
 import fxq
-from fxq.api import _manager
 from fxq.graph.view import GraphView, view
 from fxq.passes import CorrectBias, InsertObservers, InsertQdq
 from fxq.pipeline.context import Context
 from fxq.pipeline.invariants import check
 from fxq.recipe.pass_base import Pass
 from fxq.rewriting.rewriter import Rewriter
+from fxq.steps import manager_for
 from tests.helpers import REFERENCE, context
 from tests.machine import QMAX
 from tests.models import call
@@ -165,7 +165,7 @@ def drawn(program: str) -> dict[str, torch.Tensor]:
 
 def stepwise(model: nn.Module, inputs: Any, recipe: Any = "static") -> Iterator[tuple[Any, Pass]]:
     """The manager and the pass that it has run, pass by pass; calibrated on one batch. Its `gm` runs."""
-    manager = _manager(model, recipe, inputs)
+    manager = manager_for(model, recipe, inputs)
     for step in manager.context.recipe.pipeline:
         manager.run([step])
         yield manager, step

@@ -531,14 +531,6 @@ def test_an_input_of_another_type_where_a_prelu_comes_first():
 # ---- the steps
 
 
-def test_converting_twice():
-    observed = fxq.calibrate(fxq.prepare(net(), REFERENCE, X), [X])
-    fxq.convert(observed)
-    for again in (fxq.convert, lambda o: fxq.calibrate(o, [X])):
-        with pytest.raises(fxq.InputError, match="converted already; prepare the float model again"):
-            again(observed)
-
-
 def test_converting_without_calibration():
     """The observed model stays as it was: calibrated, it converts."""
     model = net()

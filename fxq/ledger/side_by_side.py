@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -138,6 +138,38 @@ def side_by_side(
             if alone is not None and value is not None:
                 alone.overwrite(node, value.want)
     real.finish()
+
+
+def corrected(
+    reference: Program, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch, exact: Collection[fx.Node]
+) -> ComparedValue | None:
+    """What a graph returns when some of its nodes make no error: their values are those of the reference.
+
+    Args:
+        reference: the float model, or another quantized one.
+        compared: the integer model.
+        pairs: nodes of `compared`, and the node of `reference` that makes the same value, the one that returns as well.
+        batch: the inputs.
+        exact: the nodes of `compared` that others read the reference's values of, on the grids that they have.
+
+    Returns:
+        What both return, by the names `want` and `got`; None where that cannot be compared.
+    """
+    output = compared.graph.output_node()
+    forced, wanted = _Alone(compared, batch), {pairs[node] for node in (*exact, output)}
+    real, rounded = _Wanted(reference, wanted, batch, None), {rounded_at(node): node for node in exact}
+    for node in compared.graph.nodes:
+        got = forced.step(node)
+        source = rounded.get(node, output if node is output else None)
+        if source is None:
+            continue
+        want = _plain(real.value(pairs[source]), grid_of(reference.gm, rounded_at(pairs[source])))
+        value = _comparable(source, want, grid_of(compared.gm, node), got, None)
+        if node is output:
+            return value
+        if value is not None:
+            forced.overwrite(node, value.want)
+    return None
 
 
 def rounded_at(node: fx.Node) -> fx.Node:

@@ -79,20 +79,19 @@ class Context:
         """The recipe's config for an op at a module path, and the override that decided it."""
         return self.recipe.config_for(path, (op,), self.types)
 
-    def override_line(self, path: str, op: str, config: str) -> str:
-        """The line of a recipe that gives one op another config.
-
-        A module that is the op goes by its path, a call in a module's own forward by op and path.
-        """
+    def selector_for(self, path: str, op: str) -> Selector:
+        """What selects one op: for a module that is the op its path, for a call in a module's forward op and path."""
         try:
             spelled = OPS.of_module(self.model.get_submodule(path)) if path else None
         except AttributeError:
             spelled = None
         if spelled is not None and spelled[0].name == op:
-            selector = repr(path)
-        else:
-            selector = f"fxq.op({op!r}, {path!r})" if path else f"fxq.op({op!r})"
-        return f"recipe.override({selector}, {config})"
+            return Selector(path=path)
+        return Selector(op=op, path=path or None)
+
+    def override_line(self, path: str, op: str, config: str) -> str:
+        """The line of a recipe that gives one op another config."""
+        return f"recipe.override({self.selector_for(path, op)}, {config})"
 
     def refuses_to_join(self, nodes: Sequence[fx.Node]) -> str | None:
         """Why ops may not become one, for the recipe; None when they may. A `refuse` for the rewriter.

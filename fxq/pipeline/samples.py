@@ -9,11 +9,17 @@ from typing import TypeVar
 from fxq.common.data import Batch, first_of, samples_in
 from fxq.errors import InputError
 from fxq.pipeline.context import Context
+from fxq.recipe.recipe import Recipe
 
 T = TypeVar("T")
 
 SAMPLES, BATCHES = 32, 8
 """How many samples are kept where no pass asks for more, and of how many batches, if there are so many."""
+
+
+def wanted(recipe: Recipe) -> int:
+    """How many samples are to be kept for the passes of a recipe."""
+    return max([SAMPLES, *(step.samples_read for step in recipe.pipeline)])
 
 
 def record(context: Context, batch: Batch) -> None:
@@ -22,7 +28,7 @@ def record(context: Context, batch: Batch) -> None:
     Of a graph that is made for the size of its batches, these are kept whole.
     """
     kept = context.samples
-    most = max([SAMPLES, *(step.samples_read for step in context.recipe.pipeline)])
+    most = wanted(context.recipe)
     together = sum(samples_in(known) or most for known in kept)
     if len(kept) >= BATCHES and (together >= most or not context.divisible):
         return

@@ -150,6 +150,33 @@ class Observer(nn.Module, ABC):
         other.spec = spec
         return other
 
+    def answer_as(self, other: Observer) -> Observer | None:
+        """An observer like `other` that has seen what this one has; None where it would have looked in another way.
+
+        The numbers are the same, bit for bit, as if it had been there itself. The two share buffers.
+
+        Args:
+            other: for the same tensor, perhaps of another kind, or for the grid of another spec.
+
+        Example:
+            >>> seen = fxq.quant.observers.Histogram(TensorSpec())
+            >>> _ = seen(torch.arange(1000.0))
+            >>> asked = fxq.quant.observers.Percentile(TensorSpec(), percent=99.0)
+            >>> seen.answer_as(asked).qparams().s < seen.qparams().s, asked.seen
+            (True, False)
+        """
+        alike = (self.axis, self.constants) == (other.axis, other.constants) and self._looks_as(other)
+        if not alike or not set(self._buffers).issuperset(other._buffers):
+            return None
+        made = copy.copy(other)
+        made._buffers = {name: self._buffers[name] for name in other._buffers}
+        made._met_empty, made.block = self._met_empty, self.block
+        return made
+
+    def _looks_as(self, other: Observer) -> bool:
+        """Whether this observer keeps of a batch what `other` would, and perhaps more."""
+        return type(self) is type(other) and all(getattr(self, key) == getattr(other, key) for key in self.options)
+
     def merge(self, other: Observer) -> None:
         """Make this observer what it would be had it also seen all that `other` saw. `other` stays as it is.
 

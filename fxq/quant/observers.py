@@ -106,6 +106,10 @@ class Histogram(Observer):
         # Not in place: a buffer made under torch.inference_mode could not be written outside of it.
         self.counts = self.counts + histogram.count(values, int(self.exponent)).to(self.counts.device)
 
+    def _looks_as(self, other: Observer) -> bool:
+        """Options say what is made of the counts; the smallest and the largest value are known as well."""
+        return type(other).observe in (type(self).observe, MinMax.observe)
+
     def absorb(self, other: Observer) -> None:
         other = cast("Histogram", other)  # merge has checked it
         self.widen(other.minimum, other.maximum)

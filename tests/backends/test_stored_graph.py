@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 import fxq
-from fxq.api import _manager
 from fxq.passes import Cleanup, Fuse, InsertQdq, Propagate
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pass_base import Stage
+from fxq.steps import manager_for
 from tests.graphs import equal, graph
 from tests.helpers import REFERENCE, module
 from tests.machine import needs_x86
@@ -36,7 +36,7 @@ def check(manager, inputs):
 
 def stages(model, inputs, recipe):
     """The manager behind every pass from canonicalize on."""
-    manager = _manager(model, recipe, inputs)
+    manager = manager_for(model, recipe, inputs)
     for step in recipe.pipeline:
         if step.name == "choose-grids":
             call(manager.gm, inputs)

@@ -6,6 +6,7 @@ import fxq
 from fxq.graph.info import set_info
 from fxq.graph.view import view
 from fxq.picture.graph_picture import picture
+from fxq.steps import manager_for
 from fxq.text.colours import LOOKS
 from tests.graphs import expected, full_text, graph, node
 from tests.helpers import REFERENCE, module, rewriter
@@ -171,7 +172,7 @@ class Rename(fxq.Pass):
 def test_snapshots_are_what_a_fresh_look_would_give():
     """The manager keeps views of untouched nodes; a stale one would show here."""
     recipe = REFERENCE.insert_pass(Rename(), after="canonicalize")
-    manager = fxq.api._manager(network(), recipe, IMAGE)
+    manager = manager_for(network(), recipe, IMAGE)
     for step in recipe.pipeline[:7]:
         try:
             manager.run([step])
@@ -184,7 +185,7 @@ def test_snapshots_are_what_a_fresh_look_would_give():
 
 
 def test_all_snapshots_of_a_run_are_fresh():
-    manager = fxq.api._manager(network(), REFERENCE, IMAGE)
+    manager = manager_for(network(), REFERENCE, IMAGE)
     for step in manager.context.recipe.pipeline:
         if step.name == "choose-grids":
             manager.gm(IMAGE)  # calibration

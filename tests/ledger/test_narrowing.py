@@ -87,8 +87,11 @@ def test_the_recipe_says_which():
 
 
 def test_nothing_is_tried_where_nothing_overflows(monkeypatch):
+    plain = PassManager.fork
+
     def fork(self, **changes):
-        raise AssertionError("two graphs were made")
+        assert "narrow" not in changes, "two graphs were made"
+        return plain(self, **changes)
 
     monkeypatch.setattr(PassManager, "fork", fork)
     model, data = exact_weights()
@@ -157,8 +160,8 @@ def test_a_copy_of_an_observed_model_is_converted_alike():
     one, two = fxq.convert(observed), fxq.convert(copied)
     assert torch.equal(one(data[0]), two(data[0])) and one.ledger.narrowed == two.ledger.narrowed
     assert len(observed.manager.context.samples) == observed.batches_seen == 3
-    with pytest.raises(fxq.FxqError, match="converted already"):
-        fxq.convert(observed)
+    again = fxq.convert(observed)
+    assert torch.equal(one(data[0]), again(data[0])) and one.ledger.narrowed == again.ledger.narrowed
 
 
 def test_without_data_the_observed_model_can_still_be_calibrated():

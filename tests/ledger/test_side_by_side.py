@@ -12,7 +12,7 @@ from fxq.common.data import Batch
 from fxq.graph.info import set_info
 from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import rows_by_node
-from fxq.ledger.side_by_side import Program, side_by_side
+from fxq.ledger.side_by_side import Program, corrected, side_by_side
 from tests.graphs import until
 from tests.helpers import REFERENCE, module
 from tests.machine import X86, needs_x86
@@ -232,3 +232,19 @@ def test_a_module_with_state_runs_once_for_each_side():
     qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=[x])
     assert [entry.own_sqnr for entry in qmodel.ledger if entry.path == "1"] == [math.inf]
     assert all(entry.sqnr > 30 for entry in qmodel.ledger)  # dB
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_that_make_no_error(recipe):
+    """With none corrected it is the quantized model's output, with all but the last what that one does alone."""
+    reference, compared, ends, qmodel = programs(built(Residual), recipe, X)
+    ends = {**ends, compared.graph.output_node(): reference.graph.output_node()}
+    layers = [node for node in compared.graph.nodes if node in ends and node.op != "output"]
+    alone = run(reference, compared, ends, X, own=True)[layers[-1].name][2]
+    with torch.no_grad():
+        none, before, every = (
+            corrected(reference, compared, ends, Batch((X,)), exact) for exact in ([], layers[:-1], layers)
+        )
+        assert torch.equal(none.got[0], qmodel(X)) and torch.equal(before.got[0], alone[0])
+        errors = [float((value.got[0] - value.want[0]).abs().max()) for value in (none, before, every)]
+    assert errors[0] > errors[1] > errors[2] == 0.0

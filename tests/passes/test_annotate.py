@@ -326,3 +326,11 @@ def test_nan_in_a_weight_names_the_layer():
 )
 def test_specs_that_x86_does_not_take(specs, reason):
     assert annotated("y = relu(a)", recipe=fxq.Recipe.static(backend="x86", **specs))["a"] == ("float", reason)
+
+
+def test_the_way_back_from_float_where_activations_are_in_float():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    recipe = WEIGHTS.override("0", fxq.FLOAT).override("1", fxq.FLOAT)
+    rows = fxq.quantize(model, recipe, example_inputs=torch.rand(1, 3, 4, 4)).ledger
+    assert [e.fate for e in rows] == ["float", "float", "weight-only"]
+    assert rows[0].fix == "recipe.override('0', fxq.Recipe.weight_only().config)" and rows[1].fix == ""

@@ -148,3 +148,11 @@ def test_a_norm_that_others_read_stays():
         "return layer", "other = conv2d(first, w, b)\nadd = add(layer, other)\nreturn add"
     )
     assert ops(run_pass(FoldBatchNorm(), same)) == ops(fxq.read_graph(same, drawn(same)))
+
+
+@pytest.mark.parametrize(("floats", "apart"), [("0", False), ("1", True), ("*", False)])
+def test_a_norm_goes_into_a_float_layer_but_no_float_norm_into_an_integer_one(floats, apart):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    recipe = REFERENCE.override(floats, fxq.FLOAT)
+    gm = fxq.run_passes(model, recipe, torch.rand(1, 3, 8, 8), until="fold-batch-norm")
+    assert ("batch_norm" in gm.code) == apart

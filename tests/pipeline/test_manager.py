@@ -13,6 +13,7 @@ from fxq.graph.query import constant
 from fxq.ops import OPS
 from fxq.passes import Annotate, Canonicalize, Fuse, InsertQdq, Trace
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.steps import manager_for
 from tests.graphs import graph
 from tests.helpers import REFERENCE, managed, module
 from tests.machine import quiet, told
@@ -248,7 +249,7 @@ def test_only_the_first_loss_is_named():
 def test_results_that_are_not_finite_are_a_loss():
     recipe = CHECKED.insert_pass(ScaleWeight(math.inf), after="fold-batch-norm")
     with pytest.warns(FxqWarning, match="scale-weight lost inf dB"):
-        manager = fxq.api._manager(single(), recipe, X)
+        manager = manager_for(single(), recipe, X)
         manager.run(recipe.pipeline[: recipe.pipeline.position("scale-weight") + 1])
     assert manager.history.first_loss == "scale-weight"
 

@@ -534,3 +534,54 @@ def test_runs_in_a_graph():
     module(torch.linspace(-1, 1, 50))
     assert module.observer.qparams().z == pytest.approx(127, abs=1)
     assert "uint8 affine" in repr(module.observer)
+
+
+# ---- one for another
+
+
+ALIKE = [
+    ("histogram", "minmax"),
+    ("histogram", "percentile:99"),
+    ("percentile:95", "percentile:99"),
+    ("percentile:95", "histogram"),
+    ("percentile:95", "minmax"),
+    ("minmax", "minmax"),
+    ("moving_average:0.2", "moving_average:0.2"),
+]
+OTHERWISE = [
+    ("minmax", "histogram"),
+    ("minmax", "moving_average"),
+    ("histogram", "moving_average"),
+    ("moving_average:0.2", "moving_average:0.3"),
+    ("moving_average", "minmax"),
+]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 1000))
+@pytest.mark.parametrize("seen, asked", ALIKE)
+def test_an_observer_answers_for_one_that_keeps_no_more(seen, asked, seed):
+    noise = torch.Generator().manual_seed(seed)
+    data = [torch.randn(50, generator=noise) * 10 ** float(torch.rand((), generator=noise)) for _ in range(3)]
+    one, other = observer_for(TensorSpec(observer=seen)), observer_for(TensorSpec(bits=5, observer=asked), name="y")
+    fresh = observer_for(TensorSpec(bits=5, observer=asked))
+    for x in data:
+        one(x), fresh(x)
+    answer = one.answer_as(other)
+    assert answer.qparams().same_as(fresh.qparams())
+    assert (answer.name, answer.spec, other.seen) == ("y", other.spec, False)
+    one(torch.tensor([1e4, -1e4]))
+    assert answer.qparams().same_as(fresh.qparams())
+
+
+@pytest.mark.parametrize("seen, asked", OTHERWISE)
+def test_an_observer_does_not_answer_for_one_that_looks_in_another_way(seen, asked):
+    one, other = observer_for(TensorSpec(observer=seen)), observer_for(TensorSpec(observer=asked))
+    one(torch.randn(9))
+    assert one.answer_as(other) is None
+
+
+def test_an_observer_does_not_answer_for_other_channels_or_constants():
+    spec = TensorSpec(observer="minmax")
+    assert observer_for(spec).answer_as(observer_for(spec, axis=0)) is None
+    assert observer_for(spec).answer_as(observer_for(spec, constants=(1.0,))) is None

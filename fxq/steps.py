@@ -1,0 +1,225 @@
+"""What `quantize` is made of: the passes before calibration and those behind it, with one recipe or with several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+import fxq.passes
+import fxq.patterns  # registers the fusion patterns
+from fxq.backends.by_name import get_backend
+from fxq.common.data import Batch, as_batch, check_batch, device_of
+from fxq.common.names import check_names, is_writable
+from fxq.common.train_mode import first_in_train_mode
+from fxq.errors import InputError, RecipeError, warn
+from fxq.ledger.build import ledger_of
+from fxq.ledger.comparison import Baseline
+from fxq.ledger.float_record import checksums
+from fxq.ledger.ledger import Narrowed
+from fxq.ledger.narrowing import narrowed
+from fxq.ledger.output_check import check_output, output_sqnr
+from fxq.ledger.side_by_side import Program
+from fxq.model import ObservedModel, QuantizedModel
+from fxq.passes.observe_all import ObserveAll
+from fxq.pipeline.context import Context
+from fxq.pipeline.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
+from fxq.pipeline.manager import PassManager
+from fxq.pipeline.samples import BATCHES, record, wanted
+from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.recipe import Recipe, as_recipe
+from fxq.tracing.exported_program import Exported
+from fxq.tracing.wrappers import unwrapped
+
+
+def manager_for(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
+    """A manager that has run no pass yet. Raises `InputError` where the model cannot be quantized, or the example."""
+    chosen, model = as_recipe(recipe), unwrapped(model)
+    check_model(model)
+    if example_inputs is None:
+        raise InputError("example_inputs is missing: one batch of inputs, to find shapes with.")
+    example = as_batch(example_inputs, model, "example_inputs")
+    check_batch(example, model, "example_inputs")
+    types: Any = model.types if isinstance(model, Exported) else {}
+    return PassManager(Context(chosen, get_backend(chosen.backend, device_of(model)), model, example, types))
+
+
+def up_to(recipe: Recipe, stage: Stage) -> Sequence[Pass]:
+    """The passes of a recipe before the first one that gives a stage, or a later one."""
+    line = recipe.pipeline
+    return line[: next((i for i, step in enumerate(line) if step.gives >= stage), len(line))]
+
+
+def phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pass]]:
+    """The passes before calibration, from there to the qdq graph, and from there to kernels."""
+    line = recipe.pipeline
+    calibrated = next((i for i, step in enumerate(line) if step.needs >= Stage.OBSERVED), len(line))
+    lowered = next((i for i, step in enumerate(line) if step.gives >= Stage.LOWERED), len(line))
+    lowered = max(calibrated, lowered)
+    return line[:calibrated], line[calibrated:lowered], line[lowered:]
+
+
+def prepared(model: nn.Module, recipe: Recipe, example_inputs: Any, trials: bool) -> ObservedModel:
+    """The model with observers, for one backend; see `fxq.prepare`."""
+    manager = manager_for(model, recipe, example_inputs)
+    before, _, _ = phases(recipe)
+    if not any(step.gives >= Stage.OBSERVED for step in before):
+        left = recipe.pipeline[len(before) :]
+        later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
+        why = f"{left[0].name} needs observers and stands before it" if later else "insert-observers was removed"
+        raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
+    traced, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
+    manager.run(before[:traced])
+    start = manager.fork()
+    manager.run(before[traced:fused])
+    unfused = nodes_of(manager.gm.graph)
+    configs = (recipe.config, *(config for _, config in recipe.overrides))
+    specs = [spec for config in configs for spec in (config.activation, config.state) if spec is not None]
+    observers = dict.fromkeys(spec.observer for spec in specs if spec.range == "calibrated")
+    manager.run([ObserveAll(tuple(observers))] if trials else before[fused:])
+    manager.check_float()
+    return ObservedModel.from_manager(manager, start, unfused)
+
+
+def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager:
+    """A manager that has inserted the observers of a recipe, which have seen what those of a prepared model have.
+
+    Raises:
+        RecipeError: that does not follow from what they have seen; the message says why, and what to do.
+    """
+    own = observed.manager
+    recipe = own.context.recipe if recipe is None else recipe
+    if recipe == own.context.recipe and own.stage >= Stage.OBSERVED:
+        return own.fork()
+    before = own.context.recipe
+    check_traced_alike(before, recipe)
+    first, others = phases(recipe)[0], phases(before)[0]
+    if tuple(first) != tuple(others):
+        other = next((step for step in (*first, *others) if step not in first or step not in others), first[0])
+        raise RecipeError(f"before calibration, the recipe has other passes, or in another order: {other}. {AGAIN}")
+    if wanted(recipe) > wanted(before):
+        raise RecipeError(
+            f"a pass of the recipe reads {wanted(recipe)} calibration samples, and {wanted(before)} are kept. {AGAIN}"
+        )
+    backend = get_backend(recipe.backend, device_of(own.context.model))
+    manager = observed.traced.fork(recipe=recipe, backend=backend, samples=[], progress=own.context.progress)
+    traced, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
+    manager.run(first[traced:fused])
+    check_computes_alike(observed.unfused, nodes_of(manager.gm.graph))
+    manager.run(first[fused:])
+    calibrated = hand_over(own.gm, manager.gm, AGAIN if own.stage < Stage.OBSERVED else f"{AGAIN} {_TRIALS}")
+    for batch in own.context.samples[: None if calibrated else BATCHES]:  # as `quantize` shows them
+        record(manager.context, batch)
+    return manager
+
+
+_TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs, trials=True)."
+
+
+def to_qdq(manager: PassManager) -> tuple[PassManager, Narrowed | None, Sequence[Pass]]:
+    """Run the passes from calibration to the qdq graph, as far as nothing is priced.
+
+    Returns:
+        The manager of the graph to go on with, what has 7 bits in it, and the passes that are left.
+    """
+    _, passes, to_kernels = phases(manager.context.recipe)
+    priced = next((i for i, step in enumerate(passes) if isinstance(step, fxq.passes.Fallback)), len(passes))
+    manager, gave_way = narrowed(manager, passes[:priced])
+    return manager, gave_way, [*passes[priced:], *to_kernels]
+
+
+def converted(observed: ObservedModel, recipe: Recipe | None = None) -> QuantizedModel:
+    """The quantized model of a calibrated one, for one backend; see `fxq.convert`."""
+    manager, gave_way, left = to_qdq(observed_with(observed, recipe))
+    manager.run(left)
+    context = manager.context
+    ledger, kept = ledger_of(manager.history, manager.gm, context)
+    found = output_sqnr(manager.gm, context, sum(e.macs for e in ledger))
+    ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
+    if ledger and not ledger.count("int8") and not ledger.count("weight-only"):
+        warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
+    check_output(ledger, context)
+    return QuantizedModel.from_manager(manager, ledger, kept)
+
+
+_QUANTIZED = (
+    "torch.ao.nn.quantized",
+    "torch.ao.nn.intrinsic.quantized",
+    "torch.ao.nn.qat",
+    "torch.ao.nn.intrinsic.qat",
+    "torch.ao.quantization.fake_quantize",
+    "torch.ao.quantization.observer",
+    "fxq.backends",
+)
+
+
+def check_model(model: Any) -> None:
+    """Raise `InputError` for what is no float model, ready to be quantized."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
+    if isinstance(model, (QuantizedModel, ObservedModel)):
+        raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("the model is a TorchScript module, which has no Python code to trace; give the original.")
+    for path, module in model.named_modules():
+        if isinstance(module, (QuantizedModel, ObservedModel)) or type(module).__module__.startswith(_QUANTIZED):
+            raise InputError(
+                f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}. "
+                "Give the float model."
+            )
+    if type(model).__mro__[1].__name__ in ("_StatefulGraphModule", "_UnliftedModule"):
+        raise InputError("the model is the module of an exported program; give the program that it came from.")
+    training = first_in_train_mode(model)
+    if training is not None:
+        where = f"its module {training!r} is" if training else "it is"
+        raise InputError(f"the model cannot be quantized while {where} in train mode: call model.eval() first.")
+    for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
+        if not is_writable(name):
+            raise InputError(f"{name!r}: torch.fx writes names into code, and cannot write this one; rename it.")
+    check_names(model, ObservedModel)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(f"{name} has no values and no shape yet: run the float model once on a batch first.")
+        if tensor.is_meta:
+            raise InputError(f"{name} is on the meta device, so it has no values; load the model's weights first.")
+
+
+def check_compared(a: Any, b: Any) -> None:
+    """Raise `InputError` for what `fxq.compare` cannot compare."""
+    if not isinstance(b, QuantizedModel):
+        hint = " (a is: fxq.compare(float_model, quantized_model, data))" if isinstance(a, QuantizedModel) else ""
+        raise InputError(f"b is a {type(b).__name__}, not a quantized model{hint}.")
+    if not isinstance(a, QuantizedModel):
+        check_model(a)
+    if device_of(a) != device_of(b):
+        raise InputError(f"a is on {device_of(a)}, b on {device_of(b)}; move one of them with .to(...).")
+
+
+def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseline:
+    """The float model's canonical graph, made as when `b` was."""
+    manager = manager_for(model, b.recipe, first)
+    manager.run(up_to(manager.context.recipe, Stage.FUSED))
+    original = manager.context.original
+    if original is None:
+        raise InputError("the recipe of b has no canonicalize, so that the layers of a float model have other names.")
+    ours = [f"{op.op} {op.name!r} of {op.path!r}" for op in original.ops]
+    theirs = [f"{e.op} {e.name!r} of {e.path!r}" for e in b.ledger]
+    for i, (mine, its) in enumerate(zip_longest(ours, theirs, fillvalue="nothing")):
+        if mine != its:
+            raise InputError(
+                f"a is not the model that b was made from, or traces to other ops on inputs of this size: op {i} is "
+                f"{mine}, where the ledger of b has {its}."
+            )
+    now, then = checksums(manager.context.model), b.record.weights
+    changed = [name for name in now if now[name] != then.get(name)]
+    if changed:
+        warn(
+            f"a has other weights than the model that b was made from, {changed[0]!r} for one ({len(changed)} of "
+            f"{len(now)} parameters): what is compared is not only what quantization did."
+        )
+    return Baseline(Program(original.gm, original.graph), original.nodes)

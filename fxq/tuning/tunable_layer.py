@@ -1,0 +1,109 @@
+"""What of a model can run on integers or in float: its layers, as overrides of a recipe name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from fxq.graph.info import info
+from fxq.graph.unit import calls_of
+from fxq.ledger.ledger import Entry, Ledger
+from fxq.pipeline.manager import PassManager
+from fxq.quant.spec import FLOAT, TensorSpec
+from fxq.recipe.recipe import Recipe
+from fxq.recipe.selector import Selector
+
+
+@dataclass(frozen=True)
+class TunableLayer:
+    """What goes into float together: a unit that runs on integers; or several, where one override selects them.
+
+    Attributes:
+        name: the op that the ledger calls the first unit's first layer by. path: its module path. op: the unit's ops.
+        selectors: what the overrides select: its layers, or where it has none, its first op.
+        macs: multiply-accumulates.
+        extra_us: measured microseconds that it takes more in float than on integers, conversions counted; None where
+            nothing was measured. Below zero where float is faster.
+    """
+
+    name: str
+    path: str
+    op: str
+    selectors: tuple[Selector, ...]
+    macs: int
+    extra_us: float | None = None
+
+    def in_float(self, recipe: Recipe) -> Recipe:
+        """A recipe with this layer in float."""
+        for selector in self.selectors:
+            recipe = recipe.override(selector, FLOAT)
+        return recipe
+
+    def observed_by(self, recipe: Recipe, observer: str, types: Mapping[str, type]) -> Recipe:
+        """A recipe where the ranges of what this layer reads are found by another observer."""
+        for selector in self.selectors:
+            config, _ = recipe.config_for(self.path, [selector.op or self.op.partition("+")[0]], types)
+            if isinstance(config.activation, TensorSpec):
+                activation = replace(config.activation, observer=observer)
+                recipe = recipe.override(selector, replace(config, activation=activation))
+        return recipe
+
+    @property
+    def line(self) -> str:
+        """The line of a recipe that puts it into float, as Python."""
+        return "recipe" + "".join(f".override({selector}, fxq.FLOAT)" for selector in self.selectors)
+
+
+def layers_of(manager: PassManager, ledger: Ledger) -> list[TunableLayer]:
+    """The layers that run on integers, in execution order.
+
+    Args:
+        manager: of a qdq graph.
+        ledger: of the finished model, for what ops cost.
+    """
+    found: dict[tuple[Selector, ...], TunableLayer] = {}
+    rows = {entry.name: entry for entry in ledger}
+    for node in manager.gm.graph.nodes:
+        plan = info(node).plan
+        if plan is None or plan.fate not in ("int8", "weight-only"):
+            continue
+        layer = _layer(manager, node, rows)
+        known = found.get(layer.selectors) if layer is not None else None
+        if layer is not None and known is not None:
+            layer = replace(known, macs=known.macs + layer.macs, extra_us=_sum([known.extra_us, layer.extra_us]))
+        if layer is not None:
+            found[layer.selectors] = layer
+    return list(found.values())
+
+
+def _layer(manager: PassManager, node: fx.Node, rows: Mapping[str, Entry]) -> TunableLayer | None:
+    """The layer of one node; None where it runs no op of the float model."""
+    about, calls, original = info(node), calls_of(manager.gm, node), manager.context.original
+    if not calls or original is None:
+        return None
+    parts = about.parts or (about.origins,)
+    names = list(dict.fromkeys(original.by_origin[o] for part in parts for o in part if o in original.by_origin))
+    entries = [rows[name] for name in names if name in rows]
+    paths = about.paths or (about.path,)
+    heavy = [(path, call.op.name) for path, call in zip(paths, calls, strict=True) if call.op.quant.heavy]
+    places = heavy or [(paths[0], calls[0].op.name)]
+    selectors = tuple(dict.fromkeys(manager.context.selector_for(*place) for place in places))
+    ops = "+".join(call.op.name for call in calls)
+    extra = _sum(_extra(entry) for entry in entries if entry.float_us is not None)
+    return TunableLayer(
+        entries[0].name if entries else node.name, places[0][0], ops, selectors, sum(e.macs for e in entries), extra
+    )
+
+
+def _extra(entry: Entry) -> float | None:
+    """Microseconds that an op takes more in float than as it runs now."""
+    if entry.fate == "float" or entry.float_us is None or entry.int8_us is None:
+        return 0.0 if entry.fate == "float" else None
+    return entry.float_us - entry.int8_us - (entry.conversions_us or 0.0)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
