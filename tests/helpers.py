@@ -20,6 +20,14 @@ from fxq.rewriting.rewriter import Rewriter
 REFERENCE = fxq.Recipe.static(backend="reference")
 
 
+def plain(recipe):
+    """The recipe without the passes that fit weights and biases to the samples: what is left is rounding."""
+    return recipe.without_pass("smooth").without_pass("correct-bias")
+
+
+PLAIN = plain(REFERENCE)
+
+
 def module(forward, **children):
     """An eval-mode module whose forward is this function of (self, ...), with these children and parameters."""
     made = type("Model", (nn.Module,), {"forward": forward})()

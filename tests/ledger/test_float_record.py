@@ -17,7 +17,7 @@ from fxq.common.data import Batch
 from fxq.common.metrics import nbytes
 from fxq.ledger.float_record import BINS, MOST, Distribution, RecordedInput, checksums, distribution
 from fxq.quant.qparams import QParams
-from tests.helpers import REFERENCE, module
+from tests.helpers import PLAIN, module
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
@@ -101,7 +101,7 @@ def net():
 
 @pytest.fixture(scope="module")
 def qmodel():
-    return fxq.quantize(net(), REFERENCE, data=[X])
+    return fxq.quantize(net(), PLAIN, data=[X])
 
 
 def test_every_op_has_the_distribution_of_its_float_value(qmodel):
@@ -131,7 +131,7 @@ def test_the_clip_is_that_of_the_node_that_hands_the_value_on(qmodel):
 def test_a_convolution_that_ends_its_unit_shows_the_value_behind_its_norm():
     model = module(lambda self, x: self.conv2(self.norm(self.conv(x))), **dict(net().named_children()))
     model.conv2 = nn.Conv2d(4, 2, 1).eval()
-    values = fxq.quantize(model, REFERENCE, data=[X]).record.values
+    values = fxq.quantize(model, PLAIN, data=[X]).record.values
     assert values["conv"] == values["norm"] and values["conv"].clip is not None
     with torch.no_grad():
         assert values["conv"].high == pytest.approx(float(model.norm(model.conv(X)).max()), rel=1e-5)
@@ -164,7 +164,7 @@ def test_inputs_and_size(qmodel):
 
     model = module(forward, a=nn.Linear(4, 2))
     given = {"x": torch.randn(3, 4), "mask": torch.ones(3, dtype=torch.int64), "scale": 2.0}
-    inputs = fxq.quantize(model, REFERENCE, data=[given]).record.inputs
+    inputs = fxq.quantize(model, PLAIN, data=[given]).record.inputs
     assert inputs == (
         RecordedInput("x", (3, 4), torch.float32),
         RecordedInput("mask", (3,), torch.int64),
@@ -190,7 +190,7 @@ def test_copies_keep_the_record_and_hold_no_activations(qmodel):
 
 def test_the_float_model_is_known_while_the_user_keeps_it():
     model = net()
-    qmodel = fxq.quantize(model, REFERENCE, data=[X])
+    qmodel = fxq.quantize(model, PLAIN, data=[X])
     assert qmodel.float_model is model
     assert copy.deepcopy(qmodel).float_model is None
     assert pickle.loads(pickle.dumps(qmodel)).float_model is None

@@ -9,13 +9,13 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from tests.helpers import REFERENCE
+from tests.helpers import PLAIN, plain
 from tests.ledgers import RECIPES, X, net, pasted
 
 
 def test_sqnr_is_that_of_the_value(ledger):
     """The last op of a unit has the SQNR; recomputed here from the float model alone."""
-    recipe = REFERENCE
+    recipe = PLAIN
     model, qmodel = net(), fxq.quantize(net(), recipe, data=[X])
     want = model.stem(X)
     qp = qmodel.qparams()["stem"]
@@ -31,7 +31,7 @@ def test_sqnr_is_that_of_the_value(ledger):
 
 def test_own_sqnr_is_that_of_the_op_on_float_values():
     """Recomputed here: the head on the float model's mean, quantized to its grids, in float64."""
-    model, qmodel = net(), fxq.quantize(net(), REFERENCE, data=[X])
+    model, qmodel = net(), fxq.quantize(net(), PLAIN, data=[X])
     inputs = {}
     model.head.register_forward_pre_hook(lambda layer, args: inputs.update(head=args[0]))
     with torch.no_grad():
@@ -86,7 +86,7 @@ class Outlier(nn.Module):
 def test_the_layer_is_blamed_that_reads_a_coarse_grid(recipe):
     torch.manual_seed(0)
     model, x = Outlier().eval(), torch.randn(64, 8)
-    recipe = recipe.without_pass("keep-small-values")  # which would leave it in float, and nobody to blame
+    recipe = plain(recipe).without_pass("keep-small-values")  # which would leave it in float, and nobody to blame
     qmodel = fxq.quantize(model, recipe, data=[x])
     gelu = qmodel.ledger.where(op="gelu")[0]
     worst = qmodel.ledger.worst(1)[0]

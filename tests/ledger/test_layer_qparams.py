@@ -16,9 +16,9 @@ from fxq.ops import OPS
 from fxq.ops.traits import Quant
 from fxq.quant.qparams import QParams
 from tests.graphs import drawn
-from tests.helpers import module
+from tests.helpers import module, plain
 
-MINMAX = fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(observer="minmax"))
+MINMAX = plain(fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(observer="minmax")))
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import rows_by_node
 from fxq.ledger.side_by_side import Program, corrected, side_by_side
 from tests.graphs import until
-from tests.helpers import REFERENCE, module
+from tests.helpers import PLAIN, module, plain
 from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build
 
-RECIPES = [REFERENCE, pytest.param(X86, marks=needs_x86)]
+RECIPES = [PLAIN, pytest.param(plain(X86), marks=needs_x86)]
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
 
@@ -121,7 +121,7 @@ def test_looking_alone_changes_no_other_value(name, recipe):
 def test_an_op_in_qdq_form_hands_on_integers():
     """Its value is that behind the quantize: on the grid."""
     model = built(Residual)
-    *sides, qmodel = programs(model, REFERENCE, X)
+    *sides, qmodel = programs(model, PLAIN, X)
     found = run(*sides, X, own=True)
     stem = qmodel.qparams()["stem"]
     for value in (found["stem_relu"][1][0], found["stem_relu"][2][0]):
@@ -171,7 +171,7 @@ def test_a_quantized_model_agrees_with_itself(recipe):
 def test_every_value_of_the_reference_can_be_seen():
     model = module(lambda self, x: self.b(torch.relu(self.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 3))
     x = torch.randn(5, 4)
-    reference, compared, ends, _ = programs(model, REFERENCE, x)
+    reference, compared, ends, _ = programs(model, PLAIN, x)
     seen = {}
     run(reference, compared, ends, x, see=lambda node, value: seen.setdefault(node.name, value))
     assert [n.name for n in reference.graph.nodes] == list(seen)
@@ -188,7 +188,7 @@ def test_a_value_with_several_tensors_is_fed_whole():
     torch.manual_seed(0)
     parts = {"a": nn.Linear(4, 6), "rnn": nn.LSTM(6, 7, batch_first=True), "b": nn.Linear(7, 2), "c": nn.Linear(6, 2)}
     model, x = module(forward, **parts), torch.randn(3, 5, 4)
-    reference, compared, ends, qmodel = programs(model, REFERENCE.leaf("rnn"), x)
+    reference, compared, ends, qmodel = programs(model, PLAIN.leaf("rnn"), x)
     found = run(reference, compared, ends, x, own=True)
     rnn = next(n for n in found if len(found[n][0]) == 3)
     want, _, own = found[rnn]
@@ -209,7 +209,7 @@ def test_both_sides_draw_the_same_random_numbers():
 
     torch.manual_seed(0)
     model, x = module(forward, **parts), torch.randn(512, 8)  # enough for ranges that hold other draws, too
-    qmodel = fxq.quantize(model, REFERENCE, data=[x])
+    qmodel = fxq.quantize(model, PLAIN, data=[x])
     entries = {entry.name: entry for entry in qmodel.ledger}
     assert entries["randn_like"].sqnr == entries["dropout"].own_sqnr == math.inf
     assert entries["b"].sqnr > 30  # dB
@@ -229,7 +229,7 @@ def test_a_module_with_state_runs_once_for_each_side():
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 3)).eval(), torch.randn(5, 4)
-    qmodel = fxq.quantize(model, REFERENCE.leaf("1"), data=[x])
+    qmodel = fxq.quantize(model, PLAIN.leaf("1"), data=[x])
     assert [entry.own_sqnr for entry in qmodel.ledger if entry.path == "1"] == [math.inf]
     assert all(entry.sqnr > 30 for entry in qmodel.ledger)  # dB
 

@@ -10,6 +10,7 @@ from fxq.common.metrics import sqnr
 from fxq.passes import Fallback
 from fxq.pipeline.candidates import UNREAD
 from tests.graphs import again, equal, expected, text, until
+from tests.helpers import plain
 from tests.machine import X86, needs_x86
 from tests.models import call, settled
 from tests.passes.test_fallback_prices import int8
@@ -104,7 +105,7 @@ def test_who_reads_only_the_shape_of_a_layer_costs_it_no_rounding(plant):
 
     plant(lambda key: 0.0 if "quantize" in key else 9.0 if int8(key) == ("linear" in key) else 1.0)
     model, x = settled(Sized), torch.rand(2, 3, 8, 8)
-    assert text(until(model, x, "fallback", X86).gm).splitlines()[4:] == [
+    assert text(until(model, x, "fallback", plain(X86)).gm).splitlines()[4:] == [
         "pays = conv2d(x_dq, pays_weight_dq, @pays.bias)",
         "getattr_1 = getattr(pays, 'shape')",
         "getitem = getitem(getattr_1, 0)",

@@ -16,7 +16,7 @@ from fxq.graph.view import view
 from fxq.passes import Fallback
 from fxq.passes.fallback import CONVERTED, NOT_WORTH_IT
 from tests.graphs import GRID, again, equal, expected, idle, integer_weight, joined, node, qdq, run_pass, text, until
-from tests.helpers import REFERENCE
+from tests.helpers import REFERENCE, plain
 from tests.machine import X86, needs_x86
 from tests.models import NETWORKS, batch, build, call, settled
 
@@ -252,7 +252,7 @@ def test_the_faster_of_two_kernels_is_taken(whole, plant):
     """conv + prelu: on integers with a second convolution, or the convolution alone and prelu in float."""
     plant(lambda key: 9.0 if key.startswith("float") else 3.0 if "after 1" in key else whole if "prelu" in key else 1.0)
     model, x = settled(Slopes), torch.rand(2, 3, 8, 8)
-    lines = text(until(model, x, "fallback", X86).gm).splitlines()
+    lines = text(until(model, x, "fallback", plain(X86)).gm).splitlines()
     inside = "a_prelu = conv2d_prelu(x_dq, a_weight_dq, @a.bias, @act.weight)"
     assert (inside in lines) is (whole < 3)
     assert ("act = prelu(a, @act.weight)" in lines) is (whole > 3)

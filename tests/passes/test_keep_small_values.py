@@ -9,7 +9,7 @@ import fxq
 from fxq.graph.info import info
 from fxq.passes import KeepSmallValues
 from tests.graphs import node, run_pass
-from tests.helpers import REFERENCE, module
+from tests.helpers import REFERENCE, module, plain
 
 S = "TensorSpec(observer='minmax')"
 ROWS = "TensorSpec(symmetric=True, per='row', range='measured')"
@@ -199,7 +199,7 @@ class OfPowers(nn.Module):
 def test_a_network_of_powers(recurrent, preset, backend):
     """The first layer reads floats, also behind a transpose; without the pass, half of the signal is lost and more."""
     model, data = OfPowers(recurrent).eval(), [powers(2, 20, 40, seed=i) for i in range(4)]
-    recipe = getattr(fxq.Recipe, preset)(backend=backend, optimize="coverage").with_min_sqnr(None)
+    recipe = plain(getattr(fxq.Recipe, preset)(backend=backend, optimize="coverage").with_min_sqnr(None))
     qmodel = fxq.quantize(model, recipe, data=data)
     without = fxq.quantize(model, recipe.without_pass("keep-small-values"), data=data)
     assert [e.fate for e in qmodel.ledger.where(op=("linear", "lstm"))] == ["float", "int8"]

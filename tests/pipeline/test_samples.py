@@ -7,7 +7,7 @@ from torch import nn
 
 import fxq
 from fxq.pipeline.samples import BATCHES, SAMPLES
-from tests.helpers import REFERENCE
+from tests.helpers import PLAIN
 
 X = torch.rand(2, 3, 8, 8)
 
@@ -17,7 +17,7 @@ def network():
 
 
 def test_as_many_samples_of_each_batch_are_kept():
-    observed = fxq.prepare(network(), REFERENCE, X)
+    observed = fxq.prepare(network(), PLAIN, X)
     batches = [torch.rand(7, 3, 8, 8) for _ in range(BATCHES)]
     for batch in batches:
         observed(batch)
@@ -29,7 +29,7 @@ def test_as_many_samples_of_each_batch_are_kept():
 
 
 def test_of_batches_of_one_sample_more_are_kept():
-    observed = fxq.prepare(network(), REFERENCE, X)
+    observed = fxq.prepare(network(), PLAIN, X)
     for _ in range(SAMPLES + 3):
         observed(X[:1])
     assert len(observed.manager.context.samples) == SAMPLES
@@ -50,5 +50,5 @@ def test_a_pass_may_ask_for_more_samples():
         def run(self, rewriter):
             assert sum(len(batch.args[0]) for batch in rewriter.context.samples) == 2 * SAMPLES
 
-    recipe = REFERENCE.insert_pass(Reads(), after="insert-qdq")
+    recipe = PLAIN.insert_pass(Reads(), after="insert-qdq")
     fxq.quantize(network(), recipe, data=[torch.rand(2, 3, 8, 8) for _ in range(3 * SAMPLES)])

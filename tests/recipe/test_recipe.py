@@ -155,9 +155,9 @@ def test_correct_bias_is_in_the_pipeline_and_can_be_left_out():
     """Files of before insert it; with other options, it takes the place of the one that is there."""
     recipe = Recipe.static().without_pass("correct-bias")
     assert names(recipe) == [name for name in NAMES if name != "correct-bias"] and len(names(recipe)) == len(NAMES) - 1
-    inserted = {"insert": "fxq.passes:CorrectBias", "after": "insert-qdq"}
+    inserted = {"insert": "fxq.passes:CorrectBias", "after": "smooth"}
     assert Recipe.from_dict({"preset": "static", "pass": [inserted]}) == Recipe.static()
-    other = recipe.insert_pass(CorrectBias(scale=False), after="insert-qdq")
+    other = recipe.insert_pass(CorrectBias(scale=False), after="smooth")
     assert names(other) == NAMES and Recipe.from_dict(other.to_dict()) == other
     with pytest.raises(RecipeError, match=r"already: leave that one out first, by recipe\.without_pass"):
         Recipe.static().insert_pass(CorrectBias(scale=False), after="insert-qdq")
