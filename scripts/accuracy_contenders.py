@@ -24,26 +24,26 @@ from sequence_recipes import on_integers
 from torch import Tensor
 
 import fxq
-from fxq.quant.observers import OBSERVERS
-from fxq.quant.spec import ACTIVATION, WEIGHT
 
 Contender = Callable[[Part, bool], tuple[Call, str]]
 """Quantizes a part, told whether it is a transformer; what runs it, and a note."""
-PASS = "correct-bias"
+OBSERVERS = ("minmax", "moving_average", "histogram", "percentile")
 
 
 def contenders(observers: bool = False) -> dict[str, Contender]:
-    """Everyone, by name, where its tool is installed; `observers`: fxq also once with each that is not its default."""
+    """Everyone, by name, where its tool is installed; `observers`: fxq also with each that is not its default."""
     plain = fxq.Recipe.static(backend="reference")
-    corrects = any(step.name == PASS for step in plain.pipeline)
-    other = plain.without_pass(PASS) if corrects else fxq.Recipe.static(backend="reference", correct_bias=True)
-    found = {"fxq static": own(plain), f"fxq {'without' if corrects else 'with'} {PASS}": own(other)}
+    seven = replace(plain.config.weight, bits=7)
+    found = {
+        "fxq static": own(plain),
+        "fxq without correct-bias": own(plain.without_pass("correct-bias")),
+        "fxq 7-bit weights": own(fxq.Recipe.static(backend="reference", weight=seven)),
+        "fxq on this CPU": own(fxq.Recipe.static()),
+    }
     for name in OBSERVERS if observers else ():
-        if name != ACTIVATION.observer:
-            spec = replace(ACTIVATION, observer=name)
+        spec = replace(plain.config.activation, observer=name)
+        if spec != plain.config.activation:
             found[f"fxq {name}"] = own(fxq.Recipe.static(backend="reference", activation=spec))
-    found["fxq 7-bit weights"] = own(fxq.Recipe.static(backend="reference", weight=replace(WEIGHT, bits=7)))
-    found["fxq on this CPU"] = own(fxq.Recipe.static())
     found["fxq dynamic"] = own(fxq.Recipe.dynamic(backend="reference"))
     if find_spec("onnxruntime") and find_spec("onnx"):
         if find_spec("nncf"):
@@ -98,7 +98,7 @@ def onnxruntime_static(method: str) -> Contender:
         with tempfile.TemporaryDirectory() as folder, quiet():
             path = _float_onnx(part, folder)
             prepared, made = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
-            quant_pre_process(path, prepared, skip_symbolic_shape=not is_transformer)  # else it fails on an LSTM
+            quant_pre_process(path, prepared, skip_symbolic_shape=True)  # with it, it fails on MiniLM and on an LSTM
             quantize_static(
                 prepared,
                 made,

@@ -22,13 +22,12 @@ from accuracy_data import (
     tones,
 )
 from accuracy_faces import detect, matched
+from bench_number import sqnr
 from demo_data import digits, held_out_pairs, psnr, training_pairs
 from demo_sequence_data import docstrings, sentence_encoder, tokenize
 from demo_sequence_subjects import Calls, Part, cosine
 from networks import load_demo_networks
 from torch import Tensor
-
-from fxq.common.metrics import sqnr
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,11 @@ class Subject:
 
 def percent(right: Tensor) -> float:
     return 100 * float(right.double().mean())
+
+
+def joined(outputs: Any) -> Tensor:
+    """All values of tensors in lists and tuples, in one row."""
+    return outputs.flatten() if isinstance(outputs, Tensor) else torch.cat([joined(one) for one in outputs])
 
 
 def agreement(a: Tensor, b: Tensor) -> dict[str, float]:
@@ -137,7 +141,7 @@ def faces(folders: Sequence[Path], count: int) -> Subject:
         return [detect(calls, picture) for picture in pictures], alone
 
     def judge(a: Any, b: Any) -> dict[str, float]:
-        noise = [sqnr(*pair) for pair in zip(a[1], b[1], strict=True)]
+        noise = [sqnr(*map(joined, pair)) for pair in zip(a[1], b[1], strict=True)]
         names = (f"{letter}-Net, dB" for letter in "PRO")
         return {**same_faces(a[0], b[0]), **dict(zip(names, noise, strict=True))}
 
@@ -218,7 +222,7 @@ def resolution(folders: Sequence[Path], count: int) -> Subject:
 
     def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
         quality = [psnr(made, pair.high) for made, pair in zip(b, pairs, strict=True)]
-        return {"PSNR, dB": sum(quality) / len(quality), "SQNR, dB": sqnr(a, b)}
+        return {"PSNR, dB": sum(quality) / len(quality), "SQNR, dB": sqnr(joined(a), joined(b))}
 
     parts = [Part(load_demo_networks()[0], (pairs[0].low,), batches)]
     return Subject("FSRCNN", parts, lambda calls: [calls[0](pair.low) for pair in pairs], judge)

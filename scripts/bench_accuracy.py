@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,12 @@ from accuracy_contenders import Contender, contenders
 from accuracy_data import install
 from accuracy_subjects import SUBJECTS, Subject
 from demo_sequence_data import Missing
+from rich.console import Console
+from rich.progress import Progress
 from tabulate import tabulate
 from timing import threads
 
 import fxq
-from fxq.common.progress import progress_bar
 
 FLOAT = "float"
 
@@ -76,14 +78,14 @@ def judged(subject: Subject, name: str, make: Contender, expected: Any, calls: i
     """What a contender makes of a network; a failure is a result, too. It is run about so many times."""
     start = time.process_time()
     try:
-        with progress_bar(f"{subject.name}: {name}, to quantize", len(subject.parts)) as advance:
-            found = []
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            bar, found = progress.add_task(f"{subject.name}: {name}, to quantize", total=len(subject.parts)), []
             for part in subject.parts:
                 found.append(make(part, subject.is_transformer))
-                advance()
-        seconds = time.process_time() - start
-        with progress_bar(f"{subject.name}: {name}, to judge", calls) as advance:
-            outputs = subject.outputs([counting(call, advance) for call, _ in found])
+                progress.advance(bar)
+            seconds = time.process_time() - start
+            bar = progress.add_task(f"{subject.name}: {name}, to judge", total=calls)
+            outputs = subject.outputs([counting(call, partial(progress.advance, bar)) for call, _ in found])
         numbers = subject.judge(expected, outputs)
     except Exception as error:  # it fails in many ways; each is a result
         return Row(name, note=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:70]}")

@@ -13,6 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
+import fxq
+
 pytestmark = pytest.mark.any_cpu
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -176,11 +178,11 @@ def test_sizes_that_differ_are_left_open(script):
     assert [row["input0"].shape for row in contenders.single(data)] == [(1, 3, 8)] * 2 + [(1, 3, 9)] * 4
 
 
-def test_fxq_stands_once_with_correct_bias_and_once_without(script):
-    names = list(script("accuracy_contenders").contenders(observers=True))
-    assert len([name for name in names if name.endswith("correct-bias")]) == 1
-    assert {"fxq static", "fxq minmax", "fxq percentile", "fxq dynamic"} <= set(names)
-    assert "fxq histogram" not in names  # that is fxq static
+def test_fxq_stands_with_each_observer_once(script):
+    """But for its default, which is `fxq static`."""
+    made = script("accuracy_contenders")
+    others = {f"fxq {name}" for name in made.OBSERVERS if name != fxq.Recipe.static().config.activation.observer}
+    assert set(made.contenders(observers=True)) - set(made.contenders()) == others
 
 
 def test_what_fails_has_its_reason_in_the_table(script):
