@@ -118,7 +118,9 @@ class _Layer:
     def correct(self, got: Tensor) -> Tensor:
         """Take what the integers compute; the same, corrected by what has been seen so far."""
         assert self.wanted is not None  # the float form runs first
-        self.moments.add(got, self.wanted, self.axis)
+        size = max(_AT_ONCE // max(got[:1].numel(), 1), 1) if got.dim() > 1 else len(got)
+        for pair in zip(got.split(size), self.wanted.split(size), strict=True):
+            self.moments.add(*pair, self.axis)
         self.wanted = None
         if self.moments.count < self.least:
             return got
@@ -142,6 +144,8 @@ class _Layer:
         return torch.where(usable, slope, torch.ones_like(slope)).repeat(len(self.bias) // len(self.scale))
 
 
+_AT_ONCE = 1 << 20
+"""Values whose squares are held at a time."""
 _MOST = 0.1
 """Factors further from 1 than this are no rounding error of an 8-bit weight: the layer's input is to blame."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch
+from fxq.common.data import Batch, samples_in
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement
 from fxq.graph.grid import grid_of
@@ -36,8 +37,9 @@ class Smooth(Pass):
     Before: linear(dequantize(quantize(x)), dequantize(w_int8), b)
     After: linear(dequantize(quantize(x * (1 / s))), dequantize(w_s_int8), b), with w_s = w * s
     Keeps: the output up to rounding to the grids, of which the new ones are finer. How much moves is tried for each
-    input, on recorded samples; where the layers that read it gain less than `gain`, nothing is changed. Each token
-    counts alike: one whose values are large does not hide what the others lose.
+    input: the ranges are those of one half of the recorded samples, the errors those of the other half. Where the
+    layers that read it gain less than `gain`, nothing is changed. Each token counts alike: one whose values are large
+    does not hide what the others lose.
     Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4.
 
     Args:
@@ -45,12 +47,14 @@ class Smooth(Pass):
         enough: dB. Layers whose error is below that already are left alone.
         samples: how many samples to look at.
         rows: how many tokens of them, for the errors.
+        least: inputs with fewer tokens in the samples are left alone: what is large in them is not known.
     """
 
     gain: float = 3.0
     enough: float = 33.0
     samples: int = 64
     rows: int = 1024
+    least: int = 512
 
     name: ClassVar[str] = "smooth"
     needs: ClassVar[Stage] = Stage.QDQ
@@ -61,25 +65,29 @@ class Smooth(Pass):
         return self.samples
 
     def run(self, rewriter: Rewriter) -> None:
-        """Find the ranges of all channels, then the best factors, then write those that are worth it."""
+        """Find the ranges of all channels, and the best factors; then write those that are worth it."""
         context: Context = rewriter.context
-        if not context.samples or not any(_inputs(rewriter.gm)):
-            return
 
         def measured(batches: Sequence[Batch]) -> list[_Input]:
-            found = list(_inputs(rewriter.gm))
-            by_node = {one.quantize: one for one in found}
-            for see in (_Input.widen, _Input.compare):
-                for batch in batches:
-                    with torch.no_grad(), seeded():
-                        _Floats(rewriter.gm, batch, by_node, see, self.rows).run()
-            return found
+            found = {one.quantize: one for one in _inputs(rewriter.gm) if self._has_enough(one, context)}
+            for i, batch in enumerate(batches if found else ()):
+                share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
+                with torch.no_grad(), seeded():
+                    _Floats(rewriter.gm, batch, found, share, self.rows).run()
+            return list(found.values())
 
-        for one in on_samples(context, self.samples, measured):
+        for one in on_samples(context, self.samples, measured) if context.samples else ():
+            one.low, one.high = torch.minimum(one.low, one.later[0]), torch.maximum(one.high, one.later[1])
             strength = one.best(self.gain, self.enough)
             if strength is not None:
                 with rewriter.attributed("smooth", Smooth):
                     _write(rewriter, one, strength)
+
+    def _has_enough(self, one: _Input, context: Context) -> bool:
+        """Whether there are enough tokens of an input in the samples."""
+        shape, size = info(one.quantize).shape or (), samples_in(context.example) or 1
+        samples = sum(samples_in(batch) or size for batch in context.samples)
+        return math.prod(shape[:-1]) * samples >= self.least * size
 
 
 def _inputs(gm: fx.GraphModule) -> Iterator[_Input]:
@@ -148,7 +156,8 @@ class _Input:
         quantize: the node that makes integers of it.
         grid: that node's grid.
         layers: those that read it.
-        low, high: the range of each channel in the samples, (C,).
+        low, high: the range of each channel in the samples that are for it, (C,).
+        later: the same of those that are for the errors.
         seen: how many tokens were compared.
         errors: of the layers' results, relative to the float ones: as it is, and with each of `STRENGTHS`.
     """
@@ -158,19 +167,22 @@ class _Input:
     layers: list[_Layer]
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
     high: Tensor = field(default_factory=lambda: torch.zeros(()))
+    later: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.zeros(()), torch.zeros(())))
     seen: int = 0
     errors: list[Agreement] = field(default_factory=lambda: [Agreement() for _ in (None, *STRENGTHS)])
 
-    def widen(self, x: Tensor, most: int) -> None:
-        """Take in the ranges of the channels of some values, (N, C)."""
-        self.low, self.high = torch.minimum(self.low, x.amin(0)), torch.maximum(self.high, x.amax(0))
+    def see(self, x: Tensor, share: float, most: int) -> None:
+        """Take in tokens, (N, C): the ranges of the first, so many of them, and the errors of up to `most` others."""
+        for_ranges, others = x.tensor_split([round(share * len(x))])
+        self.low, self.high = _around(for_ranges, self.low, self.high)
+        self.later = _around(others, *self.later)
+        others = others[: max(most - self.seen, 0)]
+        self.seen += len(others)
+        if len(others):
+            self._compare(others)
 
-    def compare(self, x: Tensor, most: int) -> None:
-        """Take in the layers' errors on the first of these values, (N, C), while there were fewer than `most`."""
-        x = x[: max(most - self.seen, 0)]
-        self.seen += len(x)
-        if not len(x):
-            return
+    def _compare(self, x: Tensor) -> None:
+        """Take in the layers' errors on some tokens."""
         wanted = [x @ layer.real.T for layer in self.layers]
         weights = [_by_token(y) for y in wanted]
         for strength, error in zip((None, *STRENGTHS), self.errors, strict=True):
@@ -202,6 +214,11 @@ class _Input:
         return STRENGTHS[best] if before < enough and after[best] >= before + gain else None
 
 
+def _around(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Ranges of channels, made as wide as those of some tokens, (N, C)."""
+    return (torch.minimum(low, x.amin(0)), torch.maximum(high, x.amax(0))) if len(x) else (low, high)
+
+
 def _rounded(x: Tensor, grid: QParams) -> Tensor:
     return dequantize(quantize(x, grid), grid)
 
@@ -213,11 +230,13 @@ def _by_token(y: Tensor) -> Tensor:
 
 
 class _Floats(Runner):
-    """Runs the graph on a batch in float, and shows what is quantized to `see`."""
+    """Runs the graph on a batch in float, and shows the inputs what is quantized."""
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, _Input], see: Any, rows: int) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, _Input], share: float, most: int
+    ) -> None:
         super().__init__(gm, copied(batch))
-        self._inputs, self._see, self._rows = inputs, see, rows
+        self._inputs, self._share, self._most = inputs, share, most
 
     def compute(self, node: fx.Node) -> Any:
         if info(node).stands_for:
@@ -225,7 +244,7 @@ class _Floats(Runner):
         if is_op(node, "quantize", "dequantize"):
             value = self.values[node.args[0]]  # type: ignore[index]
             if node in self._inputs:
-                self._see(self._inputs[node], value.reshape(-1, value.shape[-1]), self._rows)
+                self._inputs[node].see(value.reshape(-1, value.shape[-1]), self._share, self._most)
             return value
         return super().compute(node)
 
