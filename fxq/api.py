@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, takewhile, zip_longest
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from fxq.ledger.side_by_side import Program
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import PassManager
-from fxq.pipeline.samples import BATCHES
+from fxq.pipeline.samples import has_enough
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
@@ -91,8 +91,9 @@ def quantize(
             "fxq.quantize(model, recipe, data=loader)."
         )
     if data is not None:
-        shown = chain(first, stream) if observed.calibrated else islice(chain(first, stream), BATCHES)
-        _calibrate(observed, shown, _length(data) if observed.calibrated else BATCHES, progress)
+        shown, context = chain(first, stream), observed.manager.context
+        few = takewhile(lambda _: not has_enough(context), shown)
+        _calibrate(observed, shown if observed.calibrated else few, _length(data), progress)
     return convert(observed)
 
 

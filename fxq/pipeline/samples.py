@@ -17,12 +17,26 @@ def record(context: Context, batch: Batch) -> None:
     Of a graph that is made for the size of its batches, these are kept whole.
     """
     kept = context.samples
-    most = max([SAMPLES, *(step.samples_read for step in context.recipe.pipeline)])
-    together = sum(samples_in(known) or most for known in kept)
-    if len(kept) >= BATCHES and (together >= most or not context.divisible):
+    most = max(SAMPLES, _asked(context))
+    if _holds(context, most):
         return
     each = max(most // (len(kept) + 1), 1) if context.divisible else sys.maxsize
     for i, known in enumerate(kept):
         if (samples_in(known) or 0) > each:
             kept[i] = first_of(known, each)
     kept.append(first_of(batch, each))
+
+
+def has_enough(context: Context) -> bool:
+    """Whether no pass would look at more samples than are kept."""
+    return _holds(context, _asked(context))
+
+
+def _asked(context: Context) -> int:
+    """How many samples the pass asks for that asks for most."""
+    return max((step.samples_read for step in context.recipe.pipeline), default=0)
+
+
+def _holds(context: Context, most: int) -> bool:
+    together = sum(samples_in(known) or most for known in context.samples)
+    return len(context.samples) >= BATCHES and (together >= most or not context.divisible)
