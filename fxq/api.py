@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fxq.errors import InputError, RecipeError
 from fxq.fastest import convert_all, prepare_all
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import ObservedModel, QuantizedModel
-from fxq.pipeline.samples import BATCHES
+from fxq.pipeline.samples import has_enough
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
 from fxq.steps import check_compared, check_model, converted, float_reference, manager_for, prepared
@@ -77,8 +77,9 @@ def quantize(
             "fxq.quantize(model, recipe, data=loader)."
         )
     if data is not None:
-        shown = chain(first, stream) if observed.calibrated else islice(chain(first, stream), BATCHES)
-        _calibrate(observed, shown, _length(data) if observed.calibrated else BATCHES, progress)
+        shown, context = chain(first, stream), observed.manager.context
+        few = takewhile(lambda _: not has_enough(context), shown)
+        _calibrate(observed, shown if observed.calibrated else few, _length(data), progress)
     return convert(observed)
 
 

@@ -30,7 +30,7 @@ from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
 from fxq.pipeline.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
 from fxq.pipeline.manager import PassManager
-from fxq.pipeline.samples import BATCHES, record, wanted
+from fxq.pipeline.samples import has_enough, record, wanted
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.tracing.exported_program import Exported
@@ -113,8 +113,9 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
     check_computes_alike(observed.unfused, nodes_of(manager.gm.graph))
     manager.run(first[fused:])
     calibrated = hand_over(own.gm, manager.gm, AGAIN if own.stage < Stage.OBSERVED else f"{AGAIN} {_TRIALS}")
-    for batch in own.context.samples[: None if calibrated else BATCHES]:  # as `quantize` shows them
-        record(manager.context, batch)
+    for batch in own.context.samples:
+        if calibrated or not has_enough(manager.context):  # as `quantize` shows them
+            record(manager.context, batch)
     return manager
 
 

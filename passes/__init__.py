@@ -1,5 +1,6 @@
 """The passes, one per file, and the pipeline made of them, which all presets share."""
 
+from fxq.passes.adaround import AdaRound
 from fxq.passes.annotate import Annotate
 from fxq.passes.canonicalize import Canonicalize
 from fxq.passes.choose_grids import ChooseGrids
@@ -9,6 +10,7 @@ from fxq.passes.decompose import Decompose
 from fxq.passes.fallback import Fallback
 from fxq.passes.fold_batch_norm import FoldBatchNorm
 from fxq.passes.fuse import Fuse
+from fxq.passes.gptq import Gptq
 from fxq.passes.insert_observers import InsertObservers
 from fxq.passes.insert_qdq import InsertQdq
 from fxq.passes.keep_small_values import KeepSmallValues
@@ -50,6 +52,7 @@ register_preset("weight_only", PASSES, QuantConfig(activation=None))
 
 __all__ = [
     "PASSES",
+    "AdaRound",
     "Annotate",
     "Canonicalize",
     "ChooseGrids",
@@ -59,6 +62,7 @@ __all__ = [
     "Fallback",
     "FoldBatchNorm",
     "Fuse",
+    "Gptq",
     "InsertObservers",
     "InsertQdq",
     "KeepSmallValues",

@@ -29,14 +29,23 @@ def record(context: Context, batch: Batch) -> None:
     """
     kept = context.samples
     most = wanted(context.recipe)
-    together = sum(samples_in(known) or most for known in kept)
-    if len(kept) >= BATCHES and (together >= most or not context.divisible):
+    if _holds(context, most):
         return
     each = max(most // (len(kept) + 1), 1) if context.divisible else sys.maxsize
     for i, known in enumerate(kept):
         if (samples_in(known) or 0) > each:
             kept[i] = first_of(known, each)
     kept.append(first_of(batch, each))
+
+
+def has_enough(context: Context) -> bool:
+    """Whether no pass would look at more samples than are kept."""
+    return _holds(context, max((step.samples_read for step in context.recipe.pipeline), default=0))
+
+
+def _holds(context: Context, most: int) -> bool:
+    together = sum(samples_in(known) or most for known in context.samples)
+    return len(context.samples) >= BATCHES and (together >= most or not context.divisible)
 
 
 def on_samples(context: Context, most: int, run: Callable[[Sequence[Batch]], T]) -> T:

@@ -33,6 +33,7 @@ class Observer(nn.Module, ABC):
             the class that holds the default. A spec gives options in its text, in this order or by name:
             "percentile:99.9", or "percentile:percent=99.9"; several with commas between them.
         per_channel: whether this observer can be made with an axis.
+        keeps_data: whether it keeps all that it sees, which is too much where that is calibration data.
 
     Buffers:
 
@@ -60,6 +61,7 @@ class Observer(nn.Module, ABC):
     """
 
     per_channel: ClassVar[bool] = True
+    keeps_data: ClassVar[bool] = False
     options: ClassVar[Mapping[str, tuple[float, float]]] = {}
 
     minimum: Tensor
@@ -83,7 +85,7 @@ class Observer(nn.Module, ABC):
         if axis is not None and not self.per_channel:
             raise RecipeError(
                 f"{self._tensor}: the {spec.observer!r} observer has one range per tensor, not one per channel as is "
-                "asked for. Set observer='minmax', or per='tensor'."
+                "asked for. Set observer='minmax' or 'mse', or per='tensor'."
             )
         self.register_buffer("minimum", torch.tensor(math.inf))
         self.register_buffer("maximum", torch.tensor(-math.inf))

@@ -14,6 +14,8 @@ from torch import Tensor
 from fxq.common.source import import_name
 from fxq.errors import RecipeError, unknown
 from fxq.quant import histogram
+from fxq.quant.entropy import entropy_range
+from fxq.quant.least_error import least_range, rows_of
 from fxq.quant.observer_base import Observer, flat
 from fxq.quant.spec import TensorSpec
 
@@ -157,11 +159,71 @@ class Percentile(Histogram):
         return (clipped_low, clipped_high) if clipped_low < 0 or clipped_high > 0 else (low, high)
 
 
+class Entropy(Histogram):
+    """The range in which integers tell most of how the values are distributed: the least Kullback-Leibler divergence.
+
+    It clips more than `Histogram` does: every value counts the same, however far from the others it is.
+
+    Source: `fxq.quant.entropy.entropy_range`.
+    """
+
+    def clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        ends = entropy_range(self.counts.cpu(), int(self.exponent), float(low), float(high), self.spec)
+        return torch.tensor(ends[0]), torch.tensor(ends[1])
+
+
+class LeastError(Observer):
+    """The range whose grid has the smallest error over all values seen, for each channel or block: meant for weights.
+
+    What `Histogram` finds for a whole tensor, found on the values themselves. They are kept, so that it takes as much
+    memory as what it sees; calibration data may be any amount, and recipes refuse it there. The result is the same
+    however the data was batched or merged. Buffer: `values`, float32, the shape of `minimum` and one axis more, sorted
+    along that one.
+
+    Source: `fxq.quant.least_error.least_range`.
+    """
+
+    keeps_data = True
+    options: ClassVar[Mapping[str, tuple[float, float]]] = {"power": (1.0, 8.0)}
+    power: float = 2.0
+    """What magnitudes of errors are raised to before they are summed up."""
+
+    values: Tensor
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("values", torch.empty(0))
+
+    def observe(self, x: Tensor) -> None:
+        self.widen(*self.batch_range(x))
+        self._keep(rows_of(x, self.axis, self.block).to(self.minimum.device, torch.float32))
+
+    def absorb(self, other: Observer) -> None:
+        other = cast("LeastError", other)  # merge has checked it
+        self.check_channels(other.minimum)
+        self.widen(other.minimum, other.maximum)
+        self.block = other.block
+        self._keep(other.values.to(self.minimum.device))
+
+    def _keep(self, values: Tensor) -> None:
+        self.values = (torch.cat([self.values, values], -1) if self.values.numel() else values).sort(-1).values
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("minimum", "maximum", "values"):  # what is loaded is written into them, and has other shapes
+            setattr(self, name, torch.empty_like(state_dict[prefix + name]))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return least_range(self.values.cpu(), low, high, self.spec, self.power)
+
+
 OBSERVERS: dict[str, type[Observer]] = {
     "minmax": MinMax,
     "moving_average": MovingAverage,
     "histogram": Histogram,
     "percentile": Percentile,
+    "entropy": Entropy,
+    "mse": LeastError,
 }
 
 

@@ -28,8 +28,9 @@ def make_observer(
     """An observer by itself: call it on tensors, as many as you like, then ask it for scale and zero point.
 
     Args:
-        kind: "minmax", "moving_average:0.01", "histogram", "percentile:99.99", or the import path of one of your own.
-        axis: None: one scale for the tensor. Else one for each entry of this axis ("minmax" and "moving_average").
+        kind: "minmax", "moving_average:0.01", "histogram", "percentile:99.99", "entropy", "mse:2" (keeps all that it
+            sees), or the import path of one of your own.
+        axis: None: one scale for the tensor. Else one for each entry of this axis ("minmax", "moving_average", "mse").
         bits: 2 to 8.
         signed: integers around zero (int8), or from zero on (uint8).
         symmetric: the zero point is 0 (unsigned: the middle); else it is chosen so that the grid fits the range

@@ -27,8 +27,8 @@ class TensorSpec:
             `fxq/ops/`); each "row", which is a token; or each block of about that many values along the input
             channels: whole channels of a kernel, and what is left over at the end.
         observer: the observer that finds a calibrated range, with its options: "minmax", "moving_average:0.01",
-            "histogram", "percentile:99.99", or the import path of one of your own, "my_package.ranges:MyObserver"
-            (see `fxq/quant/observers.py`).
+            "histogram", "percentile:99.99", "entropy", for weights "mse:2", or the import path of one of your own,
+            "my_package.ranges:MyObserver" (see `fxq/quant/observers.py`).
         range: where the range comes from: "calibrated" (an observer on calibration data, or on a weight itself),
             "measured" at run time, "fixed", or "learned".
         format: "integer"; or "float16", for weights that are kept so: then nothing else of the spec has a meaning.

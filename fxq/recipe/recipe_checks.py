@@ -43,10 +43,17 @@ def check_config(config: QuantConfig, where: str) -> None:
     for reason in _missing(config):
         raise RecipeError(f"{where}: {reason}")
     for role, spec in specs.items():
-        if spec.per == "channel" and not observers[role].per_channel:
+        if (spec.per == "channel" or spec.block is not None) and not observers[role].per_channel:
+            per = "channel" if spec.block is None else "block"
             raise RecipeError(
                 f"{where}: the {spec.observer!r} observer of the {role} has one range per tensor, but the recipe asks "
-                "for one per channel. Use observer='minmax', or per='tensor'."
+                f"for one per {per}. Use observer='minmax' or 'mse', or per='tensor'."
+            )
+        if role != "weight" and spec.range == "calibrated" and observers[role].keeps_data:
+            raise RecipeError(
+                f"{where}: the {spec.observer!r} observer keeps all that it sees, which is too much of calibration "
+                f"data; it is for weights. For the {role}, use observer='histogram', which also looks for the least "
+                "error."
             )
 
 

@@ -14,11 +14,11 @@ from fxq.errors import CalibrationError, InputError, RecipeError
 from fxq.quant import histogram
 from fxq.quant.observer_base import Observer, flat
 from fxq.quant.observers import OBSERVERS, Histogram, MinMax, MovingAverage, Percentile, observer_for
-from fxq.quant.qparams import QParams, choose_qparams
+from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
 from fxq.quant.spec import TensorSpec
 
 SPEC = TensorSpec()
-EXACT = ["minmax", "histogram", "percentile"]  # those whose state does not depend on how the data is batched
+EXACT = ["minmax", "histogram", "percentile", "entropy", "mse"]  # whose state does not depend on how data is batched
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 batch = st.lists(finite, min_size=1, max_size=20).map(lambda values: torch.tensor(values, dtype=torch.float32))
 batches = st.lists(batch, min_size=1, max_size=5)
@@ -168,8 +168,9 @@ def test_join_covers_both_tensors(name):
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("x", distributions().values(), ids=distributions())
-def test_histogram_is_near_the_best_range(x, spec):
-    found = float(squared_errors(x, observed("histogram", [x], spec=spec).qparams())[0])
+@pytest.mark.parametrize("name", ["histogram", "mse"])
+def test_least_squares_are_near_the_best_range(name, x, spec):
+    found = float(squared_errors(x, observed(name, [x], spec=spec).qparams())[0])
     plain = float(squared_errors(x, observed("minmax", [x], spec=spec).qparams())[0])
     assert found <= 1.05 * best_error(x, spec)
     assert found <= 1.01 * plain
@@ -251,7 +252,7 @@ def test_extreme_ranges(name, x, spec):
         assert qp.s >= 1e-38 and high >= float(x.max()) - qp.s and low <= float(x.min()) + qp.s
 
 
-@pytest.mark.parametrize("name", ["histogram", "percentile"])
+@pytest.mark.parametrize("name", ["histogram", "percentile", "entropy"])
 def test_range_may_jump(name):
     small, large = torch.linspace(-1, 1, 1000), torch.tensor([1e30])
     observer = observed(name, [small, large, small])
@@ -312,17 +313,34 @@ def test_moving_average_merge_commutes_and_associates(a, b, c):
     assert (merged(0, 1, 2) - merged(1, 2, 0)).abs().max() <= tolerance
 
 
-def test_minmax_merge_per_channel():
-    a, b = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    one, two = observed("minmax", [a], axis=1), observed("minmax", [b], axis=1)
+@pytest.mark.parametrize("name", ["minmax", "mse"])
+def test_merge_and_load_per_channel(name):
+    a, b = torch.randn(2, 3, 4), torch.randn(5, 3, 4)
+    one, two = observed(name, [a], axis=1), observed(name, [b], axis=1)
     one.merge(two)
-    assert same_state(one, observed("minmax", [a, b], axis=1))
-    empty = observed("minmax", [], axis=1)
+    assert same_state(one, observed(name, [a, b], axis=1))
+    empty = observed(name, [], axis=1)
     empty.merge(two)
     assert same_state(empty, two)
 
 
-@pytest.mark.parametrize("name", list(OBSERVERS))
+def test_the_least_error_per_channel_is_that_of_each_channel_alone():
+    """Also: the power is an option; the larger, the less is clipped."""
+    x = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) ** 3
+    for spec in SPECS.values():
+        found = dequantize(quantize(x, qp := observed("mse", [x], 0, spec).qparams()), qp)
+        for row, values in zip(found, x, strict=True):
+            alone = float(squared_errors(values, observed("mse", [values], spec=spec).qparams())[0])
+            assert float((row - values).double().square().sum()) == pytest.approx(alone, rel=1e-3)
+    highs = []
+    for power in (1, 2, 4):
+        observer = observer_for(TensorSpec(bits=4, observer=f"mse:{power}"))
+        observer(x)
+        highs.append(float(observer.qparams().high))
+    assert highs == sorted(highs) and highs[0] < 0.5 * highs[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in OBSERVERS if not OBSERVERS[name].keeps_data])
 def test_state_does_not_grow(name):
     observer = observed(name, [torch.ones(4)])
     size = sum(t.nbytes for t in observer.state_dict().values())
@@ -435,8 +453,8 @@ def test_other_types_are_refused(dtype):
 
 
 def test_per_channel_histogram_is_refused():
-    for name in ("histogram", "percentile"):
-        with pytest.raises(RecipeError, match=f"conv1.*{name!r} observer.*observer='minmax'"):
+    for name in ("histogram", "percentile", "entropy"):
+        with pytest.raises(RecipeError, match=f"conv1.*{name!r} observer.*observer='minmax' or 'mse'"):
             observer_for(TensorSpec(per="channel", observer=name), axis=0, name="conv1's weight")
 
 

@@ -7,7 +7,7 @@ import torch
 
 import fxq
 from fxq.errors import RecipeError
-from fxq.quant.spec import ACTIVATION, FLOAT16, MEASURED, STATE, WEIGHT
+from fxq.quant.spec import ACTIVATION, FLOAT16, MEASURED, STATE, WEIGHT, WEIGHT4
 
 CASES = {
     "a float16 activation": (
@@ -68,10 +68,12 @@ def test_a_preset_that_was():
         fxq.Recipe(preset="static_corrected")
 
 
-@pytest.mark.parametrize("observer", ["histogram", "percentile:99.9", "fxq.quant.observers:Histogram"])
+@pytest.mark.parametrize("observer", ["histogram", "percentile:99.9", "entropy", "fxq.quant.observers:Histogram"])
 def test_one_range_per_channel_of_an_observer_that_has_one_per_tensor(observer):
     weight = replace(WEIGHT, observer=observer)
-    message = f"the {observer!r} observer of the weight .* Use observer='minmax', or per='tensor'"
+    message = f"the {observer!r} observer of the weight .* one per channel. Use observer='minmax' or 'mse', or per="
+    with pytest.raises(RecipeError, match="one per block"):
+        fxq.Recipe.weight_only(weight=replace(WEIGHT4, observer=observer))
     with pytest.raises(RecipeError, match=f"^the recipe: {message}"):
         fxq.Recipe.static(weight=weight)
     with pytest.raises(RecipeError, match=f"^the override for 'head': {message}"):
@@ -79,7 +81,16 @@ def test_one_range_per_channel_of_an_observer_that_has_one_per_tensor(observer):
     assert fxq.Recipe.static(weight=replace(weight, per="tensor")).config.weight.observer == observer
 
 
-@pytest.mark.parametrize("observer", ["minmax", "moving_average"])
+@pytest.mark.parametrize("role", ["activation", "state"])
+def test_an_observer_that_keeps_calibration_data(role):
+    config = fxq.QuantConfig(**{role: fxq.TensorSpec(observer="mse", symmetric=role == "state")})
+    with pytest.raises(RecipeError, match=f"'mse' observer keeps all .* For the {role}, use observer='histogram'"):
+        fxq.Recipe.static().override("head", config)
+    measured = fxq.TensorSpec(observer="mse", range="measured", symmetric=True)
+    assert fxq.Recipe.static(activation=measured)
+
+
+@pytest.mark.parametrize("observer", ["minmax", "moving_average", "mse", "mse:2.4"])
 @pytest.mark.parametrize("per", ["tensor", "channel"])
 def test_what_is_built(per, observer):
     assert fxq.Recipe.static(weight=replace(WEIGHT, per=per, observer=observer)).override("head", fxq.FLOAT)

@@ -1,0 +1,262 @@
+"""Choosing the integers of weights layer by layer, so that the output of each comes close to that of its float form."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxq.common.data import Batch
+from fxq.common.isolation import copied, seeded
+from fxq.common.progress import progress_bar
+from fxq.errors import InputError
+from fxq.graph.grid import grid_of
+from fxq.graph.info import info
+from fxq.graph.layer_matrix import LayerMatrix
+from fxq.graph.query import CONVERSIONS, constant, is_op, options_of, read_attribute
+from fxq.graph.run import Runner
+from fxq.graph.unit import calls_of
+from fxq.pipeline.context import Context
+from fxq.quant.packing import pack, unpack
+from fxq.quant.qparams import QParams, spread
+from fxq.recipe.pass_base import Pass
+from fxq.rewriting.rewriter import Rewriter
+
+
+@dataclass(frozen=True)
+class Reconstruction(Pass):
+    """Base of the passes that choose integers by what a layer's output loses on recorded samples.
+
+    Goes through the layers in order. What a layer reads comes from the graph as it is so far, with the integers chosen
+    for the layers before; what it should compute is what its float form computes in the float graph. A subclass says
+    in `choose` which integers come closest. Where they are not better than those that are there, channel by channel,
+    these stay. A mean error does not count where correct-bias takes it away.
+
+    Of a layer, no patches are kept but sums of their products: as many numbers as its weight has inputs, squared. Of
+    the samples, both graphs keep the values that are still read.
+
+    Args:
+        samples: how many recorded samples it looks at.
+    """
+
+    samples: int = 64
+
+    @property
+    def samples_read(self) -> int:
+        return self.samples
+
+    @abstractmethod
+    def choose(self, layer: WeightGrid, error: OutputError) -> Tensor:
+        """The integers for the weight of a layer, of whole numbers in float32, (G, R, K)."""
+
+    def run(self, rewriter: Rewriter) -> None:
+        """Run the graph and its float form side by side, node by node."""
+        context: Context = rewriter.context
+        if not context.samples:
+            raise InputError(
+                f"{self.name} looks at what layers read, and no samples are recorded: give data, "
+                "fxq.quantize(model, recipe, data=loader)."
+            )
+        nodes = rewriter.nodes()
+        corrected = any(step.name == "correct-bias" for step in context.recipe.pipeline)
+        layers = {node: found for node in nodes if (found := self._layer(rewriter.gm, node)) is not None}
+        bar = progress_bar(self.name, len(layers), context.progress)
+        with torch.no_grad(), seeded(), bar as advance:
+            runs = BothForms(rewriter.gm, context.some_samples(self.samples))
+            for node in nodes:
+                if node in layers:
+                    centred = corrected and layers[node].has_bias
+                    self._improve(rewriter, layers[node], runs, OutputError(centred))
+                    advance()
+                runs.step(node)
+
+    def _layer(self, gm: fx.GraphModule, node: fx.Node) -> IntegerLayer | None:
+        """The layer with an integer weight that a node runs; None where there is none that this is for."""
+        for call in calls_of(gm, node):
+            weight, x = (call.tensors.get(name or "") for name in (call.op.quant.weight, call.op.quant.inputs[0]))
+            if not (isinstance(x, fx.Node) and is_op(weight, "dequantize") and info(weight).stands_for):
+                continue
+            grid, stored = grid_of(gm, weight), constant(gm, weight.args[0])
+            integer = grid is not None and stored is not None and not stored.is_floating_point()
+            if integer and len(weight.users) == 1 and LayerMatrix.takes(call):
+                real = read_attribute(gm, info(weight).stands_for)
+                return IntegerLayer(LayerMatrix(call, tuple(real.shape)), x, weight, real, grid)
+        return None
+
+    def _improve(self, rewriter: Rewriter, layer: IntegerLayer, runs: BothForms, error: OutputError) -> None:
+        grid, form = layer.on_rows(), layer.form
+        for got, wanted in runs.values(layer.x):
+            for x, real in zip(form.patches(got), form.patches(wanted), strict=True):
+                error.add(x, real @ form.rows(layer.real).mT)
+        old = form.rows(layer.integers(rewriter.gm))
+        new = self.choose(grid, error)
+        kept = error(grid.real(new)) < error(grid.real(old))
+        new = torch.where(kept[:, :, None], new, old)
+        if torch.equal(new, old):
+            return
+        with rewriter.attributed(self.name.replace("-", "_"), type(self)):
+            layer.put(rewriter, form.weight(new))
+        runs.put(layer.weight, form.weight(grid.real(new)))
+
+
+@dataclass(frozen=True)
+class IntegerLayer:
+    """A layer whose weight is in integers.
+
+    Attributes:
+        form: how it multiplies.
+        x: what it reads.
+        weight: the node that dequantizes its weight.
+        real: its float weight.
+        grid: that of the integers.
+    """
+
+    form: LayerMatrix
+    x: fx.Node
+    weight: fx.Node
+    real: Tensor
+    grid: QParams
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the layer has a bias."""
+        return self.form.call.tensors.get(self.form.call.op.quant.bias or "") is not None
+
+    def on_rows(self) -> WeightGrid:
+        """The weight and its grid as rows."""
+
+        def rows(values: Tensor) -> Tensor:
+            shaped = spread(values.to(self.real.device), self.real, self.grid.axis, self.grid.block)
+            return self.form.rows(shaped.expand_as(self.real).float())
+
+        scale, zero_point = rows(self.grid.scale), rows(self.grid.zero_point)
+        return WeightGrid(self.form.rows(self.real.float()), scale, zero_point, self.grid.qmin, self.grid.qmax)
+
+    def integers(self, gm: fx.GraphModule) -> Tensor:
+        """Those that are there, float32, of the weight's shape."""
+        stored = constant(gm, self.weight.args[0])
+        assert stored is not None  # or it would be no such layer
+        packed = options_of(self.weight)["packed"]
+        return (stored if packed is None else unpack(stored, packed, self.grid.qmin < 0)).float()
+
+    def put(self, rewriter: Rewriter, integers: Tensor) -> None:
+        """Let the layer have other integers."""
+        old = self.weight.args[0]
+        stored = integers.to(self.grid.dtype)
+        stored = stored if options_of(self.weight)["packed"] is None else pack(stored)
+        name = str(old.target).removeprefix("fxq_data.")
+        made = rewriter.constant(stored, f"{name}_chosen", before=self.weight, like=old)
+        rewriter.update(self.weight, args=(made, *self.weight.args[1:]))
+        if not old.users:
+            rewriter.erase(old)
+
+
+@dataclass(frozen=True)
+class WeightGrid:
+    """A weight as rows, (G, R, K) as `LayerMatrix.rows` gives them, with the grid of each value.
+
+    Attributes:
+        weight: the float weight.
+        scale: of each value.
+        zero_point: of each value.
+        qmin, qmax: the smallest and the largest integer.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    qmin: int
+    qmax: int
+
+    def real(self, integers: Tensor) -> Tensor:
+        """The weight that integers stand for."""
+        return (integers - self.zero_point) * self.scale
+
+    def steps(self) -> Tensor:
+        """The float weight as a number of steps above the integer 0, not rounded and not clamped."""
+        return self.weight / self.scale + self.zero_point
+
+
+class OutputError:
+    """The squared error of a layer's outputs as a function of its weight, from sums over all patches.
+
+    Attributes:
+        count: patches seen.
+        centred: whether the mean error of each channel is left out: the bias takes it away.
+    """
+
+    def __init__(self, centred: bool = False) -> None:
+        self.count, self.centred = 0, centred
+        self._sums: tuple[Tensor, ...] = ()
+
+    def add(self, x: Tensor, wanted: Tensor) -> None:
+        """Take in patches (G, n, K), and what the layer should make of them, (G, n, R)."""
+        self.count += x.shape[1]
+        sums = x.mT @ x, x.mT @ wanted, x.sum(1), wanted.sum(1), wanted.square().sum(1)
+        self._sums = tuple(a.add_(b) for a, b in zip(self._sums, sums, strict=True)) if self._sums else sums
+
+    @property
+    def gram(self) -> Tensor:
+        """The mean of the product of each two values of a patch: (G, K, K). Where it is `centred`, their covariance."""
+        gram, _, x, _, _ = self._means()
+        return gram - x[:, :, None] * x[:, None] if self.centred else gram
+
+    @property
+    def cross(self) -> Tensor:
+        """The mean of the product of each value of a patch with each wanted one, or their covariance: (G, K, R)."""
+        _, cross, x, wanted, _ = self._means()
+        return cross - x[:, :, None] * wanted[:, None] if self.centred else cross
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The mean squared error of each channel with a weight (G, R, K): (G, R)."""
+        _, _, _, wanted, power = self._means()
+        alone = power - wanted.square() if self.centred else power
+        return (weight * (weight @ self.gram - 2 * self.cross.mT)).sum(2) + alone
+
+    def _means(self) -> tuple[Tensor, ...]:
+        return tuple(total / max(self.count, 1) for total in self._sums)
+
+
+class FloatRun(Runner):
+    """The graph of integers in float: conversions left out, weights as they were."""
+
+    def compute(self, node: fx.Node) -> Any:
+        """The value of a node."""
+        if info(node).stands_for:
+            return read_attribute(self.gm, info(node).stands_for)
+        read: Any = node.args[0] if is_op(node, *CONVERSIONS) else None
+        return self.values[read] if read is not None and read.op != "get_attr" else super().compute(node)
+
+
+class BothForms:
+    """Some batches, run through a qdq graph and through its float form, node by node."""
+
+    def __init__(self, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
+        kinds = Runner, FloatRun
+        self._runs = [tuple(kind(gm, copied(batch)) for kind in kinds) for batch in batches]
+
+    def values(self, node: fx.Node) -> Iterator[tuple[Any, Any]]:
+        """Of every batch, the value of a node that is still read: as it is, and in float."""
+        for pair in self._runs:
+            yield pair[0].values[node], pair[1].values[node]
+
+    def put(self, node: fx.Node, value: Any) -> None:
+        """Take this for the value of a node that has been run, in the graph as it is."""
+        for run, _ in self._runs:
+            run.values[node] = value
+
+    def step(self, node: fx.Node) -> None:
+        """Run a node for every batch; a weight once for all of them."""
+        weight = node.op == "get_attr" or is_op(node, "dequantize")
+        once = weight and all(read.op == "get_attr" for read in node.all_input_nodes)
+        for side in zip(*self._runs, strict=True):
+            value = side[0].compute(node) if once else None
+            for run in side:
+                if once:
+                    run.put(node, value)
+                else:
+                    run.step(node)

@@ -1,0 +1,74 @@
+"""gptq: weights are rounded one input after the other, and those still to come make up for the error. Optional."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxq.pipeline.reconstruction import OutputError, Reconstruction, WeightGrid
+from fxq.recipe.pass_base import Stage
+
+
+@dataclass(frozen=True)
+class Gptq(Reconstruction):
+    """Round the weight of each layer one input after the other; the float rest makes up for what that cost the output.
+
+    Before: linear(x, dequantize(w_int4))    After: linear(x, dequantize(w_int4')), with integers that suit the layer
+    Keeps: the grids of the weights, per channel or of blocks. Errors are weighed by how the inputs of the layer occur
+    together in the recorded samples (the Hessian of its squared error). What the weights of a channel do not reach
+    better than before stays as it was.
+    Behind insert-qdq: `Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="insert-qdq")`. Needs data.
+    Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1; inputs of the graph as it is so far, with the float
+    graph's outputs: Li et al. 2025 (arXiv 2504.02692).
+
+    Args:
+        samples: how many recorded samples it looks at.
+        damping: what is added to the Hessian's diagonal, as a share of its mean: more trusts the samples less.
+        ordered: take the inputs with the largest values first, while there are most to make up for them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+        >>> recipe = fxq.Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="insert-qdq")
+        >>> qmodel = fxq.quantize(model, recipe, data=[torch.rand(16, 64) for _ in range(4)])
+        >>> [entry.rule for entry in qmodel.history["gptq"].edits]
+        ['gptq', 'gptq']
+    """
+
+    damping: float = 0.01
+    ordered: bool = True
+
+    name: ClassVar[str] = "gptq"
+    needs: ClassVar[Stage] = Stage.QDQ
+    gives: ClassVar[Stage] = Stage.QDQ
+
+    def choose(self, layer: WeightGrid, error: OutputError) -> Tensor:
+        """The integers of each column in turn; a group of columns at a time passes its errors on to those behind."""
+        gram, count = error.gram, layer.weight.shape[2]
+        usual = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        gram = gram + torch.where(usual > 0, self.damping * usual, 1.0) * torch.eye(count, device=gram.device)
+        order = gram.diagonal(dim1=1, dim2=2).sum(0).argsort(descending=True, stable=True)
+        order = order if self.ordered else torch.arange(count, device=gram.device)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        real = layer.weight + (error.cross.mT - layer.weight @ error.gram) @ inverse  # the float weight that suits best
+        ahead = torch.linalg.cholesky(inverse[:, order][:, :, order], upper=True)
+        left = real[:, :, order].clone()
+        scale, zero_point = layer.scale[:, :, order], layer.zero_point[:, :, order]
+        chosen = torch.empty_like(left)
+        for start in range(0, count, _GROUP):
+            stop = min(start + _GROUP, count)
+            errors = torch.empty_like(left[:, :, start:stop])
+            for i in range(start, stop):
+                w, s, z = left[:, :, i], scale[:, :, i], zero_point[:, :, i]
+                q = ((w / s).round_() + z).clamp_(layer.qmin, layer.qmax)
+                e = (w - (q - z) * s) / ahead[:, None, i, i]
+                left[:, :, i:stop] -= e[:, :, None] * ahead[:, None, i, i:stop]
+                chosen[:, :, i], errors[:, :, i - start] = q, e
+            left[:, :, stop:] -= errors @ ahead[:, start:stop, stop:]
+        return chosen[:, :, order.argsort()]
+
+
+_GROUP = 128
+"""Columns whose errors are passed on together."""

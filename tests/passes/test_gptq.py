@@ -1,0 +1,139 @@
+"""gptq: against the algorithm written out plainly, and what it is worth."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from fxq.errors import InputError
+from fxq.passes import Gptq
+from fxq.pipeline.reconstruction import OutputError, WeightGrid
+from tests.graphs import expected, program, run_pass
+
+FOUR_BITS = fxq.Recipe.weight_only(bits=4, per=16, backend="reference")
+
+
+def correlated(count, inputs, seed=0):
+    """Samples whose values have a few causes in common, as what layers read."""
+    g = torch.Generator().manual_seed(seed)
+    causes = torch.randn(inputs // 4, inputs, generator=torch.Generator().manual_seed(99))
+    return torch.randn(count, inputs // 4, generator=g) @ causes + 0.3 * torch.randn(count, inputs, generator=g)
+
+
+def plainly(weight, scale, zero_point, qmin, qmax, gram, cross, damping, order):
+    """One column at a time, with the inverse made anew for those that are left; float64."""
+    gram, cross = gram.double(), cross.double()
+    damped = gram + damping * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+    left = weight.double() + (cross.T - weight.double() @ gram) @ damped.inverse()
+    integers = torch.zeros_like(left)
+    todo = list(order)
+    while todo:
+        inverse = damped[todo][:, todo].inverse()
+        i = todo[0]
+        integers[:, i] = (torch.round(left[:, i] / scale[:, i]) + zero_point[:, i]).clamp(qmin, qmax)
+        error = (left[:, i] - (integers[:, i] - zero_point[:, i]) * scale[:, i]) / inverse[0, 0]
+        left[:, todo] -= error[:, None] * inverse[0]
+        todo = todo[1:]
+    return integers.float()
+
+
+@pytest.mark.parametrize("inputs", [16, 200])  # less and more than a group of columns
+@pytest.mark.parametrize("ordered", [False, True])
+def test_it_is_the_algorithm(inputs, ordered):
+    torch.manual_seed(0)
+    weight, real = torch.randn(6, inputs), correlated(1000, inputs)
+    x = (real * 4).round() / 4
+    error = OutputError()
+    error.add(x[None], (real @ weight.T)[None])
+    scale, zero_point = 0.3 + 0.1 * torch.rand(6, inputs), torch.randint(-2, 3, (6, inputs)).float()
+    grid = WeightGrid(weight[None], scale[None], zero_point[None], -8, 7)
+    found = Gptq(ordered=ordered).choose(grid, error)[0]
+    gram, cross = error.gram[0], error.cross[0]
+    order = gram.diagonal().argsort(descending=True).tolist() if ordered else range(inputs)
+    wanted = plainly(weight, scale, zero_point, -8, 7, gram, cross, 0.01, order)
+    assert (found != wanted).float().mean() < 0.01  # ties, and what follows from them
+    nearest = (grid.steps().round()).clamp(-8, 7)
+    assert error(grid.real(found[None])).sum() < 0.5 * error(grid.real(nearest)).sum()
+
+
+LAYER = """
+    x: float32[64, 8] = input()
+    w: float32[3, 8] = tensor('w')
+    w_int4: uint8[3, 4] = tensor('w_int4')
+    scale: float32[3, 2] = tensor('scale')
+    zero: uint8[3, 2] = tensor('zero')
+    w_dq: float32[3, 8] = dequantize(w_int4, scale=scale, zero_point=zero, qmin=0, qmax=15, axis=1, block=4, \
+packed=(8,))  # stands_for='w'
+    y = linear(x, w_dq)  # 'fc'
+    return y
+"""
+
+
+def test_text_before_and_after():
+    """The grids stay, and so does how integers are kept."""
+    torch.manual_seed(0)
+    given = {
+        "w": torch.randn(3, 8),
+        "w_int4": torch.randint(0, 256, (3, 4), dtype=torch.uint8),
+        "scale": torch.full((3, 2), 0.4),
+        "zero": torch.full((3, 2), 8, dtype=torch.uint8),
+    }
+    gm = run_pass(Gptq(), LAYER, given, data=(correlated(64, 8),))
+    assert program(gm) == expected("""
+        x: float32[64, 8] = input()
+        w: float32[3, 8] = tensor('w')
+        scale: float32[3, 2] = tensor('scale')
+        zero: uint8[3, 2] = tensor('zero')
+        w_int4_chosen: uint8[3, 4] = tensor('fxq_data.w_int4_chosen')
+        w_dq: float32[3, 8] = dequantize(w_int4_chosen, scale=scale, zero_point=zero, qmin=0, qmax=15, axis=1, \
+block=4, packed=(8,))
+        y: float32[64, 3] = linear(x, w_dq)
+        return y
+    """)
+    x = correlated(64, 8)
+    assert sqnr(x @ given["w"].T, gm(x)) > 15  # dB; the integers before were random
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_layers_come_closer_on_other_samples_too(bits):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 24, bias=False)).eval()
+    recipe = fxq.Recipe.weight_only(bits=bits, per=16, backend="reference")
+    data = [correlated(64, 64, seed) for seed in range(8)]
+    with_pass = recipe.insert_pass(Gptq(samples=512), after="insert-qdq")
+    plain, better = (fxq.quantize(model, r, data=data) for r in (recipe, with_pass))
+    x = correlated(256, 64, 50)
+    with torch.no_grad():
+        wanted = model(x)
+        assert sqnr(wanted, better(x)) > sqnr(wanted, plain(x)) + 2  # dB
+    assert [edit.rule for edit in better.history["gptq"].edits] == ["gptq", "gptq"]
+
+
+def test_convolutions_and_inputs_that_are_always_zero():
+    """Groups have a Hessian each, with zeros in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 6, 3, groups=2), nn.ConvTranspose2d(6, 4, 2, groups=2)).eval()
+    mixed = torch.randn(2, 8)
+    data = [torch.einsum("nchw,cd->ndhw", torch.randn(16, 2, 6, 6), mixed) for _ in range(4)]
+    for x in data:
+        x[:, 2] = 0
+    recipe = fxq.Recipe.weight_only(bits=4, per=9, backend="reference")
+    plain, better = (
+        fxq.quantize(model, r, data=data) for r in (recipe, recipe.insert_pass(Gptq(), after="insert-qdq"))
+    )
+    with torch.no_grad():
+        wanted = model(data[0])
+        assert sqnr(wanted, better(data[0])) > sqnr(wanted, plain(data[0])) + 1  # dB
+
+
+def test_without_data():
+    recipe = FOUR_BITS.insert_pass(Gptq(), after="insert-qdq")
+    with pytest.raises(InputError, match="gptq looks at what layers read, and no samples are recorded: give data"):
+        fxq.quantize(nn.Sequential(nn.Linear(32, 4)).eval(), recipe, example_inputs=torch.rand(2, 32))
+
+
+def test_a_recipe_that_is_saved_has_it(tmp_path):
+    recipe = FOUR_BITS.insert_pass(Gptq(damping=0.1, ordered=False, samples=16), after="insert-qdq")
+    recipe.save(tmp_path / "r.toml")
+    assert fxq.Recipe.load(tmp_path / "r.toml") == recipe
