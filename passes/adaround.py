@@ -21,7 +21,7 @@ class AdaRound(Reconstruction):
     Keeps: the grids of the weights. How far a value is rounded up is a number from 0 to 1, and gradient descent finds
     all of a layer together. At first it is free; then what lies in between is made to cost more and more. What the
     weights of a channel do not reach better than rounded to the nearest stays as it was.
-    Behind insert-qdq: `Recipe.static(...).insert_pass(fxq.passes.AdaRound(), after="insert-qdq")`. Needs data.
+    Behind insert-qdq: `Recipe.static(...).insert_pass(fxq.passes.AdaRound(), after="smooth")`. Needs data.
     Source: Nagel et al. 2020 (arXiv 2004.10568), sections 3.2 and 3.3 (rectified sigmoid, annealed regularizer, inputs
     of the graph as it is so far); without the activation function behind a layer, so that the error is a square form of
     the weight: each step takes all samples, and costs no more with more of them.
@@ -36,7 +36,7 @@ class AdaRound(Reconstruction):
     Example:
         >>> weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="mse")
         >>> recipe = fxq.Recipe.static(weight=weight, backend="reference")
-        >>> recipe = recipe.insert_pass(fxq.passes.AdaRound(), after="insert-qdq")
+        >>> recipe = recipe.insert_pass(fxq.passes.AdaRound(), after="smooth")
         >>> model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()).eval()
         >>> qmodel = fxq.quantize(model, recipe, data=[torch.rand(4, 8, 8, 8) for _ in range(4)])
         >>> [edit.rule for edit in qmodel.history["adaround"].edits]

@@ -20,7 +20,7 @@ class Gptq(Reconstruction):
     Keeps: the grids of the weights, per channel or of blocks. Errors are weighed by how the inputs of the layer occur
     together in the recorded samples (the Hessian of its squared error). What the weights of a channel do not reach
     better than before stays as it was.
-    Behind insert-qdq: `Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="insert-qdq")`. Needs data.
+    Behind insert-qdq: `Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
     Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1; inputs of the graph as it is so far, with the float
     graph's outputs: Li et al. 2025 (arXiv 2504.02692).
 
@@ -31,7 +31,7 @@ class Gptq(Reconstruction):
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
-        >>> recipe = fxq.Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="insert-qdq")
+        >>> recipe = fxq.Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")
         >>> qmodel = fxq.quantize(model, recipe, data=[torch.rand(16, 64) for _ in range(4)])
         >>> [entry.rule for entry in qmodel.history["gptq"].edits]
         ['gptq', 'gptq']

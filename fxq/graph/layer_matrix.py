@@ -112,5 +112,6 @@ def _spaced(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Put stride - 1 zeros between neighbours along each axis behind the first two."""
     size = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)]
     spaced = x.new_zeros(*x.shape[:2], *size)
-    spaced[(..., *(slice(None, None, s) for s in stride))] = x
+    places: list[Any] = [slice(None, None, s) for s in stride]
+    spaced[(..., *places)] = x
     return spaced

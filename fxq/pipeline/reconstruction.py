@@ -77,12 +77,14 @@ class Reconstruction(Pass):
     def _layer(self, gm: fx.GraphModule, node: fx.Node) -> IntegerLayer | None:
         """The layer with an integer weight that a node runs; None where there is none that this is for."""
         for call in calls_of(gm, node):
-            weight, x = (call.tensors.get(name or "") for name in (call.op.quant.weight, call.op.quant.inputs[0]))
+            x: Any = call.tensors.get(call.op.quant.inputs[0]) if call.op.quant.weight else None
+            weight: Any = call.tensors.get(call.op.quant.weight or "")
             if not (isinstance(x, fx.Node) and is_op(weight, "dequantize") and info(weight).stands_for):
                 continue
             grid, stored = grid_of(gm, weight), constant(gm, weight.args[0])
-            integer = grid is not None and stored is not None and not stored.is_floating_point()
-            if integer and len(weight.users) == 1 and LayerMatrix.takes(call):
+            if grid is None or stored is None or stored.is_floating_point() or len(weight.users) > 1:
+                continue
+            if LayerMatrix.takes(call):
                 real = read_attribute(gm, info(weight).stands_for)
                 return IntegerLayer(LayerMatrix(call, tuple(real.shape)), x, weight, real, grid)
         return None
@@ -145,7 +147,7 @@ class IntegerLayer:
 
     def put(self, rewriter: Rewriter, integers: Tensor) -> None:
         """Let the layer have other integers."""
-        old = self.weight.args[0]
+        old: Any = self.weight.args[0]
         stored = integers.to(self.grid.dtype)
         stored = stored if options_of(self.weight)["packed"] is None else pack(stored)
         name = str(old.target).removeprefix("fxq_data.")

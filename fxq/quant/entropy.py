@@ -95,7 +95,7 @@ class _Divergence:
 
     def _edges(self, ends: Tensor, first: Tensor, stop: Tensor) -> Tensor:
         """The first bin whose middle is on each integer, and `stop` behind the last: int64 (C, integers + 1)."""
-        grid = choose_qparams(*ends.float().unbind(1), self._spec, axis=0)
+        grid = choose_qparams(ends[:, 0].float(), ends[:, 1].float(), self._spec, axis=0)
         between = torch.arange(grid.qmin, grid.qmax) + 0.5 - grid.zero_point[:, None]
         at = between * grid.scale.double()[:, None] / self._width
         slots = (
