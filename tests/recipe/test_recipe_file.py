@@ -30,7 +30,8 @@ def names(recipe):
 # ---- files
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-observers = st.sampled_from([*OBSERVERS, "percentile:99.9", "moving_average:momentum=0.5"])
+of_data = [name for name, kind in OBSERVERS.items() if not kind.keeps_data]
+observers = st.sampled_from([*of_data, "percentile:99.9", "moving_average:momentum=0.5"])
 activations = st.builds(
     TensorSpec, bits=st.integers(2, 8), signed=st.booleans(), symmetric=st.booleans(), observer=observers
 )
@@ -40,7 +41,7 @@ by_channel = st.builds(
     signed=st.booleans(),
     symmetric=st.booleans(),
     per=st.just("channel"),
-    observer=st.sampled_from(["minmax", "moving_average:momentum=0.5"]),
+    observer=st.sampled_from(["minmax", "mse:2.4", "moving_average:momentum=0.5"]),
 )
 weights = activations | by_channel
 configs = st.just(FLOAT) | st.builds(QuantConfig, activation=activations, weight=weights)
