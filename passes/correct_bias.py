@@ -14,8 +14,9 @@ from fxq.common.isolation import copied
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
 from fxq.graph.query import CONVERSIONS, arguments_of, constant, is_op, op_of, read_attribute
-from fxq.graph.run import Runner
+from fxq.graph.run import Modules, Runner
 from fxq.graph.unit import calls_of, unit_of
+from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -59,8 +60,12 @@ class CorrectBias(Pass):
             return
         with torch.no_grad(), progress_bar("correcting", len(context.samples), context.progress) as advance:
             weights = _weights(rewriter.gm)
+            modules = [Program(rewriter.gm, rewriter.graph).modules for _ in range(2)]  # what one keeps is its own
             for batch in context.samples:
-                integers, real = _Integers(rewriter.gm, batch, layers, weights), _Real(rewriter.gm, batch, layers)
+                integers, real = (
+                    _Integers(rewriter.gm, batch, modules[0], layers, weights),
+                    _Real(rewriter.gm, batch, modules[1], layers),
+                )
                 for node in rewriter.nodes():
                     real.step(node)
                     integers.step(node)
@@ -193,8 +198,8 @@ def _sum(x: Tensor, axes: list[int], keepdim: bool = False) -> Tensor:
 class _Real(Runner):
     """One batch in float: conversions left out, weights as they were."""
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> None:
-        super().__init__(gm, copied(batch))
+    def __init__(self, gm: fx.GraphModule, batch: Batch, modules: Modules, layers: Mapping[fx.Node, _Layer]) -> None:
+        super().__init__(gm, copied(batch), modules=modules)
         self._layers = layers
 
     def compute(self, node: fx.Node) -> Any:
@@ -219,10 +224,11 @@ class _Integers(Runner):
         self,
         gm: fx.GraphModule,
         batch: Batch,
+        modules: Modules,
         layers: Mapping[fx.Node, _Layer],
         weights: Mapping[fx.Node, Tensor],
     ) -> None:
-        super().__init__(gm, copied(batch))
+        super().__init__(gm, copied(batch), modules=modules)
         self._layers, self._weights = layers, weights
 
     def compute(self, node: fx.Node) -> Any:

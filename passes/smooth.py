@@ -18,6 +18,7 @@ from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import is_op, plan_of, read_attribute
 from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
+from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
 from fxq.pipeline.samples import on_samples
 from fxq.quant.observers import observer_for
@@ -235,7 +236,7 @@ class _Floats(Runner):
     def __init__(
         self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, _Input], share: float, most: int
     ) -> None:
-        super().__init__(gm, copied(batch))
+        super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)
         self._inputs, self._share, self._most = inputs, share, most
 
     def compute(self, node: fx.Node) -> Any:

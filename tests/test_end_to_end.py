@@ -35,9 +35,23 @@ def smooth(name, n, seed=1):
 
 # ---- pass by pass
 
-LOSES = {"canonicalize": 110, "decompose": 110, "fold-batch-norm": 110, "insert-qdq": 35, "lower": 50}
+LOSES = {
+    "canonicalize": 110,
+    "decompose": 110,
+    "fold-batch-norm": 110,
+    "insert-qdq": 35,
+    "smooth": 20,
+    "correct-bias": 20,
+    "lower": 50,
+}
 """dB that a pass keeps of the output of the one before, activations with 8 bits; the others change no bit of it."""
-ONCE = ("trace", "insert-observers", "insert-qdq")  # they give a stage that they do not take
+ONCE = (
+    "trace",
+    "insert-observers",
+    "insert-qdq",
+    "smooth",
+    "correct-bias",
+)  # they give a stage, or fit to what is there
 LOOKS = ("annotate", "share-qparams", "choose-grids", "verify-lowering")
 
 

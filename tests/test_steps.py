@@ -106,7 +106,7 @@ def test_backends_presets_and_passes_behind_calibration(calibrated):
     recipes = [
         fxq.Recipe.dynamic(backend="reference"),
         static().without_pass("keep-small-values"),
-        fxq.Recipe.static(backend="reference", correct_bias=True),
+        fxq.Recipe.static(backend="reference").without_pass("correct-bias"),
         replace(static(), narrow="weights"),
         static().with_backend("auto"),
     ]
@@ -128,7 +128,7 @@ class Greedy(Scale):
     [
         (static().leaf("b"), "other leaf_modules than the one that the model was prepared with: .*change what is tra"),
         (static().insert_pass(Scale(2.0), after="fuse"), r"before calibration, the recipe has other passes, .*: scale"),
-        (static().insert_pass(Greedy(), after="insert-qdq"), "reads 1000 calibration samples, and 32 are kept"),
+        (static().insert_pass(Greedy(), after="insert-qdq"), "reads 1000 calibration samples, and 64 are kept"),
         (static([("norm", fxq.FLOAT)]), "another graph before anything is fused, as where a batch norm goes into"),
         (static([("nothing.*", fxq.FLOAT)]), "selects nothing"),
     ],

@@ -10,7 +10,7 @@ import fxq
 from fxq.common.metrics import sqnr
 from tests import extensions as own
 from tests.graphs import equal, expected, graph, text, until
-from tests.helpers import restored_fusions
+from tests.helpers import plain, restored_fusions
 from tests.machine import BITS, decibels, needs_x86, quiet
 from tests.models import settled
 
@@ -113,7 +113,7 @@ ENGINES = ["reference", own.Engine, pytest.param("x86", marks=needs_x86)]
 @pytest.mark.parametrize("backend", ENGINES)
 def test_a_fusion_of_several_outputs_runs_on_integers(forked, backend):
     """Each output has a grid of its own; one is also read in float, by who calls the model."""
-    qmodel, (model, x) = quantized(forked, with_fork(backend)), forked
+    qmodel, (model, x) = quantized(forked, plain(with_fork(backend))), forked
     assert text(qmodel.history["propagate"].graph).splitlines()[4:11] == [
         "a_tanh_relu = conv_relu_and_tanh(x_dq, a_weight_dq, @a.bias)",
         *("relu = getitem(a_tanh_relu, 0)", "relu_q = quantize(relu, B)", "relu_dq = dequantize(relu_q, B)"),

@@ -16,6 +16,7 @@ from fxq.graph.info import info
 from fxq.graph.query import submodule
 from tests import extensions as own
 from tests.graphs import equal, expected, kinds, text, until
+from tests.helpers import plain
 from tests.machine import quiet, told
 from tests.models import NETWORKS, batch, build, call
 
@@ -193,7 +194,7 @@ def test_what_is_changed_in_place_stays_outside():
 
 
 def test_the_text_of_a_graph_says_what_its_regions_compute(net):
-    gm = until(*net, "lower", ENGINE).gm
+    gm = until(*net, "lower", plain(ENGINE)).gm
     written = fxq.write_graph(gm)
     again = fxq.read_graph(written, fxq.graph_tensors(gm))
     assert fxq.write_graph(again) == written and equal(again(net[1]), gm(net[1]))

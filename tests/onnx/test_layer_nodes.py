@@ -10,6 +10,7 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.measured import measured_range
+from tests.machine import needs_vnni
 from tests.onnx_runs import call, in_both, normal, run_onnxruntime, same, single, weight
 
 pytestmark = pytest.mark.any_cpu
@@ -96,6 +97,7 @@ def measured_layer(axis, symmetric, bias=True, zero=0):
     return fx.GraphModule(root, graph)
 
 
+@needs_vnni
 @pytest.mark.parametrize("optimized", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -9,6 +9,7 @@ from torch import fx
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.writer import NotInOnnx
 from fxq.ops import OPS
+from tests.machine import needs_vnni
 from tests.onnx_runs import call, in_both, normal, run_onnxruntime, same, single, weight
 
 pytestmark = pytest.mark.any_cpu
@@ -85,6 +86,7 @@ def integer_lstm(states=False, bias=True, axis=None, steps=255, **options):
     return fx.GraphModule(root, graph)
 
 
+@needs_vnni
 @pytest.mark.parametrize(
     "options",
     [{}, {"reverse": True}, {"cell": True}, {"states": True, "cell": True}, {"bias": False}],

@@ -102,7 +102,8 @@ def test_layers_come_closer_on_other_samples_too(layer, shape, correct_bias):
     data = [torch.einsum("nc...,cd->nd...", torch.randn(32, 2, *shape[1:]), mixed) for _ in range(5)]
     data = [x if x.dim() == 2 else x.cumsum(-1) / 4 for x in data]  # neighbours are alike
     model = nn.Sequential(layer, nn.ReLU()).eval()
-    recipe = fxq.Recipe.static(weight=WEIGHT, backend="reference", correct_bias=correct_bias)
+    recipe = fxq.Recipe.static(weight=WEIGHT, backend="reference")
+    recipe = recipe if correct_bias else recipe.without_pass("correct-bias")
     plain, better = (
         fxq.quantize(model, r, data=data[1:]) for r in (recipe, recipe.insert_pass(AdaRound(), after="insert-qdq"))
     )

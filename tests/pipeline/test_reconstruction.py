@@ -10,7 +10,7 @@ import fxq
 from fxq.errors import InputError
 from fxq.pipeline.reconstruction import OutputError, Reconstruction
 from tests.graphs import expected, program, run_pass
-from tests.helpers import REFERENCE
+from tests.helpers import PLAIN, REFERENCE, plain
 
 SEEN = []
 
@@ -139,7 +139,8 @@ def test_the_error_of_patches_that_come_in_parts(centred):
 
 @pytest.mark.parametrize("correct_bias", [False, True])
 def test_mean_errors_count_where_no_pass_takes_them_away(correct_bias):
-    recipe = fxq.Recipe.static(backend="reference", correct_bias=correct_bias).insert_pass(Chosen(), after="insert-qdq")
+    recipe = REFERENCE if correct_bias else REFERENCE.without_pass("correct-bias")
+    recipe = recipe.insert_pass(Chosen(), after="insert-qdq")
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2, bias=False)).eval()
     fxq.quantize(model, recipe, data=[torch.rand(8, 4)])
     assert [error.centred for _, error in SEEN] == [correct_bias, False]
@@ -184,7 +185,7 @@ def test_of_presets(preset, bits):
 def test_as_many_samples_are_recorded_as_it_wants():
     """Also with a recipe that calibrates nothing, and then no more."""
     model, seen = nn.Sequential(nn.Linear(4, 4)).eval(), []
-    for preset in (REFERENCE, fxq.Recipe.weight_only(backend="reference")):
+    for preset in (PLAIN, plain(fxq.Recipe.weight_only(backend="reference"))):
         recipe = preset.insert_pass(Chosen(samples=50), after="insert-qdq")
 
         def batches():

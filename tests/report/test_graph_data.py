@@ -33,7 +33,7 @@ def test_nodes_say_all_that_their_views_say(qmodel, data):
         assert lines == [clip(line.text) for line in node_lines(node, constants.get(node.name, ()))]
         assert clip(node.label if node.kind == "constant" else node.name) in lines
     (conv,) = [last[node.name] for node in qmodel.history[-1].graph if node.path == "stem" and node.kind == "int8"]
-    assert ["detail", "bias 8"] in conv["lines"]
+    assert ["detail", "stem_bias_corrected 8"] in conv["lines"]
 
 
 def test_nodes_that_look_the_same_are_there_once(qmodel, data):

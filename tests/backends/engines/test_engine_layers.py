@@ -15,7 +15,7 @@ from fxq.common.metrics import sqnr
 from fxq.graph.info import EngineLayer, info
 from fxq.graph.query import submodule
 from fxq.onnx.graph import write_onnx
-from tests.machine import quiet
+from tests.machine import needs_vnni, quiet
 
 pytestmark = pytest.mark.any_cpu
 
@@ -119,6 +119,7 @@ def test_what_onnxruntime_runs_in_float_is_float_in_the_ledger(tmp_path, monkeyp
     assert sqnr(model(x), q(x)) > 25  # of 8 bits
 
 
+@needs_vnni
 def test_a_layer_whose_input_alone_is_moved_as_integers_is_float_in_the_ledger():
     """ONNX Runtime reshapes 3-D integers; signed ones with a zero point it multiplies in float behind that."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(4, 7, 64)
