@@ -60,8 +60,8 @@ class CorrectBias(Pass):
             return
         with torch.no_grad(), progress_bar("correcting", len(context.samples), context.progress) as advance:
             weights = _weights(rewriter.gm)
-            modules = [Program(rewriter.gm, rewriter.graph).modules for _ in range(2)]  # what one keeps is its own
             for batch in context.samples:
+                modules = [Program(rewriter.gm, rewriter.graph).modules for _ in range(2)]  # what one keeps is its own
                 integers, real = (
                     _Integers(rewriter.gm, batch, modules[0], layers, weights),
                     _Real(rewriter.gm, batch, modules[1], layers),
@@ -74,6 +74,8 @@ class CorrectBias(Pass):
             if layer.line is not None:
                 with rewriter.attributed("correct_bias", CorrectBias):
                     _write(rewriter, node, layer, *layer.line)
+        if any(layer.line is not None for layer in layers.values()):
+            rewriter.erase_unused()  # the biases and scales before
 
     def _layer(self, gm: fx.GraphModule, node: fx.Node) -> _Layer | None:
         """What is to be fitted of a node; None where that is nothing: one without a bias stays as it is."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fxq.common.data import Batch, first_of, samples_in
+from fxq.common.isolation import untouched
 from fxq.errors import InputError
 from fxq.pipeline.context import Context
 from fxq.recipe.recipe import Recipe
@@ -53,7 +54,8 @@ def on_samples(context: Context, most: int, run: Callable[[Sequence[Batch]], T])
 
     So it is in models whose first axis is none of samples.
     """
-    try:
-        return run(context.some_samples(most))
-    except (InputError, RuntimeError, IndexError, ValueError):
-        return run([context.example])
+    with untouched(context.model):  # leaves may keep something from call to call
+        try:
+            return run(context.some_samples(most))
+        except (InputError, RuntimeError, IndexError, ValueError):
+            return run([context.example])

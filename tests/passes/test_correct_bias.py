@@ -66,11 +66,8 @@ def test_text_before_and_after():
     gm = run_pass(CorrectBias(), LAYER, GIVEN, data=(X[0],))
     assert program(gm) == expected("""
         x: float32[4, 3, 16, 16] = input()
-        w: float32[4, 3, 3, 3] = tensor('w')
         w_int8: int8[4, 3, 3, 3] = tensor('w_int8')
-        scale: float32[4] = tensor('scale')
         zero: int32[4] = tensor('zero')
-        b: float32[4] = tensor('b')
         x_q: uint8[4, 3, 16, 16] = quantize(x, scale=0.01, zero_point=0)
         x_dq: float32[4, 3, 16, 16] = dequantize(x_q, scale=0.01, zero_point=0)
         w_scale_corrected: float32[4] = tensor('fxq_data.w_scale_corrected')
