@@ -20,7 +20,7 @@ from fxq.model import ObservedModel, QuantizedModel
 from fxq.pipeline.samples import has_enough
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
-from fxq.steps import check_compared, check_model, converted, float_reference, manager_for, prepared
+from fxq.steps import Known, check_compared, check_model, converted, float_reference, manager_for, prepared
 from fxq.tracing.wrappers import unwrapped
 
 
@@ -157,7 +157,8 @@ def convert(observed: ObservedModel, recipe: Any = None) -> QuantizedModel:
             f"the model was prepared for all backends, and the recipe asks for {chosen.backend!r}: give one with "
             f"backend={FASTEST!r}, or prepare the float model with this one."
         )
-    return convert_all(observed, lambda one: converted(one, _for_backend_of(one, chosen)))
+    known: Known = []
+    return convert_all(observed, lambda one: converted(one, _for_backend_of(one, chosen), known))
 
 
 def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | None:

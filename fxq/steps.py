@@ -18,6 +18,7 @@ from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.names import check_names, is_writable
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, RecipeError, warn
+from fxq.graph.text_writer import same_graph
 from fxq.ledger.build import ledger_of
 from fxq.ledger.comparison import Baseline
 from fxq.ledger.float_record import checksums
@@ -122,21 +123,47 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
 _TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs, trials=True)."
 
 
-def to_qdq(manager: PassManager) -> tuple[PassManager, Narrowed | None, Sequence[Pass]]:
+Known = list[tuple[PassManager, PassManager]]
+"""Graphs, and what the passes that read samples have made of each: they are slow, and backends share most graphs."""
+
+
+def to_qdq(manager: PassManager, known: Known | None = None) -> tuple[PassManager, Narrowed | None, Sequence[Pass]]:
     """Run the passes from calibration to the qdq graph, as far as nothing is priced.
+
+    Args:
+        manager: of the graph with observers, which have seen the calibration data.
+        known: of other backends' graphs of the same model; what is found is added.
 
     Returns:
         The manager of the graph to go on with, what has 7 bits in it, and the passes that are left.
     """
     _, passes, to_kernels = phases(manager.context.recipe)
     priced = next((i for i, step in enumerate(passes) if isinstance(step, fxq.passes.Fallback)), len(passes))
-    manager, gave_way = narrowed(manager, passes[:priced])
+    slow = [i for i, step in enumerate(passes[:priced]) if step.samples_read] or [priced]
+    manager, gave_way = narrowed(manager, passes[: slow[0]])
+    manager = _on_samples(manager, passes[slow[0] : slow[-1] + 1], known)
+    manager.run(passes[slow[-1] + 1 : priced])
     return manager, gave_way, [*passes[priced:], *to_kernels]
 
 
-def converted(observed: ObservedModel, recipe: Recipe | None = None) -> QuantizedModel:
-    """The quantized model of a calibrated one, for one backend; see `fxq.convert`."""
-    manager, gave_way, left = to_qdq(observed_with(observed, recipe))
+def _on_samples(manager: PassManager, passes: Sequence[Pass], known: Known | None) -> PassManager:
+    """The manager of a graph behind the passes that read samples; that of an equal graph where one is known."""
+    if known is None:
+        manager.run(passes)
+        return manager
+    given = manager.context
+    for before, after in known:
+        if same_graph(before.gm, manager.gm):
+            return after.fork(recipe=given.recipe, backend=given.backend, narrow=given.narrow)
+    before = manager.fork()
+    manager.run(passes)
+    known.append((before, manager.fork()))
+    return manager
+
+
+def converted(observed: ObservedModel, recipe: Recipe | None = None, known: Known | None = None) -> QuantizedModel:
+    """The quantized model of a calibrated one, for one backend; see `fxq.convert`, and `to_qdq` for what is known."""
+    manager, gave_way, left = to_qdq(observed_with(observed, recipe), known)
     manager.run(left)
     context = manager.context
     ledger, kept = ledger_of(manager.history, manager.gm, context)

@@ -13,11 +13,12 @@ from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, arguments_of, constant, is_op, op_of, read_attribute
+from fxq.graph.query import arguments_of, constant, is_op, op_of, read_attribute
 from fxq.graph.run import Modules, Runner
 from fxq.graph.unit import calls_of, unit_of
 from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
+from fxq.pipeline.float_form import FloatForm
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -197,8 +198,8 @@ def _sum(x: Tensor, axes: list[int], keepdim: bool = False) -> Tensor:
     return x.sum(axes, keepdim, dtype=torch.float64) if axes else x.double()
 
 
-class _Real(Runner):
-    """One batch in float: conversions left out, weights as they were."""
+class _Real(FloatForm):
+    """One batch in float."""
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, modules: Modules, layers: Mapping[fx.Node, _Layer]) -> None:
         super().__init__(gm, copied(batch), modules=modules)
@@ -206,10 +207,6 @@ class _Real(Runner):
 
     def compute(self, node: fx.Node) -> Any:
         """The value of a node."""
-        if info(node).stands_for:
-            return read_attribute(self.gm, info(node).stands_for)
-        if is_op(node, *CONVERSIONS):
-            return self.values[node.args[0]]  # type: ignore[index]
         if node in self._layers:
             return _run_layer(self, node, self._layers[node].keep)
         return super().compute(node)

@@ -16,10 +16,10 @@ from fxq.common.metrics import Agreement
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import is_op, plan_of, read_attribute
-from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
 from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
+from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.samples import on_samples
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
@@ -230,7 +230,7 @@ def _by_token(y: Tensor) -> Tensor:
     return (power + power.median()).clamp(min=1e-30).rsqrt()
 
 
-class _Floats(Runner):
+class _Floats(FloatForm):
     """Runs the graph on a batch in float, and shows the inputs what is quantized."""
 
     def __init__(
@@ -240,14 +240,10 @@ class _Floats(Runner):
         self._inputs, self._share, self._most = inputs, share, most
 
     def compute(self, node: fx.Node) -> Any:
-        if info(node).stands_for:
-            return read_attribute(self.gm, info(node).stands_for)
-        if is_op(node, "quantize", "dequantize"):
-            value = self.values[node.args[0]]  # type: ignore[index]
-            if node in self._inputs:
-                self._inputs[node].see(value.reshape(-1, value.shape[-1]), self._share, self._most)
-            return value
-        return super().compute(node)
+        value = super().compute(node)
+        if node in self._inputs:
+            self._inputs[node].see(value.reshape(-1, value.shape[-1]), self._share, self._most)
+        return value
 
 
 def _write(rewriter: Rewriter, one: _Input, strength: float) -> None:

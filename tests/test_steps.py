@@ -10,7 +10,7 @@ from torch import nn
 
 import fxq
 from fxq.errors import RecipeError
-from fxq.steps import phases, up_to
+from fxq.steps import converted, phases, up_to
 from tests.graphs import equal
 from tests.helpers import REFERENCE, Scale
 from tests.models import batch, build, call
@@ -148,3 +148,31 @@ def test_passes_up_to_a_stage():
     assert [step.name for step in up_to(REFERENCE, fxq.Stage.CANONICAL)] == ["trace"]
     assert up_to(REFERENCE, fxq.Stage.FUSED)[-1].name == "fold-batch-norm"
     assert [line[0].name for line in phases(REFERENCE)] == ["trace", "choose-grids", "lower"]
+
+
+class Counted(fxq.Pass):
+    """Reads samples, and counts how often it runs."""
+
+    name = "counted"
+    needs = gives = fxq.Stage.QDQ
+    runs = 0
+    samples_read = 8
+
+    def run(self, rewriter):
+        Counted.runs += 1
+
+
+def test_passes_that_read_samples_run_once_for_equal_graphs():
+    Counted.runs = 0
+    recipe = static().insert_pass(Counted(), after="insert-qdq")
+    known = []
+    first, second = (
+        converted(fxq.calibrate(fxq.prepare(network(), recipe, DATA[0]), DATA), recipe, known) for _ in range(2)
+    )
+    assert (Counted.runs, len(known)) == (1, 1)
+    assert fxq.write_graph(first) == fxq.write_graph(second)
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
+    assert [step.name for step in first.history] == [step.name for step in second.history]
+    other = converted(fxq.calibrate(fxq.prepare(network(), recipe, DATA[0]), DATA[:1]), recipe, known)
+    assert (Counted.runs, len(known)) == (2, 2)
+    assert not torch.equal(first(DATA[0]), other(DATA[0]))

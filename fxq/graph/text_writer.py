@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxq.errors import InputError
@@ -93,6 +94,17 @@ def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
         elif isinstance(module, (Bindable, Observer)):
             found.update(module.named_buffers(f"{node.target}", recurse=False))
     return found
+
+
+def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
+    """Whether two graphs have the same text, facts included, and the same tensors; False where one has no text."""
+    try:
+        if write_graph(a) != write_graph(b):
+            return False
+    except InputError:  # it calls what no text can name
+        return False
+    tensors = graph_tensors(b)
+    return all(torch.equal(tensor, tensors[name]) for name, tensor in graph_tensors(a).items())
 
 
 class _Writer:

@@ -41,6 +41,8 @@ class LayerQParams:
         output_scale, output_zero_point: of what it makes, fused ops included; None when it emits float. Of a unit of
             several outputs, of the first.
         node: the node of the graph that runs it, as the ledger's `into` names it.
+        input_factors: float32, (C,): what its input is multiplied by, channel by channel, before it is rounded, as
+            `passes.Smooth` asks for; its weight is divided by them. None where it is rounded as it is.
     """
 
     weights: Mapping[str, Weight]
@@ -54,6 +56,7 @@ class LayerQParams:
     output_scale: float | None
     output_zero_point: int | None
     node: str
+    input_factors: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -145,9 +148,11 @@ def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
         kernel = submodule(gm, node)
         if isinstance(kernel, Kernel) and kernel.form is not None:
             form = kernel.form.module(kernel)
-            found = [pair for inside in form.graph.nodes for pair in _layers(form, inside)]
+            inputs = form.graph.find_nodes(op="placeholder")
+            outside = {inner: (gm, read) for inner, read in zip(inputs, node.args, strict=False)}
+            found = [pair for inside in form.graph.nodes for pair in _layers(form, inside, outside)]
         else:
-            found = list(_layers(gm, node))
+            found = list(_layers(gm, node, {}))
         for path, layer in found:
             key = path
             while key in layers:
@@ -157,19 +162,25 @@ def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
     return layers
 
 
-def _layers(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, LayerQParams]]:
+Outside = Mapping[fx.Node, tuple[fx.GraphModule, Any]]
+"""What the inputs of a graph inside a kernel stand for: a node of the graph that calls it."""
+
+
+def _layers(gm: fx.GraphModule, node: fx.Node, outside: Outside) -> Iterator[tuple[str, LayerQParams]]:
     """The layers that a node runs, each with its module path: the one that a unit begins with, or those inside."""
     region, about = read_region(gm, node), info(node)
     if region is None:
         return
     for i, call in enumerate(region.calls):
-        found = _layer(gm, node, call, out_grids(gm, region)[0] if i == 0 else None)
+        found = _layer(gm, node, call, out_grids(gm, region)[0] if i == 0 else None, outside)
         if found is not None:
             inside = about.paths[i] if i and about.paths else about.path
             yield inside or about.path or node.name, found
 
 
-def _layer(gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None) -> LayerQParams | None:
+def _layer(
+    gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None, outside: Outside
+) -> LayerQParams | None:
     quant = call.op.quant
     read = {
         name: integer_weight(gm, call.tensors.get(name)) for name in call.op.tensors if quant.role(name) == "weight"
@@ -203,7 +214,15 @@ def _layer(gm: fx.GraphModule, node: fx.Node, call: OpCall, out: QParams | None)
         output_scale=out.s if out is not None else None,
         output_zero_point=out.z if out is not None else None,
         node=node.name,
+        input_factors=_factors(*outside.get(source.values, (gm, source.values))) if source is not None else None,
     )
+
+
+def _factors(gm: fx.GraphModule, integers: fx.Node) -> Tensor | None:
+    """What a pass has put in to multiply a value with before it becomes these integers, on the CPU."""
+    made: Any = integers.args[0] if integers.args else None
+    factors = constant(gm, made.args[1]) if is_op(made, "mul") and info(made).origins == () else None
+    return factors.cpu() if factors is not None else None
 
 
 def _on_cpu(weight: Weight) -> Weight:

@@ -102,8 +102,8 @@ class Narrowed:
 
     Attributes:
         role: "weights" or "activations"; see `Recipe.narrow`.
-        sqnr: by the role that has 7 bits, dB of the qdq graph's output (see `Ledger.output_sqnr`); None where there is
-            no float output. Empty where the recipe names the role.
+        sqnr: by the role that has 7 bits, dB of the qdq graph's output (see `Ledger.output_sqnr`) before any pass looks
+            at samples to mend it; None where there is no float output. Empty where the recipe names the role.
     """
 
     role: Narrow

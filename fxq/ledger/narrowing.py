@@ -17,11 +17,10 @@ log = logging.getLogger("fxq")
 
 
 def narrowed(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, Narrowed | None]:
-    """Run the passes that make the qdq graph; where layers overflow with 8 bits, with the better of two roles narrowed.
+    """Run passes as far as the qdq graph; where layers overflow with 8 bits, with the better of two roles narrowed.
 
     With `Recipe.narrow="auto"` the passes run for either role, and both graphs run on the recorded samples. The role
-    whose output has the higher SQNR against the float model's stays (see `output_sqnrs`), bias correction included
-    where the recipe asks for it.
+    whose output has the higher SQNR against the float model's stays (see `output_sqnrs`).
 
     Returns:
         The manager of the graph to go on with, and what was chosen; None where nothing overflows.

@@ -17,10 +17,11 @@ from fxq.errors import InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.layer_matrix import LayerMatrix
-from fxq.graph.query import CONVERSIONS, constant, is_op, options_of, read_attribute
+from fxq.graph.query import constant, is_op, options_of, read_attribute
 from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
 from fxq.pipeline.context import Context
+from fxq.pipeline.float_form import FloatForm
 from fxq.quant.packing import pack, unpack
 from fxq.quant.qparams import QParams, spread
 from fxq.recipe.pass_base import Pass
@@ -223,22 +224,11 @@ class OutputError:
         return tuple(total / max(self.count, 1) for total in self._sums)
 
 
-class FloatRun(Runner):
-    """The graph of integers in float: conversions left out, weights as they were."""
-
-    def compute(self, node: fx.Node) -> Any:
-        """The value of a node."""
-        if info(node).stands_for:
-            return read_attribute(self.gm, info(node).stands_for)
-        read: Any = node.args[0] if is_op(node, *CONVERSIONS) else None
-        return self.values[read] if read is not None and read.op != "get_attr" else super().compute(node)
-
-
 class BothForms:
     """Some batches, run through a qdq graph and through its float form, node by node."""
 
     def __init__(self, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
-        kinds = Runner, FloatRun
+        kinds = Runner, FloatForm
         self._runs = [tuple(kind(gm, copied(batch)) for kind in kinds) for batch in batches]
 
     def values(self, node: fx.Node) -> Iterator[tuple[Any, Any]]:

@@ -415,3 +415,23 @@ def test_an_lstm_has_both_biases_and_its_gates():
     assert list(layer.biases) == ["bias_ih", "bias_hh"] and layer.bias is layer.biases["bias_ih"]
     assert torch.equal(layer.biases["bias_hh"][layer.gates["f"]], model.rnn.bias_hh_l0.detach()[4:8])
     assert layer.float_bias_reason and set(layer.to_dict()) >= {"bias_ih", "bias_hh", "weight_hh_scale"}
+
+
+@pytest.mark.parametrize("backend", ["reference", "x86", "fbgemm"])
+def test_a_smoothed_layer_says_what_its_input_is_multiplied_by(backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)).eval()
+    with torch.no_grad():
+        model[0].weight[5] *= 30  # one channel is much larger than the others
+    data = torch.randn(64, 16, 32)
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage").without_pass("correct-bias")
+    qmodel = fxq.quantize(model, recipe.without_pass("keep-small-values"), data=[data])
+    first, layer = (qmodel.qparams()[name] for name in "01")
+    assert first.input_factors is None and layer.input_factors.shape == (32,)
+    factors = layer.input_factors.double()
+    real = (layer.weight.double() - layer.weight_zero_point.view(-1, 1)) * layer.weight_scale.double().view(-1, 1)
+    wanted, step = model[1].weight.detach().double() / factors, layer.weight_scale.double().view(-1, 1)
+    assert ((real - wanted).abs() <= 0.5001 * step).all()
+    x = model[0](data).double() * factors
+    integers = torch.round(x / layer.input_scale) + layer.input_zero_point
+    assert 60 < integers.max() - integers.min() <= 255  # the grid is made for the products

@@ -15,6 +15,7 @@ from fxq.errors import RecipeError
 from fxq.ledger.ledger import Narrowed
 from fxq.pipeline.manager import PassManager
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
+from tests.helpers import plain
 from tests.models import settled
 
 pytestmark = [
@@ -62,13 +63,13 @@ def on_samples(model, quantized, data):
 def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
     torch.manual_seed(0)
     model, data = make()
-    recipe = X86 if corrected else X86.without_pass("correct-bias")
+    recipe = X86 if corrected else plain(X86)
     quantized = fxq.quantize(model, recipe, data=data)
     found = quantized.ledger.narrowed
     assert found.role == better == max(found.sqnr, key=found.sqnr.get)
     with torch.no_grad():
         for role, measured in found.sqnr.items():
-            alone = fxq.quantize(model, qdq_form(replace(recipe, narrow=role)), data=data)
+            alone = fxq.quantize(model, qdq_form(replace(plain(X86), narrow=role)), data=data)
             assert (
                 abs(on_samples(model, alone, data) - measured) < 0.1
             )  # dB; propagate and fallback leave roundings out

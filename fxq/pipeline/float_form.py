@@ -1,0 +1,22 @@
+"""The float form of a qdq graph: the same nodes, with nothing rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxq.graph.info import info
+from fxq.graph.query import CONVERSIONS, is_op, read_attribute
+from fxq.graph.run import Runner
+
+
+class FloatForm(Runner):
+    """Runs a qdq graph in float: conversions are left out, and weights are what they were before they were rounded."""
+
+    def compute(self, node: fx.Node) -> Any:
+        """The value of a node."""
+        if info(node).stands_for:
+            return read_attribute(self.gm, info(node).stands_for)
+        read: Any = node.args[0] if is_op(node, *CONVERSIONS) else None
+        return self.values[read] if read is not None and read.op != "get_attr" else super().compute(node)
