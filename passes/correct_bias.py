@@ -13,7 +13,7 @@ from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
-from fxq.graph.query import arguments_of, constant, is_op, op_of, read_attribute
+from fxq.graph.query import arguments_of, constant, is_op, op_of
 from fxq.graph.run import Modules, Runner
 from fxq.graph.unit import calls_of, unit_of
 from fxq.ledger.side_by_side import Program
@@ -28,12 +28,13 @@ class CorrectBias(Pass):
     """Fit every int8 layer to its float form: per channel, a factor on the weight's scale and a shift of the bias.
 
     Before: conv2d(x, w_int8 * scale, b)    After: conv2d(x, w_int8 * (k * scale), k * b + c)
-    Keeps: the integers of the weight. k and c are the least-squares line from what the integers compute to what the
-    float layer computes, on recorded samples. Both graphs run side by side, batch by batch, each layer behind those
-    before it as they are corrected by what was seen so far: of all values only sums are kept.
+    Keeps: the integers of the weight. With k and c, what the integers compute has the mean and the deviation of what
+    the float layer computes, on recorded samples. Both graphs run side by side, some samples at a time, each layer
+    behind those before it as they are corrected by what was seen so far: of all values only sums are kept. Both are
+    pulled towards no correction by as much as parts of the samples disagree on them.
     Layers that measure their ranges at run time, and recipes without calibration data, are left alone.
     Source: Nagel et al. 2019, section 4.2 and appendix D (empirical bias correction); the factor is the same idea for
-    the second moment.
+    the deviation; James and Stein 1961 for how far both are trusted.
 
     Args:
         scale: fit the weight's scale too.
@@ -59,14 +60,12 @@ class CorrectBias(Pass):
         layers = {node: layer for node in rewriter.nodes() if (layer := self._layer(rewriter.gm, node)) is not None}
         if not layers or not context.samples:
             return
-        with torch.no_grad(), progress_bar("correcting", len(context.samples), context.progress) as advance:
-            weights = _weights(rewriter.gm)
-            for batch in context.samples:
+        pieces = context.in_pieces(_PIECES)
+        with torch.no_grad(), progress_bar("correcting", len(pieces), context.progress) as advance:
+            for batch in pieces:
                 modules = [Program(rewriter.gm, rewriter.graph).modules for _ in range(2)]  # what one keeps is its own
-                integers, real = (
-                    _Integers(rewriter.gm, batch, modules[0], layers, weights),
-                    _Real(rewriter.gm, batch, modules[1], layers),
-                )
+                real = _Real(rewriter.gm, batch, modules[0], layers)
+                integers = _Integers(rewriter.gm, batch, modules[1], layers)
                 for node in rewriter.nodes():
                     real.step(node)
                     integers.step(node)
@@ -93,19 +92,61 @@ class CorrectBias(Pass):
         return _Layer(old, bias, weight, call.op.quant.channels or 0, scale if fitted else None, self.least)
 
 
+_PIECES = 32
+"""The samples are cut into so many parts, or more: few values are held at a time, and parts can be compared."""
+_MOST = 0.1
+"""Factors further from 1 than this are no rounding error of an 8-bit weight: the layer's input is to blame."""
+
+
+@dataclass
+class Estimate:
+    """What parts of the samples say of each channel, on average, pulled towards 0 by as much as they disagree.
+
+    Attributes:
+        count: how many parts there were.
+        total, squares: sums over them, float64, (C,).
+
+    Source: James and Stein 1961, "Estimation with quadratic loss", with the factor of all channels cut off at 0.
+    """
+
+    count: int = 0
+    total: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+
+    def add(self, found: Tensor) -> None:
+        """Take in what a part says, (C,)."""
+        self.count += 1
+        self.total, self.squares = self.total + found, self.squares + found.square()
+
+    @property
+    def mean(self) -> Tensor:
+        """What the parts say on average."""
+        return self.total / self.count
+
+    def __call__(self) -> Tensor:
+        """The same, as far as it is no chance. Of one part, nobody can tell."""
+        if self.count < 2:
+            return self.mean
+        noise = (self.squares / self.count - self.mean.square()).clamp(min=0).sum() / (self.count - 1)
+        return self.mean * (1 - noise / self.mean.square().sum().clamp(min=1e-300)).clamp(min=0)
+
+
 @dataclass
 class _Layer:
-    """What is known of a layer, and of the pairs of values that its integers and its float form compute.
+    """What is known of a layer, and of how what its integers compute differs from what its float form computes.
 
     Attributes:
         old, bias: the node of its bias, and its values, (C,).
         weight: the node of its weight.
         axis: the axis of the channels in its result.
         scale: the scales of the weight; None where they are not fitted.
-        least: of fewer pairs in a channel there is no line.
-        moments: of the pairs.
-        wanted: what its float form computed of the batch that is run.
-        line: by channel, the factor of the scales and the shift behind it, float64; None before there are enough pairs.
+        least: of fewer values in a channel there is no line.
+        values: in each channel so far.
+        level: the mean of what the integers compute.
+        shift: how much lower that is than what the float form computes.
+        gain: the logarithm of how much less it deviates from the mean; groups of a transposed convolution share scales.
+        wanted: what its float form computed of the samples that are run.
+        line: by channel, the factor of the scales and the shift behind it, float64; None before there is one.
     """
 
     old: fx.Node
@@ -114,7 +155,10 @@ class _Layer:
     axis: int
     scale: Tensor | None
     least: int
-    moments: Moments = field(default_factory=lambda: Moments())
+    values: int = 0
+    level: Estimate = field(default_factory=Estimate)
+    shift: Estimate = field(default_factory=Estimate)
+    gain: Estimate = field(default_factory=Estimate)
     wanted: Tensor | None = None
     line: tuple[Tensor, Tensor] | None = None
 
@@ -126,80 +170,48 @@ class _Layer:
     def correct(self, got: Tensor) -> Tensor:
         """Take what the integers compute; the same, corrected by what has been seen so far."""
         assert self.wanted is not None  # the float form runs first
-        size = max(_AT_ONCE // max(got[:1].numel(), 1), 1) if got.dim() > 1 else len(got)
-        for pair in zip(got.split(size), self.wanted.split(size), strict=True):
-            self.moments.add(*pair, self.axis)
+        if got.numel():
+            self._compare(got, self.wanted)
         self.wanted = None
-        if self.moments.count < self.least:
+        if self.values < self.least:
             return got
         factor = self._factor()
-        shift = self.moments.wanted - factor * self.moments.got
+        shift = self.shift() + (1 - factor) * self.level.mean
         self.line = factor, shift
         shape = [1] * got.dim()
         shape[self.axis] = -1
         return torch.addcmul(shift.to(got.dtype).view(shape), got, factor.to(got.dtype).view(shape))
 
+    def _compare(self, got: Tensor, wanted: Tensor) -> None:
+        axes = [i for i in range(got.dim()) if i != self.axis % got.dim()]
+        (mean, spread), (mean_wanted, spread_wanted) = (_moments(x, axes) for x in (got, wanted))
+        self.values += got.numel() // got.shape[self.axis]
+        self.level.add(mean)
+        self.shift.add(mean_wanted - mean)
+        if self.scale is not None:
+            less, more = (x.view(-1, len(self.scale)).sum(0) for x in (spread, spread_wanted))
+            known = (less > 0) & (more > 0)
+            self.gain.add(torch.where(known, more / less, 1.0).log() / 2)
+
     def _factor(self) -> Tensor:
-        """The slope of the line through (got, wanted), by channel; 1 where there is none to fit.
-
-        Groups of a transposed convolution share scales: one line fits the channels of all of them.
-        """
+        """What the scale of each channel is multiplied by; 1 where that is not known."""
         if self.scale is None:
-            return torch.ones_like(self.moments.got)
-        spread, together = (s.view(-1, len(self.scale)).sum(0) for s in (self.moments.spread, self.moments.together))
-        slope = together / spread.clamp(min=1e-30)
-        usable = (spread > 0) & ((slope - 1).abs() < _MOST)
-        return torch.where(usable, slope, torch.ones_like(slope)).repeat(len(self.bias) // len(self.scale))
+            return torch.ones_like(self.level.mean)
+        factor = self.gain().exp()
+        usable = (factor - 1).abs() < _MOST
+        return torch.where(usable, factor, torch.ones_like(factor)).repeat(len(self.bias) // len(self.scale))
 
 
-_AT_ONCE = 1 << 20
-"""Values whose squares are held at a time."""
-_MOST = 0.1
-"""Factors further from 1 than this are no rounding error of an 8-bit weight: the layer's input is to blame."""
-
-
-@dataclass
-class Moments:
-    """Of pairs of values by channel, over any number of batches: nothing is kept but sums.
-
-    Attributes:
-        count: pairs in each channel.
-        got, wanted: the means, float64, (C,).
-        spread: sum of the squares of got - mean.
-        together: sum of the products of (got - mean) and (wanted - mean).
-
-    Source: Chan et al. 1983, "Algorithms for computing the sample variance", equation 1.5 (sums of two parts).
-    """
-
-    count: int = 0
-    got: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-    wanted: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-    spread: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-    together: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-
-    def add(self, got: Tensor, wanted: Tensor, axis: int) -> None:
-        """Take in pairs: two tensors of one shape, with the channels on `axis`."""
-        if got.numel() == 0:
-            return
-        others = [i for i in range(got.dim()) if i != axis % got.dim()]
-        n = got.numel() // got.shape[axis]
-        means = [_sum(x, others, keepdim=True) / n for x in (got, wanted)]
-        centred = [x - mean.to(x.dtype) for x, mean in zip((got, wanted), means, strict=True)]
-        total, share = self.count + n, self.count * n / (self.count + n)
-        apart = means[0].flatten() - self.got, means[1].flatten() - self.wanted
-        self.spread = self.spread + _sum(centred[0] * centred[0], others) + share * apart[0] ** 2
-        self.together = self.together + _sum(centred[0] * centred[1], others) + share * apart[0] * apart[1]
-        self.got, self.wanted = self.got + apart[0] * (n / total), self.wanted + apart[1] * (n / total)
-        self.count = total
-
-
-def _sum(x: Tensor, axes: list[int], keepdim: bool = False) -> Tensor:
-    """The sum over some axes, which may be none, float64."""
-    return x.sum(axes, keepdim, dtype=torch.float64) if axes else x.double()
+def _moments(x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
+    """The mean over some axes, which may be none, and the mean square of what deviates from it, float64."""
+    if not axes:
+        return x.double(), torch.zeros_like(x, dtype=torch.float64)
+    mean = x.mean(axes, keepdim=True)
+    return mean.flatten().double(), (x - mean).square_().mean(axes).double()
 
 
 class _Real(FloatForm):
-    """One batch in float."""
+    """The same samples in float."""
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, modules: Modules, layers: Mapping[fx.Node, _Layer]) -> None:
         super().__init__(gm, copied(batch), modules=modules)
@@ -213,42 +225,17 @@ class _Real(FloatForm):
 
 
 class _Integers(Runner):
-    """One batch in integer arithmetic, each layer corrected by what has been seen so far.
+    """Some samples in integer arithmetic, each layer corrected by what has been seen so far."""
 
-    Args:
-        weights: the values of what is computed of constants alone, the same for all batches.
-    """
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        batch: Batch,
-        modules: Modules,
-        layers: Mapping[fx.Node, _Layer],
-        weights: Mapping[fx.Node, Tensor],
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, batch: Batch, modules: Modules, layers: Mapping[fx.Node, _Layer]) -> None:
         super().__init__(gm, copied(batch), modules=modules)
-        self._layers, self._weights = layers, weights
+        self._layers = layers
 
     def compute(self, node: fx.Node) -> Any:
         """The value of a node."""
-        if node in self._weights:
-            return self._weights[node]
         if node in self._layers:
             return _run_layer(self, node, self._layers[node].correct)
         return super().compute(node)
-
-
-def _weights(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:
-    """The dequantized weights, by node."""
-    dequantized = (node for node in gm.graph.nodes if is_op(node, "dequantize"))
-    constants = [node for node in dequantized if all(read.op == "get_attr" for read in node.all_input_nodes)]
-    read = {value: read_attribute(gm, str(value.target)) for node in constants for value in node.all_input_nodes}
-    found = {}
-    for node in constants:
-        args, kwargs = arguments_of(node, read)
-        found[node] = node.target(*args, **kwargs)
-    return found
 
 
 def _run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor]) -> Any:

@@ -13,9 +13,10 @@ model runs in a process of its own: one that crashes or takes too long is a row 
     pip install transformers huggingface_hub safetensors pyyaml
 
 Three presets: static, and without data dynamic and weight-only. A row: leaves (modules that torch.fx cannot trace and
-that stay as they are), the share of multiply-accumulates that run on integers, SQNR of int8 against float, SQNR of
-the int8 kernels against their qdq reference, seconds to quantize. With an engine, the static preset alone, and: in how
-many regions the engine runs the model, how many ops stay in PyTorch, and the most frequent reason for that.
+that stay as they are), the share of multiply-accumulates that run on integers, SQNR of int8 against float, the same
+without smooth and correct-bias, SQNR of the int8 kernels against their qdq reference, seconds to quantize. With an
+engine, the static preset alone, and: in how many regions the engine runs the model, how many ops stay in PyTorch, and
+the most frequent reason for that.
 Where SQNR is below 20 dB, the same model is quantized by torch.ao (its reference graph, where it traces the model), and
 by rounding the input and weight of each layer alone: a network whose random weights amplify noise is lost to all.
 """
@@ -97,6 +98,7 @@ def row(result: Result) -> dict[str, str]:
         "leaves": str(len(result.leaves)) if result.ops else "",
         "int8 MACs": "" if result.macs is None else f"{100 * result.macs:.0f} %",
         "SQNR dB": decibels(result.sqnr),
+        "plain dB": decibels(result.plain),
         "to qdq dB": decibels(result.kernels),
         **own,
         "s": "" if result.seconds is None else f"{result.seconds:.1f}",
@@ -136,6 +138,9 @@ def summary(results: Sequence[Result]) -> str:
                 "int8 MACs, median": f"{median(macs):.0f} %" if macs else "",
                 "wrong kernels": sum(len(r.put_back) for r in done),
                 f"SQNR ≥ {ENOUGH:.0f} dB": _enough(r.sqnr for r in done),
+                "median dB": f"{median(r.sqnr or 0.0 for r in done):.1f}" if done else "",
+                "plain": f"{median(r.plain or 0.0 for r in done):.1f}" if done else "",
+                "0.5 dB below plain": sum((r.sqnr or 0.0) < (r.plain or 0.0) - 0.5 for r in done),
                 "ill-conditioned": sum(r.verdict == "ill-conditioned" for r in done),
                 "inaccurate": sum(r.verdict == "inaccurate" for r in done),
                 **(

@@ -43,6 +43,7 @@ class Result:
         heavy: by preset, the reasons for float of ops that multiply and accumulate, with their share of all that is.
         macs: share of multiply-accumulates that run on integers.
         sqnr: dB of int8 against float, on a fresh batch.
+        plain: dB of the same before smooth and correct-bias, as a qdq graph.
         kernels: dB of the lowered graph against the qdq graph that it was lowered from, same batch.
         dynamic: dB of the model with ranges measured at run time, which needs no data.
         weight_only: dB of the model with integer weights and float arithmetic.
@@ -67,6 +68,7 @@ class Result:
     heavy: dict[str, dict[str, float]] = field(default_factory=dict)
     macs: float | None = None
     sqnr: float | None = None
+    plain: float | None = None
     kernels: float | None = None
     dynamic: float | None = None
     weight_only: float | None = None
@@ -120,6 +122,13 @@ class KeepQdq(fxq.Pass):
         self.seen.append(fx.GraphModule(rewriter.gm, copy.deepcopy(rewriter.gm.graph)))
 
 
+@dataclass(frozen=True)
+class KeepPlain(KeepQdq):
+    """The same, of the graph that no pass has mended yet."""
+
+    name = "keep-plain"
+
+
 def measure(subject: Subject, options: Mapping[str, str], report: Callable[[Result], None]) -> None:
     """Put one model through the pipeline; `report` is called after every step, so that a crash leaves what was known.
 
@@ -146,8 +155,8 @@ def _steps(subject: Subject, options: Mapping[str, str], result: Result) -> Iter
     yield "float"
     expected = call(model, fresh)
     yield "quantize"
-    keep = KeepQdq()
-    recipe = fxq.Recipe.static(**options).insert_pass(keep, before="lower")
+    keep, plain = KeepQdq(), KeepPlain()
+    recipe = fxq.Recipe.static(**options).insert_pass(keep, before="lower").insert_pass(plain, before="smooth")
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -164,7 +173,8 @@ def _steps(subject: Subject, options: Mapping[str, str], result: Result) -> Iter
     got = call(qmodel, fresh)
     result.sqnr = sqnr(expected, got)
     result.kernels = sqnr(call(keep.seen[0], fresh), got)
-    del qmodel, keep
+    result.plain = sqnr(expected, call(plain.seen[0], fresh))
+    del qmodel, keep, plain
     if not result.sqnr >= ENOUGH:
         result.torch_ao = torch_ao(model, data, fresh, expected)
         result.rounding = rounding(model, data, fresh, expected)

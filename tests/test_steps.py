@@ -171,7 +171,9 @@ def test_passes_that_read_samples_run_once_for_equal_graphs():
     )
     assert (Counted.runs, len(known)) == (1, 1)
     assert fxq.write_graph(first) == fxq.write_graph(second)
-    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
     assert [step.name for step in first.history] == [step.name for step in second.history]
     other = converted(fxq.calibrate(fxq.prepare(network(), recipe, DATA[0]), DATA[:1]), recipe, known)
     assert (Counted.runs, len(known)) == (2, 2)

@@ -173,12 +173,13 @@ def samples_in(batch: Batch) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def first_of(batch: Batch, most: int) -> Batch:
+def first_of(batch: Batch, most: int, start: int = 0) -> Batch:
     """A copy of the batch that no later in-place change of the user's tensors can reach.
 
-    At most `most` samples of each tensor where the first axis of all tensors is the same; else the whole batch.
+    At most `most` samples of each tensor, from `start` on, where the first axis of all tensors is the same; else the
+    whole batch.
     """
-    cut = slice(0, most) if samples_in(batch) is not None else slice(None)
+    cut = slice(start, start + most) if samples_in(batch) is not None else slice(None)
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -186,3 +187,8 @@ def first_of(batch: Batch, most: int) -> Batch:
         return leaf.detach()[cut].clone() if leaf.dim() > 0 else leaf.detach().clone()
 
     return Batch(mapped(batch.args, copy), mapped(batch.kwargs, copy))
+
+
+def pieces_of(batch: Batch, most: int) -> list[Batch]:
+    """Copies of a batch, as in `first_of`, of up to so many samples each."""
+    return [first_of(batch, most, start) for start in range(0, samples_in(batch) or 1, most)]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxq.backends.base import Backend
-from fxq.common.data import Batch, first_of
+from fxq.common.data import Batch, first_of, pieces_of, samples_in
 from fxq.errors import RecipeError
 from fxq.graph.info import info
 from fxq.graph.query import op_of
@@ -74,6 +74,12 @@ class Context:
         batches = self.samples or [self.example]
         each = -(-most // len(batches))
         return [first_of(batch, each) if self.divisible else batch for batch in batches]
+
+    def in_pieces(self, count: int) -> list[Batch]:
+        """The recorded samples in `count` batches or some more; as they were recorded where these cannot be cut."""
+        together = sum(samples_in(batch) or 1 for batch in self.samples)
+        size = max(together // count, 1)
+        return [one for batch in self.samples for one in (pieces_of(batch, size) if self.divisible else [batch])]
 
     def config_for(self, path: str, op: str) -> tuple[QuantConfig, Selector | None]:
         """The recipe's config for an op at a module path, and the override that decided it."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxq.common.data import Batch, as_batch, batches, check_batch, first_of
+from fxq.common.data import Batch, as_batch, batches, check_batch, first_of, pieces_of
 from fxq.errors import CalibrationError, InputError
 from tests.helpers import module
 
@@ -168,3 +168,12 @@ def test_named_tuples_among_the_inputs_are_kept():
     Pair = namedtuple("Pair", "a b")
     kept = first_of(Batch((Pair(torch.ones(6), torch.zeros(6)),)), 4)
     assert isinstance(kept.args[0], Pair) and kept.args[0].b.shape == (4,)
+
+
+def test_pieces_of_a_batch():
+    x, y = torch.arange(10).view(5, 2), torch.arange(5)
+    found = pieces_of(Batch((x,), {"y": y}), 2)
+    assert [len(piece.args[0]) for piece in found] == [2, 2, 1]
+    assert torch.equal(torch.cat([piece.args[0] for piece in found]), x)
+    assert torch.equal(torch.cat([piece.kwargs["y"] for piece in found]), y)
+    assert len(pieces_of(Batch((x, torch.zeros(3))), 2)) == 1  # no axis of samples
