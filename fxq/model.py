@@ -38,7 +38,7 @@ from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
 from fxq.report.latency import batch_for, profile_of
 from fxq.report.profile import Profile
-from fxq.report.report import write_report
+from fxq.report.report import Tuning, write_report
 from fxq.runtime.binding import KEPT, Bindings
 from fxq.runtime.call_checks import check_call, compiled, has_kernels
 from fxq.text.notebook import folded, html
@@ -266,7 +266,12 @@ class QuantizedModel(Quantized):
         return replace(self.recipe, backend=self.backend, optimize="decided", decided=self._decided, narrow=narrow)
 
     def report(
-        self, path: str | os.PathLike[str], *, comparison: Comparison | None = None, example_inputs: Any = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        comparison: Comparison | None = None,
+        example_inputs: Any = None,
+        tuning: Tuning | None = None,
     ) -> Path:
         """Write a page that shows what happened: every pass and its graph, the quality, the ledger, the time.
 
@@ -277,16 +282,17 @@ class QuantizedModel(Quantized):
             comparison: of this model with its float model (`fxq.compare`): its numbers, from as much data as it saw,
                 take the place of those that were measured on one batch when the model was quantized.
             example_inputs: one batch to time with; default: made up, of the shapes and dtypes on record.
+            tuning: what `fxq.search` or `fxq.sensitivity` found, which the page shows then, too.
 
         Returns:
             The path.
 
         Raises:
-            InputError: `path` is no path, `comparison` is of another model, or the model does not run on
-                `example_inputs`.
+            InputError: `path` is no path, `comparison` is of another model, `tuning` is something else, or the model
+                does not run on `example_inputs`.
             RenderError: the file cannot be written.
         """
-        return write_report(self, path, comparison, example_inputs)
+        return write_report(self, path, comparison, example_inputs, tuning)
 
     def profile(self, example_inputs: Any = None) -> Profile:
         """Where the time goes: microseconds of every node, and of every layer that an engine runs inside of a region.

@@ -60,7 +60,7 @@ class CorrectBias(Pass):
         layers = {node: layer for node in rewriter.nodes() if (layer := self._layer(rewriter.gm, node)) is not None}
         if not layers or not context.samples:
             return
-        pieces = context.in_pieces(_PIECES)
+        pieces = context.in_pieces(self.samples, _PIECES)
         with torch.no_grad(), progress_bar("correcting", len(pieces), context.progress) as advance:
             for batch in pieces:
                 modules = [Program(rewriter.gm, rewriter.graph).modules for _ in range(2)]  # what one keeps is its own

@@ -3,6 +3,7 @@
     python scripts/coverage.py                        everything that is installed, about an hour
     python scripts/coverage.py --suite torchvision    one suite
     python scripts/coverage.py --only 'timm/res*'     models by name or glob
+    python scripts/coverage.py --static               the static preset alone, in half of the time
     python scripts/coverage.py --backend openvino     through an engine, or onnxruntime
     python scripts/coverage.py --json coverage.json   the results as data too
 
@@ -43,10 +44,10 @@ from coverage_models import SUBJECTS, SUITES, Subject, load
 from tabulate import tabulate
 
 
-def run(subject: Subject, options: dict[str, str], timeout: float, context: Any) -> Result:
+def run(subject: Subject, options: dict[str, str], presets: Sequence[str], timeout: float, context: Any) -> Result:
     """Measure one model in a process of its own."""
     receiver, sender = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(str(subject), options, sender), daemon=True)
+    worker = context.Process(target=_work, args=(str(subject), options, presets, sender), daemon=True)
     worker.start()
     sender.close()
     result, end = Result(subject.name, subject.suite), time.monotonic() + timeout
@@ -64,9 +65,9 @@ def run(subject: Subject, options: dict[str, str], timeout: float, context: Any)
     return result
 
 
-def _work(name: str, options: dict[str, str], sender: Connection) -> None:
+def _work(name: str, options: dict[str, str], presets: Sequence[str], sender: Connection) -> None:
     subject = next(subject for subject in SUBJECTS if str(subject) == name)
-    measure(subject, options, sender.send)
+    measure(subject, options, presets, sender.send)
 
 
 def installed(suites: Sequence[str], demanded: bool) -> list[str]:
@@ -197,6 +198,7 @@ def main() -> None:
         default="coverage",
         help="coverage (the default): all that can run on integers does; speed: not where float is faster here",
     )
+    parser.add_argument("--static", action="store_true", help="leave out the dynamic and the weight-only preset")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each model (default %(default).0f)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to this file too")
     arguments = parser.parse_args()
@@ -207,10 +209,11 @@ def main() -> None:
     # A fork has the packages imported already; beside Linux it is not safe, or not there.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     options = {"backend": arguments.backend, "optimize": arguments.optimize}
+    presets = () if arguments.static or arguments.backend in ENGINES else ("dynamic", "weight_only")
     results: list[Result] = []
     for i, subject in enumerate(subjects, 1):
         print(f"[{i}/{len(subjects)}] {subject} ...", end=" ", file=sys.stderr, flush=True)
-        result = run(subject, options, arguments.timeout, context)
+        result = run(subject, options, presets, arguments.timeout, context)
         results.append(result)
         print("  ".join(part for part in list(row(result).values())[1:] if part), file=sys.stderr, flush=True)
         if arguments.json is not None:

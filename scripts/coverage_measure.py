@@ -129,17 +129,20 @@ class KeepPlain(KeepQdq):
     name = "keep-plain"
 
 
-def measure(subject: Subject, options: Mapping[str, str], report: Callable[[Result], None]) -> None:
+def measure(
+    subject: Subject, options: Mapping[str, str], presets: Sequence[str], report: Callable[[Result], None]
+) -> None:
     """Put one model through the pipeline; `report` is called after every step, so that a crash leaves what was known.
 
-    `options` are the recipe's `backend` and `optimize`. A model that fails is a result like any other.
+    `options` are the recipe's `backend` and `optimize`, `presets` those beside the static one. A model that fails is a
+    result like any other.
     """
     torch.set_num_threads(1)
     result = Result(subject.name, subject.suite)
     report(result)
     try:
         with torch.no_grad():
-            for step in _steps(subject, options, result):
+            for step in _steps(subject, options, presets, result):
                 result.stage = step
                 report(result)
     except (Exception, SystemExit) as error:
@@ -148,7 +151,7 @@ def measure(subject: Subject, options: Mapping[str, str], report: Callable[[Resu
     report(result)
 
 
-def _steps(subject: Subject, options: Mapping[str, str], result: Result) -> Iterator[str]:
+def _steps(subject: Subject, options: Mapping[str, str], presets: Sequence[str], result: Result) -> Iterator[str]:
     """Measure into `result`, step by step; yields the name of the step that comes next."""
     model, batches = subject.build(CALIBRATION + 1)
     *data, fresh = batches
@@ -166,8 +169,7 @@ def _steps(subject: Subject, options: Mapping[str, str], result: Result) -> Iter
     result.slowest = {snapshot.name: snapshot.seconds for snapshot in passes[:3]}
     result.put_back = _wrong(caught)
     _read_ledger(qmodel, result)
-    engine = options["backend"] in ENGINES
-    if engine:
+    if options["backend"] in ENGINES:
         _read_regions(qmodel, f"{options['backend']}.region", result)
     yield "compare"
     got = call(qmodel, fresh)
@@ -178,7 +180,7 @@ def _steps(subject: Subject, options: Mapping[str, str], result: Result) -> Iter
     if not result.sqnr >= ENOUGH:
         result.torch_ao = torch_ao(model, data, fresh, expected)
         result.rounding = rounding(model, data, fresh, expected)
-    for name in () if engine else ("dynamic", "weight_only"):
+    for name in presets:
         yield name
         setattr(result, name, _without_data(name, options, model, data, fresh, expected, result))
     yield "done"

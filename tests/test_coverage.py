@@ -61,7 +61,7 @@ def measured(scripts, monkeypatch):
         monkeypatch.setattr(coverage_models, "load", lambda suite: None)
         monkeypatch.setattr(scripts, "SUBJECTS", (one,))
         options = {"backend": "auto", "optimize": "coverage"}
-        return scripts.run(one, options, timeout, multiprocessing.get_context("fork"))
+        return scripts.run(one, options, ("dynamic", "weight_only"), timeout, multiprocessing.get_context("fork"))
 
     return measure
 
@@ -71,6 +71,7 @@ def test_a_model_that_works(measured):
     assert (result.stage, result.error, result.verdict) == ("done", "", "ok")
     assert result.sqnr > 25
     assert result.kernels > 40
+    assert result.plain > 25
     assert result.ops["int8"] == 3
     assert result.macs == 1.0 and result.heavy == {"static": {}, "dynamic": {}, "weight_only": {}}
     assert not result.leaves and not result.put_back
@@ -101,7 +102,7 @@ def test_an_engine_and_what_it_leaves(scripts, monkeypatch, engine):
     def measured(make):
         reports = []
         options = {"backend": engine, "optimize": "coverage"}
-        coverage_measure.measure(subject(scripts, "model", make), options, reports.append)
+        coverage_measure.measure(subject(scripts, "model", make), options, (), reports.append)
         return reports[-1]
 
     whole, parts = measured(tiny), measured(Twice)
@@ -229,9 +230,9 @@ def test_summary_counts(scripts):
         return scripts.Result("m", "timm", "done", **{"sqnr": 30.0, "kernels": 50.0, "seconds": 2.0, **known})
 
     results = [
-        done(dynamic=25.0, weight_only=9.0),
-        done(sqnr=9.0, rounding=9.0, leaves={"a": "b"}),
+        done(plain=28.0, dynamic=25.0, weight_only=9.0),
+        done(plain=10.0, sqnr=9.0, rounding=9.0, leaves={"a": "b"}),
         scripts.Result("m", "timm", "quantize", "E: x"),
     ]
     cells = [cell.strip() for cell in scripts.summary(results).splitlines()[2].strip("|").split("|")]
-    assert cells == ["timm", "3", "2", "1", "", "0", "1", "1", "0", "1", "0", "2"]
+    assert cells == ["timm", "3", "2", "1", "", "0", "1", "19.5", "19", "1", "1", "0", "1", "0", "2"]

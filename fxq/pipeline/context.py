@@ -75,11 +75,11 @@ class Context:
         each = -(-most // len(batches))
         return [first_of(batch, each) if self.divisible else batch for batch in batches]
 
-    def in_pieces(self, count: int) -> list[Batch]:
-        """The recorded samples in `count` batches or some more; as they were recorded where these cannot be cut."""
-        together = sum(samples_in(batch) or 1 for batch in self.samples)
-        size = max(together // count, 1)
-        return [one for batch in self.samples for one in (pieces_of(batch, size) if self.divisible else [batch])]
+    def in_pieces(self, most: int, count: int) -> list[Batch]:
+        """The same, in `count` batches or some more where they can be cut."""
+        batches = self.some_samples(most)
+        size = max(sum(samples_in(batch) or 1 for batch in batches) // count, 1)
+        return [piece for batch in batches for piece in (pieces_of(batch, size) if self.divisible else [batch])]
 
     def config_for(self, path: str, op: str) -> tuple[QuantConfig, Selector | None]:
         """The recipe's config for an op at a module path, and the override that decided it."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fxq.common.files import as_path, write_file
 from fxq.common.metrics import nbytes
@@ -17,6 +18,15 @@ from fxq.report.graph_data import Data, Nodes, graph_records, looks, number, pas
 from fxq.report.latency import Latency, batch_for, time_models
 from fxq.report.page import page
 from fxq.report.value_data import values, weights
+from fxq.text.queryable import Rows
+
+
+@runtime_checkable
+class Tuning(Protocol):
+    """What says where quantization costs accuracy: the results of `fxq/tuning`."""
+
+    def tables(self) -> Mapping[str, Rows[Any]]:
+        """Its tables, by "search" and "sensitivity"."""
 
 
 def write_report(
@@ -24,10 +34,11 @@ def write_report(
     path: str | os.PathLike[str],
     comparison: Comparison | None = None,
     example_inputs: Any = None,
+    tuning: Tuning | None = None,
 ) -> Path:
     """Write the report of a model: see `QuantizedModel.report`."""
     file = as_path(path)
-    return write_page(report_data(model, comparison, example_inputs), file)
+    return write_page(report_data(model, comparison, example_inputs, tuning), file)
 
 
 def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
@@ -42,9 +53,17 @@ def write_page(data: Data, path: Path) -> Path:
     return write_file(path, page(data).encode())
 
 
-def report_data(model: Quantized, comparison: Comparison | None = None, example_inputs: Any = None) -> Data:
+def report_data(
+    model: Quantized,
+    comparison: Comparison | None = None,
+    example_inputs: Any = None,
+    tuning: Tuning | None = None,
+) -> Data:
     """All that the page shows, as plain data; `fxq/report/page/core.js` says what stands where."""
     _check_comparison(model, comparison)
+    if tuning is not None and not isinstance(tuning, Tuning):
+        raise InputError(f"tuning is a {type(tuning).__name__}; give what fxq.search or fxq.sensitivity returned.")
+    tables = tuning.tables() if tuning is not None else {}
     nodes = Nodes()
     steps = passes(model.history, nodes)
     return {
@@ -59,6 +78,7 @@ def report_data(model: Quantized, comparison: Comparison | None = None, example_
         "weights": weights(model),
         "time": _time(model, example_inputs),
         "size": {"float_bytes": model.record.float_bytes, "int8_bytes": nbytes(model)},
+        "tuning": {name: json.loads(table.to_json()) for name, table in tables.items()} or None,
     }
 
 

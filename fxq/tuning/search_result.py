@@ -87,6 +87,10 @@ class SearchResult(Rows[Tried]):
         """The candidates that no other one beats in both score and cost, cheapest first."""
         return self._with(sorted((e for e in self.entries if e.front), key=lambda e: e.cost))
 
+    def tables(self) -> dict[str, Rows[Any]]:
+        """The tables that a report shows: `qmodel.report(path, tuning=...)`."""
+        return {"search": self, **(self.sensitivity.tables() if self.sensitivity is not None else {})}
+
     def render(self, path: str | os.PathLike[str]) -> Path:
         """Draw the candidates, score against cost, with their Pareto front: an `.svg` file; folders are made.
 

@@ -62,6 +62,10 @@ class Sensitivity(Rows[LayerSensitivity]):
     def _row(self) -> type:
         return LayerSensitivity
 
+    def tables(self) -> dict[str, Rows[Any]]:
+        """The tables that a report shows: `qmodel.report(path, tuning=...)`."""
+        return {"sensitivity": self}
+
     def _facts(self) -> dict[str, Any]:
         return {"output_sqnr": self.output_sqnr, "batches": self.batches}
 

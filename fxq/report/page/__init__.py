@@ -40,6 +40,7 @@ SCRIPTS = (
     "quality.js",
     "ledger.js",
     "time.js",
+    "tuning.js",
     "compare.js",
     "main.js",
 )

@@ -10,6 +10,7 @@
      ledger                          {coverage, output_sqnr, rows}, rows as `Entry` of `fxq/ledger/ledger.py`
      values, weights                 histograms and ranges by the name of a row of the ledger
      time, size                      measured, of the float and the int8 model
+     tuning                          null, or {search, sensitivity}: tables of `fxq/tuning`, see tuning.js
    A number that is not finite stands as text: "inf", "-inf", "nan".
 
    Stable names for tests and links:

@@ -1,0 +1,69 @@
+"""The Tuning tab in a browser: the candidates of a search and the layers that cost most, as tables and charts."""
+
+import re
+
+import pytest
+
+import fxq
+from fxq.errors import InputError
+from tests.browser import opened
+from tests.helpers import REFERENCE
+from tests.models import batch, build
+
+pytestmark = pytest.mark.any_cpu
+
+
+@pytest.fixture(scope="module")
+def searched():
+    model, data = build("residual"), [batch("residual") for _ in range(2)]
+    found = fxq.search(model, REFERENCE, data, target=54.0)
+    return found, fxq.quantize(model, found.recipe, data=data)
+
+
+@pytest.fixture(scope="module")
+def path(searched, one_round, tmp_path_factory):
+    found, qmodel = searched
+    return qmodel.report(tmp_path_factory.mktemp("tuning") / "report.html", tuning=found)
+
+
+def cells(page, label, key):
+    table = page.locator(f'table[aria-label="{label}"]')
+    index = table.locator("th").evaluate_all(f"cells => cells.findIndex(c => c.dataset.key === '{key}')")
+    return table.locator("tbody tr").evaluate_all(f"rows => rows.map(r => r.cells[{index}].innerText.trim())")
+
+
+def test_candidates_and_layers_stand_in_tables(browser, path, searched):
+    found, _ = searched
+    assert len(found) > 3 and found.sensitivity is not None
+    with opened(browser, path, "tab=tuning") as page:
+        assert cells(page, "candidates", "what") == [row.what for row in found]
+        assert cells(page, "candidates", "chosen").index("chosen") == [row.chosen for row in found].index(True)
+        assert cells(page, "sensitivity", "layer") == [row.path or row.name for row in found.sensitivity]
+        assert cells(page, "sensitivity", "sqnr") == [f"{row.sqnr:.1f}" for row in found.sensitivity]
+        tiles = page.locator("#view-tuning .tiles").inner_text()
+        assert f"{len(found.floats)} of {found.layers}" in tiles
+
+
+def test_every_candidate_and_timed_layer_has_a_mark(browser, path, searched):
+    found, _ = searched
+    with opened(browser, path, "tab=tuning") as page:
+        marks = page.locator('[aria-label="candidates, score against cost"] g[aria-label="dot"] > *')
+        assert marks.count() == len(found)
+        timed = [row for row in found.sensitivity if row.extra_us is not None]
+        marks = page.locator('[aria-label^="layers, share of the noise"] g[aria-label="dot"] > *')
+        assert marks.count() == len(timed)
+
+
+def test_a_page_without_such_a_table_has_no_such_tab(browser, searched, one_round, tmp_path):
+    found, qmodel = searched
+    with opened(browser, qmodel.report(tmp_path / "plain.html")) as page:
+        assert page.locator('#tabs [data-tab="tuning"]').count() == 0
+    with opened(browser, qmodel.report(tmp_path / "one.html", tuning=found.sensitivity), "tab=tuning") as page:
+        assert page.locator('table[aria-label="candidates"]').count() == 0
+        assert len(cells(page, "sensitivity", "layer")) == len(found.sensitivity)
+
+
+def test_something_else_is_refused(searched, tmp_path):
+    _, qmodel = searched
+    with pytest.raises(InputError, match=re.escape("tuning is a dict; give what fxq.search or fxq.sensitivity")):
+        qmodel.report(tmp_path / "r.html", tuning={})
