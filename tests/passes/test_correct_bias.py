@@ -81,10 +81,19 @@ qmin=-127, qmax=127, axis=0)
     """)
 
 
+def average(parts):
+    """The mean of what parts say, (parts, C), of which each counts by the square of its number."""
+    counts = torch.arange(1.0, len(parts) + 1, dtype=torch.float64) ** 2
+    return (counts[:, None] * parts).sum(0) / counts.sum()
+
+
 def trusted(parts):
-    """The mean of what parts say, (parts, C), times 1 - noise / signal of all channels together."""
-    mean, count = parts.mean(0), len(parts)
-    return mean * max(0.0, 1 - float(parts.var(0).sum() / count / (mean**2).sum()))
+    """The same, times 1 - noise / signal of all channels together."""
+    mean = average(parts)
+    counts = torch.arange(1.0, len(parts) + 1, dtype=torch.float64) ** 2
+    as_many = counts.sum() ** 2 / counts.square().sum()
+    noise = float((average(parts**2) - mean**2).sum() / (as_many - 1))
+    return mean * max(0.0, 1 - noise / float((mean**2).sum()))
 
 
 def test_mean_and_deviation_become_those_of_the_float_layer():
@@ -96,7 +105,7 @@ def test_mean_and_deviation_become_those_of_the_float_layer():
     shift = trusted(wanted.mean(2) - got.mean(2))
     factor = trusted((wanted.std(2) / got.std(2)).log()).exp()
     torch.testing.assert_close(gm.fxq_data.w_scale_corrected.double() * 127, factor, atol=1e-5, rtol=0)
-    with_bias = got.mean((0, 2)) + gm.b
+    with_bias = average(got.mean(2)) + gm.b
     wanted_shift = shift + (1 - factor) * with_bias + (factor - 1) * gm.b  # the factor scales the bias, too
     torch.testing.assert_close(gm.fxq_data.conv_bias_corrected - gm.b, wanted_shift.float(), atol=1e-4, rtol=0)
     torch.testing.assert_close(gm_bias.fxq_data.conv_bias_corrected - gm_bias.b, shift.float(), atol=1e-5, rtol=0)
