@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 import fxq
 
 ENGINES = ("openvino", "onnxruntime")
-CALIBRATION = 2
+CALIBRATION, FRESH = 2, 3
+"""Batches to calibrate with, and others to judge on: the noise of one is that of a few values."""
 ENOUGH = 20.0
 """dB. Below it, other quantizers are asked whether the network can be quantized any better."""
 MARGIN, BETWEEN = 1.0, 6.0
@@ -42,7 +43,7 @@ class Result:
         reasons: the most frequent reasons for float, with how many ops they hold back.
         heavy: by preset, the reasons for float of ops that multiply and accumulate, with their share of all that is.
         macs: share of multiply-accumulates that run on integers.
-        sqnr: dB of int8 against float, on a fresh batch.
+        sqnr: dB of int8 against float, on fresh batches.
         plain: dB of the same before smooth and correct-bias, as a qdq graph.
         kernels: dB of the lowered graph against the qdq graph that it was lowered from, same batch.
         dynamic: dB of the model with ranges measured at run time, which needs no data.
@@ -153,10 +154,10 @@ def measure(
 
 def _steps(subject: Subject, options: Mapping[str, str], presets: Sequence[str], result: Result) -> Iterator[str]:
     """Measure into `result`, step by step; yields the name of the step that comes next."""
-    model, batches = subject.build(CALIBRATION + 1)
-    *data, fresh = batches
+    model, batches = subject.build(CALIBRATION + FRESH)
+    data, fresh = batches[:CALIBRATION], batches[CALIBRATION:]
     yield "float"
-    expected = call(model, fresh)
+    expected = outputs(model, fresh)
     yield "quantize"
     keep, plain = KeepQdq(), KeepPlain()
     recipe = fxq.Recipe.static(**options).insert_pass(keep, before="lower").insert_pass(plain, before="smooth")
@@ -172,10 +173,10 @@ def _steps(subject: Subject, options: Mapping[str, str], presets: Sequence[str],
     if options["backend"] in ENGINES:
         _read_regions(qmodel, f"{options['backend']}.region", result)
     yield "compare"
-    got = call(qmodel, fresh)
+    got = outputs(qmodel, fresh)
     result.sqnr = sqnr(expected, got)
-    result.kernels = sqnr(call(keep.seen[0], fresh), got)
-    result.plain = sqnr(expected, call(plain.seen[0], fresh))
+    result.kernels = sqnr(outputs(keep.seen[0], fresh), got)
+    result.plain = sqnr(expected, outputs(plain.seen[0], fresh))
     del qmodel, keep, plain
     if not result.sqnr >= ENOUGH:
         result.torch_ao = torch_ao(model, data, fresh, expected)
@@ -195,8 +196,8 @@ def _without_data(
     options: Mapping[str, str],
     model: nn.Module,
     data: list[Any],
-    fresh: Any,
-    expected: Any,
+    fresh: list[Any],
+    expected: list[Tensor],
     result: Result,
 ) -> float:
     """dB of the model with a preset that needs no data; kernels that are wrong are added to the result."""
@@ -206,7 +207,7 @@ def _without_data(
         qmodel = fxq.quantize(model, recipe, example_inputs=data[0], progress=False)
     result.put_back += _wrong(caught)
     result.heavy[preset] = _heavy(qmodel.ledger)
-    return sqnr(expected, call(qmodel, fresh))
+    return sqnr(expected, outputs(qmodel, fresh))
 
 
 def _read_ledger(qmodel: fxq.QuantizedModel, result: Result) -> None:
@@ -247,6 +248,12 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(batch.clone())
 
 
+def outputs(model: nn.Module, batches: Sequence[Any]) -> list[Tensor]:
+    """Every float tensor that the model returns, in order, its values over all batches in one row."""
+    found = zip(*(tensors(call(model, batch)) for batch in batches), strict=True)
+    return [torch.cat([tensor.flatten() for tensor in same]) for same in found]
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
     """Every float tensor inside nested tuples, lists and mappings, in order."""
     if isinstance(value, Tensor):
@@ -279,7 +286,7 @@ def sqnr(reference: Any, value: Any) -> float:
 # ---- how well others do on the same model
 
 
-def rounding(model: nn.Module, data: list[Any], fresh: Any, expected: Any) -> float:
+def rounding(model: nn.Module, data: list[Any], fresh: list[Any], expected: list[Tensor]) -> float:
     """dB of the float model with conv and linear layers that round their input and weight to 8 bits: no graph at all.
 
     Inputs per tensor on the range that `data` shows, weights per output channel. Adds, activation functions and what
@@ -296,7 +303,7 @@ def rounding(model: nn.Module, data: list[Any], fresh: Any, expected: Any) -> fl
         scale = most.clamp(min=1e-12) / 127
         layer.weight.copy_((layer.weight / scale).round() * scale)
     with _each(layers, _Rounder(ranges.seen)):
-        return sqnr(expected, call(model, fresh))
+        return sqnr(expected, outputs(model, fresh))
 
 
 class _Range:
@@ -335,7 +342,7 @@ def _each(modules: Sequence[nn.Module], hook: Any) -> Iterator[Any]:
             handle.remove()
 
 
-def torch_ao(model: nn.Module, data: list[Any], fresh: Any, expected: Any) -> float | None:
+def torch_ao(model: nn.Module, data: list[Any], fresh: list[Any], expected: list[Tensor]) -> float | None:
     """dB of torch.ao's FX reference graph with its settings for x86; None where it cannot quantize the model."""
     try:
         with warnings.catch_warnings():
@@ -347,6 +354,6 @@ def torch_ao(model: nn.Module, data: list[Any], fresh: Any, expected: Any) -> fl
             observed = prepare_fx(copy.deepcopy(model), get_default_qconfig_mapping("x86"), example)
             for batch in data:
                 call(observed, batch)
-            return sqnr(expected, call(convert_to_reference_fx(observed), fresh))
+            return sqnr(expected, outputs(convert_to_reference_fx(observed), fresh))
     except Exception:  # whatever it raises: it is a comparison, not a test
         return None

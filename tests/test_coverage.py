@@ -152,7 +152,7 @@ def test_rounding_rounds_inputs_and_weights(scripts):
     model = nn.Linear(16, 8).eval().requires_grad_(False)
     data, fresh = [torch.rand(32, 16)], torch.rand(32, 16)
     before = model.weight.clone()
-    got = rounding(model, data, fresh, model(fresh))
+    got = rounding(model, data, [fresh], [model(fresh).flatten()])
     scale_w = before.abs().amax(1, keepdim=True) / 127
     scale_x = float(data[0].max()) / 255
     x = (fresh / scale_x).round().clamp(0, 255) * scale_x
