@@ -7,6 +7,7 @@ from fxq.passes.choose_grids import ChooseGrids
 from fxq.passes.cleanup import Cleanup
 from fxq.passes.correct_bias import CorrectBias
 from fxq.passes.decompose import Decompose
+from fxq.passes.equalize import Equalize
 from fxq.passes.fallback import Fallback
 from fxq.passes.fold_batch_norm import FoldBatchNorm
 from fxq.passes.fuse import Fuse
@@ -59,6 +60,7 @@ __all__ = [
     "Cleanup",
     "CorrectBias",
     "Decompose",
+    "Equalize",
     "Fallback",
     "FoldBatchNorm",
     "Fuse",

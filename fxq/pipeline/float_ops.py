@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import fx
+from torch import Tensor, fx
 
 from fxq.graph.info import info
 from fxq.graph.macs import macs_of
@@ -97,6 +97,41 @@ def expand_original(rewriter: Rewriter, expanded: Mapping[str, Sequence[fx.Node]
     for op in known.ops:
         ops += [_op(rewriter, node, "") for node in expanded[op.name]] if op.name in expanded else [op]
     _keep(rewriter, ops)
+
+
+def divide_original(rewriter: Rewriter, divided: Mapping[str, Tensor | None]) -> None:
+    """Let values of the float model be compared with what a pass has made of them: divided, by the ops' origins.
+
+    What stands for None is not compared.
+    """
+    known = rewriter.context.original
+    if known is None:
+        return
+    copies: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(known.graph, copies))
+    nodes = {name: copies[node] for name, node in known.nodes.items() if node in copies}
+    by_name = {known.by_origin[origin]: by for origin, by in divided.items() if origin in known.by_origin}
+    for name, by in by_name.items():
+        if by is None:
+            del nodes[name]
+            continue
+        with graph.inserting_after(nodes[name]):
+            nodes[name] = graph.call_function(Divided(by), (nodes[name],))
+    rewriter.context.original = replace(known, graph=graph, nodes=nodes)
+
+
+class Divided:
+    """Divides a tensor by another one."""
+
+    __name__ = "divided"
+
+    def __init__(self, by: Tensor) -> None:
+        self.by = by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """A value of the float model, as it is in the graph."""
+        return x / self.by.to(x)
 
 
 def _keep(rewriter: Rewriter, ops: Sequence[OriginalOp]) -> None:

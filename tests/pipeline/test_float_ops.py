@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import fx, nn
 
+from fxq.common.data import Batch
 from fxq.graph.macs import macs_of
+from fxq.graph.run import Runner
+from fxq.pipeline.float_ops import divide_original
+from fxq.recipe.pass_base import Stage
+from fxq.rewriting.rewriter import Rewriter
+from fxq.steps import manager_for, up_to
 from tests.graphs import equal, until
 from tests.helpers import REFERENCE
 from tests.models import NETWORKS, batch, build, call
@@ -44,3 +50,22 @@ def test_multiply_accumulates_are_those_of_the_canonical_graph(name):
         if not op.gone:
             assert op.macs == macs_of(original.gm, original.nodes[op.name])
     assert sum(op.macs for op in original.ops) > 0
+
+
+def test_values_are_compared_with_what_a_pass_has_made_of_them():
+    """Divided where it says so; the values behind are those of the float model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).eval()
+    x, by = torch.randn(2, 4), torch.tensor([1.0, 2.0, 4.0])
+    manager = manager_for(model, REFERENCE, x)
+    manager.run(up_to(manager.context.recipe, Stage.FUSED))
+    names = {op.path: op.name for op in manager.context.original.ops}
+    divide_original(Rewriter(manager.gm, manager.context), {names["1"]: by, names["0"]: None})
+    original = manager.context.original
+    assert names["0"] not in original.nodes and names["2"] in original.nodes
+    seen = {}
+    run = Runner(original.gm, Batch((x,)), original.graph)
+    for node in original.graph.nodes:
+        seen[node] = run.step(node)
+    torch.testing.assert_close(seen[original.nodes[names["1"]]], model[:2](x) / by, rtol=1e-6, atol=0)
+    torch.testing.assert_close(seen[original.nodes[names["2"]]], model(x), rtol=1e-6, atol=1e-7)
