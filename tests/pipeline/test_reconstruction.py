@@ -20,6 +20,8 @@ class Chosen(Reconstruction):
     """Takes integers that are `off` from the nearest, in every other channel, and notes what it is handed."""
 
     off: float = 1.0
+    trust: float = 0.0
+    scales: bool = False
 
     name = "chosen"
     needs = gives = fxq.Stage.QDQ
