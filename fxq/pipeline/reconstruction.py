@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch
+from fxq.common.data import Batch, samples_in
 from fxq.common.isolation import copied, seeded
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError
@@ -76,10 +76,11 @@ class Reconstruction(Pass):
         layers = {node: found for node in nodes if (found := self._layer(rewriter.gm, node)) is not None}
         bar = progress_bar(self.name, len(layers), context.progress)
         with torch.no_grad(), seeded(), bar as advance:
-            runs = BothForms(rewriter.gm, context.some_samples(self.samples))
+            batches = context.some_samples(self.samples)
+            runs, count = BothForms(rewriter.gm, batches), sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
                 if node in layers:
-                    self._improve(rewriter, layers[node], runs, layers[node].bias if follows else None)
+                    self._improve(rewriter, layers[node], runs, layers[node].bias if follows else None, count)
                     advance()
                 runs.step(node)
 
@@ -99,9 +100,11 @@ class Reconstruction(Pass):
                 return IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None)
         return None
 
-    def _improve(self, rewriter: Rewriter, layer: IntegerLayer, runs: BothForms, bias: fx.Node | None) -> None:
+    def _improve(
+        self, rewriter: Rewriter, layer: IntegerLayer, runs: BothForms, bias: fx.Node | None, samples: int
+    ) -> None:
         grid, form, error = layer.on_rows(), layer.form, OutputError(bias is not None)
-        most = math.ceil(max(_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / self.samples)
+        most = math.ceil(max(_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
         for got, wanted in runs.values(layer.x):
             for x, real in zip(form.patches(got, most), form.patches(wanted, most), strict=True):
                 error.add(x, real @ form.rows(layer.real).mT)
@@ -185,11 +188,13 @@ class IntegerLayer:
         name = str(old.target).removeprefix("fxq_data.")
         made = rewriter.constant(stored, f"{name}_chosen", before=self.weight, like=old)
         rewriter.update(self.weight, args=(made, *self.weight.args[1:]))
+        before: list[Any] = [old, self.weight.kwargs["scale"]]
         if scale is not None:
             scales = rewriter.constant(scale, f"{name}_scale_chosen", before=self.weight)
             rewriter.update(self.weight, kwargs={**self.weight.kwargs, "scale": scales})
-        if not old.users:
-            rewriter.erase(old)
+        for node in before:
+            if isinstance(node, fx.Node) and not node.users:
+                rewriter.erase(node)
 
 
 @dataclass(frozen=True)
