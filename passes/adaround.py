@@ -18,9 +18,10 @@ class AdaRound(Reconstruction):
 
     Before: conv2d(x, dequantize(w_int8), b)    After: conv2d(x, dequantize(w_int8'), b), with integers that suit the
     layer: of each value, the one below or the one above it on its grid
-    Keeps: the grids of the weights. How far a value is rounded up is a number from 0 to 1, and gradient descent finds
-    all of a layer together. At first it is free; then what lies in between is made to cost more and more. What the
-    weights of a channel do not reach better than rounded to the nearest stays as it was.
+    Keeps: the grids of the weights, but the scales of channels. How far a value is rounded up is a number from 0 to 1,
+    and gradient descent finds all of a layer together. At first it is free; then what lies in between is made to cost
+    more and more. In the end one input after the other changes sides where that makes the error less. What the weights
+    of a channel do not reach better than rounded to the nearest stays as it was.
     Behind insert-qdq: `Recipe.static(...).insert_pass(fxq.passes.AdaRound(), after="smooth")`. Needs data.
     Source: Nagel et al. 2020 (arXiv 2004.10568), sections 3.2 and 3.3 (rectified sigmoid, annealed regularizer, inputs
     of the graph as it is so far); without the activation function behind a layer, so that the error is a square form of
@@ -28,6 +29,8 @@ class AdaRound(Reconstruction):
 
     Args:
         samples: how many recorded samples it looks at.
+        trust: how much the float weight is trusted where there are few patches, see `Reconstruction`.
+        scales: whether weights with a scale for each channel get other scales.
         iterations: steps of gradient descent for each layer.
         rate: the step width, as Adam takes it.
         regular: what rounding that is undecided costs, in units of the error that a weight rounded at random makes.
@@ -43,7 +46,7 @@ class AdaRound(Reconstruction):
         ['adaround']
     """
 
-    iterations: int = 250
+    iterations: int = 100
     rate: float = 0.1
     regular: float = 0.2
     warm: float = 0.2
@@ -68,9 +71,42 @@ class AdaRound(Reconstruction):
             if left <= 1:
                 slope += self.regular * rounding.slope_of_indecision(_LAST + (_FIRST - _LAST) * left)
             rounding.step(slope, self.rate)
-        return torch.where(rounding.up >= 0.5, high, low)
+        up = _settled(rounding.up >= 0.5, layer.real(low), reach, gram, cross)
+        return torch.where(up, high, low)
 
 
+def _settled(up: Tensor, low: Tensor, reach: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
+    """Let one input after the other change sides where that makes the error less, until none does.
+
+    Args:
+        up: where a weight is rounded up.
+        low: the weight where none is.
+        reach: how much more a value is that is rounded up.
+        gram: of the error.
+        cross: of the error, transposed: of the shape of the weight.
+    """
+    up = up.clone()
+    slope = (low + up * reach) @ gram - cross  # half of it
+    for _ in range(_SWEEPS):
+        before = up.clone()
+        for start in range(0, up.shape[2], _GROUP):
+            part = slice(start, start + _GROUP)
+            moves = torch.where(up[:, :, part], -reach[:, :, part], reach[:, :, part])
+            here, among = slope[:, :, part].clone(), gram[:, part, part]
+            for i in range(moves.shape[2]):
+                gain = moves[:, :, i] * among[:, None, i, i] + 2 * here[:, :, i]
+                moves[:, :, i] *= moves[:, :, i] * gain < 0
+                here += moves[:, :, i, None] * among[:, None, i]
+            slope += moves @ gram[:, part]
+            up[:, :, part] ^= moves != 0
+        if torch.equal(up, before):
+            break
+    return up
+
+
+_SWEEPS = 5
+_GROUP = 128
+"""Inputs whose changes are passed on to the others together."""
 _FIRST, _LAST = 20.0, 2.0
 """The power of the regularizer: while it is high, only what is nearly decided is pushed."""
 _SMALLEST = 1e-30

@@ -17,7 +17,7 @@ class Gptq(Reconstruction):
     """Round the weight of each layer one input after the other; the float rest makes up for what that cost the output.
 
     Before: linear(x, dequantize(w_int4))    After: linear(x, dequantize(w_int4')), with integers that suit the layer
-    Keeps: the grids of the weights, per channel or of blocks. Errors are weighed by how the inputs of the layer occur
+    Keeps: the grids of the weights, but the scales of channels. Errors are weighed by how the inputs of the layer occur
     together in the recorded samples (the Hessian of its squared error). What the weights of a channel do not reach
     better than before stays as it was.
     Behind insert-qdq: `Recipe.weight_only(bits=4).insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
@@ -26,6 +26,8 @@ class Gptq(Reconstruction):
 
     Args:
         samples: how many recorded samples it looks at.
+        trust: how much the float weight is trusted where there are few patches, see `Reconstruction`.
+        scales: whether weights with a scale for each channel get other scales.
         damping: what is added to the Hessian's diagonal, as a share of its mean: more trusts the samples less.
         ordered: take the inputs with the largest values first, while there are most to make up for them.
 

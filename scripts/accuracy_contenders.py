@@ -34,11 +34,18 @@ def contenders(observers: bool = False) -> dict[str, Contender]:
     """Everyone, by name, where its tool is installed; `observers`: fxq also with each that is not its default."""
     plain = fxq.Recipe.static(backend="reference")
     seven = replace(plain.config.weight, bits=7)
+    four = fxq.Recipe.static(backend="reference", weight=replace(plain.config.weight, bits=4))
+    four_only = fxq.Recipe.weight_only(bits=4, backend="reference")
     found = {
         "fxq static": own(plain),
         "fxq without correct-bias": own(plain.without_pass("correct-bias")),
         "fxq 7-bit weights": own(fxq.Recipe.static(backend="reference", weight=seven)),
         "fxq on this CPU": own(fxq.Recipe.static()),
+        "fxq 4-bit weights": own(four),
+        "fxq 4-bit weights, adaround": own(four.insert_pass(fxq.passes.AdaRound(), after="smooth")),
+        "fxq 4-bit weights, gptq": own(four.insert_pass(fxq.passes.Gptq(), after="smooth")),
+        "fxq 4-bit weight-only": own(four_only),
+        "fxq 4-bit weight-only, gptq": own(four_only.insert_pass(fxq.passes.Gptq(), after="smooth"), reads_data=True),
     }
     for name in OBSERVERS if observers else ():
         spec = replace(plain.config.activation, observer=name)
@@ -54,11 +61,11 @@ def contenders(observers: bool = False) -> dict[str, Contender]:
     return found
 
 
-def own(recipe: fxq.Recipe) -> Contender:
-    """fxq with a recipe."""
+def own(recipe: fxq.Recipe, reads_data: bool = False) -> Contender:
+    """fxq with a recipe; `reads_data`: it calibrates nothing, and has a pass that reads data all the same."""
 
     def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
-        data = part.data if recipe.preset == "static" else None
+        data = part.data if recipe.preset == "static" or reads_data else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", fxq.FxqWarning)  # what stays in float is in the note
             qmodel = fxq.quantize(part.model, recipe, data=data, example_inputs=part.example, progress=False)

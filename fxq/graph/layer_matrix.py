@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,12 +38,17 @@ class LayerMatrix:
         """Whether an op is such a layer, with options that are known."""
         return call.op.name in ("linear", *_CONVS, *_TRANSPOSED) and call.computed is None
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is a transposed convolution."""
+        return self.call.op.name in _TRANSPOSED
+
     def rows(self, weight: Tensor) -> Tensor:
         """A weight, or what is as large (scales, integers), as (G, R, K): R output channels in each of G groups."""
         if self._axes == 0:
             return weight[None]
         grouped = weight.unflatten(0, (self._groups, -1))
-        if self._transposed:
+        if self.is_transposed:
             grouped = grouped.transpose(1, 2).flip(tuple(range(3, grouped.dim())))
         return grouped.flatten(2)
 
@@ -51,45 +57,49 @@ class LayerMatrix:
         if self._axes == 0:
             return rows[0]
         grouped = rows.unflatten(2, (-1, *self.shape[2:]))
-        if self._transposed:
+        if self.is_transposed:
             grouped = grouped.flip(tuple(range(3, grouped.dim()))).transpose(1, 2)
         return grouped.reshape(self.shape)
 
-    def patches(self, x: Tensor) -> Iterator[Tensor]:
+    def patches(self, x: Tensor, most: int | None = None) -> Iterator[Tensor]:
         """What the layer multiplies with each row for one of its results, (G, n, K); some samples at a time.
 
         Args:
             x: an input of the layer: (..., K) of a linear one, (N, C, *size) or (C, *size) of a convolution.
+            most: how many of the places of each sample are taken, at random, but the same ones each time; all: None.
         """
         if self._axes == 0:
-            yield x.reshape(1, -1, x.shape[-1])
+            x = x.flatten(1, -2) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
+            yield x[:, _some_of(x.shape[1], most)].flatten(0, 1)[None]
             return
         x = x if x.dim() == self._axes + 2 else x[None]
-        each = math.prod(self.shape[2:]) * x[0].numel()
-        for part in x.split(max(_MOST // max(each, 1), 1)):
-            yield self._unfolded(part)
+        padded = self._padded(x)
+        places = self._places(padded, most)
+        for part in padded.flatten(2).split(max(_MOST // max(places.numel() * x.shape[1], 1), 1)):
+            found = part[:, :, places].unflatten(1, (self._groups, -1))  # (N, G, C, places, kernel)
+            yield found.permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
 
-    def _unfolded(self, x: Tensor) -> Tensor:
-        kernel, stride, dilation = self.shape[2:], self._option("stride"), self._option("dilation")
-        if self._transposed:  # a convolution of stride 1, of the input with zeros between its values
-            x = _spaced(x, stride)
-            sides = [
-                (d * (k - 1) - p, d * (k - 1) - p + more)
-                for k, d, p, more in zip(
-                    kernel, dilation, self._option("padding"), self._option("output_padding"), strict=True
-                )
-            ]
-            x = F.pad(x, [side for pair in reversed(sides) for side in pair])
-            stride = (1,) * self._axes
-        else:
+    def _padded(self, x: Tensor) -> Tensor:
+        """The input with all that the kernel runs over."""
+        if not self.is_transposed:
             mode = self._option("padding_mode")
             mode = "constant" if mode == "zeros" else mode
-            x = F.pad(x, conv_padding(self.shape, self._option("padding"), dilation), mode=mode)
-        for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
-            x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
-        x = x.unflatten(1, (self._groups, -1))  # (N, G, C, *out, *kernel)
-        inside = [1, 0, *range(3, 3 + self._axes), 2, *range(3 + self._axes, x.dim())]
-        return x.permute(inside).flatten(2 + self._axes).flatten(1, 1 + self._axes)
+            return F.pad(x, conv_padding(self.shape, self._option("padding"), self._option("dilation")), mode=mode)
+        names = "dilation", "padding", "output_padding"
+        sides = [
+            (d * (k - 1) - p, d * (k - 1) - p + more)
+            for k, d, p, more in zip(self.shape[2:], *map(self._option, names), strict=True)
+        ]
+        return F.pad(_spaced(x, self._option("stride")), [side for pair in reversed(sides) for side in pair])
+
+    def _places(self, x: Tensor, most: int | None) -> Tensor:
+        """Where the kernel reads, in the flattened axes of a padded input: one row for each place that it stands at."""
+        at = torch.arange(math.prod(x.shape[2:]), device=x.device).view(x.shape[2:])
+        stride = (1,) * self._axes if self.is_transposed else self._option("stride")
+        for axis, (k, s, d) in enumerate(zip(self.shape[2:], stride, self._option("dilation"), strict=True)):
+            at = at.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
+        rows = at.flatten(self._axes).flatten(0, self._axes - 1)
+        return rows[_some_of(len(rows), most).to(rows.device)]
 
     def _option(self, name: str) -> Any:
         return self.call.options[name]
@@ -103,10 +113,6 @@ class LayerMatrix:
         groups: int = self._option("groups")
         return groups
 
-    @property
-    def _transposed(self) -> bool:
-        return self.call.op.name in _TRANSPOSED
-
 
 def _spaced(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Put stride - 1 zeros between neighbours along each axis behind the first two."""
@@ -115,3 +121,10 @@ def _spaced(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     places: list[Any] = [slice(None, None, s) for s in stride]
     spaced[(..., *places)] = x
     return spaced
+
+
+def _some_of(count: int, most: int | None) -> Tensor:
+    """The numbers from 0 to count, or some of them at random, the same ones each time."""
+    if most is None or count <= most:
+        return torch.arange(count)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:most].sort().values

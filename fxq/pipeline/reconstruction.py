@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch
+from fxq.common.data import Batch, samples_in
 from fxq.common.isolation import copied, seeded
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError
@@ -35,16 +36,25 @@ class Reconstruction(Pass):
     Goes through the layers in order. What a layer reads comes from the graph as it is so far, with the integers chosen
     for the layers before; what it should compute is what its float form computes in the float graph. A subclass says
     in `choose` which integers come closest. Where they are not better than those that are there, channel by channel,
-    these stay. A mean error does not count where correct-bias takes it away.
+    these stay. A mean error does not count where correct-bias takes it away, and what follows is run without it.
+
+    A weight with a scale for each channel gets scales, too: those with which its values, rounded to the nearest, make
+    the least error, and then the ones that suit the chosen integers.
 
     Of a layer, no patches are kept but sums of their products: as many numbers as its weight has inputs, squared. Of
-    the samples, both graphs keep the values that are still read.
+    large inputs these are patches at places drawn at random, many more than a weight has inputs. Of the samples, both
+    graphs keep the values that are still read.
 
     Args:
         samples: how many recorded samples it looks at.
+        trust: how much the float weight is trusted: as many patches as this for each input of the weight say that it is
+            right. What is known from few patches alone does not hold for other data.
+        scales: whether weights with a scale for each channel get other scales.
     """
 
     samples: int = 64
+    trust: float = 4.0
+    scales: bool = True
 
     @property
     def samples_read(self) -> int:
@@ -63,15 +73,15 @@ class Reconstruction(Pass):
                 "fxq.quantize(model, recipe, data=loader)."
             )
         nodes = rewriter.nodes()
-        corrected = any(step.name == "correct-bias" for step in context.recipe.pipeline)
+        follows = any(step.name == "correct-bias" for step in context.recipe.pipeline)
         layers = {node: found for node in nodes if (found := self._layer(rewriter.gm, node)) is not None}
         bar = progress_bar(self.name, len(layers), context.progress)
         with torch.no_grad(), seeded(), bar as advance:
-            runs = BothForms(rewriter.gm, context.some_samples(self.samples))
+            batches = context.some_samples(self.samples)
+            runs, count = BothForms(rewriter.gm, batches), sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
                 if node in layers:
-                    centred = corrected and layers[node].has_bias
-                    self._improve(rewriter, layers[node], runs, OutputError(centred))
+                    self._improve(rewriter, layers[node], runs, layers[node].bias if follows else None, count)
                     advance()
                 runs.step(node)
 
@@ -87,23 +97,45 @@ class Reconstruction(Pass):
                 continue
             if LayerMatrix.takes(call):
                 real = read_attribute(gm, info(weight).stands_for)
-                return IntegerLayer(LayerMatrix(call, tuple(real.shape)), x, weight, real, grid)
+                form, bias = LayerMatrix(call, tuple(real.shape)), call.tensors.get(call.op.quant.bias or "")
+                return IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None)
         return None
 
-    def _improve(self, rewriter: Rewriter, layer: IntegerLayer, runs: BothForms, error: OutputError) -> None:
-        grid, form = layer.on_rows(), layer.form
+    def _improve(
+        self, rewriter: Rewriter, layer: IntegerLayer, runs: BothForms, bias: fx.Node | None, samples: int
+    ) -> None:
+        grid, form, error = layer.on_rows(), layer.form, OutputError(bias is not None)
+        most = math.ceil(max(_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
         for got, wanted in runs.values(layer.x):
-            for x, real in zip(form.patches(got), form.patches(wanted), strict=True):
+            for x, real in zip(form.patches(got, most), form.patches(wanted, most), strict=True):
                 error.add(x, real @ form.rows(layer.real).mT)
-        old = form.rows(layer.integers(rewriter.gm))
-        new = self.choose(grid, error)
-        kept = error(grid.real(new)) < error(grid.real(old))
-        new = torch.where(kept[:, :, None], new, old)
-        if torch.equal(new, old):
-            return
-        with rewriter.attributed(self.name.replace("-", "_"), type(self)):
-            layer.put(rewriter, form.weight(new))
-        runs.put(layer.weight, form.weight(grid.real(new)))
+        error.trust(grid.weight, self.trust)
+        old, free = form.rows(layer.integers(rewriter.gm)), self.scales and layer.has_scale_of_channel
+        tried = grid.rescaled(error) if free else grid
+        new = self.choose(tried, error)
+        tried = tried.fitted(new, error) if free else tried
+        better = (error(tried.real(new)) < error(grid.real(old)))[:, :, None]
+        new, tried = torch.where(better, new, old), replace(grid, scale=torch.where(better, tried.scale, grid.scale))
+        if bias is not None:
+            corrected = read_attribute(rewriter.gm, str(bias.target)) + error.shift(tried.real(new)).flatten()
+            runs.put(bias, corrected)
+        scale = tried.scale[:, :, 0].flatten() if not torch.equal(tried.scale, grid.scale) else None
+        if scale is not None or not torch.equal(new, old):
+            with rewriter.attributed(self.name.replace("-", "_"), type(self)):
+                layer.put(rewriter, form.weight(new), scale)
+            runs.put(layer.weight, form.weight(tried.real(new)))
+
+
+_PATCHES, _PATCHES_PER_INPUT = 4096, 32
+"""How many patches are looked at, of all samples together: so many, or so many for each input of a weight."""
+
+
+def _is_corrected(node: fx.Node, bias: Any) -> bool:
+    """Whether correct-bias fits the bias of a layer that a node runs, and nobody else reads it."""
+    plan = info(node).plan
+    measured = plan is not None and plan.reads is not None and plan.reads.range == "measured"
+    constant = isinstance(bias, fx.Node) and bias.op == "get_attr" and len(bias.users) == 1
+    return constant and plan is not None and plan.fate == "int8" and not measured
 
 
 @dataclass(frozen=True)
@@ -116,6 +148,7 @@ class IntegerLayer:
         weight: the node that dequantizes its weight.
         real: its float weight.
         grid: that of the integers.
+        bias: its bias, where that is one that correct-bias fits.
     """
 
     form: LayerMatrix
@@ -123,11 +156,13 @@ class IntegerLayer:
     weight: fx.Node
     real: Tensor
     grid: QParams
+    bias: fx.Node | None
 
     @property
-    def has_bias(self) -> bool:
-        """Whether the layer has a bias."""
-        return self.form.call.tensors.get(self.form.call.op.quant.bias or "") is not None
+    def has_scale_of_channel(self) -> bool:
+        """Whether each row of the weight has a scale of its own, of a grid around 0."""
+        own = self.grid.axis == 0 and self.grid.block is None and not self.form.is_transposed
+        return own and not self.grid.zero_point.any()
 
     def on_rows(self) -> WeightGrid:
         """The weight and its grid as rows."""
@@ -146,16 +181,21 @@ class IntegerLayer:
         packed = options_of(self.weight)["packed"]
         return (stored if packed is None else unpack(stored, packed, self.grid.qmin < 0)).float()
 
-    def put(self, rewriter: Rewriter, integers: Tensor) -> None:
-        """Let the layer have other integers."""
+    def put(self, rewriter: Rewriter, integers: Tensor, scale: Tensor | None) -> None:
+        """Let the layer have other integers; and other scales (C,), unless there are none."""
         old: Any = self.weight.args[0]
         stored = integers.to(self.grid.dtype)
         stored = stored if options_of(self.weight)["packed"] is None else pack(stored)
         name = str(old.target).removeprefix("fxq_data.")
         made = rewriter.constant(stored, f"{name}_chosen", before=self.weight, like=old)
         rewriter.update(self.weight, args=(made, *self.weight.args[1:]))
-        if not old.users:
-            rewriter.erase(old)
+        before: list[Any] = [old, self.weight.kwargs["scale"]]
+        if scale is not None:
+            scales = rewriter.constant(scale, f"{name}_scale_chosen", before=self.weight)
+            rewriter.update(self.weight, kwargs={**self.weight.kwargs, "scale": scales})
+        for node in before:
+            if isinstance(node, fx.Node) and not node.users:
+                rewriter.erase(node)
 
 
 @dataclass(frozen=True)
@@ -183,6 +223,32 @@ class WeightGrid:
         """The float weight as a number of steps above the integer 0, not rounded and not clamped."""
         return self.weight / self.scale + self.zero_point
 
+    def nearest(self) -> Tensor:
+        """The integers that the float weight is rounded to."""
+        return self.steps().round_().clamp_(self.qmin, self.qmax)
+
+    def rescaled(self, error: OutputError) -> WeightGrid:
+        """With the scale of each row, of some smaller and larger ones, whose nearest integers make the least error."""
+        factors = torch.logspace(_SCALES[0], _SCALES[1], _SCALES[2], base=2, device=self.scale.device)
+        tried = [replace(self, scale=self.scale * factor) for factor in factors]
+        best = torch.stack([error(grid.real(grid.nearest())) for grid in tried]).argmin(0)
+        return replace(self, scale=self.scale * factors[best][:, :, None])
+
+    def fitted(self, integers: Tensor, error: OutputError) -> WeightGrid:
+        """With the scale of each row with which these integers make the least error, where it is much the same."""
+        weight = self.real(integers)
+        power = ((weight @ error.gram) * weight).sum(2)
+        factor = (weight * error.cross.mT).sum(2) / power.clamp(min=_SMALLEST)
+        factor = torch.where((factor - 1).abs() < _MOST, factor, 1.0)
+        return replace(self, scale=self.scale * factor[:, :, None])
+
+
+_SCALES = -1.2, 0.2, 29
+"""The factors of scales that are tried: from and to, in octaves, and how many."""
+_MOST = 0.3
+"""Factors further from 1 than this follow noise."""
+_SMALLEST = 1e-30
+
 
 class OutputError:
     """The squared error of a layer's outputs as a function of its weight, from sums over all patches.
@@ -201,6 +267,22 @@ class OutputError:
         self.count += x.shape[1]
         sums = x.mT @ x, x.mT @ wanted, x.sum(1), wanted.sum(1), wanted.square().sum(1)
         self._sums = tuple(a.add_(b) for a, b in zip(self._sums, sums, strict=True)) if self._sums else sums
+
+    def trust(self, weight: Tensor, patches: float) -> None:
+        """Take in so many patches for each input, (G, R, K), of inputs as large as usual that do not depend on another.
+
+        For them, what a float weight makes of them is right.
+        """
+        gram, cross, _, _, power = self._sums
+        size = patches * weight.shape[2] * self.gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        gram += size * torch.eye(weight.shape[2], device=gram.device)
+        cross += size * weight.mT
+        power += size[:, :, 0] * weight.square().sum(2)
+
+    def shift(self, weight: Tensor) -> Tensor:
+        """The mean of what is missing in each channel with a weight (G, R, K): (G, R)."""
+        _, _, x, wanted, _ = self._means()
+        return wanted - (weight @ x[:, :, None])[:, :, 0]
 
     @property
     def gram(self) -> Tensor:

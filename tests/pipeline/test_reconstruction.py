@@ -1,6 +1,6 @@
 """The frame of passes that choose integers layer by layer: what they are handed, what is written and left alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ class Chosen(Reconstruction):
     """Takes integers that are `off` from the nearest, in every other channel, and notes what it is handed."""
 
     off: float = 1.0
+    trust: float = 0.0
+    scales: bool = False
 
     name = "chosen"
     needs = gives = fxq.Stage.QDQ
@@ -144,6 +146,61 @@ def test_mean_errors_count_where_no_pass_takes_them_away(correct_bias):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2, bias=False)).eval()
     fxq.quantize(model, recipe, data=[torch.rand(8, 4)])
     assert [error.centred for _, error in SEEN] == [correct_bias, False]
+
+
+@pytest.mark.parametrize("preset", ["dynamic", "weight_only"])
+def test_mean_errors_count_in_presets_whose_biases_stay_as_they_are(preset):
+    recipe = getattr(fxq.Recipe, preset)(backend="reference").insert_pass(Chosen(), after="insert-qdq")
+    fxq.quantize(nn.Sequential(nn.Linear(4, 4)).eval(), recipe, data=[torch.rand(8, 4)])
+    assert [error.centred for _, error in SEEN] == [False]
+
+
+@pytest.mark.parametrize("correct_bias", [False, True])
+def test_what_follows_is_run_with_the_bias_corrected(correct_bias):
+    """The next layer reads, in the mean, what it reads in float; so nothing drifts away from layer to layer."""
+    weight = fxq.TensorSpec(bits=3, signed=True, symmetric=True, per="channel", observer="minmax")
+    recipe = fxq.Recipe.static(weight=weight, backend="reference").insert_pass(Chosen(off=0), after="insert-qdq")
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 2)
+    x = torch.rand(64, 8)
+    fxq.quantize(
+        nn.Sequential(first, second).eval(), recipe if correct_bias else recipe.without_pass("correct-bias"), data=[x]
+    )
+    missing = SEEN[1][1].shift(second.weight.detach()[None]).abs().max()
+    assert missing < 1e-3 if correct_bias else missing > 1e-2
+
+
+def test_scales_of_channels_that_suit_the_integers():
+    """A grid that is wider than it need be comes out narrower."""
+    torch.manual_seed(0)
+    weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
+    recipe = replace(fxq.Recipe.static(weight=weight, backend="reference"), min_sqnr=None)
+    recipe = recipe.without_pass("correct-bias")
+    layer, x = nn.Linear(40, 6, bias=False), torch.rand(200, 40)
+    layer.weight.data[:, 0] = 0.5  # an outlier in each channel
+    x[:, 0] = 0  # that counts for nothing
+    model, scales, errors = nn.Sequential(layer).eval(), [], []
+    for free in (False, True):
+        made = fxq.quantize(model, recipe.insert_pass(Chosen(off=0, scales=free), after="insert-qdq"), data=[x])
+        scales.append(made.qparams()["0"].weight_scale)
+        with torch.no_grad():
+            errors.append((made(x) - model(x)).square().mean(0))
+    assert (scales[1] < 0.8 * scales[0]).all() and (errors[1] < 0.5 * errors[0]).all()
+
+
+def test_trust_in_the_float_weight():
+    """It counts as patches whose inputs do not depend on each other, and are as large as usual."""
+    x, weight, other = torch.randn(2, 50, 6), torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+    wanted = torch.randn(2, 50, 3)
+    error = OutputError()
+    error.add(x, wanted)
+    size = error.gram.diagonal(dim1=1, dim2=2).mean(1)
+    alone = error(other)
+    error.trust(weight, 5)
+    pulled = 5 * 6 / 50 * size[:, None] * (other - weight).square().sum(2)
+    torch.testing.assert_close(error(other), alone + pulled, rtol=1e-4, atol=1e-4)
+    slope = torch.func.jacrev(lambda w: error(w).sum())(other)
+    torch.testing.assert_close(slope, 2 * (other @ error.gram - error.cross.mT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
