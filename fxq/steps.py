@@ -24,7 +24,7 @@ from fxq.ledger.comparison import Baseline
 from fxq.ledger.float_record import checksums
 from fxq.ledger.ledger import Narrowed
 from fxq.ledger.narrowing import narrowed
-from fxq.ledger.output_check import check_output, output_sqnr
+from fxq.ledger.output_check import check_output, output_sqnrs
 from fxq.ledger.side_by_side import Program
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.passes.observe_all import ObserveAll
@@ -167,7 +167,7 @@ def converted(observed: ObservedModel, recipe: Recipe | None = None, known: Know
     manager.run(left)
     context = manager.context
     ledger, kept = ledger_of(manager.history, manager.gm, context)
-    found = output_sqnr(manager.gm, context, sum(e.macs for e in ledger))
+    (found,) = output_sqnrs([manager.gm], context)
     ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
     if ledger and not ledger.count("int8") and not ledger.count("weight-only"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")

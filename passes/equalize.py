@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.info import info
-from fxq.graph.query import constant, op_of
+from fxq.graph.query import constant, is_op
 from fxq.graph.unit import OpCall, calls_of
 from fxq.ops import OPS
 from fxq.pipeline.float_ops import divide_original
@@ -185,7 +185,7 @@ class _Pair:
         None for what is cut off next: the relu that is put behind it becomes part of the layer.
         """
         nodes, factors = (self.first.node, *self.between), self._spread(self.factors)
-        cut = [i - 1 for i, node in enumerate(nodes) if i and op_of(node) in map(OPS.__getitem__, _BOUNDED)]
+        cut = [i - 1 for i, node in enumerate(nodes) if i and is_op(node, *_BOUNDED)]
         return {o: None if i in cut else factors for i, node in enumerate(nodes) for o in info(node).origins}
 
     def write(self, rewriter: Rewriter) -> None:

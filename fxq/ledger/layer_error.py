@@ -44,13 +44,9 @@ class Measured:
 def measured_with(context: Context, original: Original) -> list[Batch]:
     """What to measure with, best first: the first recorded batch, of which one sample is enough for a large model."""
     recorded = context.samples[:1]
-    if context.divisible and sum(op.macs for op in original.ops) > _LARGE:
+    if context.divisible and original.is_large:
         recorded = [first_of(batch, 1) for batch in recorded]
     return [*recorded, context.example]
-
-
-_LARGE = 100_000_000
-"""Multiply-accumulates. Above it one sample is enough, and more of them take long."""
 
 
 def measure(

@@ -19,26 +19,20 @@ from fxq.tracing.fidelity import run_model, same_values
 
 log = logging.getLogger("fxq")
 
-LARGE, FEW = 100_000_000, 8
-"""Multiply-accumulates of the example from which on a network is large, and how many samples it is compared on then."""
+FEW = 8
+"""How many samples a large model is compared on."""
 WORST, NEAR = 3, 10.0
 """How many layers a warning names, and how many dB above the output: those that are higher add little to its error."""
 
 
-def output_sqnr(gm: fx.GraphModule, context: Context, macs: int) -> float | None:
-    """SQNR of the outputs of a finished graph against the user's model, see `output_sqnrs`."""
-    return output_sqnrs([gm], context, macs)[0]
-
-
-def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context, macs: int = 0) -> list[float | None]:
-    """SQNR of the outputs of graphs against the user's model, over recorded calibration samples.
+def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context) -> list[float | None]:
+    """SQNR of the outputs of graphs against the user's model, over recorded calibration samples, a few for a large one.
 
     Of several float outputs, it is that of the one that is furthest off: boxes in pixels must not hide scores.
 
     Args:
         gms: the graphs; the user's model runs once for all of them.
         context: the float model, the recorded samples, and the example for where the graph runs on none of them.
-        macs: multiply-accumulates of the float model on the example; of a large one, fewer samples are compared.
 
     Returns:
         dB for each graph, see `fxq.common.metrics.sqnr`; None where the model returns no float tensor.
@@ -47,7 +41,8 @@ def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context, macs: int = 0)
     """
     with torch.no_grad(), without_autocast():
         try:
-            few = context.some_samples(FEW) if macs > LARGE else context.samples or [context.example]
+            large = context.original is not None and context.original.is_large
+            few = context.some_samples(FEW) if large else context.samples or [context.example]
             return _compared(gms, context, few)
         except (InputError, RuntimeError, IndexError, ValueError) as error:
             # recorded are the first samples of a batch; where its first axis is none of samples, they fit no model

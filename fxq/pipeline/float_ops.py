@@ -16,6 +16,8 @@ from fxq.graph.query import called_name, is_check, makes_no_tensor, submodule
 from fxq.ops import OPS
 from fxq.rewriting.rewriter import Rewriter
 
+_LARGE = 100_000_000
+
 
 @dataclass(frozen=True)
 class OriginalOp:
@@ -54,6 +56,11 @@ class Original:
     graph: fx.Graph
     nodes: Mapping[str, fx.Node]
     by_origin: Mapping[str, str]
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether it multiplies so much for the example that few samples of it are looked at where that is enough."""
+        return sum(op.macs for op in self.ops) > _LARGE
 
     @cached_property
     def by_name(self) -> Mapping[str, OriginalOp]:

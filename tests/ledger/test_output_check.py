@@ -15,6 +15,7 @@ import fxq
 from fxq.common.metrics import sqnr
 from fxq.errors import RecipeError
 from fxq.ledger import output_check
+from fxq.pipeline import float_ops
 from tests.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 4 * 8).reshape(4, 8)
@@ -144,7 +145,7 @@ def test_a_large_network_is_compared_on_fewer_samples(monkeypatch):
 
     monkeypatch.setattr(output_check, "_compared", compared)
     silent(net(), REFERENCE, [X] * 8)
-    monkeypatch.setattr(output_check, "LARGE", 10)
+    monkeypatch.setattr(float_ops, "_LARGE", 10)
     silent(net(), REFERENCE, [X] * 8)
     silent(net(), REFERENCE, [X])
     assert sizes == [4] * 8 + [1] * 8 + [4]
