@@ -60,7 +60,7 @@ def test_sqnr_names_the_layer_that_is_at_fault():
         model[1].weight[0] *= 1000
         model[2].weight[:, 0] /= 1000
     weight = fxq.TensorSpec(signed=True, symmetric=True, per="tensor", observer="minmax")
-    recipe = fxq.Recipe.static(backend="reference", weight=weight).without_pass("keep-small-values")
+    recipe = plain(fxq.Recipe.static(backend="reference", weight=weight)).without_pass("keep-small-values")
     ledger = fxq.quantize(model, recipe, data=[X]).ledger
     first, _, third, last = (e.sqnr for e in ledger)
     assert first > 35 and third < first - 15 and last < first - 15  # the last one inherits it
