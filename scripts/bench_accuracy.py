@@ -32,7 +32,7 @@ import torch
 from accuracy_contenders import Contender, contenders
 from accuracy_data import install
 from accuracy_subjects import SUBJECTS, Subject
-from demo_sequence_data import Missing
+from demo_sequence_data import Missing, fetched
 from rich.console import Console
 from rich.progress import Progress
 from tabulate import tabulate
@@ -138,11 +138,7 @@ def main() -> None:
     parser.add_argument("--crops", type=int, default=1000, metavar="N", help="pictures to judge (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers to this file too")
     arguments = parser.parse_args()
-    folders = list(arguments.folder)
-    if arguments.install is not None:
-        install(arguments.install)
-        folders.append(arguments.install)
-    sys.path += map(str, folders)  # behind what is installed
+    folders = fetched(arguments, install)
     about = machine()
     tables: dict[str, list[dict[str, object]]] = {}
     print(", ".join(f"{name}: {value}" for name, value in about.items()), end="\n\n", flush=True)

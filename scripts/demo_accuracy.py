@@ -25,7 +25,7 @@ from accuracy_subjects import Subject, digit, faces, imagenet, resolution
 from demo import PICTURED, draw_history, super_resolution
 from demo_accuracy_text import text
 from demo_data import held_out_pairs
-from demo_sequence_data import Missing
+from demo_sequence_data import Missing, fetched
 from demo_sequence_subjects import Calls
 from PIL import Image, ImageDraw
 from rich.console import Console
@@ -46,11 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="folder for reports and pictures (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer pictures, less training")
     arguments = parser.parse_args()
-    folders = list(arguments.folder)
-    if arguments.install is not None:
-        install(arguments.install)
-        folders.append(arguments.install)
-    sys.path += map(str, folders)  # behind what is installed
+    fetched(arguments, install)
     console = Console()
     with threads(1), torch.no_grad():
         for name in arguments.only or NETWORKS:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from demo_sequence_data import Missing, install
+from demo_sequence_data import Missing, fetched, install
 from demo_sequence_subjects import SUBJECTS, Part, Subject
 from rich.console import Console
 from rich.progress import Progress
@@ -79,11 +79,7 @@ def main() -> None:
         "--count", type=int, default=500, help="sentences, prompts, words to judge (default %(default)s)"
     )
     arguments = parser.parse_args()
-    folders = list(arguments.folder)
-    if arguments.install is not None:
-        install(arguments.install)
-        folders.append(arguments.install)
-    sys.path += map(str, folders)  # behind what is installed
+    folders = fetched(arguments, install)
     rows = []
     with threads(1), torch.no_grad(), restored_engine():
         for name in arguments.only or SUBJECTS:

@@ -5,13 +5,14 @@ Packages are installed by the user, or by `install` into a folder; nothing is fe
 
 from __future__ import annotations
 
+import argparse
 import ast
 import random
 import subprocess
 import sys
 import sysconfig
 import wave
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,16 @@ SOUNDS, WORDS = "usr/share/asterisk/sounds/en_US_f_Allison", "usr/share/festival
 
 class Missing(Exception):
     """Something is not installed; the message says what, and how to get it."""
+
+
+def fetched(arguments: argparse.Namespace, install: Callable[[Path], None]) -> list[Path]:
+    """The folders that `--install` and `--folder` name, the first one filled; what is in them can be imported."""
+    folders = list(arguments.folder)
+    if arguments.install is not None:
+        install(arguments.install)
+        folders.append(arguments.install)
+    sys.path += map(str, folders)  # behind what is installed
+    return folders
 
 
 def install(folder: Path) -> None:

@@ -34,6 +34,13 @@ def seeded():
     torch.manual_seed(int(os.environ.get("SEED_", "0")))
 
 
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script by name."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "scripts")
+    return importlib.import_module
+
+
 class IntegersAreFree(costs.Costs):
     """Prices at which everything that can runs on integers, so that no test depends on how fast the machine is.
 

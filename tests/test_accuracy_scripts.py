@@ -1,6 +1,5 @@
 """What the scripts for accuracy are made of: networks, data, the cascade, judgements, contenders; without packages."""
 
-import importlib
 import json
 import math
 import subprocess
@@ -18,13 +17,6 @@ import fxq
 pytestmark = pytest.mark.any_cpu
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Imports a script by name."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return importlib.import_module
 
 
 def picture(width=80, height=60):

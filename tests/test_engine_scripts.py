@@ -1,6 +1,5 @@
 """The benchmark of engines: its networks, what it says of a contender, and one network with what is installed."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -15,13 +14,6 @@ from tests.machine import needs_x86
 pytestmark = pytest.mark.any_cpu
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Imports a script by name."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return importlib.import_module
 
 
 def cells(bench, batch=1):

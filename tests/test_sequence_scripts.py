@@ -1,6 +1,5 @@
 """What the scripts for networks of sequences are made of: networks, data, other tools, judgements; without packages."""
 
-import importlib
 import json
 import math
 import re
@@ -14,13 +13,6 @@ import torch
 pytestmark = pytest.mark.any_cpu
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Imports a script by name."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return importlib.import_module
 
 
 def test_bert_has_the_size_of_minilm(script):
