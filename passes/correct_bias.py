@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.common.data import Batch
-from fxq.common.isolation import copied
+from fxq.common.isolation import copied, seeded
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
 from fxq.graph.query import arguments_of, constant, is_op, op_of
@@ -60,14 +60,19 @@ class CorrectBias(Pass):
         layers = {node: layer for node in rewriter.nodes() if (layer := self._layer(rewriter.gm, node)) is not None}
         if not layers or not context.samples:
             return
-        pieces = context.in_pieces(self.samples, _PIECES)
-        with torch.no_grad(), progress_bar("correcting", len(pieces), context.progress) as advance:
+        pieces = context.in_pieces(self.samples, _PARTS)
+        for layer in layers.values():
+            layer.parts = -(-_PARTS // len(pieces))
+        bar = progress_bar("correcting", len(pieces), context.progress)
+        with torch.no_grad(), seeded(), bar as advance:
             for batch in pieces:
                 modules = [Program(rewriter.gm, rewriter.graph).modules for _ in range(2)]  # what one keeps is its own
                 real = _Real(rewriter.gm, batch, modules[0], layers)
                 integers = _Integers(rewriter.gm, batch, modules[1], layers)
                 for node in rewriter.nodes():
+                    drawn = torch.get_rng_state()
                     real.step(node)
+                    torch.set_rng_state(drawn)  # both draw the same numbers
                     integers.step(node)
                 advance()
         for node, layer in layers.items():
@@ -92,8 +97,12 @@ class CorrectBias(Pass):
         return _Layer(old, bias, weight, call.op.quant.channels or 0, scale if fitted else None, self.least)
 
 
-_PIECES = 32
-"""The samples are cut into so many parts, or more: few values are held at a time, and parts can be compared."""
+_PARTS = 32
+"""Of the samples, so many parts are compared, if there are values enough."""
+_ENOUGH = 16
+"""Values of each channel that make a part: how far fewer deviate says little."""
+_VARIES = 1e-10
+"""A channel whose values deviate less, squared and by the largest mean, does not vary: it is rounding in float32."""
 _MOST = 0.1
 """Factors further from 1 than this are no rounding error of an 8-bit weight: the layer's input is to blame."""
 
@@ -149,7 +158,9 @@ class _Layer:
         axis: the axis of the channels in its result.
         scale: the scales of the weight; None where they are not fitted.
         least: of fewer values in a channel there is no line.
-        values: in each channel so far.
+        parts: into how many the values of a batch are cut, if there are enough.
+        waiting: what both forms computed of each channel, (C, N), until it is enough for a part.
+        values: in each channel, in the parts so far.
         level: the mean of what the integers compute.
         shift: how much lower that is than what the float form computes.
         gain: the logarithm of how much less it deviates from the mean; groups of a transposed convolution share scales.
@@ -163,6 +174,8 @@ class _Layer:
     axis: int
     scale: Tensor | None
     least: int
+    parts: int = 1
+    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     values: int = 0
     level: Estimate = field(default_factory=Estimate)
     shift: Estimate = field(default_factory=Estimate)
@@ -191,14 +204,26 @@ class _Layer:
         return torch.addcmul(shift.to(got.dtype).view(shape), got, factor.to(got.dtype).view(shape))
 
     def _compare(self, got: Tensor, wanted: Tensor) -> None:
-        axes = [i for i in range(got.dim()) if i != self.axis % got.dim()]
-        (mean, spread), (mean_wanted, spread_wanted) = (_moments(x, axes) for x in (got, wanted))
-        self.values += got.numel() // got.shape[self.axis]
+        """Take in what both forms compute, as soon as there is enough for a part."""
+        self.waiting.append((_by_channel(got, self.axis), _by_channel(wanted, self.axis)))
+        count = sum(rows.shape[1] for rows, _ in self.waiting)
+        if count < _ENOUGH:
+            return
+        pair = [torch.cat(rows, 1) if len(rows) > 1 else rows[0] for rows in zip(*self.waiting, strict=True)]
+        self.waiting.clear()
+        self.values += count
+        parts = min(self.parts, count // _ENOUGH)
+        for less, more in zip(*(rows.tensor_split(parts, 1) for rows in pair), strict=True):
+            self._add(_moments(less), _moments(more))
+
+    def _add(self, got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+        """Take in the mean and the deviation of a part, in both forms."""
+        (mean, spread), (mean_wanted, spread_wanted) = got, wanted
         self.level.add(mean)
         self.shift.add(mean_wanted - mean)
         if self.scale is not None:
             less, more = (x.view(-1, len(self.scale)).sum(0) for x in (spread, spread_wanted))
-            known = (less > 0) & (more > 0)
+            known = (less > _VARIES * mean.square().max()) & (more > 0)
             self.gain.add(torch.where(known, more / less, 1.0).log() / 2)
 
     def _factor(self) -> Tensor:
@@ -210,12 +235,16 @@ class _Layer:
         return torch.where(usable, factor, torch.ones_like(factor)).repeat(len(self.bias) // len(self.scale))
 
 
-def _moments(x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
-    """The mean over some axes, which may be none, and the mean square of what deviates from it, float64."""
-    if not axes:
-        return x.double(), torch.zeros_like(x, dtype=torch.float64)
-    mean = x.mean(axes, keepdim=True)
-    return mean.flatten().double(), (x - mean).square_().mean(axes).double()
+def _by_channel(x: Tensor, axis: int) -> Tensor:
+    """The values of each channel in a row, (C, N)."""
+    return x.movedim(axis, 0).reshape(x.shape[axis], -1)
+
+
+def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each row, and the mean square of what deviates from it, float64."""
+    exact = rows.double()
+    mean = exact.mean(1, keepdim=True)
+    return mean[:, 0], (exact - mean).square_().mean(1)
 
 
 class _Real(FloatForm):
@@ -267,7 +296,7 @@ def _write(rewriter: Rewriter, node: fx.Node, layer: _Layer, factor: Tensor, shi
     new = rewriter.constant(corrected, f"{name}.bias_corrected", before=node, like=node)
     rewriter.describe(new, stands_for=str(getattr(layer.old, "target", "")))
     rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: new if n is layer.old else n))
-    if layer.scale is not None and bool((factor != 1).any()):
+    if layer.scale is not None:
         weight, scale = layer.weight, layer.scale
         name = str(getattr(weight.args[0], "target", weight.name)).removesuffix("_int8").removeprefix("fxq_data.")
         scaled = (scale.double() * factor[: len(scale)].to(scale.device)).to(torch.float32)

@@ -51,8 +51,8 @@ class Equalize(Pass):
         >>> weight = fxq.TensorSpec(signed=True, symmetric=True)  # one scale for the tensor
         >>> recipe = fxq.Recipe.static(weight=weight).insert_pass(fxq.passes.Equalize(), after="fold-batch-norm")
         >>> qmodel = fxq.quantize(model, recipe, data=[torch.rand(4, 3, 8, 8)])
-        >>> [edit.rule for edit in qmodel.history["equalize"].edits]
-        ['equalize']
+        >>> {edit.rule for edit in qmodel.history["equalize"].edits}
+        {'equalize'}
     """
 
     rounds: int = 50
@@ -100,7 +100,7 @@ class _Layer:
     @classmethod
     def of(cls, gm: fx.GraphModule, node: fx.Node) -> _Layer | None:
         """A node as one; None where it is none, or shares its weight or bias with another."""
-        call = next(iter(calls_of(gm, node)), None)
+        call = _call(gm, node)
         if call is None or call.op.name not in ("linear", *_CONVS, *_TRANSPOSED) or call.computed is not None:
             return None
         own = [call.tensors.get(name) for name in ("weight", "bias")]
@@ -197,6 +197,7 @@ class _Pair:
                 path = f"{info(node).path or node.name}.bound"
                 bound = rewriter.constant(self._spread(most).float(), path, before=node)
                 relu = rewriter.call("relu", node.args[0], like=node, name=f"{node.name}_relu")
+                rewriter.describe(relu, origins=(relu.name,))  # it is not the op of the model
                 made = rewriter.call("minimum", relu, bound, like=node, name=f"{node.name}_minimum")
                 rewriter.replace(node, made)
 
@@ -209,7 +210,7 @@ def _pair(gm: fx.GraphModule, first: _Layer, layers: Mapping[fx.Node, _Layer]) -
     node, between = first.node, list[fx.Node]()
     while len(node.users) == 1:
         (user,) = node.users
-        second, call = layers.get(user), next(iter(calls_of(gm, user)), None)
+        second, call = layers.get(user), _call(gm, user)
         if call is None or call.activations != (node,):
             return None
         if second is not None:
@@ -220,6 +221,12 @@ def _pair(gm: fx.GraphModule, first: _Layer, layers: Mapping[fx.Node, _Layer]) -
         between.append(user)
         node = user
     return None
+
+
+def _call(gm: fx.GraphModule, node: fx.Node) -> OpCall | None:
+    """The op that a node runs; None where it runs none, or several as one unit."""
+    calls = calls_of(gm, node)
+    return calls[0] if len(calls) == 1 else None
 
 
 def _scales(call: OpCall, layer: _Layer) -> bool:

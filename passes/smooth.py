@@ -71,6 +71,7 @@ class Smooth(Pass):
 
         def measured(batches: Sequence[Batch]) -> list[_Input]:
             found = {one.quantize: one for one in _inputs(rewriter.gm) if self._has_enough(one, context)}
+            batches = [batch for batch in batches if samples_in(batch) != 0]
             for i, batch in enumerate(batches if found else ()):
                 share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
                 with torch.no_grad(), seeded():
@@ -201,7 +202,7 @@ class _Input:
         largest = torch.maximum(-self.low, self.high)
         weights = torch.stack([layer.real.abs().amax(0) for layer in self.layers]).amax(0)
         factors = largest**strength / weights.clamp(min=1e-12) ** (1 - strength)
-        return torch.where((largest > 0) & (weights > 0), factors, torch.ones_like(factors)).clamp(min=1e-6)
+        return torch.where(largest > 0, factors, torch.ones_like(factors)).clamp(min=1e-6)
 
     def smoothed_grid(self, factors: Tensor) -> QParams:
         """The grid for all values that were seen, divided by the factors."""

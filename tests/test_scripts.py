@@ -163,7 +163,7 @@ def test_scripts_use_the_public_api_only(script):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fxq":
             import fxq
 
-            assert node.attr in {*fxq.__all__, "__version__"}
+            assert node.attr in {*fxq.__all__, "__version__", "passes"}
 
 
 def test_torch_ao_is_imported_by_the_comparisons_only():

@@ -76,10 +76,12 @@ class Context:
         return [first_of(batch, each) if self.divisible else batch for batch in batches]
 
     def in_pieces(self, most: int, count: int) -> list[Batch]:
-        """The same, in `count` batches or some more where they can be cut."""
+        """The same; of a large model, so that few values are held at a time, in `count` batches or some more."""
         batches = self.some_samples(most)
+        if self.original is None or not self.original.is_large or not self.divisible:
+            return batches
         size = max(sum(samples_in(batch) or 1 for batch in batches) // count, 1)
-        return [piece for batch in batches for piece in (pieces_of(batch, size) if self.divisible else [batch])]
+        return [piece for batch in batches for piece in pieces_of(batch, size)]
 
     def config_for(self, path: str, op: str) -> tuple[QuantConfig, Selector | None]:
         """The recipe's config for an op at a module path, and the override that decided it."""

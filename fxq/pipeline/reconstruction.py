@@ -73,7 +73,8 @@ class Reconstruction(Pass):
                 "fxq.quantize(model, recipe, data=loader)."
             )
         nodes = rewriter.nodes()
-        follows = any(step.name == "correct-bias" for step in context.recipe.pipeline)
+        steps = {step.name: step for step in context.recipe.pipeline}
+        least = steps["correct-bias"].options.get("least", 0) if "correct-bias" in steps else math.inf
         layers = {node: found for node in nodes if (found := self._layer(rewriter.gm, node)) is not None}
         bar = progress_bar(self.name, len(layers), context.progress)
         with torch.no_grad(), seeded(), bar as advance:
@@ -81,7 +82,7 @@ class Reconstruction(Pass):
             runs, count = BothForms(rewriter.gm, batches), sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
                 if node in layers:
-                    self._improve(rewriter, layers[node], runs, layers[node].bias if follows else None, count)
+                    self._improve(rewriter, layers[node], runs, count, least)
                     advance()
                 runs.step(node)
 
@@ -101,14 +102,14 @@ class Reconstruction(Pass):
                 return IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None)
         return None
 
-    def _improve(
-        self, rewriter: Rewriter, layer: IntegerLayer, runs: BothForms, bias: fx.Node | None, samples: int
-    ) -> None:
-        grid, form, error = layer.on_rows(), layer.form, OutputError(bias is not None)
+    def _improve(self, rewriter: Rewriter, layer: IntegerLayer, runs: BothForms, samples: int, least: float) -> None:
+        grid, form, error = layer.on_rows(), layer.form, OutputError()
         most = math.ceil(max(_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
         for got, wanted in runs.values(layer.x):
             for x, real in zip(form.patches(got, most), form.patches(wanted, most), strict=True):
                 error.add(x, real @ form.rows(layer.real).mT)
+        bias = layer.bias if error.count >= least else None
+        error.centred = bias is not None
         error.trust(grid.weight, self.trust)
         old, free = form.rows(layer.integers(rewriter.gm)), self.scales and layer.has_scale_of_channel
         tried = grid.rescaled(error) if free else grid
@@ -274,7 +275,7 @@ class OutputError:
         For them, what a float weight makes of them is right.
         """
         gram, cross, _, _, power = self._sums
-        size = patches * weight.shape[2] * self.gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        size = patches * weight.shape[2] * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] / max(self.count, 1)
         gram += size * torch.eye(weight.shape[2], device=gram.device)
         cross += size * weight.mT
         power += size[:, :, 0] * weight.square().sum(2)

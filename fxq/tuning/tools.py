@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from concurrent.futures import Executor
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -77,9 +79,10 @@ def search(
 
     Other observers are tried first, for all layers together. Then layers go into float, those first that add most noise
     to the output; and those that are not needed there go back, first what costs most for the noise it makes, with other
-    observers where that helps. Fewer than three candidates are judged for each layer. They are graphs in exact integer
-    arithmetic with all on integers that can run on them; kernels differ from it by their rounding, and what is faster
-    in float stays there with optimize="speed", which adds no noise. The candidates do not depend on the executor.
+    observers where that helps. Fewer than three candidates are judged for each layer, some more in models of a few
+    layers. They are graphs in exact integer arithmetic with all on integers that can run on them; kernels differ from
+    it by their rounding, and what is faster in float stays there with optimize="speed", which adds no noise. The
+    candidates do not depend on the executor.
 
     Args:
         model: a float `nn.Module` in eval mode.
@@ -95,7 +98,7 @@ def search(
         The recipe, for `quantize` with the same data, and what was tried: a table, with a picture of its Pareto front.
 
     Raises:
-        InputError: bad input; or what goes to other processes cannot be pickled.
+        InputError: bad input; the metric returns no number; or what goes to other processes cannot be pickled.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
@@ -104,12 +107,15 @@ def search(
         >>> found.reached, found.floats, fxq.quantize(model, found.recipe, data=data).output_sqnr >= 60
         (True, ('0', '2'), True)
     """
-    if isinstance(target, bool) or not isinstance(target, (int, float)) or not target == target:
+    given: Any = target
+    if isinstance(given, bool) or not isinstance(given, Real) or not given == given:
         raise InputError(f"target is {target!r}; it is a number: dB, or with a metric the drop that is tolerated.")
     if metric is not None and not callable(metric):
         raise InputError(f"metric is {metric!r}; it is a function of a model that returns a number, larger is better.")
     trials = _trials(model, recipe, data, metric, progress)
-    least = target if metric is None else float(metric(trials.model)) - target
+    least = float(target) if metric is None else trials.told(trials.model) - float(target)
+    if math.isnan(least):
+        raise InputError("the metric returned NaN for the float model, from which no drop can be counted.")
     with progress_bar("searching", None, progress) as advance:
         return Search(trials, least, executor, advance).run()
 

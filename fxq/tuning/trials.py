@@ -99,7 +99,17 @@ class Trials:
         To a thousandth of a dB: the order of sums may differ from one process to another.
         """
         gm = self.candidate(recipe).gm
-        return round(self.sqnr(gm), 3) if self.metric is None else float(self.metric(gm.eval()))
+        return round(self.sqnr(gm), 3) if self.metric is None else self.told(gm.eval())
+
+    def told(self, model: nn.Module) -> float:
+        """What the metric says of a model, which it may put into another mode. Raises `InputError` for no number."""
+        assert self.metric is not None  # there is nobody to ask otherwise
+        with untouched(self.model):
+            found = self.metric(model)
+        try:
+            return float(found)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the metric returned {found!r}; it returns a number, larger is better.") from error
 
     def sqnr(self, gm: nn.Module) -> float:
         """dB of a model's output against the float model's over all data; of several outputs, that of the worst."""

@@ -161,3 +161,20 @@ def test_a_layer_that_goes_back_to_float_has_its_weight_and_input_again():
     model, x = block(), torch.randn(32, 16, 32)
     half = fxq.quantize(model, REFERENCE.override("down", fxq.FLOAT), data=[x])
     assert sqnr(model(x), half(x)) > 30
+
+
+@pytest.mark.parametrize("empty", [None, 0, 1])
+def test_channels_that_nothing_reads_and_batches_without_samples(empty):
+    """A channel with weights of zero is free to become as small as it likes."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 8)
+    with torch.no_grad():
+        layer.weight[:, 0] = 0
+    data = [outliers(4, 256, 32, channels=1), outliers(4, 256, 32, channels=1)]
+    if empty is not None:
+        data.insert(empty + 1, torch.zeros(0, 256, 32))
+    recipe = REFERENCE.without_pass("keep-small-values")
+    smooth, plain = (
+        fxq.quantize(nn.Sequential(layer).eval(), r, data=data) for r in (recipe, recipe.without_pass("smooth"))
+    )
+    assert smooth.output_sqnr > plain.output_sqnr + 10  # dB

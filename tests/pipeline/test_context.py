@@ -7,6 +7,7 @@ from torch import nn
 import fxq
 from fxq.common.data import Batch
 from fxq.errors import RecipeError
+from fxq.pipeline import float_ops
 from tests.graphs import graph
 from tests.helpers import REFERENCE, context, module
 
@@ -61,8 +62,11 @@ def test_types_are_those_of_all_modules_also_of_one_in_two_places():
     assert known.types["0"] is known.types["1"] is nn.Linear
 
 
-@pytest.mark.parametrize(("divisible", "sizes"), [(True, [2, 1, 2, 1]), (False, [5, 3])])
-def test_samples_in_pieces(divisible, sizes):
+@pytest.mark.parametrize(
+    ("large", "divisible", "sizes"), [(0, True, [2, 1, 2, 1]), (0, False, [5, 3]), (99, True, [3, 3])]
+)
+def test_samples_in_pieces(monkeypatch, large, divisible, sizes):
+    monkeypatch.setattr(float_ops, "_LARGE", large)
     model = nn.Sequential(nn.Linear(2, 2)).eval()
     given = fxq.prepare(model, REFERENCE, torch.rand(1, 2)).manager.context
     given.samples[:], given.divisible = [Batch((torch.rand(5, 2),)), Batch((torch.rand(3, 2),))], divisible

@@ -139,13 +139,14 @@ def test_the_error_of_patches_that_come_in_parts(centred):
     torch.testing.assert_close(slope, 2 * (other @ error.gram - error.cross.mT), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("correct_bias", [False, True])
-def test_mean_errors_count_where_no_pass_takes_them_away(correct_bias):
+@pytest.mark.parametrize(("correct_bias", "rows"), [(False, 64), (True, 64), (True, 8)])
+def test_mean_errors_count_where_no_pass_takes_them_away(correct_bias, rows):
+    """It leaves layers alone that have few values."""
     recipe = REFERENCE if correct_bias else REFERENCE.without_pass("correct-bias")
     recipe = recipe.insert_pass(Chosen(), after="insert-qdq")
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2, bias=False)).eval()
-    fxq.quantize(model, recipe, data=[torch.rand(8, 4)])
-    assert [error.centred for _, error in SEEN] == [correct_bias, False]
+    fxq.quantize(model, recipe, data=[torch.rand(rows, 4)])
+    assert [error.centred for _, error in SEEN] == [correct_bias and rows == 64, False]
 
 
 @pytest.mark.parametrize("preset", ["dynamic", "weight_only"])
@@ -253,3 +254,14 @@ def test_as_many_samples_are_recorded_as_it_wants():
         fxq.quantize(model, recipe, data=batches())
     assert [error.count for _, error in SEEN] == [50, 50]
     assert len(seen) == 40 + 26  # the last one is looked at and not used
+
+
+@pytest.mark.parametrize("step", [fxq.passes.AdaRound(), fxq.passes.Gptq()])
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_layer_whose_input_is_the_same_for_all_samples(step, value):
+    """Nothing is known of its weight but the float one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    data = [torch.full((64, 16), value)]
+    plain, other = (fxq.quantize(model, r, data=data) for r in (REFERENCE, REFERENCE.insert_pass(step, after="smooth")))
+    assert other.output_sqnr > min(plain.output_sqnr, 40) - 1  # dB

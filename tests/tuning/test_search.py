@@ -5,11 +5,13 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxq
+from fxq.errors import InputError
 from fxq.tuning.search import FORWARDS, Search, in_float, on_front, other_observers, with_observer
 from fxq.tuning.search_result import Tried
 from fxq.tuning.trials import Trials
@@ -125,3 +127,20 @@ def test_the_front():
 def test_what_is_no_target(options, message):
     with pytest.raises(fxq.InputError, match=message):
         fxq.search(wide(), STATIC, DATA, **options)
+
+
+@pytest.mark.parametrize("found", [None, "good", float("nan")])
+def test_a_metric_that_says_no_number_is_refused(found):
+    with pytest.raises(InputError, match="the metric returned"):
+        fxq.search(wide(), STATIC, DATA, lambda model: found, target=0.1)
+
+
+def test_a_metric_may_change_the_mode_and_a_target_may_be_a_number_of_numpy():
+    model = wide()
+
+    def metric(candidate):
+        candidate.train()
+        return 1.0
+
+    found = fxq.search(model, STATIC, DATA, metric, target=np.float32(0.1))
+    assert found.reached and not model.training and not any(m.training for m in model.modules())
