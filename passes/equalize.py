@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.info import info
+from fxq.graph.layer_matrix import LayerMatrix
 from fxq.graph.query import constant, is_op
 from fxq.graph.unit import OpCall, calls_of
-from fxq.ops import OPS
 from fxq.pipeline.float_ops import divide_original
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
-_CONVS, _TRANSPOSED = OPS.family("conv"), OPS.family("conv_transpose")
 _ALIKE = ("relu", "leaky_relu", "prelu")
 """Functions f with f(c x) = c f(x) for each c > 0."""
 _POOLS = ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")
@@ -84,6 +83,7 @@ class _Layer:
 
     Attributes:
         node, call: its node, and the op with its options.
+        shape, transposed: of its weight, and whether it is a transposed convolution.
         weight: its weight so far, (groups, outputs, inputs, values of the kernel), the middle two of one group.
         bias: so far; None without one.
         axis: of the channels, in what it reads and in what it makes, counted from the end.
@@ -91,7 +91,8 @@ class _Layer:
     """
 
     def __init__(self, node: fx.Node, call: OpCall, weight: Tensor, bias: Tensor | None) -> None:
-        self.node, self.call, self.shape = node, call, weight.shape
+        self.node, self.call, self.shape = node, call, tuple(weight.shape)
+        self.transposed = LayerMatrix(call, self.shape).is_transposed
         self.axis = call.op.quant.channels or -1
         self.weight = self._grouped(weight.detach().double())
         self.bias = bias.detach().double() if bias is not None else None
@@ -101,7 +102,7 @@ class _Layer:
     def of(cls, gm: fx.GraphModule, node: fx.Node) -> _Layer | None:
         """A node as one; None where it is none, or shares its weight or bias with another."""
         call = _call(gm, node)
-        if call is None or call.op.name not in ("linear", *_CONVS, *_TRANSPOSED) or call.computed is not None:
+        if call is None or not LayerMatrix.takes(call):
             return None
         own = [call.tensors.get(name) for name in ("weight", "bias")]
         weight, bias = (constant(gm, value) for value in own)
@@ -114,7 +115,7 @@ class _Layer:
     def _grouped(self, weight: Tensor) -> Tensor:
         grouped = weight.unflatten(0, (self.call.options.get("groups", 1), -1))
         grouped = grouped.reshape(*grouped.shape[:3], -1)
-        return grouped.transpose(1, 2) if self.call.op.name in _TRANSPOSED else grouped
+        return grouped.transpose(1, 2) if self.transposed else grouped
 
     @property
     def out_ranges(self) -> Tensor:
@@ -143,7 +144,7 @@ class _Layer:
         """Put the new weight and bias into the graph, where they are new."""
         if not self.changed:
             return
-        weight = self.weight.transpose(1, 2) if self.call.op.name in _TRANSPOSED else self.weight
+        weight = self.weight.transpose(1, 2) if self.transposed else self.weight
         new = {"weight": weight.reshape(self.shape), "bias": self.bias}
         for name, value in new.items():
             old: Any = self.call.tensors.get(name)
