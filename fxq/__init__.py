@@ -1,6 +1,6 @@
 """fxq: a quantization compiler for PyTorch, as a pipeline of graph-rewriting passes on `torch.fx`."""
 
-from fxq.api import calibrate, compare, convert, prepare, quantize, run_passes
+from fxq.api import calibrate, compare, convert, merge_calibrations, prepare, quantize, run_passes
 from fxq.backends.base import Backend, Prices, Support
 from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import FusedUnit
@@ -125,6 +125,7 @@ __all__ = [
     "fusion",
     "graph_tensors",
     "make_observer",
+    "merge_calibrations",
     "nbytes",
     "op",
     "prepare",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable
 from itertools import chain, islice, takewhile
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from fxq.backends.by_name import FASTEST
-from fxq.common.data import Batch, as_batch, batches, device_of, naming_batch
-from fxq.common.isolation import untouched, without_autocast
+from fxq.calibration import EVERY, Calibration, check_observed, first_of_all, merge_calibrations
+from fxq.common.data import as_batch, batches, device_of
+from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
 from fxq.fastest import convert_all, prepare_all
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import ObservedModel, QuantizedModel
+from fxq.pipeline.ranks import AUTO, Ranks
 from fxq.pipeline.samples import has_enough
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
@@ -31,6 +33,8 @@ def quantize(
     data: Iterable[Any] | None = None,
     example_inputs: Any = None,
     progress: bool | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    group: Any = AUTO,
 ) -> QuantizedModel:
     """Quantize a float model: trace, calibrate on `data`, convert, lower, verify. The model itself is not changed.
 
@@ -43,6 +47,9 @@ def quantize(
             calibrates no ranges needs none, and looks at the first few if there are any.
         example_inputs: one batch to find shapes with; default: the first of `data`.
         progress: show a progress bar; default: when stderr is a terminal.
+        checkpoint: a file to go on from when calibration was killed, see `calibrate`.
+        group: the processes that have a share of the data each, see `calibrate`. Each of them returns a model. Which of
+            its layers are quicker in float each measures by itself, unless the recipe says optimize="coverage".
 
     Returns:
         A `QuantizedModel` for the recipe's backend, with `history`, `ledger` and `qparams()`. Its `output_sqnr` says
@@ -60,16 +67,18 @@ def quantize(
     """
     chosen, model = as_recipe(recipe), unwrapped(model)
     check_model(model)
-    stream = batches(data, model) if data is not None else iter(())
-    first = list(islice(stream, 1))
-    if example_inputs is None and not first:
+    ranks = Ranks.of(group if data is not None else None)
+    stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
+    first = ranks.together(lambda: list(islice(stream, 1)))
+    examples = first_of_all(first, ranks, device_of(model)) if example_inputs is None else []
+    if example_inputs is None and not examples:
         raise InputError(
             f"the recipe {chosen.preset!r} needs data to calibrate with: fxq.quantize(model, recipe, data=loader)."
             if chosen.config.is_calibrated
             else "give one batch of inputs to find shapes with: fxq.quantize(model, recipe, example_inputs=x)."
         )
-    example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else first[0]
-    observed = prepare(model, chosen, example)
+    example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else examples[0]
+    observed = ranks.together(lambda: prepare(model, chosen, example))
     observed.manager.context.progress = progress
     if data is None and observed.calibrated:
         raise InputError(
@@ -78,8 +87,11 @@ def quantize(
         )
     if data is not None:
         shown, context = chain(first, stream), observed.manager.context
-        few = takewhile(lambda _: not has_enough(context), shown)
-        _calibrate(observed, shown if observed.calibrated else few, _length(data), progress)
+        calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
+        if calibration.few:
+            calibration.run(takewhile(lambda _: not has_enough(context), shown), None)
+        else:
+            calibration.run(shown, _length(data))
     return convert(observed)
 
 
@@ -110,15 +122,51 @@ def prepare(
     return prepared(model, chosen, example_inputs, trials)
 
 
-def calibrate(observed: ObservedModel, data: Iterable[Any], progress: bool | None = None) -> ObservedModel:
+def calibrate(
+    observed: ObservedModel,
+    data: Iterable[Any],
+    progress: bool | None = None,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: float = EVERY,
+    group: Any = AUTO,
+) -> ObservedModel:
     """Show `data` to the observers of a prepared model, with a progress bar; the same model.
 
+    *On several machines, or in several processes*, under `torchrun` or wherever `torch.distributed` is initialized:
+    each rank gives its share of the data (a `DistributedSampler` deals it out), and at the end every rank has seen what
+    all have. The result is, bit for bit, that of one process which is shown the shares in turns: the first batch of
+    each rank, then the second of each. Shares may have any number of batches, also none. A moving average is the mean
+    of those of the ranks, weighted by their numbers of batches. It takes CPUs of one kind and as many threads for each
+    (torchrun gives every process one). Where ranks give the same data, ranges stay as they are, to rounding.
+
+    All ranks have to make the call. What fails on one raises on all. Where one is to work alone: `group=None`.
+
+    *With a checkpoint*, what was seen is written to a file from time to time, and at the end. If there is such a file,
+    the calibration goes on from it: batches that were seen are taken from `data` and passed over, and the result is the
+    same as without the break, bit for bit. `data` must give the same batches in the same order again, which is checked.
+    The file of a calibration that has ended is loaded, and no more is done. Each rank has a file of its own,
+    `c.rank0.safetensors` for `c.safetensors`. For machines that do not know of one another: `merge_calibrations`.
+
+    Args:
+        observed: what `prepare` returned. With a checkpoint, or on several ranks, it must have seen no data.
+        data: batches, as for `quantize`.
+        progress: show a progress bar; default: when stderr is a terminal.
+        checkpoint: the file, safetensors; it takes `pip install fxq[safetensors]`, as do several ranks.
+        every: seconds between two writes of it.
+        group: a `torch.distributed.ProcessGroup`, None for this process alone, or "auto": the default group, if there
+            is one.
+
     Raises:
-        InputError: `data` is empty or no iterable, or the model rejects a batch.
-        CalibrationError: NaN or Inf in a batch or in an activation; the message names the batch and the layer.
+        InputError: `data` is empty or no iterable, or the model rejects a batch; the checkpoint is damaged, or of
+            another model, recipe or data; the ranks have different models or recipes.
+        CalibrationError: NaN or Inf in a batch or in an activation; the message names the batch and the layer, and the
+            rank where there are several.
     """
-    _check_observed(observed)
-    _calibrate(observed, batches(data, observed.manager.context.model), _length(data), progress)
+    check_observed(observed)
+    ranks = Ranks.of(group)
+    stream = batches(data, observed.manager.context.model, may_be_empty=ranks.size > 1)
+    Calibration(observed, ranks, checkpoint, every, progress).run(stream, _length(data))
     return observed
 
 
@@ -148,7 +196,7 @@ def convert(observed: ObservedModel, recipe: Any = None) -> QuantizedModel:
         >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].fate
         (3, 'float')
     """
-    _check_observed(observed)
+    check_observed(observed)
     chosen = as_recipe(recipe) if recipe is not None else None
     if observed.others is None:
         return converted(observed, chosen)
@@ -220,16 +268,6 @@ def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = N
     return manager.run(line[: line.position(until) + 1])
 
 
-def _calibrate(observed: ObservedModel, stream: Iterator[Batch], total: int | None, progress: bool | None) -> None:
-    own = observed.manager.context.model
-    bar = progress_bar("calibrating", total, progress)
-    with untouched(own), torch.no_grad(), without_autocast(), bar as advance:
-        for i, batch in enumerate(stream):
-            with naming_batch(i, batch):
-                nn.Module.__call__(observed, *batch.args, **batch.kwargs)  # its own __call__ prints what goes wrong
-            advance()
-
-
 def _length(data: Any) -> int | None:
     try:
         return len(data)
@@ -237,9 +275,4 @@ def _length(data: Any) -> int | None:
         return None
 
 
-def _check_observed(observed: Any) -> None:
-    if not isinstance(observed, ObservedModel):
-        raise InputError(f"this takes the model that fxq.prepare returned, not a {type(observed).__name__}.")
-
-
-__all__ = ["Recipe", "calibrate", "compare", "convert", "prepare", "quantize", "run_passes"]
+__all__ = ["Recipe", "calibrate", "compare", "convert", "merge_calibrations", "prepare", "quantize", "run_passes"]

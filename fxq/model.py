@@ -59,6 +59,7 @@ class ObservedModel(fx.GraphModule):
         others: with `backend="fastest"`, the same model as other backends see it, which is shown the same data.
         same_as: which of these, or 0 for the first, has the same graph, and sees the data in its place.
         absent: the backends that this machine has not, and why.
+        stored_in: the checkpoint that the last calibration was written to, and how many batches were seen then.
     """
 
     manager: PassManager
@@ -68,6 +69,7 @@ class ObservedModel(fx.GraphModule):
     others: tuple[ObservedModel, ...] | None = None
     same_as: int | None = None
     absent: Mapping[str, str] = MappingProxyType({})
+    stored_in: tuple[Path, int] | None = None
 
     @classmethod
     def from_manager(cls, manager: PassManager, traced: PassManager, unfused: tuple[str | None, ...]) -> ObservedModel:

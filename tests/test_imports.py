@@ -77,7 +77,7 @@ LEVELS = (
     {"ledger", "cost"},
     {"passes", "report"},
     {"model"},
-    {"fastest", "steps"},
+    {"calibration", "fastest", "steps"},
     {"tuning"},
     {"api"},
     {"doctor"},

@@ -80,8 +80,13 @@ def _parameters(model: nn.Module) -> tuple[list[str], bool, int]:
     return [p.name for p in plain], len(plain) != len(parameters), sum(p.default is p.empty for p in plain)
 
 
-def batches(data: Any, model: nn.Module) -> Iterator[Batch]:
+def batches(data: Any, model: nn.Module, may_be_empty: bool = False) -> Iterator[Batch]:
     """The batches of `data`, checked one by one.
+
+    Args:
+        data: any iterable of what `as_batch` takes.
+        model: the float model.
+        may_be_empty: whether there may be no batch.
 
     Raises:
         InputError: `data` is no iterable of batches, a batch is on another device than the model, or it is empty.
@@ -97,7 +102,7 @@ def batches(data: Any, model: nn.Module) -> Iterator[Batch]:
         batch = as_batch(value, model, f"data, batch {count - 1}")
         check_batch(batch, model, f"data, batch {count - 1}")
         yield batch
-    if count == 0:
+    if count == 0 and not may_be_empty:
         raise InputError("data is empty: it takes at least one batch. (A generator that was used up?)")
 
 

@@ -25,3 +25,19 @@ def write_file(path: Path, data: bytes) -> Path:
     except ValueError as error:  # a name that no file can have
         raise RenderError(f"cannot write {str(path)!r}: {error}.") from error
     return path
+
+
+def replace_file(path: Path, data: bytes) -> Path:
+    """The same as `write_file`; a reader, and who comes after a crash, finds the whole new file or the whole old one.
+
+    It is written beside its place, under the same name with `.tmp` behind it.
+    """
+    beside = path.with_name(f"{path.name}.tmp")
+    write_file(beside, data)
+    try:
+        with beside.open("rb+") as file:
+            os.fsync(file.fileno())  # else a crash may leave the new name with nothing in it
+        os.replace(beside, path)
+    except OSError as error:
+        raise RenderError(f"cannot write {path}: {error.strerror}.") from error
+    return path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxq.common.checksums import checksum, stride
 from fxq.common.data import Batch
 from fxq.common.metrics import nbytes
 from fxq.quant.qparams import QParams
 
 BINS = 64
-MOST = 65_536
-"""Values of a tensor that are counted; of a larger one, some at equal distances."""
 
 Range = tuple[float, float]
 
@@ -97,9 +95,7 @@ def checksums(model: nn.Module) -> dict[str, int]:
         >>> checksums(layer) == before
         False
     """
-    flat = ((name, tensor.detach().reshape(-1)) for name, tensor in model.named_parameters())
-    some = ((name, values[:: _stride(values.numel())].cpu().contiguous()) for name, values in flat)
-    return {name: zlib.crc32(values.view(torch.uint8).numpy().tobytes()) for name, values in some}
+    return {name: checksum(tensor) for name, tensor in model.named_parameters()}
 
 
 def _input(name: str, value: Any) -> RecordedInput:
@@ -121,7 +117,7 @@ def distribution(value: Any, grid: QParams | None = None) -> Distribution | None
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
         return None
     low, high = (float(end) for end in value.aminmax())
-    some = value.detach().reshape(-1)[:: _stride(value.numel())].double()
+    some = value.detach().reshape(-1)[:: stride(value.numel())].double()
     if not (math.isfinite(low) and math.isfinite(high)):
         some = some[some.isfinite()]
         if some.numel() == 0:
@@ -135,11 +131,3 @@ def distribution(value: Any, grid: QParams | None = None) -> Distribution | None
     clip, half = (float(grid.low), float(grid.high)), grid.s / 2
     clipped = (some < clip[0] - half) | (some > clip[1] + half)
     return Distribution(low, high, counts, clip, float(clipped.double().mean()))
-
-
-def _stride(count: int) -> int:
-    """The distance between the values looked at: it shares no factor with their number, so all channels are seen."""
-    step = max(-(-count // MOST), 1)
-    while math.gcd(step, count) > 1:
-        step += 1
-    return step

@@ -26,13 +26,14 @@ def wanted(recipe: Recipe) -> int:
 def record(context: Context, batch: Batch) -> None:
     """Keep some samples of a calibration batch, as many of it as of those before, while they are too few.
 
-    Of a graph that is made for the size of its batches, these are kept whole.
+    Of a graph that is made for the size of its batches, these are kept whole. From so many batches on that samples need
+    be of, it is as many of each: so what is kept of some of the data holds what is kept of all of it (`in_turns`).
     """
     kept = context.samples
     most = wanted(context.recipe)
     if _holds(context, most):
         return
-    each = max(most // (len(kept) + 1), 1) if context.divisible else sys.maxsize
+    each = max(most // min(len(kept) + 1, BATCHES), 1) if context.divisible else sys.maxsize
     for i, known in enumerate(kept):
         if (samples_in(known) or 0) > each:
             kept[i] = first_of(known, each)

@@ -79,7 +79,7 @@ class Observer(nn.Module, ABC):
         super().__init__()
         for key, value in options.items():
             setattr(self, key, self.check_option(key, value))
-        self.spec, self.axis, self.name, self.paused, self._met_empty = spec, axis, name, False, False
+        self.spec, self.axis, self.name, self.paused, self.met_empty = spec, axis, name, False, False
         self.block: int | None = None
         self.constants = tuple(constants)
         if axis is not None and not self.per_channel:
@@ -143,7 +143,7 @@ class Observer(nn.Module, ABC):
                 data = self._data_of(x.detach()) if self.constants else x.detach()
                 if data.numel():
                     self.observe(data)
-        self._met_empty = self._met_empty or x.numel() == 0
+        self.met_empty = self.met_empty or x.numel() == 0
         return x
 
     def on(self, spec: TensorSpec) -> Observer:
@@ -172,7 +172,7 @@ class Observer(nn.Module, ABC):
             return None
         made = copy.copy(other)
         made._buffers = {name: self._buffers[name] for name in other._buffers}
-        made._met_empty, made.block = self._met_empty, self.block
+        made.met_empty, made.block = self.met_empty, self.block
         return made
 
     def _looks_as(self, other: Observer) -> bool:
@@ -217,13 +217,15 @@ class Observer(nn.Module, ABC):
         return x
 
     def _meet(self, other: Observer) -> None:
-        """Take over which constants another observer has seen, and that it leaves them out."""
+        """Take over which constants another observer has seen, and that it leaves them out, and how blocks are cut."""
         met = dict.fromkeys([*self.constants, *other.constants], False)
         for observer in (self, other):
             for value, seen in zip(observer.constants, observer.met.tolist(), strict=True):
                 met[value] = met[value] or seen
         self.constants = tuple(met)
         self.met = torch.tensor(list(met.values()), dtype=torch.bool, device=self.met.device)
+        self.met_empty = self.met_empty or other.met_empty
+        self.block = other.block if self.block is None else self.block
 
     def _check_same_kind(self, other: Observer) -> None:
         if (type(self), self.spec, self.axis) != (type(other), other.spec, other.axis):
@@ -253,7 +255,7 @@ class Observer(nn.Module, ABC):
         if not self.seen and self.met_constants:
             return torch.zeros(()), torch.zeros(())
         if not self.seen:
-            why = ": what reached it was empty, as are batches of size 0" if self._met_empty else ""
+            why = ": what reached it was empty, as are batches of size 0" if self.met_empty else ""
             todo = "Calibrate with inputs that reach this layer, or set it to float."
             if not self.name:  # an observer by itself
                 todo = "Call the observer on it first."

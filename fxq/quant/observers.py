@@ -202,7 +202,6 @@ class LeastError(Observer):
         other = cast("LeastError", other)  # merge has checked it
         self.check_channels(other.minimum)
         self.widen(other.minimum, other.maximum)
-        self.block = other.block
         self._keep(other.values.to(self.minimum.device))
 
     def _keep(self, values: Tensor) -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
+from fxq.common.checksums import MOST
 from fxq.common.data import Batch
 from fxq.common.metrics import nbytes
-from fxq.ledger.float_record import BINS, MOST, Distribution, RecordedInput, checksums, distribution
+from fxq.ledger.float_record import BINS, Distribution, RecordedInput, checksums, distribution
 from fxq.quant.qparams import QParams
 from tests.helpers import PLAIN, module
 

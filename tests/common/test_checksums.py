@@ -1,0 +1,39 @@
+"""Checksums of tensors: other values, other numbers."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxq.common.checksums import checksum, stride
+
+pytestmark = pytest.mark.any_cpu
+
+
+def test_one_changed_value_is_seen():
+    x = torch.rand(3, 5)
+    for i in range(x.numel()):
+        other = x.clone()
+        other.view(-1)[i] += 1
+        assert checksum(other) != checksum(x)
+    assert checksum(x.t().contiguous().t()) == checksum(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64])
+def test_any_dtype_and_shape(dtype):
+    for shape in ((), (0,), (2, 3)):
+        assert checksum(torch.ones(shape, dtype=dtype)) == checksum(torch.ones(shape, dtype=dtype))
+    assert checksum(torch.ones(3, dtype=dtype)) != checksum(torch.zeros(3, dtype=dtype))
+
+
+def test_of_a_large_tensor_some_values_of_each_channel_are_looked_at():
+    x = torch.zeros(64, 64)
+    for channel in range(64):
+        other = x.clone()
+        other[:, channel] = 1
+        assert checksum(other, most=500) != checksum(x, most=500)
+
+
+@given(st.integers(0, 10**7), st.integers(1, 10**5))
+def test_no_more_values_than_asked_for_are_looked_at(count, most):
+    assert len(range(0, count, stride(count, most))) <= most
