@@ -1,0 +1,67 @@
+"""Work on several ranks of a process group, or in a process that is killed: forked, so that nothing is imported again."""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+FORKED = multiprocessing.get_context("fork")
+SECONDS = 60
+
+
+def on_ranks(size, folder, work, seconds=SECONDS):
+    """What `work(rank)` returns on each rank of a gloo group; an exception, where it raises one."""
+    folder.mkdir(exist_ok=True)
+    store = folder / "store"
+    store.unlink(missing_ok=True)
+
+    def run(rank):
+        dist.init_process_group(
+            "gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds / 2)
+        )
+        try:
+            made = work(rank)
+        except Exception as error:
+            traceback.print_exc()
+            made = error
+        torch.save(made, folder / f"{rank}.pt")
+        dist.destroy_process_group()
+
+    processes = [FORKED.Process(target=run, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+    hung = [process for process in processes if process.is_alive()]
+    for process in hung:
+        process.kill()
+    assert not hung, "a rank waits for another one"
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def killed(work, behind=None):
+    """Run `work()` in a process that kills itself, see `die`, or that is killed behind so many seconds."""
+    process = FORKED.Process(target=work)
+    process.start()
+    if behind is not None:
+        process.join(behind)
+        process.kill()
+    process.join(SECONDS)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def die():
+    """End this process at once: nothing is cleaned up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(batches, at):
+    """The batches; asked for the one of that number, the process dies."""
+    for i, batch in enumerate(batches):
+        if i == at:
+            die()
+        yield batch
