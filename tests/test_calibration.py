@@ -1,11 +1,9 @@
-"""Calibration on several ranks and with checkpoints: the same, bit for bit, as one process that sees all of the data."""
+"""Calibration on several ranks: the same, bit for bit, as one process that sees all of the data; files of machines."""
 
 import os
 import subprocess
 import sys
-import time
 import warnings
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,69 +11,25 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.calibration import _graphs
 from fxq.errors import CalibrationError, FxqError, InputError
 from fxq.pipeline.calibration_state import observers_of
+from tests.calibrations import (
+    SHARES,
+    calibrated,
+    data,
+    in_turns,
+    network,
+    other_weights,
+    prepared,
+    recipe,
+    same,
+    seen,
+    whole,
+)
 from tests.helpers import module
-from tests.processes import die, dying, killed, on_ranks
+from tests.processes import dying, killed, on_ranks
 
 ROOT = Path(__file__).parents[1]
-
-
-def network():
-    torch.manual_seed(0)
-    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.Flatten(), nn.Linear(288, 4)
-    return nn.Sequential(*layers).eval()
-
-
-def data(count=11, size=3):
-    """Batches of growing range, so that each of them counts."""
-    made = torch.Generator().manual_seed(1)
-    return [torch.randn(size, 3, 8, 8, generator=made) * (i + 1) for i in range(count)]
-
-
-def recipe(observer="histogram", **options):
-    activation = fxq.TensorSpec(observer=observer)
-    return fxq.Recipe.static(activation=activation, backend="reference", optimize="coverage", **options)
-
-
-def prepared(observer="histogram", model=None, **options):
-    return fxq.prepare(model or network(), recipe(observer), data()[0], **options)
-
-
-def seen(observed):
-    """All that calibration leaves in a model."""
-    found = []
-    for one in _graphs(observed):
-        states = {
-            name: (dict(observer.named_buffers()), observer.constants, observer.block, observer.met_empty)
-            for name, observer in observers_of(one).items()
-        }
-        found.append((states, [(b.args, dict(b.kwargs)) for b in one.manager.context.samples], one.batches_seen))
-    return found
-
-
-def same(a, b):
-    """Whether nested values are the same, tensors bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return a == b
-
-
-def whole(batches, observer="histogram"):
-    """What one process has seen of all of the batches."""
-    return seen(fxq.calibrate(prepared(observer), batches))
-
-
-def in_turns(shares):
-    return [share[i] for i in range(max(map(len, shares))) for share in shares if i < len(share)]
-
-
-# ---- ranks
 
 
 @pytest.mark.parametrize("observer", ["minmax", "histogram", "percentile:99.5", "entropy"])
@@ -92,14 +46,6 @@ def test_two_ranks_see_what_one_process_sees(tmp_path, observer):
     qmodel = fxq.convert(observed)
     assert same(first, (seen(observed), qmodel.code, dict(qmodel.state_dict()), qmodel(batches[0])))
     assert same(second, first)
-
-
-SHARES = {
-    "unequal": [data(9)[:5], data(9)[5:6], data(9)[6:]],
-    "one rank has nothing": [[], data(9)[:4], data(9)[4:]],
-    "all on one": [[], [], data(9)],
-    "batches of all sizes": [[data(3, size)[2] for size in sizes] for sizes in ([7, 1, 1, 30], [1] * 40, [2, 33, 4])],
-}
 
 
 @pytest.mark.parametrize("name", SHARES)
@@ -209,7 +155,7 @@ FAILURES = {
         "rank 1 calibrates another model or recipe than rank 0: the recipe looks at other values, or in another way",
     ),
     "other weights": (
-        lambda rank: (prepared(model=network() if rank else module_with_other_weights()), data()),
+        lambda rank: (prepared(model=network() if rank else other_weights()), data()),
         InputError,
         "rank 1 calibrates another model or recipe than rank 0: the model has other weights",
     ),
@@ -224,13 +170,6 @@ FAILURES = {
         "rank 1: the model has seen 1 batches already",
     ),
 }
-
-
-def module_with_other_weights():
-    model = network()
-    with torch.no_grad():
-        model[2].weight[0, 0, 0, 0] += 1
-    return model
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -271,184 +210,6 @@ def test_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     found = [torch.load(f"{out}{rank}", weights_only=False) for rank in range(2)]
     assert same(found, [whole(data())] * 2)
-
-
-# ---- checkpoints
-
-
-def calibrated(path, batches, observer="histogram", **options):
-    return fxq.calibrate(prepared(observer), batches, checkpoint=path, every=0, **options)
-
-
-@pytest.mark.parametrize("observer", ["minmax", "histogram", "percentile:99.5", "moving_average"])
-def test_killed_at_a_batch_and_resumed(tmp_path, observer):
-    path, batches = tmp_path / "c.safetensors", data()
-    at = int(torch.randint(len(batches) + 1, ()))
-    killed(lambda: calibrated(path, chain(dying(batches, at), (die() for _ in range(1))), observer))
-    shown = []
-    observed = calibrated(path, map(lambda b: shown.append(b) or b, batches), observer)
-    assert same(seen(observed), whole(batches, observer))
-    assert len(shown) == len(batches)
-
-
-def test_killed_at_any_moment_and_resumed(tmp_path):
-    """Also while the file is being written."""
-    path, batches = tmp_path / "c.safetensors", data(400, 1)
-    want = whole(batches)
-    observed = prepared()
-    for _ in range(8):
-        killed(
-            lambda: [fxq.calibrate(observed, batches, checkpoint=path, every=0), time.sleep(60)],
-            behind=0.1 + float(torch.rand(())) * 0.3,
-        )
-    assert same(seen(fxq.calibrate(observed, batches, checkpoint=path)), want)
-
-
-def test_what_was_seen_is_not_shown_again(tmp_path):
-    path, batches = tmp_path / "c.safetensors", data(6)
-    killed(lambda: calibrated(path, dying(batches, 4)))
-    calls, observed = [], prepared()
-    observed.register_forward_pre_hook(lambda *_: calls.append(1))
-    fxq.calibrate(observed, batches, checkpoint=path)
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("every", [0, 1e9])
-def test_a_file_is_written_every_so_often(tmp_path, every):
-    path, batches = tmp_path / "c.safetensors", data(5)
-    killed(lambda: fxq.calibrate(prepared(), dying(batches, 4), checkpoint=path, every=every))
-    calls, observed = [], prepared()
-    observed.register_forward_pre_hook(lambda *_: calls.append(1))
-    fxq.calibrate(observed, batches, checkpoint=path)
-    assert len(calls) == (1 if every == 0 else 5)
-
-
-def test_a_complete_file_is_loaded_and_no_more(tmp_path):
-    path, batches = tmp_path / "c.safetensors", data()
-    first = calibrated(path, batches)
-    written = path.stat().st_mtime_ns
-
-    def once():
-        yield batches[0]
-        raise AssertionError("no more than the first batch is looked at")
-
-    for observed in (prepared(), first):  # another process; the same cell of a notebook again
-        assert same(seen(fxq.calibrate(observed, once(), checkpoint=path)), whole(batches))
-    assert path.stat().st_mtime_ns == written
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_quantize_goes_on_too(tmp_path):
-    path, batches = tmp_path / "c.safetensors", data()
-    killed(lambda: fxq.quantize(network(), recipe(), data=dying(batches, 7), checkpoint=path))
-    assert path.exists()
-    for _ in range(2):
-        qmodel = fxq.quantize(network(), recipe(), data=batches, checkpoint=path)
-        want = fxq.quantize(network(), recipe(), data=batches)
-        assert same(dict(qmodel.state_dict()), dict(want.state_dict())) and qmodel.code == want.code
-
-
-def test_after_an_error_the_same_model_goes_on(tmp_path):
-    path, batches, observed = tmp_path / "c.safetensors", data(), prepared()
-    broken = [*batches[:5], batches[5] * float("inf"), *batches[6:]]
-    with pytest.raises(CalibrationError, match="batch 5"):
-        fxq.calibrate(observed, broken, checkpoint=path, every=0)
-    assert same(seen(fxq.calibrate(observed, batches, checkpoint=path)), whole(batches))
-
-
-def test_ranks_that_were_killed_go_on_each_from_its_own_file(tmp_path):
-    path, batches = tmp_path / "c.safetensors", data()
-
-    def work(rank, at):
-        return seen(calibrated(path, dying(batches[rank::2], at if rank else None)))
-
-    with pytest.raises((AssertionError, FileNotFoundError)):  # the first waits for the other one, and ends
-        on_ranks(2, tmp_path / "first", lambda rank: work(rank, 3), seconds=4)
-    assert sorted(p.name for p in tmp_path.glob("c*")) == ["c.rank0.safetensors", "c.rank1.safetensors"]
-    results = on_ranks(2, tmp_path / "again", lambda rank: work(rank, None))
-    assert same(results, [whole(batches)] * 2)
-    results = on_ranks(2, tmp_path / "complete", lambda rank: work(rank, None))
-    assert same(results, [whole(batches)] * 2)
-
-
-def test_a_file_of_another_share_is_refused(tmp_path):
-    path, batches = tmp_path / "c.safetensors", data()
-    on_ranks(2, tmp_path / "two", lambda rank: calibrated(path, batches[rank::2]) and None)
-    first, second, third = on_ranks(3, tmp_path / "three", lambda rank: calibrated(path, batches[rank::3]))
-    for raised in (first, second, third):
-        assert isinstance(raised, InputError)
-        assert "rank 0: " in str(raised) and "was written by rank 0 of 2, and this is rank 0 of 3" in str(raised)
-
-
-def test_other_data_is_refused(tmp_path):
-    path, batches = tmp_path / "c.safetensors", data(6)
-    killed(lambda: calibrated(path, dying(batches, 4)))
-    with pytest.raises(InputError, match=r"data, batch 2: .* was written when another batch was in this place"):
-        calibrated(path, [*batches[:2], batches[3], batches[2], *batches[4:]])
-    with pytest.raises(InputError, match=r"the data ended behind 3 batches, and .* was written behind 4"):
-        calibrated(path, batches[:3])
-    calibrated(path, batches)
-    with pytest.raises(InputError, match="ended with 6 batches, and the data has 5"):
-        calibrated(path, batches[:5])
-    with pytest.raises(InputError, match="batch 0: .* another batch was in this place"):
-        calibrated(path, batches[::-1])
-
-
-REFUSED = {
-    "another recipe": (lambda: prepared("minmax"), "the recipe looks at other values, or in another way"),
-    "another option": (lambda: prepared("percentile:90"), "the recipe looks at other values, or in another way"),
-    "other weights": (lambda: prepared(model=module_with_other_weights()), "the model has other weights"),
-    "another model": (lambda: prepared(model=network().append(nn.ReLU())), "the model computes something else"),
-    "trials": (lambda: prepared(trials=True), "changes its graph before calibration"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_file_of_another_model_or_recipe_is_refused(tmp_path, name):
-    path = tmp_path / "c.safetensors"
-    calibrated(path, data(2))
-    make, why = REFUSED[name]
-    with pytest.raises(InputError, match=f"is of another model or recipe: .*{why}.* Delete the file"):
-        fxq.calibrate(make(), data(2), checkpoint=path)
-
-
-def test_a_recipe_that_looks_at_the_same_values_is_none_other(tmp_path):
-    path = tmp_path / "c.safetensors"
-    calibrated(path, data())
-    other = fxq.prepare(network(), recipe().without_pass("cleanup"), data()[0])
-    assert same(seen(fxq.calibrate(other, data(), checkpoint=path)), whole(data()))
-
-
-def test_a_model_that_has_seen_data_is_refused(tmp_path):
-    observed = fxq.calibrate(prepared(), data(3))
-    with pytest.raises(InputError, match="the model has seen 3 batches already. With checkpoints, or on several ranks"):
-        fxq.calibrate(observed, data(), checkpoint=tmp_path / "c.safetensors")
-    observed = calibrated(tmp_path / "c.safetensors", data())
-    observed(data()[0])
-    with pytest.raises(InputError, match="has seen 12 batches already"):
-        fxq.calibrate(observed, data(), checkpoint=tmp_path / "c.safetensors")
-
-
-def test_samples_that_are_no_data_are_refused_before_the_first_write_takes_place(tmp_path):
-    class Config:
-        pass
-
-    model = module(lambda self, x, config=None: self.fc(x), fc=nn.Linear(4, 4))
-    observed = fxq.prepare(model, recipe(), {"x": torch.rand(2, 4), "config": Config()})
-    with pytest.raises(InputError, match=r"Config cannot be stored as data"):
-        fxq.calibrate(observed, [{"x": torch.rand(2, 4), "config": Config()}], checkpoint=tmp_path / "c", every=0)
-
-
-def test_inputs_of_any_structure_come_back(tmp_path):
-    model = module(lambda self, x, more, k: self.fc(x + more["y"][0] * k), fc=nn.Linear(4, 4))
-    batches = [
-        {"x": torch.rand(3, 4), "more": {"y": (torch.rand(3, 4), None)}, "k": 2.0, **({} if i else {})}
-        for i in range(9)
-    ]
-    path, observed = tmp_path / "c.safetensors", fxq.prepare(model, recipe(), batches[0])
-    killed(lambda: fxq.calibrate(observed, dying(batches, 6), checkpoint=path, every=0))
-    resumed = fxq.calibrate(observed, batches, checkpoint=path)
-    assert same(seen(resumed), seen(fxq.calibrate(fxq.prepare(model, recipe(), batches[0]), batches)))
 
 
 # ---- files of several machines

@@ -132,8 +132,8 @@ class Ranks:
     @contextmanager
     def _saying_that_it_waits(self) -> Iterator[None]:
         text = (
-            "fxq: rank %d has waited for %g seconds for others of the %d in its process group, each of which has to make "
-            "the same call. Where this process is to work alone, say group=None."
+            "fxq: rank %d has waited for %g seconds for others of the %d in its process group, each of which has to "
+            "make the same call. Where this process is to work alone, say group=None."
         )
         timer = threading.Timer(_PATIENCE, log.warning, (text, self.rank, _PATIENCE, self.size))
         timer.daemon = True

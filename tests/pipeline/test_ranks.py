@@ -97,7 +97,10 @@ def test_who_waits_for_others_says_so(tmp_path, monkeypatch):
 
     first, second = on_ranks(2, tmp_path, work)
     assert second == [] and len(first) == 1
-    assert "rank 0 has waited for 0.2 seconds for others of the 2 in its process group" in first[0] and "group=None" in first[0]
+    assert (
+        "rank 0 has waited for 0.2 seconds for others of the 2 in its process group" in first[0]
+        and "group=None" in first[0]
+    )
 
 
 @pytest.mark.parametrize("axis", [None, 0])

@@ -35,6 +35,15 @@ def test_of_batches_of_one_sample_more_are_kept():
     assert len(observed.manager.context.samples) == SAMPLES
 
 
+def test_no_fewer_of_each_are_kept_of_more_batches():
+    """So what is kept of the first batches does not depend on how many there are."""
+    observed = fxq.prepare(network(), PLAIN, X)
+    for _ in range(SAMPLES):
+        observed(torch.rand(3, 3, 8, 8))
+    sizes = [len(sample.args[0]) for sample in observed.manager.context.samples]
+    assert sizes == [3] * 11 and sum(sizes[:-1]) < SAMPLES
+
+
 def test_a_pass_may_ask_for_more_samples():
     @dataclass(frozen=True)
     class Reads(fxq.Pass):
