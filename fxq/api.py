@@ -70,7 +70,7 @@ def quantize(
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(islice(stream, 1)))
-    examples = first_of_all(first, ranks, device_of(model)) if example_inputs is None else []
+    examples = first_of_all(first, ranks, model) if example_inputs is None else []
     if example_inputs is None and not examples:
         raise InputError(
             f"the recipe {chosen.preset!r} needs data to calibrate with: fxq.quantize(model, recipe, data=loader)."

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxq.common.data import Batch, device_of, naming_batch
+from fxq.common.data import Batch, naming_batch
 from fxq.common.files import as_path
 from fxq.common.isolation import untouched, without_autocast
 from fxq.common.progress import progress_bar
@@ -138,17 +138,17 @@ class Calibration:
         _merge(self.observed, seen, parts, self.few)
 
 
-def first_of_all(first: list[Batch], ranks: Ranks, device: str) -> list[Batch]:
+def first_of_all(first: list[Batch], ranks: Ranks, model: nn.Module) -> list[Batch]:
     """The first batch of the first rank that has one; none where no rank has.
 
     Args:
         first: that of this rank, if there is one.
         ranks: the processes that have a share of the data each.
-        device: type of the device that the tensors are to be on.
+        model: the float model.
     """
     has = list(ranks.exchanged(lambda: bool(first)))
     sender = has.index(True) if any(has) else 0
-    sent = ranks.exchanged(lambda: samples_as_data(first) if ranks.rank == sender else [], device)
+    sent = ranks.exchanged(lambda: samples_as_data(first) if ranks.rank == sender else [], _home(model))
     return [batch for found in sent for batch in batches_from(found)]
 
 
@@ -251,4 +251,9 @@ def _prints(observed: ObservedModel) -> list[dict[str, str]]:
 
 
 def _device(observed: ObservedModel) -> str:
-    return device_of(observed.manager.context.model)
+    return _home(observed.manager.context.model)
+
+
+def _home(model: nn.Module) -> str:
+    """The device that a model is on, with its number."""
+    return next((str(t.device) for t in (*model.parameters(), *model.buffers())), "cpu")

@@ -1,4 +1,4 @@
-"""Work on several ranks of a process group, or in a process that is killed; forked, so that none imports torch again."""
+"""Work on several ranks of a process group, or in a process that is killed. Forked: none imports torch again."""
 
 import multiprocessing
 import os

@@ -61,7 +61,7 @@ class Checkpoint:
         """What each of the graphs had seen when the file was written; None where there is none.
 
         Args:
-            device: type of the device that tensors are to be on.
+            device: where tensors are to be.
             length: how many batches there are this time; None: not known.
 
         Raises:
