@@ -33,6 +33,14 @@ def column(text, first, index):
     return float(row.strip("│ ").split("│")[index].split()[0])
 
 
+@pytest.mark.slow
+def test_demo_of_calibration_finds_the_same_scales_in_any_number_of_processes():
+    text = run("demo_calibration.py", "--size", 32, "--batches", 5, "--processes", 2, 3)
+    rows = [line.split() for line in text.splitlines() if line.endswith("bit for bit")]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert "64 machines, on paper: " in text
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
