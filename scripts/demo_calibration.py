@@ -1,19 +1,19 @@
-"""Calibrate MobileNetV2 in 1, 2 and 4 processes, each with a share of the data: the time it takes, and the same scales.
+"""Calibrate MobileNetV2 in 1, 2 and 4 processes, each with a share of the data: the time it takes, and the same result.
 
-    python scripts/demo_calibration.py                   starts the processes itself, one thread each
-    python scripts/demo_calibration.py --batches 64      more data
-    torchrun --nproc-per-node 2 scripts/demo_calibration.py    one row, of these processes
+    python scripts/demo_calibration.py                 starts the processes itself, one thread each
+    python scripts/demo_calibration.py --batches 64    more data
+    python -m torch.distributed.run --nproc-per-node 2 scripts/demo_calibration.py    of these processes, one row
 
-Times are what a process had of the CPU, the most of all processes, so that more of them than there are cores give the
-same; what they wait for one another is left out. "ideal" is the time of the forwards in one process, over their number.
-What 64 machines would take is computed: from the bytes that each sends, the speed of the network, and the time to merge
-one state.
+Times are what a process had of the CPU, the most of all processes: what they wait for one another is left out. "ideal"
+is the time of the forwards in one process, over their number. More processes than cores share caches, which slows them.
+What 64 machines would take is computed: from the bytes that each sends, the speed of the network, and the time that the
+rest takes for each process here.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import hashlib
 import json
 import math
 import os
@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,32 +33,27 @@ from tabulate import tabulate
 from torch import Tensor
 
 import fxq
-from fxq.common.stored_data import pack, unpack
-from fxq.pipeline.calibration_state import merge_parts, observers_of, seen_by
-from fxq.pipeline.ranks import Ranks
 
 MACHINES = 64
+SAMPLES = 64
+"""Images that are kept for the passes that look at some."""
 
 
 @dataclass
 class Run:
-    """What one process measured; seconds are those of the CPU.
+    """What one process measured.
 
     Attributes:
-        forwards: to show its share to the observers.
-        rest: for all else: to compare models, to send and to merge what was seen.
-        merging: to read and to merge the state of one process.
-        state: bytes of what the observers of one process have seen.
-        samples: bytes of the samples that are kept of all processes.
-        scales: of all values.
+        forwards: seconds of the CPU to show its share to the observers.
+        rest: the same for all else: to compare models, to send and to merge what was seen.
+        state: bytes of what the observers know.
+        seen: a hash of all that the observers know.
     """
 
     forwards: float
     rest: float
-    merging: float
     state: int
-    samples: int
-    scales: dict[str, float] = field(repr=False)
+    seen: str
 
 
 def batches(numbers: range, size: int, marks: list[float]) -> Iterator[Tensor]:
@@ -68,26 +64,20 @@ def batches(numbers: range, size: int, marks: list[float]) -> Iterator[Tensor]:
     marks.append(time.process_time())
 
 
-def measured(count: int, size: int) -> Run:
-    """Calibrate with this rank's share of so many batches."""
+def measured(count: int, size: int, rank: int = 0, ranks: int = 1) -> Run:
+    """Calibrate with a share of so many batches."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    recipe = fxq.Recipe.static(backend="reference")
-    observed = fxq.prepare(mobilenet_v2().eval(), recipe, torch.rand(1, 3, size, size))
+    recipe, example = fxq.Recipe.static(backend="reference"), torch.rand(1, 3, size, size)
+    observed = fxq.prepare(mobilenet_v2().eval(), recipe, example)
     marks: list[float] = []
     start = time.process_time()
     fxq.calibrate(observed, batches(range(rank, count, ranks), size, marks))
-    total = time.process_time() - start
-    forwards = marks[1] - marks[0]
-    seen = seen_by(observed, observed.manager.context)
-    state, several = pack({**seen, "samples": []}), 8
-    into = copy.deepcopy(observed)
-    start = time.process_time()
-    merge_parts(into, into.manager.context, (unpack(state) for _ in range(several)))
-    merging = (time.process_time() - start) / several
-    scales = {name: observer.qparams().s for name, observer in observers_of(observed).items()}
-    return Run(forwards, total - forwards, merging, len(state), len(pack(seen["samples"])), scales)
+    total, forwards = time.process_time() - start, marks[1] - marks[0]
+    known = [buffer for m in observed.modules() if isinstance(m, fxq.Observer) for buffer in m.buffers()]
+    seen = hashlib.sha256(b"".join(buffer.contiguous().numpy().tobytes() for buffer in known)).hexdigest()
+    state = sum(buffer.nbytes for buffer in known)
+    return Run(forwards, total - forwards, state, seen)
 
 
 def started(ranks: int, count: int, size: int) -> list[Run]:
@@ -106,20 +96,23 @@ def row(runs: list[Run], alone: Run) -> list[str]:
     """A line of the table."""
     forwards, rest = max(run.forwards for run in runs), max(run.rest for run in runs)
     ideal = alone.forwards / len(runs)
-    same = all(run.scales == alone.scales for run in runs)
+    same = all(run.seen == alone.seen for run in runs)
     times = f"{forwards:.2f}", f"{rest:.2f}", f"{ideal:.2f}", f"{(forwards + rest) / ideal:.2f}"
-    return [str(len(runs)), *times, "bit for bit" if same else "OTHER SCALES"]
+    return [str(len(runs)), *times, f"{rest / forwards:.1%}", "bit for bit" if same else "NOT THE SAME"]
 
 
-def on_paper(run: Run, gigabits: float) -> str:
+def on_paper(runs: list[Run], size: int, gigabits: float) -> str:
     """What 64 machines take beside the forwards, and how much data makes it a fifth of them."""
-    hops = math.ceil(math.log2(MACHINES))  # a broadcast goes along a tree
-    megabytes = (MACHINES * run.state + run.samples) / 1e6
-    sending, merging = hops * megabytes * 8e-3 / gigabits, MACHINES * run.merging
+    samples = SAMPLES * 3 * size * size * 4  # bytes, of float32
+    one, hops = runs[0], math.ceil(math.log2(MACHINES))  # a broadcast goes along a tree
+    megabytes = (MACHINES * one.state + samples) / 1e6
+    each = max(run.rest for run in runs) / len(runs)
+    sending, merging = hops * megabytes * 8e-3 / gigabits, MACHINES * each
     return (
-        f"{MACHINES} machines, on paper: {megabytes:.0f} MB go to all of them, {run.state / 1e6:.1f} MB from each, and "
-        f"the samples: {hops} hops at {gigabits:g} Gbit/s take {sending:.1f} s. To merge takes {merging:.1f} s, "
-        f"{1e3 * run.merging:.0f} ms for each.\nWithin 1.2x of ideal where each has {5 * (sending + merging):.0f} s of forwards or more."
+        f"{MACHINES} machines, on paper: {megabytes:.0f} MB go to all of them, {one.state / 1e6:.1f} MB from each, and "
+        f"the samples: {hops} hops at {gigabits:g} Gbit/s take {sending:.1f} s. The rest takes {merging:.1f} s, "
+        f"{1e3 * each:.0f} ms for each.\nWithin 1.2x of ideal where each has {5 * (sending + merging):.0f} s of "
+        "forwards or more."
     )
 
 
@@ -135,20 +128,21 @@ def main() -> None:
     count, size = chosen.batches, chosen.size
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        found = list(Ranks.of().exchanged(lambda: asdict(measured(count, size))))
-        is_first = dist.get_rank() == 0
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        found: list[Any] = [None] * ranks
+        dist.all_gather_object(found, asdict(measured(count, size, rank, ranks)))
         dist.destroy_process_group()
-        if is_first and chosen.file is not None:
+        if rank == 0 and chosen.file is not None:
             chosen.file.write_text(json.dumps(found), encoding="utf-8")
-        if chosen.file is not None or not is_first:
+        if rank > 0 or chosen.file is not None:
             return
         runs = [[Run(**run) for run in found]]
     else:
         runs = [started(ranks, count, size) for ranks in chosen.processes]
     alone = measured(count, size)
-    headers = ["processes", "forwards s", "the rest s", "ideal s", "times ideal", "scales"]
+    headers = ["processes", "forwards s", "the rest s", "ideal s", "times ideal", "rest / forwards", "observers"]
     print(tabulate([row(some, alone) for some in [[alone], *runs]], headers, stralign="right"))
-    print(on_paper(runs[-1][0], chosen.gigabits))
+    print(on_paper(runs[-1], size, chosen.gigabits))
 
 
 if __name__ == "__main__":
