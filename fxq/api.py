@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from typing import Any
 
 from torch import fx, nn
@@ -19,7 +19,6 @@ from fxq.fastest import convert_all, prepare_all
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.pipeline.ranks import AUTO, Ranks
-from fxq.pipeline.samples import has_enough
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
 from fxq.steps import Known, check_compared, check_model, converted, float_reference, manager_for, prepared
@@ -86,12 +85,9 @@ def quantize(
             "fxq.quantize(model, recipe, data=loader)."
         )
     if data is not None:
-        shown, context = chain(first, stream), observed.manager.context
-        calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
-        if calibration.few:
-            calibration.run(takewhile(lambda _: not has_enough(context), shown), None)
-        else:
-            calibration.run(shown, _length(data))
+        few = not observed.calibrated
+        calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few)
+        calibration.run(chain(first, stream), None if few else _length(data))
     return convert(observed)
 
 
@@ -162,6 +158,12 @@ def calibrate(
             another model, recipe or data; the ranks have different models or recipes.
         CalibrationError: NaN or Inf in a batch or in an activation; the message names the batch and the layer, and the
             rank where there are several.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+        >>> observed = prepare(model, "static", torch.rand(1, 4))
+        >>> calibrate(observed, [torch.rand(8, 4) for _ in range(3)]).batches_seen
+        3
     """
     check_observed(observed)
     ranks = Ranks.of(group)

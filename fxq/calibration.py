@@ -30,6 +30,7 @@ from fxq.pipeline.calibration_state import (
 )
 from fxq.pipeline.checkpoint import Checkpoint, read_checkpoint
 from fxq.pipeline.ranks import Ranks
+from fxq.pipeline.samples import has_enough
 
 EVERY = 60.0
 """Seconds between two writes of a checkpoint."""
@@ -47,7 +48,7 @@ class Calibration:
         path: a file to write what was seen to, and to go on from; None: none.
         every: seconds between two writes of it.
         progress: show a progress bar; None: when stderr is a terminal, the first rank alone.
-        few: whether no more data is shown than passes read samples of, as where nothing is calibrated.
+        few: show no more data than passes read samples of, for where nothing is calibrated.
     """
 
     observed: ObservedModel
@@ -116,6 +117,8 @@ class Calibration:
         with untouched(own), torch.no_grad(), without_autocast(), bar as advance:
             for i, batch in enumerate(islice(data, 1) if done else data):
                 if file is None or not file.covers(i, batch):
+                    if self.few and has_enough(self.observed.manager.context):
+                        break
                     with naming_batch(i, batch):
                         # its own __call__ prints what goes wrong
                         nn.Module.__call__(self.observed, *batch.args, **batch.kwargs)

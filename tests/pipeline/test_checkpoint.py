@@ -84,6 +84,18 @@ def test_quantize_goes_on_too(tmp_path):
         assert same(dict(qmodel.state_dict()), dict(want.state_dict())) and qmodel.code == want.code
 
 
+def test_a_recipe_that_calibrates_nothing_goes_on_too(tmp_path):
+    """Also when it was killed behind the last batch that it looks at, before the file said so."""
+    path, batches = tmp_path / "c.safetensors", data(40, 2)
+    chosen = fxq.Recipe.weight_only(bits=4, backend="reference").insert_pass(fxq.passes.Gptq(), after="smooth")
+    want = fxq.quantize(network(), chosen, data=batches)
+    for _ in range(2):
+        qmodel = fxq.quantize(network(), chosen, data=batches, checkpoint=path)
+        assert same(dict(qmodel.state_dict()), dict(want.state_dict()))
+        edited(path, lambda content: content.update(complete=False))
+    assert len(unpack(path.read_bytes())["checksums"]) == 32
+
+
 def test_after_an_error_the_same_model_goes_on(tmp_path):
     path, batches, observed = tmp_path / "c.safetensors", data(), prepared()
     broken = [*batches[:5], batches[5] * float("inf"), *batches[6:]]
