@@ -130,11 +130,12 @@ def calibrate(
     """Show `data` to the observers of a prepared model, with a progress bar; the same model.
 
     *On several machines, or in several processes*, under `torchrun` or wherever `torch.distributed` is initialized:
-    each rank gives its share of the data (a `DistributedSampler` deals it out), and at the end every rank has seen what
-    all have. The result is, bit for bit, that of one process which is shown the shares in turns: the first batch of
-    each rank, then the second of each. Shares may have any number of batches, also none. A moving average is the mean
-    of those of the ranks, weighted by their numbers of batches. It takes CPUs of one kind and as many threads for each
-    (torchrun gives every process one). Where ranks give the same data, ranges stay as they are, to rounding.
+    each rank gives its share of the data, and at the end every rank has seen what all have. (A `DistributedSampler`
+    repeats samples to make shares equal; `torch.utils.data.Subset(dataset, range(rank, len(dataset), ranks))` deals out
+    each of them once.) The result is, bit for bit, that of one process which is shown the shares in turns: the first
+    batch of each rank, then the second of each. Shares may have any number of batches, also none. A moving average is
+    the mean of those of the ranks, weighted by their numbers of batches. It takes CPUs of one kind and as many threads
+    for each (torchrun gives every process one). Where ranks give the same data, ranges stay as they are, to rounding.
 
     All ranks have to make the call. What fails on one raises on all. Where one is to work alone: `group=None`.
 

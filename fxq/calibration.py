@@ -90,7 +90,7 @@ class Calibration:
 
     def _begin(self, prints: Sequence[Mapping[str, str]], length: int | None) -> Checkpoint | None:
         """Go on from the file where there is one."""
-        observed, graphs = self.observed, _graphs(self.observed)
+        observed, graphs = self.observed, graphs_of(self.observed)
         if self.path is None:
             _check_new(observed)
             return None
@@ -130,7 +130,7 @@ class Calibration:
             file.finish(count)
 
     def _merge_ranks(self) -> None:
-        graphs, rank = _graphs(self.observed), self.ranks.rank
+        graphs, rank = graphs_of(self.observed), self.ranks.rank
         own, device = [seen_by(one, one.manager.context) for one in graphs], _device(self.observed)
 
         def parts(i: int, sizes: Sequence[Sizes]) -> Iterator[dict[str, Any]]:
@@ -188,7 +188,7 @@ def merge_calibrations(observed: ObservedModel, checkpoints: Sequence[str | os.P
     twice = [path for i, path in enumerate(paths) if path.resolve() in [other.resolve() for other in paths[:i]]]
     if twice or not paths:
         raise InputError(f"{twice[0]} is there twice." if twice else "checkpoints is empty: give at least one file.")
-    graphs, prints, device = _graphs(observed), _prints(observed), _device(observed)
+    graphs, prints, device = graphs_of(observed), _prints(observed), _device(observed)
     seen: list[tuple[int, list[Sizes]]] = []
     for path in paths:
         found = read_checkpoint(path, prints, device)
@@ -225,7 +225,7 @@ def _merge(
     total = sum(count for count, _ in seen)
     if not total:
         raise InputError("data is empty, also that of the other processes: it takes at least one batch.")
-    for i, one in enumerate(_graphs(observed)):
+    for i, one in enumerate(graphs_of(observed)):
         merge_parts(one, one.manager.context, parts(i, [sizes[i] for _, sizes in seen]), few)
         one.batches_seen = total
 
@@ -244,13 +244,13 @@ def _check_new(observed: ObservedModel) -> None:
         )
 
 
-def _graphs(observed: ObservedModel) -> list[ObservedModel]:
+def graphs_of(observed: ObservedModel) -> list[ObservedModel]:
     """Those that see the data: with `backend="fastest"` one for each kind of backend."""
     return [one for one in (observed, *(observed.others or ())) if one.same_as is None]
 
 
 def _prints(observed: ObservedModel) -> list[dict[str, str]]:
-    return [fingerprint(one, one.manager.context) for one in _graphs(observed)]
+    return [fingerprint(one, one.manager.context) for one in graphs_of(observed)]
 
 
 def _device(observed: ObservedModel) -> str:

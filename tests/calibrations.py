@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.calibration import _graphs
+from fxq.calibration import graphs_of
 from fxq.pipeline.calibration_state import observers_of
 
 
@@ -32,7 +32,7 @@ def prepared(observer="histogram", model=None, **options):
 def seen(observed):
     """All that calibration leaves in a model."""
     found = []
-    for one in _graphs(observed):
+    for one in graphs_of(observed):
         states = {
             name: (dict(observer.named_buffers()), observer.constants, observer.block, observer.met_empty)
             for name, observer in observers_of(one).items()

@@ -29,6 +29,8 @@ from tests.calibrations import (
 from tests.helpers import module
 from tests.processes import dying, killed, on_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 ROOT = Path(__file__).parents[1]
 
 

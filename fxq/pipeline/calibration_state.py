@@ -1,8 +1,7 @@
 """What one process has seen of the calibration data, as plain data and tensors: to be stored, sent and merged.
 
 Where several processes saw a share each, the merged whole is what one process would have that saw all of it, in turns:
-the first batch of each share, then the second of each, and so on. So does `torch.utils.data.DistributedSampler` deal
-samples out, with batches of one; of larger ones, batch k of share r of n stands for batch k * n + r.
+the first batch of each share, then the second of each, and so on: batch k of share r of n stands for batch k * n + r.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def part_of(
     """
     turns = list(in_turns([[number] * len(found) for number, found in enumerate(sizes)]))
     scratch = replace(context, samples=[])
-    _keep(scratch, [[Batch(() if n is None else (torch.empty(n, 0),)) for n in found] for found in sizes], few)
+    keep_in_turns(scratch, [[Batch(() if n is None else (torch.empty(n, 0),)) for n in found] for found in sizes], few)
     mine = [samples_in(stub) for number, stub in zip(turns, scratch.samples, strict=False) if number == share]
     batches = zip(batches_from(seen["samples"]), mine, strict=False)
     return {**seen, "samples": samples_as_data([first_of(batch, count or 0) for batch, count in batches])}
@@ -148,10 +147,10 @@ def merge_parts(gm: fx.GraphModule, context: Context, parts: Iterable[dict[str, 
     for name in set(observers) - merge_states(observers, states()):
         gm.delete_submodule(name)
     context.samples.clear()
-    _keep(context, shares, few)
+    keep_in_turns(context, shares, few)
 
 
-def _keep(context: Context, shares: Sequence[Sequence[Batch]], few: bool) -> None:
+def keep_in_turns(context: Context, shares: Sequence[Sequence[Batch]], few: bool) -> None:
     """Keep the samples that one process would that saw the batches of all shares in turns."""
     for batch in in_turns(shares):
         if not (few and has_enough(context)):

@@ -12,11 +12,11 @@ import fxq
 from fxq.common.data import Batch
 from fxq.common.stored_data import pack, unpack
 from fxq.pipeline.calibration_state import (
-    _keep,
     batches_from,
     difference,
     fingerprint,
     in_turns,
+    keep_in_turns,
     part_of,
     restore,
     samples_as_data,
@@ -96,7 +96,7 @@ def test_the_samples_of_all_shares_are_those_of_one_process(shares, divisible, f
     sizes = [sizes_of(one) for one in whole]
     parts = [part_of(one, sizes, share, known, few) for share, one in enumerate(whole)]
     merged = replace(known, samples=[])
-    _keep(merged, [batches_from(part["samples"]) for part in parts], few)
+    keep_in_turns(merged, [batches_from(part["samples"]) for part in parts], few)
     want = shown(in_turns(given_batches))
     assert same(samples_as_data(merged.samples), samples_as_data(want))
     # nothing is sent that is not kept

@@ -15,6 +15,8 @@ from tests.calibrations import calibrated, data, network, other_weights, prepare
 from tests.helpers import module
 from tests.processes import die, dying, killed, on_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 
 @pytest.mark.parametrize("observer", ["minmax", "histogram", "percentile:99.5", "moving_average"])
 def test_killed_at_a_batch_and_resumed(tmp_path, observer):
