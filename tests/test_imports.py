@@ -75,7 +75,7 @@ LEVELS = (
     {"patterns", "recipe"},
     {"pipeline"},
     {"ledger", "cost"},
-    {"passes", "report"},
+    {"passes", "report", "files"},
     {"model"},
     {"fastest", "steps"},
     {"tuning"},

@@ -269,7 +269,7 @@ def _declaration(path: str, module: nn.Module | None, runs: str | None) -> str:
         said = ("spec", "axis", "name", "constants", *(["paused"] if module.paused else []))
         name, config = "observer", {key: getattr(module, key) for key in said}
     elif isinstance(module, Bindable):
-        name, config = str(module.name), module.config()  # type: ignore[operator]
+        name, config = str(module.described.name), module.config()  # type: ignore[union-attr, operator]
     else:
         return f"modules[{value_text(path)}] = leaf({value_text(type(module).__name__)})"
     options = [f"{key}={value_text(value)}" for key, value in config.items()]
