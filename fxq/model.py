@@ -390,6 +390,7 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
         >>> x = torch.rand(1, 3, 16, 16)
         >>> qmodel = fxq.quantize(model, "static", data=[x])
+        >>> import tempfile
         >>> path = qmodel.save(tempfile.gettempdir() + "/model.fxq")
         >>> torch.equal(fxq.load(path)(x), qmodel(x))
         True

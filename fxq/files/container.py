@@ -37,6 +37,7 @@ class StoredTensor:
         checksum: CRC-32 of its bytes as they lie in the file.
         stride: how its values lie in memory; empty where that is one row behind the other.
         same_as: another tensor of the file, which it shares its memory with; then it is not in the file itself.
+        is_one: whether it is that one, and not another on the same memory.
         trained: of a parameter, whether it requires a gradient; None for another tensor.
     """
 
@@ -44,6 +45,7 @@ class StoredTensor:
     checksum: int = 0
     stride: tuple[int, ...] = ()
     same_as: str = ""
+    is_one: bool = False
     trained: bool | None = None
 
 
@@ -69,7 +71,8 @@ def write_container(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[st
         trained = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
         same_as = first.setdefault((tensor.data_ptr(), tensor.stride(), *about.values()), name)
         if same_as != name and tensor.numel():
-            stored[name] = StoredTensor(**about, same_as=same_as, trained=trained)
+            is_one = tensors[same_as] is tensor
+            stored[name] = StoredTensor(**about, same_as=same_as, is_one=is_one, trained=trained)
             continue
         stride, flat[name] = _laid_out(tensor.detach().cpu())
         stored[name] = StoredTensor(**about, checksum=_checksum(flat[name]), stride=stride, trained=trained)
@@ -136,8 +139,11 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         names = {name for name, about in stored.items() if not about.same_as}
         if set(file.keys()) != names:
             raise InputError(f"it does not hold the tensors that it names: {sorted(names ^ set(file.keys()))[:3]}.")
-        flat = {name: file.get_tensor(name) for name in names}
-    tensors = {name: _tensor(name, stored, flat) for name in stored}
+        flat = {name: _aligned(file.get_tensor(name)) for name in names}
+    tensors: dict[str, Tensor] = {}
+    for name, about in stored.items():
+        first = tensors.get(about.same_as) if about.is_one else None
+        tensors[name] = _tensor(name, stored, flat) if first is None else first
     return tensors, {name: text for name, text in texts.items() if name not in _OWN}
 
 
@@ -157,11 +163,9 @@ def _tensor(name: str, stored: Mapping[str, StoredTensor], flat: Mapping[str, Te
     about, source = stored[name], stored.get(stored[name].same_as or name)
     if source is None or source.same_as:
         raise InputError(f"the tensor {name!r} is to be the same as {about.same_as!r}, which it does not hold.")
-    found = flat[about.same_as or name]
+    found = flat[about.same_as or name].detach()
     if source is about and _checksum(found) != about.checksum:
         raise InputError(f"it is damaged: the tensor {name!r} has another checksum than when it was written.")
-    if found.is_floating_point() and found.data_ptr() % _ALIGNMENT:
-        found = found.clone()
     if source.stride:
         if len(source.stride) != found.dim():
             raise InputError(f"the tensor {name!r} has no strides {source.stride}.")
@@ -171,6 +175,11 @@ def _tensor(name: str, stored: Mapping[str, StoredTensor], flat: Mapping[str, Te
     if type_text(tuple(found.shape), found.dtype) != about.type:
         raise InputError(f"the tensor {name!r} is {type_text(tuple(found.shape), found.dtype)}, not {about.type}.")
     return found if about.trained is None else nn.Parameter(found, about.trained)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, copied where it is of floats, and does not begin as torch's memory does."""
+    return tensor.clone() if tensor.is_floating_point() and tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 def _laid_out(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:

@@ -79,6 +79,10 @@ def attach_forms(
         kernel = called[about.kernel][1]
         held[name] |= {path: Part(own, at, torch.Size(shape)) for path, (own, at, shape) in about.parts.items()}
         try:
+            for own, _, shape in about.parts.values():
+                found = tuple(kernel.get_buffer(own).shape)
+                if len(found) == len(shape) > 1 and found != shape:
+                    raise InputError(f"{own} of {about.kernel!r} is of the shape {found}, in its form {shape}.")
             values[name] = {p: t.of(kernel) if isinstance(t, Part) else t for p, t in held[name].items()}
         except (AttributeError, RuntimeError) as error:
             raise InputError(f"the tensors of {about.kernel!r} do not fit its form: {error}") from None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,12 +127,24 @@ def load_model(
         raise InputError(f"a file is named by a str or a path, not by {path!r}.")
     tensors, texts = read_container(Path(path))
     try:
-        with without_imports():
+        with without_imports(), _uncollected():
             return _read(tensors, texts, leaves or {})
     except FxqError as error:
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
     except Exception as error:  # whatever comes of data that is no model's
         raise FileError(f"cannot load {str(path)!r}: {type(error).__name__}: {words_of(error)}") from error
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection: what is made stays, and to look through all of it again and again takes long."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _read(
@@ -144,6 +158,9 @@ def _read(
     modules = _checked_leaves(about.leaves, leaves)
     inside = {name: tensor for name, tensor in tensors.items() if name.partition(":")[0] in about.forms}
     gm = read(texts["graph"], {n: t for n, t in tensors.items() if n not in inside}, modules, _Kind)
+    for name, made in graph_tensors(gm).items():
+        if (made.dtype, made.shape) != (tensors[name].dtype, tensors[name].shape):
+            raise InputError(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, which no kernel keeps so.")
     attach_forms(gm, texts["forms"], about.forms, inside)
     unformed = next((k for _, k in kernels_of(gm) if isinstance(k, InForm) and "form" not in vars(k)), None)
     if unformed is not None:

@@ -290,6 +290,8 @@ class _Reader:
             needed = len([name for name in op.quant.inputs if name in op.tensors])
             if not needed <= len(node.args) <= len(op.tensors):
                 raise InputError(f"{op.name} takes the tensors {', '.join(op.tensors)}, not {len(node.args)} of them.")
+            if any(isinstance(arg, str) for arg in node.args):
+                raise InputError(f"{op.name} takes tensors, and no text.")
             for key in node.kwargs:
                 if key not in op.options:
                     raise InputError(f"{op.name}: {unknown('option', key, op.options)}")
