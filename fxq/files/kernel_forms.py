@@ -52,7 +52,9 @@ def write_forms(gm: fx.GraphModule) -> tuple[str, dict[str, StoredForm], dict[st
         graphs[name] = form.module(kernel)
         own = {path: part for path, part in form.tensors.items() if isinstance(part, Part)}
         parts = {path: (part.name, part.start, tuple(part.shape)) for path, part in own.items()}
-        stored[name] = StoredForm(str(node.target), form.takes, parts, getattr(kernel, "reason", ""))
+        stored[name] = StoredForm(
+            str(node.target), form.takes, parts, kernel.reason if isinstance(kernel, InForm) else ""
+        )
         others = {path: tensor for path, tensor in form.tensors.items() if isinstance(tensor, Tensor)}
         tensors |= {f"{name}:{path}": tensor for path, tensor in others.items()}
     return write_graphs(graphs), stored, tensors
@@ -81,7 +83,7 @@ def attach_forms(
         try:
             for own, _, shape in about.parts.values():
                 found = tuple(kernel.get_buffer(own).shape)
-                if len(found) == len(shape) > 1 and found != shape:
+                if found != shape and len(found) > 1 and len(shape) in (1, len(found)):
                     raise InputError(f"{own} of {about.kernel!r} is of the shape {found}, in its form {shape}.")
             values[name] = {p: t.of(kernel) if isinstance(t, Part) else t for p, t in held[name].items()}
         except (AttributeError, RuntimeError) as error:
