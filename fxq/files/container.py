@@ -67,15 +67,15 @@ def write_container(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[st
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES or tensor.is_meta:
             raise InputError(f"the tensor {name!r} is {tensor.layout}, {tensor.dtype}: a file holds plain ones.")
-        about = {"type": type_text(tuple(tensor.shape), tensor.dtype)}
+        about = type_text(tuple(tensor.shape), tensor.dtype)
         trained = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
-        same_as = first.setdefault((tensor.data_ptr(), tensor.stride(), *about.values()), name)
+        same_as = first.setdefault((tensor.data_ptr(), tensor.stride(), about), name)
         if same_as != name and tensor.numel():
             is_one = tensors[same_as] is tensor
-            stored[name] = StoredTensor(**about, same_as=same_as, is_one=is_one, trained=trained)
+            stored[name] = StoredTensor(about, same_as=same_as, is_one=is_one, trained=trained)
             continue
         stride, flat[name] = _laid_out(tensor.detach().cpu())
-        stored[name] = StoredTensor(**about, checksum=_checksum(flat[name]), stride=stride, trained=trained)
+        stored[name] = StoredTensor(about, _checksum(flat[name]), stride, trained=trained)
     found = {"format": FORMAT, "version": str(VERSION), "tensors": json.dumps(to_plain(stored)), **texts}
     header = _header(flat, {**found, "checksum": str(_checksum_of(found))})
     new = path.with_name(f".{path.name}.{os.getpid()}")  # models may be mapped from the file that this replaces

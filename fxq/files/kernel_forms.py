@@ -86,7 +86,7 @@ def attach_forms(
                 if found != shape and len(found) > 1 and len(shape) in (1, len(found)):
                     raise InputError(f"{own} of {about.kernel!r} is of the shape {found}, in its form {shape}.")
             values[name] = {p: t.of(kernel) if isinstance(t, Part) else t for p, t in held[name].items()}
-        except (AttributeError, RuntimeError) as error:
+        except (AttributeError, IndexError, RuntimeError) as error:
             raise InputError(f"the tensors of {about.kernel!r} do not fit its form: {error}") from None
     for name, (graph, units) in read_graphs(text, values).items():
         node, kernel = called[stored[name].kernel]

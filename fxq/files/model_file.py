@@ -186,7 +186,7 @@ class _Kind:
             return InForm(self.kind, config, tensors, words_of(error))
 
     def of_graph(self, gm: fx.GraphModule, graph: fx.Graph, config: Mapping[str, Any]) -> Kernel:
-        return self.kind.of_graph(gm, graph, config)  # type: ignore[attr-defined, no-any-return]
+        return self.kind.of_graph(gm, graph, config)  # type: ignore[attr-defined]
 
 
 # ---- what is no data

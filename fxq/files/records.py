@@ -7,13 +7,11 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from fxq.errors import InputError
-
-T = TypeVar("T")
 
 
 def to_plain(value: Any) -> Any:
@@ -45,7 +43,7 @@ def _is_default(field: Field[Any], value: Any) -> bool:
     return field.default is not MISSING and type(value) is type(field.default) and bool(value == field.default)
 
 
-def from_plain(kind: type[T], data: Any) -> T:
+def from_plain(kind: Any, data: Any) -> Any:
     """Inverse of `to_plain`.
 
     Args:
@@ -60,8 +58,7 @@ def from_plain(kind: type[T], data: Any) -> T:
         >>> from_plain(tuple[Pin, ...], to_plain((Pin("conv2d", "a"),)))
         (Pin(op='conv2d', path='a', call=0, runs='int8', ops=0),)
     """
-    made: T = _reader(kind)(data)
-    return made
+    return _reader(kind)(data)
 
 
 Reader = Callable[[Any], Any]
@@ -91,7 +88,7 @@ def _reader(kind: Any) -> Reader:
 
 
 def _number_or_text(kind: type) -> Reader:
-    takes = {float: (float, int)}.get(kind, (kind,))
+    takes = (float, int) if kind is float else (kind,)
 
     def read(data: Any) -> Any:
         if type(data) not in takes:
