@@ -10,10 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import networks_resnet
 import torch
+from torch import nn
 
 import fxq
 
@@ -26,18 +29,18 @@ print(time.perf_counter() - begin)
 """
 
 
-def timed(work):
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     begin = time.perf_counter()
     return work(), time.perf_counter() - begin
 
 
-def read_elsewhere(path):
+def read_elsewhere(path: Path) -> float:
     """Seconds to load a file in a fresh process."""
     done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
-def measure(network, x, repeats):
+def measure(network: nn.Module, x: torch.Tensor, repeats: int) -> tuple[dict[str, float], int, int, bool]:
     """Seconds to quantize, save and load, and the bytes of both files."""
     qmodel, quantize = timed(lambda: fxq.quantize(network, "static", data=[x]))
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +52,7 @@ def measure(network, x, repeats):
         return {"quantize": quantize, "save": save, "load": load}, path.stat().st_size, floats.stat().st_size, same
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--network", default="resnet50", help="a function of scripts/networks_resnet.py")
     parser.add_argument("--size", type=int, default=224, help="pixels of the images")

@@ -87,7 +87,7 @@ def check_same(model: fx.GraphModule, state: Tensor) -> Any:
             raise InputError(
                 f"the state dict is of another model than this one: {place} {same}. A quantized model takes the state "
                 "dict of one that was quantized alike: the same network, recipe and kind of machine. To carry a whole "
-                "model, pickle it (torch.save(qmodel, path))."
+                "model, save it (qmodel.save(path), fxq.load(path))."
             )
     return theirs
 

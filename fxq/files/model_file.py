@@ -324,4 +324,4 @@ def history_from(data: Any) -> History:
         if not all(0 <= i < len(views) for i in nodes):
             raise InputError(f"{step.name}: its graph has nodes that are not there.")
         steps.append(replace(step, graph=replace(step.graph, nodes=tuple(views[i] for i in nodes))))
-    return History(steps, from_plain(str | None, data["first_loss"]))  # type: ignore[arg-type]
+    return History(steps, from_plain(str | None, data["first_loss"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from keyword import iskeyword
 from textwrap import dedent
@@ -13,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxq.common.names import is_writable
+from fxq.common.source import without_imports
 from fxq.errors import FxqError, InputError, unknown, words_of
-from fxq.graph.guards import make_output
 from fxq.graph.info import set_info
 from fxq.graph.query import op_of, tensor_meta
 from fxq.graph.run import Typed, infer
+from fxq.graph.text_checks import check_call, check_path, check_plain
 from fxq.graph.text_names import FUNCTIONS, METHODS, function_of, is_taken
-from fxq.graph.text_values import check_plain, dotted, key_of, parsed, read_arguments, read_value, type_text
+from fxq.graph.text_values import dotted, key_of, parsed, read_arguments, read_value, type_text
 from fxq.graph.text_writer import FACTS, derived
 from fxq.graph.unit import UNITS, Unit
 from fxq.ops import OPS
@@ -45,7 +44,8 @@ def read(
         InputError: names the line, and what was expected there.
     """
     reader = _Reader(tensors, modules, kernels)
-    reader.take_all(dedent(text))
+    with without_imports():
+        reader.take_all(dedent(text))
     if reader.unit is not None or not reader.main.done:
         raise InputError("the text ends before the graph does: expected `return ...` as its last line.")
     return reader.module()
@@ -232,18 +232,15 @@ class _Reader:
         args, kwargs = read_arguments(call, self.body.nodes)
         check_plain((args, kwargs))
         node = self.body.add(name, op, target, [*first, *args], kwargs)
-        self._check_arguments(node)
+        check_call(node, self._called(node))
         self._describe(node, annotation, comment)
 
     def _input(self, name: str, call: ast.Call) -> fx.Node:
         args, default = read_arguments(call, {})
         check_plain(default)
         target = args[0] if args else name
-        if (
-            not (isinstance(target, str) and re.fullmatch(r"\*{0,2}[^\W\d]\w*", target))
-            or iskeyword(target)
-            or target == "self"
-        ):
+        found = re.fullmatch(r"\*{0,2}([^\W\d]\w*)", target) if isinstance(target, str) else None
+        if found is None or iskeyword(found[1]) or found[1] == "self":
             raise InputError(f"expected the name of an argument, not {target!r}.")
         if len(args) > 1 or default.keys() - {"default"}:
             raise InputError("expected `input()`, with the argument's name and `default=` where it has them.")
@@ -251,7 +248,7 @@ class _Reader:
 
     def _tensor(self, name: str, call: ast.Call) -> fx.Node:
         path = self._value(call.args[0]) if len(call.args) == 1 and not call.keywords else None
-        path = _checked(path)
+        path = check_path(path)
         self.used[path] = self._given(path)
         return self.main.add(name, "get_attr", path)
 
@@ -283,28 +280,6 @@ class _Reader:
                 raise InputError(_unknown("method", method, METHODS))
             return "call_method", method, (self.body.nodes[receiver],)
         raise InputError(_unknown("op, unit or function", name, [*self.units, *(op.name for op in OPS), *FUNCTIONS]))
-
-    def _check_arguments(self, node: fx.Node) -> None:
-        op, unit = op_of(node), self._called(node)
-        if op is not None:
-            needed = len([name for name in op.quant.inputs if name in op.tensors])
-            if not needed <= len(node.args) <= len(op.tensors):
-                raise InputError(f"{op.name} takes the tensors {', '.join(op.tensors)}, not {len(node.args)} of them.")
-            if any(isinstance(arg, str) for arg in node.args):
-                raise InputError(f"{op.name} takes tensors, and no text.")
-            for key in node.kwargs:
-                if key not in op.options:
-                    raise InputError(f"{op.name}: {unknown('option', key, op.options)}")
-        if isinstance(unit, Unit) and len(node.args) != len(unit.graph.find_nodes(op="placeholder")):
-            raise InputError(f"the unit {unit.kind} takes other inputs than these {len(node.args)}.")
-        if node.target is getattr and not (len(node.args) > 1 and re.match("[a-zA-Z]", _text(node.args[1]))):
-            raise InputError("expected the name of a public attribute.")
-        if node.target is make_output and _text((*node.args, "")[0]) not in _OUTPUTS:
-            package = _text((*node.args, "")[0]).partition(":")[0].partition(".")[0]
-            if not package or package in _NO_OUTPUTS:
-                raise InputError(
-                    "expected the class of an output, `module:name`, which is not of Python, torch or fxq."
-                )
 
     def _called(self, node: fx.Node) -> Any:
         """The module that a node calls, or None."""
@@ -363,7 +338,7 @@ class _Reader:
 
     def _path(self, target: ast.expr) -> str:
         if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id == "modules":
-            return _checked(self._value(target.slice))
+            return check_path(self._value(target.slice))
         raise InputError(f"expected `modules['path']`, not `{ast.unparse(target)}`.")
 
     def _declared(self, path: str, call: ast.expr) -> nn.Module:
@@ -399,20 +374,3 @@ class _Reader:
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """The nearest names alone: of these there are a thousand."""
     return unknown(kind, name, known).partition(" Known: ")[0]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-_OUTPUTS = ("collections:OrderedDict",)
-_NO_OUTPUTS = frozenset(("", *sys.stdlib_module_names, *sys.builtin_module_names, "torch", "numpy", "fxq"))
-_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
-
-
-def _checked(path: Any) -> str:
-    """A path that torch.fx can keep a tensor or module at."""
-    parts = path.split(".") if isinstance(path, str) else [""]
-    if not all(parts) or parts[0] in _TAKEN or any(part.startswith("__") for part in parts) or not is_writable(path):
-        raise InputError(f"expected the path of a tensor or module, not {path!r}.")
-    return str(path)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxq.common.trees import leaves
 from fxq.errors import InputError, unknown
 from fxq.graph.info import Cost, Decision, Edge, EngineLayer, Plan
 from fxq.quant.measured import MeasuredGrid
@@ -114,16 +113,6 @@ def read_value(expr: ast.expr, nodes: Nodes) -> Any:
 def read_arguments(call: ast.Call, nodes: Nodes) -> tuple[list[Any], dict[str, Any]]:
     """The positional and keyword arguments of a call."""
     return [read_value(arg, nodes) for arg in call.args], {key_of(k): read_value(k.value, nodes) for k in call.keywords}
-
-
-def check_plain(arguments: Any) -> None:
-    """Refuse records among the arguments of a call: they say what is known of a node, and no function takes them.
-
-    torch.fx writes arguments into code by their `repr`: nothing else than plain data may get there.
-    """
-    for value in leaves(arguments, is_leaf=lambda value: type(value) in RECORDS.values()):
-        if type(value) in RECORDS.values():
-            raise InputError(f"a {type(value).__name__} is no argument of a call.")
 
 
 def _made(call: ast.Call, nodes: Nodes) -> Any:
