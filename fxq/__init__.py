@@ -13,6 +13,7 @@ from fxq.doctor import Diagnosis, doctor
 from fxq.errors import (
     BackendError,
     CalibrationError,
+    FileError,
     FxqError,
     FxqWarning,
     InputError,
@@ -30,7 +31,7 @@ from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
-from fxq.model import ObservedModel, QuantizedModel
+from fxq.model import ObservedModel, QuantizedModel, load
 from fxq.ops.own_ops import register_op
 from fxq.ops.table import Spelling
 from fxq.ops.traits import Quant
@@ -77,6 +78,7 @@ __all__ = [
     "Cost",
     "Diagnosis",
     "Diff",
+    "FileError",
     "FusedUnit",
     "FxqError",
     "FxqWarning",
@@ -124,6 +126,7 @@ __all__ = [
     "explain",
     "fusion",
     "graph_tensors",
+    "load",
     "make_observer",
     "merge_calibrations",
     "nbytes",

@@ -149,7 +149,7 @@ def calibrate(
         observed: what `prepare` returned. With a checkpoint, or on several ranks, it must have seen no data.
         data: batches, as for `quantize`.
         progress: show a progress bar; default: when stderr is a terminal.
-        checkpoint: the file, safetensors; it takes `pip install fxq[safetensors]`, as do several ranks.
+        checkpoint: the file, safetensors.
         every: seconds between two writes of it.
         group: a `torch.distributed.ProcessGroup`, None for this process alone, or "auto": the default group, if there
             is one.

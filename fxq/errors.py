@@ -45,6 +45,10 @@ class RenderError(FxqError):
     """A picture could not be drawn, or a file could not be written."""
 
 
+class FileError(FxqError):
+    """A file holds no model that can be loaded: it is damaged, newer, of something else, or needs what is not here."""
+
+
 class NoAttributeError(FxqError, AttributeError):
     """A quantized model does not have what the float model has. `hasattr` and `getattr` with a default take it so."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -14,73 +14,10 @@ from fxq.backends.by_name import fastest_order, unavailable
 from fxq.common.isolation import copied, without_autocast
 from fxq.errors import BackendError, FxqError, InputError, words_of
 from fxq.graph.text_writer import write_graph
+from fxq.ledger.attempts import Attempt, Attempts
 from fxq.model import ObservedModel, QuantizedModel
 from fxq.recipe.recipe import Recipe
 from fxq.report.latency import interleaved
-from fxq.text.queryable import Rows
-from fxq.text.tables import Column, Part, Table, row, text
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What became of a model with one backend.
-
-    Attributes:
-        backend: its name.
-        us: microseconds of a call on the example, the shortest of some; None: it was not timed.
-        int8: how many ops run on integers.
-        sqnr: how far the output is from the float model's, see `Ledger.output_sqnr`.
-        chosen: whether this one was taken.
-        why: why it was not tried, or cannot be taken; else empty.
-    """
-
-    backend: str
-    us: float | None = None
-    int8: int = 0
-    sqnr: float | None = None
-    chosen: bool = False
-    why: str = ""
-
-
-@dataclass(frozen=True, repr=False)
-class Attempts(Rows[Attempt]):
-    """What each backend did: `print` it, filter it with `where`, sort it by a field.
-
-    Attributes:
-        entries: one for each backend.
-        threads: with how many threads the calls were timed.
-    """
-
-    entries: tuple[Attempt, ...]
-    threads: int = 1
-    _name: ClassVar[str] = "attempts"
-    _key: ClassVar[str] = "attempts"
-
-    @property
-    def _row(self) -> type:
-        return Attempt
-
-    def _facts(self) -> dict[str, Any]:
-        return {"threads": self.threads}
-
-    def _short(self) -> str:
-        best = next((e for e in self.entries if e.chosen), None)
-        return f"{len(self)} backends" + (f", {best.backend} was the quickest" if best is not None else "")
-
-    def _parts(self) -> Sequence[Part]:
-        columns = (
-            Column("backend"),
-            *(Column(name, "right") for name in ("ms", "int8 ops", "SQNR dB")),
-            *(Column(""), Column("why not", give="fold", optional=True)),
-        )
-        rows = [row(*_cells(entry)) for entry in self.entries]
-        about = f"one call on the example, {self.threads} {'thread' if self.threads == 1 else 'threads'}"
-        return [Table(columns, rows), text(about)]
-
-
-def _cells(e: Attempt) -> tuple[str, ...]:
-    ms, count = ("", "") if e.us is None else (f"{e.us / 1e3:.2f}", str(e.int8))
-    return e.backend, ms, count, "" if e.sqnr is None else f"{e.sqnr:.1f}", "chosen" if e.chosen else "", e.why
 
 
 def prepare_all(recipe: Recipe, device: str, prepare: Callable[[Recipe], ObservedModel]) -> ObservedModel:

@@ -25,6 +25,7 @@ from fxq.common.isolation import autocast_on, unshare
 from fxq.common.metrics import nbytes
 from fxq.common.names import check_names
 from fxq.errors import InputError, RecipeError
+from fxq.files.model_file import load_model, save_model
 from fxq.graph.plain_data import NodeData, from_data, to_data
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.float_record import Record
@@ -152,7 +153,7 @@ class QuantizedModel(Quantized):
         recipe: the recipe that made it.
         backend: what a recipe calls the backend that its kernels belong to.
         record: what was seen of the float model: how its values lie, its inputs and its size.
-        attempts: with `backend="fastest"`, what each backend did (`fxq.fastest.Attempts`); else None.
+        attempts: with `backend="fastest"`, what each backend did (`fxq.ledger.attempts.Attempts`); else None.
         kinds_kept: of how many kinds of inputs (shapes, dtypes, threads) it keeps a function that runs without looking
             anything up; 16. Those of more kinds in turn run without one. 0: of none.
 
@@ -267,6 +268,28 @@ class QuantizedModel(Quantized):
         narrow = gave_way.role if gave_way is not None else self.recipe.narrow
         return replace(self.recipe, backend=self.backend, optimize="decided", decided=self._decided, narrow=narrow)
 
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the model into one file, for `fxq.load`: data only, which no code is needed for but fxq.
+
+        It is a safetensors file. Its metadata hold the graph as text (`fxq.write_graph`), the recipe, the ledger and
+        the history. Modules that are kept as they are (`Recipe.leaf`) are not in it, but named.
+
+        Args:
+            path: the file; folders that are missing are made. A file that is there is replaced at once.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: the graph, or the recipe, calls what a file cannot name: a function that is neither an op nor
+                torch's, a kernel with hooks; the message says which.
+            RecipeError: a pass, an op or a kernel of yours is local to a function.
+            RenderError: the file cannot be written.
+
+        Example: see `fxq.load`.
+        """
+        return save_model(path, self, self._parts)
+
     def report(
         self,
         path: str | os.PathLike[str],
@@ -342,10 +365,46 @@ class QuantizedModel(Quantized):
 
 
 def _restore(members: Any, data: list[NodeData], parts: Any, made_on: Mapping[str, str]) -> QuantizedModel:
-    """Inverse of `QuantizedModel.__reduce__`. On another machine than `made_on`, the kernels are asked again."""
+    """Inverse of `QuantizedModel.__reduce__`."""
     root = nn.Module()
     root._parameters, root._buffers, root._modules = members
-    model = QuantizedModel(root, from_data(data))
+    return _remade(root, from_data(data), parts, made_on)
+
+
+def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None) -> QuantizedModel:
+    """The quantized model that `QuantizedModel.save` wrote, with the same numbers, bit for bit.
+
+    Nothing of the file is run, and nothing that it names is imported: ops and kernels of your own are to be imported
+    before. What it says is checked, so that a damaged file is an error. Its tensors are mapped into memory, and read
+    when they are used. The model is on the CPU. On another kind of CPU than that which it was quantized on, its kernels
+    are asked again, and tried out; those that do not run right there run in q/dq form, with a warning.
+
+    Args:
+        path: the file.
+        leaves: by path, the modules that the model calls as they are, which are not in the file: with the weights that
+            they had. They are copied.
+
+    Raises:
+        FileError: there is no such file, it holds no model or is damaged, a newer fxq has written it, or it needs a
+            module, an op or a kernel that is not here; the message says what to do.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+        >>> x = torch.rand(1, 3, 16, 16)
+        >>> qmodel = fxq.quantize(model, "static", data=[x])
+        >>> import tempfile
+        >>> path = qmodel.save(tempfile.gettempdir() + "/model.fxq")
+        >>> torch.equal(fxq.load(path)(x), qmodel(x))
+        True
+        >>> path.unlink()
+    """
+    gm, parts, made_on = load_model(path, leaves)
+    return _remade(gm, gm.graph, parts, made_on)
+
+
+def _remade(root: nn.Module, graph: fx.Graph, parts: Any, made_on: Mapping[str, str]) -> QuantizedModel:
+    """A model of its parts. On another machine than `made_on`, the kernels are asked again."""
+    model = QuantizedModel(root, graph)
     model._attach(**parts)
     if made_on != cpu.machine():
         fit(model, made_on)

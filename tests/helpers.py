@@ -2,8 +2,10 @@
 
 import gc
 import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -106,3 +108,9 @@ def restored_fusions():
 def ops_of_fxq():
     """The rows of the op table, without those that tests have added."""
     return [op for op in OPS if op.target.__module__.startswith("fxq.")]
+
+
+def filed(model):
+    """The model that comes out of a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        return fxq.load(model.save(Path(folder) / "model.fxq"))

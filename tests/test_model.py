@@ -11,7 +11,7 @@ from fxq.backends.kernel import Kernel
 from fxq.errors import InputError
 from fxq.model import ObservedModel, QuantizedModel
 from tests.graphs import full_text
-from tests.helpers import REFERENCE
+from tests.helpers import REFERENCE, filed
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 BACKENDS = ["reference", "auto"]
@@ -48,7 +48,7 @@ def twice(model):
     return copy.deepcopy(pickled(copy.deepcopy(model)))
 
 
-COPIES = [deepcopied, pickled, saved, twice]
+COPIES = [deepcopied, pickled, saved, twice, filed]
 
 
 @pytest.mark.parametrize("copied", COPIES)

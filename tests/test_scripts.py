@@ -241,3 +241,12 @@ def test_realistic_settles_every_batch_norm(networks):
         y = model(torch.randn(8, 3, 112, 112))
     assert y.mean(0).abs().mean() < 0.5
     assert 0.5 < y.std() < 2
+
+
+@pytest.mark.slow
+def test_bench_files_names_what_it_measures():
+    text = run("bench_files.py", "--network", "resnet18", "--size", 64, "--repeats", 1)
+    found = {line.split()[0]: float(line.split()[1]) for line in text.splitlines()[:5]}
+    assert found["quantize"] > 0 and found["save"] > 0 and found["load"] > 0
+    assert 0.2 < found["file"] / found["float"] < 0.35
+    assert "computes the same, bit for bit" in text

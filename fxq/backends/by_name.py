@@ -107,9 +107,10 @@ def kernel_named(name: str) -> type[Kernel]:
         >>> kernel_named("cpu.mean").options
         ('x', 'out', 'dim', 'keepdim', 'total')
     """
-    if name not in known_kernels():
-        for backend in _BACKENDS:  # their kernels are registered when they are imported
-            backend_type(backend)
+    for backend in _BACKENDS:  # their kernels are registered when they are imported
+        if name in known_kernels():
+            break
+        backend_type(backend)
     found = known_kernels().get(name)
     if found is None:
         raise BackendError(unknown("kernel", name, known_kernels()))

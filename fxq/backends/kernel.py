@@ -132,6 +132,11 @@ class Kernel(Bindable):
             )
         _KERNELS[cls.name] = cls  # a cell of a notebook that runs again makes its class again
 
+    @property
+    def described(self) -> type[Kernel]:
+        """The class of the kernel that `config()` and the tensors describe: its own."""
+        return type(self)
+
     def config(self) -> dict[str, Any]:
         """The options as plain data: numbers, strings, tuples, dicts, None."""
         return {name: encode(getattr(self, name)) for name in self.options}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
     """
     wrong: dict[str, str] = {}
     asked = 0
-    for node, kernel in _kernels(model):
+    for node, kernel in kernels_of(model):
         asked += 1
         reason = misfit(kernel, node)
         if reason is None:
@@ -49,7 +50,7 @@ def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
         if isinstance(kernel, InForm):
             kernel.reason = reason
         elif kernel.form is not None:
-            model.set_submodule(str(node.target), InForm(kernel, reason))
+            model.set_submodule(str(node.target), InForm.instead_of(kernel, reason))
         else:
             raise BackendError(
                 f"{node.name}: the model comes from another machine ({_differences(made_on)}), and its kernel "
@@ -75,13 +76,13 @@ def _first(wrong: Mapping[str, str], reason: str) -> str:
     return next(name for name, why in wrong.items() if why == reason)
 
 
-def _kernels(model: fx.GraphModule) -> Iterator[tuple[fx.Node, Kernel]]:
-    """The kernels of a graph, each once, with the first node that calls it."""
-    seen: set[int] = set()
+def kernels_of(model: fx.GraphModule) -> Iterator[tuple[fx.Node, Kernel]]:
+    """The kernels that a graph calls, each path once, with the first node that calls it."""
+    seen: set[str] = set()
     for node in model.graph.nodes:
         kernel = submodule(model, node)
-        if isinstance(kernel, Kernel) and id(kernel) not in seen:
-            seen.add(id(kernel))
+        if isinstance(kernel, Kernel) and str(node.target) not in seen:
+            seen.add(str(node.target))
             yield node, kernel
 
 
@@ -107,6 +108,8 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
     if kernel.form is None:
         return None
     module = kernel.form.module(kernel)
+    if any(math.prod(shape or ()) > _MOST for node in module.graph.nodes for shape in _shapes(node)):
+        return None
     made = _made_up(module, module.graph.find_nodes(op="placeholder"), kernel)
     if made is None:
         return None
@@ -121,6 +124,15 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
     several = len(info(node).plans) > 1
     pairs = [pair for y in got for pair in zip(tensors(expected), tensors(y), strict=True)]
     return next((why for why in (_difference(*pair, several) for pair in pairs) if why is not None), None)
+
+
+_MOST = 1 << 28
+"""Elements of the largest value that is made up: a file that declares more is not to fill the memory."""
+
+
+def _shapes(node: fx.Node) -> Iterator[tuple[int, ...] | None]:
+    """Those of its value and of what a unit computes inside."""
+    yield from (info(node).shape, *(shape for shape, _ in info(node).values))
 
 
 def _difference(expected: Tensor, got: Tensor, several: bool) -> str | None:

@@ -116,18 +116,34 @@ class InForm(Kernel):
     It has the kernel's tensors under their names, and its options.
 
     Args:
-        kernel: the kernel.
+        of: the class of the kernel.
+        settings: the kernel's `config()`.
+        buffers: its tensors.
         reason: why it does not.
     """
 
     name: ClassVar[str] = "qdq"
     form: Form
 
-    def __init__(self, kernel: Kernel, reason: str) -> None:
+    def __init__(
+        self, of: type[Kernel], settings: Mapping[str, Any], buffers: Mapping[str, Tensor | None], reason: str
+    ) -> None:
         super().__init__()
+        self._buffers = dict(buffers)
+        self.of, self.settings, self.reason = of, dict(settings), reason
+
+    @classmethod
+    def instead_of(cls, kernel: Kernel, reason: str) -> InForm:
+        """In the place of this kernel."""
+        made = cls(type(kernel), kernel.config(), kernel._buffers, reason)
         assert kernel.form is not None  # asked before
-        self._buffers = kernel._buffers
-        self.form, self.reason, self.of, self.settings = kernel.form, reason, type(kernel), kernel.config()
+        made.form = kernel.form
+        return made
+
+    @property
+    def described(self) -> type[Kernel]:
+        """As in `Kernel`: the class of the kernel."""
+        return self.of
 
     def config(self) -> dict[str, Any]:
         """The kernel's."""

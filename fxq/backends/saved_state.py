@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from fxq.backends.kernel import Kernel
-from fxq.backends.qdq_form import InForm
 from fxq.errors import InputError
 from fxq.graph.info import info
 from fxq.graph.plain_data import NodeData, to_data
@@ -88,7 +87,7 @@ def check_same(model: fx.GraphModule, state: Tensor) -> Any:
             raise InputError(
                 f"the state dict is of another model than this one: {place} {same}. A quantized model takes the state "
                 "dict of one that was quantized alike: the same network, recipe and kind of machine. To carry a whole "
-                "model, pickle it (torch.save(qmodel, path))."
+                "model, save it (qmodel.save(path), fxq.load(path))."
             )
     return theirs
 
@@ -148,7 +147,7 @@ def _kind(module: nn.Module) -> str:
         return f"unit {zlib.crc32(str(_checks(_entries(to_data(module.graph)))).encode())}"
     if isinstance(module, fx.GraphModule):
         return "graph"  # every one has a class of its own
-    kind = module.of if isinstance(module, InForm) else type(module)
+    kind = module.described if isinstance(module, Kernel) else type(module)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

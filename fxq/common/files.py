@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from fxq.errors import InputError, RenderError
 
@@ -17,27 +20,37 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 def write_file(path: Path, data: bytes) -> Path:
     """Write a file and make the folders above it that are missing; the path. Raises `RenderError` where it cannot."""
+    with writing(path):
+        path.write_bytes(data)
+    return path
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """For the block that writes a file: folders above it that are missing are made. Raises `RenderError` as above."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        yield
     except OSError as error:
         raise RenderError(f"cannot write {path}: {error.strerror}.") from error
     except ValueError as error:  # a name that no file can have
         raise RenderError(f"cannot write {str(path)!r}: {error}.") from error
-    return path
 
 
-def replace_file(path: Path, data: bytes) -> Path:
-    """The same as `write_file`; a reader, and who comes after a crash, finds the whole new file or the whole old one.
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """For the block that writes a new file in the place of an old one, which is there until the new one is complete.
 
-    It is written beside its place, under the same name with `.tmp` behind it.
+    A reader, and who comes after a crash, finds the whole new file or the whole old one. It is written beside its
+    place, under a name with a dot in front. Raises `RenderError` as above.
     """
-    beside = path.with_name(f"{path.name}.tmp")
-    write_file(beside, data)
-    try:
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())  # else a crash may leave the new name with nothing in it
-        os.replace(beside, path)
-    except OSError as error:
-        raise RenderError(f"cannot write {path}: {error.strerror}.") from error
-    return path
+    with writing(path):
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with new.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())  # else a crash may leave the name with nothing in it
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)

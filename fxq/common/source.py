@@ -6,7 +6,10 @@ import hashlib
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,13 +51,36 @@ def import_name(name: str, base: type) -> Any:
     return value
 
 
+_MAY_IMPORT: ContextVar[bool] = ContextVar("may_import", default=True)
+
+
+@contextmanager
+def without_imports() -> Iterator[None]:
+    """Inside, `imported` finds what is imported already, and fxq's own: a file is not to say which code runs."""
+    token = _MAY_IMPORT.set(False)
+    try:
+        yield
+    finally:
+        _MAY_IMPORT.reset(token)
+
+
+def check_imported(module: str, what: str) -> None:
+    """Raise `RecipeError` for a module that nobody has imported, and `what` names."""
+    if module not in sys.modules and module.partition(".")[0] != "fxq":
+        raise RecipeError(f"{what} needs the module {module!r}, and no file imports code: `import {module}` first.")
+
+
 def imported(name: str) -> Any:
     """What `package.module:Name` names. Raises `RecipeError` when there is nothing."""
     module, _, qualname = str(name).partition(":")
+    find: Callable[[Any, str], Any] = getattr
+    if not _MAY_IMPORT.get():
+        check_imported(module, repr(name))
+        find = inspect.getattr_static  # a module may import others when it is asked for what it has not
     try:
         value: Any = importlib.import_module(module)
         for part in qualname.split("."):
-            value = getattr(value, part)
+            value = find(value, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise RecipeError(f"cannot import {name!r} (written package.module:Name): {error}.") from None
     return value

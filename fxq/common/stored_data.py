@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fxq.errors import InputError
@@ -23,13 +24,12 @@ def pack(value: Any) -> bytes:
             become dense and lose their gradients.
 
     Raises:
-        InputError: there is a value of another type inside, or safetensors is not installed.
+        InputError: there is a value of another type inside.
 
     Example:
         >>> unpack(pack({"x": (torch.ones(2), None), 3: [slice(0, 2), torch.int8]}))
         {'x': (tensor([1., 1.]), None), 3: [slice(0, 2, None), torch.int8]}
     """
-    save, _ = _safetensors()
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_to_json(value, tensors))
     return bytes(save(tensors, {_KEY: text}))
@@ -43,23 +43,14 @@ def unpack(data: bytes, device: str = "cpu") -> Any:
         device: where its tensors are to be.
 
     Raises:
-        InputError: the bytes are something else, or not all there; or safetensors is not installed.
+        InputError: the bytes are something else, or not all there.
     """
-    _, load = _safetensors()
     try:
         tensors = {name: tensor.to(device) for name, tensor in load(data).items()}
         length = int.from_bytes(data[:8], "little")  # a safetensors file begins with the length of its header, JSON
         return _from_json(json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY]), tensors)
     except Exception as error:  # whatever a parser of foreign bytes raises
         raise InputError(f"{len(data)} bytes that are no data of fxq, or not all of it: {error}.") from error
-
-
-def _safetensors() -> tuple[Any, Any]:
-    try:
-        from safetensors.torch import load, save
-    except ImportError as error:
-        raise InputError("this needs safetensors: pip install fxq[safetensors].") from error
-    return save, load
 
 
 def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -31,11 +31,12 @@ _MORE_METHODS = (
     *("keys", "values", "items"),
 )
 _NOT_METHODS = ("apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "module_load", "set_")
+_CALLS_ITS_ARGUMENT = torch.nn.functional.triplet_margin_with_distance_loss
 _ATEN = ("sym_size", "sym_numel", "sym_stride", "to_copy", "unsafe_view", "unsafe_split", "safe_softmax")
 
 
 _LISTED = get_overridable_functions()  # now: while a model is traced, some methods of tensors are other ones
-_TENSOR_FUNCTIONS = {function for home in _LISTED.values() for function in home}
+_TENSOR_FUNCTIONS = {function for home in _LISTED.values() for function in home} - {_CALLS_ITS_ARGUMENT}
 METHODS = frozenset(
     {name for f in _LISTED[torch.Tensor] if not (name := str(getattr(f, "__name__", "_"))).startswith("_")}
     - {*_NOT_METHODS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from keyword import iskeyword
 from textwrap import dedent
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxq.common.names import is_writable
-from fxq.errors import FxqError, InputError, unknown
+from fxq.common.source import without_imports
+from fxq.errors import FxqError, InputError, unknown, words_of
 from fxq.graph.info import set_info
 from fxq.graph.query import op_of, tensor_meta
-from fxq.graph.run import Typed, infer, infer_ops
+from fxq.graph.run import Typed, infer
+from fxq.graph.text_checks import check_call, check_path, check_plain
 from fxq.graph.text_names import FUNCTIONS, METHODS, function_of, is_taken
 from fxq.graph.text_values import dotted, key_of, parsed, read_arguments, read_value, type_text
 from fxq.graph.text_writer import FACTS, derived
@@ -43,15 +44,33 @@ def read(
         InputError: names the line, and what was expected there.
     """
     reader = _Reader(tensors, modules, kernels)
-    for number, line in enumerate(dedent(text).split("\n"), 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            try:
-                reader.take(line)
-            except FxqError as error:
-                raise InputError(f"line {number}: {error}") from None
+    with without_imports():
+        reader.take_all(dedent(text))
     if reader.unit is not None or not reader.main.done:
         raise InputError("the text ends before the graph does: expected `return ...` as its last line.")
-    return fx.GraphModule(reader.used, reader.main.graph)
+    return reader.module()
+
+
+def read_graphs(text: str, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[fx.Graph, dict[str, Unit]]]:
+    """The graphs of a text of several (`write_graphs`), each with the units that it calls, by path.
+
+    Args:
+        text: the text.
+        tensors: for each graph, its tensors.
+
+    Raises:
+        InputError: names the line, and what was expected there.
+    """
+    reader = _Reader({}, {}, _no_kernels, tensors)
+    reader.take_all(text)
+    if reader.graphs.keys() != tensors.keys():
+        raise InputError(f"expected the graphs {', '.join(tensors)}.")
+    found = ((name, inner.main.graph, inner.used) for name, inner in reader.graphs.items())
+    return {name: (graph, {p: m for p, m in used.items() if isinstance(m, Unit)}) for name, graph, used in found}
+
+
+def _no_kernels(name: str) -> Any:
+    raise InputError(f"expected no {name} in a graph inside of a kernel.")
 
 
 class _Body:
@@ -73,7 +92,7 @@ class _Body:
         if name in self.nodes:
             raise InputError(f"there is a value {name!r} already.")
         node = self.graph.create_node(op, target, tuple(args), kwargs or {}, name)
-        if node.name != name:
+        if node.name != name or name == "self":
             raise InputError(f"a value cannot be called {name!r}, a name of Python or torch.")
         self.nodes[name] = node
         return node
@@ -93,17 +112,42 @@ class _Reader:
         units: the units by name.
         inner: the graph inside of a kernel that is being read, with its name.
         graphs: those that were read, by name.
+        inside: the tensors of graphs that have tensors of their own, by name.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], kernels: Kernels) -> None:
-        self.tensors, self.leaves, self.kernels = tensors, modules, kernels
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        modules: Mapping[str, nn.Module],
+        kernels: Kernels,
+        inside: Mapping[str, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self.tensors, self.leaves, self.kernels, self.inside = tensors, modules, kernels, inside or {}
         self.main = _Body()
         self.unit: tuple[str, str, _Body] | None = None
         self.used: dict[str, Any] = {}
         self.declared: dict[str, nn.Module] = {}
         self.units: dict[str, Unit] = {}
         self.inner: tuple[str, _Reader] | None = None
-        self.graphs: dict[str, fx.GraphModule] = {}
+        self.graphs: dict[str, _Reader] = {}
+
+    def take_all(self, text: str) -> None:
+        """Read line by line. Raises `InputError` with the number of the line."""
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip() and not line.lstrip().startswith("#"):
+                try:
+                    self.take(line)
+                except FxqError as error:
+                    raise InputError(f"line {number}: {error}") from None
+                except Exception as error:  # whatever Python and torch say to such a line
+                    raise InputError(f"line {number}: {type(error).__name__}: {words_of(error)}") from None
+
+    def module(self) -> fx.GraphModule:
+        """The graph as a module. Raises `InputError` where torch.fx can write no code for it."""
+        try:
+            return fx.GraphModule(self.used, self.main.graph)
+        except (SyntaxError, NameError, TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
+            raise InputError(f"no function has such inputs or values: {type(error).__name__}: {error}") from None
 
     def _value(self, expr: ast.expr) -> Any:
         return read_value(expr, self.body.nodes)
@@ -126,7 +170,9 @@ class _Reader:
             return
         stmt, comment = parsed(line.strip())
         if isinstance(stmt, ast.Return) and stmt.value is not None:
-            node = self.body.finish(self._value(stmt.value))
+            value = self._value(stmt.value)
+            check_plain(value)
+            node = self.body.finish(value)
             self._describe(node, None, comment)
             self._close_unit()
         elif isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name) and stmt.value is not None:
@@ -153,7 +199,7 @@ class _Reader:
         if found is None or is_taken(found[1]) or found[1] in known or len(set(inputs)) < len(inputs):
             raise InputError(f"expected `def name(inputs):` with names that are free, not {head.strip()!r}.")
         if not inputs:
-            self.inner = found[1], _Reader(self.tensors, {}, self.kernels)
+            self.inner = found[1], _Reader(self.inside.get(found[1], self.tensors), {}, self.kernels)
             self.inner[1].units = self.units
             return
         kind = self._value(parsed(comment.strip())[0].value) if comment else found[1]  # type: ignore[attr-defined]
@@ -163,7 +209,7 @@ class _Reader:
         """Read a line of a graph inside of a kernel."""
         reader.take(line)
         if reader.main.done:
-            self.graphs[name], self.inner = fx.GraphModule(reader.used, reader.main.graph), None
+            self.graphs[name], self.inner = reader, None
 
     def _close_unit(self) -> None:
         if self.unit is not None:
@@ -184,14 +230,17 @@ class _Reader:
             return
         op, target, first = self._target(call.func)
         args, kwargs = read_arguments(call, self.body.nodes)
+        check_plain((args, kwargs))
         node = self.body.add(name, op, target, [*first, *args], kwargs)
-        self._check_arguments(node)
+        check_call(node, self._called(node))
         self._describe(node, annotation, comment)
 
     def _input(self, name: str, call: ast.Call) -> fx.Node:
-        args, default = read_arguments(call, self.body.nodes)
+        args, default = read_arguments(call, {})
+        check_plain(default)
         target = args[0] if args else name
-        if not (isinstance(target, str) and re.fullmatch(r"\*{0,2}[^\W\d]\w*", target)) or iskeyword(target):
+        found = re.fullmatch(r"\*{0,2}([^\W\d]\w*)", target) if isinstance(target, str) else None
+        if found is None or iskeyword(found[1]) or found[1] == "self":
             raise InputError(f"expected the name of an argument, not {target!r}.")
         if len(args) > 1 or default.keys() - {"default"}:
             raise InputError("expected `input()`, with the argument's name and `default=` where it has them.")
@@ -199,7 +248,7 @@ class _Reader:
 
     def _tensor(self, name: str, call: ast.Call) -> fx.Node:
         path = self._value(call.args[0]) if len(call.args) == 1 and not call.keywords else None
-        path = _checked(path)
+        path = check_path(path)
         self.used[path] = self._given(path)
         return self.main.add(name, "get_attr", path)
 
@@ -232,20 +281,6 @@ class _Reader:
             return "call_method", method, (self.body.nodes[receiver],)
         raise InputError(_unknown("op, unit or function", name, [*self.units, *(op.name for op in OPS), *FUNCTIONS]))
 
-    def _check_arguments(self, node: fx.Node) -> None:
-        op, unit = op_of(node), self._called(node)
-        if op is not None:
-            needed = len([name for name in op.quant.inputs if name in op.tensors])
-            if not needed <= len(node.args) <= len(op.tensors):
-                raise InputError(f"{op.name} takes the tensors {', '.join(op.tensors)}, not {len(node.args)} of them.")
-            for key in node.kwargs:
-                if key not in op.options:
-                    raise InputError(f"{op.name}: {unknown('option', key, op.options)}")
-        if isinstance(unit, Unit) and len(node.args) != len(unit.graph.find_nodes(op="placeholder")):
-            raise InputError(f"the unit {unit.kind} takes other inputs than these {len(node.args)}.")
-        if node.target is getattr and (len(node.args) < 2 or str(node.args[1]).startswith("_")):
-            raise InputError("expected the name of a public attribute.")
-
     def _called(self, node: fx.Node) -> Any:
         """The module that a node calls, or None."""
         return self.used[str(node.target)] if node.op == "call_module" else None
@@ -258,22 +293,24 @@ class _Reader:
             if annotation is not None or comment:
                 raise InputError("a unit says no types: they depend on the call.")
             return
-        facts, typed = self._facts(comment), self._found_type(node)
+        facts = self._facts(comment)
+        known = derived(node, self._called(node), facts)
+        typed = self._found_type(node, known.values)
         if annotation is not None:
             said = self._type(annotation)
             if None not in (typed[0], said[0]) and typed != said:
                 raise InputError(f"its value is {type_text(*typed)}, the line says {type_text(*said)}.")
             typed = said
-        known = derived(node, self._called(node), facts)._asdict()
-        set_info(node, **{**known, **facts, "shape": typed[0], "dtype": typed[1]})
+        set_info(node, **{**known._asdict(), **facts, "shape": typed[0], "dtype": typed[1]})
 
-    def _found_type(self, node: fx.Node) -> Typed:
+    def _found_type(self, node: fx.Node, values: Sequence[Typed]) -> Typed:
+        """The type of a node; of one that calls a unit, from those of the ops inside."""
         if node.op == "get_attr":
             return tensor_meta(self.used[str(node.target)])
         unit = self._called(node)
         if isinstance(unit, Unit):
             last = next(iter(unit.graph.output_node().args))
-            return infer_ops(unit.graph, node.args)[-1] if isinstance(last, fx.Node) else (None, None)
+            return values[-1] if isinstance(last, fx.Node) and values else (None, None)
         return infer(node) if op_of(node) is not None else (None, None)
 
     def _type(self, annotation: ast.expr) -> Typed:
@@ -301,7 +338,7 @@ class _Reader:
 
     def _path(self, target: ast.expr) -> str:
         if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id == "modules":
-            return _checked(self._value(target.slice))
+            return check_path(self._value(target.slice))
         raise InputError(f"expected `modules['path']`, not `{ast.unparse(target)}`.")
 
     def _declared(self, path: str, call: ast.expr) -> nn.Module:
@@ -328,7 +365,7 @@ class _Reader:
             kind: Any = self.kernels(name)
             if runs is None:
                 return kind.from_config(config, tensors)
-            inside = self.graphs[dotted(runs)]
+            inside = self.graphs[dotted(runs)].module()
             return kind.of_graph(inside, inside.graph, config)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InputError(f"no {name} can be made of this: {error}") from None
@@ -337,14 +374,3 @@ class _Reader:
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """The nearest names alone: of these there are a thousand."""
     return unknown(kind, name, known).partition(" Known: ")[0]
-
-
-_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
-
-
-def _checked(path: Any) -> str:
-    """A path that torch.fx can keep a tensor or module at."""
-    parts = path.split(".") if isinstance(path, str) else [""]
-    if not all(parts) or parts[0] in _TAKEN or any(part.startswith("__") for part in parts) or not is_writable(path):
-        raise InputError(f"expected the path of a tensor or module, not {path!r}.")
-    return str(path)

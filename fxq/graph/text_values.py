@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from fxq.errors import InputError, unknown
-from fxq.graph.info import Cost, Decision, Edge, Plan
+from fxq.graph.info import Cost, Decision, Edge, EngineLayer, Plan
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
-RECORDS = {cls.__name__: cls for cls in (Plan, Decision, Cost, Edge, TensorSpec, QParams, MeasuredGrid)}
+RECORDS = {cls.__name__: cls for cls in (Plan, Decision, Cost, Edge, EngineLayer, TensorSpec, QParams, MeasuredGrid)}
 """The classes whose objects may stand in a text, written as a call of the class with the fields that matter."""
 
 Nodes = Mapping[str, fx.Node]
@@ -43,6 +43,8 @@ def value_text(value: Any, exact: bool = True) -> str:
         return repr(value) if exact else f"{value:.6g}"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value) if exact else str(value).removeprefix("torch.")
+    if isinstance(value, EngineLayer):
+        return f"EngineLayer{value_text(tuple(value), exact)}"
     if isinstance(value, (tuple, list)):
         inner = ", ".join(value_text(v, exact) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -96,8 +98,9 @@ def read_value(expr: ast.expr, nodes: Nodes) -> Any:
         case ast.List(elts=parts):
             return [read_value(part, nodes) for part in parts]
         case ast.Dict(keys=keys, values=values) if None not in keys:
-            pairs = zip(keys, values, strict=True)
-            return {read_value(k, nodes): read_value(v, nodes) for k, v in pairs if k is not None}
+            pairs = [(read_value(k, {}), read_value(v, nodes)) for k, v in zip(keys, values, strict=True) if k]
+            if all(isinstance(key, (str, int, float)) or key is None for key, _ in pairs):
+                return dict(pairs)
         case ast.Attribute(value=ast.Name(id="torch"), attr=attr):
             constant = getattr(torch, attr, None)
             if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
@@ -130,6 +133,8 @@ def _made(call: ast.Call, nodes: Nodes) -> Any:
 
 def parsed(line: str) -> tuple[ast.stmt, str]:
     """The one statement of a line, and what stands behind `#`."""
+    if len(line) > _MOST_MARKS and sum(map(line.count, _MARKS)) > _MOST_MARKS:  # each may become some 100 bytes
+        raise InputError(f"the line is too long: it has more than {_MOST_MARKS} marks.")
     try:
         found = ast.parse(line).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -138,6 +143,9 @@ def parsed(line: str) -> tuple[ast.stmt, str]:
         raise InputError("expected one statement.")
     rest = line.encode()[found[0].end_col_offset or 0 :].decode().strip()
     return found[0], rest.removeprefix("#").strip()
+
+
+_MARKS, _MOST_MARKS = " ,.:;=<>()[]{}+-*/%&|^~@!\t\f\"'\\", 1 << 20
 
 
 def dotted(expr: ast.expr) -> str:

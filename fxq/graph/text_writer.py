@@ -25,7 +25,7 @@ Left of `#` is the program; right of it, what passes know of the node: module pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,15 @@ def write_graph(gm: fx.GraphModule, *, facts: bool = True) -> str:
     return "\n".join(_Writer(gm).lines(facts))
 
 
+def write_graphs(graphs: Mapping[str, fx.GraphModule]) -> str:
+    """Several graphs as one text, each a `def` of its name; a unit stands there once for all of them.
+
+    Their tensors stand in it by their names in each graph: `read_graphs` takes them so.
+    """
+    names = _Names(set(graphs))
+    return "\n".join(line for name, gm in graphs.items() for line in _Writer(gm, names).inside(name))
+
+
 def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
     """The tensors that the text of a graph names: weights and other constants, and those of kernels and observers.
 
@@ -107,19 +116,42 @@ def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     return all(torch.equal(tensor, tensors[name]) for name, tensor in graph_tensors(a).items())
 
 
+class _Names:
+    """The names of what stands in a `def`.
+
+    Attributes:
+        taken: all of them.
+        units: those of units, by what the unit is.
+    """
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.taken = set(taken)
+        self.units: dict[tuple[str, ...], str] = {}
+
+    def new(self, path: str) -> str:
+        """A name for what is at this path."""
+        name = path.rpartition(".")[2]
+        while is_taken(name) or name in self.taken:
+            name = f"{name}_unit" if name.isidentifier() else "unit"
+        self.taken.add(name)
+        return name
+
+
 class _Writer:
     """Writes one graph.
 
     Attributes:
-        defined: what stands in a `def` so far, by path: its name.
+        names: of all that stands in a `def` so far.
+        defined: of that, what this graph calls, by path: its name.
         prefix: of the paths of tensors.
     """
 
-    def __init__(self, gm: fx.GraphModule, defined: dict[str, str] | None = None, prefix: str = "") -> None:
+    def __init__(self, gm: fx.GraphModule, names: _Names | None = None, prefix: str = "") -> None:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.changed = {block for node in self.nodes for block in changes(node)}
-        self.defined = {} if defined is None else defined
+        self.names = names or _Names()
+        self.defined: dict[str, str] = {}
         self.prefix = prefix
         self.called = {str(n.target): submodule(gm, n) for n in self.nodes if n.op == "call_module"}
 
@@ -131,37 +163,41 @@ class _Writer:
         yield from [*declared, ""] if declared else []
         yield from self._node_lines(facts)
 
+    def inside(self, name: str, facts: bool = True) -> Iterator[str]:
+        """As a graph inside of a kernel."""
+        yield from self._definitions(facts)
+        yield f"def {name}():"
+        yield from (f"    {line}" for line in self._node_lines(facts))
+        yield ""
+
     def _definitions(self, facts: bool) -> Iterator[str]:
         """The units that the graph calls, and the graphs inside of kernels."""
         for path, module in self.called.items():
             inner = module.graph_inside() if isinstance(module, Bindable) else None
-            if isinstance(module, Unit) and path not in self.defined:
+            if isinstance(module, Unit):
                 yield from self._unit(path, module)
             elif inner is not None:
-                writer = _Writer(inner, self.defined, f"{path}.")
-                yield from writer._definitions(facts)
-                yield f"def {self._define(path)}():"
-                yield from (f"    {line}" for line in writer._node_lines(facts))
-                yield ""
+                writer = _Writer(inner, self.names, f"{path}.")
+                self.defined[path] = self.names.new(path)
+                yield from writer.inside(self.defined[path], facts)
 
     def _node_lines(self, facts: bool) -> Iterator[str]:
         for node in self.nodes:
             known = self._facts(node) if facts else ""
             yield self._line(node, self._type(node)) + (f"  # {known}" if known else "")
 
-    def _define(self, path: str) -> str:
-        """The name of what stands in a `def`."""
-        name = path.rpartition(".")[2]
-        while is_taken(name) or name in self.defined.values():
-            name = f"{name}_unit" if name.isidentifier() else "unit"
-        self.defined[path] = name
-        return name
-
     def _unit(self, path: str, unit: Unit) -> Iterator[str]:
-        name = self._define(path)
-        yield f"def {name}({', '.join(unit.captures)}):" + (f"  # {value_text(unit.kind)}" if unit.kind != name else "")
-        yield from (f"    {self._line(node)}" for node in unit.graph.nodes if node.op != "placeholder")
-        yield ""
+        """Its lines, where it does not stand there yet."""
+        lines = [f"    {self._line(node)}" for node in unit.graph.nodes if node.op != "placeholder"]
+        what = (unit.kind, *unit.captures, "", *lines)
+        known = self.names.units.get(what)
+        name = self.defined[path] = self.names.new(path) if known is None else known
+        if known is None:
+            self.names.units[what] = name
+            yield f"def {name}({', '.join(unit.captures)}):" + (
+                f"  # {value_text(unit.kind)}" if unit.kind != name else ""
+            )
+            yield from (*lines, "")
 
     def _line(self, node: fx.Node, typed: str = "") -> str:
         try:
@@ -233,7 +269,7 @@ def _declaration(path: str, module: nn.Module | None, runs: str | None) -> str:
         said = ("spec", "axis", "name", "constants", *(["paused"] if module.paused else []))
         name, config = "observer", {key: getattr(module, key) for key in said}
     elif isinstance(module, Bindable):
-        name, config = str(module.name), module.config()  # type: ignore[operator]
+        name, config = str(module.described.name), module.config()  # type: ignore[union-attr, operator]
     else:
         return f"modules[{value_text(path)}] = leaf({value_text(type(module).__name__)})"
     options = [f"{key}={value_text(value)}" for key, value in config.items()]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from rich.text import Text
+from safetensors.numpy import save
 from torch import Tensor
 
 from fxq.common.files import as_path, write_file
@@ -59,7 +60,7 @@ class ModelQParams(Printed, Mapping[str, LayerQParams]):
 
         Raises:
             InputError: `path` is no path.
-            RenderError: its ending is another, the file cannot be written, or safetensors is not installed.
+            RenderError: its ending is another, or the file cannot be written.
         """
         path = as_path(path)
         ending = path.suffix.lower()
@@ -148,10 +149,6 @@ def _npz(arrays: Mapping[str, np.ndarray[Any, Any]], texts: str) -> bytes:
 
 
 def _safetensors(arrays: Mapping[str, np.ndarray[Any, Any]], texts: str) -> bytes:
-    try:
-        from safetensors.numpy import save
-    except ImportError as error:
-        raise RenderError("a .safetensors file needs safetensors: pip install fxq[safetensors].") from error
     return bytes(save(dict(arrays), {"layers": texts}))
 
 

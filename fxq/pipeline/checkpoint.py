@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxq.common.checksums import checksum
 from fxq.common.data import Batch
-from fxq.common.files import as_path, replace_file
+from fxq.common.files import as_path, replacing
 from fxq.common.stored_data import pack, unpack
 from fxq.common.trees import leaves
 from fxq.errors import InputError
@@ -127,7 +127,8 @@ class Checkpoint:
             "checksums": torch.tensor(self.checksums, dtype=torch.int64),
             "models": self._models(),
         }
-        replace_file(self.path, pack(content))
+        with replacing(self.path) as file:
+            file.write(pack(content))
         self._written = time.monotonic()
 
 

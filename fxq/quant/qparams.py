@@ -66,7 +66,7 @@ def spread(values: Tensor, x: Tensor, axis: int | None, block: int | None) -> Te
     if axis is None or values.dim() == 0:
         return values
     if block is not None:
-        return values.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
+        return values.repeat_interleave(min(block, x.shape[axis]), axis).narrow(axis, 0, x.shape[axis])
     shape = [1] * x.dim()
     shape[axis] = -1
     return values.reshape(shape)

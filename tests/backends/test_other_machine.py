@@ -77,7 +77,7 @@ def test_a_pickle_on_another_cpu(tmp_path, there):
 def test_the_form_of_every_kernel_computes_what_the_kernel_does():
     for name in models.NETWORKS:
         qmodel = fxq.quantize(models.build(name), grids_of_7_bits(), data=[models.batch(name)])
-        for node, kernel in elsewhere._kernels(qmodel):
+        for node, kernel in elsewhere.kernels_of(qmodel):
             assert kernel.form is not None and elsewhere.misfit(kernel, node) is None, (name, node)
 
 

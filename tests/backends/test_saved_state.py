@@ -155,7 +155,7 @@ def test_forms_take_over_the_numbers_as_well():
         if stage.startswith("loaded"):
             model.load_state_dict(theirs.state_dict())
         for path, kernel in [(p, m) for p, m in model.fxq_kernels.named_children() if isinstance(m, Kernel)]:
-            model.fxq_kernels.set_submodule(path, InForm(kernel, "for the test"))
+            model.fxq_kernels.set_submodule(path, InForm.instead_of(kernel, "for the test"))
         if stage.startswith("in form"):
             before = model(X)  # every form has run, and keeps what it runs
             assert not torch.equal(before, expected)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fxq.common.files import as_path, replace_file, write_file
+from fxq.common.files import as_path, replacing, write_file
 from fxq.errors import InputError, RenderError
 
 pytestmark = pytest.mark.any_cpu
@@ -29,9 +29,14 @@ def test_what_cannot_be_written_is_an_error_of_fxq(tmp_path):
         write_file(tmp_path / "\0", b"")
 
 
+def _replace(path, data):
+    with replacing(path) as file:
+        file.write(data)
+
+
 def test_a_file_is_there_until_the_new_one_is_whole(tmp_path, monkeypatch):
     path = tmp_path / "a" / "c.bin"
-    assert replace_file(path, b"old") == path
+    _replace(path, b"old")
 
     def crash(*_):
         raise OSError(5, "Input/output error")
@@ -39,7 +44,7 @@ def test_a_file_is_there_until_the_new_one_is_whole(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", crash)
         with pytest.raises(RenderError, match=r"cannot write .*c.bin: Input/output error"):
-            replace_file(path, b"new")
+            _replace(path, b"new")
     assert path.read_bytes() == b"old"
-    replace_file(path, b"new")
+    _replace(path, b"new")
     assert path.read_bytes() == b"new" and [p.name for p in path.parent.iterdir()] == ["c.bin"]

@@ -1,9 +1,13 @@
 """Import paths and places in source files."""
 
+import sys
+import types
+from collections import OrderedDict
+
 import pytest
 from torch import nn
 
-from fxq.common.source import import_name, short_path, source_of
+from fxq.common.source import import_name, imported, short_path, source_of, without_imports
 from fxq.errors import RecipeError
 from fxq.rewriting.pattern import FUSIONS
 
@@ -26,3 +30,24 @@ def test_a_class_that_is_in_no_file_is_named():
     exec("class Typed: pass", typed)
     assert source_of(typed["Typed"]) == "__main__:Typed"
     assert source_of(nn.Conv2d).startswith("modules/conv.py:")
+
+
+def test_without_imports_only_what_is_imported_is_found():
+    sys.modules.pop("this", None)
+    with without_imports():
+        assert imported("collections:OrderedDict") is OrderedDict
+        with pytest.raises(RecipeError, match="'this:s' needs the module 'this', and no file imports code"):
+            imported("this:s")
+        with pytest.raises(RecipeError, match="cannot import 'collections:None'"):
+            imported("collections:None")
+    assert "this" not in sys.modules
+
+
+def test_without_imports_a_module_is_not_asked_for_what_it_has_not(monkeypatch):
+    """Some import others then."""
+    lazy = types.ModuleType("lazy_for_the_test")
+    lazy.__getattr__ = lambda name: OrderedDict
+    monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
+    assert imported("lazy_for_the_test:any") is OrderedDict
+    with without_imports(), pytest.raises(RecipeError, match="cannot import 'lazy_for_the_test:any'"):
+        imported("lazy_for_the_test:any")

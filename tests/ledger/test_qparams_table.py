@@ -1,5 +1,4 @@
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -156,13 +155,6 @@ def test_another_ending_is_refused(name, tmp_path):
 def test_what_is_no_path_is_refused():
     with pytest.raises(fxq.InputError, match="named by a str or a path, not by 3"):
         TABLE.save(3)
-
-
-def test_without_safetensors_its_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(fxq.RenderError, match=r"pip install fxq\[safetensors\]"):
-        TABLE.save(tmp_path / "p.safetensors")
-    assert TABLE.save(tmp_path / "p.npz").exists()
 
 
 def test_weights_in_float16(tmp_path):

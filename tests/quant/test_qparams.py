@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxq.errors import InputError
-from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
+from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize, spread
 from fxq.quant.spec import ACTIVATION, WEIGHT, TensorSpec
 
 TINY = 2.0**-126  # the smallest normal float32
@@ -337,3 +337,8 @@ def test_operators_survive_export():
     targets = [node.target for node in exported.graph.nodes if node.op == "call_function"]
     assert targets == [OPS.quantize.default, OPS.dequantize.default]
     assert torch.equal(exported.module()(X), Both()(X))
+
+
+def test_a_block_larger_than_the_axis_takes_no_memory():
+    x, scale = torch.ones(2, 4), torch.tensor([[0.5], [2.0]])
+    assert torch.equal(spread(scale, x, 1, 10**12), scale.expand(2, 4))

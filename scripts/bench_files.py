@@ -1,0 +1,72 @@
+"""How long a quantized model takes to write and to read, and how large its file is.
+
+    python scripts/bench_files.py            resnet50, without weights of its own
+
+Reading is timed in a process of its own, after `import fxq`.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import networks_resnet
+import torch
+from torch import nn
+
+import fxq
+
+READ = """
+import sys, time, torch, fxq
+torch.set_num_threads(1)
+begin = time.perf_counter()
+fxq.load(sys.argv[1])
+print(time.perf_counter() - begin)
+"""
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    begin = time.perf_counter()
+    return work(), time.perf_counter() - begin
+
+
+def read_elsewhere(path: Path) -> float:
+    """Seconds to load a file in a fresh process."""
+    done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def measure(network: nn.Module, x: torch.Tensor, repeats: int) -> tuple[dict[str, float], int, int, bool]:
+    """Seconds to quantize, save and load, and the bytes of both files."""
+    qmodel, quantize = timed(lambda: fxq.quantize(network, "static", data=[x]))
+    with tempfile.TemporaryDirectory() as folder:
+        path, floats = Path(folder) / "model.fxq", Path(folder) / "float.pt"
+        save = min(timed(lambda: qmodel.save(path))[1] for _ in range(repeats))
+        load = min(read_elsewhere(path) for _ in range(repeats))
+        torch.save(network.state_dict(), floats)
+        same = torch.equal(fxq.load(path)(x), qmodel(x))
+        return {"quantize": quantize, "save": save, "load": load}, path.stat().st_size, floats.stat().st_size, same
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--network", default="resnet50", help="a function of scripts/networks_resnet.py")
+    parser.add_argument("--size", type=int, default=224, help="pixels of the images")
+    parser.add_argument("--repeats", type=int, default=3, help="the shortest of so many counts")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    network = getattr(networks_resnet, options.network)().eval()
+    x = torch.rand(1, 3, options.size, options.size, generator=torch.Generator().manual_seed(0))
+    seconds, size, float_size, same = measure(network, x, options.repeats)
+    for what, found in seconds.items():
+        print(f"{what:<10} {found:8.2f} s")
+    print(f"{'file':<10} {size / 1e6:8.1f} MB\n{'float':<10} {float_size / 1e6:8.1f} MB")
+    print("the loaded model computes the same, bit for bit" if same else "THE LOADED MODEL COMPUTES OTHER NUMBERS")
+
+
+if __name__ == "__main__":
+    main()

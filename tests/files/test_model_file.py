@@ -1,0 +1,334 @@
+"""A model through a file: the same numbers in another process, all that is known of it, and what a file cannot hold."""
+
+import copy
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends import cpu
+from fxq.backends.kernel import Kernel
+from fxq.backends.qdq_form import InForm
+from fxq.backends.x86.onednn_conv import OnednnConv
+from fxq.common.metrics import tensors
+from fxq.errors import BackendError, FxqWarning
+from tests import extensions, models
+from tests.files.hostile import Parts
+from tests.graphs import equal, full_text
+from tests.helpers import REFERENCE, filed
+from tests.machine import needs_x86
+
+ROOT = Path(__file__).parents[2]
+X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+RECIPES = {
+    "static": fxq.Recipe.static(optimize="coverage"),
+    "reference": REFERENCE,
+    "dynamic": fxq.Recipe.dynamic(optimize="coverage"),
+    "4 bits": fxq.Recipe.weight_only(bits=4),
+    "fbgemm": fxq.Recipe.static(backend="fbgemm", optimize="coverage"),
+    "openvino": fxq.Recipe.static(backend="openvino", optimize="coverage"),
+    "onnxruntime": fxq.Recipe.static(backend="onnxruntime", optimize="coverage"),
+}
+
+
+def quantized(model, recipe, batch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if recipe.preset in ("dynamic", "weight_only"):
+            return fxq.quantize(model, recipe, example_inputs=batch)
+        return fxq.quantize(model, recipe, data=[batch])
+
+
+@pytest.fixture(scope="module")
+def qmodel():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.PReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 5))
+    return quantized(net.eval(), fxq.Recipe.static(), X)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        *((name, recipe) for name in ("residual", "shared_weight") for recipe in RECIPES),
+        *((name, recipe) for name in ("called_twice", "several_inputs", "shapes") for recipe in ("static", "dynamic")),
+    ],
+)
+def test_all_of_it_comes_back(name, recipe):
+    if RECIPES[recipe].backend in ("openvino", "onnxruntime"):
+        pytest.importorskip(RECIPES[recipe].backend)
+    elif RECIPES[recipe].backend == "fbgemm" and not cpu.is_x86():
+        pytest.skip("needs x86")
+    batch = models.batch(name)
+    model = quantized(models.build(name), RECIPES[recipe], batch)
+    other = filed(model)
+    for a, b in zip(tensors(models.call(model, batch)), tensors(models.call(other, batch)), strict=True):
+        assert torch.equal(a, b)
+    assert full_text(other) == full_text(model)
+    assert (other.history, other.ledger, other.record) == (model.history, model.ledger, model.record)
+    assert (other.recipe, other.backend, other._decided) == (model.recipe, model.backend, model._decided)
+    other.load_state_dict(model.state_dict())
+    model.load_state_dict(other.state_dict())
+    assert full_text(filed(other)) == full_text(model)
+
+
+def test_another_process_computes_the_same(tmp_path):
+    paths = []
+    for i, (name, recipe) in enumerate(
+        [("residual", "static"), ("squeeze_excite", "static"), ("several_inputs", "dynamic")]
+    ):
+        batch = models.batch(name)
+        model = quantized(models.build(name), RECIPES[recipe], batch)
+        paths.append(str(model.save(tmp_path / f"{i}.fxq")))
+        torch.save((batch, models.call(model, batch)), tmp_path / f"{i}.pt")
+    code = f"""
+import sys, torch, fxq
+torch.set_num_threads(1)
+for path in {paths!r}:
+    batch, expected = torch.load(path.replace(".fxq", ".pt"))
+    found = fxq.load(path)(*(batch if isinstance(batch, tuple) else (batch,)))
+    for a, b in zip(*((y if isinstance(y, tuple) else (y,)) for y in (found, expected)), strict=True):
+        assert torch.equal(a, b), path
+assert "tests.models" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_loaded_model_is_as_good_as_any(qmodel, tmp_path):
+    other = filed(qmodel)
+    assert other.output_sqnr == qmodel.output_sqnr and list(other.qparams()) == list(qmodel.qparams())
+    assert other.report(tmp_path / "r.html").stat().st_size > 1000
+    assert len(other.profile()) == len(qmodel.profile())
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.PReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 5)).eval()
+    assert fxq.compare(net, other, [X]).output_sqnr == fxq.compare(net, qmodel, [X]).output_sqnr
+    assert fxq.diff(other.history["fuse"], other.history[-1]) is not None and other.float_model is None
+    assert len(pickle.dumps(other)) < 2 * len(pickle.dumps(qmodel))
+    for again in (copy.deepcopy(other), pickle.loads(pickle.dumps(other)), filed(other)):
+        assert torch.equal(again(X), qmodel(X))
+    assert other.recipe_as_decided() == qmodel.recipe_as_decided()
+
+
+def test_with_the_fastest_backend():
+    model = quantized(models.build("residual"), RECIPES["static"].with_backend("fastest"), models.batch("residual"))
+    assert filed(model).attempts == model.attempts and len(model.attempts) > 1
+
+
+def test_layout_and_parameters_stay():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).eval().to(memory_format=torch.channels_last)
+    model = quantized(net, REFERENCE.override("*", fxq.FLOAT), X)
+    other = filed(model)
+    assert [n for n, _ in other.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert other.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
+    assert other.get_parameter("0.weight").requires_grad == model.get_parameter("0.weight").requires_grad
+    assert torch.equal(other(X), model(X))
+
+
+class Holder(nn.Module):
+    """A float model with data of its own, some of it in objects."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.sizes, self.names, self.low = (1, [2]), {0: "a", "b": None}, -float("inf")
+        self.dtype_used, self.config = torch.float16, OrderedDict(a=1)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def test_plain_data_of_the_float_model():
+    model = quantized(Holder().eval(), REFERENCE, torch.rand(3, 4))
+    other = filed(model)
+    assert (other.sizes, other.names, other.low) == ((1, [2]), {0: "a", "b": None}, -float("inf"))
+    assert other.dtype_used == torch.float16 and model.config == {"a": 1}
+    with pytest.raises(AttributeError, match=r"it is a OrderedDict, .* which no file of a model holds"):
+        _ = other.config
+    assert other._handed.left.keys() == {"fc", "config"} and other._handed.left["fc"] == model._handed.left["fc"]
+
+
+# ---- leaves
+
+
+class Leaf(nn.Module):
+    """What torch.fx cannot trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(4))
+
+    def forward(self, x):
+        return x * self.w if x.sum() > 0 else x
+
+
+def with_leaf():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), OrderedDict(leaf=Leaf())["leaf"], nn.Linear(4, 2)).eval()
+
+
+def test_leaves_come_from_the_caller(tmp_path):
+    net, x = with_leaf(), torch.rand(3, 4)
+    model = quantized(net, REFERENCE.leaf("1"), x)
+    path = model.save(tmp_path / "m.fxq")
+    with pytest.raises(
+        fxq.FileError,
+        match=r"modules that are kept as they are \(Leaf\) are not in it: fxq.load\(path, leaves=\{'1': ...\}\)",
+    ):
+        fxq.load(path)
+    assert torch.equal(fxq.load(path, {"1": net[1]})(x), model(x))
+    for wrong in (Leaf(), nn.Identity(), 3):
+        with pytest.raises(fxq.FileError, match="the leaf '1' is not the module that the model was saved with, a Leaf"):
+            fxq.load(path, {"1": wrong})
+    with pytest.raises(fxq.FileError, match="unknown leaf '2'"):
+        fxq.load(path, {"1": net[1], "2": net[2]})
+    own = net[1].train()
+    loaded = fxq.load(path, {"1": own})
+    assert own.training and not loaded.get_submodule("1").training
+
+
+# ---- what is the user's own
+
+
+def test_own_ops_and_kernels_are_imported_by_the_caller(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return extensions.bump(self.b(torch.tanh(self.a(x)) * 0.5), width=2.0)
+
+    x = torch.rand(4, 8)
+    model = quantized(Net().eval(), REFERENCE.with_extensions(extensions.bump), x)
+    path = model.save(tmp_path / "m.fxq")
+    assert torch.equal(fxq.load(path)(x), model(x))
+    assert Parts(path).model["imports"] == {"op bump": "tests.extensions:bump"}
+    code = f"""
+import sys, fxq
+try:
+    fxq.load({str(path)!r})
+except fxq.FileError as error:
+    print(error)
+assert "tests" not in sys.modules
+import tests.extensions
+fxq.load({str(path)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "needs the module 'tests.extensions', and no file imports code: `import tests.extensions` first" in done.stdout
+    )
+    parts = Parts(path)
+    parts.model["imports"] = {"op bump": "tests.extensions:swap"}
+    path.write_bytes(parts.data())
+    with pytest.raises(
+        fxq.FileError, match=r"the op bump of the file is tests.extensions:swap, and here that is another"
+    ):
+        fxq.load(path)
+
+
+def test_what_a_file_cannot_name(qmodel, tmp_path):
+    other = copy.deepcopy(qmodel)
+    kernel = next((m for m in other.modules() if isinstance(m, Kernel)), None)
+    if kernel is not None:
+        hook = kernel.register_forward_hook(lambda *_: None)
+        with pytest.raises(fxq.InputError, match="its kernel has hooks or a forward of its own: a file holds no code"):
+            other.save(tmp_path / "m.fxq")
+        hook.remove()
+    last = other.graph.output_node().args[0]
+    with other.graph.inserting_after(last):
+        other.graph.output_node().args = (other.graph.call_function(importlib.import_module, (last,)),)
+    with pytest.raises(fxq.InputError, match=r"calls <function import_module.*which no text can name"):
+        other.save(tmp_path / "m.fxq")
+
+    class Local(fxq.Pass):
+        name = "local"
+        needs = gives = fxq.Stage.CANONICAL
+
+        def run(self, rewriter):
+            pass
+
+    model = quantized(
+        nn.Sequential(nn.Linear(4, 2)).eval(), REFERENCE.insert_pass(Local(), after="fuse"), torch.rand(2, 4)
+    )
+    with pytest.raises(fxq.RecipeError, match="the class of the pass 'local' is local to a function"):
+        model.save(tmp_path / "m.fxq")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(fxq.InputError, match="named by a str or a path"):
+        qmodel.save(3)
+    with pytest.raises(fxq.InputError, match="named by a str or a path"):
+        fxq.load(None)
+
+
+@needs_x86
+def test_a_kernel_of_a_class_without_a_name(tmp_path):
+    class Mine(OnednnConv):
+        pass
+
+    model = quantized(
+        nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), fxq.Recipe.static(backend="x86", optimize="coverage"), X
+    )
+    kernel = next(m for m in model.modules() if isinstance(m, OnednnConv))
+    kernel.__class__ = Mine
+    with pytest.raises(
+        fxq.InputError, match=r"its kernel is a Mine, which has no name of its own: 'x86\.conv' is another"
+    ):
+        model.save(tmp_path / "m.fxq")
+
+
+# ---- from another machine
+
+
+def saved_elsewhere(model, path):
+    with pytest.MonkeyPatch.context() as there:
+        made_on = {**cpu.machine(), "CPU": "another"}
+        there.setattr(cpu, "machine", lambda: made_on)
+        return model.save(path)
+
+
+def refuse(kernel, *args):
+    raise BackendError("x86.conv: not here. Keep the layer in float or in q/dq form.")
+
+
+@needs_x86
+@pytest.mark.parametrize("where", ["check", "from_config"])
+def test_kernels_that_do_not_fit_run_in_their_form(qmodel, tmp_path, monkeypatch, where):
+    if qmodel.backend != "x86":
+        pytest.skip("the backend is another one")
+    path = saved_elsewhere(qmodel, tmp_path / "m.fxq")
+    assert torch.equal(fxq.load(path)(X), qmodel(X))
+    monkeypatch.setattr(OnednnConv, where, refuse if where == "check" else classmethod(refuse))
+    with pytest.warns(FxqWarning, match=r"2 of its \d+ kernels do not run right here: .*not here"):
+        other = fxq.load(path)
+    assert sum(isinstance(m, InForm) for m in other.modules()) == 2
+    expected = qmodel(X)
+    torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+    again = filed(other)  # they stay so on the same machine
+    assert equal(again(X), other(X)) and sum(isinstance(m, InForm) for m in again.modules()) == 2
+    path = saved_elsewhere(other, path)
+    monkeypatch.undo()
+    assert torch.equal(fxq.load(path)(X), expected)  # and come back where they fit
+
+
+def test_a_newer_file(qmodel, tmp_path):
+    path = qmodel.save(tmp_path / "m.fxq")
+    path.write_bytes(Parts(path).data({"version": "2", "something": "new"}))
+    with pytest.raises(
+        fxq.FileError, match="is of version 2 of the format, and this fxq reads version 1: install a newer"
+    ):
+        fxq.load(path)
