@@ -136,7 +136,7 @@ def test_a_model_that_hangs_is_a_row(measured):
 
 
 def test_sqnr_is_that_of_the_worst_output(scripts):
-    from coverage_measure import sqnr
+    from coverage_outputs import sqnr
 
     x, y = torch.tensor([3.0, 4.0]), torch.tensor([10.0])
     near = {"a": torch.tensor([3.0, 4.5]), "b": [torch.tensor([11.0]), torch.tensor([1])]}
@@ -146,7 +146,8 @@ def test_sqnr_is_that_of_the_worst_output(scripts):
 
 
 def test_rounding_rounds_inputs_and_weights(scripts):
-    from coverage_measure import rounding, sqnr
+    from coverage_others import rounding
+    from coverage_outputs import sqnr
 
     torch.manual_seed(0)
     model = nn.Linear(16, 8).eval().requires_grad_(False)
