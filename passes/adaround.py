@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,6 +53,13 @@ class AdaRound(Reconstruction):
     regular: float = 0.2
     warm: float = 0.2
 
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
+        **Reconstruction.bounds,
+        "iterations": (1, math.inf),
+        "rate": (1e-6, 1.0),
+        "regular": (0.0, math.inf),
+        "warm": (0.0, 0.99),
+    }
     name: ClassVar[str] = "adaround"
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -46,6 +47,7 @@ class CorrectBias(Pass):
     least: int = 64
     samples: int = 64
 
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"least": (1, math.inf), "samples": (1, math.inf)}
     name: ClassVar[str] = "correct-bias"
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ

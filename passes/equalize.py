@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -56,6 +57,7 @@ class Equalize(Pass):
 
     rounds: int = 50
 
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"rounds": (1, math.inf)}
     name: ClassVar[str] = "equalize"
     needs: ClassVar[Stage] = Stage.CANONICAL
     gives: ClassVar[Stage] = Stage.CANONICAL

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +44,7 @@ class Gptq(Reconstruction):
     damping: float = 0.01
     ordered: bool = True
 
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {**Reconstruction.bounds, "damping": (0.0, math.inf)}
     name: ClassVar[str] = "gptq"
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ

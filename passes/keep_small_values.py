@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -56,6 +57,7 @@ class KeepSmallValues(Pass):
     most: float = 0.5
     least: float = 20.0
 
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"most": (0.0, 1.0), "least": (-math.inf, math.inf)}
     name: ClassVar[str] = "keep-small-values"
     needs: ClassVar[Stage] = Stage.OBSERVED
     gives: ClassVar[Stage] = Stage.OBSERVED

@@ -57,6 +57,13 @@ class Smooth(Pass):
     rows: int = 1024
     least: int = 512
 
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "gain": (0.0, math.inf),
+        "enough": (-math.inf, math.inf),
+        "samples": (1, math.inf),
+        "rows": (1, math.inf),
+        "least": (1, math.inf),
+    }
     name: ClassVar[str] = "smooth"
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ

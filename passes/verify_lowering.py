@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -49,6 +51,11 @@ class VerifyLowering(Pass):
     float_tolerance: float = 1e-4
     sum_tolerance: float = 1e-6
 
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "tolerance": (0.0, math.inf),
+        "float_tolerance": (0.0, math.inf),
+        "sum_tolerance": (0.0, math.inf),
+    }
     name: ClassVar[str] = "verify-lowering"
     needs: ClassVar[Stage] = Stage.LOWERED
     gives: ClassVar[Stage] = Stage.LOWERED

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -55,6 +55,8 @@ class Reconstruction(Pass):
     samples: int = 64
     trust: float = 4.0
     scales: bool = True
+
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"samples": (1, math.inf), "trust": (0.0, math.inf)}
 
     @property
     def samples_read(self) -> int:

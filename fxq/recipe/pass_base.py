@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from fxq.errors import PassError
+from fxq.errors import PassError, RecipeError
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -45,8 +46,14 @@ class Pass(ABC):
     `recipe.insert_pass(DropTanh(), after="canonicalize")` puts it into the pipeline. A test runs it alone, on a graph
     that `fxq.read_graph` has made of a text: `DropTanh().run(fxq.Rewriter(gm, context=None))`. A graph that is invalid,
     or does not run, is an error that names the pass; of wrong numbers, `recipe.with_check()` says whose they are.
+
+    `bounds` of the class are the least and the largest value of its options that are numbers, by name.
+
+    Raises:
+        RecipeError: an option is not a number from the least to the largest.
     """
 
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
     name: ClassVar[str] = ""
     needs: ClassVar[Stage] = Stage.CANONICAL
     gives: ClassVar[Stage] = Stage.CANONICAL
@@ -56,6 +63,14 @@ class Pass(ABC):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
             raise PassError(f"{cls.__name__}: a pass is a dataclass(frozen=True): its options are fields, no __init__.")
+
+    def __post_init__(self) -> None:
+        for key, (least, most) in self.bounds.items():
+            value = getattr(self, key)
+            whole = isinstance(type(self).__dataclass_fields__[key].default, int)
+            if type(value) not in ((int,) if whole else (int, float)) or not least <= value <= most:
+                kind = "a whole number" if whole else "a number"
+                raise RecipeError(f"{self.name}: {key} is {value!r}; it must be {kind} from {least:g} to {most:g}.")
 
     @abstractmethod
     def run(self, rewriter: Rewriter) -> None:

@@ -1,10 +1,12 @@
 """What a pass is made of."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
-from fxq.errors import PassError
+import fxq
+from fxq.errors import PassError, RecipeError
 from fxq.recipe.pass_base import Pass
 
 
@@ -29,3 +31,49 @@ def test_options_are_fields():
         class Own(Pass):
             def __init__(self, most):
                 self.most = most
+
+
+def test_options_out_of_bounds_are_refused_by_name():
+    @dataclass(frozen=True)
+    class Bounded(Pass):
+        rounds: int = 3
+        share: float = 0.5
+
+        name = "bounded"
+        bounds: ClassVar = {"rounds": (1, 10), "share": (0.0, 0.9)}
+
+        def run(self, rewriter):
+            """Nothing."""
+
+    assert (Bounded(10, 0).rounds, Bounded(1, 0.9).share) == (10, 0.9)
+    for wrong in (0, 11, 2.0, True, "3", None):
+        with pytest.raises(RecipeError, match=r"^bounded: rounds is .*; it must be a whole number from 1 to 10\.$"):
+            Bounded(wrong)
+    for wrong in (-0.1, 0.91, float("nan"), True, "x"):
+        with pytest.raises(RecipeError, match=r"^bounded: share is .*; it must be a number from 0 to 0\.9\.$"):
+            Bounded(3, wrong)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: fxq.passes.AdaRound(warm=1.0),
+        lambda: fxq.passes.AdaRound(samples=0),
+        lambda: fxq.passes.Gptq(damping=-1),
+        lambda: fxq.passes.Gptq(trust=-1.0),
+        lambda: fxq.passes.CorrectBias(samples=0),
+        lambda: fxq.passes.Equalize(rounds=0),
+        lambda: fxq.passes.KeepSmallValues(most=2.0),
+        lambda: fxq.passes.Smooth(rows=0),
+        lambda: fxq.passes.VerifyLowering(tolerance=-0.1),
+    ],
+)
+def test_every_pass_refuses_what_it_cannot_work_with(made):
+    with pytest.raises(RecipeError, match=r"it must be a"):
+        made()
+
+
+@pytest.mark.parametrize("step", [getattr(fxq.passes, name)() for name in fxq.passes.__all__ if name != "PASSES"])
+def test_defaults_are_within_bounds_and_every_number_has_some(step):
+    numbers = {key for key, value in step.options.items() if type(value) in (int, float)}
+    assert numbers == set(step.bounds)
