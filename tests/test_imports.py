@@ -82,6 +82,7 @@ LEVELS = (
     {"api"},
     {"doctor"},
     {"fxq"},
+    {"cli"},
 )
 """Who may import whom: what is further up. Folders of one level do not import each other."""
 

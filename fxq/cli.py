@@ -1,0 +1,159 @@
+"""The command line: `fxq quantize`, `inspect`, `diff`, `bench`, `report` and `doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from torch import nn
+
+import fxq
+from fxq.common.metrics import nbytes
+from fxq.common.source import imported
+from fxq.errors import FxqError, FxqWarning, InputError, words_of
+from fxq.tracing.wrappers import unwrapped
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+_MODEL = click.argument("model", type=click.Path(path_type=Path))
+
+
+class _Commands(click.Group):
+    """Commands whose errors are a line on stderr and exit code 1; wrong arguments have 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. Errors and warnings of fxq are told without the place in the code."""
+        with warnings.catch_warnings():
+            others = warnings.showwarning
+
+            def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+                if issubclass(category, FxqWarning):
+                    click.echo(f"Warning: {message}", err=True)
+                else:
+                    others(message, category, *place)
+
+            warnings.showwarning = show  # type: ignore[assignment]
+            try:
+                return super().invoke(ctx)
+            except FxqError as error:
+                raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands)
+@click.version_option(fxq.__version__)
+def main() -> None:
+    """Quantize PyTorch models, and look at what became of them."""
+
+
+@main.command()
+@click.argument("model")
+@click.option("--data", required=True, help="Calibration batches: package.module:name, an iterable or a function.")
+@click.option("--weights", type=click.Path(path_type=Path), help="A .safetensors file with the model's state dict.")
+@click.option("--recipe", default="static", show_default=True, help="A preset's name, or a recipe file (.toml).")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write: m.fxq.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write the report page to this file, too.")
+@_JSON
+def quantize(
+    model: str, data: str, weights: Path | None, recipe: str, output: Path, report: Path | None, as_json: bool
+) -> None:
+    """Quantize MODEL, package.module:name: a module, or a function that makes one."""
+    sys.path.insert(0, os.getcwd())
+    made = _called(model, "model", lambda value: not isinstance(value, nn.Module))
+    if not isinstance(made, nn.Module):
+        raise InputError(f"{model} is a {type(made).__name__}, not an nn.Module, nor a function that makes one.")
+    if weights is not None:
+        _load_weights(made, weights)
+    unwrapped(made).eval()
+    qmodel = fxq.quantize(made, recipe, data=_called(data, "data", callable))
+    qmodel.save(output)
+    if report is not None:
+        qmodel.report(report)
+    _print_model(qmodel, as_json)
+
+
+@main.command()
+@_MODEL
+@_JSON
+def inspect(model: Path, as_json: bool) -> None:
+    """What became of every layer of MODEL, a .fxq file."""
+    _print_model(fxq.load(model), as_json)
+
+
+@main.command()
+@_MODEL
+@click.argument("other", type=click.Path(path_type=Path))
+@click.option("--svg", type=click.Path(path_type=Path), help="Draw the difference.")
+def diff(model: Path, other: Path, svg: Path | None) -> None:
+    """How the graph of OTHER differs from that of MODEL."""
+    found = fxq.diff(fxq.load(model).history[-1], fxq.load(other).history[-1])
+    click.echo(found.to_text(full=False) if found else "The graphs are the same.")
+    if svg is not None:
+        click.echo(found.render(svg))
+
+
+@main.command()
+@_MODEL
+@_JSON
+def bench(model: Path, as_json: bool) -> None:
+    """Where the time of MODEL goes, on inputs that are made up."""
+    found = fxq.load(model).profile()
+    click.echo(found.to_json() if as_json else found)
+
+
+@main.command()
+@_MODEL
+@click.argument("page", type=click.Path(path_type=Path))
+def report(model: Path, page: Path) -> None:
+    """Write the report of MODEL as one HTML file, PAGE."""
+    click.echo(fxq.load(model).report(page))
+
+
+@main.command()
+@_JSON
+def doctor(as_json: bool) -> None:
+    """What this machine does with integers, and how fast."""
+    found = fxq.doctor()
+    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found)
+
+
+def _called(path: str, what: str, makes: Callable[[Any], bool]) -> Any:
+    """What an import path names; where that `makes` it, what it returns."""
+    if ":" not in path:
+        raise InputError(f"the {what} is written package.module:name, not {path!r}.")
+    try:
+        found = imported(path)
+        return found() if callable(found) and makes(found) else found
+    except FxqError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise InputError(f"{path}: {type(error).__name__}: {words_of(error)}") from error
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    from safetensors.torch import load_model
+
+    try:
+        load_model(model, path)
+    except Exception as error:  # a file that is none, or of another model: each has errors of its own
+        raise InputError(f"the weights of {path} cannot be loaded: {words_of(error)}") from error
+
+
+def _print_model(qmodel: fxq.QuantizedModel, as_json: bool) -> None:
+    facts = {
+        "backend": qmodel.backend,
+        "preset": qmodel.recipe.preset,
+        "bytes": nbytes(qmodel),
+        "int8_macs": qmodel.ledger.coverage,
+        "output_sqnr": qmodel.output_sqnr,
+    }
+    if as_json:
+        click.echo(json.dumps({**facts, "layers": json.loads(qmodel.ledger.to_json())}, indent=2))
+        return
+    for name, value in facts.items():
+        click.echo(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    click.echo(qmodel.ledger)

@@ -1,0 +1,146 @@
+"""The command line does what the functions do, and says what is wrong in a line."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import fxq
+from fxq.cli import main
+
+pytestmark = pytest.mark.any_cpu
+
+SOURCE = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+model = make()
+
+def batches():
+    torch.manual_seed(1)
+    return [torch.rand(2, 3, 16, 16) for _ in range(4)]
+
+def broken():
+    raise ValueError("not today")
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a command in a folder with the module `commanded`."""
+    (tmp_path / "commanded.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "commanded", raising=False)
+    return lambda *args: CliRunner().invoke(main, list(args))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    fxq.Recipe.static(backend="reference").save(tmp_path / "r.toml")
+    return "r.toml"
+
+
+def quantized(run, recipe, *more):
+    found = run("quantize", "commanded:make", "--data", "commanded:batches", "--recipe", recipe, "-o", "m.fxq", *more)
+    assert found.exit_code == 0, found.output
+    return found
+
+
+def test_quantize_writes_what_quantize_makes(run, recipe, tmp_path):
+    found = quantized(run, recipe, "--report", "r.html")
+    assert "3 int8, 0 moves, 0 float, 1 folded" in found.stdout
+    assert "<html" in (tmp_path / "r.html").read_text()
+    import commanded
+
+    data = commanded.batches()
+    own = fxq.quantize(commanded.make().eval(), fxq.Recipe.load(tmp_path / recipe), data=data)
+    assert torch.equal(fxq.load(tmp_path / "m.fxq")(data[0]), own(data[0]))
+
+
+def test_a_module_is_taken_as_it_is_and_weights_are_loaded(run, recipe, tmp_path):
+    torch.manual_seed(0)
+    weights = {"0.weight": torch.rand(8, 3, 3, 3), "0.bias": torch.rand(8)}
+    from commanded import model
+
+    save_file({**model.state_dict(), **weights}, tmp_path / "w.safetensors")
+    args = ("--data", "commanded:batches", "--recipe", recipe, "-o", "m.fxq")
+    assert run("quantize", "commanded:model", "--weights", "w.safetensors", *args).exit_code == 0
+    assert torch.equal(model[0].bias, weights["0.bias"])
+
+
+def test_what_is_known_of_a_file(run, recipe, tmp_path):
+    told = json.loads(quantized(run, recipe, "--json").stdout)
+    assert (told["backend"], told["preset"], told["int8_macs"]) == ("reference", "static", 1.0)
+    assert [op["fate"] for op in told["layers"]["ops"]] == ["int8", "folded", "int8", "int8"]
+    assert json.loads(run("inspect", "m.fxq", "--json").stdout) == told
+    assert "100.0% of the multiply-accumulates in int8" in run("inspect", "m.fxq").stdout
+    assert {"node", "us"} <= set(json.loads(run("bench", "m.fxq", "--json").stdout)["rows"][0])
+    assert run("report", "m.fxq", "page.html").exit_code == 0 and (tmp_path / "page.html").exists()
+
+
+def test_the_difference_of_two_files(run, recipe, tmp_path):
+    quantized(run, recipe)
+    (tmp_path / "m.fxq").rename(tmp_path / "a.fxq")
+    fxq.Recipe.static(backend="reference").override("3", fxq.FLOAT).save(tmp_path / recipe)
+    quantized(run, recipe)
+    assert "The graphs are the same." in run("diff", "a.fxq", "a.fxq").stdout
+    found = run("diff", "a.fxq", "m.fxq", "--svg", "d.svg")
+    assert "_3" in found.stdout and (tmp_path / "d.svg").read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("inspect", "commanded.py"), r"^Error: .*commanded\.py"),
+        (("inspect", "nothing.fxq"), r"^Error: .*nothing\.fxq"),
+        (("quantize", "make", "--data", "commanded:batches", "-o", "m"), "the model is written package.module:name"),
+        (
+            ("quantize", "commanded:broken", "--data", "commanded:batches", "-o", "m"),
+            "commanded:broken: ValueError: not",
+        ),
+        (("quantize", "commanded:none", "--data", "commanded:batches", "-o", "m"), "cannot import 'commanded:none'"),
+        (("quantize", "commanded:batches", "--data", "commanded:batches", "-o", "m"), "is a list, not an nn.Module"),
+        (("quantize", "commanded:make", "--data", "commanded:torch", "-o", "m"), "data"),
+        (("quantize", "commanded:make", "--data", "commanded:batches", "--recipe", "statik", "-o", "m"), "statik"),
+        (
+            ("quantize", "commanded:make", "--data", "commanded:batches", "--weights", "commanded.py", "-o", "m"),
+            r"the weights of commanded\.py cannot be loaded",
+        ),
+    ],
+)
+def test_what_is_wrong_is_a_line_and_exit_code_1(run, args, says):
+    found = run(*args)
+    assert found.exit_code == 1 and "Traceback" not in found.output
+    assert re.search(says, found.stderr), found.stderr
+
+
+def test_wrong_arguments_are_exit_code_2(run):
+    assert run("quantize", "commanded:make").exit_code == 2
+    assert run("nothing").exit_code == 2
+
+
+def test_warnings_are_lines(run, recipe, tmp_path):
+    fxq.Recipe.static(backend="reference", optimize="coverage").with_min_sqnr(200).save(tmp_path / recipe)
+    found = quantized(run, recipe)
+    assert found.stderr.startswith("Warning: the output is at ") and "cli.py" not in found.stderr
+
+
+def test_the_program_is_installed_and_says_its_version():
+    told = subprocess.run([sys.executable, "-c", "from fxq.cli import main; main()", "--version"], capture_output=True)
+    assert told.returncode == 0 and fxq.__version__ in told.stdout.decode()
+
+
+@pytest.mark.slow
+def test_doctor(run):
+    told = json.loads(run("doctor", "--json").stdout)
+    assert told["machine"]
