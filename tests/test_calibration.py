@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.backends.engines import engine
 from fxq.errors import CalibrationError, FxqError, InputError
 from fxq.pipeline.calibration_state import observers_of
 from tests.calibrations import (
@@ -95,7 +96,9 @@ def test_a_moving_average_is_the_mean_weighted_by_batches(tmp_path):
         assert int(buffers["batches"]) == 5
 
 
-def test_every_backend_sees_the_data_of_all_ranks(tmp_path):
+def test_every_backend_sees_the_data_of_all_ranks(tmp_path, monkeypatch):
+    """Without engines: threads of one that ran before would not be in the processes, which are forked."""
+    monkeypatch.setattr(engine, "find_spec", lambda package: None)
     batches, fastest = data(), fxq.Recipe.static(backend="fastest", optimize="coverage")
     results = on_ranks(
         2, tmp_path, lambda rank: seen(fxq.calibrate(fxq.prepare(network(), fastest, batches[0]), batches[rank::2]))
