@@ -50,21 +50,28 @@ def folded(op, m):
     layer = m.rule.variant["layer"]
     options = m.options(layer)
     scale, shift = scale_and_shift(m, m.options("batch_norm")["eps"])
-    weight, bias = m.w.tensor, m.b.tensor
-    axis = OPS[layer].quant.axis or 0
-    along = [1] * weight.dim()
-    along[axis] = -1
-    groups = options.get("groups", 1)
-    if axis == 1 and groups > 1:  # a transposed convolution: (C, O/groups, ...), groups lie along axis 0
-        split = weight.reshape(groups, -1, *weight.shape[1:])
-        new = (split * scale.reshape(groups, 1, -1, *along[2:])).reshape(weight.shape)
-    else:
-        new = weight * scale.reshape(along)
-    new_bias = shift if bias is None else bias * scale + shift
+    new = scaled_channels(m.w.tensor, scale, OPS[layer].quant.axis or 0, options.get("groups", 1))
+    new_bias = shift if m.b.tensor is None else m.b.tensor * scale + shift
     name = str(m.w.node.target).removesuffix(".weight").removeprefix("fxq_data.")
     return op[layer](
         m.x, op.constant(new, f"{name}.weight_folded"), op.constant(new_bias, f"{name}.bias_folded"), **options
     )
+
+
+def scaled_channels(weight: Tensor, scale: Tensor, axis: int, groups: int) -> Tensor:
+    """A layer's weight with each output channel times a number.
+
+    Args:
+        weight: (O, I/groups, ...), or of a transposed convolution (I, O/groups, ...).
+        scale: (O,).
+        axis: that of the output channels, 0 or 1.
+        groups: of the layer.
+    """
+    along = [-1] + [1] * (weight.dim() - 1 - axis)
+    if axis == 1 and groups > 1:  # groups lie along axis 0
+        split = weight.reshape(groups, -1, *weight.shape[1:])
+        return (split * scale.reshape(groups, 1, *along)).reshape(weight.shape)
+    return weight * scale.reshape(along)
 
 
 @norm_before_layer.becomes
@@ -89,11 +96,15 @@ def folded_into_next(op, m):
 
 def scale_and_shift(m, eps: float) -> tuple[Tensor, Tensor]:
     """batch_norm(y) = y * scale + shift: scale = gamma / sqrt(var + eps), shift = beta - mean * scale. (C,) each."""
-    mean, var = m.mean.tensor, m.var.tensor
-    scale = torch.rsqrt(var.double() + eps)
-    if m.gamma.tensor is not None:
-        scale = scale * m.gamma.tensor.double()
+    mean = m.mean.tensor
+    scale = norm_scale(m.var.tensor, m.gamma.tensor, eps)
     shift = -mean.double() * scale
     if m.beta.tensor is not None:
         shift = shift + m.beta.tensor.double()
-    return scale.to(mean.dtype).detach(), shift.to(mean.dtype).detach()
+    return scale.to(mean.dtype), shift.to(mean.dtype).detach()
+
+
+def norm_scale(var: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    """What a batch norm multiplies each channel by: gamma / sqrt(var + eps), float64, (C,), without a gradient."""
+    scale = torch.rsqrt(var.detach().double() + eps)
+    return scale if gamma is None else scale * gamma.detach().double()

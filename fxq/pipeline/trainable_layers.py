@@ -1,0 +1,223 @@
+"""Layers as they are trained: they read the model's own weights, and batch norms that were folded are there again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fxq.errors import PassError
+from fxq.graph.grid import grid_of
+from fxq.graph.info import Edge, Grids, info, weight_key
+from fxq.graph.place import where
+from fxq.graph.query import argument, constant, is_op, op_of, options_of, read_attribute
+from fxq.patterns.norm import norm_scale, scaled_channels
+from fxq.pipeline.context import Context
+from fxq.quant.fake_quantize import FakeQuantizeWeight, FoldedNorm
+from fxq.quant.observers import observer_for
+from fxq.quant.qparams import QParams
+from fxq.rewriting.rewriter import Rewriter
+
+FOLDER = "fxq_quantizers"
+
+
+class TrainableLayers:
+    """Makes the layers of one graph trainable.
+
+    Attributes:
+        own: the model's parameters and buffers by path.
+        frozen: paths of constants that stay as they are, though layers multiply with them.
+        fixed_norms: module paths of batch norms whose statistics stay as they are.
+    """
+
+    def __init__(self, rewriter: Rewriter, grids: Grids) -> None:
+        context: Context = rewriter.context
+        if context.original is None:
+            raise PassError(f"{rewriter.name} needs canonicalize before it.")
+        self.rewriter, self.gm, self.grids, self.original = rewriter, rewriter.gm, grids, context.original
+        model = context.model
+        self.own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self.own |= dict(model.named_buffers(remove_duplicate=False))
+        self.frozen: dict[str, None] = {}
+        self.fixed_norms: dict[str, None] = {}
+        norms = ((path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm))
+        self._norms = {id(m.running_mean): path for path, m in norms if m.running_mean is not None}
+        self._quantizers: dict[tuple[str, int], str] = {}
+
+    def free(self, node: fx.Node) -> None:
+        """Let an op read the model's own weights, rounded where they were integers."""
+        op = op_of(node)
+        if op is None or is_op(node, "quantize", "dequantize"):
+            return
+        parts = self._folded(node)
+        if parts is not None:
+            self._unfold(node, *parts)
+            return
+        for read in node.all_input_nodes:
+            path = _float_path(read)
+            if path in self.own and read.op != "get_attr":
+                rounded = self._rounded(read, self._read(path, node), node)
+                node.replace_input_with(read, rounded)
+                self.rewriter.touched.add(node)
+            elif path and path not in self.own and op.quant.weight is not None:
+                self.frozen[path] = None
+
+    def call_norm(self, node: fx.Node) -> None:
+        """Let a batch norm be the call of its module, which keeps statistics."""
+        read: Any = argument(node, "running_mean")
+        path = self._norms.get(id(self.own.get(str(read.target)))) if isinstance(read, fx.Node) else None
+        if path is None:
+            self.fixed_norms[info(node).path or node.name] = None
+            return
+        attach(self.gm, path, self.rewriter.context.model.get_submodule(path))
+        made = self.rewriter.node(
+            "call_module", path, (node.args[0],), like=node, name=node.name, typed=(info(node).shape, info(node).dtype)
+        )
+        self.rewriter.replace(node, made)
+
+    def _folded(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """The layer of the model, and the batch norm behind it, that a layer was made of; None for any other."""
+        op, by_origin, nodes = op_of(node), self.original.by_origin, self.original.nodes
+        if op is None or op.quant.weight is None:
+            return None
+        parts = [nodes[by_origin[origin]] for origin in info(node).origins if by_origin.get(origin) in nodes]
+        layer = next((part for part in parts if is_op(part, op.name)), None)
+        norm = next((part for part in parts if is_op(part, "batch_norm") and part.args[0] is layer), None)
+        read = argument(node, op.quant.weight)
+        path = _float_path(read) if isinstance(read, fx.Node) else ""
+        if layer is None or norm is None or not path or path in self.own:
+            return None
+        weight: Any = argument(layer, op.quant.weight)
+        var, gamma = (constant(self.original.gm, argument(norm, name)) for name in ("running_var", "weight"))
+        if var is None or str(weight.target) not in self.own:
+            return None
+        scale = norm_scale(var, gamma, options_of(norm)["eps"])
+        own, groups = self.own[str(weight.target)].detach().double(), options_of(layer).get("groups", 1)
+        known: Tensor = read_attribute(self.gm, path)
+        expected = scaled_channels(own, scale, op.quant.axis or 0, groups)
+        return (layer, norm) if torch.allclose(expected.to(known), known, rtol=1e-4) else None
+
+    def _unfold(self, node: fx.Node, layer: fx.Node, norm: fx.Node) -> None:
+        """Take a batch norm out of a layer, and put it behind that."""
+        op, users, options = op_of(node), list(node.users), options_of(norm)
+        assert op is not None and op.quant.weight is not None and op.quant.bias is not None  # the rules fold no other
+        read, axis, groups = argument(node, op.quant.weight), op.quant.axis or 0, options_of(node).get("groups", 1)
+        weight = self._read_own(argument(layer, op.quant.weight), node)
+        bias = self._read_own(argument(layer, op.quant.bias), node)
+        statistics = [self._read_own(value, node) for value in norm.args[1:]]
+        typed, last = (info(node).shape, info(node).dtype), node
+        divisor = None
+        if read.op != "get_attr":
+            edge = self._edge_of(read)[1]
+            if edge.axis == axis and edge.spec.symmetric and edge.spec.block is None and not (axis and groups > 1):
+                var, gamma = (argument(norm, name) for name in ("running_var", "weight"))
+                gamma_path = str(gamma.target) if gamma is not None else None
+                weight = self._rounded(read, weight, node, FoldedNorm(str(var.target), gamma_path, options["eps"]))
+            else:  # several channels have one scale, which depends on what the norm makes of each
+                gamma = self._read_own(argument(norm, "weight"), node)
+                var = self._read_own(argument(norm, "running_var"), node)
+                divisor = self._call(norm_divisor, (var, gamma, options["eps"]), node)
+                scaled = self._call(scaled_channels, (weight, divisor, axis, groups), node)
+                weight = self._rounded(read, scaled, node)
+        args = [*node.args, *[None] * (len(op.tensors) - len(node.args))]
+        args[op.tensors.index(op.quant.weight)] = weight
+        args[op.tensors.index(op.quant.bias)] = bias if divisor is None else None
+        self.rewriter.update(node, args=tuple(args))
+        if divisor is not None:
+            given = (node, divisor, op.quant.channels, bias)
+            last = self.rewriter.node("call_function", divided_channels, given, like=node, after=node, typed=typed)
+        eps = options["eps"]
+        made = self.rewriter.call(
+            "batch_norm", last, *statistics, like=node, after=last, name=norm.name, typed=typed, eps=eps
+        )
+        about = info(self.original.nodes[norm.name])
+        self.rewriter.describe(made, path=about.path, source=about.source)
+        self.rewriter.reroute(node, made, only=lambda user: user in users)
+
+    def _rounded(self, read: fx.Node, weight: fx.Node, before: fx.Node, norm: FoldedNorm | None = None) -> fx.Node:
+        """The rounded form of a weight, in front of the op that reads it in the place of `read`."""
+        path, rewriter = info(read).stands_for, self.rewriter
+        at, edge = self._edge_of(read)
+        if (path, at) not in self._quantizers:
+            grid = edge.qparams
+            assert isinstance(grid, QParams)  # that of a weight
+            name = f"the weight {weight.target}" if weight.op == "get_attr" else f"the weight {path}"
+            if norm is not None:
+                observer = observer_for(edge.spec, edge.axis, name)
+                observer(self.own[str(weight.target)])
+                grid = observer.on(replace(edge.spec, bits=grid.bits)).qparams()
+            made = FakeQuantizeWeight(edge.spec, grid, name, (path, at), norm)
+            label = path.removeprefix("fxq_data.").replace(".", "_").removesuffix("_folded")
+            self._quantizers[path, at] = rewriter.module(made, label, FOLDER)
+        target = self._quantizers[path, at]
+        typed = info(weight).shape, torch.float32
+        name = target.removeprefix(f"{FOLDER}.")
+        made_node = rewriter.node("call_module", target, (weight,), before=before, name=f"{name}_fq", typed=typed)
+        rewriter.describe(made_node, path=info(before).path, source=info(before).source)
+        return made_node
+
+    def _edge_of(self, read: fx.Node) -> tuple[int, Edge]:
+        """The edge of a weight that its integer form was made for, and its position among the edges of that weight."""
+        edges = self.grids.get(weight_key(info(read).stands_for), (None, ()))[1]
+        grid = grid_of(self.gm, read)
+        for at, edge in enumerate(edges):
+            if isinstance(edge.qparams, QParams) and edge.qparams.same_as(grid):
+                return at, edge
+        raise PassError(f"{where(self.gm, read)}: choose-grids has chosen no grid for this weight.")
+
+    def _read_own(self, value: Any, before: fx.Node) -> Any:
+        """A parameter or buffer of the model, from a node of its canonical graph; None stays None."""
+        return self._read(str(value.target), before) if isinstance(value, fx.Node) else value
+
+    def _read(self, path: str, before: fx.Node) -> fx.Node:
+        attach(self.gm, path, self.own[path])
+        return self.rewriter.read(path, self.own[path], before=before, like=before)
+
+    def _call(self, function: Any, args: tuple[Any, ...], before: fx.Node) -> fx.Node:
+        return self.rewriter.node("call_function", function, args, like=before, before=before, name=function.__name__)
+
+
+def _float_path(read: fx.Node) -> str:
+    """The path of the constant that an argument is, as it was before it was quantized; empty for a value."""
+    if read.op == "get_attr":
+        return str(read.target)
+    source = read.args[0] if is_op(read, "dequantize") else None
+    return info(read).stands_for if isinstance(source, fx.Node) and source.op == "get_attr" else ""
+
+
+def norm_divisor(var: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    """What a batch norm multiplies each channel by, and what can be divided by: (C,), without a gradient."""
+    scale = norm_scale(var, gamma, eps).to(var.dtype)
+    return torch.where(scale.abs() < 1e-12, torch.full_like(scale, 1e-12), scale)
+
+
+def divided_channels(y: Tensor, divisor: Tensor, channels: int, bias: Tensor | None) -> Tensor:
+    """A layer's output, with each channel divided by a number, and the layer's bias behind that.
+
+    Args:
+        y: any shape.
+        divisor: (C,).
+        channels: the axis of the channels, counted from the end.
+        bias: (C,), or None.
+    """
+    shape = [-1] + [1] * (-channels - 1)
+    y = y / divisor.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
+def attach(root: nn.Module, path: str, value: nn.Module | Tensor) -> None:
+    """Let a module have a tensor or a module at a path; modules on the way are made where they are missing."""
+    *folders, name = path.split(".")
+    for folder in folders:
+        if not isinstance(getattr(root, folder, None), nn.Module):
+            root.add_module(folder, nn.Module())
+        root = root.get_submodule(folder)
+    if isinstance(value, nn.Module):
+        root.add_module(name, value)
+    elif isinstance(value, nn.Parameter):
+        root.register_parameter(name, value)
+    elif name not in root._buffers:
+        root.register_buffer(name, value)
