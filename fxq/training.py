@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,14 +14,13 @@ from torch.utils._pytree import tree_map
 from fxq.common.data import Batch, as_batch, device_of
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import sqnr
-from fxq.errors import CalibrationError, InputError, PassError, RecipeError, warn
+from fxq.errors import CalibrationError, InputError, RecipeError, warn
 from fxq.graph.info import Grids, grid_key, grids_of
 from fxq.graph.query import constant
 from fxq.model import QuantizedModel
 from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
-from fxq.patterns.norm import norm_scale
 from fxq.pipeline.context import Context
-from fxq.pipeline.hand_over import nodes_of
+from fxq.pipeline.manager import PassManager
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, whole
 from fxq.quant.observer_base import flat, range_along
 from fxq.quant.qparams import QParams, scale_and_zero_point
@@ -29,8 +28,9 @@ from fxq.recipe.pass_base import Pass
 from fxq.recipe.recipe import Recipe
 from fxq.steps import finished, manager_for, phases
 from fxq.tracing.wrappers import unwrapped
-from fxq.training_model import TrainingModel
+from fxq.training_model import Origin, TrainingModel
 
+M = TypeVar("M", bound=nn.Module)
 CHECKED = 16
 """Samples with which the integer model is compared with the one that was trained."""
 
@@ -49,45 +49,52 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
     manager.check_float()
     with torch.no_grad():
         manager.gm(*manager.context.example.args, **manager.context.example.kwargs)
-    observed = nodes_of(manager.gm.graph)
+    observed = manager.fork()
     manager.run(choosing)
     manager.context.grids = grids_of(manager.gm.graph)
     manager.run(inserting)
+    manager.context.model = copy.deepcopy(own)  # training changes the tensors that the graph has
     return TrainingModel.from_manager(manager, observed).to(device)
 
 
 def converted_from_training(trained: TrainingModel) -> QuantizedModel:
     """The integer model of a trained one, on the CPU; see `fxq.convert`."""
-    context = trained.origin.manager.context
     _check_has_ranges(trained)
     trained.use_ranges()
     tensors = {name: whole(tensor.detach()).cpu() for name, tensor in trained.state_dict().items()}
-    own = copy.deepcopy(context.model)
+    manager = _observed_again(trained.origin, tensors)
+    context = manager.context
+    context.grids = _trained_grids(trained, manager.gm, tensors)
+    observing, choosing, (*inserting, _) = _phases(context.recipe)
+    manager.run([*choosing, *inserting])
+    made = finished(manager, context.recipe.pipeline[len(observing) + len(choosing) + len(inserting) + 1 :])
+    _check_alike(trained, made, context)
+    return made
+
+
+def _observed_again(origin: Origin, tensors: Mapping[str, Tensor]) -> PassManager:
+    """The graph with observers, with the tensors that were trained, and those that fold-batch-norm makes of them."""
+    known = origin.manager.context
+    model = _with(copy.deepcopy(known.model), tensors)
+    manager = origin.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in known.samples])
+    folded = {path: tensor for fold in known.folds for path, tensor in fold.folded({**tensors}).items()}
+    manager.gm = _with(copy.deepcopy(manager.gm).cpu(), {**tensors, **folded})
+    original = manager.context.original
+    if original is not None:
+        gm = fx.GraphModule(original.gm, copy.deepcopy(original.graph))
+        manager.context.original = replace(original, gm=_with(copy.deepcopy(gm).cpu(), tensors))
+    with torch.no_grad(), without_autocast():
+        manager.context.outputs = model(*known.example.args, **known.example.kwargs)
+    return manager
+
+
+def _with(model: M, tensors: Mapping[str, Tensor]) -> M:
+    """A model in eval mode, with these values of its tensors where it has any of their names."""
     with torch.no_grad():
-        for name, tensor in own.state_dict(keep_vars=True).items():
+        for name, tensor in model.state_dict(keep_vars=True).items():
             if name in tensors:
                 tensor.copy_(tensors[name])
-    manager = manager_for(own, context.recipe, context.example)
-    manager.context.samples = [_moved(batch, "cpu") for batch in context.samples]
-    manager.context.progress = context.progress
-    observing, choosing, inserting = _phases(context.recipe)
-    manager.run(observing)
-    now = nodes_of(manager.gm.graph)
-    if now != trained.origin.observed:
-        other = next((line for line in now if line not in set(trained.origin.observed)), None) or "it has fewer nodes"
-        raise PassError(
-            f"with the weights that were trained, the passes make another graph than before: {str(other).strip()}. A "
-            "pass of the recipe looks at weights; it cannot be used for training."
-        )
-    known = context.grids or {}
-    manager.context.grids = _trained_grids(known, trained, manager.gm, tensors)
-    *insert_qdq, _ = inserting
-    line = context.recipe.pipeline
-    left = line[len(observing) + len(choosing) + len(inserting) :]
-    manager.run([*choosing, *insert_qdq])
-    made = finished(manager, left)
-    _check_alike(trained, made, manager.context)
-    return made
+    return model.eval()
 
 
 def _check_alike(trained: TrainingModel, made: QuantizedModel, context: Context) -> None:
@@ -136,8 +143,11 @@ def _check_has_ranges(trained: TrainingModel) -> None:
         )
 
 
-def _trained_grids(known: Grids, trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> Grids:
+def _trained_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> Grids:
     """The edges with the grids that training has found."""
+    context = trained.origin.manager.context
+    known = context.grids or {}
+    scales = {fold.weight: fold.scale(tensors) for fold in context.folds if fold.commutes}
     values = {m.group: m.qparams() for m in trained.modules() if isinstance(m, FakeQuantizeValue)}
     weights = {m.edge: m for m in trained.modules() if isinstance(m, FakeQuantizeWeight)}
     found = dict(known)
@@ -149,23 +159,22 @@ def _trained_grids(known: Grids, trained: TrainingModel, gm: fx.GraphModule, ten
         else:
             for at, quantizer in ((at, weights.get((str(node.target), at))) for at in range(len(edges))):
                 if quantizer is not None:
-                    grid = _weight_grid(quantizer, tensor, tensors)
+                    grid = _weight_grid(quantizer, tensor, scales.get(str(node.target)))
                     edges = (*edges[:at], replace(edges[at], qparams=grid), *edges[at + 1 :])
         found[grid_key(node)] = plan, edges
     return found
 
 
-def _weight_grid(quantizer: FakeQuantizeWeight, weight: Tensor, tensors: Mapping[str, Tensor]) -> QParams:
-    """The grid of a weight as it is quantized: with the scale of the batch norm that was folded into it."""
-    grid, spec, norm = quantizer.qparams(), quantizer.spec, quantizer.norm
+def _weight_grid(quantizer: FakeQuantizeWeight, weight: Tensor, times: Tensor | None) -> QParams:
+    """The grid of a weight as it is quantized; `times` are the factors of its channels since it was trained."""
+    grid, symmetric = quantizer.qparams(), quantizer.spec.symmetric
     if not quantizer.learned:
         low, high = torch.aminmax(flat(weight)) if grid.axis is None else range_along(weight, grid.axis, grid.block)
-        scale, zero_point = scale_and_zero_point(low, high, grid.qmin, grid.qmax, spec.symmetric)
-        return replace(grid, scale=scale.detach(), zero_point=zero_point)
-    if norm is None:
+        scale, zero_point = scale_and_zero_point(low, high, grid.qmin, grid.qmax, symmetric)
+        return replace(grid, scale=scale, zero_point=zero_point)
+    if times is None:
         return grid
-    times = norm_scale(tensors[norm.var], tensors[norm.gamma] if norm.gamma is not None else None, norm.eps).abs()
-    scale = (grid.scale.double() * times).to(torch.float32)
+    scale = (grid.scale.double() * times.abs()).to(torch.float32)
     return replace(grid, scale=torch.where(scale > 0, scale, torch.ones_like(scale)))
 
 

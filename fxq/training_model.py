@@ -28,11 +28,11 @@ class Origin:
 
     Attributes:
         manager: the pipeline, as far as the graph that is trained.
-        observed: the graph behind insert-observers, as lines.
+        observed: the same, as far as observers.
     """
 
     manager: PassManager
-    observed: tuple[str | None, ...]
+    observed: PassManager
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self
@@ -79,8 +79,8 @@ class TrainingModel(fx.GraphModule):
     group: Any
 
     @classmethod
-    def from_manager(cls, manager: PassManager, observed: tuple[str | None, ...]) -> TrainingModel:
-        """Wrap the graph of a manager that has inserted fake quantizers."""
+    def from_manager(cls, manager: PassManager, observed: PassManager) -> TrainingModel:
+        """Wrap the graph of a manager that has inserted fake quantizers; `observed` is it behind insert-observers."""
         made = cls(manager.gm, manager.gm.graph, class_name="TrainingModel")
         made.add_module(PROGRESS, TrainingProgress())
         made._attach(Origin(manager, observed), AUTO)
@@ -177,10 +177,6 @@ class TrainingModel(fx.GraphModule):
             move_ranges(moving, self._seen_on_all_ranks(moving))
             for quantizer in moving:
                 quantizer.has_range = quantizer.has_range or bool(quantizer.low <= quantizer.high)
-            learns = [q for q in moving if q.has_range and q.learned]
-            use_ranges(learns)
-            for quantizer in learns:
-                quantizer.watching = False
         self._moved = True
         self._steps += 1
         self.progress.steps.fill_(self._steps)
@@ -264,7 +260,7 @@ def _loaded(model: nn.Module, keys: Any = None) -> None:
     progress = model.progress
     model._steps, model._moved = int(progress.steps), True
     for quantizer in model._quantizers:
-        quantizer.has_range = bool(quantizer.low <= quantizer.high)
-        stands = quantizer.learned or bool(progress.ranges_frozen)
-        quantizer.watching = not (quantizer.has_range and stands)
+        if not quantizer.learned:
+            quantizer.has_range = bool(quantizer.low <= quantizer.high)
+            quantizer.watching = not (quantizer.has_range and progress.ranges_frozen)
     model.train(model.training)

@@ -34,7 +34,7 @@ def padding_is_not_normalized(m):
     options = m.options(m.rule.variant["layer"])
     if not any(options.get("padding", ())):
         return False
-    return bool(scale_and_shift(m, m.options("batch_norm")["eps"])[1].any())
+    return bool(_scale_and_shift_of(m)[1].any())
 
 
 @norm_before_layer.unless
@@ -49,13 +49,25 @@ def folded(op, m):
     """The layer with the batch norm's scale in its weight and its shift in its bias."""
     layer = m.rule.variant["layer"]
     options = m.options(layer)
-    scale, shift = scale_and_shift(m, m.options("batch_norm")["eps"])
-    new = scaled_channels(m.w.tensor, scale, OPS[layer].quant.axis or 0, options.get("groups", 1))
-    new_bias = shift if m.b.tensor is None else m.b.tensor * scale + shift
+    norm = (m.mean.tensor, m.var.tensor, m.gamma.tensor, m.beta.tensor, m.options("batch_norm")["eps"])
+    new, new_bias = fold(m.w.tensor, m.b.tensor, *norm, OPS[layer].quant.axis or 0, options.get("groups", 1))
     name = str(m.w.node.target).removesuffix(".weight").removeprefix("fxq_data.")
     return op[layer](
         m.x, op.constant(new, f"{name}.weight_folded"), op.constant(new_bias, f"{name}.bias_folded"), **options
     )
+
+
+def _scale_and_shift_of(m) -> tuple[Tensor, Tensor]:
+    return scale_and_shift(m.mean.tensor, m.var.tensor, m.gamma.tensor, m.beta.tensor, m.options("batch_norm")["eps"])
+
+
+def fold(weight, bias, mean, var, gamma, beta, eps: float, axis: int, groups: int) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a layer that has taken in the batch norm behind it: see `scaled_channels` for shapes.
+
+    Of layer and batch norm, all but the weight, the mean and the variance may be None.
+    """
+    scale, shift = scale_and_shift(mean, var, gamma, beta, eps)
+    return scaled_channels(weight, scale, axis, groups), shift if bias is None else bias * scale + shift
 
 
 def scaled_channels(weight: Tensor, scale: Tensor, axis: int, groups: int) -> Tensor:
@@ -79,7 +91,7 @@ def folded_into_next(op, m):
     """The layer with the scale in the columns of its weight, and what the shift adds to each output in its bias."""
     layer = m.rule.variant["layer"]
     options = m.options(layer)
-    scale, shift = scale_and_shift(m, m.options("batch_norm")["eps"])
+    scale, shift = _scale_and_shift_of(m)
     weight, bias, groups = m.w.tensor, m.b.tensor, options.get("groups", 1)
     outputs, inputs = weight.shape[0], weight.shape[1]
     per_output = [v.reshape(groups, 1, inputs).expand(groups, outputs // groups, inputs) for v in (scale, shift)]
@@ -94,13 +106,12 @@ def folded_into_next(op, m):
     )
 
 
-def scale_and_shift(m, eps: float) -> tuple[Tensor, Tensor]:
+def scale_and_shift(mean, var, gamma, beta, eps: float) -> tuple[Tensor, Tensor]:
     """batch_norm(y) = y * scale + shift: scale = gamma / sqrt(var + eps), shift = beta - mean * scale. (C,) each."""
-    mean = m.mean.tensor
-    scale = norm_scale(m.var.tensor, m.gamma.tensor, eps)
+    scale = norm_scale(var, gamma, eps)
     shift = -mean.double() * scale
-    if m.beta.tensor is not None:
-        shift = shift + m.beta.tensor.double()
+    if beta is not None:
+        shift = shift + beta.double()
     return scale.to(mean.dtype), shift.to(mean.dtype).detach()
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import platform
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from timing import interleaved, threads
 from torch import Tensor, nn
 
 import fxq
+from fxq.backends import cpu
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,7 @@ def main() -> None:
                     (name, who, f"{1e3 * seconds[who]:.0f}", f"{times:.2f}", f"{memory[who] / 1e6:.0f}", f"{more:.2f}")
                 )
     print(tabulate(rows, ("network", "trained by", "ms a step", "times float", "MB", "times float"), tablefmt="github"))
-    print(
-        f"{platform.processor() or platform.machine()}, one thread; {fxq.doctor().cpu if hasattr(fxq.doctor(), 'cpu') else ''}"
-    )
+    print(f"{cpu.cpu_name()}, {'with' if cpu.has_vnni() else 'without'} VNNI, one thread")
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import torch
 import torch.nn.functional as F
 from demo_data import digits, held_out_pairs, psnr, training_pairs
 from demo_qat_data import Part, Split, fashion
-from networks import FSRCNN, DigitsNet, load_demo_networks
+from networks import DigitsNet, load_demo_networks
 from tabulate import tabulate
 from torch import Tensor, nn
 

@@ -13,12 +13,14 @@ from fxq.errors import PassError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, Grids, info, weight_key
 from fxq.graph.place import where
-from fxq.graph.query import argument, constant, is_op, op_of, options_of, read_attribute
+from fxq.graph.query import argument, is_op, op_of, options_of, read_attribute
 from fxq.patterns.norm import norm_scale, scaled_channels
 from fxq.pipeline.context import Context
-from fxq.quant.fake_quantize import FakeQuantizeWeight, FoldedNorm
+from fxq.pipeline.folded_norm import FoldedNorm
+from fxq.quant.fake_quantize import FakeQuantizeWeight
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
+from fxq.rewriting.editor import DATA
 from fxq.rewriting.rewriter import Rewriter
 
 FOLDER = "fxq_quantizers"
@@ -45,6 +47,7 @@ class TrainableLayers:
         self.fixed_norms: dict[str, None] = {}
         norms = ((path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm))
         self._norms = {id(m.running_mean): path for path, m in norms if m.running_mean is not None}
+        self._norm_nodes: dict[FoldedNorm, fx.Node] = {}
         self._quantizers: dict[tuple[str, int], str] = {}
 
     def free(self, node: fx.Node) -> None:
@@ -52,9 +55,9 @@ class TrainableLayers:
         op = op_of(node)
         if op is None or is_op(node, "quantize", "dequantize"):
             return
-        parts = self._folded(node)
-        if parts is not None:
-            self._unfold(node, *parts)
+        fold = self._folded(node)
+        if fold is not None:
+            self._unfold(node, fold)
             return
         for read in node.all_input_nodes:
             path = _float_path(read)
@@ -78,50 +81,54 @@ class TrainableLayers:
         )
         self.rewriter.replace(node, made)
 
-    def _folded(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """The layer of the model, and the batch norm behind it, that a layer was made of; None for any other."""
+    def _folded(self, node: fx.Node) -> FoldedNorm | None:
+        """How a layer was made of one of the model and the batch norm behind it; None for any other."""
         op, by_origin, nodes = op_of(node), self.original.by_origin, self.original.nodes
-        if op is None or op.quant.weight is None:
+        if op is None or op.quant.weight is None or op.quant.bias is None:
             return None
         parts = [nodes[by_origin[origin]] for origin in info(node).origins if by_origin.get(origin) in nodes]
         layer = next((part for part in parts if is_op(part, op.name)), None)
         norm = next((part for part in parts if is_op(part, "batch_norm") and part.args[0] is layer), None)
-        read = argument(node, op.quant.weight)
-        path = _float_path(read) if isinstance(read, fx.Node) else ""
-        if layer is None or norm is None or not path or path in self.own:
+        read, bias = argument(node, op.quant.weight), argument(node, op.quant.bias)
+        if layer is None or norm is None or not isinstance(read, fx.Node) or not isinstance(bias, fx.Node):
             return None
-        weight: Any = argument(layer, op.quant.weight)
-        var, gamma = (constant(self.original.gm, argument(norm, name)) for name in ("running_var", "weight"))
-        if var is None or str(weight.target) not in self.own:
+        own: dict[str, Any] = {
+            "own_weight": argument(layer, op.quant.weight),
+            "own_bias": argument(layer, op.quant.bias),
+            "mean": argument(norm, "running_mean"),
+            "var": argument(norm, "running_var"),
+            "gamma": argument(norm, "weight"),
+            "beta": argument(norm, "bias"),
+        }
+        paths = {name: str(value.target) for name, value in own.items() if value is not None}
+        now = {"weight": _float_path(read), "bias": str(bias.target)}
+        if self.own.keys() & now.values() or not self.own.keys() >= set(paths.values()):
             return None
-        scale = norm_scale(var, gamma, options_of(norm)["eps"])
-        own, groups = self.own[str(weight.target)].detach().double(), options_of(layer).get("groups", 1)
-        known: Tensor = read_attribute(self.gm, path)
-        expected = scaled_channels(own, scale, op.quant.axis or 0, groups)
-        return (layer, norm) if torch.allclose(expected.to(known), known, rtol=1e-4) else None
-
-    def _unfold(self, node: fx.Node, layer: fx.Node, norm: fx.Node) -> None:
-        """Take a batch norm out of a layer, and put it behind that."""
-        op, users, options = op_of(node), list(node.users), options_of(norm)
-        assert op is not None and op.quant.weight is not None and op.quant.bias is not None  # the rules fold no other
-        read, axis, groups = argument(node, op.quant.weight), op.quant.axis or 0, options_of(node).get("groups", 1)
-        weight = self._read_own(argument(layer, op.quant.weight), node)
-        bias = self._read_own(argument(layer, op.quant.bias), node)
-        statistics = [self._read_own(value, node) for value in norm.args[1:]]
-        typed, last = (info(node).shape, info(node).dtype), node
-        divisor = None
+        axis, groups, commutes = op.quant.axis or 0, options_of(layer).get("groups", 1), True
         if read.op != "get_attr":
             edge = self._edge_of(read)[1]
-            if edge.axis == axis and edge.spec.symmetric and edge.spec.block is None and not (axis and groups > 1):
-                var, gamma = (argument(norm, name) for name in ("running_var", "weight"))
-                gamma_path = str(gamma.target) if gamma is not None else None
-                weight = self._rounded(read, weight, node, FoldedNorm(str(var.target), gamma_path, options["eps"]))
-            else:  # several channels have one scale, which depends on what the norm makes of each
-                gamma = self._read_own(argument(norm, "weight"), node)
-                var = self._read_own(argument(norm, "running_var"), node)
-                divisor = self._call(norm_divisor, (var, gamma, options["eps"]), node)
-                scaled = self._call(scaled_channels, (weight, divisor, axis, groups), node)
-                weight = self._rounded(read, scaled, node)
+            grouped = axis and groups > 1  # then channels of several groups have one scale
+            commutes = edge.axis == axis and edge.spec.symmetric and edge.spec.block is None and not grouped
+        given: dict[str, Any] = {**dict.fromkeys(own), **paths, **now, "eps": options_of(norm)["eps"]}
+        made = FoldedNorm(**given, axis=axis, groups=groups, commutes=commutes)
+        folded = made.folded(self.own)
+        same = all(torch.allclose(tensor, read_attribute(self.gm, path), 1e-4, 1e-6) for path, tensor in folded.items())
+        self._norm_nodes[made] = norm
+        return made if same else None
+
+    def _unfold(self, node: fx.Node, fold: FoldedNorm) -> None:
+        """Take a batch norm out of a layer, and put it behind that."""
+        op, users, norm = op_of(node), list(node.users), self._norm_nodes[fold]
+        assert op is not None and op.quant.weight is not None and op.quant.bias is not None  # as of every fold
+        paths = (fold.own_weight, fold.own_bias, fold.mean, fold.var, fold.gamma, fold.beta)
+        own: list[Any] = [self._read(path, node) if path is not None else None for path in paths]
+        weight, bias, *statistics = own
+        read, typed, last, divisor = argument(node, op.quant.weight), (info(node).shape, info(node).dtype), node, None
+        if not fold.commutes:  # several channels have one scale, which depends on what the norm makes of each
+            divisor = self._call(norm_divisor, (statistics[1], statistics[2], fold.eps), node)
+            weight = self._call(scaled_channels, (weight, divisor, fold.axis, fold.groups), node)
+        if read.op != "get_attr":
+            weight = self._rounded(read, weight, node, self.own[fold.own_weight] if fold.commutes else None)
         args = [*node.args, *[None] * (len(op.tensors) - len(node.args))]
         args[op.tensors.index(op.quant.weight)] = weight
         args[op.tensors.index(op.quant.bias)] = bias if divisor is None else None
@@ -129,35 +136,35 @@ class TrainableLayers:
         if divisor is not None:
             given = (node, divisor, op.quant.channels, bias)
             last = self.rewriter.node("call_function", divided_channels, given, like=node, after=node, typed=typed)
-        eps = options["eps"]
         made = self.rewriter.call(
-            "batch_norm", last, *statistics, like=node, after=last, name=norm.name, typed=typed, eps=eps
+            "batch_norm", last, *statistics, like=node, after=last, name=norm.name, typed=typed, eps=fold.eps
         )
-        about = info(self.original.nodes[norm.name])
-        self.rewriter.describe(made, path=about.path, source=about.source)
+        self.rewriter.describe(made, path=info(norm).path, source=info(norm).source)
         self.rewriter.reroute(node, made, only=lambda user: user in users)
+        self.rewriter.context.folds.append(fold)
 
-    def _rounded(self, read: fx.Node, weight: fx.Node, before: fx.Node, norm: FoldedNorm | None = None) -> fx.Node:
-        """The rounded form of a weight, in front of the op that reads it in the place of `read`."""
+    def _rounded(self, read: fx.Node, weight: fx.Node, before: fx.Node, own: Tensor | None = None) -> fx.Node:
+        """The rounded form of a weight, in front of the op that reads it in the place of `read`.
+
+        With a grid for the values of `own`, where these are given.
+        """
         path, rewriter = info(read).stands_for, self.rewriter
         at, edge = self._edge_of(read)
         if (path, at) not in self._quantizers:
-            grid = edge.qparams
+            grid, name = edge.qparams, f"the weight {path}"
             assert isinstance(grid, QParams)  # that of a weight
-            name = f"the weight {weight.target}" if weight.op == "get_attr" else f"the weight {path}"
-            if norm is not None:
+            if own is not None:
                 observer = observer_for(edge.spec, edge.axis, name)
-                observer(self.own[str(weight.target)])
+                observer(own)
                 grid = observer.on(replace(edge.spec, bits=grid.bits)).qparams()
-            made = FakeQuantizeWeight(edge.spec, grid, name, (path, at), norm)
-            label = path.removeprefix("fxq_data.").replace(".", "_").removesuffix("_folded")
+            made = FakeQuantizeWeight(edge.spec, grid, name, (path, at))
+            label = path.removeprefix(f"{DATA}.").replace(".", "_").removesuffix("_folded")
             self._quantizers[path, at] = rewriter.module(made, label, FOLDER)
-        target = self._quantizers[path, at]
-        typed = info(weight).shape, torch.float32
-        name = target.removeprefix(f"{FOLDER}.")
-        made_node = rewriter.node("call_module", target, (weight,), before=before, name=f"{name}_fq", typed=typed)
-        rewriter.describe(made_node, path=info(before).path, source=info(before).source)
-        return made_node
+        target, typed = self._quantizers[path, at], (info(weight).shape, torch.float32)
+        name = f"{target.removeprefix(f'{FOLDER}.')}_fq"
+        rounded = rewriter.node("call_module", target, (weight,), before=before, name=name, typed=typed)
+        rewriter.describe(rounded, path=info(before).path, source=info(before).source)
+        return rounded
 
     def _edge_of(self, read: fx.Node) -> tuple[int, Edge]:
         """The edge of a weight that its integer form was made for, and its position among the edges of that weight."""
@@ -167,10 +174,6 @@ class TrainableLayers:
             if isinstance(edge.qparams, QParams) and edge.qparams.same_as(grid):
                 return at, edge
         raise PassError(f"{where(self.gm, read)}: choose-grids has chosen no grid for this weight.")
-
-    def _read_own(self, value: Any, before: fx.Node) -> Any:
-        """A parameter or buffer of the model, from a node of its canonical graph; None stays None."""
-        return self._read(str(value.target), before) if isinstance(value, fx.Node) else value
 
     def _read(self, path: str, before: fx.Node) -> fx.Node:
         attach(self.gm, path, self.own[path])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,6 @@ from fxq.quant.observer_base import flat, range_along
 from fxq.quant.observers import MovingAverage, observer_for
 from fxq.quant.qparams import QParams, scale_and_zero_point, spread
 from fxq.quant.spec import TensorSpec
-
-
-class FoldedNorm(NamedTuple):
-    """A batch norm that goes into a layer when its model is converted: what its scale is made of.
-
-    Attributes:
-        var: path of its variance.
-        gamma: path of its weight; None where it has none.
-        eps: what is added to the variance.
-    """
-
-    var: str
-    gamma: str | None
-    eps: float
 
 
 class FakeQuantize(nn.Module):
@@ -101,13 +87,12 @@ class FakeQuantizeValue(FakeQuantize):
 
     A forward in train mode notes the smallest and the largest value (`seen`). The grid follows them when `move_ranges`
     and `use_ranges` are called, before the next one: so a forward that is computed again for its gradients gives the
-    same numbers. Until then it hands its input on. A learned scale starts with what the observer of the spec finds in
-    the first batch.
+    same numbers. Until then it hands its input on. A learned scale does not follow ranges: it starts with the grid.
 
     Args:
-        spec: with the observer "minmax" (all that was seen counts), or "moving_average" with its momentum; for a
-            learned scale any observer.
-        grid: the limits of the integers; its scale says nothing.
+        spec: with the observer "minmax" (all that was seen counts), or "moving_average" with its momentum; or with a
+            learned scale.
+        grid: the limits of the integers; where the scale is learned, it starts with these.
         name: what errors call the value.
         nonnegative: whether it stands for a relu, too: values below zero become zero. Only where the zero point is the
             smallest integer. Those that are closer to zero than half a step pass on their gradient.
@@ -122,7 +107,7 @@ class FakeQuantizeValue(FakeQuantize):
     Buffers, besides those of the base:
 
         low, high: float32, 0-d: the range so far; +inf and -inf before any data.
-        seen: float32, (2,): the smallest and the largest value since `move` was called.
+        seen: float32, (2,): the smallest and the largest value since `use_ranges`; in no `state_dict`.
     """
 
     low: Tensor
@@ -132,33 +117,25 @@ class FakeQuantizeValue(FakeQuantize):
     def __init__(self, spec: TensorSpec, grid: QParams, name: str, nonnegative: bool = False) -> None:
         super().__init__(spec, grid, name)
         self.nonnegative, self.group = nonnegative, 0
-        self.watching, self.has_range, self.started = True, False, False
+        self.watching, self.has_range, self.started = not self.learned, self.learned, self.learned
         observer = observer_for(spec)
         self.momentum = observer.momentum if isinstance(observer, MovingAverage) else None
         self.register_buffer("low", torch.tensor(math.inf))
         self.register_buffer("high", torch.tensor(-math.inf))
-        self.register_buffer("seen", torch.tensor([math.inf, -math.inf]))
+        self.register_buffer("seen", torch.tensor([math.inf, -math.inf]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x`, floating point, any shape, on the grid; float32."""
         x = x.to(torch.float32)
         if self.training and self.watching and x.numel():
             with torch.no_grad():
-                low, high = self._range_of(x.detach())
+                low, high = torch.aminmax(flat(x.detach()))
+                if self.nonnegative:
+                    low, high = low.clamp(min=0.0), high.clamp(min=0.0)
                 self.seen.copy_(torch.stack([torch.minimum(self.seen[0], low), torch.maximum(self.seen[1], high)]))
         if not self.started:
             return x.relu() if self.nonnegative else x
         return self.rounded(x, self.scale, self.zero_point)
-
-    def _range_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Smallest and largest value; for the start of a learned scale, of what the observer keeps of them."""
-        if self.learned:
-            observer = observer_for(self.spec, name=self.name)
-            observer(x.relu() if self.nonnegative else x)
-            grid = observer.on(self.spec).qparams()
-            return grid.low.to(x.device), grid.high.to(x.device)
-        low, high = torch.aminmax(flat(x))
-        return (low.clamp(min=0.0), high.clamp(min=0.0)) if self.nonnegative else (low, high)
 
 
 class FakeQuantizeWeight(FakeQuantize):
@@ -169,19 +146,11 @@ class FakeQuantizeWeight(FakeQuantize):
         grid: the limits of the integers, the axis and the block; where the scale is learned, it starts with these.
         name: what errors call the weight.
         edge: the path of the weight as it is quantized, and which of its edges this one is for.
-        norm: the batch norm behind the layer that the integers are to be those of, too.
     """
 
-    def __init__(
-        self,
-        spec: TensorSpec,
-        grid: QParams,
-        name: str,
-        edge: tuple[str, int] = ("", 0),
-        norm: FoldedNorm | None = None,
-    ) -> None:
+    def __init__(self, spec: TensorSpec, grid: QParams, name: str, edge: tuple[str, int] = ("", 0)) -> None:
         super().__init__(spec, grid, name)
-        self.edge, self.norm = edge, norm
+        self.edge = edge
 
     def forward(self, weight: Tensor) -> Tensor:
         """`weight`, floating point, of the shape that it had when this was made, on the grid; float32."""
@@ -232,8 +201,7 @@ def use_ranges(quantizers: Sequence[FakeQuantizeValue]) -> None:
         for (qmin, qmax, symmetric), same in alike.items():
             low, high = torch.stack([q.low for q in same]), torch.stack([q.high for q in same])
             scale, zero_point = scale_and_zero_point(low, high, qmin, qmax, symmetric)
-            for q, value in zip(same, scale[:, None].unbind(), strict=True):
-                q.scale.copy_(like(value, q.scale))
+            torch._foreach_copy_([q.scale for q in same], scale[:, None].unbind())
             torch._foreach_copy_([q.zero_point for q in same], zero_point[:, None].unbind())
             nothing = low.new_tensor([math.inf, -math.inf])
             torch._foreach_copy_([q.seen for q in same], [nothing] * len(same))
@@ -243,16 +211,6 @@ def whole(tensor: Tensor) -> Tensor:
     """A tensor as it is; of one that is spread over processes (`DTensor`), all of it: each of them has to ask."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
-
-
-def like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A tensor that all processes have, spread over them as another one is."""
-    if not hasattr(other, "full_tensor"):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = other.device_mesh, other.placements  # type: ignore[attr-defined]
-    return distribute_tensor(tensor, mesh, placements)
 
 
 class _Rounded(torch.autograd.Function):
