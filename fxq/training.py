@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from fxq.common.data import Batch, as_batch, device_of
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import sqnr
 from fxq.errors import CalibrationError, InputError, RecipeError, warn
-from fxq.graph.info import Grids, grid_key, grids_of
+from fxq.graph.info import Edge, Grids, grid_key, grids_of
 from fxq.graph.query import constant
 from fxq.model import QuantizedModel
 from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
@@ -50,9 +51,10 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
     with torch.no_grad():
         manager.gm(*manager.context.example.args, **manager.context.example.kwargs)
     observed = manager.fork()
-    manager.run(choosing)
-    manager.context.grids = grids_of(manager.gm.graph)
-    manager.run(inserting)
+    chosen = manager.fork()
+    chosen.run(choosing)
+    manager.context.grids = _told_apart(grids_of(chosen.gm.graph))
+    manager.run([*choosing, *inserting])
     manager.context.model = copy.deepcopy(own)  # training changes the tensors that the graph has
     return TrainingModel.from_manager(manager, observed).to(device)
 
@@ -70,6 +72,29 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
     made = finished(manager, context.recipe.pipeline[len(observing) + len(choosing) + len(inserting) + 1 :])
     _check_alike(trained, made, context)
     return made
+
+
+def _told_apart(grids: Grids) -> Grids:
+    """The grids, no two groups of which have the same: by chance they may, and would be one grid from there on.
+
+    Scales differ in their last bits, which nobody sees: ranges of the first batches, or training, take their place.
+    """
+    taken: set[tuple[float, ...]] = set()
+    made: dict[Any, QParams] = {}
+    for _, edges in grids.values():
+        for grid in (edge.qparams for edge in edges):
+            if not isinstance(grid, QParams) or grid.axis is not None or grid in made:
+                continue
+            apart = grid
+            while (apart.s, apart.z, apart.qmin, apart.qmax) in taken:
+                apart = replace(apart, scale=torch.nextafter(apart.scale, torch.tensor(math.inf)))
+            taken.add((apart.s, apart.z, apart.qmin, apart.qmax))
+            made[grid] = apart
+
+    def of(edge: Edge) -> Edge:
+        return replace(edge, qparams=made[edge.qparams]) if edge.qparams in made else edge
+
+    return {key: (plan, tuple(map(of, edges))) for key, (plan, edges) in grids.items()}
 
 
 def _observed_again(origin: Origin, tensors: Mapping[str, Tensor]) -> PassManager:
@@ -120,10 +145,10 @@ def _phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pa
     """The passes as far as observers, choose-grids, and those behind it as far as fake quantizers."""
     observing, later, _ = phases(recipe)
     names = [step.name for step in later]
-    if names[:2] != ["choose-grids", "insert-qdq"] or InsertFakeQuantizers.name not in names:
+    if names[:1] != ["choose-grids"] or InsertFakeQuantizers.name not in names:
         raise RecipeError(
-            "a pipeline for training has choose-grids, insert-qdq and insert-fake-quantizers in this order behind "
-            f"insert-observers; here is {' → '.join(names)}."
+            "a pipeline for training has choose-grids behind insert-observers, and insert-fake-quantizers before "
+            f"lower; here is {' → '.join(names)}."
         )
     return observing, later[:1], later[1 : names.index(InsertFakeQuantizers.name) + 1]
 

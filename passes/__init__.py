@@ -59,10 +59,10 @@ TRAINING_PASSES: tuple[Pass, ...] = (
     InsertObservers(),
     ChooseGrids(),
     InsertQdq(),
-    InsertFakeQuantizers(),
-    # training happens here; behind it, the passes run again on what was trained, but for the last one
     Propagate(),
     Fallback(),
+    InsertFakeQuantizers(),
+    # training happens here; behind it, choose-grids and those that follow run again on what was trained
     Lower(),
     VerifyLowering(),
     Cleanup(),

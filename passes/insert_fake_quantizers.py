@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Edge, Grids, info
+from fxq.graph.info import Grids, info
 from fxq.graph.place import where
 from fxq.graph.query import is_op, reads_only_metadata
 from fxq.graph.unit import unit_of
@@ -56,11 +56,10 @@ class InsertFakeQuantizers(Pass):
     gives: ClassVar[Stage] = Stage.QDQ
 
     def run(self, rewriter: Rewriter) -> None:
-        """Note which values are rounded, then open the units, and go over layers, norms, dropouts and these values."""
+        """Open the units, then go over layers, norms, dropouts and the values that are rounded."""
         context: Context = rewriter.context
         if context.grids is None:
             raise PassError(f"{self.name} needs choose-grids before it; fxq.prepare runs both.")
-        rounded = _rounded_values(rewriter, context.grids)
         for node in rewriter.nodes():
             if unit_of(rewriter.gm, node) is not None:
                 open_unit(rewriter, node)
@@ -70,7 +69,7 @@ class InsertFakeQuantizers(Pass):
         for node in rewriter.nodes("batch_norm"):
             layers.call_norm(node)
         _put_dropout_back(rewriter)
-        _put_quantizers(rewriter, rounded)
+        _put_quantizers(rewriter, context.grids)
         rewriter.erase_unused()
         _warn(layers.frozen, "were computed of weights before, and are not trained")
         _warn(layers.fixed_norms, "are batch norms without a module of their own, whose statistics stay as they are")
@@ -84,75 +83,46 @@ def _warn(paths: Mapping[str, None], what: str) -> None:
 
 # ---- values
 
-Pair = tuple[fx.Node, fx.Node]
 
-
-def _rounded_values(rewriter: Rewriter, grids: Grids) -> dict[Pair, Edge]:
-    """The quantize and dequantize of every value that is to be rounded, with the edge that they were made for.
-
-    Not those behind an op that only moves values which are on that grid already.
-    """
-    found: dict[Pair, Edge] = {}
-    on: dict[fx.Node, int] = {}
+def _put_quantizers(rewriter: Rewriter, grids: Grids) -> None:
+    """Put fake quantizers in the place of what makes integers of values, one for each grid, and take the others out."""
+    edges = {_tag(edge.qparams): edge for _, found in grids.values() for edge in found}
+    points: dict[int, list[fx.Node]] = {}
+    for q in rewriter.nodes("quantize", "requantize"):
+        edge = edges.get(_tag(grid_of(rewriter.gm, q)))
+        if edge is None:
+            raise PassError(f"{where(rewriter.gm, q)}: choose-grids has chosen no such grid.")
+        points.setdefault(edge.group, []).append(q)
+    for group, found in points.items():
+        edge = edges[_tag(grid_of(rewriter.gm, found[0]))]
+        grid, value = edge.qparams, found[0].args[0]
+        assert isinstance(grid, QParams) and isinstance(value, fx.Node)  # of a calibrated edge
+        relus = grid.qmin == 0 and not edge.spec.symmetric and all(map(_is_relu_of, found))
+        about = info(value)
+        made = FakeQuantizeValue(edge.spec, grid, f"%{value.name} ({about.path or 'the model'})", group, relus)
+        target = rewriter.module(made, value.name, FOLDER)
+        for q in found:
+            source: Any = q.args[0]
+            read, typed = (source.args[0] if relus else source), (info(q).shape, torch.float32)
+            name = f"{source.name}_fq"
+            rounded = rewriter.node("call_module", target, (read,), like=source, before=q, name=name, typed=typed)
+            rewriter.reroute(q, source, only=reads_only_metadata)
+            rewriter.replace(q, rounded)
     for dq in rewriter.nodes("dequantize"):
-        q: Any = dq.args[0]
-        if not is_op(q, "quantize"):
-            continue
-        value = q.args[0]
-        edge = _edge_of(rewriter, grids, value, dq)
-        on[dq] = edge.group
-        plan = grids.get(value.name, (None, ()))[0]
-        moved = plan is not None and plan.fate == "moves" and not edge.constants
-        if not (moved and all(on.get(read) == edge.group for read in value.all_input_nodes)):
-            found[q, dq] = edge
-    return found
+        read = dq.args[0]
+        if isinstance(read, fx.Node) and read.op != "get_attr":
+            rewriter.replace(dq, read)
 
 
-def _edge_of(rewriter: Rewriter, grids: Grids, value: fx.Node, dq: fx.Node) -> Edge:
-    """The edge that a dequantize was made for; of what is brought onto another grid, one of the op that reads it."""
-    grid = grid_of(rewriter.gm, dq)
-    for node in dq.users if is_op(value, "dequantize") else (value,):
-        for edge in grids.get(node.name, (None, ()))[1]:
-            if isinstance(edge.qparams, QParams) and edge.qparams.same_as(grid):
-                return edge
-    raise PassError(f"{where(rewriter.gm, dq)}: choose-grids has chosen no such grid.")
-
-
-def _put_quantizers(rewriter: Rewriter, rounded: Mapping[Pair, Edge]) -> None:
-    """Put fake quantizers in the place of the conversions of values, one for each group of edges."""
-    groups: dict[int, list[Pair]] = {}
-    for pair, edge in rounded.items():
-        groups.setdefault(edge.group, []).append(pair)
-    targets: dict[int, str] = {}
-    for (q, dq), edge in rounded.items():
-        value: Any = q.args[0]
-        if edge.group not in targets:
-            grid = edge.qparams
-            assert isinstance(grid, QParams)  # of a calibrated edge
-            positive = grid.qmin == 0 and not edge.spec.symmetric
-            alone = all(_is_relu_of(q) for q, _ in groups[edge.group])
-            made = FakeQuantizeValue(edge.spec, grid, f"%{value.name} of {info(value).path!r}", positive and alone)
-            made.group = edge.group
-            targets[edge.group] = rewriter.module(made, value.name, FOLDER)
-        quantizer = rewriter.gm.get_submodule(targets[edge.group])
-        read = value.args[0] if quantizer.nonnegative else value
-        typed = info(value).shape, torch.float32
-        made_node = rewriter.node(
-            "call_module", targets[edge.group], (read,), like=value, before=q, name=f"{value.name}_fq", typed=typed
-        )
-        rewriter.replace(dq, made_node)
-    for q in rewriter.nodes("quantize"):  # what reads shapes of integers, and what is on its grid already
-        value = q.args[0]
-        for user in list(q.users):
-            if is_op(user, "dequantize"):
-                rewriter.replace(user, value)
-        rewriter.reroute(q, value, only=reads_only_metadata)
+def _tag(grid: Any) -> tuple[float, int, int, int] | None:
+    """What tells the grids of values apart."""
+    return (grid.s, grid.z, grid.qmin, grid.qmax) if isinstance(grid, QParams) and grid.axis is None else None
 
 
 def _is_relu_of(q: fx.Node) -> bool:
     """Whether a quantize alone reads a relu."""
     value: Any = q.args[0]
-    return is_op(value, "relu") and set(value.users) == {q}
+    return is_op(q, "quantize") and is_op(value, "relu") and set(value.users) == {q}
 
 
 # ---- dropout
@@ -177,8 +147,7 @@ def _put_dropout_back(rewriter: Rewriter) -> None:
 
 def _put_dropout(rewriter: Rewriter, path: str, value: fx.Node) -> None:
     """Let what reads a value read what a dropout leaves of it; of one that is rounded, behind that."""
-    rounded = (user for q in value.users if is_op(q, "quantize") for user in q.users if is_op(user, "dequantize"))
-    value = next(rounded, value)
+    value = next((q for q in value.users if is_op(q, "quantize")), value)
     made = rewriter.node("call_module", path, (value,), after=value, typed=(info(value).shape, info(value).dtype))
     rewriter.describe(made, path=path)
     rewriter.reroute(value, made, only=lambda user: user is not made and not is_op(user, "quantize"))

@@ -94,12 +94,12 @@ class FakeQuantizeValue(FakeQuantize):
             learned scale.
         grid: the limits of the integers; where the scale is learned, it starts with these.
         name: what errors call the value.
+        group: the number of the edges whose values it rounds.
         nonnegative: whether it stands for a relu, too: values below zero become zero. Only where the zero point is the
             smallest integer. Those that are closer to zero than half a step pass on their gradient.
 
     Attributes:
         momentum: weight of a new batch in the range; None where the range is the union of all.
-        group: the number of the edges whose values it rounds.
         watching: whether forwards in train mode note the values' range.
         has_range: whether one of them did.
         started: whether values are rounded.
@@ -114,9 +114,9 @@ class FakeQuantizeValue(FakeQuantize):
     high: Tensor
     seen: Tensor
 
-    def __init__(self, spec: TensorSpec, grid: QParams, name: str, nonnegative: bool = False) -> None:
+    def __init__(self, spec: TensorSpec, grid: QParams, name: str, group: int = 0, nonnegative: bool = False) -> None:
         super().__init__(spec, grid, name)
-        self.nonnegative, self.group = nonnegative, 0
+        self.nonnegative, self.group = nonnegative, group
         self.watching, self.has_range, self.started = not self.learned, self.learned, self.learned
         observer = observer_for(spec)
         self.momentum = observer.momentum if isinstance(observer, MovingAverage) else None
