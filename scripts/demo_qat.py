@@ -4,9 +4,10 @@
     python scripts/demo_qat.py --only fashion --seeds 1  some
     python scripts/demo_qat.py --folder out              where pictures, reports and data go
 
-Each network is trained in float. Then, from these weights: int8 and 4-bit weights after training (with all that fxq has
-for it: rounding that is learned, corrected biases), and the same by training on with fake quantizers. "trained on" is
-the float network with the same further training. Numbers are of pictures that neither training nor any choice has seen.
+Each network is trained in float, and then trained on for a few passes over the data: in float, and with fake quantizers.
+Quantization after training takes the float network that was trained on, and has all that fxq has for it (rounding that
+is learned, corrected biases). W4A8 is weights of 4 bits and activations of 8. Numbers are of pictures that neither
+training nor any choice has seen.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import matplotlib
@@ -36,6 +37,12 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 BITS4 = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
+KINDS = {
+    "int8": (fxq.TensorSpec(), replace(BITS4, bits=8)),
+    "W4A8": (fxq.TensorSpec(), BITS4),
+    "W4A4": (fxq.TensorSpec(bits=4), BITS4),
+}
+"""Specs of activations and of weights."""
 CALIBRATION = 512
 """Pictures that quantization after training looks at."""
 
@@ -46,16 +53,16 @@ class ClothesNet(nn.Module):
     Source: Howard et al. 2017, "MobileNets", section 3.1 and table 1, at the size of Fashion-MNIST.
     """
 
-    BLOCKS = ((16, 32, 2), (32, 64, 1), (64, 64, 2), (64, 128, 1))
+    BLOCKS = ((8, 16, 2), (16, 32, 1), (32, 32, 2), (32, 64, 1))
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [*_conv(1, 16, 3)]
+        layers = [*_conv(1, 8, 3)]
         for inputs, outputs, stride in self.BLOCKS:
             layers += [*_conv(inputs, inputs, 3, stride, inputs), *_conv(inputs, outputs, 1)]
         self.features = nn.Sequential(*layers)
         self.dropout = nn.Dropout(0.1)
-        self.classifier = nn.Linear(128, 10)
+        self.classifier = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.classifier(self.dropout(self.features(x).mean((2, 3))))
@@ -80,6 +87,8 @@ class Task:
         epochs: passes over the pictures in float, and then with fake quantizers.
         rates: the largest learning rates of both.
         batch: pictures in a step.
+        changed: a batch as it is shown in training, such as moved by some pixels.
+        agreement: the share of pictures of which two networks say the same, in percent.
     """
 
     make: Callable[[], nn.Module]
@@ -91,6 +100,7 @@ class Task:
     epochs: tuple[int, int]
     rates: tuple[float, float]
     batch: int
+    changed: Callable[[Tensor], Tensor] = lambda images: images
     agreement: Callable[[nn.Module, nn.Module], float] | None = None
 
 
@@ -140,14 +150,14 @@ def tasks(folder: Path, only: list[str]) -> Iterator[tuple[str, Task]]:
     """The networks by name."""
     if "fashion" in only:
         split = fashion(folder)
-        yield "fashion", _classifier(ClothesNet, split, (8, 4), (1e-2, 2e-3), 128)
+        yield "fashion", _classifier(ClothesNet, split, (8, 4), (1e-2, 3e-3), 128, moved)
     if "digits" in only:
         data = digits()
         some = torch.randperm(len(data.train_images), generator=torch.Generator().manual_seed(0))
         train, choose = some[200:], some[:200]
         parts = (Part(data.train_images[chosen], data.train_labels[chosen]) for chosen in (train, choose))
         split = Split(*parts, Part(data.test_images, data.test_labels))
-        yield "digits", _classifier(DigitsNet, split, (30, 20), (3e-3, 1e-3), 64)
+        yield "digits", _classifier(DigitsNet, split, (30, 20), (3e-3, 1e-3), 64, noisy)
     if "fsrcnn" in only:
         pairs = training_pairs()
         yield (
@@ -167,23 +177,30 @@ def tasks(folder: Path, only: list[str]) -> Iterator[tuple[str, Task]]:
 
 
 def _classifier(
-    make: Callable[[], nn.Module], split: Split, epochs: tuple[int, int], rates: tuple[float, float], batch: int
+    make: Callable[[], nn.Module],
+    split: Split,
+    epochs: tuple[int, int],
+    rates: tuple[float, float],
+    batch: int,
+    changed: Callable[[Tensor], Tensor],
 ) -> Task:
     def same(a: nn.Module, b: nn.Module) -> float:
         return 100 * float((predicted(a, split.test.images) == predicted(b, split.test.images)).float().mean())
 
-    return Task(
-        make,
-        split.train,
-        accuracy(split.test),
-        accuracy(split.validation),
-        F.cross_entropy,
-        "%",
-        epochs,
-        rates,
-        batch,
-        same,
-    )
+    scores = accuracy(split.test), accuracy(split.validation)
+    return Task(make, split.train, *scores, F.cross_entropy, "%", epochs, rates, batch, changed, same)
+
+
+def moved(images: Tensor) -> Tensor:
+    """A batch, moved by up to two pixels and perhaps flipped, all of it alike."""
+    down, right, flip = (int(number) for number in torch.randint(0, 5, (3,)))
+    padded = F.pad(images, (2, 2, 2, 2))[..., down : down + images.shape[2], right : right + images.shape[3]]
+    return padded.flip(3) if flip % 2 else padded
+
+
+def noisy(images: Tensor) -> Tensor:
+    """A batch with light noise."""
+    return images + 0.05 * torch.randn(images.shape)
 
 
 def train(network: nn.Module, task: Task, epochs: int, rate: float, seed: int) -> list[float]:
@@ -201,7 +218,7 @@ def train(network: nn.Module, task: Task, epochs: int, rate: float, seed: int) -
         network.train()
         for chosen in torch.randperm(len(images)).split(task.batch)[:steps]:
             optimizer.zero_grad()
-            task.loss(network(images[chosen]), wanted[chosen]).backward()
+            task.loss(network(task.changed(images[chosen])), wanted[chosen]).backward()
             optimizer.step()
             schedule.step()
         curve.append(task.chooses(network))
@@ -213,37 +230,32 @@ def one_seed(name: str, task: Task, seed: int, folder: Path) -> Result:
     """Train and quantize one network."""
     found = Result()
     torch.manual_seed(seed)
-    network = task.make().eval()
-    example = task.train.images[:64]
+    first = task.make().eval()
     if task.epochs[0]:
-        train(network, task, task.epochs[0], task.rates[0], seed)
+        train(first, task, task.epochs[0], task.rates[0], seed)
+    found.scores["float, before"] = task.score(first)
+    network, steps = copy.deepcopy(first), task.epochs[1] * (len(task.train.images) // task.batch)
+    found.curves["float"] = train(network, task, task.epochs[1], task.rates[1], seed)
     found.scores["float"] = task.score(network)
-    further, steps = copy.deepcopy(network), task.epochs[1] * (len(task.train.images) // task.batch)
-    found.curves["float, trained on"] = train(further, task, task.epochs[1], task.rates[1], seed)
-    found.scores["float, trained on"] = task.score(further)
     data = list(task.train.images[:CALIBRATION].split(32))
-    for bits, weight in ((8, fxq.quant.spec.WEIGHT), (4, BITS4)):
-        for how, recipe in after_training(bits, weight).items():
-            found.scores[how] = task.score(fxq.quantize(network, recipe, data=data, progress=False))
-        recipe = fxq.Recipe.qat(weight=weight, learned=bits == 4, freeze_norms_after=2 * steps // 3)
-        trained = fxq.prepare(network, recipe, example)
-        how = f"{bits} bits, trained"
-        found.curves[how] = train(trained, task, task.epochs[1], task.rates[1], seed)
+    for kind, (activation, weight) in KINDS.items():
+        plain = fxq.Recipe.static(activation=activation, weight=weight, optimize="coverage")
+        found.scores[f"{kind} after training"] = task.score(fxq.quantize(network, plain, data=data, progress=False))
+        if weight.bits < 8:
+            rounding = plain.insert_pass(fxq.passes.AdaRound(), before="correct-bias")
+            made = fxq.quantize(network, rounding, data=data, progress=False)
+            found.scores[f"{kind} after training, adaround"] = task.score(made)
+        options: dict[str, Any] = {"freeze_norms_after": 2 * steps // 3, "learned": weight.bits < 8}
+        trained_as = replace(activation, observer="moving_average")
+        recipe = fxq.Recipe.qat(activation=trained_as, weight=weight, **options)
+        trained = fxq.prepare(first, recipe, task.train.images[:256])
+        found.curves[f"{kind} trained"] = train(trained, task, task.epochs[1], task.rates[1], seed)
         converted = fxq.convert(trained)
-        found.scores[how] = task.score(converted)
+        found.scores[f"{kind} trained"] = task.score(converted)
         if task.agreement is not None:
-            found.same[how] = task.agreement(trained, converted)
-        converted.report(folder / f"{name}_{bits}bits_seed{seed}.html")
+            found.same[f"{kind} trained"] = task.agreement(trained, converted)
+        converted.report(folder / f"{name}_{kind}_seed{seed}.html")
     return found
-
-
-def after_training(bits: int, weight: fxq.TensorSpec) -> dict[str, fxq.Recipe]:
-    """Recipes of quantization after training."""
-    plain = fxq.Recipe.static(weight=weight, optimize="coverage")
-    if bits == 8:
-        return {"8 bits, after training": plain}
-    rounding = plain.insert_pass(fxq.passes.AdaRound(), before="correct-bias")
-    return {"4 bits, after training": plain, "4 bits, after training, adaround": rounding}
 
 
 def table(task: Task, results: list[Result]) -> str:
@@ -258,28 +270,29 @@ def table(task: Task, results: list[Result]) -> str:
     return tabulate(rows, ("", "mean", "seeds", "same class as what was trained"), tablefmt="github")
 
 
-def won_back(results: list[Result]) -> str:
-    """The share of what 4 bits lose after training, at best, that training wins back."""
+def won_back(results: list[Result]) -> Iterator[str]:
+    """The share of what each kind of integers loses after training, at best, that training wins back."""
     mean = {how: statistics.mean(r.scores[how] for r in results) for how in results[0].scores}
-    after = max(score for how, score in mean.items() if how.startswith("4 bits, after"))
-    if after >= mean["float"]:
-        return "4 bits lose nothing after training: there is nothing to win back"
-    share = (mean["4 bits, trained"] - after) / (mean["float"] - after)
-    return f"of what 4 bits lose after training, training wins back {100 * share:.0f} %"
+    for kind in KINDS:
+        after = max(score for how, score in mean.items() if how.startswith(f"{kind} after"))
+        lost, left = mean["float"] - after, mean["float"] - mean[f"{kind} trained"]
+        share = f": {100 * (1 - left / lost):.0f} % won back" if lost > 0 else ""
+        yield f"{kind}: {lost:.2f} lost after training, {left:.2f} when it is trained{share}"
 
 
 def draw(name: str, task: Task, results: list[Result], path: Path) -> None:
     """The curves of all seeds."""
-    colours = {"float, trained on": "#6b7280", "8 bits, trained": "#0969da", "4 bits, trained": "#bc4c00"}
+    colours = {"float": "#6b7280", "int8 trained": "#0969da", "W4A8 trained": "#bc4c00", "W4A4 trained": "#8250df"}
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for how, colour in colours.items():
         for i, result in enumerate(results):
             epochs = range(1, len(result.curves[how]) + 1)
             axes.plot(epochs, result.curves[how], color=colour, marker="o", markersize=3, label=how if not i else None)
-    for how, style in (("float", "-"), ("4 bits, after training, adaround", ":")):
-        level = statistics.mean(result.scores[how] for result in results)
-        axes.axhline(level, color="#1f2328", linestyle=style, linewidth=1, label=f"{how} (on the last part)")
-    axes.set(title=name, xlabel="passes over the data, from the float network's weights", ylabel=task.unit)
+    axes.set(
+        title=name,
+        xlabel="passes over the data with fake quantizers",
+        ylabel=f"{task.unit}, on the pictures for choices",
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path)
@@ -306,7 +319,7 @@ def main() -> None:
             (given.folder / f"{name}.json").write_text(json.dumps([asdict(r) for r in results], indent=1))
         draw(name, task, results, given.folder / f"{name}.svg")
         print(table(task, results))
-        print(f"{name}: {won_back(results)}\n")
+        print("\n".join(won_back(results)), "\n")
     print(f"curves, reports and numbers are in {given.folder}/")
 
 
