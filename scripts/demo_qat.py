@@ -4,10 +4,10 @@
     python scripts/demo_qat.py --only fashion --seeds 1  some
     python scripts/demo_qat.py --folder out              where pictures, reports and data go
 
-Each network is trained in float, and then trained on for a few passes over the data: in float, and with fake quantizers.
-Quantization after training takes the float network that was trained on, and has all that fxq has for it (rounding that
-is learned, corrected biases). W4A8 is weights of 4 bits and activations of 8. Numbers are of pictures that neither
-training nor any choice has seen.
+Each network is trained in float, and then trained on for a few passes over the data: in float, and with fake
+quantizers. Quantization after training takes the float network that was trained on, and has all that fxq has for it
+(rounding that is learned, corrected biases). W4A8 is weights of 4 bits and activations of 8. Numbers are of pictures
+that neither training nor any choice has seen.
 """
 
 from __future__ import annotations
@@ -245,9 +245,8 @@ def one_seed(name: str, task: Task, seed: int, folder: Path) -> Result:
             rounding = plain.insert_pass(fxq.passes.AdaRound(), before="correct-bias")
             made = fxq.quantize(network, rounding, data=data, progress=False)
             found.scores[f"{kind} after training, adaround"] = task.score(made)
-        options: dict[str, Any] = {"freeze_norms_after": 2 * steps // 3, "learned": weight.bits < 8}
-        trained_as = replace(activation, observer="moving_average")
-        recipe = fxq.Recipe.qat(activation=trained_as, weight=weight, **options)
+        specs = {"activation": replace(activation, observer="moving_average"), "weight": weight}
+        recipe = fxq.Recipe.qat(**specs, learned=weight.bits < 8, freeze_norms_after=2 * steps // 3)
         trained = fxq.prepare(first, recipe, task.train.images[:256])
         found.curves[f"{kind} trained"] = train(trained, task, task.epochs[1], task.rates[1], seed)
         converted = fxq.convert(trained)

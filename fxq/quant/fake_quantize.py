@@ -230,7 +230,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class _RoundedByLearnedScale(torch.autograd.Function):
-    """The same, with a gradient for the scale: Esser et al. 2020, section 2.1, equation 3."""
+    """The same, with a gradient for the scale: Esser et al. 2020, section 2.1, equations 3 and 5."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
@@ -243,11 +243,10 @@ class _RoundedByLearnedScale(torch.autograd.Function):
         x, scale, zero_point = ctx.saved_tensors
         qmin, qmax = ctx.limits
         exact = x / scale
-        steps = torch.round(exact).add_(zero_point)
-        inside = steps.clamp(qmin, qmax)
-        passes = inside.eq(steps)
-        by_scale = inside.sub_(zero_point).sub_(exact.mul_(passes)).mul_(grad)
-        return grad * passes, by_scale.sum_to_size(scale.shape), None, None, None
+        inside = (exact > qmin - zero_point) & (exact < qmax - zero_point)
+        steps = torch.round(exact).add_(zero_point).clamp_(qmin, qmax).sub_(zero_point)
+        by_scale = steps.sub_(exact.mul_(inside)).mul_(grad)
+        return grad * inside, by_scale.sum_to_size(scale.shape), None, None, None
 
 
 class _GradientTimes(torch.autograd.Function):
