@@ -21,6 +21,7 @@ from fxq.graph.query import constant
 from fxq.model import QuantizedModel
 from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
 from fxq.pipeline.context import Context
+from fxq.pipeline.derived_weights import FoldedNorm
 from fxq.pipeline.manager import PassManager
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, whole
 from fxq.quant.observer_base import flat, range_along
@@ -102,8 +103,8 @@ def _observed_again(origin: Origin, tensors: Mapping[str, Tensor]) -> PassManage
     known = origin.manager.context
     model = _with(copy.deepcopy(known.model), tensors)
     manager = origin.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in known.samples])
-    folded = {path: tensor for fold in known.folds for path, tensor in fold.folded({**tensors}).items()}
-    manager.gm = _with(copy.deepcopy(manager.gm).cpu(), {**tensors, **folded})
+    made = {path: tensor for one in known.derived for path, tensor in one.made(tensors).items()}
+    manager.gm = _with(copy.deepcopy(manager.gm).cpu(), {**tensors, **made})
     original = manager.context.original
     if original is not None:
         gm = fx.GraphModule(original.gm, copy.deepcopy(original.graph))
@@ -172,7 +173,8 @@ def _trained_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[
     """The edges with the grids that training has found."""
     context = trained.origin.manager.context
     known = context.grids or {}
-    scales = {fold.weight: fold.scale(tensors) for fold in context.folds if fold.commutes}
+    folds = (one for one in context.derived if isinstance(one, FoldedNorm) and one.commutes)
+    scales = {fold.weight: fold.scale(tensors) for fold in folds}
     values = {m.group: m.qparams() for m in trained.modules() if isinstance(m, FakeQuantizeValue)}
     weights = {m.edge: m for m in trained.modules() if isinstance(m, FakeQuantizeWeight)}
     found = dict(known)

@@ -15,8 +15,8 @@ from fxq.graph.info import Grids, info
 from fxq.graph.query import op_of
 from fxq.graph.region import Region
 from fxq.ops import OPS
+from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows
 from fxq.pipeline.float_ops import Original
-from fxq.pipeline.folded_norm import FoldedNorm
 from fxq.quant.spec import NARROW, Narrow, QuantConfig
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
@@ -47,7 +47,7 @@ class Context:
             from.
         grids: the plan and the edges of every value behind choose-grids, for training. Where they are known before, as
             behind training, choose-grids takes them.
-        folds: the batch norms that training has taken out of layers, and that go into them again.
+        derived: the constants that are made of the model's own tensors again, behind training.
         original: the ops of the float model and its canonical graph, for the ledger; None before canonicalize.
     """
 
@@ -68,7 +68,7 @@ class Context:
     written: list[tuple[str, str]] = field(default_factory=list)
     dropouts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     grids: Grids | None = None
-    folds: list[FoldedNorm] = field(default_factory=list)
+    derived: list[FoldedNorm | ParameterRows] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.narrow = next((role for role in NARROW if role == self.recipe.narrow), self.narrow)

@@ -16,7 +16,7 @@ from fxq.graph.place import where
 from fxq.graph.query import argument, is_op, op_of, options_of, read_attribute
 from fxq.patterns.norm import norm_scale, scaled_channels
 from fxq.pipeline.context import Context
-from fxq.pipeline.folded_norm import FoldedNorm
+from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows
 from fxq.quant.fake_quantize import FakeQuantizeWeight
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
@@ -61,12 +61,25 @@ class TrainableLayers:
             return
         for read in node.all_input_nodes:
             path = _float_path(read)
-            if path in self.own and read.op != "get_attr":
-                rounded = self._rounded(read, self._read(path, node), node)
-                node.replace_input_with(read, rounded)
+            live = self._live(path, node) if path else None
+            if live is not None:
+                now = live if read.op == "get_attr" else self._rounded(read, live, node)
+                node.replace_input_with(read, now)
                 self.rewriter.touched.add(node)
-            elif path and path not in self.own and op.quant.weight is not None:
+            elif path and op.quant.weight is not None:
                 self.frozen[path] = None
+
+    def _live(self, path: str, before: fx.Node) -> fx.Node | None:
+        """The model's own tensor at a path, or the rows of one that a constant at it is; None for anything else."""
+        if path in self.own:
+            return self._read(path, before)
+        rows = ParameterRows.of(path, read_attribute(self.gm, path), self.own)
+        if rows is None:
+            return None
+        if rows not in self.rewriter.context.derived:
+            self.rewriter.context.derived.append(rows)
+        whole, some = self._read(rows.whole, before), slice(rows.start, rows.start + rows.length)
+        return self.rewriter.call("getitem", whole, before=before, index=(some,))
 
     def call_norm(self, node: fx.Node) -> None:
         """Let a batch norm be the call of its module, which keeps statistics."""
@@ -111,7 +124,7 @@ class TrainableLayers:
             commutes = edge.axis == axis and edge.spec.symmetric and edge.spec.block is None and not grouped
         given: dict[str, Any] = {**dict.fromkeys(own), **paths, **now, "eps": options_of(norm)["eps"]}
         made = FoldedNorm(**given, axis=axis, groups=groups, commutes=commutes)
-        folded = made.folded(self.own)
+        folded = made.made(self.own)
         same = all(torch.allclose(tensor, read_attribute(self.gm, path), 1e-4, 1e-6) for path, tensor in folded.items())
         self._norm_nodes[made] = norm
         return made if same else None
@@ -141,7 +154,7 @@ class TrainableLayers:
         )
         self.rewriter.describe(made, path=info(norm).path, source=info(norm).source)
         self.rewriter.reroute(node, made, only=lambda user: user in users)
-        self.rewriter.context.folds.append(fold)
+        self.rewriter.context.derived.append(fold)
 
     def _rounded(self, read: fx.Node, weight: fx.Node, before: fx.Node, own: Tensor | None = None) -> fx.Node:
         """The rounded form of a weight, in front of the op that reads it in the place of `read`.

@@ -210,7 +210,7 @@ def test_a_state_that_nobody_asked_for_is_float_in_training():
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, None, True])
 def test_when_to_freeze_is_a_number_of_forwards(wrong):
-    with pytest.raises(RecipeError, match="freeze_norms_after is .*; it must be a whole number from 0"):
+    with pytest.raises(RecipeError, match=r"freeze_norms_after is .*; it must be a whole number from 0"):
         fxq.Recipe.qat(freeze_norms_after=wrong)
 
 
