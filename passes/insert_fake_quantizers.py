@@ -88,11 +88,15 @@ def _put_quantizers(rewriter: Rewriter, grids: Grids) -> None:
     """Put fake quantizers in the place of what makes integers of values, one for each grid, and take the others out."""
     edges = {_tag(edge.qparams): edge for _, found in grids.values() for edge in found}
     points: dict[int, list[fx.Node]] = {}
+    moved: list[fx.Node] = []
     for q in rewriter.nodes("quantize", "requantize"):
         edge = edges.get(_tag(grid_of(rewriter.gm, q)))
         if edge is None:
             raise PassError(f"{where(rewriter.gm, q)}: choose-grids has chosen no such grid.")
-        points.setdefault(edge.group, []).append(q)
+        if _is_on_grid(rewriter.gm, q, grids):
+            moved.append(q)
+        else:
+            points.setdefault(edge.group, []).append(q)
     for group, found in points.items():
         edge = edges[_tag(grid_of(rewriter.gm, found[0]))]
         grid, value = edge.qparams, found[0].args[0]
@@ -108,10 +112,21 @@ def _put_quantizers(rewriter: Rewriter, grids: Grids) -> None:
             rounded = rewriter.node("call_module", target, (read,), like=source, before=q, name=name, typed=typed)
             rewriter.reroute(q, source, only=reads_only_metadata)
             rewriter.replace(q, rounded)
+    for q in moved:
+        rewriter.replace(q, q.args[0])
     for dq in rewriter.nodes("dequantize"):
         read = dq.args[0]
         if isinstance(read, fx.Node) and read.op != "get_attr":
             rewriter.replace(dq, read)
+
+
+def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: Grids) -> bool:
+    """Whether a quantize reads what was moved from values that are on its grid already."""
+    value: Any = q.args[0]
+    plan, edges = grids.get(value.name, (None, ()))
+    if plan is None or plan.fate != "moves" or any(edge.constants for edge in edges):
+        return False
+    return all(_tag(grid_of(gm, read)) == _tag(grid_of(gm, q)) for read in value.all_input_nodes)
 
 
 def _tag(grid: Any) -> tuple[float, int, int, int] | None:

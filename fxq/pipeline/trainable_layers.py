@@ -89,10 +89,10 @@ class TrainableLayers:
             self.fixed_norms[info(node).path or node.name] = None
             return
         attach(self.gm, path, self.rewriter.context.model.get_submodule(path))
-        made = self.rewriter.node(
-            "call_module", path, (node.args[0],), like=node, name=node.name, typed=(info(node).shape, info(node).dtype)
-        )
+        name, typed = node.name, (info(node).shape, info(node).dtype)
+        made = self.rewriter.node("call_module", path, (node.args[0],), like=node, typed=typed)
         self.rewriter.replace(node, made)
+        self.rewriter.rename(made, name)
 
     def _folded(self, node: fx.Node) -> FoldedNorm | None:
         """How a layer was made of one of the model and the batch norm behind it; None for any other."""
@@ -149,9 +149,9 @@ class TrainableLayers:
         if divisor is not None:
             given = (node, divisor, op.quant.channels, bias)
             last = self.rewriter.node("call_function", divided_channels, given, like=node, after=node, typed=typed)
-        made = self.rewriter.call(
-            "batch_norm", last, *statistics, like=node, after=last, name=norm.name, typed=typed, eps=fold.eps
-        )
+        made = self.rewriter.call("batch_norm", last, *statistics, like=node, after=last, typed=typed, eps=fold.eps)
+        if norm.name not in self.rewriter.names:
+            self.rewriter.rename(made, norm.name)
         self.rewriter.describe(made, path=info(norm).path, source=info(norm).source)
         self.rewriter.reroute(node, made, only=lambda user: user in users)
         self.rewriter.context.derived.append(fold)
