@@ -65,6 +65,9 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
     _check_has_ranges(trained)
     trained.use_ranges()
     tensors = {name: whole(tensor.detach()).cpu() for name, tensor in trained.state_dict().items()}
+    for name, tensor in tensors.items():
+        if name in dict(trained.named_parameters()) and not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"{name} holds NaN or Inf behind training: train it again, with a lower learning rate.")
     manager = _observed_again(trained.origin, tensors)
     context = manager.context
     context.grids = _trained_grids(trained, manager.gm, tensors)

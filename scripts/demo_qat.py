@@ -208,9 +208,9 @@ def train(network: nn.Module, task: Task, epochs: int, rate: float, seed: int) -
     torch.manual_seed(seed)
     images, wanted = task.train.images, task.train.labels
     steps = len(images) // task.batch
-    scales = [p for name, p in network.named_parameters() if name.endswith("scale")]
-    others = [p for name, p in network.named_parameters() if not name.endswith("scale")]
-    groups = [{"params": others}, {"params": scales, "weight_decay": 0.0}]
+    factors = [p for name, p in network.named_parameters() if name.endswith("factor")]
+    others = [p for name, p in network.named_parameters() if not name.endswith("factor")]
+    groups = [{"params": others}, {"params": factors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, total_steps=max(epochs * steps, 1))
     curve = []

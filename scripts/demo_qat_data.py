@@ -51,7 +51,13 @@ def fashion(folder: Path) -> Split:
         for part, some in zip(parts, _cut(pictures), strict=True):
             images = some.float().div(255).reshape(-1, 1, 28, 28)
             part.append(Part(images, torch.full((len(images),), label)))
-    return Split(*(Part(torch.cat([p.images for p in some]), torch.cat([p.labels for p in some])) for some in parts))
+    return Split(*(_shuffled(some, dealt) for some in parts))
+
+
+def _shuffled(parts: list[Part], dealt: torch.Generator) -> Part:
+    images, labels = torch.cat([p.images for p in parts]), torch.cat([p.labels for p in parts])
+    order = torch.randperm(len(labels), generator=dealt)
+    return Part(images[order], labels[order])
 
 
 def _cut(pictures: Tensor) -> list[Tensor]:

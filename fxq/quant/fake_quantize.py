@@ -20,11 +20,17 @@ from fxq.quant.qparams import QParams, scale_and_zero_point, spread
 from fxq.quant.spec import TensorSpec
 
 
+LEAST = 1e-3
+"""The smallest factor of a learned scale: where a step of the optimizer was too large."""
+
+
 class FakeQuantize(nn.Module):
     """Base of the two kinds: of values, and of weights.
 
-    Gradients pass where a value is inside of the grid. A learned scale gets the gradient of LSQ, times
-    1 / sqrt(N * qmax), with N the number of elements that share it (of one sample).
+    Gradients pass where a value is inside of the grid. What is learned of a scale is a factor, so that steps of an
+    optimizer like Adam, which do not depend on the size of gradients, suit small and large scales. Its gradient is that
+    of LSQ: gradient descent moves the scale as there. It has 1 / sqrt(N * qmax) in it, with N the number of elements
+    that share the scale (of one sample).
 
     Attributes:
         name: what errors call the tensor.
@@ -33,8 +39,12 @@ class FakeQuantize(nn.Module):
 
     Buffers:
 
-        scale: float32, (1,), (C,), or for blocks as `QParams.scale`; a parameter where it is learned.
+        scale: float32, (1,), (C,), or for blocks as `QParams.scale`; where it is learned, as it was at the start.
         zero_point: int32, of the same shape.
+
+    Parameter:
+
+        factor: of a learned scale, float32, of the same shape: what it is times that at the start; its sign says nothing.
 
     Source: Esser et al. 2020, sections 2.1 and 2.2 (LSQ).
     """
@@ -46,11 +56,9 @@ class FakeQuantize(nn.Module):
         super().__init__()
         self.spec, self.grid, self.name = spec, grid, name
         shape = grid.scale.shape or (1,)  # FSDP takes no 0-d parameters
-        scale = grid.scale.detach().reshape(shape).clone()
+        self.register_buffer("scale", grid.scale.detach().reshape(shape).clone())
         if self.learned:
-            self.scale = nn.Parameter(scale)
-        else:
-            self.register_buffer("scale", scale)
+            self.factor = nn.Parameter(torch.ones(shape))
         self.register_buffer("zero_point", grid.zero_point.detach().reshape(shape).clone())
 
     @property
@@ -64,17 +72,19 @@ class FakeQuantize(nn.Module):
         if not self.learned:
             scale, zero_point = (spread(t, x, grid.axis, grid.block) for t in (scale, zero_point))
             return _Rounded.apply(x, scale, zero_point, grid.qmin, grid.qmax)
-        scale = scale.abs().clamp(min=torch.finfo(torch.float32).tiny)  # a step of the optimizer may go beyond zero
         most = grid.qmax - ((grid.qmin + grid.qmax + 1) // 2 if self.spec.symmetric else grid.qmin)
         shared = x.numel() // (len(x) or 1) if grid.axis is None else x.numel() // scale.numel()
-        scale = _GradientTimes.apply(scale, 1 / math.sqrt(max(shared, 1) * most))
+        times = 1 / (math.sqrt(max(shared, 1) * most) * scale.square())
+        scale = scale * _GradientTimes.apply(self.factor.abs().clamp(min=LEAST), times)
         scale, zero_point = (spread(t, x, grid.axis, grid.block) for t in (scale, zero_point))
         return _RoundedByLearnedScale.apply(x, scale, zero_point, grid.qmin, grid.qmax)
 
     def qparams(self) -> QParams:
         """Scale and zero point as they are now, on the CPU."""
         grid = self.grid
-        scale = whole(self.scale).detach().abs().clamp(min=torch.finfo(torch.float32).tiny)
+        scale = self.scale
+        if self.learned:
+            scale = scale * whole(self.factor).detach().to(scale.device).abs().clamp(min=LEAST)
         scale, zero_point = (t.cpu().reshape(grid.scale.shape).clone() for t in (scale, self.zero_point))
         return QParams(scale, zero_point, grid.qmin, grid.qmax, grid.dtype, grid.axis, grid.block)
 
@@ -250,13 +260,14 @@ class _RoundedByLearnedScale(torch.autograd.Function):
 
 
 class _GradientTimes(torch.autograd.Function):
-    """A tensor as it is, whose gradient is multiplied by a number."""
+    """A tensor as it is, whose gradient is multiplied by numbers of its shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, x: Tensor, times: Tensor) -> Tensor:
+        ctx.save_for_backward(times)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad * ctx.factor, None
+        (times,) = ctx.saved_tensors
+        return grad * times, None

@@ -238,8 +238,9 @@ format='integer')
         Args:
             activation: spec of all activations; the default is uint8 affine, with moving averages of the ranges.
             weight: spec of all weights; the default is int8 symmetric per channel.
-            learned: scales are parameters (LSQ), which start where the squared error is least. The optimizer should
-                not let them decay: no `weight_decay` for parameters whose names end in "scale".
+            learned: scales are parameters (LSQ), which start where the squared error on the example inputs is least:
+                give data as these. The optimizer should not let them decay: no `weight_decay` for parameters whose
+                names end in "factor".
             freeze_ranges_after: forwards in train mode behind which ranges of activations stay as they are; 0: never.
             freeze_norms_after: those behind which the statistics of batch norms do; 0: never.
             options: as for `static`. What can run on integers does (`optimize="coverage"`), as it was trained to. The

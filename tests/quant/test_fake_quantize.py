@@ -84,7 +84,8 @@ def test_a_learned_scale_has_the_gradient_of_lsq(axis):
     by_scale = torch.where(inside, -v + v.round(), v.clamp(-7, 7))
     expected = (upstream * by_scale).sum() if axis is None else (upstream * by_scale).sum(1 - axis)
     shared = w.numel() / scale.numel() if axis is not None else w[0].numel()
-    assert_close(quantizer.scale.grad.reshape(scale.shape), expected / math.sqrt(shared * 7), rtol=1e-5, atol=1e-6)
+    moved = quantizer.factor.grad.reshape(scale.shape) * scale  # of the scale, by gradient descent
+    assert_close(moved, expected / math.sqrt(shared * 7), rtol=1e-5, atol=1e-6)
     assert torch.equal(own.grad, upstream * inside)
 
 
@@ -95,14 +96,14 @@ def test_a_learned_scale_starts_with_its_grid_and_follows_no_range():
     x = torch.randn(100)
     assert torch.equal(quantizer(x), dequantize(quantize(x, before), before))
     assert quantizer.qparams().same_as(before)
-    assert [name for name, _ in quantizer.named_parameters()] == ["scale"]
-    assert quantizer.scale.shape == (1,)
+    assert [name for name, _ in quantizer.named_parameters()] == ["factor"]
+    assert quantizer.factor.shape == (1,)  # FSDP takes no 0-d parameters
 
 
-def test_a_learned_scale_below_zero_is_used_without_its_sign():
+def test_a_learned_factor_below_zero_is_used_without_its_sign():
     quantizer = value_quantizer(fxq.TensorSpec(range="learned", observer="mse"), scale=0.5)
     with torch.no_grad():
-        quantizer.scale.neg_()
+        quantizer.factor.neg_()
     assert quantizer.qparams().s == 0.5
     assert quantizer(torch.tensor([1.3])).item() == 1.5
 
