@@ -49,11 +49,12 @@ def nodes(model):
 
 def rounded_values(model, inputs):
     """What comes out of each fake quantizer of values, with its scale, in order."""
+    model.use_ranges()
     runner, found = Runner(model, Batch((inputs,)) if isinstance(inputs, torch.Tensor) else inputs), []
     with torch.no_grad():
         for node in model.graph.nodes:
             value = runner.step(node)
             module = model.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(module, FakeQuantizeValue):
-                found.append((float(module.scale), value))
+                found.append((module.qparams().s, value))
     return found

@@ -19,7 +19,6 @@ from fxq.quant.observers import MovingAverage, observer_for
 from fxq.quant.qparams import QParams, scale_and_zero_point, spread
 from fxq.quant.spec import TensorSpec
 
-
 LEAST = 1e-3
 """The smallest factor of a learned scale: where a step of the optimizer was too large."""
 
@@ -44,7 +43,7 @@ class FakeQuantize(nn.Module):
 
     Parameter:
 
-        factor: of a learned scale, float32, of the same shape: what it is times that at the start; its sign says nothing.
+        factor: of a learned scale, float32, of the same shape: the scale is that at the start times its magnitude.
 
     Source: Esser et al. 2020, sections 2.1 and 2.2 (LSQ).
     """

@@ -157,5 +157,5 @@ ALONE = fxq.QuantConfig(activation=None, state=None)
 
 def test_a_pipeline_without_what_it_needs():
     gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
-    with pytest.raises(PassError, match="insert-fake-quantizers needs choose-grids before it; fxq.prepare runs both"):
+    with pytest.raises(PassError, match=r"insert-fake-quantizers needs choose-grids before it; fxq\.prepare runs both"):
         InsertFakeQuantizers().run(rewriter(gm, torch.rand(1, 2)))
