@@ -30,7 +30,7 @@ from fxq.recipe.pass_base import Pass
 from fxq.recipe.recipe import Recipe
 from fxq.steps import finished, manager_for, phases
 from fxq.tracing.wrappers import unwrapped
-from fxq.training_model import Origin, TrainingModel
+from fxq.training_model import Preparation, TrainingModel
 
 M = TypeVar("M", bound=nn.Module)
 CHECKED = 16
@@ -68,7 +68,7 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
     for name, tensor in tensors.items():
         if name in dict(trained.named_parameters()) and not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{name} holds NaN or Inf behind training: train it again, with a lower learning rate.")
-    manager = _observed_again(trained.origin, tensors)
+    manager = _observed_again(trained.preparation, tensors)
     context = manager.context
     context.grids = _trained_grids(trained, manager.gm, tensors)
     observing, choosing, (*inserting, _) = _phases(context.recipe)
@@ -101,11 +101,11 @@ def _told_apart(grids: Grids) -> Grids:
     return {key: (plan, tuple(map(of, edges))) for key, (plan, edges) in grids.items()}
 
 
-def _observed_again(origin: Origin, tensors: Mapping[str, Tensor]) -> PassManager:
+def _observed_again(preparation: Preparation, tensors: Mapping[str, Tensor]) -> PassManager:
     """The graph with observers, with the tensors that were trained, and those that fold-batch-norm makes of them."""
-    known = origin.manager.context
+    known = preparation.manager.context
     model = _with(copy.deepcopy(known.model), tensors)
-    manager = origin.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in known.samples])
+    manager = preparation.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in known.samples])
     made = {path: tensor for one in known.derived for path, tensor in one.made(tensors).items()}
     manager.gm = _with(copy.deepcopy(manager.gm).cpu(), {**tensors, **made})
     original = manager.context.original
@@ -174,7 +174,7 @@ def _check_has_ranges(trained: TrainingModel) -> None:
 
 def _trained_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> Grids:
     """The edges with the grids that training has found."""
-    context = trained.origin.manager.context
+    context = trained.preparation.manager.context
     known = context.grids or {}
     folds = (one for one in context.derived if isinstance(one, FoldedNorm) and one.commutes)
     scales = {fold.weight: fold.scale(tensors) for fold in folds}

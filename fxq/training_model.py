@@ -23,7 +23,7 @@ from fxq.quant.fake_quantize import FakeQuantizeValue, move_ranges, use_ranges
 
 
 @dataclass(frozen=True)
-class Origin:
+class Preparation:
     """What a model that is trained was made with, which its copies share.
 
     Attributes:
@@ -34,7 +34,7 @@ class Origin:
     manager: PassManager
     observed: PassManager
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
         return self
 
 
@@ -70,12 +70,12 @@ class TrainingModel(fx.GraphModule):
     stand still.
 
     Attributes:
-        origin: what it was made with.
+        preparation: what it was made with.
         group: the `torch.distributed.ProcessGroup` whose ranks share ranges; None: this process alone; "auto": the
             default group, if there is one.
     """
 
-    origin: Origin
+    preparation: Preparation
     group: Any
 
     @classmethod
@@ -83,11 +83,11 @@ class TrainingModel(fx.GraphModule):
         """Wrap the graph of a manager that has inserted fake quantizers; `observed` is it behind insert-observers."""
         made = cls(manager.gm, manager.gm.graph, class_name="TrainingModel")
         made.add_module(PROGRESS, TrainingProgress())
-        made._attach(Origin(manager, observed), AUTO)
+        made._attach(Preparation(manager, observed), AUTO)
         return made.train()
 
-    def _attach(self, origin: Origin, group: Any) -> None:
-        self.origin, self.group = origin, group
+    def _attach(self, preparation: Preparation, group: Any) -> None:
+        self.preparation, self.group = preparation, group
         self._steps, self._moved = 0, False
         self._quantizers = [m for m in self.modules() if isinstance(m, FakeQuantizeValue)]
         self._norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
@@ -100,7 +100,7 @@ class TrainingModel(fx.GraphModule):
     @property
     def history(self) -> History:
         """One snapshot per pass so far."""
-        return self.origin.manager.history
+        return self.preparation.manager.history
 
     @property
     def progress(self) -> TrainingProgress:
@@ -180,7 +180,7 @@ class TrainingModel(fx.GraphModule):
         self._moved = True
         self._steps += 1
         self.progress.steps.fill_(self._steps)
-        pipeline = self.origin.manager.context.recipe.pipeline
+        pipeline = self.preparation.manager.context.recipe.pipeline
         options = next(step for step in pipeline if isinstance(step, InsertFakeQuantizers))
         if self._steps == options.freeze_ranges_after or self.progress.ranges_frozen:
             self._freeze_ranges()
@@ -202,7 +202,7 @@ class TrainingModel(fx.GraphModule):
         copied = super().__deepcopy__(memo)
         made = TrainingModel(copied, copied.graph, class_name="TrainingModel")
         made.add_module(PROGRESS, copied.get_submodule(PROGRESS))
-        made._attach(self.origin, self.group)
+        made._attach(self.preparation, self.group)
         made.training = self.training
         return made
 
@@ -232,7 +232,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if again:
         return
     if model.training:
-        record(model.origin.manager.context, Batch(args, kwargs))
+        record(model.preparation.manager.context, Batch(args, kwargs))
     model.use_ranges()
 
 

@@ -25,7 +25,6 @@ from timing import interleaved, threads
 from torch import Tensor, nn
 
 import fxq
-from fxq.backends import cpu
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ def main() -> None:
                     (name, who, f"{1e3 * seconds[who]:.0f}", f"{times:.2f}", f"{memory[who] / 1e6:.0f}", f"{more:.2f}")
                 )
     print(tabulate(rows, ("network", "trained by", "ms a step", "times float", "MB", "times float"), tablefmt="github"))
-    print(f"{cpu.cpu_name()}, {'with' if cpu.has_vnni() else 'without'} VNNI, one thread")
+    machine = fxq.doctor().machine
+    print(f"{machine['CPU']}, {machine['vectors']}, one thread")
 
 
 if __name__ == "__main__":
