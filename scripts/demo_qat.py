@@ -305,11 +305,14 @@ def main() -> None:
         "--only", nargs="+", choices=("fashion", "digits", "fsrcnn"), default=["fashion", "digits", "fsrcnn"]
     )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one pass over the data: to see that it runs")
     parser.add_argument("--folder", type=Path, default=Path("demo_qat"))
     given = parser.parse_args()
     warnings.simplefilter("ignore", fxq.FxqWarning)
     given.folder.mkdir(parents=True, exist_ok=True)
     for name, task in tasks(given.folder, given.only):
+        if given.quick:
+            task = replace(task, epochs=(min(task.epochs[0], 1), 1))
         results: list[Result] = []
         for seed in range(given.seeds):
             start = time.perf_counter()
