@@ -199,7 +199,7 @@ def test_torch_ao_is_imported_by_the_comparisons_only():
     users = {
         p.name for p in SCRIPTS.glob("*.py") if re.search(r"(from|import) torch\.(ao|quantization)", p.read_text())
     }
-    assert users == {"bench_torch_ao.py", "coverage_others.py", "rivals.py"}
+    assert users == {"bench_qat.py", "bench_torch_ao.py", "coverage_others.py", "rivals.py"}
 
 
 # as published with torchvision's checkpoints; InsightFace's r18 has 24.03 M
