@@ -164,7 +164,7 @@ def _check_has_ranges(trained: TrainingModel) -> None:
             "training loop, or at least one batch, and then convert it."
         )
     quantizers = (m for m in trained.modules() if isinstance(m, FakeQuantizeValue))
-    missing = next((quantizer.name for quantizer in quantizers if not quantizer.has_range), None)
+    missing = next((quantizer.label for quantizer in quantizers if not quantizer.has_range), None)
     if missing is not None:
         raise CalibrationError(
             f"{missing} has no range: in {trained.steps} forwards in train mode it was empty, or NaN or Inf. Train "

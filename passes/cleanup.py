@@ -20,7 +20,7 @@ class Cleanup(Pass):
     """Erase nodes that nobody reads, and drop the modules and weights that no node uses.
 
     Before: a lowered graph beside float weights and observers    After: the same graph, with what it uses
-    Also: a weight inside modules inside modules is kept with fxq's own: reading it through five of them takes 7 µs.
+    Also: a weight inside modules inside modules is kept with fxq's own: reading it through several of them takes time.
     Also: what a forward makes anew in each call (`torch.zeros(3)`, `self.scale * 2`) is a constant of the graph. It is
     copied where it is returned, as the caller may change it.
     Keeps: the output, exactly.

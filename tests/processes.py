@@ -43,6 +43,17 @@ def on_ranks(size, folder, work, seconds=SECONDS):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
+def apart(work):
+    """Do `work()` in a process of its own: what it registers is not there for other tests."""
+    process = FORKED.Process(target=work)
+    process.start()
+    process.join(SECONDS)
+    hung = process.is_alive()
+    process.kill()
+    assert not hung, "the process hangs"
+    assert process.exitcode == 0, "the process says above why it failed"
+
+
 def killed(work, behind=None):
     """Run `work()` in a process that kills itself, see `die`, or that is killed behind so many seconds."""
     process = FORKED.Process(target=work)

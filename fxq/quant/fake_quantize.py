@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class FakeQuantize(nn.Module):
     that share the scale (of one sample).
 
     Attributes:
-        name: what errors call the tensor.
+        label: what errors call the tensor.
         spec: what the recipe asks for.
         grid: the limits of the integers, the axis and the block, as they were before training.
 
@@ -48,12 +48,14 @@ class FakeQuantize(nn.Module):
     Source: Esser et al. 2020, sections 2.1 and 2.2 (LSQ).
     """
 
+    name: ClassVar[str] = "fake_quantize"
+    kind: ClassVar[str] = "convert"  # in pictures
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, spec: TensorSpec, grid: QParams, name: str) -> None:
+    def __init__(self, spec: TensorSpec, grid: QParams, label: str) -> None:
         super().__init__()
-        self.spec, self.grid, self.name = spec, grid, name
+        self.spec, self.grid, self.label = spec, grid, label
         shape = grid.scale.shape or (1,)  # FSDP takes no 0-d parameters
         self.register_buffer("scale", grid.scale.detach().reshape(shape).clone())
         if self.learned:
@@ -102,7 +104,7 @@ class FakeQuantizeValue(FakeQuantize):
         spec: with the observer "minmax" (all that was seen counts), or "moving_average" with its momentum; or with a
             learned scale.
         grid: the limits of the integers; where the scale is learned, it starts with these.
-        name: what errors call the value.
+        label: what errors call the value.
         group: the number of the edges whose values it rounds.
         nonnegative: whether it stands for a relu, too: values below zero become zero. Only where the zero point is the
             smallest integer. Those that are closer to zero than half a step pass on their gradient.
@@ -123,8 +125,8 @@ class FakeQuantizeValue(FakeQuantize):
     high: Tensor
     seen: Tensor
 
-    def __init__(self, spec: TensorSpec, grid: QParams, name: str, group: int = 0, nonnegative: bool = False) -> None:
-        super().__init__(spec, grid, name)
+    def __init__(self, spec: TensorSpec, grid: QParams, label: str, group: int = 0, nonnegative: bool = False) -> None:
+        super().__init__(spec, grid, label)
         self.nonnegative, self.group = nonnegative, group
         self.watching, self.has_range, self.started = not self.learned, self.learned, self.learned
         observer = observer_for(spec)
@@ -153,12 +155,12 @@ class FakeQuantizeWeight(FakeQuantize):
     Args:
         spec: with the observer "minmax"; for a learned scale any observer, which has seen the weight before.
         grid: the limits of the integers, the axis and the block; where the scale is learned, it starts with these.
-        name: what errors call the weight.
+        label: what errors call the weight.
         edge: the path of the weight as it is quantized, and which of its edges this one is for.
     """
 
-    def __init__(self, spec: TensorSpec, grid: QParams, name: str, edge: tuple[str, int] = ("", 0)) -> None:
-        super().__init__(spec, grid, name)
+    def __init__(self, spec: TensorSpec, grid: QParams, label: str, edge: tuple[str, int] = ("", 0)) -> None:
+        super().__init__(spec, grid, label)
         self.edge = edge
 
     def forward(self, weight: Tensor) -> Tensor:

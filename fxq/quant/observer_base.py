@@ -27,8 +27,9 @@ class Observer(nn.Module, ABC):
     A subclass says how to take in a batch (`observe`), how to take in another observer (`absorb`; `unite`
     where that is something else for another tensor), and if it clips, which part of the range to keep (`clipped`).
     A class of your own is named in a spec by its import path: `TensorSpec(observer="my_package.ranges:MyObserver")`.
-    What it remembers besides stands in buffers of its own. Attributes of the class:
+    What it remembers besides stands in buffers of its own. What it can do stands in attributes of the class.
 
+    Attributes:
         options: the least and the largest value of each option, by name. An option is a number, and an attribute of
             the class that holds the default. A spec gives options in its text, in this order or by name:
             "percentile:99.9", or "percentile:percent=99.9"; several with commas between them.

@@ -31,7 +31,7 @@ class Stage(enum.IntEnum):
 class Pass(ABC):
     """One step of the pipeline: a frozen dataclass whose fields are its options.
 
-    A subclass sets `name`, `needs` and `gives`, and edits the graph through the rewriter it is given:
+    A subclass sets `name`, `needs` and `gives`, and edits the graph through the rewriter it is given::
 
         @dataclass(frozen=True)
         class DropTanh(fxq.Pass):
