@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxq.common.data import Batch
@@ -222,7 +223,7 @@ def _recomputes() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Use the ranges so far. Where the forward is computed again, batch norms do not count it."""
     assert isinstance(model, TrainingModel)
@@ -236,7 +237,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     model.use_ranges()
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def _behind_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Count a forward in train mode; of one in eval mode, warn when it is trained with."""
     assert isinstance(model, TrainingModel)

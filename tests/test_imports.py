@@ -282,6 +282,17 @@ def test_importing_fxq_calls_nothing_deprecated():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_importing_fxq_imports_nothing_that_it_may_never_use():
+    code = (
+        "import sys, torch; before = set(sys.modules); import fxq; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}), 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *packages, compiler = done.stdout.split()
+    heavy = {"sympy", "onnx", "onnxruntime", "openvino", "matplotlib", "pandas", "scipy", "sklearn", "click", "pytest"}
+    assert set(packages) & heavy == set() and compiler == "False"
+
+
 TESTED_ELSEWHERE = {
     "rows of the op table; tests/ops/test_rows.py runs every one of them": (
         "fxq.ops.activations",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._compile import _disable_dynamo
 from torch._guards import detect_fake_mode
 
 from fxq.common.data import Batch
@@ -77,6 +78,9 @@ def compiled(gm: fx.GraphModule, plain: Callable[..., Any], kernels: bool, args:
     return _as_it_is(gm, args, kwargs)
 
 
-@torch.compiler.disable(reason=f"A quantized model runs as it is. {OPAQUE}")
+@_disable_dynamo  # as torch.compiler.disable, which would import the compiler now, and with it half of PyTorch
 def _as_it_is(gm: fx.GraphModule, args: Any, kwargs: Any) -> Any:
     return type(gm).forward(gm, *args, **kwargs)
+
+
+vars(_as_it_is).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=f"A quantized model runs as it is. {OPAQUE}")

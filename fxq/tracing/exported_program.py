@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from fxq.common.data import Batch
@@ -20,6 +19,9 @@ from fxq.graph.query import arguments_of
 from fxq.graph.run import Runner
 from fxq.tracing.dependence import function_name
 from fxq.tracing.proxies import is_value
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 _ASSERTIONS = ("_assert", "sym_constrain_range")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from torch import nn
-from torch.export import ExportedProgram
 
 from fxq.tracing.exported_program import Exported
 
@@ -26,7 +26,8 @@ def unwrapped(model: Any) -> Any:
     Raises:
         InputError: the exported program cannot be quantized (see `fxq/tracing/exported_program.py`).
     """
-    if isinstance(model, ExportedProgram):
+    export = sys.modules.get("torch.export")  # imported by whoever made a program; it takes long
+    if export is not None and isinstance(model, export.ExportedProgram):
         return Exported(model)
     while (inside := wrapped(model)) is not None:
         log.info("the model is wrapped in a %s; quantizing the one inside", type(model).__name__)
