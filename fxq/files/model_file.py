@@ -109,7 +109,7 @@ def save_model(path: str | os.PathLike[str], model: Quantized, parts: Mapping[st
         left=left,
     )
     texts = {
-        "graph": write_graph(model),
+        "graph": write_graph(model, complete=True),
         "forms": forms_text,
         "recipe": _json(warn_of_main(parts["recipe"].to_dict())),
         "model": _json(to_plain(about)),
@@ -157,7 +157,7 @@ def _read(
     _check_imports(about.imports)
     modules = _checked_leaves(about.leaves, leaves)
     inside = {name: tensor for name, tensor in tensors.items() if name.partition(":")[0] in about.forms}
-    gm = read(texts["graph"], {n: t for n, t in tensors.items() if n not in inside}, modules, _Kind)
+    gm = read(texts["graph"], {n: t for n, t in tensors.items() if n not in inside}, modules, _Kind, complete=True)
     for name, made in graph_tensors(gm).items():
         if (made.dtype, made.shape) != (tensors[name].dtype, tensors[name].shape):
             raise InputError(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, which no kernel keeps so.")

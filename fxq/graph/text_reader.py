@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from keyword import iskeyword
@@ -25,12 +26,19 @@ from fxq.graph.unit import UNITS, Unit
 from fxq.ops import OPS
 from fxq.quant.observers import observer_for
 
+_LARGEST = 2**63
+"""Bytes that no tensor has."""
+
 Kernels = Callable[[str], Any]
 """The class of the kernels of a name. Raises `FxqError` where there is none."""
 
 
 def read(
-    text: str, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], kernels: Kernels
+    text: str,
+    tensors: Mapping[str, Tensor],
+    modules: Mapping[str, nn.Module],
+    kernels: Kernels,
+    complete: bool = False,
 ) -> fx.GraphModule:
     """The graph of a text; see `fxq.read_graph`.
 
@@ -39,11 +47,13 @@ def read(
         tensors: what `graph_tensors` gave.
         modules: the leaf modules by path.
         kernels: finds the class of a kernel by its name.
+        complete: the text was written so: types are taken as they stand there. Else they are compared with those that
+            the ops give.
 
     Raises:
         InputError: names the line, and what was expected there.
     """
-    reader = _Reader(tensors, modules, kernels)
+    reader = _Reader(tensors, modules, kernels, complete=complete)
     with without_imports():
         reader.take_all(dedent(text))
     if reader.unit is not None or not reader.main.done:
@@ -61,7 +71,7 @@ def read_graphs(text: str, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[
     Raises:
         InputError: names the line, and what was expected there.
     """
-    reader = _Reader({}, {}, _no_kernels, tensors)
+    reader = _Reader({}, {}, _no_kernels, tensors, complete=True)
     reader.take_all(text)
     if reader.graphs.keys() != tensors.keys():
         raise InputError(f"expected the graphs {', '.join(tensors)}.")
@@ -113,6 +123,7 @@ class _Reader:
         inner: the graph inside of a kernel that is being read, with its name.
         graphs: those that were read, by name.
         inside: the tensors of graphs that have tensors of their own, by name.
+        complete: whether types are taken as they are written.
     """
 
     def __init__(
@@ -121,7 +132,9 @@ class _Reader:
         modules: Mapping[str, nn.Module],
         kernels: Kernels,
         inside: Mapping[str, Mapping[str, Tensor]] | None = None,
+        complete: bool = False,
     ) -> None:
+        self.complete = complete
         self.tensors, self.leaves, self.kernels, self.inside = tensors, modules, kernels, inside or {}
         self.main = _Body()
         self.unit: tuple[str, str, _Body] | None = None
@@ -199,7 +212,10 @@ class _Reader:
         if found is None or is_taken(found[1]) or found[1] in known or len(set(inputs)) < len(inputs):
             raise InputError(f"expected `def name(inputs):` with names that are free, not {head.strip()!r}.")
         if not inputs:
-            self.inner = found[1], _Reader(self.inside.get(found[1], self.tensors), {}, self.kernels)
+            self.inner = (
+                found[1],
+                _Reader(self.inside.get(found[1], self.tensors), {}, self.kernels, complete=self.complete),
+            )
             self.inner[1].units = self.units
             return
         kind = self._value(parsed(comment.strip())[0].value) if comment else found[1]  # type: ignore[attr-defined]
@@ -294,7 +310,7 @@ class _Reader:
                 raise InputError("a unit says no types: they depend on the call.")
             return
         facts = self._facts(comment)
-        known = derived(node, self._called(node), facts)
+        known = derived(node, self._called(node), facts, self.complete)
         typed = self._found_type(node, known.values)
         if annotation is not None:
             said = self._type(annotation)
@@ -307,6 +323,8 @@ class _Reader:
         """The type of a node; of one that calls a unit, from those of the ops inside."""
         if node.op == "get_attr":
             return tensor_meta(self.used[str(node.target)])
+        if self.complete:
+            return None, None
         unit = self._called(node)
         if isinstance(unit, Unit):
             last = next(iter(unit.graph.output_node().args))
@@ -320,6 +338,8 @@ class _Reader:
             dtype, sizes = getattr(torch, annotation.value.id, None), self._value(annotation.slice)
             shape = sizes if isinstance(sizes, tuple) else (sizes,)
             if isinstance(dtype, torch.dtype) and all(type(size) is int and size >= 0 for size in shape):
+                if math.prod(shape) * dtype.itemsize >= _LARGEST:
+                    raise InputError(f"no tensor is as large as `{ast.unparse(annotation)}`.")
                 return shape, dtype
         raise InputError(f"expected a type as `float32[1, 3]`, not `{ast.unparse(annotation)}`.")
 

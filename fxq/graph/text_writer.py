@@ -47,7 +47,7 @@ FACTS = tuple(name for name in NodeInfo._fields if name not in ("shape", "dtype"
 """The fields of `NodeInfo` that stand behind the `#`: the type is in front of it, and who made a node is not kept."""
 
 
-def write_graph(gm: fx.GraphModule, *, facts: bool = True) -> str:
+def write_graph(gm: fx.GraphModule, *, facts: bool = True, complete: bool = False) -> str:
     """The graph of `gm` as text, one line a node; `read_graph` makes the graph of it again.
 
     Any graph from the canonical stage on has a text. Tensors stand in it by name: `graph_tensors` has them.
@@ -55,6 +55,7 @@ def write_graph(gm: fx.GraphModule, *, facts: bool = True) -> str:
     Args:
         gm: a graph module, as `run_passes` and `quantize` return it.
         facts: whether to write what passes know of the nodes, behind `#`; else the program alone.
+        complete: whether to write also what follows from the program, so that who reads it need not compute it.
 
     Raises:
         InputError: a node calls a function, or holds a value, that a text cannot name; the message says which.
@@ -72,16 +73,17 @@ def write_graph(gm: fx.GraphModule, *, facts: bool = True) -> str:
         _0_relu: float32[1, 2] = linear_relu(input_1, _0_weight, None)  # '0', origins=('_0', '_1'), paths=('0', '1')
         return _0_relu
     """
-    return "\n".join(_Writer(gm).lines(facts))
+    return "\n".join(_Writer(gm, complete=complete).lines(facts))
 
 
 def write_graphs(graphs: Mapping[str, fx.GraphModule]) -> str:
     """Several graphs as one text, each a `def` of its name; a unit stands there once for all of them.
 
-    Their tensors stand in it by their names in each graph: `read_graphs` takes them so.
+    Their tensors stand in it by their names in each graph: `read_graphs` takes them so. The text is complete, see
+    `write_graph`.
     """
     names = _Names(set(graphs))
-    return "\n".join(line for name, gm in graphs.items() for line in _Writer(gm, names).inside(name))
+    return "\n".join(line for name, gm in graphs.items() for line in _Writer(gm, names, complete=True).inside(name))
 
 
 def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
@@ -144,10 +146,13 @@ class _Writer:
         names: of all that stands in a `def` so far.
         defined: of that, what this graph calls, by path: its name.
         prefix: of the paths of tensors.
+        complete: whether what follows from the program is written, too.
     """
 
-    def __init__(self, gm: fx.GraphModule, names: _Names | None = None, prefix: str = "") -> None:
-        self.gm = gm
+    def __init__(
+        self, gm: fx.GraphModule, names: _Names | None = None, prefix: str = "", complete: bool = False
+    ) -> None:
+        self.gm, self.complete = gm, complete
         self.nodes = list(gm.graph.nodes)
         self.changed = {block for node in self.nodes for block in changes(node)}
         self.names = names or _Names()
@@ -177,7 +182,7 @@ class _Writer:
             if isinstance(module, Unit):
                 yield from self._unit(path, module)
             elif inner is not None:
-                writer = _Writer(inner, self.names, f"{path}.")
+                writer = _Writer(inner, self.names, f"{path}.", self.complete)
                 self.defined[path] = self.names.new(path)
                 yield from writer.inside(self.defined[path], facts)
 
@@ -237,7 +242,7 @@ class _Writer:
         about = info(node)
         blocks = about.memory if about.shape is None else [b for b in about.memory if b in self.changed]
         about = about._replace(memory=tuple(blocks), changes=changes(node))
-        follows = derived(node, submodule(self.gm, node), about._asdict())
+        follows = derived(node, submodule(self.gm, node), about._asdict(), self.complete)
         given = {name: getattr(about, name) for name in FACTS if getattr(about, name) != getattr(follows, name)}
         first = [given.pop("path", about.path), given.pop("source", "")]
         while first and not first[-1]:
@@ -245,21 +250,22 @@ class _Writer:
         return ", ".join([*map(value_text, first), *(f"{name}={value_text(value)}" for name, value in given.items())])
 
 
-def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any]) -> NodeInfo:
+def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any], complete: bool = False) -> NodeInfo:
     """What a node's metadata is where a text does not say it: its own origin; for a unit, one origin and path per op.
 
     Args:
         node: the node.
         module: what it calls, where that is a module.
         facts: what is said of it.
+        complete: the facts have all that had to be computed: the types of what a unit's ops make.
     """
     stands = node.op.startswith("call") and not is_check(node) and not isinstance(module, Observer)
     own = (node.name,) if stands and not is_op(node, *CONVERSIONS) else ()
     origins, path, body = facts.get("origins", own), facts.get("path", ""), facts.get("body", ())
-    values = infer_ops(module.graph, node.args) if isinstance(module, Unit) else ()
-    parts = tuple((origin,) for origin in origins)
-    count = len(values or body)
-    made = NodeInfo(path, origins=own, values=values, paths=(path,) * len(values))
+    values = infer_ops(module.graph, node.args) if isinstance(module, Unit) and not complete else ()
+    count = len(facts.get("values", ()) if complete else values)
+    made = NodeInfo(path, origins=own, values=values, paths=(path,) * count)
+    parts, count = tuple((origin,) for origin in origins), count or len(body)
     return made._replace(parts=parts) if len(parts) == count > 1 else made
 
 

@@ -5,6 +5,8 @@ import torch
 from torch import fx, nn
 
 import fxq
+from fxq.backends.by_name import kernel_named
+from fxq.graph.text_reader import read
 from fxq.quant.observer_base import Observer
 from tests.graphs import expected, graph, program
 from tests.helpers import REFERENCE, module
@@ -38,7 +40,7 @@ def test_a_canonical_graph():
         getitem = operator.getitem(getattr_1, 1)
         return {'logits': fc, 'size': getitem}
     """)
-    assert fxq.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'graph/test_text_writer.py:16'")
+    assert fxq.write_graph(gm).splitlines()[3].endswith("  # 'conv', 'graph/test_text_writer.py:18'")
     assert set(fxq.graph_tensors(gm)) == {"conv.weight", "conv.bias", "fc.weight"}
     assert fxq.graph_tensors(gm)["fc.weight"] is gm.fc.weight
 
@@ -54,6 +56,24 @@ def test_units_stand_first():
         "",
     ]
     assert "conv_relu: float32[1, 2, 3, 3] = conv2d_relu(x, conv_weight, conv_bias)" in shown
+
+
+@pytest.mark.any_cpu
+def test_a_complete_text_says_what_follows_from_the_program():
+    gm = graph(network(), IMAGE, until="fuse")
+    said = "values=(((1, 2, 3, 3), torch.float32), ((1, 2, 3, 3), torch.float32))"
+    text = fxq.write_graph(gm, complete=True)
+    assert said in text and "values=" not in fxq.write_graph(gm)
+    tensors = fxq.graph_tensors(gm)
+    again = read(text, tensors, {}, kernel_named, complete=True)
+    assert fxq.write_graph(again) == fxq.write_graph(gm)
+    wrong = text.replace("conv_relu: float32[1, 2, 3, 3]", "conv_relu: float32[1, 2, 3, 4]")
+    read(wrong, tensors, {}, kernel_named, complete=True)
+    with pytest.raises(fxq.InputError, match="the line says float32"):
+        read(wrong, tensors, {}, kernel_named)
+    huge = text.replace("conv_relu: float32[1, 2, 3, 3]", "conv_relu: float32[4000000000, 4000000000]")
+    with pytest.raises(fxq.InputError, match="no tensor is as large as"):
+        read(huge, tensors, {}, kernel_named, complete=True)
 
 
 @pytest.mark.any_cpu
