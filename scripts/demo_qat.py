@@ -150,7 +150,7 @@ def tasks(folder: Path, only: list[str]) -> Iterator[tuple[str, Task]]:
     """The networks by name."""
     if "fashion" in only:
         split = fashion(folder)
-        yield "fashion", _classifier(ClothesNet, split, (8, 4), (1e-2, 3e-3), 128, moved)
+        yield "fashion", _classifier(ClothesNet, split, (12, 6), (1e-2, 2e-3), 128, moved)
     if "digits" in only:
         data = digits()
         some = torch.randperm(len(data.train_images), generator=torch.Generator().manual_seed(0))
@@ -212,7 +212,8 @@ def train(network: nn.Module, task: Task, epochs: int, rate: float, seed: int) -
     others = [p for name, p in network.named_parameters() if not name.endswith("factor")]
     groups = [{"params": others}, {"params": factors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, total_steps=max(epochs * steps, 1))
+    total = max(epochs * steps, 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total, pct_start=0.1, cycle_momentum=False)
     curve = []
     for _ in range(epochs):
         network.train()
