@@ -49,8 +49,8 @@ install_packages() {
     # The path is part of it: an editable install breaks when the checkout moves.
     sum=$({ echo "$root"; cat "$root/pyproject.toml" "$root/scripts/constraints.txt"; } | cksum)
     if [[ $(cat "$venv/.fxq-$extra" 2>/dev/null) == "$sum" ]]; then return; fi
-    # dev holds all that demo does
-    if [[ $extra == demo && $(cat "$venv/.fxq-dev" 2>/dev/null) == "$sum" ]]; then return; fi
+    # dev holds all that the others do
+    if [[ $(cat "$venv/.fxq-dev" 2>/dev/null) == "$sum" ]]; then return; fi
     # First and alone, so that nothing else can bring in another torch, and its failure is its own.
     say "installing PyTorch (a large download; the top of scripts/setup_env.sh tells how to get the small CPU build)"
     pip_install torch || die "PyTorch could not be installed: no connection, or no build of the version in" \
@@ -110,7 +110,7 @@ ensure_chromium() {
         "or $py -m playwright install --with-deps chromium"
 }
 
-# setup_env EXTRA: all that is needed to run with the optional packages EXTRA (demo or dev).
+# setup_env EXTRA: all that is needed to run with the optional packages EXTRA (demo, docs or dev).
 setup_env() {
     make_venv
     install_packages "$1"
