@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from keyword import iskeyword
 from textwrap import dedent
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from fxq.common.source import without_imports
@@ -19,18 +17,12 @@ from fxq.graph.info import set_info
 from fxq.graph.query import op_of, tensor_meta
 from fxq.graph.run import Typed, infer
 from fxq.graph.text_checks import check_call, check_path, check_plain
+from fxq.graph.text_modules import Kernels, read_module
 from fxq.graph.text_names import FUNCTIONS, METHODS, function_of, is_taken
-from fxq.graph.text_values import dotted, key_of, parsed, read_arguments, read_value, type_text
+from fxq.graph.text_values import dotted, parsed, read_arguments, read_type, read_value, type_text
 from fxq.graph.text_writer import FACTS, derived
 from fxq.graph.unit import UNITS, Unit
 from fxq.ops import OPS
-from fxq.quant.observers import observer_for
-
-_LARGEST = 2**63
-"""Bytes that no tensor has."""
-
-Kernels = Callable[[str], Any]
-"""The class of the kernels of a name. Raises `FxqError` where there is none."""
 
 
 def read(
@@ -313,7 +305,7 @@ class _Reader:
         known = derived(node, self._called(node), facts, self.complete)
         typed = self._found_type(node, known.values)
         if annotation is not None:
-            said = self._type(annotation)
+            said = read_type(annotation)
             if None not in (typed[0], said[0]) and typed != said:
                 raise InputError(f"its value is {type_text(*typed)}, the line says {type_text(*said)}.")
             typed = said
@@ -331,18 +323,6 @@ class _Reader:
             return values[-1] if isinstance(last, fx.Node) and values else (None, None)
         return infer(node) if op_of(node) is not None else (None, None)
 
-    def _type(self, annotation: ast.expr) -> Typed:
-        if isinstance(annotation, ast.Constant) and annotation.value is None:
-            return None, None
-        if isinstance(annotation, ast.Subscript) and isinstance(annotation.value, ast.Name):
-            dtype, sizes = getattr(torch, annotation.value.id, None), self._value(annotation.slice)
-            shape = sizes if isinstance(sizes, tuple) else (sizes,)
-            if isinstance(dtype, torch.dtype) and all(type(size) is int and size >= 0 for size in shape):
-                if math.prod(shape) * dtype.itemsize >= _LARGEST:
-                    raise InputError(f"no tensor is as large as `{ast.unparse(annotation)}`.")
-                return shape, dtype
-        raise InputError(f"expected a type as `float32[1, 3]`, not `{ast.unparse(annotation)}`.")
-
     def _facts(self, comment: str) -> dict[str, Any]:
         if not comment:
             return {}
@@ -356,39 +336,17 @@ class _Reader:
 
     # ---- modules
 
+    def _declared(self, path: str, call: ast.expr) -> nn.Module:
+        if isinstance(call, ast.Call) and dotted(call.func) == "leaf":
+            if path not in self.leaves:
+                raise InputError(f"the leaf module {path!r} is no data: give it, modules={{{path!r}: ...}}.")
+            return self.leaves[path]
+        return read_module(call, self._given, self.kernels, {name: inner.module for name, inner in self.graphs.items()})
+
     def _path(self, target: ast.expr) -> str:
         if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id == "modules":
             return check_path(self._value(target.slice))
         raise InputError(f"expected `modules['path']`, not `{ast.unparse(target)}`.")
-
-    def _declared(self, path: str, call: ast.expr) -> nn.Module:
-        """The module that a line declares: a kernel, an observer, or a leaf that the caller gives."""
-        if not isinstance(call, ast.Call):
-            raise InputError(f"expected a call, not `{ast.unparse(call)}`.")
-        name = dotted(call.func)
-        if name == "leaf":
-            if path not in self.leaves:
-                raise InputError(f"the leaf module {path!r} is no data: give it, modules={{{path!r}: ...}}.")
-            return self.leaves[path]
-        given = {key_of(keyword): keyword.value for keyword in call.keywords}
-        runs = given.pop("runs", None)
-        named = {k: v for k, v in given.items() if isinstance(v, ast.Call) and dotted(v.func) == "tensor"}
-        tensors = {k: self._given(self._value(v.args[0])) for k, v in named.items() if v.args}
-        config = {k: self._value(v) for k, v in given.items() if k not in named}
-        try:
-            if name == "observer":
-                paused = bool(config.pop("paused", False))
-                observer = observer_for(**config)
-                observer.paused = paused
-                observer._buffers.update(tensors)
-                return observer
-            kind: Any = self.kernels(name)
-            if runs is None:
-                return kind.from_config(config, tensors)
-            inside = self.graphs[dotted(runs)].module()
-            return kind.of_graph(inside, inside.graph, config)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InputError(f"no {name} can be made of this: {error}") from None
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -72,6 +73,28 @@ def _exact_text(value: Any) -> str:
 
 
 # ---- reading
+
+
+def read_type(annotation: ast.expr) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+    """The shape and the dtype that `type_text` wrote; of no tensor None twice.
+
+    Raises:
+        InputError: it is no type, or one of a tensor that no memory holds.
+    """
+    if isinstance(annotation, ast.Constant) and annotation.value is None:
+        return None, None
+    if isinstance(annotation, ast.Subscript) and isinstance(annotation.value, ast.Name):
+        dtype, sizes = getattr(torch, annotation.value.id, None), read_value(annotation.slice, {})
+        shape = sizes if isinstance(sizes, tuple) else (sizes,)
+        if isinstance(dtype, torch.dtype) and all(type(size) is int and size >= 0 for size in shape):
+            if math.prod(shape) * dtype.itemsize >= _LARGEST:
+                raise InputError(f"no tensor is as large as `{ast.unparse(annotation)}`.")
+            return shape, dtype
+    raise InputError(f"expected a type as `float32[1, 3]`, not `{ast.unparse(annotation)}`.")
+
+
+_LARGEST = 2**63
+"""Bytes that no tensor has."""
 
 
 def read_value(expr: ast.expr, nodes: Nodes) -> Any:

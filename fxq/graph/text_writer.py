@@ -38,6 +38,7 @@ from fxq.graph.mutation import changes
 from fxq.graph.place import where
 from fxq.graph.query import CONVERSIONS, constant, is_check, is_op, op_of, submodule
 from fxq.graph.run import infer_ops
+from fxq.graph.text_modules import declaration
 from fxq.graph.text_names import METHODS, is_taken, name_of
 from fxq.graph.text_values import type_text, value_text
 from fxq.graph.unit import Unit, unit_of
@@ -164,7 +165,7 @@ class _Writer:
         """Declarations first, then the nodes."""
         yield from self._definitions(facts)
         others = {path: module for path, module in self.called.items() if not isinstance(module, Unit)}
-        declared = [_declaration(path, module, self.defined.get(path)) for path, module in others.items()]
+        declared = [declaration(path, module, self.defined.get(path)) for path, module in others.items()]
         yield from [*declared, ""] if declared else []
         yield from self._node_lines(facts)
 
@@ -267,22 +268,6 @@ def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any], c
     made = NodeInfo(path, origins=own, values=values, paths=(path,) * count)
     parts, count = tuple((origin,) for origin in origins), count or len(body)
     return made._replace(parts=parts) if len(parts) == count > 1 else made
-
-
-def _declaration(path: str, module: nn.Module | None, runs: str | None) -> str:
-    config: Mapping[str, Any]
-    if isinstance(module, Observer):
-        said = ("spec", "axis", "name", "constants", *(["paused"] if module.paused else []))
-        name, config = "observer", {key: getattr(module, key) for key in said}
-    elif isinstance(module, Bindable):
-        name, config = str(module.described.name), module.config()  # type: ignore[union-attr, operator]
-    else:
-        return f"modules[{value_text(path)}] = leaf({value_text(type(module).__name__)})"
-    options = [f"{key}={value_text(value)}" for key, value in config.items()]
-    if runs is not None:  # its tensors are those of the graph
-        return f"modules[{value_text(path)}] = {name}({', '.join([*options, f'runs={runs}'])})"
-    tensors = [f"{key}=tensor({value_text(f'{path}.{key}')})" for key, _ in module.named_buffers(recurse=False)]
-    return f"modules[{value_text(path)}] = {name}({', '.join([*options, *tensors])})"
 
 
 def _known(name: Any, target: Any) -> str:
