@@ -65,9 +65,14 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
     _check_has_ranges(trained)
     trained.use_ranges()
     tensors = {name: whole(tensor.detach()).cpu() for name, tensor in trained.state_dict().items()}
+    parameters = dict(trained.named_parameters())
     for name, tensor in tensors.items():
-        if name in dict(trained.named_parameters()) and not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"{name} holds NaN or Inf behind training: train it again, with a lower learning rate.")
+        good = torch.isfinite(tensor) if name in parameters else ~tensor.isnan()  # a mask may hold Inf
+        if not bool(good.all()):
+            raise InputError(
+                f"{name} holds NaN or Inf behind training: a batch had NaN in it, or steps were too large. Train again, "
+                "without that batch or with a lower learning rate."
+            )
     manager = _observed_again(trained.preparation, tensors)
     context = manager.context
     context.grids = _trained_grids(trained, manager.gm, tensors)

@@ -166,7 +166,7 @@ class TrainingModel(fx.GraphModule):
         """Let values be rounded to the grids of all that was seen. Each forward does it."""
         if not self._moved:
             return
-        use_ranges([q for q in self._quantizers if q.has_range and not q.learned])
+        use_ranges([q for q in self._quantizers if not q.learned])
         for quantizer in self._quantizers:
             quantizer.started = quantizer.started or quantizer.has_range
         self._moved = False

@@ -1,5 +1,7 @@
 """Training from end to end: what convert gives is what was trained, on one process and on several."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -180,6 +182,25 @@ def test_a_value_that_no_batch_has_reached():
     made = prepared(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
     made(torch.full((2, 4), torch.nan))
     with pytest.raises(CalibrationError, match="has no range: in 1 forwards in train mode it was empty, or NaN"):
+        fxq.convert(made)
+
+
+def test_a_batch_that_is_not_finite_leaves_no_trace():
+    made = prepared(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
+    other = copy.deepcopy(made)
+    for x in (torch.full((2, 4), torch.nan), torch.ones(2, 4), torch.full((2, 4), torch.inf), -torch.ones(2, 4)):
+        made(x)
+    for x in (torch.ones(2, 4), -torch.ones(2, 4)):
+        other(x)
+    x = torch.rand(5, 4)
+    assert torch.equal(fxq.convert(made)(x), fxq.convert(other)(x))
+
+
+def test_norms_that_training_has_ruined():
+    made = prepared(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), torch.randn(2, 4))
+    made(torch.full((2, 4), torch.nan))
+    made(torch.randn(2, 4))
+    with pytest.raises(InputError, match=r"1\.running_mean holds NaN or Inf behind training: a batch had NaN in it"):
         fxq.convert(made)
 
 

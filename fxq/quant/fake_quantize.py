@@ -200,22 +200,24 @@ def move_ranges(quantizers: Sequence[FakeQuantizeValue], seen: Tensor) -> None:
 
 
 def use_ranges(quantizers: Sequence[FakeQuantizeValue]) -> None:
-    """Let grids be those of the ranges so far, and forget what was seen in the last forward.
+    """Let grids be those of the ranges so far, where there are any, and forget what was seen in the last forward.
 
     Args:
-        quantizers: those that have ranges.
+        quantizers: those whose scales are not learned.
     """
     alike: dict[tuple[int, int, bool], list[FakeQuantizeValue]] = {}
     for q in quantizers:
-        alike.setdefault((q.grid.qmin, q.grid.qmax, q.spec.symmetric), []).append(q)
+        if q.has_range:
+            alike.setdefault((q.grid.qmin, q.grid.qmax, q.spec.symmetric), []).append(q)
     with torch.no_grad():
         for (qmin, qmax, symmetric), same in alike.items():
             low, high = torch.stack([q.low for q in same]), torch.stack([q.high for q in same])
             scale, zero_point = scale_and_zero_point(low, high, qmin, qmax, symmetric)
             torch._foreach_copy_([q.scale for q in same], scale[:, None].unbind())
             torch._foreach_copy_([q.zero_point for q in same], zero_point[:, None].unbind())
-            nothing = low.new_tensor([math.inf, -math.inf])
-            torch._foreach_copy_([q.seen for q in same], [nothing] * len(same))
+        if quantizers:
+            nothing = quantizers[0].seen.new_tensor([math.inf, -math.inf])
+            torch._foreach_copy_([q.seen for q in quantizers], [nothing] * len(quantizers))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ def settled(quantizer, *batches):
     for x in batches:
         quantizer(x)
         move_ranges([quantizer], quantizer.seen[None])
+        quantizer.started = quantizer.has_range = True
         use_ranges([quantizer])
-        quantizer.started = True
     return quantizer
 
 
