@@ -55,6 +55,8 @@ def measured(w: Writer, value: Value) -> OnnxNode | None:
 def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
     """A weight; in float32 where the input is none of integers: else an engine would make it that in every call.
 
+    In a model for any runtime, all are as they are, for the sake of its size.
+
     Of integers of four bits, or in blocks, engines have kernels for inputs in float. A second layer that reads a weight
     has integers of its own: ONNX Runtime fails to make unsigned ones of those that layers share.
     """
@@ -69,7 +71,7 @@ def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
             return weight
         own = w.emit("DequantizeLinear", q.clone(), found.scale, found.zero.clone(), **attributes)
         return Value(own, weight.like)
-    if attributes.get("block_size"):
+    if attributes.get("block_size") or w.portable:
         return weight
     return w.kept(("real", weight.name), lambda: real_values(q, found.scale, found.zero, attributes.get("axis")))
 

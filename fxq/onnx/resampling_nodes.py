@@ -42,9 +42,11 @@ def _resized(w: Writer, x: Value, out: Sequence[int], mode: str, options: dict[s
     if factor is None or options["recompute_scale_factor"]:
         return w.emit("Resize", x, None, None, w.ints(out), **attributes)
     factors = factor if isinstance(factor, (tuple, list)) else [factor] * (x.rank - 2)
-    scales = torch.tensor([1.0, 1.0, *map(float, factors)], device="cpu")
-    short = (torch.tensor(x.shape) * scales.double()).floor() < torch.tensor(out)  # 1.4 in float32 is less than that
-    return w.emit("Resize", x, None, torch.where(short, scales.nextafter(torch.tensor(2.0**20)), scales), **attributes)
+    scales = torch.tensor([*map(float, factors)], device="cpu")
+    sizes = torch.tensor(x.shape[2:]), torch.tensor(out[2:])
+    short = (sizes[0] * scales.double()).floor() < sizes[1]  # 1.4 in float32 is less than that
+    scales = torch.where(short, scales.nextafter(torch.tensor(2.0**20)), scales)
+    return w.emit("Resize", x, None, torch.cat([torch.ones(2, device="cpu"), scales]), **attributes)
 
 
 def _nearest(w: Writer, x: Value, out: Sequence[int], mode: str, options: dict[str, Any]) -> str:
