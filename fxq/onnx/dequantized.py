@@ -34,6 +34,15 @@ def dequantized(w: Writer, value: Value) -> Dequantized | None:
     return Dequantized(node, scale, zero) if scale is not None and zero is not None else None
 
 
+def stored_weight(w: Writer, value: Value) -> tuple[OnnxNode, list[Tensor]] | None:
+    """The node that makes floats of a stored weight, and the constants that it reads; None: no such node makes it."""
+    node = w.made_by(value.name)
+    if node is None or node.kind not in ("DequantizeLinear", "Cast"):
+        return None
+    parts = [part for name in node.reads if (part := w.value_of(name)) is not None]
+    return (node, parts) if len(parts) == len(node.reads) else None
+
+
 def is_of_integers(w: Writer, value: Value) -> bool:
     """Whether a value was dequantized, and moved at most since then."""
     name = value.name

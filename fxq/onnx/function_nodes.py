@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxq.graph.guards import make_output, own_copy
-from fxq.onnx.pointwise_nodes import both
+from fxq.onnx.pointwise_nodes import both, cast
 from fxq.onnx.writer import Value, Writer, refuse
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -63,6 +63,23 @@ def _opposite(w: Writer, x: Value) -> Value:
     return Value(w.emit("Not", x), x.like)
 
 
+def _each(kind: str) -> Callable[..., Value]:
+    def compute(w: Writer, x: Value) -> Value:
+        return Value(w.emit(kind, x), x.like)
+
+    return compute
+
+
+for _kind in ("Sign", "Ceil", "Floor", "Round", "Reciprocal"):
+    calls(_kind.lower())(_each(_kind))
+
+
+@calls("pow", operator.pow)
+def _power(w: Writer, x: Any, exponent: Any) -> Value:
+    a, b, _ = both(w, x, exponent)
+    return Value(w.emit("Pow", a, b), torch.pow(_like(x), _like(exponent)))
+
+
 def _place_of(kind: str) -> Callable[..., Value]:
     def find(w: Writer, x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
         refuse(dim is None, "it looks for one entry among all")
@@ -75,23 +92,69 @@ calls("argmax")(_place_of("ArgMax"))
 calls("argmin")(_place_of("ArgMin"))
 
 
+@calls("gather")
+def _taken(w: Writer, x: Value, dim: int, index: Value) -> Value:
+    made = w.emit("GatherElements", x, index, axis=dim)
+    return Value(made, torch.empty_like(index.like, dtype=x.dtype))
+
+
 @calls("detach", own_copy)
 def _as_it_is(w: Writer, x: Value) -> Value:
     return x
 
 
+@calls("to")
+def _converted(w: Writer, x: Value, *given: Any, **options: Any) -> Value:
+    first = next((value for value in given if isinstance(value, (Value, torch.dtype))), None)
+    dtype = options.get("dtype") or (first.dtype if isinstance(first, Value) else first) or x.dtype
+    return x if dtype == x.dtype else Value(cast(w, x, dtype=dtype), torch.empty_like(x.like, dtype=dtype))
+
+
+@calls("cumsum")
+def _sums(w: Writer, x: Value, dim: int, *, dtype: torch.dtype | None = None) -> Value:
+    made = _converted(w, x, dtype or (x.dtype if x.dtype.is_floating_point else torch.int64))
+    return Value(w.emit("CumSum", made, torch.tensor(dim, device="cpu")), made.like)
+
+
 def _filled(fill: float | None) -> Callable[..., Value]:
-    def make(w: Writer, x: Value, *given: Any, **options: Any) -> Value:
-        *_, value = given if fill is None else (fill,)
-        like = torch.empty_like(x.like, dtype=options.get("dtype") or x.dtype)
-        return Value(w.emit("Expand", torch.tensor(value, dtype=like.dtype, device="cpu"), w.ints(x.shape)), like)
+    def make(w: Writer, sizes: Any, *given: Any, dtype: torch.dtype | None = None, **options: Any) -> Value:
+        *more, value = given if fill is None else (*given, fill)
+        if isinstance(sizes, Value):
+            shape, dtype = sizes.shape, dtype or sizes.dtype
+        else:
+            shape = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes, *more)
+        one = torch.tensor(
+            value, dtype=dtype or (torch.get_default_dtype() if fill is not None else None), device="cpu"
+        )
+        return Value(w.emit("Expand", one, w.ints(shape)), w.empty(shape, one.dtype))
 
     return make
 
 
-calls(torch.zeros_like)(_filled(0.0))
-calls(torch.ones_like)(_filled(1.0))
-calls(torch.full_like)(_filled(None))
+def _filled_as(fill: float | None) -> Callable[..., Value]:
+    def make(w: Writer, x: Value, *given: Any, dtype: torch.dtype | None = None, **options: Any) -> Value:
+        return _filled(fill)(w, *given, dtype=dtype or x.dtype)
+
+    return make
+
+
+for _name, _fill in {"zeros": 0.0, "ones": 1.0, "full": None}.items():
+    calls(f"new_{_name}")(_filled_as(_fill))
+for _name, _fill in {"zeros": 0.0, "ones": 1.0, "full": None}.items():
+    calls(getattr(torch, _name), getattr(torch, f"{_name}_like"))(_filled(_fill))
+
+
+@calls(torch.arange)
+def _numbers(w: Writer, *ends: Any, dtype: torch.dtype | None = None, **options: Any) -> Value:
+    refuse(any(isinstance(end, float) for end in ends), "it counts in fractions")
+    start, stop, step = (0, *ends, 1) if len(ends) == 1 else (*ends, 1)[:3]
+    made = w.emit("Range", *(w.reshaped(w.ints([end]), ()) for end in (start, stop, step)))
+    count = -((start - stop) // step)
+    return _converted(w, Value(made, w.empty([count], torch.int64)), dtype=dtype)
+
+
+MAKERS = frozenset({torch.zeros, torch.ones, torch.full, torch.arange})
+"""Those that make tensors of numbers alone."""
 
 
 @calls(make_output)

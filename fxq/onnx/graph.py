@@ -35,7 +35,7 @@ from fxq.graph.query import (
 )
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
-from fxq.onnx.function_nodes import FUNCTIONS
+from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
 from fxq.onnx.varying_sizes import python_dispatch
 from fxq.onnx.writer import ROWS, NotInOnnx, Value, Writer
 from fxq.ops.table import Op
@@ -166,7 +166,7 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping
         return args[0][args[1]]
     op = op_of(node)
     if op is None:
-        return _no_op(writer, node, args, kwargs)
+        return _no_op(writer, gm, node, args, kwargs)
     if op.name not in ROWS:
         raise NotInOnnx(f"{op.name} has no ONNX node here")
     options = {**op.options, **kwargs}
@@ -201,15 +201,18 @@ def _computing(writer: Writer) -> AbstractContextManager[Any]:
     return nullcontext() if writer.sizes is None else writer.sizes.computing()
 
 
-def _no_op(writer: Writer, node: fx.Node, args: Any, kwargs: Any) -> Any:
+def _no_op(writer: Writer, gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """What a node gives that looks at a tensor's shape alone, or computes with numbers, or calls a known function."""
     reads: list[Value] = []
     fx.node.map_aggregate((args, kwargs), lambda a: reads.append(a) if isinstance(a, Value) else None)
     if writer.portable and node.target is check_fixed:
         return None  # the inputs are those of the example, in kind
-    if writer.portable and reads and node.target in FUNCTIONS:
+    if writer.portable and node.target in (FUNCTIONS if reads else MAKERS):
         return FUNCTIONS[node.target](writer, *args, **kwargs)
     of_shapes = reads_only_metadata(node) or (writer.portable and is_check(node))
+    if node.op == "call_module":
+        kind = type(gm.get_submodule(str(node.target))).__name__
+        raise NotInOnnx(f"the module {node.target!r} ({kind}) is kept as it is, and fxq does not know what it computes")
     if (reads and not of_shapes) or fills_like(node):
         raise NotInOnnx(f"{info(node).path or node.name}: {called_name(node)} is no op of fxq's table")
     args, kwargs = _on_meta((args, kwargs))

@@ -79,7 +79,9 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
 
 def _has_products(w: Writer, made: OnnxNode, weight: Value) -> bool:
     """Whether `_measured_linear` takes a weight, and the scales of what it is multiplied with."""
-    grid, attributes = dequantized(w, weight), made.attributes
+    grid, attributes, rounded = dequantized(w, weight), made.attributes, w.made_by(made.reads[0])
+    if rounded is None or rounded.kind not in ("QuantizeLinear", "DynamicQuantizeLinear"):
+        return False  # rows of a table
     if grid is None or bool(grid.zero.any()) or grid.node.attributes.get("block_size"):
         return False
     return "block_size" in attributes or "axis" not in attributes
@@ -106,8 +108,7 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
         if w.portable:  # both unsigned: of mixed signs, ONNX Runtime adds products in 16 bits on CPUs without VNNI
             unsigned = w.kept(("unsigned", id(integers)), lambda: (integers.to(torch.int16) + 128).to(torch.uint8))
             middle = torch.tensor(128, dtype=torch.uint8, device="cpu")
-            no_zero = torch.zeros((), dtype=torch.uint8, device="cpu") if zero is None else zero
-            summed = w.cast(w.emit("MatMulInteger", made.reads[0], unsigned, no_zero, middle), torch.float32)
+            summed = w.cast(w.emit("MatMulInteger", made.reads[0], unsigned, zero, middle), torch.float32)
             real = w.emit("Mul", summed, w.emit("Mul", scale, steps))
             return real if added is None else w.emit("Add", real, added)
         return w.emit("MatMulIntegerToFloat", made.reads[0], integers, scale, steps, zero, nothing, added)
@@ -125,7 +126,7 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
         cast, lines = w.made_by(zero), [-integers.sum(0, dtype=torch.float64) * steps]
         parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if cast is None else cast.reads[0])]
         if w.sizes is not None:
-            real = w.emit("Add", real, w.emit("MatMul", parts[0], lines[0][None].float()))
+            real = w.emit("Add", real, w.emit("Mul", parts[0], lines[0].float()))
             return real if bias is None else w.emit("Add", real, bias)
         if bias is not None and (known := w.value_of(bias.name)) is not None:
             lines.append(known.double())

@@ -99,8 +99,12 @@ def getitem(w: Writer, x: Value, *, index: Any) -> str:
         if isinstance(part, int):
             made = w.cut(made, axis, part % size, part % size + 1)
         elif part != slice(None):
-            start, stop, step = _ends(part) if varies(size) else part.indices(size)
-            made = w.cut(made, axis, start, stop if varies(size) else max(stop, start), step)
+            if any(map(varies, (size, part.start, part.stop))):
+                start, stop, step = _ends(part)
+            else:
+                start, stop, step = part.indices(size)
+                stop = max(stop, start)
+            made = w.cut(made, axis, start, stop, step)
         axis += 1
     out = x.like[index].shape
     return made.name if isinstance(made, Value) and made.shape == out else w.reshaped(made, out)

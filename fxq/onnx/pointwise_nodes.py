@@ -188,8 +188,12 @@ def sub(w: Writer, x: Any, other: Any, *, alpha: float) -> str:
 
 @writes("div")
 def div(w: Writer, x: Any, other: Any, *, rounding_mode: str | None) -> str:
-    refuse(rounding_mode is not None, "its quotient is rounded")
     a, b, dtype = both(w, x, other)
+    if w.portable and rounding_mode == "floor":
+        if dtype.is_floating_point:
+            return w.emit("Floor", w.emit("Div", a, b))
+        return w.emit("Div", w.emit("Sub", a, w.emit("Mod", a, b)), b)
+    refuse(rounding_mode is not None, "its quotient is rounded")
     refuse(not dtype.is_floating_point, "it divides integers")
     return w.emit("Div", a, b)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.onnx.dequantized import dequantized, measured, weight_for
+from fxq.onnx.dequantized import dequantized, measured, stored_weight, weight_for
 from fxq.onnx.stepwise_nodes import Grid, gru_steps, lstm_steps, rnn_steps
 from fxq.onnx.writer import NotInOnnx, Operand, Value, Writer, refuse, writes
 
@@ -160,13 +160,14 @@ def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> O
     """A weight or bias in ONNX's order of the gates, with an axis in front for the directions."""
     if weight is None:
         return None
-    grid = dequantized(w, weight)
-    if w.portable and grid is not None and (q := w.value_of(grid.node.reads[0])) is not None:
-        kind = w.type_of(grid.node.reads[0])
-        parts = [part if part.dim() == 0 else _in_order(part, order) for part in (grid.scale, grid.zero)]
-        attributes = {**grid.node.attributes, "axis": grid.node.attributes.get("axis", 0) + 1}
-        zero = w.constant(parts[1], kind)
-        return w.emit("DequantizeLinear", w.constant(_in_order(q, order), kind), parts[0], zero, **attributes)
+    stored = stored_weight(w, weight) if w.portable else None
+    if stored is not None:
+        node, parts = stored
+        turned = [part if part.dim() == 0 else _in_order(part, order) for part in parts]
+        turned = [part[0] if part.dim() == 2 and i else part for i, part in enumerate(turned)]  # scales of channels
+        attributes = {k: v + 1 if k == "axis" else v for k, v in node.attributes.items()}
+        names = [w.constant(part, w.type_of(name)) for part, name in zip(turned, node.reads, strict=True)]
+        return w.emit(node.kind, *names, **attributes)
     found = weight_for(w, x, weight)
     real = found if isinstance(found, Tensor) else w.value_of(found.name)
     if real is None:

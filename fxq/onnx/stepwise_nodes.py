@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxq.onnx.dequantized import dequantized, transposed
+from fxq.onnx.dequantized import stored_weight, transposed
 from fxq.onnx.layer_nodes import linear
 from fxq.onnx.writer import NotInOnnx, Operand, Value, Writer
 from fxq.ops.recurrent import TINY
@@ -159,16 +159,16 @@ def _scanned(
 
 def _product(b: Writer, h: Operand, w: Writer, weight: Value, bias: Value | None) -> str:
     """The product of a state (N, P) with a weight of the model (G, P), inside of a step, and a bias."""
-    found = dequantized(w, weight)
-    if found is None:
+    stored = stored_weight(w, weight)
+    if stored is not None:
+        node, parts = stored
+        names = [b.constant(part, w.type_of(name)) for part, name in zip(parts, node.reads, strict=True)]
+        inside = Value(b.emit(node.kind, *names, **node.attributes), weight.like)
+    else:
         real = w.value_of(weight.name)
         if real is None:
             raise NotInOnnx("its weights are computed")
         inside = Value(b.constant(real), weight.like)
-    else:
-        parts = [(w.value_of(name), w.type_of(name)) for name in found.node.reads]
-        names = [b.constant(part, kind) for part, kind in parts if part is not None]
-        inside = Value(b.emit("DequantizeLinear", *names, **found.node.attributes), weight.like)
     made = b.emit("MatMul", h, transposed(b, inside))
     known = w.value_of(bias.name) if bias is not None else None
     return made if known is None else b.emit("Add", made, known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from fxq.common.trees import mapped
 from fxq.errors import InputError, unknown
 from fxq.graph.info import info
-from fxq.graph.query import arguments_of, called_name
+from fxq.graph.query import arguments_of, called_name, is_op
 from fxq.onnx.graph import Known, write_node
 from fxq.onnx.varying_sizes import VaryingSizes
 from fxq.onnx.writer import NotInOnnx, Value, Writer
@@ -20,8 +21,23 @@ Dynamic = bool | Mapping[str, Mapping[int, str]]
 """Which axes of which inputs vary in size, by the name of the input, and what the size is called there."""
 
 
-def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynamic, **options: Any) -> Any:
-    """A qdq graph as `onnx.ModelProto`.
+@dataclass(frozen=True)
+class WrittenModel:
+    """A whole model as ONNX.
+
+    Attributes:
+        model: `onnx.ModelProto`.
+        inputs: the tensors of the example by the names of the inputs.
+        integers: the names of the values that quantize nodes make, by node.
+    """
+
+    model: Any
+    inputs: Mapping[str, Tensor]
+    integers: Mapping[fx.Node, str]
+
+
+def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynamic, **options: Any) -> WrittenModel:
+    """A qdq graph as a model.
 
     Tensors inside of an input that is a tuple, a list or a mapping are inputs of their own: `x_0`, `x_key`. Those of an
     output are outputs of their own, which are called by their keys. Numbers and flags are written as they are.
@@ -37,7 +53,7 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
         InputError: `dynamic` names no input or no axis of it.
         NotInOnnx: a node cannot be said in ONNX, or takes a size that varies for granted; the message says which.
     """
-    inputs = dict(_inputs(given))
+    inputs = dict(inputs_of(given))
     axes = _axes({name: x for name, x in inputs.items() if x.dim()}, dynamic)
     sizes = VaryingSizes() if axes else None
     writer = Writer(portable=True, sizes=sizes, **options)
@@ -47,7 +63,7 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
         if sizes is not None:
             named = axes.get(name, {})
             shape = [sizes.axis(named[i], name, i, n) if i in named else n for i, n in enumerate(x.shape)]
-            like = sizes.empty(shape, x.dtype)
+            like = writer.empty(shape, x.dtype)
         values[id(x)] = writer.input(name, like)
     known: Known = {n: mapped(x, lambda leaf: values.get(id(leaf), leaf)) for n, x in given.items()}
     for node in gm.graph.nodes:
@@ -56,10 +72,13 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
     ends = dict(_named(arguments_of(gm.graph.output_node(), known)[0][0], ""))
     if not ends:
         raise NotInOnnx("the model returns no tensor")
-    return writer.model(list(ends.values()), list(ends), keep_inputs=True)
+    model = writer.model(list(ends.values()), list(ends), keep_inputs=True)
+    integers = {n: value.name for n, value in known.items() if is_op(n, "quantize", "requantize")}
+    return WrittenModel(model, inputs, integers)
 
 
-def _inputs(given: Mapping[fx.Node, Any]) -> Iterator[tuple[str, Tensor]]:
+def inputs_of(given: Mapping[fx.Node, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among what placeholders are given, by the names of the inputs that they become."""
     for node, value in given.items():
         yield from _tensors(value, str(node.target).lstrip("*"))
 
@@ -99,8 +118,8 @@ def _axes(inputs: Mapping[str, Tensor], dynamic: Dynamic) -> Mapping[str, Mappin
         for axis, label in axes.items():
             if not (isinstance(axis, int) and 0 <= axis < inputs[name].dim() and isinstance(label, str)):
                 raise InputError(
-                    f"dynamic: {name!r} has the axes 0 to {inputs[name].dim() - 1}, and is given {{{axis!r}: {label!r}}}. "
-                    'Give the number of an axis and a name for its size, such as {0: "batch"}.'
+                    f"dynamic: {axis!r}: {label!r} is no axis of {name!r} and a name for its size. It has axes 0 to "
+                    f'{inputs[name].dim() - 1}; give {{0: "batch"}}, for example.'
                 )
     return dynamic
 

@@ -206,6 +206,12 @@ class Writer:
             return self.sizes.written(self, given)
         return torch.tensor([int(v) for v in given], dtype=torch.int64, device="cpu")
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of this shape, on the meta device."""
+        if self.sizes is not None:
+            return self.sizes.empty(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
     def number(self, value: float, like: Value) -> Tensor:
         """A number of the type of a value."""
         return torch.tensor(value, dtype=like.dtype, device="cpu")
@@ -282,7 +288,9 @@ class Writer:
             wanted = self._unique(names[i]) if names else ""
             name = wanted or value.name
             if value.name not in self._makers or value.name in {*renamed, *(end.name for end in ends)}:
-                name = wanted or self._unique(f"output_{i}")  # inputs, constants, and a value twice need a node
+                name = wanted or self._unique(
+                    f"{self._scope}/output_{i}".lstrip("/")
+                )  # inputs, constants, and a value twice need a node
                 nodes.append(OnnxNode("Identity", (value.name,), (name,), {}))
             elif wanted:
                 renamed[value.name] = wanted
