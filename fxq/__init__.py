@@ -55,6 +55,7 @@ from fxq.report.profile import Profile
 from fxq.rewriting.match import Match, explain
 from fxq.rewriting.pattern import FUSIONS, fusion, rewrite
 from fxq.rewriting.rewriter import Rewriter
+from fxq.training_model import TrainingModel
 from fxq.tuning.bisection import Bisection
 from fxq.tuning.search_result import SearchResult
 from fxq.tuning.sensitivity import Sensitivity
@@ -117,6 +118,7 @@ __all__ = [
     "Support",
     "TensorSpec",
     "TraceError",
+    "TrainingModel",
     "bisect",
     "calibrate",
     "compare",

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxq.backends.by_name import FASTEST
-from fxq.calibration import EVERY, Calibration, check_observed, first_of_all, merge_calibrations
+from fxq.calibration import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
 from fxq.common.data import as_batch, batches, device_of
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
@@ -23,6 +23,8 @@ from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
 from fxq.steps import Known, check_compared, check_model, converted, float_reference, manager_for, prepared
 from fxq.tracing.wrappers import unwrapped
+from fxq.training import converted_from_training, prepared_for_training
+from fxq.training_model import TrainingModel
 
 
 def quantize(
@@ -65,6 +67,11 @@ def quantize(
         torch.Size([1, 4, 12, 12])
     """
     chosen, model = as_recipe(recipe), unwrapped(model)
+    if chosen.trains:
+        raise RecipeError(
+            f"the recipe {chosen.preset!r} is for training, which is yours to do: trained = fxq.prepare(model, recipe, "
+            "example_inputs), your training loop, fxq.convert(trained)."
+        )
     check_model(model)
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
@@ -77,7 +84,7 @@ def quantize(
             else "give one batch of inputs to find shapes with: fxq.quantize(model, recipe, example_inputs=x)."
         )
     example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else examples[0]
-    observed = ranks.together(lambda: prepare(model, chosen, example))
+    observed = ranks.together(lambda: _observed(model, chosen, example))
     observed.manager.context.progress = progress
     if data is None and observed.calibrated:
         raise InputError(
@@ -93,8 +100,11 @@ def quantize(
 
 def prepare(
     model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, trials: bool = False
-) -> ObservedModel:
+) -> ObservedModel | TrainingModel:
     """The first half of `quantize`: trace, fuse, insert observers. Call the result on calibration data, then `convert`.
+
+    With a recipe for training, a model with fake quantizers: train it, then `convert`. It has a copy of the model's
+    parameters, by the same names, and is in train mode, on the model's device. The float model may be in train mode.
 
     Args:
         model: a float `nn.Module` in eval mode.
@@ -109,17 +119,29 @@ def prepare(
         >>> _ = observed(torch.rand(8, 4))
         >>> convert(observed)(torch.rand(1, 4)).shape
         torch.Size([1, 2])
+        >>> trained = prepare(model, Recipe.qat(), torch.rand(8, 4))
+        >>> optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     trained(torch.rand(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        >>> convert(trained)(torch.rand(1, 4)).shape
+        torch.Size([1, 2])
     """
     chosen = as_recipe(recipe)
-    if chosen.backend == FASTEST:
-        return prepare_all(
-            chosen, device_of(unwrapped(model)), lambda one: prepare(model, one, example_inputs, trials=trials)
-        )
-    return prepared(model, chosen, example_inputs, trials)
+    if chosen.trains:
+        return prepared_for_training(model, chosen, example_inputs)
+    return _observed(model, chosen, example_inputs, trials)
+
+
+def _observed(model: nn.Module, recipe: Recipe, example_inputs: Any, trials: bool = False) -> ObservedModel:
+    if recipe.backend != FASTEST:
+        return prepared(model, recipe, example_inputs, trials)
+    return prepare_all(recipe, device_of(unwrapped(model)), lambda one: prepared(model, one, example_inputs, trials))
 
 
 def calibrate(
-    observed: ObservedModel,
+    observed: ObservedModel | TrainingModel,
     data: Iterable[Any],
     progress: bool | None = None,
     *,
@@ -166,20 +188,21 @@ def calibrate(
         >>> calibrate(observed, [torch.rand(8, 4) for _ in range(3)]).batches_seen
         3
     """
-    check_observed(observed)
+    calibrated = as_observed(observed)
     ranks = Ranks.of(group)
-    stream = batches(data, observed.manager.context.model, may_be_empty=ranks.size > 1)
-    Calibration(observed, ranks, checkpoint, every, progress).run(stream, _length(data))
-    return observed
+    stream = batches(data, calibrated.manager.context.model, may_be_empty=ranks.size > 1)
+    Calibration(calibrated, ranks, checkpoint, every, progress).run(stream, _length(data))
+    return calibrated
 
 
-def convert(observed: ObservedModel, recipe: Any = None) -> QuantizedModel:
+def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> QuantizedModel:
     """The second half of `quantize`: observers become scales and zero points, units become kernels.
 
     The observed model stays as it is: it can be converted again, with other recipes, and calibrated further.
 
     Args:
-        observed: a calibrated model.
+        observed: a calibrated model, or one that was trained (on several ranks with sharded parameters, all of them
+            have to make the call). Of that, what is returned is on the CPU, and computes in eval mode what it does.
         recipe: another one than it was prepared with, as for `quantize`: the result is what `quantize` would make with
             it and the same data, bit for bit, without another calibration. It may set layers to float and back, give
             weights other bits, and activations other observers where what was seen is enough for them (a histogram is
@@ -187,7 +210,7 @@ def convert(observed: ObservedModel, recipe: Any = None) -> QuantizedModel:
             The values that it makes integers of must have been looked at: with `prepare(..., trials=True)` all are.
 
     Raises:
-        CalibrationError: an observer has seen no data.
+        CalibrationError: an observer has seen no data; or no forward in train mode has.
         RecipeError: the recipe needs another calibration: it traces the model in another way, folds other batch norms,
             has other passes before calibration or one behind it that reads more samples than are kept, or makes
             integers of values that were not looked at.
@@ -199,17 +222,22 @@ def convert(observed: ObservedModel, recipe: Any = None) -> QuantizedModel:
         >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].fate
         (3, 'float')
     """
-    check_observed(observed)
+    trained = unwrapped(observed)
+    if isinstance(trained, TrainingModel):
+        if recipe is not None:
+            raise RecipeError("a trained model is converted with the recipe that it was prepared with: leave it out.")
+        return converted_from_training(trained)
+    calibrated = as_observed(observed)
     chosen = as_recipe(recipe) if recipe is not None else None
-    if observed.others is None:
-        return converted(observed, chosen)
+    if calibrated.others is None:
+        return converted(calibrated, chosen)
     if chosen is not None and chosen.backend != FASTEST:
         raise RecipeError(
             f"the model was prepared for all backends, and the recipe asks for {chosen.backend!r}: give one with "
             f"backend={FASTEST!r}, or prepare the float model with this one."
         )
     known: Known = []
-    return convert_all(observed, lambda one: converted(one, _for_backend_of(one, chosen), known))
+    return convert_all(calibrated, lambda one: converted(one, _for_backend_of(one, chosen), known))
 
 
 def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | None:

@@ -31,6 +31,7 @@ from fxq.pipeline.calibration_state import (
 from fxq.pipeline.checkpoint import Checkpoint, read_checkpoint
 from fxq.pipeline.ranks import Ranks
 from fxq.pipeline.samples import has_enough
+from fxq.training_model import TrainingModel
 
 EVERY = 60.0
 """Seconds between two writes of a checkpoint."""
@@ -180,7 +181,7 @@ def merge_calibrations(observed: ObservedModel, checkpoints: Sequence[str | os.P
         >>> observed.batches_seen
         2
     """
-    check_observed(observed)
+    observed = as_observed(observed)
     _check_new(observed)
     if isinstance(checkpoints, (str, os.PathLike)) or not isinstance(checkpoints, Iterable):
         raise InputError(f"checkpoints is {checkpoints!r}; give a list of the paths of files.")
@@ -230,10 +231,13 @@ def _merge(
         one.batches_seen = total
 
 
-def check_observed(observed: Any) -> None:
-    """Raise `InputError` for what `fxq.prepare` has not returned."""
-    if not isinstance(observed, ObservedModel):
-        raise InputError(f"this takes the model that fxq.prepare returned, not a {type(observed).__name__}.")
+def as_observed(observed: Any) -> ObservedModel:
+    """A model with observers as it is. Raises `InputError` for what `fxq.prepare` has not returned, or to train."""
+    if isinstance(observed, ObservedModel):
+        return observed
+    if isinstance(observed, TrainingModel):
+        raise InputError("this model finds ranges while it is trained: call it in train mode, and fxq.convert it.")
+    raise InputError(f"this takes the model that fxq.prepare returned, not a {type(observed).__name__}.")
 
 
 def _check_new(observed: ObservedModel) -> None:

@@ -36,6 +36,7 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.tracing.exported_program import Exported
 from fxq.tracing.wrappers import unwrapped
+from fxq.training_model import TrainingModel
 
 
 def manager_for(model: nn.Module, recipe: Any, example_inputs: Any) -> PassManager:
@@ -164,6 +165,11 @@ def _on_samples(manager: PassManager, passes: Sequence[Pass], known: Known | Non
 def converted(observed: ObservedModel, recipe: Recipe | None = None, known: Known | None = None) -> QuantizedModel:
     """The quantized model of a calibrated one, for one backend; see `fxq.convert`, and `to_qdq` for what is known."""
     manager, gave_way, left = to_qdq(observed_with(observed, recipe), known)
+    return finished(manager, left, gave_way)
+
+
+def finished(manager: PassManager, left: Sequence[Pass], gave_way: Narrowed | None = None) -> QuantizedModel:
+    """Run the passes that are left; the quantized model, with its ledger."""
     manager.run(left)
     context = manager.context
     ledger, kept = ledger_of(manager.history, manager.gm, context)
@@ -171,7 +177,8 @@ def converted(observed: ObservedModel, recipe: Recipe | None = None, known: Know
     ledger = replace(ledger, output_sqnr=found, narrowed=gave_way if ledger.count("int8") else None)
     if ledger and not ledger.count("int8") and not ledger.count("weight-only"):
         warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger)")
-    check_output(ledger, context)
+    if not context.recipe.trains:  # the float form of what was trained is not what it was trained as
+        check_output(ledger, context)
     return QuantizedModel.from_manager(manager, ledger, kept)
 
 
@@ -186,16 +193,19 @@ _QUANTIZED = (
 )
 
 
+_MADE = (QuantizedModel, ObservedModel, TrainingModel)
+
+
 def check_model(model: Any) -> None:
     """Raise `InputError` for what is no float model, ready to be quantized."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
-    if isinstance(model, (QuantizedModel, ObservedModel)):
+    if isinstance(model, _MADE):
         raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("the model is a TorchScript module, which has no Python code to trace; give the original.")
     for path, module in model.named_modules():
-        if isinstance(module, (QuantizedModel, ObservedModel)) or type(module).__module__.startswith(_QUANTIZED):
+        if isinstance(module, _MADE) or type(module).__module__.startswith(_QUANTIZED):
             raise InputError(
                 f"the model is quantized already: {path or 'the model'} is a {type(module).__name__}. "
                 "Give the float model."

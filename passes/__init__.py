@@ -1,4 +1,4 @@
-"""The passes, one per file, and the pipeline made of them, which all presets share."""
+"""The passes, one per file, and the pipelines made of them."""
 
 from fxq.passes.adaround import AdaRound
 from fxq.passes.annotate import Annotate
@@ -12,6 +12,7 @@ from fxq.passes.fallback import Fallback
 from fxq.passes.fold_batch_norm import FoldBatchNorm
 from fxq.passes.fuse import Fuse
 from fxq.passes.gptq import Gptq
+from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
 from fxq.passes.insert_observers import InsertObservers
 from fxq.passes.insert_qdq import InsertQdq
 from fxq.passes.keep_small_values import KeepSmallValues
@@ -21,7 +22,7 @@ from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.smooth import Smooth
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
-from fxq.quant.spec import MEASURED, QuantConfig
+from fxq.quant.spec import MEASURED, TRAINED, QuantConfig
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pipeline import register_preset
 
@@ -47,12 +48,34 @@ PASSES: tuple[Pass, ...] = (
     Cleanup(),
 )
 
+TRAINING_PASSES: tuple[Pass, ...] = (
+    Trace(),
+    Canonicalize(),
+    Decompose(),
+    FoldBatchNorm(into_next=False),
+    Fuse(),
+    Annotate(),
+    ShareQParams(),
+    InsertObservers(),
+    ChooseGrids(),
+    InsertQdq(),
+    Propagate(),
+    Fallback(),
+    InsertFakeQuantizers(),
+    # training happens here; behind it, choose-grids and those that follow run again on what was trained
+    Lower(),
+    VerifyLowering(),
+    Cleanup(),
+)
+
 register_preset("static", PASSES, QuantConfig())
 register_preset("dynamic", PASSES, QuantConfig(MEASURED))
 register_preset("weight_only", PASSES, QuantConfig(activation=None))
+register_preset("qat", TRAINING_PASSES, QuantConfig(TRAINED, state=None))
 
 __all__ = [
     "PASSES",
+    "TRAINING_PASSES",
     "AdaRound",
     "Annotate",
     "Canonicalize",
@@ -65,6 +88,7 @@ __all__ = [
     "FoldBatchNorm",
     "Fuse",
     "Gptq",
+    "InsertFakeQuantizers",
     "InsertObservers",
     "InsertQdq",
     "KeepSmallValues",

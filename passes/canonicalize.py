@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from fxq.graph.query import (
     constant,
     fills_like,
     flat_nodes,
+    is_op,
     op_of,
     options_of,
     reads_only_metadata,
@@ -65,6 +67,7 @@ class Canonicalize(Pass):
         for node in rewriter.nodes():
             fold_constant(rewriter, node)
         constants = {n for n in called if n._erased}
+        rewriter.context.dropouts = list(_dropouts(rewriter))
         rewriter.apply(drop_identity, drop_dropout, same_padding, padding_mode, merge_slices, *WRITTEN_OUT)
         made = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
         rewriter.context.written = written + made
@@ -72,6 +75,15 @@ class Canonicalize(Pass):
         for node in rewriter.nodes():
             _check_weights(rewriter, node)
         keep_original(rewriter, called, constants)
+
+
+def _dropouts(rewriter: Rewriter) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The module path of every dropout, and the origins of the value that it drops from."""
+    for node in rewriter.nodes("dropout"):
+        value: Any = node.args[0]
+        while is_op(value, "dropout", "identity"):
+            value = value.args[0]
+        yield info(node).path, info(value).origins or (value.name,)
 
 
 def _check_weights(rewriter: Rewriter, node: fx.Node) -> None:

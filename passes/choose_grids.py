@@ -13,7 +13,7 @@ from torch import fx
 
 from fxq.errors import CalibrationError, PassError
 from fxq.graph.fills import Fills
-from fxq.graph.info import Decision, Edge, Plan, info
+from fxq.graph.info import Decision, Edge, Plan, grid_key, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
 from fxq.graph.unit import Inner, calls_of, feeding, inputs_of, reads_of, wishes_of
@@ -51,6 +51,7 @@ class ChooseGrids(Pass):
     Constants of masks, pads and fills are no data. The grid becomes wider for them by one bit at most; one further out
     keeps the values that may hold it, and the ops that read them, in float, up to where something new is computed. So
     does a mask that is an input, where calibration saw it push some of the values far away from the others.
+    Behind training, grids are those that it has found (`context.grids`).
     Refuses: infinity that a layer multiplies with its weights.
     """
 
@@ -60,6 +61,11 @@ class ChooseGrids(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Go through the values in order, and only then write: without data, the model can still be calibrated."""
+        if rewriter.context.grids is not None:
+            for node in rewriter.nodes():
+                plan, edges = rewriter.context.grids.get(grid_key(node), (None, ()))
+                rewriter.describe(node, plan=plan, edges=edges)
+            return
         chooser = _Chooser(rewriter)
         for node in rewriter.nodes():
             if not isinstance(submodule(rewriter.gm, node), Observer):

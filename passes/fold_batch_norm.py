@@ -22,9 +22,12 @@ class FoldBatchNorm(Pass):
     Where the recipe asks for integers for the one and float for the other, they stay apart, unless it is the layer that
     runs in float: the batch norm would, too, behind it.
     Also: one that no such layer is before goes into the layer that alone reads it, where nothing is padded with zeros.
+    (`into_next=False`: such a one is left; so it is for training, where it would not be folded any more.)
     Keeps: the output, to 1e-5 relative in float32. The weights are new tensors; the model's own stay.
     Source: Jacob et al. 2018, section 3.2.
     """
+
+    into_next: bool = True
 
     name: ClassVar[str] = "fold-batch-norm"
     needs: ClassVar[Stage] = Stage.CANONICAL
@@ -40,6 +43,6 @@ class FoldBatchNorm(Pass):
                 return None
             return context.refuses_to_join(match.nodes)
 
-        for rule in (norm_after_layer, norm_before_layer):
+        for rule in (norm_after_layer, norm_before_layer) if self.into_next else (norm_after_layer,):
             rewriter.apply(rule, refuse=refuse)
         rewriter.erase_unused()

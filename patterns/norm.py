@@ -34,7 +34,7 @@ def padding_is_not_normalized(m):
     options = m.options(m.rule.variant["layer"])
     if not any(options.get("padding", ())):
         return False
-    return bool(scale_and_shift(m, m.options("batch_norm")["eps"])[1].any())
+    return bool(_scale_and_shift_of(m)[1].any())
 
 
 @norm_before_layer.unless
@@ -49,22 +49,41 @@ def folded(op, m):
     """The layer with the batch norm's scale in its weight and its shift in its bias."""
     layer = m.rule.variant["layer"]
     options = m.options(layer)
-    scale, shift = scale_and_shift(m, m.options("batch_norm")["eps"])
-    weight, bias = m.w.tensor, m.b.tensor
-    axis = OPS[layer].quant.axis or 0
-    along = [1] * weight.dim()
-    along[axis] = -1
-    groups = options.get("groups", 1)
-    if axis == 1 and groups > 1:  # a transposed convolution: (C, O/groups, ...), groups lie along axis 0
-        split = weight.reshape(groups, -1, *weight.shape[1:])
-        new = (split * scale.reshape(groups, 1, -1, *along[2:])).reshape(weight.shape)
-    else:
-        new = weight * scale.reshape(along)
-    new_bias = shift if bias is None else bias * scale + shift
+    norm = (m.mean.tensor, m.var.tensor, m.gamma.tensor, m.beta.tensor, m.options("batch_norm")["eps"])
+    new, new_bias = fold(m.w.tensor, m.b.tensor, *norm, OPS[layer].quant.axis or 0, options.get("groups", 1))
     name = str(m.w.node.target).removesuffix(".weight").removeprefix("fxq_data.")
     return op[layer](
         m.x, op.constant(new, f"{name}.weight_folded"), op.constant(new_bias, f"{name}.bias_folded"), **options
     )
+
+
+def _scale_and_shift_of(m) -> tuple[Tensor, Tensor]:
+    return scale_and_shift(m.mean.tensor, m.var.tensor, m.gamma.tensor, m.beta.tensor, m.options("batch_norm")["eps"])
+
+
+def fold(weight, bias, mean, var, gamma, beta, eps: float, axis: int, groups: int) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a layer that has taken in the batch norm behind it: see `scaled_channels` for shapes.
+
+    Of layer and batch norm, all but the weight, the mean and the variance may be None.
+    """
+    scale, shift = scale_and_shift(mean, var, gamma, beta, eps)
+    return scaled_channels(weight, scale, axis, groups), shift if bias is None else bias * scale + shift
+
+
+def scaled_channels(weight: Tensor, scale: Tensor, axis: int, groups: int) -> Tensor:
+    """A layer's weight with each output channel times a number.
+
+    Args:
+        weight: (O, I/groups, ...), or of a transposed convolution (I, O/groups, ...).
+        scale: (O,).
+        axis: that of the output channels, 0 or 1.
+        groups: of the layer.
+    """
+    along = [-1] + [1] * (weight.dim() - 1 - axis)
+    if axis == 1 and groups > 1:  # groups lie along axis 0
+        split = weight.reshape(groups, -1, *weight.shape[1:])
+        return (split * scale.reshape(groups, 1, *along)).reshape(weight.shape)
+    return weight * scale.reshape(along)
 
 
 @norm_before_layer.becomes
@@ -72,7 +91,7 @@ def folded_into_next(op, m):
     """The layer with the scale in the columns of its weight, and what the shift adds to each output in its bias."""
     layer = m.rule.variant["layer"]
     options = m.options(layer)
-    scale, shift = scale_and_shift(m, m.options("batch_norm")["eps"])
+    scale, shift = _scale_and_shift_of(m)
     weight, bias, groups = m.w.tensor, m.b.tensor, options.get("groups", 1)
     outputs, inputs = weight.shape[0], weight.shape[1]
     per_output = [v.reshape(groups, 1, inputs).expand(groups, outputs // groups, inputs) for v in (scale, shift)]
@@ -87,13 +106,16 @@ def folded_into_next(op, m):
     )
 
 
-def scale_and_shift(m, eps: float) -> tuple[Tensor, Tensor]:
+def scale_and_shift(mean, var, gamma, beta, eps: float) -> tuple[Tensor, Tensor]:
     """batch_norm(y) = y * scale + shift: scale = gamma / sqrt(var + eps), shift = beta - mean * scale. (C,) each."""
-    mean, var = m.mean.tensor, m.var.tensor
-    scale = torch.rsqrt(var.double() + eps)
-    if m.gamma.tensor is not None:
-        scale = scale * m.gamma.tensor.double()
+    scale = norm_scale(var, gamma, eps)
     shift = -mean.double() * scale
-    if m.beta.tensor is not None:
-        shift = shift + m.beta.tensor.double()
-    return scale.to(mean.dtype).detach(), shift.to(mean.dtype).detach()
+    if beta is not None:
+        shift = shift + beta.double()
+    return scale.to(mean.dtype), shift.to(mean.dtype).detach()
+
+
+def norm_scale(var: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    """What a batch norm multiplies each channel by: gamma / sqrt(var + eps), float64, (C,), without a gradient."""
+    scale = torch.rsqrt(var.detach().double() + eps)
+    return scale if gamma is None else scale * gamma.detach().double()

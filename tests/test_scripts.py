@@ -41,6 +41,27 @@ def test_demo_of_calibration_finds_the_same_scales_in_any_number_of_processes():
     assert "64 machines, on paper: " in text
 
 
+@pytest.mark.slow
+def test_demo_of_training_has_a_row_for_every_kind_of_integers(tmp_path):
+    text = run("demo_qat.py", "--only", "digits", "--seeds", 1, "--quick", "--folder", tmp_path)
+    rows = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")}
+    kinds = {"int8 trained", "W4A8 trained", "W4A4 trained", "W4A8 after training, adaround", "float"}
+    assert kinds <= rows
+    assert {"digits.svg", "digits.json", "digits_W4A4_seed0.html"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.slow
+def test_benchmark_of_training_has_all_contenders():
+    text = run("bench_qat.py", "--only", "fsrcnn", "--seconds", 0.1)
+    assert [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| fsrcnn")] == [
+        "float",
+        "fxq",
+        "fxq, ranges frozen",
+        "fxq, learned scales",
+        "torch.ao",
+    ]
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
@@ -178,7 +199,7 @@ def test_torch_ao_is_imported_by_the_comparisons_only():
     users = {
         p.name for p in SCRIPTS.glob("*.py") if re.search(r"(from|import) torch\.(ao|quantization)", p.read_text())
     }
-    assert users == {"bench_torch_ao.py", "coverage_others.py", "rivals.py"}
+    assert users == {"bench_qat.py", "bench_torch_ao.py", "coverage_others.py", "rivals.py"}
 
 
 # as published with torchvision's checkpoints; InsightFace's r18 has 24.03 M

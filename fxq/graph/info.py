@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -236,3 +237,23 @@ def info(node: fx.Node) -> NodeInfo:
 def set_info(node: fx.Node, **changes: Any) -> None:
     """Replace fields of the node's metadata."""
     node.meta[META] = info(node)._replace(**changes)
+
+
+Grids = Mapping[str, tuple[Plan | None, tuple[Edge, ...]]]
+"""The plan and the edges of every value of a graph behind choose-grids, by `grid_key`."""
+
+
+def grids_of(graph: fx.Graph) -> Grids:
+    """Those of a graph."""
+    known = ((grid_key(node), info(node).plan, info(node).edges) for node in graph.nodes)
+    return {key: (plan, edges) for key, plan, edges in known if plan or edges}
+
+
+def grid_key(node: fx.Node) -> str:
+    """What tells a value from others in every graph that is made of a model in the same way: its name, or its path."""
+    return weight_key(str(node.target)) if node.op == "get_attr" else node.name
+
+
+def weight_key(path: str) -> str:
+    """The same for the weight at a path."""
+    return f"weight {path}"

@@ -11,10 +11,11 @@ from torch import fx, nn
 from fxq.backends.base import Backend
 from fxq.common.data import Batch, first_of, pieces_of, samples_in
 from fxq.errors import RecipeError
-from fxq.graph.info import info
+from fxq.graph.info import Grids, info
 from fxq.graph.query import op_of
 from fxq.graph.region import Region
 from fxq.ops import OPS
+from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows
 from fxq.pipeline.float_ops import Original
 from fxq.quant.spec import NARROW, Narrow, QuantConfig
 from fxq.recipe.pins import Pin
@@ -42,6 +43,11 @@ class Context:
         outputs: what the float model returns for `example`.
         decided: what `fallback` decided of every op that could run either way.
         written: module path and op of every call before canonicalize removed any; what selectors may select.
+        dropouts: of each dropout that canonicalize removed, its module path, and the origins of the value that it drops
+            from.
+        grids: the plan and the edges of every value behind choose-grids, for training. Where they are known before, as
+            behind training, choose-grids takes them.
+        derived: the constants that are made of the model's own tensors again, behind training.
         original: the ops of the float model and its canonical graph, for the ledger; None before canonicalize.
     """
 
@@ -60,6 +66,9 @@ class Context:
     original: Original | None = None
     decided: tuple[Pin, ...] = ()
     written: list[tuple[str, str]] = field(default_factory=list)
+    dropouts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    grids: Grids | None = None
+    derived: list[FoldedNorm | ParameterRows] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.narrow = next((role for role in NARROW if role == self.recipe.narrow), self.narrow)

@@ -311,7 +311,9 @@ class Observer(nn.Module, ABC):
         else:
             if not -x.dim() <= self.axis < x.dim():
                 raise CalibrationError(f"{self._tensor} has shape {tuple(x.shape)}, so there is no axis {self.axis}.")
-            low, high = self._range_along(x, self.axis)
+            if self.spec.block is not None:
+                self.block = max(self.spec.block // math.prod(x.shape[2:]), 1)
+            low, high = range_along(x, self.axis, self.block)
         low, high = low.to(self.minimum.device, torch.float32), high.to(self.minimum.device, torch.float32)
         least, most = float(low.min()), float(high.max())  # NaN propagates through all of these
         if not (math.isfinite(least) and math.isfinite(most)):
@@ -322,20 +324,6 @@ class Observer(nn.Module, ABC):
             )
         self.check_channels(low)
         return low, high
-
-    def _range_along(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """Smallest and largest value of each channel, (C,), or of each block.
-
-        A block is so many channels, with all that they have along the axes behind the first two, the kernel.
-        """
-        if self.spec.block is None:
-            return torch.aminmax(x.movedim(axis, 0).flatten(1) if x.dim() > 1 else x[:, None], dim=1)
-        self.block = max(self.spec.block // math.prod(x.shape[2:]), 1)
-        parts, inside = x.split(self.block, axis), (axis, *range(2, x.dim()))
-        return (
-            torch.cat([part.amin(inside, keepdim=True) for part in parts], axis),
-            torch.cat([part.amax(inside, keepdim=True) for part in parts], axis),
-        )
 
     def check_channels(self, low: Tensor) -> None:
         """Raise `CalibrationError` when the ends of a range (0-d or (C,)) are of another number of channels."""
@@ -349,6 +337,20 @@ class Observer(nn.Module, ABC):
         """Make `minimum` and `maximum` include `low` and `high`, float32, 0-d or (C,)."""
         low, high = low.to(self.minimum.device), high.to(self.minimum.device)
         self.minimum, self.maximum = torch.minimum(self.minimum, low), torch.maximum(self.maximum, high)
+
+
+def range_along(x: Tensor, axis: int, block: int | None = None) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of each channel, (C,), or of each block, as `QParams.scale` is.
+
+    A block is so many channels, with all that they have along the axes behind the first two, the kernel.
+    """
+    if block is None:
+        return torch.aminmax(x.movedim(axis, 0).flatten(1) if x.dim() > 1 else x[:, None], dim=1)
+    parts, inside = x.split(block, axis), (axis, *range(2, x.dim()))
+    return (
+        torch.cat([part.amin(inside, keepdim=True) for part in parts], axis),
+        torch.cat([part.amax(inside, keepdim=True) for part in parts], axis),
+    )
 
 
 def flat(x: Tensor) -> Tensor:

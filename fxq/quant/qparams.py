@@ -222,24 +222,38 @@ def choose_qparams(
 
     Source: Jacob et al. 2018, section 3 (nudged zero point).
     """
-    low, high = low.detach().to(torch.float64), high.detach().to(torch.float64)
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise InputError("choose_qparams: the range holds NaN or Inf; look for them in the weights or the data.")
     if bool((low > high).any()):
         raise InputError("choose_qparams: low > high; the observer has seen no data.")
-    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    if spec.symmetric:
-        zero = (spec.qmin + spec.qmax + 1) // 2
-        scale = torch.maximum(-low / (zero - spec.qmin), high / (spec.qmax - zero))
-        zero_point = torch.full_like(scale, zero)
+    scale, zero_point = scale_and_zero_point(low, high, spec.qmin, spec.qmax, spec.symmetric)
+    return QParams(scale, zero_point, spec.qmin, spec.qmax, spec.dtype, axis, block)
+
+
+def scale_and_zero_point(low: Tensor, high: Tensor, qmin: int, qmax: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """What `choose_qparams` gives for ranges that are known to be right: nothing waits for a value of theirs.
+
+    Args:
+        low: smallest values, floating point, any shape.
+        high: largest values, same shape.
+        qmin: smallest integer of the grid.
+        qmax: largest integer of the grid.
+        symmetric: whether the zero point is the middle of the grid.
+
+    Returns:
+        Scales, float32, and zero points, int32, of that shape.
+    """
+    low, high = low.detach().to(torch.float64).clamp(max=0.0), high.detach().to(torch.float64).clamp(min=0.0)
+    if symmetric:
+        zero = (qmin + qmax + 1) // 2
+        scale = torch.maximum(-low / (zero - qmin), high / (qmax - zero))
     else:
-        scale = (high - low) / (spec.qmax - spec.qmin)
-        zero_point = torch.zeros_like(scale)
+        scale = (high - low) / (qmax - qmin)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale).to(torch.float32)
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
-    if not spec.symmetric:
-        zero_point = (spec.qmin - torch.round(low / scale.double())).clamp(spec.qmin, spec.qmax)
-    return QParams(scale, zero_point.to(torch.int32), spec.qmin, spec.qmax, spec.dtype, axis, block)
+    if symmetric:
+        return scale, torch.full_like(scale, zero, dtype=torch.int32)
+    return scale, (qmin - torch.round(low / scale.double())).clamp(qmin, qmax).to(torch.int32)
 
 
 def quantize(x: Tensor, qp: QParams) -> Tensor:

@@ -30,7 +30,7 @@ class TensorSpec:
             "histogram", "percentile:99.99", "entropy", for weights "mse:2", or the import path of one of your own,
             "my_package.ranges:MyObserver" (see `fxq/quant/observers.py`).
         range: where the range comes from: "calibrated" (an observer on calibration data, or on a weight itself),
-            "measured" at run time, "fixed", or "learned".
+            "measured" at run time, "fixed", or "learned" in training.
         format: "integer"; or "float16", for weights that are kept so: then nothing else of the spec has a meaning.
 
     Raises:
@@ -138,6 +138,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 """What a tensor is to the op that reads it, as its row in the op table says."""
 
 ACTIVATION = TensorSpec()
+TRAINED = TensorSpec(observer="moving_average")
 MEASURED = TensorSpec(per="row", range="measured")
 MEASURED_STATE = replace(MEASURED, symmetric=True)
 STATE = TensorSpec(symmetric=True)
@@ -243,6 +244,11 @@ class QuantConfig:
         if not isinstance(data, dict):
             raise RecipeError(f"a quantization config is 'float' or a table with a table for each role, not {data!r}.")
         return cls(**{key: _spec_from_dict(key, value) for key, value in data.items()})
+
+
+def without_usual_state(config: QuantConfig) -> QuantConfig:
+    """The config with float states, where the state is one that nobody asked for."""
+    return replace(config, state=None) if config.state in (STATE, MEASURED_STATE) else config
 
 
 def _spec_from_dict(role: str, value: object) -> TensorSpec | None:

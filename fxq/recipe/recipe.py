@@ -11,9 +11,22 @@ from typing import Any, Literal
 import torch
 
 from fxq.backends.base import Backend
+from fxq.backends.by_name import FASTEST
 from fxq.common.source import import_path
 from fxq.errors import RecipeError
-from fxq.quant.spec import ACTIVATION, FLOAT, MEASURED, NARROW, OF_PRESET, WEIGHT, QuantConfig, TensorSpec, weight_spec
+from fxq.quant.spec import (
+    ACTIVATION,
+    FLOAT,
+    MEASURED,
+    NARROW,
+    OF_PRESET,
+    TRAINED,
+    WEIGHT,
+    QuantConfig,
+    TensorSpec,
+    weight_spec,
+    without_usual_state,
+)
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
@@ -22,6 +35,9 @@ from fxq.recipe.recipe_checks import check_choice, check_config, check_preset, r
 from fxq.recipe.recipe_file import arguments_from, data_of, read_toml, toml_of
 from fxq.recipe.selector import Selector, as_selector
 from fxq.rewriting.pattern import FUSIONS, Family, Rule
+
+FAKE_QUANTIZERS = "insert-fake-quantizers"
+"""The pass that makes a model trainable: a pipeline with it is one for training."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +106,17 @@ class Recipe:
             raise RecipeError('optimize="decided" needs decisions: take qmodel.recipe_as_decided().')
         if isinstance(self.min_sqnr, str) or self.min_sqnr != self.min_sqnr:
             raise RecipeError(f"min_sqnr is {self.min_sqnr!r}; it must be a number of dB, or None for no check.")
-        check_config(self.config, "the recipe")
+        if self.trains and self.backend == FASTEST:
+            raise RecipeError(
+                f"a model is trained for the kernels of one backend, so that backend={FASTEST!r} has no meaning."
+            )
+        if self.trains:
+            overrides = tuple((selector, without_usual_state(config)) for selector, config in self.overrides)
+            object.__setattr__(self, "config", without_usual_state(self.config))
+            object.__setattr__(self, "overrides", overrides)
+        check_config(self.config, "the recipe", self.trains)
         for selector, config in self.overrides:
-            check_config(config, f"the override for {selector}")
+            check_config(config, f"the override for {selector}", self.trains)
 
     @classmethod
     def static(
@@ -198,6 +222,49 @@ format='integer')
         weight = options.pop("weight", None) or weight_spec(bits or 8, per, dtype)
         return replace(cls.static(activation=None, weight=weight, **options), preset="weight_only")
 
+    @classmethod
+    def qat(
+        cls,
+        *,
+        activation: TensorSpec | None = TRAINED,
+        weight: TensorSpec = WEIGHT,
+        learned: bool = False,
+        freeze_ranges_after: int = 0,
+        freeze_norms_after: int = 0,
+        **options: Any,
+    ) -> Recipe:
+        """Quantization-aware training: `fxq.prepare` gives a model to train, `fxq.convert` makes it an integer model.
+
+        Args:
+            activation: spec of all activations; the default is uint8 affine, with moving averages of the ranges.
+            weight: spec of all weights; the default is int8 symmetric per channel.
+            learned: scales are parameters (LSQ), which start where the squared error on the example inputs is least:
+                give data as these. The optimizer should not let them decay: no `weight_decay` for parameters whose
+                names end in "factor".
+            freeze_ranges_after: forwards in train mode behind which ranges of activations stay as they are; 0: never.
+            freeze_norms_after: those behind which the statistics of batch norms do; 0: never.
+            options: as for `static`. What can run on integers does (`optimize="coverage"`), as it was trained to. The
+                state of recurrent layers stays float.
+
+        Example:
+            >>> weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
+            >>> Recipe.qat(weight=weight, freeze_norms_after=1000).pipeline["insert-fake-quantizers"].freeze_norms_after
+            1000
+
+        Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, section 3.2; Esser et al. 2020 (learned scales).
+        """
+        if learned:
+            weight = replace(weight, range="learned", observer="mse")
+            activation = replace(activation, range="learned", observer="mse") if activation is not None else None
+        given = cls.static(**{"optimize": "coverage", **options})
+        recipe = replace(given, preset="qat", config=QuantConfig(activation, weight, state=None))
+        step = recipe.pipeline[FAKE_QUANTIZERS]
+        new = replace(step, freeze_ranges_after=freeze_ranges_after, freeze_norms_after=freeze_norms_after)
+        if new == step:
+            return recipe
+        before = recipe.pipeline[recipe.pipeline.position(FAKE_QUANTIZERS) - 1].name
+        return replace(recipe, edits=(PipelineEdit(FAKE_QUANTIZERS), PipelineEdit(before, new)))
+
     def only(self, *selectors: Any) -> Recipe:
         """Quantize what one of the selectors selects, as this recipe does now, and nothing else.
 
@@ -288,6 +355,11 @@ format='integer')
     def with_min_sqnr(self, min_sqnr: float | None) -> Recipe:
         """Warn when the quantized model's outputs are below `min_sqnr` dB SQNR on calibration data; None: never."""
         return replace(self, min_sqnr=min_sqnr)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model is trained between `prepare` and `convert`."""
+        return any(step.name == FAKE_QUANTIZERS for step in self.pipeline)
 
     @property
     def pipeline(self) -> Pipeline:

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fxq.errors import RecipeError, unknown
-from fxq.quant.observers import observer_named
+from fxq.quant.observers import MinMax, MovingAverage, observer_named
 from fxq.quant.spec import ROLES, QuantConfig, Role, TensorSpec
 
 
 def check_preset(preset: str) -> None:
-    """Raise `RecipeError` for a preset that is planned, and for one that fxq had."""
-    if preset == "qat":
-        raise RecipeError(f'the preset "{preset}" is not built yet: use "static", with calibration data.')
+    """Raise `RecipeError` for a preset that fxq had."""
     if preset == "static_corrected":
         raise RecipeError('the preset "static_corrected" is now what "static" does.')
 
@@ -31,16 +29,17 @@ def check_choice(what: str, value: str, choices: Sequence[str]) -> None:
         raise RecipeError(unknown(what, value, choices))
 
 
-def check_config(config: QuantConfig, where: str) -> None:
+def check_config(config: QuantConfig, where: str, trains: bool = False) -> None:
     """Raise `RecipeError` when a config asks for an observer that cannot be made, or for what is not built yet.
 
     Args:
         config: a config of a recipe.
         where: what in the recipe asks for it.
+        trains: whether the recipe is for training.
     """
     specs = {role: spec for role in ROLES if (spec := config.of(role)) is not None}
     observers = {role: observer_named(spec.observer)[0] for role, spec in specs.items()}
-    for reason in _missing(config):
+    for reason in (*_missing(config), *(_not_trained(specs) if trains else _only_trained(specs))):
         raise RecipeError(f"{where}: {reason}")
     for role, spec in specs.items():
         if (spec.per == "channel" or spec.block is not None) and not observers[role].per_channel:
@@ -78,14 +77,41 @@ def _missing(config: QuantConfig) -> Iterator[str]:
         yield f"layers that read integers are not built yet for weights in {weight}: set activation=None."
 
 
+def _only_trained(specs: Mapping[Role, TensorSpec]) -> Iterator[str]:
+    for role, spec in specs.items():
+        if spec.range == "learned":
+            yield f'range="learned" for the {role} is for training: start with fxq.Recipe.qat().'
+
+
+def _not_trained(specs: Mapping[Role, TensorSpec]) -> Iterator[str]:
+    """Why a model cannot be trained with these specs."""
+    for role, spec in specs.items():
+        observer = observer_named(spec.observer)[0]
+        if role == "state":
+            yield "a state on a grid cannot be trained yet: set state=None."
+        elif spec.range == "measured":
+            yield f'range="measured" for the {role} cannot be trained yet: use range="calibrated" or "learned".'
+        elif spec.format != "integer":
+            yield f'format="{spec.format}" for the {role} cannot be trained: use integers.'
+        elif spec.range == "learned" and spec.block is not None:
+            yield f'blocks of the {role} have no learned scales yet: use range="calibrated", or per="channel".'
+        elif spec.range == "calibrated" and observer not in (MinMax, MovingAverage):
+            yield (
+                f"the {spec.observer!r} observer of the {role} cannot follow values that change in training: use "
+                'observer="minmax" or "moving_average"; or range="learned", which starts with what it finds.'
+            )
+        elif spec.range == "calibrated" and role == "weight" and observer is not MinMax:
+            yield 'the range of a weight that is trained is that of its values: use observer="minmax".'
+
+
 _PER: dict[Role, tuple[str, ...]] = {
     "activation": ("tensor", "row"),
     "weight": ("tensor", "channel", "a block size"),
     "state": ("row", "tensor"),
 }
 _RANGES: dict[Role, tuple[str, ...]] = {
-    "activation": ("calibrated", "measured"),
-    "weight": ("calibrated",),
+    "activation": ("calibrated", "measured", "learned"),
+    "weight": ("calibrated", "learned"),
     "state": ("measured", "fixed", "calibrated"),
 }
 

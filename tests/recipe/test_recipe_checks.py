@@ -7,7 +7,7 @@ import torch
 
 import fxq
 from fxq.errors import RecipeError
-from fxq.quant.spec import ACTIVATION, FLOAT16, MEASURED, STATE, WEIGHT, WEIGHT4
+from fxq.quant.spec import ACTIVATION, FLOAT16, MEASURED, STATE, TRAINED, WEIGHT, WEIGHT4
 
 CASES = {
     "a float16 activation": (
@@ -40,10 +40,9 @@ CASES = {
         fxq.QuantConfig(state=replace(ACTIVATION, range="measured", per="row")),
         "for the state that is not symmetric is not built yet: use symmetric=True",
     ),
-    "training": (fxq.QuantConfig(weight=replace(WEIGHT, range="learned")), 'range="learned" for the weight'),
     "fixed": (
         fxq.QuantConfig(replace(ACTIVATION, range="fixed")),
-        'range="fixed" .*: use range="calibrated" or range="measured"',
+        'range="fixed" .*: use range="calibrated" or range="measured" or range="learned"',
     ),
 }
 
@@ -58,9 +57,40 @@ def test_a_config(config, message):
     assert "not built yet" in str(caught.value)
 
 
-def test_a_preset():
-    with pytest.raises(RecipeError, match='the preset "qat" is not built yet: use "static"'):
-        fxq.Recipe(preset="qat")
+LEARNED = fxq.TensorSpec(range="learned", observer="mse")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (fxq.QuantConfig(None, replace(WEIGHT, range="learned")), 'range="learned" for the weight is for training'),
+        (fxq.QuantConfig(LEARNED), 'range="learned" for the activation is for training: start with fxq.Recipe.qat'),
+    ],
+)
+def test_what_is_for_training_alone(config, message):
+    with pytest.raises(RecipeError, match=f"^the override for 'head': {message}"):
+        fxq.Recipe.static().override("head", config)
+    assert fxq.Recipe.qat().override("head", replace(config, state=None))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            fxq.QuantConfig(TRAINED, state=fxq.TensorSpec(bits=4, symmetric=True)),
+            "a state on a grid .*: set state=None",
+        ),
+        (fxq.QuantConfig(MEASURED), 'range="measured" for the activation cannot be trained yet'),
+        (fxq.QuantConfig(None, FLOAT16), 'format="float16" for the weight cannot be trained'),
+        (fxq.QuantConfig(None, replace(WEIGHT4, range="learned")), "blocks of the weight have no learned scales"),
+        (fxq.QuantConfig(ACTIVATION), "the 'histogram' observer of the activation cannot follow values that change"),
+        (fxq.QuantConfig(None, replace(WEIGHT, observer="mse")), "the 'mse' observer of the weight cannot follow"),
+        (fxq.QuantConfig(None, replace(WEIGHT, observer="moving_average")), 'of its values: use observer="minmax"'),
+    ],
+)
+def test_what_cannot_be_trained(config, message):
+    with pytest.raises(RecipeError, match=f"^the override for 'head': .*{message}"):
+        fxq.Recipe.qat().override("head", config)
 
 
 def test_a_preset_that_was():

@@ -1,0 +1,227 @@
+"""Training with fake quantization: the model to train, and the integer model of what was trained."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from fxq.common.data import Batch, as_batch, device_of
+from fxq.common.isolation import without_autocast
+from fxq.common.metrics import sqnr
+from fxq.errors import CalibrationError, InputError, RecipeError, warn
+from fxq.graph.info import Edge, Grids, grid_key, grids_of
+from fxq.graph.query import constant
+from fxq.model import QuantizedModel
+from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
+from fxq.pipeline.context import Context
+from fxq.pipeline.derived_weights import FoldedNorm
+from fxq.pipeline.manager import PassManager
+from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, whole
+from fxq.quant.observer_base import flat, range_along
+from fxq.quant.qparams import QParams, scale_and_zero_point
+from fxq.recipe.pass_base import Pass
+from fxq.recipe.recipe import Recipe
+from fxq.steps import finished, manager_for, phases
+from fxq.tracing.wrappers import unwrapped
+from fxq.training_model import Preparation, TrainingModel
+
+M = TypeVar("M", bound=nn.Module)
+CHECKED = 16
+"""Samples with which the integer model is compared with the one that was trained."""
+
+
+def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any) -> TrainingModel:
+    """A model to train, on the device of `model`, of which it has a copy; see `fxq.prepare`."""
+    model = unwrapped(model)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
+    device = device_of(model)
+    own = copy.deepcopy(model).cpu().eval()
+    example = as_batch(example_inputs, own, "example_inputs") if example_inputs is not None else None
+    manager = manager_for(own, recipe, _on_cpu(example))
+    observing, choosing, inserting = _phases(recipe)
+    manager.run(observing)
+    manager.check_float()
+    with torch.no_grad():
+        manager.gm(*manager.context.example.args, **manager.context.example.kwargs)
+    observed = manager.fork()
+    chosen = manager.fork()
+    chosen.run(choosing)
+    manager.context.grids = _told_apart(grids_of(chosen.gm.graph))
+    manager.run([*choosing, *inserting])
+    manager.context.model = copy.deepcopy(own)  # training changes the tensors that the graph has
+    return TrainingModel.from_manager(manager, observed).to(device)
+
+
+def converted_from_training(trained: TrainingModel) -> QuantizedModel:
+    """The integer model of a trained one, on the CPU; see `fxq.convert`."""
+    _check_has_ranges(trained)
+    trained.use_ranges()
+    tensors = {name: whole(tensor.detach()).cpu() for name, tensor in trained.state_dict().items()}
+    for name, tensor in tensors.items():
+        if name in dict(trained.named_parameters()) and not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"{name} holds NaN or Inf behind training: train it again, with a lower learning rate.")
+    manager = _observed_again(trained.preparation, tensors)
+    context = manager.context
+    context.grids = _trained_grids(trained, manager.gm, tensors)
+    observing, choosing, (*inserting, _) = _phases(context.recipe)
+    manager.run([*choosing, *inserting])
+    made = finished(manager, context.recipe.pipeline[len(observing) + len(choosing) + len(inserting) + 1 :])
+    _check_alike(trained, made, context)
+    return made
+
+
+def _told_apart(grids: Grids) -> Grids:
+    """The grids, no two groups of which have the same: by chance they may, and would be one grid from there on.
+
+    Scales differ in their last bits, which nobody sees: ranges of the first batches, or training, take their place.
+    """
+    taken: set[tuple[float, ...]] = set()
+    made: dict[Any, QParams] = {}
+    for _, edges in grids.values():
+        for grid in (edge.qparams for edge in edges):
+            if not isinstance(grid, QParams) or grid.axis is not None or grid in made:
+                continue
+            apart = grid
+            while (apart.s, apart.z, apart.qmin, apart.qmax) in taken:
+                apart = replace(apart, scale=torch.nextafter(apart.scale, torch.tensor(math.inf)))
+            taken.add((apart.s, apart.z, apart.qmin, apart.qmax))
+            made[grid] = apart
+
+    def of(edge: Edge) -> Edge:
+        return replace(edge, qparams=made[edge.qparams]) if edge.qparams in made else edge
+
+    return {key: (plan, tuple(map(of, edges))) for key, (plan, edges) in grids.items()}
+
+
+def _observed_again(preparation: Preparation, tensors: Mapping[str, Tensor]) -> PassManager:
+    """The graph with observers, with the tensors that were trained, and those that fold-batch-norm makes of them."""
+    known = preparation.manager.context
+    model = _with(copy.deepcopy(known.model), tensors)
+    manager = preparation.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in known.samples])
+    made = {path: tensor for one in known.derived for path, tensor in one.made(tensors).items()}
+    manager.gm = _with(copy.deepcopy(manager.gm).cpu(), {**tensors, **made})
+    original = manager.context.original
+    if original is not None:
+        gm = fx.GraphModule(original.gm, copy.deepcopy(original.graph))
+        manager.context.original = replace(original, gm=_with(copy.deepcopy(gm).cpu(), tensors))
+    with torch.no_grad(), without_autocast():
+        manager.context.outputs = model(*known.example.args, **known.example.kwargs)
+    return manager
+
+
+def _with(model: M, tensors: Mapping[str, Tensor]) -> M:
+    """A model in eval mode, with these values of its tensors where it has any of their names."""
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in tensors:
+                tensor.copy_(tensors[name])
+    return model.eval()
+
+
+def _check_alike(trained: TrainingModel, made: QuantizedModel, context: Context) -> None:
+    """Warn when the integer model is not what was trained, on recorded samples."""
+    least = context.recipe.min_sqnr
+    if least is None or any(hasattr(parameter, "full_tensor") for parameter in trained.parameters()):
+        return
+    batch, mode = context.some_samples(CHECKED)[0], trained.training
+    device = device_of(trained)
+    try:
+        with torch.no_grad(), without_autocast():
+            found = sqnr(_called(trained.eval(), _moved(batch, device)), _called(made, batch))
+    finally:
+        trained.train(mode)
+    if not found >= least:
+        warn(
+            f"the integer model is at {found:.1f} dB SQNR against the model that was trained; the recipe asks for "
+            f"{least:g} dB (min_sqnr). print(qmodel.ledger) shows what runs in float, and why."
+        )
+
+
+def _phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pass]]:
+    """The passes as far as observers, choose-grids, and those behind it as far as fake quantizers."""
+    observing, later, _ = phases(recipe)
+    names = [step.name for step in later]
+    if names[:1] != ["choose-grids"] or InsertFakeQuantizers.name not in names:
+        raise RecipeError(
+            "a pipeline for training has choose-grids behind insert-observers, and insert-fake-quantizers before "
+            f"lower; here is {' → '.join(names)}."
+        )
+    return observing, later[:1], later[1 : names.index(InsertFakeQuantizers.name) + 1]
+
+
+def _check_has_ranges(trained: TrainingModel) -> None:
+    if not trained.steps:
+        raise CalibrationError(
+            "the model has not been trained: no forward in train mode has found the ranges of values. Run your "
+            "training loop, or at least one batch, and then convert it."
+        )
+    quantizers = (m for m in trained.modules() if isinstance(m, FakeQuantizeValue))
+    missing = next((quantizer.name for quantizer in quantizers if not quantizer.has_range), None)
+    if missing is not None:
+        raise CalibrationError(
+            f"{missing} has no range: in {trained.steps} forwards in train mode it was empty, or NaN or Inf. Train "
+            "with data that reaches it, or set the layer to float."
+        )
+
+
+def _trained_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> Grids:
+    """The edges with the grids that training has found."""
+    context = trained.preparation.manager.context
+    known = context.grids or {}
+    folds = (one for one in context.derived if isinstance(one, FoldedNorm) and one.commutes)
+    scales = {fold.weight: fold.scale(tensors) for fold in folds}
+    values = {m.group: m.qparams() for m in trained.modules() if isinstance(m, FakeQuantizeValue)}
+    weights = {m.edge: m for m in trained.modules() if isinstance(m, FakeQuantizeWeight)}
+    found = dict(known)
+    for node in gm.graph.nodes:
+        plan, edges = known.get(grid_key(node), (None, ()))
+        tensor = constant(gm, node)
+        if tensor is None:
+            edges = tuple(replace(edge, qparams=values.get(edge.group, edge.qparams)) for edge in edges)
+        else:
+            for at, quantizer in ((at, weights.get((str(node.target), at))) for at in range(len(edges))):
+                if quantizer is not None:
+                    grid = _weight_grid(quantizer, tensor, scales.get(str(node.target)))
+                    edges = (*edges[:at], replace(edges[at], qparams=grid), *edges[at + 1 :])
+        found[grid_key(node)] = plan, edges
+    return found
+
+
+def _weight_grid(quantizer: FakeQuantizeWeight, weight: Tensor, times: Tensor | None) -> QParams:
+    """The grid of a weight as it is quantized; `times` are the factors of its channels since it was trained."""
+    grid, symmetric = quantizer.qparams(), quantizer.spec.symmetric
+    if not quantizer.learned:
+        low, high = torch.aminmax(flat(weight)) if grid.axis is None else range_along(weight, grid.axis, grid.block)
+        scale, zero_point = scale_and_zero_point(low, high, grid.qmin, grid.qmax, symmetric)
+        return replace(grid, scale=scale, zero_point=zero_point)
+    if times is None:
+        return grid
+    scale = (grid.scale.double() * times.abs()).to(torch.float32)
+    return replace(grid, scale=torch.where(scale > 0, scale, torch.ones_like(scale)))
+
+
+def _called(model: nn.Module, batch: Batch) -> Any:
+    """What a model returns, on the CPU."""
+    return tree_map(lambda v: v.cpu() if isinstance(v, Tensor) else v, model(*batch.args, **batch.kwargs))
+
+
+def _on_cpu(batch: Batch | None) -> Batch | None:
+    return _moved(batch, "cpu") if batch is not None else None
+
+
+def _moved(batch: Batch, device: str) -> Batch:
+    """A batch on a device, without gradients."""
+
+    def move(value: Any) -> Any:
+        return value.detach().to(device) if isinstance(value, Tensor) else value
+
+    args, kwargs = tree_map(move, (batch.args, dict(batch.kwargs)))
+    return Batch(args, kwargs)

@@ -1,0 +1,266 @@
+"""The model that is trained: fake quantizers in a graph of the float model's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fxq.common.data import Batch
+from fxq.common.metrics import tensors
+from fxq.errors import CalibrationError, InputError, warn
+from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
+from fxq.pipeline.history import History
+from fxq.pipeline.manager import PassManager
+from fxq.pipeline.ranks import AUTO, Ranks
+from fxq.pipeline.samples import record
+from fxq.quant.fake_quantize import FakeQuantizeValue, move_ranges, use_ranges
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a model that is trained was made with, which its copies share.
+
+    Attributes:
+        manager: the pipeline, as far as the graph that is trained.
+        observed: the same, as far as observers.
+    """
+
+    manager: PassManager
+    observed: PassManager
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
+        return self
+
+
+class TrainingProgress(nn.Module):
+    """How far training is, as buffers: so it is part of the `state_dict`.
+
+    Buffers:
+
+        steps: int64, 0-d: forwards in train mode.
+        ranges_frozen, norms_frozen: bool, 0-d.
+    """
+
+    steps: Tensor
+    ranges_frozen: Tensor
+    norms_frozen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("ranges_frozen", torch.tensor(False))
+        self.register_buffer("norms_frozen", torch.tensor(False))
+
+
+class TrainingModel(fx.GraphModule):
+    """A model to train: it computes with values and weights that are rounded, and gradients pass through the rounding.
+
+    Train it as you would the float model, whose parameters it has a copy of, by the same names (and learned scales):
+    with any optimizer, in `DistributedDataParallel`, under `fully_shard` (of the whole model), autocast,
+    `torch.compile` and `torch.utils.checkpoint`. Then `fxq.convert` it.
+
+    In train mode, each forward notes the ranges of values; the next one uses them. The first one rounds weights alone.
+    On several ranks of `torch.distributed`, ranges are those of all ranks' batches. In eval mode ranges and batch norms
+    stand still.
+
+    Attributes:
+        preparation: what it was made with.
+        group: the `torch.distributed.ProcessGroup` whose ranks share ranges; None: this process alone; "auto": the
+            default group, if there is one.
+    """
+
+    preparation: Preparation
+    group: Any
+
+    @classmethod
+    def from_manager(cls, manager: PassManager, observed: PassManager) -> TrainingModel:
+        """Wrap the graph of a manager that has inserted fake quantizers; `observed` is it behind insert-observers."""
+        made = cls(manager.gm, manager.gm.graph, class_name="TrainingModel")
+        made.add_module(PROGRESS, TrainingProgress())
+        made._attach(Preparation(manager, observed), AUTO)
+        return made.train()
+
+    def _attach(self, preparation: Preparation, group: Any) -> None:
+        self.preparation, self.group = preparation, group
+        self._steps, self._moved = 0, False
+        self._quantizers = [m for m in self.modules() if isinstance(m, FakeQuantizeValue)]
+        self._norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
+        self._momenta = [norm.momentum for norm in self._norms]
+        self.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        self.register_forward_hook(_behind_forward)
+        self.register_load_state_dict_post_hook(_loaded)
+        _loaded(self)
+
+    @property
+    def history(self) -> History:
+        """One snapshot per pass so far."""
+        return self.preparation.manager.history
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """How far training is."""
+        found: TrainingProgress = self.get_submodule(PROGRESS)  # type: ignore[assignment]
+        return found
+
+    @property
+    def steps(self) -> int:
+        """Forwards in train mode so far."""
+        return self._steps
+
+    def train(self, mode: bool = True) -> TrainingModel:
+        """As of any module; the statistics of batch norms that are frozen stay so."""
+        super().train(mode)
+        if PROGRESS in self._modules and self.progress.norms_frozen:
+            for norm in self._norms:
+                norm.eval()
+        return self
+
+    def freeze_ranges(self) -> None:
+        """Let the ranges of values stay as they are from now on. Learned scales go on learning.
+
+        Raises:
+            InputError: they do already.
+            CalibrationError: no forward in train mode has found any.
+        """
+        self._check_not("ranges", self.progress.ranges_frozen)
+        if not self.steps:
+            raise CalibrationError("there are no ranges to freeze: call the model on a batch in train mode first.")
+        self._freeze_ranges()
+
+    def freeze_norms(self) -> None:
+        """Let the statistics of batch norms stay as they are from now on; their weights and biases go on learning.
+
+        Raises:
+            InputError: they do already, or there are none.
+
+        Source: Krishnamoorthi 2018, section 3.2.2.
+        """
+        self._check_not("norms", self.progress.norms_frozen)
+        if not self._norms:
+            raise InputError("the model has no batch norm whose statistics could be frozen.")
+        self._freeze_norms()
+
+    def _check_not(self, what: str, frozen: Tensor) -> None:
+        if frozen:
+            option = f"{InsertFakeQuantizers.name}, freeze_{what}_after"
+            raise InputError(f"the {what} are frozen already, by freeze_{what}() or by the recipe ({option}).")
+
+    def _freeze_ranges(self) -> None:
+        self.progress.ranges_frozen.fill_(True)
+        for quantizer in self._quantizers:
+            quantizer.watching = quantizer.watching and not quantizer.has_range
+
+    def _freeze_norms(self) -> None:
+        self.progress.norms_frozen.fill_(True)
+        for norm in self._norms:
+            norm.eval()
+
+    def use_ranges(self) -> None:
+        """Let values be rounded to the grids of all that was seen. Each forward does it."""
+        if not self._moved:
+            return
+        use_ranges([q for q in self._quantizers if q.has_range and not q.learned])
+        for quantizer in self._quantizers:
+            quantizer.started = quantizer.started or quantizer.has_range
+        self._moved = False
+
+    def _take_step(self) -> None:
+        """Behind a forward in train mode: move ranges, on all ranks alike, and count it."""
+        moving = [q for q in self._quantizers if q.watching]
+        if moving:
+            move_ranges(moving, self._seen_on_all_ranks(moving))
+            for quantizer in moving:
+                quantizer.has_range = quantizer.has_range or bool(quantizer.low <= quantizer.high)
+        self._moved = True
+        self._steps += 1
+        self.progress.steps.fill_(self._steps)
+        pipeline = self.preparation.manager.context.recipe.pipeline
+        options = next(step for step in pipeline if isinstance(step, InsertFakeQuantizers))
+        if self._steps == options.freeze_ranges_after or self.progress.ranges_frozen:
+            self._freeze_ranges()
+        if self._steps == options.freeze_norms_after and self._norms:
+            self._freeze_norms()
+
+    def _seen_on_all_ranks(self, quantizers: Sequence[FakeQuantizeValue]) -> Tensor:
+        """The smallest and the largest value of each in this forward: float32, (N, 2)."""
+        seen = torch.stack([q.seen for q in quantizers])
+        ranks = Ranks.of(self.group)
+        if ranks.size > 1:
+            sign = torch.tensor([1.0, -1.0], device=seen.device)
+            seen *= sign
+            dist.all_reduce(seen, dist.ReduceOp.MIN, group=ranks.group)
+            seen *= sign
+        return seen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingModel:
+        copied = super().__deepcopy__(memo)
+        made = TrainingModel(copied, copied.graph, class_name="TrainingModel")
+        made.add_module(PROGRESS, copied.get_submodule(PROGRESS))
+        made._attach(self.preparation, self.group)
+        made.training = self.training
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise InputError(
+            "a model that is trained cannot be pickled: it holds the float model, and a pipeline that has not run to "
+            "its end. Save its state_dict(), and load that into one that fxq.prepare makes anew; or copy.deepcopy it."
+        )
+
+
+PROGRESS = "fxq_progress"
+"""Where the model has its `TrainingProgress`."""
+
+
+def _recomputes() -> bool:
+    """Whether a forward is computed again for its gradients, as activation checkpointing does."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+@torch.compiler.disable
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Use the ranges so far. Where the forward is computed again, batch norms do not count it."""
+    assert isinstance(model, TrainingModel)
+    again = _recomputes()
+    for norm, momentum in zip(model._norms, model._momenta, strict=True):
+        norm.momentum = 0.0 if again else momentum
+    if again:
+        return
+    if model.training:
+        record(model.preparation.manager.context, Batch(args, kwargs))
+    model.use_ranges()
+
+
+@torch.compiler.disable
+def _behind_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Count a forward in train mode; of one in eval mode, warn when it is trained with."""
+    assert isinstance(model, TrainingModel)
+    if _recomputes():
+        return
+    if model.training:
+        model._take_step()
+        return
+    trained = next((tensor for tensor in tensors(output) if tensor.requires_grad), None)
+    if trained is not None:
+        trained.register_hook(_warn_of_eval_mode)
+
+
+def _warn_of_eval_mode(grad: Tensor) -> None:
+    warn("the model is trained in eval mode: ranges and batch norms stand still. Call model.train() before training.")
+
+
+def _loaded(model: nn.Module, keys: Any = None) -> None:
+    """Go on from what was loaded."""
+    assert isinstance(model, TrainingModel)
+    progress = model.progress
+    model._steps, model._moved = int(progress.steps), True
+    for quantizer in model._quantizers:
+        if not quantizer.learned:
+            quantizer.has_range = bool(quantizer.low <= quantizer.high)
+            quantizer.watching = not (quantizer.has_range and progress.ranges_frozen)
+    model.train(model.training)

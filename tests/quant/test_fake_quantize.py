@@ -1,0 +1,170 @@
+"""Fake quantizers: what they compute, their gradients, and how ranges follow what was seen."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import fxq
+from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, move_ranges, use_ranges, whole
+from fxq.quant.observers import observer_for
+from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
+
+AVERAGE = fxq.TensorSpec(observer="moving_average:0.25")
+MINMAX = fxq.TensorSpec(observer="minmax")
+WEIGHT = fxq.TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
+
+
+def value_quantizer(spec=MINMAX, scale=1.0, zero_point=0, **options):
+    return FakeQuantizeValue(spec, QParams.per_tensor(scale, zero_point, spec.qmin, spec.qmax), "x", **options)
+
+
+def settled(quantizer, *batches):
+    """The quantizer as it is behind forwards on these batches."""
+    for x in batches:
+        quantizer(x)
+        move_ranges([quantizer], quantizer.seen[None])
+        use_ranges([quantizer])
+        quantizer.started = True
+    return quantizer
+
+
+def rounded_straight_through(x, scale, zero_point, qmin, qmax):
+    """The same written with autograd's own functions: gradients pass the rounding, and stop where values are cut."""
+    steps = x / scale + zero_point
+    steps = steps + (steps.round() - steps).detach()
+    return (steps.clamp(qmin, qmax) - zero_point) * scale
+
+
+@given(st.integers(0, 2**16), st.sampled_from([2, 4, 7, 8]), st.booleans(), st.floats(0.01, 100), st.floats(-3, 3))
+def test_a_value_is_what_quantize_and_dequantize_make_of_it(seed, bits, symmetric, spread, shift):
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)) * spread + shift
+    spec = fxq.TensorSpec(bits=bits, symmetric=symmetric, observer="minmax")
+    quantizer = settled(value_quantizer(spec), x)
+    grid = choose_qparams(x.min(), x.max(), spec)
+    assert quantizer.qparams().same_as(grid)
+    assert torch.equal(quantizer(x), dequantize(quantize(x, grid), grid))
+
+
+def test_before_the_first_batch_counts_values_are_handed_on():
+    quantizer, x = value_quantizer(), torch.randn(9)
+    assert torch.equal(quantizer(x), x)
+    assert torch.equal(value_quantizer(nonnegative=True)(x), x.relu())
+    assert torch.equal(quantizer.seen, torch.stack([x.min(), x.max()]))
+
+
+def test_gradients_pass_inside_of_the_grid():
+    x = torch.tensor([-3.0, -0.4, 0.2, 1.1, 200.0, 300.0], requires_grad=True)
+    quantizer = settled(value_quantizer(), torch.tensor([-1.0, 254.0]))
+    upstream = torch.arange(1.0, 7.0)
+    (own,) = torch.autograd.grad(quantizer(x), x, upstream)
+    again = x.detach().requires_grad_()
+    wanted = rounded_straight_through(again, quantizer.scale, quantizer.zero_point, 0, 255)
+    (reference,) = torch.autograd.grad(wanted, again, upstream)
+    assert torch.equal(own, reference)
+    assert own.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_a_learned_scale_has_the_gradient_of_lsq(axis):
+    per = "tensor" if axis is None else "channel"
+    spec = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per=per, range="learned")
+    w = torch.randn(6, 8, dtype=torch.float32)
+    scale = torch.full((), 0.2) if axis is None else torch.linspace(0.1, 0.3, w.shape[axis])
+    grid = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -7, 7, torch.int8, axis)
+    quantizer = FakeQuantizeWeight(spec, grid, "w")
+    own = w.clone().requires_grad_()
+    upstream = torch.randn(6, 8)
+    quantizer(own).backward(upstream)
+    v = w / (scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(2)]))
+    inside = (v > -7) & (v < 7)  # Esser et al. 2020, equations 3 and 5
+    by_scale = torch.where(inside, -v + v.round(), v.clamp(-7, 7))
+    expected = (upstream * by_scale).sum() if axis is None else (upstream * by_scale).sum(1 - axis)
+    shared = w.numel() / scale.numel() if axis is not None else w[0].numel()
+    moved = quantizer.factor.grad.reshape(scale.shape) * scale  # of the scale, by gradient descent
+    assert_close(moved, expected / math.sqrt(shared * 7), rtol=1e-5, atol=1e-6)
+    assert torch.equal(own.grad, upstream * inside)
+
+
+def test_a_learned_scale_starts_with_its_grid_and_follows_no_range():
+    spec = fxq.TensorSpec(range="learned", observer="mse")
+    quantizer = value_quantizer(spec, scale=0.5, zero_point=3)
+    before = quantizer.qparams()
+    x = torch.randn(100)
+    assert torch.equal(quantizer(x), dequantize(quantize(x, before), before))
+    assert quantizer.qparams().same_as(before)
+    assert [name for name, _ in quantizer.named_parameters()] == ["factor"]
+    assert quantizer.factor.shape == (1,)  # FSDP takes no 0-d parameters
+
+
+def test_a_learned_factor_below_zero_is_used_without_its_sign():
+    quantizer = value_quantizer(fxq.TensorSpec(range="learned", observer="mse"), scale=0.5)
+    with torch.no_grad():
+        quantizer.factor.neg_()
+    assert quantizer.qparams().s == 0.5
+    assert quantizer(torch.tensor([1.3])).item() == 1.5
+
+
+@pytest.mark.parametrize("spec", [AVERAGE, MINMAX, fxq.TensorSpec(observer="moving_average:1.0")])
+def test_ranges_follow_as_the_observer_would(spec):
+    batches = [torch.randn(20) * scale + 1 for scale in (1, 3, 0.2)]
+    quantizer, observer = settled(value_quantizer(spec), *batches), observer_for(spec)
+    for x in batches:
+        observer(x)
+    assert_close(torch.stack([quantizer.low, quantizer.high]), torch.stack(observer.range()), rtol=1e-6, atol=0)
+
+
+def test_what_is_not_finite_or_empty_moves_no_range():
+    quantizer = settled(value_quantizer(AVERAGE), torch.tensor([-1.0, 2.0]))
+    for x in (torch.tensor([math.nan, 5.0]), torch.tensor([math.inf]), torch.empty(0)):
+        settled(quantizer, x)
+        assert (quantizer.low.item(), quantizer.high.item()) == (-1.0, 2.0)
+
+
+def test_in_eval_mode_nothing_is_noted():
+    quantizer = settled(value_quantizer(), torch.tensor([0.0, 1.0])).eval()
+    quantizer(torch.tensor([9.0]))
+    assert quantizer.seen.tolist() == [math.inf, -math.inf]
+
+
+def test_a_relu_that_is_left_to_the_grid():
+    x = torch.randn(50)
+    quantizer = settled(value_quantizer(nonnegative=True), x)
+    grid = choose_qparams(torch.zeros(()), x.max(), MINMAX)
+    assert quantizer.low.item() == 0.0
+    assert torch.equal(quantizer(x), dequantize(quantize(x.relu(), grid), grid))
+
+
+@pytest.mark.parametrize(
+    ("spec", "axis", "block"),
+    [
+        (WEIGHT, 0, None),
+        (WEIGHT, 1, None),
+        (fxq.TensorSpec(signed=True, symmetric=True, observer="minmax"), None, None),
+        (fxq.TensorSpec(bits=4, per=4, observer="minmax"), 1, 4),
+    ],
+)
+def test_a_weight_is_on_the_grid_of_its_own_range(spec, axis, block):
+    observer = observer_for(spec, axis)
+    observer(torch.ones(6, 10))
+    quantizer, w = FakeQuantizeWeight(spec, observer.qparams(), "w"), torch.randn(6, 10, requires_grad=True)
+    fresh = observer_for(spec, axis)
+    fresh(w)
+    grid = fresh.qparams()
+    assert grid.block == block
+    assert torch.equal(quantizer(w), dequantize(quantize(w.detach(), grid), grid))
+    (passed,) = torch.autograd.grad(quantizer(w).sum(), w)
+    assert passed.eq(1).all()
+
+
+def test_half_precision_is_rounded_in_float32():
+    quantizer = settled(value_quantizer(), torch.tensor([0.0, 1.0]))
+    assert quantizer(torch.rand(3, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_a_plain_tensor_is_whole():
+    x = torch.rand(2)
+    assert whole(x) is x

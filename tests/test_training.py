@@ -1,0 +1,276 @@
+"""Training from end to end: what convert gives is what was trained, on one process and on several."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fxq
+from fxq.common.data import Batch
+from fxq.common.metrics import sqnr
+from fxq.errors import CalibrationError, FxqWarning, InputError, RecipeError
+from fxq.graph.grid import grid_of
+from fxq.graph.query import is_op
+from fxq.graph.run import Runner
+from fxq.quant.fake_quantize import FakeQuantizeValue
+from fxq.quant.qparams import dequantize
+from tests.models import NETWORKS, batch, build
+from tests.processes import on_ranks
+from tests.trainings import QAT, called, prepared, rounded_values, trained
+
+W4 = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
+RECIPES = {
+    "8 bits": QAT,
+    "4 bits": fxq.Recipe.qat(backend="reference", weight=W4),
+    "learned": fxq.Recipe.qat(backend="reference", weight=W4, learned=True),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_convert_gives_is_what_was_trained(name, recipe):
+    made = prepared(build(name), batch(name, 4, seed=1), recipe)
+    before = [p.detach().clone() for p in made.parameters()]
+    losses = trained(made, [batch(name, 4, seed=seed) for seed in range(3)], rate=1e-3)
+    assert all(loss == loss for loss in losses)
+    assert any(not torch.equal(p, old) for p, old in zip(made.parameters(), before, strict=True))
+    inputs = batch(name, 4, seed=9)
+    with torch.no_grad():
+        wanted = called(made.eval(), inputs)
+    assert sqnr(wanted, called(fxq.convert(made), inputs)) > 60  # float rounding, and no step of a grid
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_every_layer_is_within_a_step(learned):
+    made = prepared(build("residual"), batch("residual"), fxq.Recipe.qat(backend="reference", learned=learned))
+    trained(made, [batch("residual", seed=seed) for seed in range(4)])
+    x = batch("residual", seed=9)
+    found = rounded_values(made.eval(), x)
+    quantized = fxq.convert(made)
+    steps, runner = {}, Runner(quantized, Batch((x,)))
+    for node in quantized.graph.nodes:
+        value = runner.step(node)
+        if is_op(node, "quantize"):
+            grid = grid_of(quantized, node)
+            steps[grid.s] = dequantize(value, grid)
+    assert len(found) > 5
+    for scale, value in found:
+        assert (value - steps[scale]).abs().max() <= 1.001 * scale
+
+
+@given(st.integers(0, 10**6), st.sampled_from([2, 3, 8]), st.booleans(), st.integers(1, 3))
+@settings(max_examples=12, deadline=None)
+def test_any_small_network(seed, bits, symmetric, steps):
+    torch.manual_seed(seed)
+    channels = int(torch.randint(1, 6, ()))
+    layers = [nn.Conv2d(3, 2 * channels, 3, groups=1), nn.BatchNorm2d(2 * channels), nn.ReLU6()]
+    layers += [nn.Conv2d(2 * channels, 2 * channels, 1, groups=channels), nn.Hardswish(), nn.Flatten()]
+    model, x = nn.Sequential(*layers, nn.Linear(32 * channels, 3)), torch.randn(4, 3, 6, 6)
+    weight = fxq.TensorSpec(bits=bits, signed=True, symmetric=True, per="channel", observer="minmax")
+    activation = fxq.TensorSpec(symmetric=symmetric, observer="moving_average:0.5")
+    made = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=weight, activation=activation))
+    trained(made, [torch.randn(4, 3, 6, 6) for _ in range(steps)], rate=1e-3)
+    with torch.no_grad():
+        wanted = made.eval()(x)
+    assert sqnr(wanted, fxq.convert(made)(x)) > 60
+
+
+def test_training_finds_what_rounding_loses():
+    """A regression that 2 bits of weights hurt: training with fake quantizers wins most of it back."""
+    torch.manual_seed(0)
+    teacher, x = nn.Linear(8, 4), torch.randn(512, 8)
+    y = teacher(x).detach()
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def fit(network, steps):
+        optimizer = torch.optim.Adam(network.parameters(), 1e-2)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (network(x) - y).square().mean().backward()
+            optimizer.step()
+
+    def loss(network):
+        with torch.no_grad():
+            return float((network(x) - y).square().mean())
+
+    fit(model, 300)
+    weight = fxq.TensorSpec(bits=2, signed=True, symmetric=True, per="channel", observer="minmax")
+    rounded = fxq.quantize(model.eval(), fxq.Recipe.static(backend="reference", weight=weight), data=[x])
+    made = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=weight, learned=True))
+    fit(made, 300)
+    assert loss(fxq.convert(made)) < 0.2 * loss(rounded)
+
+
+def test_a_network_on_kernels():
+    made = prepared(build("residual"), batch("residual"), fxq.Recipe.qat())
+    trained(made, [batch("residual", seed=seed) for seed in range(3)], rate=1e-3)
+    x = batch("residual", seed=9)
+    with torch.no_grad():
+        wanted = made.eval()(x)
+    quantized = fxq.convert(made)
+    assert quantized.ledger.count("int8") > 5
+    assert sqnr(wanted, quantized(x)) > 35  # kernels round sums in another order, a step here and there
+
+
+def test_layers_that_the_recipe_leaves_in_float_are_trained_too():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    made = prepared(model, torch.randn(2, 3, 8, 8), QAT.override("3", fxq.FLOAT))
+    trained(made, [torch.randn(4, 3, 8, 8) for _ in range(2)])
+    assert not torch.equal(dict(made.named_parameters())["3.weight"], model[3].weight)
+    x = torch.randn(2, 3, 8, 8)
+    assert sqnr(made.eval()(x), fxq.convert(made)(x)) > 60
+
+
+def test_a_leaf_is_trained_as_it_is():
+    inner = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), inner, nn.Conv2d(4, 2, 1)).eval()
+    made = prepared(model, torch.randn(2, 3, 8, 8), fxq.Recipe.qat(backend="reference", leaf_modules=["1"]))
+    trained(made, [torch.randn(4, 3, 8, 8) for _ in range(2)])
+    state = made.state_dict()
+    assert not torch.equal(state["1.0.weight"], inner[0].weight)
+    assert state["1.1.running_mean"].any()
+    x = torch.randn(2, 3, 8, 8)
+    assert sqnr(made.eval()(x), fxq.convert(made)(x)) > 60
+
+
+def test_the_converted_model_does_not_change_with_further_training():
+    made, x = prepared(build("residual"), batch("residual")), batch("residual", seed=9)
+    trained(made, [batch("residual", seed=1)])
+    quantized = fxq.convert(made)
+    before = quantized(x)
+    trained(made.train(), [batch("residual", seed=2)], rate=0.1)
+    assert torch.equal(quantized(x), before)
+    assert not torch.equal(fxq.convert(made)(x), before)
+
+
+def test_a_model_in_train_mode_stays_so():
+    model = build("residual").train()
+    made = prepared(model, batch("residual"))
+    assert made.training
+    assert model.training
+
+
+def test_what_is_refused():
+    x = batch("residual")
+    made = prepared(build("residual"), x)
+    with pytest.raises(CalibrationError, match="the model has not been trained: no forward in train mode"):
+        fxq.convert(made)
+    with pytest.raises(InputError, match="finds ranges while it is trained"):
+        fxq.calibrate(made, [x])
+    made(x)
+    with pytest.raises(RecipeError, match="with the recipe that it was prepared with: leave it out"):
+        fxq.convert(made, "static")
+    with pytest.raises(InputError, match="is a TrainingModel already"):
+        fxq.quantize(made, data=[x])
+    with pytest.raises(RecipeError, match="the recipe 'qat' is for training, which is yours to do"):
+        fxq.quantize(build("residual"), "qat", data=[x])
+    with pytest.raises(InputError, match=r"model is a function, not an nn\.Module"):
+        fxq.prepare(lambda x: x, "qat", x)
+    with pytest.raises(InputError, match="example_inputs is missing"):
+        fxq.prepare(build("residual"), "qat")
+    without = fxq.Recipe.qat().without_pass("choose-grids")
+    with pytest.raises(RecipeError, match="a pipeline for training has choose-grids behind insert-observers"):
+        fxq.prepare(build("residual"), without, x)
+
+
+def test_a_value_that_no_batch_has_reached():
+    made = prepared(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
+    made(torch.full((2, 4), torch.nan))
+    with pytest.raises(CalibrationError, match="has no range: in 1 forwards in train mode it was empty, or NaN"):
+        fxq.convert(made)
+
+
+def test_weights_that_training_has_ruined():
+    made = prepared(nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4))
+    made(torch.randn(2, 4))
+    with torch.no_grad():
+        next(made.parameters()).fill_(torch.nan)
+    with pytest.raises(InputError, match=r"0\.bias holds NaN or Inf behind training"):
+        fxq.convert(made)
+
+
+def test_an_integer_model_that_is_not_what_was_trained_is_told(monkeypatch):
+    made = prepared(build("residual"), batch("residual"))
+    trained(made, [batch("residual")])
+    monkeypatch.setattr(fxq.training, "sqnr", lambda a, b: 5.0)
+    with pytest.warns(FxqWarning, match="the integer model is at 5.0 dB SQNR against the model that was trained"):
+        fxq.convert(made)
+
+
+# ---- several processes
+
+
+class Plain(nn.Module):
+    """Without batch norm, whose statistics are each rank's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = torch.relu(self.first(x))
+        return self.head(torch.relu(self.second(y) + y).mean((2, 3)))
+
+
+def _loop(model, rank=0, ranks=1):
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        x, y = torch.randn(8, 3, 10, 10), torch.randint(0, 4, (8,))
+        x, y = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_two_ranks_train_as_one_process_on_the_joined_batch(tmp_path, learned):
+    torch.manual_seed(0)
+    model, x = Plain().eval(), torch.randn(8, 3, 10, 10)
+    recipe = fxq.Recipe.qat(backend="reference", learned=learned)
+
+    def work(rank):
+        made = prepared(model, x, recipe)
+        _loop(DistributedDataParallel(made), rank, 2)
+        return made.state_dict()
+
+    alone = prepared(model, x, recipe)
+    _loop(alone)
+    first, second = on_ranks(2, tmp_path / "ddp", work)
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_sharded_parameters(tmp_path):
+    torch.manual_seed(0)
+    model, x = Plain().eval(), torch.randn(8, 3, 10, 10)
+    recipe = fxq.Recipe.qat(backend="reference", learned=True)
+
+    def work(rank):
+        whole = prepared(model, x, recipe)
+        _loop(DistributedDataParallel(whole), rank, 2)
+        sharded = prepared(model, x, recipe)
+        fully_shard(sharded)
+        _loop(sharded, rank, 2)
+        return fxq.convert(whole)(x), fxq.convert(sharded)(x)
+
+    for whole, sharded in on_ranks(2, tmp_path / "fsdp", work):
+        torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rank_by_itself(tmp_path):
+    model, x = Plain().eval(), torch.randn(8, 3, 10, 10)
+
+    def work(rank):
+        made = prepared(model, x)
+        made.group = None
+        made(x * (rank + 1))
+        made.use_ranges()
+        return [float(m.high) for m in made.modules() if isinstance(m, FakeQuantizeValue)]
+
+    first, second = on_ranks(2, tmp_path / "alone", work)
+    assert second[0] == 2 * first[0]

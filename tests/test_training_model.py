@@ -1,0 +1,200 @@
+"""The model that is trained, as a module: modes, freezing, state, copies, autocast, checkpointing, compilation."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxq
+from fxq.errors import CalibrationError, FxqWarning, InputError
+from fxq.quant.fake_quantize import FakeQuantizeValue
+from tests.models import batch, build
+from tests.trainings import QAT, prepared, trained
+
+LEARNED = fxq.Recipe.qat(backend="reference", learned=True)
+BATCHES = [batch("residual", seed=seed) for seed in range(6)]
+
+
+def residual(recipe=QAT):
+    return prepared(build("residual"), BATCHES[0], recipe)
+
+
+def ranges(model):
+    return [(float(m.low), float(m.high)) for m in model.modules() if isinstance(m, FakeQuantizeValue)]
+
+
+def test_ranges_move_in_train_mode_alone():
+    model = residual()
+    trained(model, BATCHES[:2])
+    before, steps = ranges(model), model.steps
+    model.eval()
+    with torch.no_grad():
+        model(10 * BATCHES[0])
+    assert (ranges(model), model.steps) == (before, steps) == (before, 2)
+    model.train()
+    model(10 * BATCHES[0])
+    assert ranges(model) != before
+
+
+def test_the_first_forward_rounds_weights_alone_and_the_next_one_all():
+    model = residual()
+    first, second = model(BATCHES[0]), model(BATCHES[0])
+    assert not torch.equal(first, second)
+
+
+def test_training_in_eval_mode_is_told():
+    model = residual()
+    trained(model, BATCHES[:1])
+    model.eval()
+    with pytest.warns(FxqWarning, match=r"trained in eval mode: ranges and batch norms stand still. Call model.train"):
+        model(BATCHES[0]).sum().backward()
+
+
+def test_ranges_are_frozen_by_the_recipe():
+    recipe = fxq.Recipe.qat(backend="reference", freeze_ranges_after=2)
+    model = residual(recipe)
+    trained(model, BATCHES[:2])
+    before = ranges(model)
+    trained(model, BATCHES[2:4])
+    assert ranges(model) == before
+    with pytest.raises(InputError, match="the ranges are frozen already, by freeze_ranges"):
+        model.freeze_ranges()
+
+
+def test_ranges_are_frozen_by_hand():
+    model = residual()
+    with pytest.raises(CalibrationError, match="there are no ranges to freeze: call the model on a batch"):
+        model.freeze_ranges()
+    trained(model, BATCHES[:1])
+    model.freeze_ranges()
+    before = ranges(model)
+    trained(model, BATCHES[1:3])
+    assert ranges(model) == before
+    assert fxq.convert(model).ledger.count("int8")
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_statistics_of_batch_norms_are_frozen(by_hand):
+    model = residual(QAT if by_hand else fxq.Recipe.qat(backend="reference", freeze_norms_after=1))
+    trained(model, BATCHES[:1])
+    if by_hand:
+        model.freeze_norms()
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    before = [(m.running_mean.clone(), m.weight.detach().clone()) for m in norms]
+    trained(model.train(), BATCHES[1:3])
+    assert norms
+    assert not any(m.training for m in norms)
+    assert all(torch.equal(m.running_mean, mean) for m, (mean, _) in zip(norms, before, strict=True))
+    assert any(not torch.equal(m.weight, weight) for m, (_, weight) in zip(norms, before, strict=True))
+    with pytest.raises(InputError, match="the norms are frozen already"):
+        model.freeze_norms()
+
+
+def test_without_batch_norms_there_is_nothing_to_freeze():
+    with pytest.raises(InputError, match="has no batch norm whose statistics could be frozen"):
+        prepared(nn.Linear(2, 2).eval(), torch.rand(1, 2)).freeze_norms()
+
+
+@pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_its_state_goes_out_and_in(recipe, steps):
+    model = residual(recipe)
+    trained(model, BATCHES[:steps])
+    state = copy.deepcopy(model.state_dict())
+    wanted = trained(model, BATCHES[3:])
+    again = residual(recipe)
+    again.load_state_dict(state)
+    assert again.steps == steps
+    assert trained(again, BATCHES[3:]) == wanted
+
+
+def test_what_is_frozen_is_part_of_its_state():
+    model = residual()
+    trained(model, BATCHES[:1])
+    model.freeze_norms()
+    model.freeze_ranges()
+    again = residual()
+    again.load_state_dict(model.state_dict())
+    assert not any(m.training for m in again.modules() if isinstance(m, nn.BatchNorm2d))
+    before = ranges(again)
+    trained(again, BATCHES[1:2])
+    assert ranges(again) == before
+
+
+def test_its_parameters_go_by_the_names_of_the_float_model():
+    model, own = residual(), build("residual")
+    trained(model, BATCHES[:1])
+    missing, _ = own.load_state_dict(model.state_dict(), strict=False)
+    assert missing == []
+
+
+@pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
+def test_a_copy_trains_as_the_original(recipe):
+    model = residual(recipe)
+    trained(model, BATCHES[:2])
+    other = copy.deepcopy(model)
+    assert trained(other, BATCHES[2:]) == trained(model, BATCHES[2:])
+    assert other.steps == 6
+    assert {id(p) for p in other.parameters()}.isdisjoint({id(p) for p in model.parameters()})
+
+
+@pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_that_are_computed_again_for_gradients(recipe, reentrant):
+    """Checkpointing gives the same losses; ranges and statistics count each forward once."""
+    model, other = residual(recipe), residual(recipe)
+    wanted = trained(model, BATCHES)
+    found = trained(other, BATCHES, run=lambda x: checkpoint(other, x.requires_grad_(), use_reentrant=reentrant))
+    assert found == wanted
+    assert other.steps == 6
+    for (name, mine), its in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(mine, its) or "num_batches_tracked" in name, name
+
+
+def test_under_autocast():
+    model, other = residual(), residual()
+    wanted = trained(model, BATCHES)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return other(x)
+
+    assert trained(other, BATCHES, run=run) == pytest.approx(wanted, rel=0.03)
+    assert fxq.convert(other).ledger.count("int8")
+
+
+def test_on_another_device():
+    model = residual().to("meta")
+    assert {t.device.type for t in model.state_dict().values()} == {"meta"}
+
+
+def test_in_double_precision_inputs():
+    model = residual()
+    assert model(BATCHES[0].double()).dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
+def test_compiled(recipe):
+    model, other = residual(recipe), residual(recipe)
+    wanted, compiled = trained(model, BATCHES), torch.compile(other)
+    assert trained(other, BATCHES, run=compiled) == pytest.approx(wanted, rel=1e-4)
+    assert other.steps == 6
+    x = BATCHES[0]
+    assert fxq.common.metrics.sqnr(fxq.convert(model)(x), fxq.convert(compiled)(x)) > 40
+
+
+def test_it_is_not_pickled():
+    with pytest.raises(InputError, match=r"cannot be pickled: .* Save its state_dict\(\)"):
+        pickle.dumps(residual())
+
+
+def test_its_history_has_all_passes():
+    assert [snapshot.name for snapshot in residual().history][-3:] == [
+        "propagate",
+        "fallback",
+        "insert-fake-quantizers",
+    ]
