@@ -98,6 +98,17 @@ def _taken(w: Writer, x: Value, dim: int, index: Value) -> Value:
     return Value(made, torch.empty_like(index.like, dtype=x.dtype))
 
 
+@calls(operator.getitem)
+def _entries(w: Writer, x: Value, index: Any) -> Value:
+    places = index if isinstance(index, tuple) else (index,)
+    whole = all(isinstance(place, Value) and place.dtype in (torch.int32, torch.int64) for place in places)
+    refuse(not whole, "it is indexed by more than tensors of integers for its first axes")
+    shape = torch.broadcast_shapes(*(place.shape for place in places))
+    parts = [w.reshaped(Value(w.emit("Expand", place, w.ints(shape)), place.like), (*shape, 1)) for place in places]
+    at = w.cast(w.joined(parts, len(shape)), torch.int64)
+    return Value(w.emit("GatherND", x, at), w.empty((*shape, *x.shape[len(places) :]), x.dtype))
+
+
 @calls("detach", own_copy)
 def _as_it_is(w: Writer, x: Value) -> Value:
     return x

@@ -61,7 +61,8 @@ def relu6(w: Writer, x: Value) -> str:
 
 @writes("hardtanh")
 def hardtanh(w: Writer, x: Value, *, min_val: float, max_val: float) -> str:
-    refuse(not x.dtype.is_floating_point, "it clamps integers between floats")
+    broken = any(math.isfinite(bound) and bound % 1 for bound in (min_val, max_val))
+    refuse(broken and not x.dtype.is_floating_point, "it clamps integers between floats")
     return clamp(w, x, float(min_val), float(max_val))
 
 
@@ -194,7 +195,8 @@ def div(w: Writer, x: Any, other: Any, *, rounding_mode: str | None) -> str:
             return w.emit("Floor", w.emit("Div", a, b))
         return w.emit("Div", w.emit("Sub", a, w.emit("Mod", a, b)), b)
     refuse(rounding_mode is not None, "its quotient is rounded")
-    refuse(not dtype.is_floating_point, "it divides integers")
+    if not dtype.is_floating_point:
+        a, b = (w.cast(value, torch.float32) for value in (a, b))
     return w.emit("Div", a, b)
 
 

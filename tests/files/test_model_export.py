@@ -62,7 +62,9 @@ def test_kernels_are_fused(tmp_path):
 
 
 def test_a_residual_block_is_fused(tmp_path):
-    qmodel = fxq.quantize(build("residual"), REFERENCE, data=[batch("residual")])
+    """Of a model for this runtime: in units of other backends, the layer and the sum behind it are one."""
+    recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
+    qmodel = fxq.quantize(build("residual"), recipe, data=[batch("residual")])
     kinds = optimized(qmodel.export(tmp_path / "m.onnx"), tmp_path)
     assert "QLinearConv" in kinds and "QLinearAdd" in kinds and "Conv" not in kinds
 

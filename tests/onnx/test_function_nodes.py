@@ -27,6 +27,13 @@ MODELS = {
     "counted": module(
         lambda self, x, y: x + torch.arange(x.size(0))[:, None] + torch.arange(1, x.size(0) + 1)[:, None]
     ),
+    "entries": module(
+        lambda self, x, y: (
+            x[torch.arange(x.size(0)).flip(0)[:, None, None], torch.arange(-2, 3)],
+            (x > 0)[torch.arange(x.size(0))[:, None]],
+        )
+    ),
+    "shares": module(lambda self, x, y: torch.arange(x.size(0))[:, None] / 3 + x),
     "sums": module(lambda self, x, y: (x > 0).cumsum(0, dtype=torch.float32)),
 }
 
@@ -56,6 +63,7 @@ def test_makers_are_written():
     [
         (module(lambda self, x: x.to(torch.int64) & 3), "it combines the bits of integers"),
         (module(lambda self, x: x.argmax()), "it looks for one entry among all"),
+        (module(lambda self, x: x[x > 0]), "it is indexed by more than tensors of integers"),
         (module(lambda self, x: x + torch.arange(0.5, x.size(0), 1.0)[:, None]), "it counts in fractions"),
     ],
 )
