@@ -10,6 +10,7 @@ import torch
 
 from fxq.graph.guards import make_output, own_copy
 from fxq.onnx.pointwise_nodes import both, cast
+from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Value, Writer, refuse
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -164,7 +165,15 @@ def _numbers(w: Writer, *ends: Any, dtype: torch.dtype | None = None, **options:
     return _converted(w, Value(made, w.empty([count], torch.int64)), dtype=dtype)
 
 
-MAKERS = frozenset({torch.zeros, torch.ones, torch.full, torch.arange})
+@calls(torch.tensor)
+def _constant(w: Writer, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Value:
+    if varies(data):
+        return _converted(w, Value(w.reshaped(w.ints([data]), ()), w.empty([], torch.int64)), dtype=dtype)
+    made = torch.tensor(data, dtype=dtype, device="cpu")
+    return Value(w.constant(made), torch.empty_like(made, device="meta"))
+
+
+MAKERS = frozenset({torch.zeros, torch.ones, torch.full, torch.arange, torch.tensor})
 """Those that make tensors of numbers alone."""
 
 

@@ -61,9 +61,9 @@ def relu6(w: Writer, x: Value) -> str:
 
 @writes("hardtanh")
 def hardtanh(w: Writer, x: Value, *, min_val: float, max_val: float) -> str:
-    broken = any(math.isfinite(bound) and bound % 1 for bound in (min_val, max_val))
-    refuse(broken and not x.dtype.is_floating_point, "it clamps integers between floats")
-    return clamp(w, x, float(min_val), float(max_val))
+    if not x.dtype.is_floating_point and not (isinstance(min_val, int) and isinstance(max_val, int)):
+        x = Value(w.cast(x, torch.float32), x.like.float())
+    return clamp(w, x, min_val, max_val)
 
 
 @writes("hardsigmoid")

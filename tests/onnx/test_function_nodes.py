@@ -24,6 +24,7 @@ MODELS = {
     "places": module(lambda self, x, y: (x.argmax(1), torch.argmin(y, 0, keepdim=True))),
     "filled": module(lambda self, x, y: (torch.zeros_like(x) + y, torch.full_like(x, 2.5) * y)),
     "made": module(lambda self, x, y: x + torch.ones(x.size(0), 1) + torch.full((x.size(0), x.size(1)), 3.0)),
+    "numbers": module(lambda self, x, y: x * torch.tensor(x.size(0), dtype=torch.float32) + torch.tensor(x.size(1))),
     "counted": module(
         lambda self, x, y: x + torch.arange(x.size(0))[:, None] + torch.arange(1, x.size(0) + 1)[:, None]
     ),
