@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import fx
 
 from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.data import Batch
-from fxq.common.files import as_path, replacing
+from fxq.common.files import as_path, replacing, writing
 from fxq.errors import ExportError, FxqError, InputError, unknown, words_of
+from fxq.files.program_export import write_program
 from fxq.graph.run import inputs_for
+from fxq.graph.varying_axes import Dynamic
 from fxq.onnx.model_check import differences
-from fxq.onnx.whole_model import Dynamic, WrittenModel, write_model
+from fxq.onnx.whole_model import WrittenModel, write_model
 from fxq.onnx.writer import NotInOnnx
 
 
@@ -29,19 +30,24 @@ def export_model(
         model: the model, as it was lowered.
         batch: an example of its inputs.
         dynamic: which axes of the inputs vary in size.
-        check: whether the model is run in ONNX Runtime, where that is installed, and compared.
+        check: whether what is written is run, ONNX where ONNX Runtime is installed, and compared.
     """
     path = as_path(path)
     if path.suffix not in WRITERS:
         raise InputError(f"the suffix of {str(path)!r} says what to write: {unknown('suffix', path.suffix, WRITERS)}")
+    WRITERS[path.suffix](path, qdq_graph(model), batch, dynamic, check)
+    return path
+
+
+def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> bytes:
+    """The model as ONNX, checked."""
     try:
-        gm = qdq_graph(model)
         written = write_model(gm, inputs_for(gm.graph, batch), dynamic)
     except NotInOnnx as error:
         raise ExportError(f"{path} cannot be written: {error}") from None
     _check(path, written, gm, batch if check else None)
-    WRITERS[path.suffix](path, written)
-    return path
+    made: bytes = written.model.SerializeToString()
+    return made
 
 
 def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batch: Batch | None) -> None:
@@ -71,23 +77,29 @@ _LARGEST = 2**31
 _REPORT = "This is a fault of fxq, or of the runtime: please report it. check=False writes the file all the same."
 
 
-def _write_onnx(path: Path, written: WrittenModel) -> None:
+def _write_onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
+    made = _onnx(path, gm, batch, dynamic, check)
     with replacing(path) as file:
-        file.write(written.model.SerializeToString())
+        file.write(made)
 
 
-def _write_openvino(path: Path, written: WrittenModel) -> None:
+def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
     try:
         import openvino
     except ImportError:
         raise FxqError("openvino is not installed: pip install fxq[openvino].") from None
+    made = _onnx(path, gm, batch, dynamic, check)
     try:
-        made = openvino.Core().read_model(written.model.SerializeToString())
+        model = openvino.Core().read_model(made)
     except Exception as error:  # whatever an engine raises
         raise ExportError(f"{path} cannot be written: OpenVINO does not take the model: {words_of(error)}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    openvino.save_model(made, str(path), compress_to_fp16=False)
+    with writing(path):
+        openvino.save_model(model, str(path), compress_to_fp16=False)
 
 
-WRITERS: dict[str, Callable[[Path, Any], None]] = {".onnx": _write_onnx, ".xml": _write_openvino}
-"""What each suffix is written by."""
+WRITERS: dict[str, Callable[[Path, fx.GraphModule, Batch, Dynamic, bool], None]] = {
+    ".onnx": _write_onnx,
+    ".xml": _write_openvino,
+    ".pt2": write_program,
+}
+"""What each suffix is written by: takes the path, the qdq graph, an example, which axes vary, and whether to check."""

@@ -16,7 +16,8 @@ from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.graph.info import info
 from fxq.graph.run import Runner
-from fxq.onnx.whole_model import WrittenModel, inputs_of
+from fxq.graph.varying_axes import inputs_of
+from fxq.onnx.whole_model import WrittenModel
 
 log = logging.getLogger("fxq")
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
 from fxq.common.trees import mapped
-from fxq.errors import InputError, unknown
 from fxq.graph.info import info
 from fxq.graph.query import arguments_of, called_name, is_op
+from fxq.graph.varying_axes import FIXED, Axes, Dynamic, inputs_of, plain_name, said, varying_axes
 from fxq.onnx.graph import Known, write_node
 from fxq.onnx.varying_sizes import VaryingSizes
 from fxq.onnx.writer import NotInOnnx, Value, Writer
-
-Dynamic = bool | Mapping[str, Mapping[int, str]]
-"""Which axes of which inputs vary in size, by the name of the input, and what the size is called there."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
         NotInOnnx: a node cannot be said in ONNX, or takes a size that varies for granted; the message says which.
     """
     inputs = dict(inputs_of(given))
-    axes = _axes({name: x for name, x in inputs.items() if x.dim()}, dynamic)
+    axes = varying_axes(inputs, dynamic)
     sizes = VaryingSizes() if axes else None
     writer = Writer(portable=True, sizes=sizes, **options)
     values: dict[int, Value] = {}
@@ -77,21 +73,6 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
     return WrittenModel(model, inputs, integers)
 
 
-def inputs_of(given: Mapping[fx.Node, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among what placeholders are given, by the names of the inputs that they become."""
-    for node, value in given.items():
-        yield from _tensors(value, str(node.target).lstrip("*"))
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor inside nested containers, with its name."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(part, f"{name}_{_plain(key)}")
-
-
 def _named(value: Any, name: str) -> Iterator[tuple[str, Value]]:
     """Every value among those that a model returns, with its name."""
     if isinstance(value, Value):
@@ -99,34 +80,11 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Value]]:
     elif isinstance(value, (tuple, list, Mapping)):
         own = isinstance(value, Mapping)
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            first = _plain(key) if own else f"output_{key}"
-            yield from _named(part, f"{name}_{_plain(key)}" if name else first)
+            first = plain_name(key) if own else f"output_{key}"
+            yield from _named(part, f"{name}_{plain_name(key)}" if name else first)
 
 
-def _plain(key: Any) -> str:
-    return re.sub(r"\W", "_", str(key))
-
-
-def _axes(inputs: Mapping[str, Tensor], dynamic: Dynamic) -> Mapping[str, Mapping[int, str]]:
-    """The axes that vary, by input."""
-    if isinstance(dynamic, bool):
-        batch = next((len(x) for x in inputs.values()), None)
-        return {name: {0: "batch"} for name, x in inputs.items() if len(x) == batch} if dynamic else {}
-    for name, axes in dynamic.items():
-        if name not in inputs:
-            raise InputError(f"dynamic: {unknown('input', name, inputs)}")
-        for axis, label in axes.items():
-            if not (isinstance(axis, int) and 0 <= axis < inputs[name].dim() and isinstance(label, str)):
-                raise InputError(
-                    f"dynamic: {axis!r}: {label!r} is no axis of {name!r} and a name for its size. It has axes 0 to "
-                    f'{inputs[name].dim() - 1}; give {{0: "batch"}}, for example.'
-                )
-    return dynamic
-
-
-def _written(
-    writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known, axes: Mapping[str, Mapping[int, str]]
-) -> Any:
+def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known, axes: Axes) -> Any:
     """Write a node; its value. An error says which it is, and what can be done."""
     about = info(node)
     place = f"{node.name} ({called_name(node)}{f', layer {about.path!r}' if about.path else ''})"
@@ -137,16 +95,8 @@ def _written(
     except Exception as error:
         if not axes:
             raise
-        raise NotInOnnx(f"{place} does not take {_said(axes)} of another size: {error}. {_FIXED}") from error
+        raise NotInOnnx(f"{place} does not take {said(axes)} of another size: {error}. {FIXED}") from error
     assumed = writer.sizes.assumed() if writer.sizes is not None else None
     if assumed is not None:
-        raise NotInOnnx(f"{place} takes {_said(axes)} for a fixed size ({assumed}). {_FIXED}")
+        raise NotInOnnx(f"{place} takes {said(axes)} for a fixed size ({assumed}). {FIXED}")
     return made
-
-
-_FIXED = "Export it with dynamic=False, for inputs of the example's size, or name the axes that vary in dynamic=."
-
-
-def _said(axes: Mapping[str, Mapping[int, str]]) -> str:
-    names: Sequence[str] = list(dict.fromkeys(label for own in axes.values() for label in own.values()))
-    return " or ".join(map(repr, names))
