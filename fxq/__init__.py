@@ -13,6 +13,7 @@ from fxq.doctor import Diagnosis, doctor
 from fxq.errors import (
     BackendError,
     CalibrationError,
+    ExportError,
     FileError,
     FxqError,
     FxqWarning,
@@ -79,6 +80,7 @@ __all__ = [
     "Cost",
     "Diagnosis",
     "Diff",
+    "ExportError",
     "FileError",
     "FusedUnit",
     "FxqError",

@@ -1,4 +1,4 @@
-"""The command line: `fxq quantize`, `inspect`, `diff`, `bench`, `report` and `doctor`."""
+"""The command line: `fxq quantize`, `inspect`, `diff`, `bench`, `report`, `export` and `doctor`."""
 
 from __future__ import annotations
 
@@ -111,6 +111,15 @@ def bench(model: Path, as_json: bool) -> None:
 def report(model: Path, page: Path) -> None:
     """Write the report of MODEL as one HTML file, PAGE."""
     click.echo(fxq.load(model).report(page))
+
+
+@main.command()
+@_MODEL
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--fixed", is_flag=True, help="For batches of the example's size alone.")
+def export(model: Path, path: Path, fixed: bool) -> None:
+    """Write MODEL for another runtime: PATH ends in .onnx, or .xml for OpenVINO."""
+    click.echo(fxq.load(model).export(path, dynamic=not fixed))
 
 
 @main.command()

@@ -49,6 +49,10 @@ class FileError(FxqError):
     """A file holds no model that can be loaded: it is damaged, newer, of something else, or needs what is not here."""
 
 
+class ExportError(FxqError):
+    """The model cannot be written for another runtime, or does not compute the same there."""
+
+
 class NoAttributeError(FxqError, AttributeError):
     """A quantized model does not have what the float model has. `hasattr` and `getattr` with a default take it so."""
 

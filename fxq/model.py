@@ -25,6 +25,7 @@ from fxq.common.isolation import autocast_on, unshare
 from fxq.common.metrics import nbytes
 from fxq.common.names import check_names
 from fxq.errors import InputError, RecipeError
+from fxq.files.model_export import export_model
 from fxq.files.model_file import load_model, save_model
 from fxq.graph.plain_data import NodeData, from_data, to_data
 from fxq.ledger.comparison import Comparison
@@ -289,6 +290,48 @@ class QuantizedModel(Quantized):
         Example: see `fxq.load`.
         """
         return save_model(path, self, self._parts)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        example_inputs: Any = None,
+        dynamic: bool | Mapping[str, Mapping[int, str]] = True,
+        check: bool = True,
+    ) -> Path:
+        """Write the model for another runtime, whichever backend it was made for: `.onnx`, or `.xml` for OpenVINO.
+
+        An ONNX file (opset 21) has QuantizeLinear and DequantizeLinear around float ops, all of them ONNX's own. Its
+        weights are integers with a scale for each channel or block (of four bits: INT4 or UINT4), its biases int32. Its
+        inputs are called as the arguments of forward are, its outputs by their keys, or "output", "output_0" and so on.
+
+        Args:
+            path: the file; its suffix says which kind. Folders that are missing are made.
+            example_inputs: one batch; default: made up, of the shapes and dtypes on record.
+            dynamic: which sizes may be others in a call. True: that of the batch, the first axis. False: none. Or by
+                input and axis what a size is called: `{"ids": {0: "batch", 1: "length"}}`.
+            check: whether the model is run in ONNX Runtime, where that is installed, node by node as it stands in the
+                file: each value on integers is then within a rounding step of this model's.
+
+        Returns:
+            The path.
+
+        Raises:
+            ExportError: ONNX cannot say a call of the model, or the runtime computes otherwise; nothing is written.
+            InputError: no file of this suffix can be written, or `dynamic` names what is no input.
+            RenderError: the file cannot be written.
+
+        Example:
+            >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+            >>> qmodel = fxq.quantize(model, "static", data=[torch.rand(2, 3, 16, 16)])
+            >>> import tempfile, onnxruntime
+            >>> path = qmodel.export(tempfile.gettempdir() + "/model.onnx")
+            >>> session = onnxruntime.InferenceSession(path)
+            >>> session.run(None, {"input": torch.rand(5, 3, 16, 16).numpy()})[0].shape
+            (5, 8, 14, 14)
+            >>> path.unlink()
+        """
+        return export_model(path, self, batch_for(self, example_inputs), dynamic, check)
 
     def report(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxq.onnx.dequantized import real_values
-from fxq.onnx.writer import INT4, UINT4, NotInOnnx, Value, Writer, refuse, writes
+from fxq.onnx.writer import INT4, UINT4, NotInOnnx, Operand, Value, Writer, refuse, writes
 from fxq.quant.measured import SMALLEST
 from fxq.quant.packing import unpack
 
@@ -58,16 +58,21 @@ def _computed_zero(w: Writer, scale: Value, zero_point: Any, dtype: torch.dtype)
         cast = w.made_by(zero_point.name)
         whole = w.made_by(cast.reads[0]) if cast is not None else None
         return cast.reads[0] if cast and whole and whole.kind == _WHOLE else w.cast(zero_point, dtype)
+    if w.sizes is not None and scale.rank:
+        return w.emit("Expand", torch.tensor(zero_point, dtype=dtype, device="cpu"), w.ints(scale.shape))
     key = "zero", zero_point, scale.shape, dtype
     return w.constant(w.kept(key, lambda: torch.full(scale.shape, zero_point, dtype=dtype, device="cpu")))
 
 
-def _rows(x: Value, scale: Value) -> dict[str, int]:
-    """The attributes of a conversion with one scale for the value, or one for each row."""
+def _rows(w: Writer, x: Value, scale: Value, zero: str) -> tuple[tuple[Operand, Operand], dict[str, int]]:
+    """Scale, zero point and attributes of a conversion with one scale for the value, or one for each row."""
     if scale.rank == 0 or x.rank == 1:
-        return {}
+        return (scale, zero), {}
+    if w.portable and scale.shape[1:] == (1,) * (x.rank - 1) and x.rank > 2:
+        parts = (w.reshaped(Value(name, scale.like), scale.shape[:1]) for name in (scale.name, zero))
+        return (next(parts), next(parts)), {"axis": 0}
     refuse(scale.shape != (*x.shape[:-1], 1), "its rows have several axes")
-    return {"axis": -1, "block_size": x.shape[-1]}
+    return (scale, zero), {"axis": -1, "block_size": x.shape[-1]}
 
 
 def _computed(w: Writer, scale: Any) -> bool:
@@ -94,7 +99,8 @@ def quantize(
         whole = _measured_whole(w, x, scale)
         if whole is not None and dtype is torch.uint8:
             return whole[0]
-        return w.emit("QuantizeLinear", x, scale, _computed_zero(w, scale, zero_point, dtype), **_rows(x, scale))
+        grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, dtype))
+        return w.emit("QuantizeLinear", x, *grid, **attributes)
     step, zero = _grid(w, x, scale, zero_point, dtype, axis, block)
     if step.dim() == 0:
         read = x.name
@@ -138,8 +144,8 @@ def dequantize(
         if w.floats:
             return x
         if _computed(w, scale):
-            point = _computed_zero(w, scale, zero_point, x.dtype)
-            made = w.emit("DequantizeLinear", x, scale, point, **_rows(x, scale))
+            grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, x.dtype))
+            made = w.emit("DequantizeLinear", x, *grid, **attributes)
             return Value(made, torch.empty_like(x.like, dtype=torch.float32))
         return _real(w, x, _grid(w, x, scale, zero_point, x.dtype, axis, block), axis, block)
     if x.dtype is torch.float16:

@@ -34,6 +34,15 @@ def dequantized(w: Writer, value: Value) -> Dequantized | None:
     return Dequantized(node, scale, zero) if scale is not None and zero is not None else None
 
 
+def stored_weight(w: Writer, value: Value) -> tuple[OnnxNode, list[Tensor]] | None:
+    """The node that makes floats of a stored weight, and the constants that it reads; None: no such node makes it."""
+    node = w.made_by(value.name)
+    if node is None or node.kind not in ("DequantizeLinear", "Cast"):
+        return None
+    parts = [part for name in node.reads if (part := w.value_of(name)) is not None]
+    return (node, parts) if len(parts) == len(node.reads) else None
+
+
 def is_of_integers(w: Writer, value: Value) -> bool:
     """Whether a value was dequantized, and moved at most since then."""
     name = value.name
@@ -55,6 +64,8 @@ def measured(w: Writer, value: Value) -> OnnxNode | None:
 def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
     """A weight; in float32 where the input is none of integers: else an engine would make it that in every call.
 
+    In a model for any runtime, all are as they are, for the sake of its size.
+
     Of integers of four bits, or in blocks, engines have kernels for inputs in float. A second layer that reads a weight
     has integers of its own: ONNX Runtime fails to make unsigned ones of those that layers share.
     """
@@ -69,7 +80,7 @@ def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:
             return weight
         own = w.emit("DequantizeLinear", q.clone(), found.scale, found.zero.clone(), **attributes)
         return Value(own, weight.like)
-    if attributes.get("block_size"):
+    if attributes.get("block_size") or w.portable:
         return weight
     return w.kept(("real", weight.name), lambda: real_values(q, found.scale, found.zero, attributes.get("axis")))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import fxq.onnx.pointwise_nodes
 import fxq.onnx.pooling_nodes
 import fxq.onnx.recurrent_nodes
 import fxq.onnx.resampling_nodes  # noqa: F401  (register how the ops are written)
+from fxq.graph.guards import check_fixed
 from fxq.graph.info import info
 from fxq.graph.query import (
     CONVERSIONS,
@@ -25,6 +27,7 @@ from fxq.graph.query import (
     arguments_of,
     called_name,
     fills_like,
+    is_check,
     is_size,
     op_of,
     read_attribute,
@@ -32,6 +35,8 @@ from fxq.graph.query import (
 )
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
+from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
+from fxq.onnx.varying_sizes import python_dispatch
 from fxq.onnx.writer import ROWS, NotInOnnx, Value, Writer
 from fxq.ops.table import Op
 
@@ -161,12 +166,12 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping
         return args[0][args[1]]
     op = op_of(node)
     if op is None:
-        return _number(node, args, kwargs)
+        return _no_op(writer, gm, node, args, kwargs)
     if op.name not in ROWS:
         raise NotInOnnx(f"{op.name} has no ONNX node here")
     options = {**op.options, **kwargs}
     try:
-        with writer.scoped(node.name):
+        with writer.scoped(node.name), python_dispatch() if writer.sizes is not None else nullcontext():
             made = ROWS[op.name](writer, *args, **options)
     except NotInOnnx as error:
         raise NotInOnnx(f"{op.name}: {error}") from None
@@ -186,19 +191,34 @@ def _like(writer: Writer, op: Op, args: Any, options: Any) -> Tensor:
     args, options = _on_meta((args, options))
     if writer.floats and op.name in CONVERSIONS and op.name not in MEASURES:
         return torch.empty_like(args[0], dtype=torch.float32)
-    made: Tensor = op.target(*args, **options)
+    with _computing(writer):
+        made: Tensor = op.target(*args, **options)
     return made
 
 
-def _number(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """The value of a node that looks at a tensor's shape alone, or computes with numbers."""
+def _computing(writer: Writer) -> AbstractContextManager[Any]:
+    """For a block that computes shapes."""
+    return nullcontext() if writer.sizes is None else writer.sizes.computing()
+
+
+def _no_op(writer: Writer, gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What a node gives that looks at a tensor's shape alone, or computes with numbers, or calls a known function."""
     reads: list[Value] = []
     fx.node.map_aggregate((args, kwargs), lambda a: reads.append(a) if isinstance(a, Value) else None)
-    if (reads and not reads_only_metadata(node)) or fills_like(node):
+    if writer.portable and node.target is check_fixed:
+        return None  # the inputs are those of the example, in kind
+    if writer.portable and node.target in (FUNCTIONS if reads else MAKERS):
+        return FUNCTIONS[node.target](writer, *args, **kwargs)
+    of_shapes = reads_only_metadata(node) or (writer.portable and is_check(node))
+    if node.op == "call_module":
+        kind = type(gm.get_submodule(str(node.target))).__name__
+        raise NotInOnnx(f"the module {node.target!r} ({kind}) is kept as it is, and fxq does not know what it computes")
+    if (reads and not of_shapes) or fills_like(node):
         raise NotInOnnx(f"{info(node).path or node.name}: {called_name(node)} is no op of fxq's table")
     args, kwargs = _on_meta((args, kwargs))
     target: Any = node.target
-    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+    with _computing(writer):
+        return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
 
 def _on_meta(arguments: Any) -> Any:

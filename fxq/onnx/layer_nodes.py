@@ -61,7 +61,7 @@ def conv_transpose(
 
 @writes("linear")
 def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str:
-    if (made := measured(w, x)) is not None:
+    if (made := measured(w, x)) is not None and (not w.portable or _has_products(w, made, weight)):
         return _measured_linear(w, x, made, weight, bias)
     matrix = transposed(w, weight_for(w, x, weight))
     found = dequantized(w, x)
@@ -75,6 +75,16 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
     product = w.emit("MatMul", w.reshaped(x, (1, *x.shape)) if x.rank == 1 else x, matrix)
     product = product if bias is None else w.emit("Add", product, bias)
     return w.reshaped(product, (weight.shape[0],)) if x.rank == 1 else product  # OpenVINO gives vectors another shape
+
+
+def _has_products(w: Writer, made: OnnxNode, weight: Value) -> bool:
+    """Whether `_measured_linear` takes a weight, and the scales of what it is multiplied with."""
+    grid, attributes, rounded = dequantized(w, weight), made.attributes, w.made_by(made.reads[0])
+    if rounded is None or rounded.kind not in ("QuantizeLinear", "DynamicQuantizeLinear"):
+        return False  # rows of a table
+    if grid is None or bool(grid.zero.any()) or grid.node.attributes.get("block_size"):
+        return False
+    return "block_size" in attributes or "axis" not in attributes
 
 
 def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: Value | None) -> str:
@@ -95,6 +105,12 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
     nothing = torch.zeros((), dtype=torch.int8, device="cpu")
 
     def product(scale: Operand, zero: Operand, added: Value | None = None) -> str:
+        if w.portable:  # both unsigned: of mixed signs, ONNX Runtime adds products in 16 bits on CPUs without VNNI
+            unsigned = w.kept(("unsigned", id(integers)), lambda: (integers.to(torch.int16) + 128).to(torch.uint8))
+            middle = torch.tensor(128, dtype=torch.uint8, device="cpu")
+            summed = w.cast(w.emit("MatMulInteger", made.reads[0], unsigned, zero, middle), torch.float32)
+            real = w.emit("Mul", summed, w.emit("Mul", scale, steps))
+            return real if added is None else w.emit("Add", real, added)
         return w.emit("MatMulIntegerToFloat", made.reads[0], integers, scale, steps, zero, nothing, added)
 
     scale, zero = made.reads[1:]
@@ -109,6 +125,9 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
     if middle is None:
         cast, lines = w.made_by(zero), [-integers.sum(0, dtype=torch.float64) * steps]
         parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if cast is None else cast.reads[0])]
+        if w.sizes is not None:
+            real = w.emit("Add", real, w.emit("Mul", parts[0], lines[0].float()))
+            return real if bias is None else w.emit("Add", real, bias)
         if bias is not None and (known := w.value_of(bias.name)) is not None:
             lines.append(known.double())
             shape = *x.shape[:-1], 1

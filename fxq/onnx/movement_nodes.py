@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Value, Writer, refuse, writes
 from fxq.ops import OPS
 
@@ -98,11 +99,21 @@ def getitem(w: Writer, x: Value, *, index: Any) -> str:
         if isinstance(part, int):
             made = w.cut(made, axis, part % size, part % size + 1)
         elif part != slice(None):
-            start, stop, step = part.indices(size)
-            made = w.cut(made, axis, start, max(stop, start), step)
+            if any(map(varies, (size, part.start, part.stop))):
+                start, stop, step = _ends(part)
+            else:
+                start, stop, step = part.indices(size)
+                stop = max(stop, start)
+            made = w.cut(made, axis, start, stop, step)
         axis += 1
     out = x.like[index].shape
     return made.name if isinstance(made, Value) and made.shape == out else w.reshaped(made, out)
+
+
+def _ends(part: slice) -> tuple[Any, Any, Any]:
+    """Where a slice of an axis of any size begins and ends; numbers from the end are below zero, as in ONNX."""
+    refuse((part.step or 1) < 0, "it is cut backwards")
+    return part.start or 0, _LAST if part.stop is None else part.stop, part.step or 1
 
 
 def _parts(name: str) -> Any:

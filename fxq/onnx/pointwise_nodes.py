@@ -61,8 +61,9 @@ def relu6(w: Writer, x: Value) -> str:
 
 @writes("hardtanh")
 def hardtanh(w: Writer, x: Value, *, min_val: float, max_val: float) -> str:
-    refuse(not x.dtype.is_floating_point, "it clamps integers between floats")
-    return clamp(w, x, float(min_val), float(max_val))
+    if not x.dtype.is_floating_point and not (isinstance(min_val, int) and isinstance(max_val, int)):
+        x = Value(w.cast(x, torch.float32), x.like.float())
+    return clamp(w, x, min_val, max_val)
 
 
 @writes("hardsigmoid")
@@ -188,9 +189,14 @@ def sub(w: Writer, x: Any, other: Any, *, alpha: float) -> str:
 
 @writes("div")
 def div(w: Writer, x: Any, other: Any, *, rounding_mode: str | None) -> str:
-    refuse(rounding_mode is not None, "its quotient is rounded")
     a, b, dtype = both(w, x, other)
-    refuse(not dtype.is_floating_point, "it divides integers")
+    if w.portable and rounding_mode == "floor":
+        if dtype.is_floating_point:
+            return w.emit("Floor", w.emit("Div", a, b))
+        return w.emit("Div", w.emit("Sub", a, w.emit("Mod", a, b)), b)
+    refuse(rounding_mode is not None, "its quotient is rounded")
+    if not dtype.is_floating_point:
+        a, b = (w.cast(value, torch.float32) for value in (a, b))
     return w.emit("Div", a, b)
 
 

@@ -118,4 +118,4 @@ for _name, _kind in {"mean": "ReduceMean", "sum": "ReduceSum", "amax": "ReduceMa
 @writes("cumsum")
 def cumsum(w: Writer, x: Value, *, dim: int) -> str:
     read = x if x.dtype.is_floating_point else w.cast(x, torch.int64)
-    return w.emit("CumSum", read, w.ints([dim]).squeeze(0))
+    return w.emit("CumSum", read, torch.tensor(dim, device="cpu"))

@@ -1,4 +1,4 @@
-"""ONNX of recurrent layers, in float; of an LSTM on integers, too, as ONNX Runtime has it."""
+"""ONNX of recurrent layers, in float; on integers as ONNX Runtime has them, or for any runtime step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.onnx.dequantized import dequantized, measured, weight_for
+from fxq.onnx.dequantized import dequantized, measured, stored_weight, weight_for
+from fxq.onnx.stepwise_nodes import Grid, gru_steps, lstm_steps, rnn_steps
 from fxq.onnx.writer import NotInOnnx, Operand, Value, Writer, refuse, writes
 
 
@@ -28,6 +29,10 @@ def lstm(
     state_affine: bool,
     **options: Any,
 ) -> str:
+    if w.portable and (weight_hr is not None or options["state_qmax"]):
+        grid = Grid(options["state_qmax"], options["state_scale"], state_affine)
+        weights = [weight_ih, weight_hh, bias_ih, bias_hh]
+        return lstm_steps(w, x, weights, [h, c], weight_hr, grid, options["reverse"], cell)
     refuse(weight_hr is not None, "its hidden state is projected")
     order = (0, 3, 1, 2)  # input, forget, cell, output; ONNX: input, output, forget, cell
     kind = "DynamicQuantizeLSTM" if state_affine and not w.floats else "LSTM"
@@ -46,8 +51,10 @@ def gru(
     h: Value | None = None,
     **options: Any,
 ) -> str:
-    order = (1, 0, 2)  # reset, update, new; ONNX: update, reset, new
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
+    if w.portable and options["state_qmax"]:
+        return gru_steps(w, x, weights, h, Grid(options["state_qmax"], options["state_scale"]), options["reverse"])
+    order = (1, 0, 2)  # reset, update, new; ONNX: update, reset, new
     return _layer(w, "GRU", x, weights, [h], order, linear_before_reset=1, **options)[0]
 
 
@@ -65,6 +72,9 @@ def rnn(
     **options: Any,
 ) -> str:
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
+    if w.portable and options["state_qmax"]:
+        grid = Grid(options["state_qmax"], options["state_scale"])
+        return rnn_steps(w, x, weights, h, grid, options["reverse"], nonlinearity)
     return _layer(w, "RNN", x, weights, [h], (0,), activations=[nonlinearity.capitalize()], **options)[0]
 
 
@@ -103,7 +113,7 @@ def _layer(
     else:
         refuse(state_qmax and not w.floats, "its hidden state is on a grid")
         parts, grids = [_gates(w, x, part, order) for part in weights[:2]], []
-    biases = [gates for part in weights[2:] if (gates := _gates(w, x, part, order)) is not None]
+    biases = [gates for part in weights[2:] if isinstance(gates := _gates(w, x, part, order), Tensor)]
     bias = w.kept(("biases", *map(id, biases)), lambda: torch.cat(biases, 1)) if biases else None
     first: list[Operand] = [None if h is None else w.reshaped(h, (1, *h.shape)) for h in states]
     hidden = 0 if weights[1] is None else weights[1].shape[-1]
@@ -146,10 +156,18 @@ def _integers(
     return parts, grids
 
 
-def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> Tensor | None:
+def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> Operand:
     """A weight or bias in ONNX's order of the gates, with an axis in front for the directions."""
     if weight is None:
         return None
+    stored = stored_weight(w, weight) if w.portable else None
+    if stored is not None:
+        node, parts = stored
+        turned = [part if part.dim() == 0 else _in_order(part, order) for part in parts]
+        turned = [part[0] if part.dim() == 2 and i else part for i, part in enumerate(turned)]  # scales of channels
+        attributes = {k: v + 1 if k == "axis" else v for k, v in node.attributes.items()}
+        names = [w.constant(part, w.type_of(name)) for part, name in zip(turned, node.reads, strict=True)]
+        return w.emit(node.kind, *names, **attributes)
     found = weight_for(w, x, weight)
     real = found if isinstance(found, Tensor) else w.value_of(found.name)
     if real is None:

@@ -11,6 +11,7 @@ import torch
 
 from fxq.onnx.padding_nodes import padded
 from fxq.onnx.pooling_nodes import adapted
+from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
 
@@ -42,13 +43,22 @@ def _resized(w: Writer, x: Value, out: Sequence[int], mode: str, options: dict[s
     if factor is None or options["recompute_scale_factor"]:
         return w.emit("Resize", x, None, None, w.ints(out), **attributes)
     factors = factor if isinstance(factor, (tuple, list)) else [factor] * (x.rank - 2)
-    scales = torch.tensor([1.0, 1.0, *map(float, factors)], device="cpu")
-    short = (torch.tensor(x.shape) * scales.double()).floor() < torch.tensor(out)  # 1.4 in float32 is less than that
-    return w.emit("Resize", x, None, torch.where(short, scales.nextafter(torch.tensor(2.0**20)), scales), **attributes)
+    scales = torch.tensor([*map(float, factors)], device="cpu")
+    sizes = torch.tensor(x.shape[2:]), torch.tensor(out[2:])
+    short = (sizes[0] * scales.double()).floor() < sizes[1]  # 1.4 in float32 is less than that
+    scales = torch.where(short, scales.nextafter(torch.tensor(2.0**20)), scales)
+    return w.emit("Resize", x, None, torch.cat([torch.ones(2, device="cpu"), scales]), **attributes)
 
 
 def _nearest(w: Writer, x: Value, out: Sequence[int], mode: str, options: dict[str, Any]) -> str:
     """Entries that are repeated as often each by Resize; any others are taken one by one, as torch rounds places."""
+    factor = options["scale_factor"]
+    if any(map(varies, x.shape[2:])):
+        given = factor if isinstance(factor, (tuple, list)) else [factor] * (x.rank - 2)
+        refuse(
+            not all(f is not None and f == int(f) >= 1 for f in given), "its size varies, and its factor is no integer"
+        )
+        return _repeated(w, x, given)
     places = []
     for i, size in enumerate(x.shape[2:]):
         own = {key: v[i] if isinstance(v, (tuple, list)) else v for key, v in options.items()}
@@ -57,14 +67,19 @@ def _nearest(w: Writer, x: Value, out: Sequence[int], mode: str, options: dict[s
     factors = [length // size for length, size in zip(out[2:], x.shape[2:], strict=True)]
     pairs = zip(places, x.shape[2:], factors, strict=True)
     if all(taken.equal(torch.arange(size).repeat_interleave(factor)) for taken, size, factor in pairs):
-        scales = torch.tensor([1.0, 1.0, *map(float, factors)], device="cpu")
-        rounding = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-        return w.emit("Resize", x, None, scales, mode="nearest", **rounding)
+        return _repeated(w, x, factors)
     made: Operand = x
     for axis, taken in enumerate(places, 2):
         if not taken.equal(torch.arange(x.shape[axis])):
             made = w.emit("Gather", made, taken, axis=axis)
     return w.name_of(made)
+
+
+def _repeated(w: Writer, x: Value, factors: Sequence[float]) -> str:
+    """Entries that are repeated so often, each."""
+    scales = torch.tensor([1.0, 1.0, *map(float, factors)], device="cpu")
+    rounding = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    return w.emit("Resize", x, None, scales, mode="nearest", **rounding)
 
 
 _GRID_MODES = {"bilinear": "linear", "nearest": "nearest", "bicubic": "cubic"}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxq.errors import FxqError
+from fxq.onnx.varying_sizes import VaryingSizes, varies
 
 OPSET = 21
 """The first one with integers of four bits and blocks that have scales of their own."""
@@ -89,6 +90,8 @@ class Writer:
     Attributes:
         integer_bias: whether the bias of a layer on integers is written in int32, where it fits; else in float32.
         floats: whether conversions are left out, so that all computes in float, with the weights of the integers.
+        portable: whether all nodes are ONNX's own, for any runtime, which is to check indices itself.
+        sizes: the sizes of its inputs that vary; None: none does.
         clamps: by what a clamp makes, what it reads and its bounds.
         weights: the dequantized weights that a layer on integers reads.
         indices: inputs whose values are indices, and what they are below.
@@ -96,6 +99,8 @@ class Writer:
 
     integer_bias: bool = True
     floats: bool = False
+    portable: bool = False
+    sizes: VaryingSizes | None = None
     clamps: dict[str, tuple[str, float, float]] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     indices: dict[str, int] = field(default_factory=dict)
@@ -106,12 +111,14 @@ class Writer:
     _types: dict[str, int] = field(default_factory=dict)
     _named: dict[tuple[int, int], str] = field(default_factory=dict)
     _made: dict[Any, Tensor] = field(default_factory=dict)
+    _emitted: dict[Any, str] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _scope: str = ""
 
     def input(self, name: str, like: Tensor) -> Value:
         """An input of the model, of the shape and dtype of a tensor."""
-        value = Value(self._unique(name), torch.empty_like(like, device="meta"))
+        name = f"{self._scope}/{name}" if self._scope else name
+        value = Value(self._unique(name), like if like.device.type == "meta" else torch.empty_like(like, device="meta"))
         self._inputs.append(value)
         return value
 
@@ -121,6 +128,8 @@ class Writer:
         Raises:
             NotInOnnx: it is computed of inputs, or a constant has an entry out of range.
         """
+        if self.portable:
+            return value
         name = value.name
         while (node := self.made_by(name)) is not None and node.kind in MOVES and node.kind != "Slice":
             name = node.reads[0]
@@ -184,9 +193,24 @@ class Writer:
             self._made[key] = make()
         return self._made[key]
 
-    def ints(self, values: Iterable[int]) -> Tensor:
-        """Axes, sizes and the like."""
-        return torch.tensor([int(v) for v in values], dtype=torch.int64, device="cpu")
+    def made_once(self, key: Any, emit: Callable[[], str]) -> str:
+        """The name of a value that several nodes may read, which is written for the first of them."""
+        if key not in self._emitted:
+            self._emitted[key] = emit()
+        return self._emitted[key]
+
+    def ints(self, values: Iterable[int]) -> Tensor | str:
+        """Axes, sizes and the like, 1-d: a constant, or where sizes vary, what is computed of them."""
+        given = list(values)
+        if self.sizes is not None and any(map(varies, given)):
+            return self.sizes.written(self, given)
+        return torch.tensor([int(v) for v in given], dtype=torch.int64, device="cpu")
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of this shape, on the meta device."""
+        if self.sizes is not None:
+            return self.sizes.empty(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     def number(self, value: float, like: Value) -> Tensor:
         """A number of the type of a value."""
@@ -194,6 +218,14 @@ class Writer:
 
     def reshaped(self, read: Operand, shape: Sequence[int]) -> str:
         """The same values in another shape."""
+        shape = list(shape)
+        at = [i for i, size in enumerate(shape) if varies(size)]
+        if at and isinstance(read, Value) and 0 not in shape and len(at) + (-1 in shape) > 1:
+            for i in at:
+                if i < read.rank and str(read.shape[i]) == str(shape[i]):
+                    shape[i] = 0  # as it was
+            return self.emit("Reshape", read, self.ints(_one_inferred(shape)))
+        shape = _one_inferred(shape)
         return self.emit("Reshape", read, self.ints(shape), allowzero=1 if 0 in shape else None)
 
     def joined(self, parts: Sequence[Operand], axis: int) -> str:
@@ -225,8 +257,25 @@ class Writer:
         count = self._counts[name] = self._counts.get(name, -1) + 1
         return self._unique(f"{name}_{count}") if count else name
 
-    def model(self, outputs: Sequence[Value]) -> Any:
-        """The model as `onnx.ModelProto`; what its outputs do not need is left out, inputs too.
+    def body(self) -> Writer:
+        """A writer of the graph that a node of this one runs, again and again."""
+        return Writer(self.integer_bias, self.floats, self.portable, self.sizes, _scope=f"{self._scope}/step")
+
+    def model(self, outputs: Sequence[Value], names: Sequence[str] = (), keep_inputs: bool = False) -> Any:
+        """The model as `onnx.ModelProto`; see `graph`."""
+        graph = self.graph(outputs, names, keep_inputs)
+        versions = {"": OPSET, **{node.domain: 1 for node in graph.node if node.domain}}
+        helper = _package().helper
+        opsets = [helper.make_opsetid(domain, version) for domain, version in versions.items()]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="fxq")
+
+    def graph(self, outputs: Sequence[Value], names: Sequence[str] = (), keep_inputs: bool = False) -> Any:
+        """What was written as `onnx.GraphProto`; what its outputs do not need is left out.
+
+        Args:
+            outputs: what it returns.
+            names: what they are called; default: as they are.
+            keep_inputs: whether inputs that nothing is computed of stay inputs.
 
         Raises:
             FxqError: onnx is not installed.
@@ -234,38 +283,54 @@ class Writer:
         helper = _package().helper
         nodes: list[OnnxNode] = []
         ends: list[Value] = []
+        renamed: dict[str, str] = {}
         for i, value in enumerate(outputs):
-            name = value.name
-            if name not in self._makers or name in {end.name for end in ends}:
-                name = self._unique(f"output_{i}")  # inputs, constants, and a value twice cannot be handed out
+            wanted = self._unique(names[i]) if names else ""
+            name = wanted or value.name
+            if value.name not in self._makers or value.name in {*renamed, *(end.name for end in ends)}:
+                name = wanted or self._unique(
+                    f"{self._scope}/output_{i}".lstrip("/")
+                )  # inputs, constants, and a value twice need a node
                 nodes.append(OnnxNode("Identity", (value.name,), (name,), {}))
+            elif wanted:
+                renamed[value.name] = wanted
             ends.append(Value(name, value.like))
         needed = {value.name for value in outputs}
         for node in reversed(self._nodes):
             if needed.intersection(node.makes):
                 needed.update(node.reads)
                 nodes.append(node)
-        graph = helper.make_graph(
+        return helper.make_graph(
             [
-                helper.make_node(n.kind, n.reads, n.makes, n.makes[0], domain=_domain(n), **n.attributes)
+                helper.make_node(
+                    n.kind,
+                    *([renamed.get(name, name) for name in part] for part in (n.reads, n.makes)),
+                    n.makes[0],
+                    domain=_domain(n),
+                    **n.attributes,
+                )
                 for n in reversed(nodes)
             ],
             "fxq",
-            [
-                helper.make_tensor_value_info(v.name, onnx_type(v.dtype), v.shape)
-                for v in self._inputs
-                if v.name in needed
-            ],
-            [helper.make_tensor_value_info(v.name, onnx_type(v.dtype), v.shape) for v in ends],
+            [self._declared(helper, v) for v in self._inputs if keep_inputs or v.name in needed],
+            [self._declared(helper, v) for v in ends],
             [
                 _proto(helper, name, tensor, self._types[name])
                 for name, tensor in self._constants.items()
                 if name in needed
             ],
         )
-        versions = {"": OPSET, **{domain: 1 for node in nodes if (domain := _domain(node))}}
-        opsets = [helper.make_opsetid(domain, version) for domain, version in versions.items()]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
+
+    def _declared(self, helper: Any, value: Value) -> Any:
+        """The name, type and shape of an input or output; sizes that vary have names, or the text of what they are."""
+        shape = [self.sizes.text(size) if self.sizes and varies(size) else int(size) for size in value.shape]
+        return helper.make_tensor_value_info(value.name, onnx_type(value.dtype), shape)
+
+
+def _one_inferred(shape: list[Any]) -> list[Any]:
+    """A shape of which the one size that varies follows from the others."""
+    at = [i for i, size in enumerate(shape) if varies(size)]
+    return [-1 if i in at else size for i, size in enumerate(shape)] if len(at) == 1 and -1 not in shape else shape
 
 
 def _domain(node: OnnxNode) -> str:

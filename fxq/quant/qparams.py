@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fxq.common.isolation import autocast_on
 from fxq.errors import InputError
@@ -94,10 +95,24 @@ def _dequantize_tensor(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int |
     return (q.to(torch.float32) - spread(zero_point, q, axis, block)).mul_(spread(scale, q, axis, block))
 
 
-_LIB.impl("quantize", _quantize, "CompositeExplicitAutograd")
-_LIB.impl("quantize.tensor", _quantize_tensor, "CompositeExplicitAutograd")
-_LIB.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
-_LIB.impl("dequantize.tensor", _dequantize_tensor, "CompositeExplicitAutograd")
+_MADE_OF = {
+    "quantize": _quantize,
+    "quantize.tensor": _quantize_tensor,
+    "dequantize": _dequantize,
+    "dequantize.tensor": _dequantize_tensor,
+}
+for _name, _function in _MADE_OF.items():
+    _LIB.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+class AsPlainOps(TorchFunctionMode):
+    """For the block that traces a graph: in the place of these operators, PyTorch's own, which they are made of."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, or an operator."""
+        if isinstance(function, torch._ops.OpOverload) and function.namespace == "fxq":
+            function = _MADE_OF[str(function).removeprefix("fxq.").removesuffix(".default")]
+        return function(*args, **(kwargs or {}))
 
 
 @torch.library.register_fake("fxq::quantize")

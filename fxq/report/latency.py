@@ -73,7 +73,7 @@ def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
     for i, one in enumerate(inputs):
         if one.shape is None or one.dtype is None:
             raise InputError(
-                f"input {one.name or i!r} is no plain tensor; give example_inputs= to time the model with."
+                f"input {one.name or i!r} is no plain tensor, so none can be made up; give example_inputs=."
             )
         make = torch.randn if one.dtype.is_floating_point else torch.zeros
         made[one.name or i] = make(one.shape, dtype=one.dtype, device=device)

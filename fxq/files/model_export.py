@@ -1,0 +1,105 @@
+"""Quantized models as files of other runtimes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import fx
+
+from fxq.backends.qdq_graph import qdq_graph
+from fxq.common.data import Batch
+from fxq.common.files import as_path, replacing, writing
+from fxq.errors import ExportError, FxqError, InputError, unknown, words_of
+from fxq.files.program_export import write_program
+from fxq.graph.run import inputs_for
+from fxq.graph.varying_axes import Dynamic
+from fxq.onnx.model_check import differences
+from fxq.onnx.whole_model import WrittenModel, write_model
+from fxq.onnx.writer import NotInOnnx
+
+
+def export_model(
+    path: str | os.PathLike[str], model: fx.GraphModule, batch: Batch, dynamic: Dynamic = True, check: bool = True
+) -> Path:
+    """Write a model for another runtime; see `QuantizedModel.export`.
+
+    Args:
+        path: the file; its suffix says which.
+        model: the model, as it was lowered.
+        batch: an example of its inputs.
+        dynamic: which axes of the inputs vary in size.
+        check: whether what is written is run, ONNX where ONNX Runtime is installed, and compared.
+    """
+    path = as_path(path)
+    if path.suffix not in WRITERS:
+        raise InputError(f"the suffix of {str(path)!r} says what to write: {unknown('suffix', path.suffix, WRITERS)}")
+    WRITERS[path.suffix](path, qdq_graph(model), batch, dynamic, check)
+    return path
+
+
+def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> bytes:
+    """The model as ONNX, checked."""
+    try:
+        written = write_model(gm, inputs_for(gm.graph, batch), dynamic)
+    except NotInOnnx as error:
+        raise ExportError(f"{path} cannot be written: {error}") from None
+    _check(path, written, gm, batch if check else None)
+    made: bytes = written.model.SerializeToString()
+    return made
+
+
+def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batch: Batch | None) -> None:
+    """Raise `ExportError` where a model is no valid ONNX, or does not compute what its graph does for a batch."""
+    import onnx
+
+    if written.model.ByteSize() >= _LARGEST:
+        raise ExportError(f"{path} cannot be written: with 2 GB or more it would be no ONNX file. Use fewer bits.")
+    try:
+        onnx.checker.check_model(written.model, full_check=True)
+        found = differences(written, gm, batch) if batch is not None else None
+    except FxqError:
+        raise
+    except Exception as error:  # whatever the checker and the runtime raise
+        raise ExportError(
+            f"{path}: the model is refused: {type(error).__name__}: {words_of(error)}. {_REPORT}"
+        ) from error
+    wrong = [difference for difference in found or () if not difference.is_rounding]
+    if wrong:
+        raise ExportError(
+            f"{path}: ONNX Runtime computes something else than the quantized model, and nothing was written: "
+            f"{wrong[0]}, and {len(wrong) - 1} more of {len(found or ())}. {_REPORT}"
+        )
+
+
+_LARGEST = 2**31
+_REPORT = "This is a fault of fxq, or of the runtime: please report it. check=False writes the file all the same."
+
+
+def _write_onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
+    made = _onnx(path, gm, batch, dynamic, check)
+    with replacing(path) as file:
+        file.write(made)
+
+
+def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
+    try:
+        import openvino
+    except ImportError:
+        raise FxqError("openvino is not installed: pip install fxq[openvino].") from None
+    made = _onnx(path, gm, batch, dynamic, check)
+    try:
+        model = openvino.Core().read_model(made)
+    except Exception as error:  # whatever an engine raises
+        raise ExportError(f"{path} cannot be written: OpenVINO does not take the model: {words_of(error)}") from error
+    with writing(path):
+        openvino.save_model(model, str(path), compress_to_fp16=False)
+
+
+WRITERS: dict[str, Callable[[Path, fx.GraphModule, Batch, Dynamic, bool], None]] = {
+    ".onnx": _write_onnx,
+    ".xml": _write_openvino,
+    ".pt2": write_program,
+}
+"""What each suffix is written by: takes the path, the qdq graph, an example, which axes vary, and whether to check."""

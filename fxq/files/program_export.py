@@ -1,0 +1,114 @@
+"""A quantized model as a program of `torch.export`: PyTorch's own ops, which load where fxq is not."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from fxq.common.data import Batch
+from fxq.common.files import replacing
+from fxq.common.isolation import copied
+from fxq.common.metrics import tensors
+from fxq.common.trees import mapped
+from fxq.errors import ExportError, words_of
+from fxq.graph.guards import make_output
+from fxq.graph.query import is_check
+from fxq.graph.run import inputs_for
+from fxq.graph.varying_axes import FIXED, Dynamic, inputs_of, said, varying_axes
+from fxq.quant.qparams import AsPlainOps
+
+
+def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
+    """Write a qdq graph as a `.pt2` file: conversions as round, clamp and products, weights as integers.
+
+    Args:
+        path: the file.
+        gm: the graph, which is changed: checks go, as a program has its own; outputs that are objects are mappings.
+        batch: an example of its inputs.
+        dynamic: which of their axes vary in size.
+        check: whether the file is loaded and run, and compared with the graph, before it is in its place.
+
+    Raises:
+        ExportError: `torch.export` does not take the graph, or the program computes otherwise.
+        InputError: `dynamic` names no input or no axis of it.
+        RenderError: the file cannot be written.
+    """
+    program, data = program_of(path, gm, batch, dynamic), io.BytesIO()
+    try:
+        torch.export.save(program, data)
+        loaded = torch.export.load(data).module() if check else None
+    except Exception as error:  # whatever it cannot write, or read again
+        raise _refused(path, error) from error
+    if loaded is not None and not _same(_run(loaded, batch), _run(gm, batch)):
+        raise ExportError(
+            f"{path}: the program computes something else than the quantized model, and nothing was written. This is a "
+            "fault of fxq, or of torch.export: please report it. check=False writes the file all the same."
+        )
+    with replacing(path) as file:
+        file.write(data.getbuffer())
+
+
+def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> ExportedProgram:
+    """The program that `write_program` writes."""
+    _simplify(gm)
+    named = dict(inputs_of(inputs_for(gm.graph, batch)))
+    axes = varying_axes(named, dynamic)
+    sizes = {label: Dim(label) for own in axes.values() for label in own.values()}
+    vary = {id(named[name]): {axis: sizes[label] for axis, label in own.items()} for name, own in axes.items()}
+    args, kwargs = mapped((batch.args, dict(batch.kwargs)), lambda leaf: _without_ones(leaf, vary.get(id(leaf), {})))
+    taken = inspect.signature(gm.forward).bind(*batch.args, **batch.kwargs).arguments
+    shapes = mapped(taken, lambda leaf: vary.get(id(leaf), {}) if isinstance(leaf, Tensor) else None)
+    try:
+        with torch.no_grad(), AsPlainOps():
+            program = torch.export.export(gm, args, kwargs, dynamic_shapes=shapes if axes else None)
+    except Exception as error:  # whatever a model's ops raise when they are traced
+        raise _refused(path, error, f" {said(axes)} of another size. {FIXED}" if axes else "") from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # the files of this machine
+    return program
+
+
+def _simplify(gm: fx.GraphModule) -> None:
+    """Take out checks, and make mappings of outputs that are objects."""
+    for node in list(gm.graph.nodes):
+        if is_check(node):
+            gm.graph.erase_node(node)
+        elif node.target is make_output:
+            node.target = _fields
+    gm.recompile()
+
+
+def _fields(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """In the place of `make_output`: the fields by name."""
+    return dict(fields)
+
+
+def _without_ones(leaf: Any, axes: Mapping[int, Any]) -> Any:
+    """An example that has two entries where it had one along axes that vary: `torch.export` takes one for fixed."""
+    for axis in axes:
+        leaf = torch.cat([leaf, leaf], axis) if leaf.shape[axis] == 1 else leaf
+    return leaf
+
+
+def _refused(path: Path, error: Exception, varying: str = "") -> ExportError:
+    what = f" with{varying}" if varying else ""
+    return ExportError(f"{path} cannot be written: torch.export does not take the model{what}: {words_of(error)}")
+
+
+def _same(got: Any, wanted: Any) -> bool:
+    """Whether two outputs are the same, bit for bit; NaN is NaN."""
+    pairs = zip(tensors(got), tensors(wanted), strict=True)
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+@torch.no_grad()
+def _run(model: nn.Module, batch: Batch) -> Any:
+    args, kwargs = copied((batch.args, dict(batch.kwargs)))
+    return model(*args, **kwargs)

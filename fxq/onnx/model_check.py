@@ -1,0 +1,143 @@
+"""Whether an ONNX model computes what its qdq graph does: each value on integers, of the integers before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxq.common.data import Batch
+from fxq.common.isolation import copied
+from fxq.common.metrics import tensors
+from fxq.graph.info import info
+from fxq.graph.run import Runner
+from fxq.graph.varying_axes import inputs_of
+from fxq.onnx.whole_model import WrittenModel
+
+log = logging.getLogger("fxq")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a value of an ONNX model is from that of the qdq graph.
+
+    Attributes:
+        name: the node of the graph, or "output" and its number.
+        layer: the path of its module.
+        steps: the largest difference in steps of the grid; of an output in float, in steps of 255 for its range.
+        mean: the mean one, of a hundred entries at least: of few, one may be near a tie.
+    """
+
+    name: str
+    layer: str
+    steps: float
+    mean: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether nothing but rounding can have made it."""
+        return self.steps <= MOST and self.mean <= MEAN
+
+    def __str__(self) -> str:
+        return f"{self.name}{f' (layer {self.layer!r})' if self.layer else ''} differs by {self.steps:.3g} steps"
+
+
+MOST, MEAN = 1.05, 0.05
+"""Steps that rounding explains, and on average: sums in another order may be on the other side of a tie, and a bias is
+rounded to a step of the accumulator."""
+
+
+def differences(written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> list[Difference] | None:
+    """Each value that the graph puts on a grid, and each output, as ONNX Runtime computes them without optimizations.
+
+    It is given the integers of the graph for all that was computed before, so that differences do not add up: where a
+    network amplifies them, an equal model would give other outputs.
+
+    Args:
+        written: the model.
+        gm: the qdq graph.
+        batch: inputs.
+
+    Returns:
+        In order; None where onnxruntime is not installed.
+    """
+    if find_spec("onnxruntime") is None:
+        log.info("onnxruntime is not installed: the ONNX model was not run")
+        return None
+    values: dict[str, Tensor] = {}
+    nodes: dict[str, fx.Node] = {}
+    runner = Runner(gm, copied(batch))
+    named = dict(inputs_of({n: runner.values[n] for n in gm.graph.find_nodes(op="placeholder")}))
+    made_by = {name for node in written.model.graph.node for name in node.output}
+    result: Any = None
+    with torch.no_grad():
+        for node in gm.graph.nodes:
+            result = runner.step(node)
+            name = written.integers.get(node)
+            if name in made_by and name not in values:
+                assert name is not None
+                values[name], nodes[name] = result, node
+    wanted = {f"output {i}": y for i, y in enumerate(tensors(result))}
+    model, ends = _cut(written.model, values), [output.name for output in written.model.graph.output]
+    got = _run(model, {**named, **{f"{name}/given": value for name, value in values.items()}}, [*values, *ends])
+    found = [_difference(nodes[n].name, info(nodes[n]).path, values[n], got[n], on_grid=True) for n in values]
+    pairs = zip(wanted.items(), (got[name] for name in ends), strict=True)
+    return [*found, *(_difference(name, "", value, other, on_grid=False) for (name, value), other in pairs)]
+
+
+def _cut(model: Any, values: Mapping[str, Tensor]) -> Any:
+    """A copy of a model that returns these values, and takes others in their place for what is computed of them."""
+    import onnx
+
+    from fxq.onnx.writer import onnx_type
+
+    made = type(model)()
+    made.CopyFrom(model)
+    outputs = {output.name for output in made.graph.output}
+    for name, value in values.items():
+        kind = onnx_type(value.dtype)
+        made.graph.input.append(onnx.helper.make_tensor_value_info(f"{name}/given", kind, list(value.shape)))
+        if name not in outputs:
+            made.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
+    for node in made.graph.node:
+        for i, name in enumerate(node.input):
+            if name in values:
+                node.input[i] = f"{name}/given"
+    return made
+
+
+def _run(model: Any, inputs: Mapping[str, Tensor], outputs: list[str]) -> dict[str, Tensor]:
+    """What ONNX Runtime makes of a model, node by node as it is written."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    given = {name: value.detach().cpu().contiguous().numpy() for name, value in inputs.items()}
+    made = session.run(outputs, {one.name: given[one.name] for one in session.get_inputs()})
+    return {name: torch.from_numpy(value) for name, value in zip(outputs, made, strict=True)}
+
+
+def _difference(name: str, layer: str, wanted: Tensor, got: Tensor, on_grid: bool) -> Difference:
+    if wanted.shape != got.shape or wanted.dtype != got.dtype:
+        kinds = " instead of ".join(f"{y.dtype} {list(y.shape)}" for y in (got, wanted))
+        return Difference(f"{name}, which is {kinds},", layer, 255.0, 255.0)
+    if not wanted.numel():
+        return Difference(name, layer, 0.0, 0.0)
+    if not wanted.dtype.is_floating_point and not on_grid:  # places and truths: a tie may go either way
+        share = float((wanted != got).double().mean())
+        return Difference(name, layer, 100 * share, share)
+    same = (wanted == got) | (wanted.isnan() & got.isnan())
+    apart = torch.where(same, 0.0, (wanted.double() - got.double()).abs())
+    if not on_grid:
+        finite = wanted[wanted.isfinite()].double()
+        size = float(finite.amax() - finite.amin()) if finite.numel() else 0.0
+        apart = apart * 255 / max(size, float(finite.abs().amax()) if finite.numel() else 0.0, 1e-30)
+    apart = apart.nan_to_num(nan=255.0, posinf=255.0)
+    return Difference(name, layer, float(apart.max()), float(apart.sum()) / max(apart.numel(), 100))

@@ -1,0 +1,102 @@
+"""A whole model as ONNX, for any runtime: inputs and outputs by name, sizes that vary, and ONNX's own nodes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxq.common.trees import mapped
+from fxq.graph.info import info
+from fxq.graph.query import arguments_of, called_name, is_op
+from fxq.graph.varying_axes import FIXED, Axes, Dynamic, inputs_of, plain_name, said, varying_axes
+from fxq.onnx.graph import Known, write_node
+from fxq.onnx.varying_sizes import VaryingSizes
+from fxq.onnx.writer import NotInOnnx, Value, Writer
+
+
+@dataclass(frozen=True)
+class WrittenModel:
+    """A whole model as ONNX.
+
+    Attributes:
+        model: `onnx.ModelProto`.
+        inputs: the tensors of the example by the names of the inputs.
+        integers: the names of the values that quantize nodes make, by node.
+    """
+
+    model: Any
+    inputs: Mapping[str, Tensor]
+    integers: Mapping[fx.Node, str]
+
+
+def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynamic, **options: Any) -> WrittenModel:
+    """A qdq graph as a model.
+
+    Tensors inside of an input that is a tuple, a list or a mapping are inputs of their own: `x_0`, `x_key`. Those of an
+    output are outputs of their own, which are called by their keys. Numbers and flags are written as they are.
+
+    Args:
+        gm: a module of canonical ops, conversions and units.
+        given: an example for each placeholder; of tensors, the shapes and dtypes count.
+        dynamic: which axes vary in size. True: the first one of each input that has as many entries there as the first
+            input. False: none.
+        options: of `Writer`.
+
+    Raises:
+        InputError: `dynamic` names no input or no axis of it.
+        NotInOnnx: a node cannot be said in ONNX, or takes a size that varies for granted; the message says which.
+    """
+    inputs = dict(inputs_of(given))
+    axes = varying_axes(inputs, dynamic)
+    sizes = VaryingSizes() if axes else None
+    writer = Writer(portable=True, sizes=sizes, **options)
+    values: dict[int, Value] = {}
+    for name, x in inputs.items():
+        like = x
+        if sizes is not None:
+            named = axes.get(name, {})
+            shape = [sizes.axis(named[i], name, i, n) if i in named else n for i, n in enumerate(x.shape)]
+            like = writer.empty(shape, x.dtype)
+        values[id(x)] = writer.input(name, like)
+    known: Known = {n: mapped(x, lambda leaf: values.get(id(leaf), leaf)) for n, x in given.items()}
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            known[node] = _written(writer, gm, node, known, axes)
+    ends = dict(_named(arguments_of(gm.graph.output_node(), known)[0][0], ""))
+    if not ends:
+        raise NotInOnnx("the model returns no tensor")
+    model = writer.model(list(ends.values()), list(ends), keep_inputs=True)
+    integers = {n: value.name for n, value in known.items() if is_op(n, "quantize", "requantize")}
+    return WrittenModel(model, inputs, integers)
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Value]]:
+    """Every value among those that a model returns, with its name."""
+    if isinstance(value, Value):
+        yield name or "output", value
+    elif isinstance(value, (tuple, list, Mapping)):
+        own = isinstance(value, Mapping)
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            first = plain_name(key) if own else f"output_{key}"
+            yield from _named(part, f"{name}_{plain_name(key)}" if name else first)
+
+
+def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known, axes: Axes) -> Any:
+    """Write a node; its value. An error says which it is, and what can be done."""
+    about = info(node)
+    place = f"{node.name} ({called_name(node)}{f', layer {about.path!r}' if about.path else ''})"
+    try:
+        made = write_node(writer, gm, node, known)
+    except NotInOnnx as error:
+        raise NotInOnnx(f"{place}: {error}") from None
+    except Exception as error:
+        if not axes:
+            raise
+        raise NotInOnnx(f"{place} does not take {said(axes)} of another size: {error}. {FIXED}") from error
+    assumed = writer.sizes.assumed() if writer.sizes is not None else None
+    if assumed is not None:
+        raise NotInOnnx(f"{place} takes {said(axes)} for a fixed size ({assumed}). {FIXED}")
+    return made

@@ -1,0 +1,117 @@
+"""`QuantizedModel.export`: files that other runtimes load, for all backends, and errors that say what is wrong."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from fxq.errors import ExportError, InputError
+from fxq.files import model_export
+from fxq.onnx.model_check import Difference
+from tests.helpers import REFERENCE
+from tests.models import batch, build
+from tests.onnx_runs import onnx, ort
+
+pytestmark = pytest.mark.any_cpu
+
+
+def model(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), *more).eval()
+
+
+X = torch.rand(2, 3, 12, 12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto", "onnxruntime", "openvino"])
+def test_whichever_backend_a_model_was_made_for(backend, tmp_path):
+    qmodel = fxq.quantize(model(), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
+    path = qmodel.export(tmp_path / "new" / "m.onnx")
+    onnx.checker.check_model(path, full_check=True)
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")  # for CPUs without VNNI
+    session = ort.InferenceSession(path, options)
+    y = torch.rand(5, 3, 12, 12)
+    (got,) = session.run(None, {"input": y.numpy()})
+    assert sqnr(qmodel(y), torch.from_numpy(got)) > 25
+
+
+def test_a_loaded_model_gives_the_same_file(tmp_path):
+    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    first = qmodel.export(tmp_path / "a.onnx").read_bytes()
+    assert fxq.load(qmodel.save(tmp_path / "m.fxq")).export(tmp_path / "b.onnx").read_bytes() == first
+
+
+def optimized(path, tmp_path):
+    """The types of the nodes of a model when ONNX Runtime has joined what it can."""
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
+
+
+def test_kernels_are_fused(tmp_path):
+    """All layers run as integer kernels: none in float is left, nor a conversion but those at the ends."""
+    net = model(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    kinds = optimized(fxq.quantize(net, REFERENCE, data=[X]).export(tmp_path / "m.onnx"), tmp_path)
+    assert kinds.count("QLinearConv") == 2 and kinds.count("QGemm") == 1
+    assert not {"Conv", "Gemm", "MatMul", "Relu"} & set(kinds)
+    assert kinds.count("QuantizeLinear") == 1 and kinds.count("DequantizeLinear") <= 1
+
+
+def test_a_residual_block_is_fused(tmp_path):
+    """Of a model for this runtime: in units of other backends, the layer and the sum behind it are one."""
+    recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
+    qmodel = fxq.quantize(build("residual"), recipe, data=[batch("residual")])
+    kinds = optimized(qmodel.export(tmp_path / "m.onnx"), tmp_path)
+    assert "QLinearConv" in kinds and "QLinearAdd" in kinds and "Conv" not in kinds
+
+
+def test_measured_layers_are_fused(tmp_path):
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).eval()
+    recipe = fxq.Recipe.dynamic(backend="onnxruntime")
+    kinds = optimized(fxq.quantize(net, recipe, example_inputs=torch.rand(2, 16)).export(tmp_path / "m.onnx"), tmp_path)
+    assert {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger"} & set(kinds)
+    assert not {"MatMul", "Gemm"} & set(kinds)
+
+
+def test_openvino(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    path = qmodel.export(tmp_path / "m.xml")
+    assert path.with_suffix(".bin").exists()
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    assert list(compiled(X.numpy())[0].shape) == list(qmodel(X).shape)
+
+
+def test_an_unknown_suffix(tmp_path):
+    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    with pytest.raises(InputError, match=r"says what to write: unknown suffix '\.onx'; did you mean '\.onnx'"):
+        qmodel.export(tmp_path / "m.onx")
+
+
+def test_what_onnx_cannot_say_is_named(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.erfinv(self.layer(x))
+
+    qmodel = fxq.quantize(Odd().eval(), REFERENCE, data=[torch.rand(2, 4)])
+    with pytest.raises(ExportError, match=r"m\.onnx cannot be written: erfinv \(erfinv\).*erfinv is no op of"):
+        qmodel.export(tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()
+
+
+def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
+    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    wrong = [Difference("conv_q", "0", 3.0, 0.5)]
+    monkeypatch.setattr(model_export, "differences", lambda *given: wrong)
+    with pytest.raises(ExportError, match=r"computes something else .* conv_q \(layer '0'\) differs by 3 steps"):
+        qmodel.export(tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()
+    assert qmodel.export(tmp_path / "m.onnx", check=False).exists()

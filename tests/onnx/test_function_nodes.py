@@ -1,0 +1,82 @@
+"""Functions beside the ops of the table: ONNX Runtime gives what torch gives."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxq.common.data import Batch
+from fxq.graph.run import inputs_for
+from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
+from fxq.onnx.whole_model import write_model
+from fxq.onnx.writer import NotInOnnx
+from tests.graphs import graph
+from tests.helpers import module
+from tests.onnx_runs import normal, onnx, run_onnxruntime
+
+pytestmark = pytest.mark.any_cpu
+
+X, Y = normal(3, 4), normal(3, 4, seed=2)
+MODELS = {
+    "comparisons": module(lambda self, x, y: ((x > y), (x < 0.5), x >= y, x <= 0, x == x, x != y)),
+    "methods": module(lambda self, x, y: (x.gt(y), torch.lt(x, 0.5), x.eq(y), torch.ne(x, y))),
+    "logic": module(lambda self, x, y: ((x > 0) & (y > 0), (x > 0) | (y > 0), (x > 0) ^ (y > 0), ~(x > 0))),
+    "masks": module(lambda self, x, y: torch.where(torch.logical_and(x > 0, torch.logical_not(y > 0)), x, y)),
+    "places": module(lambda self, x, y: (x.argmax(1), torch.argmin(y, 0, keepdim=True))),
+    "filled": module(lambda self, x, y: (torch.zeros_like(x) + y, torch.full_like(x, 2.5) * y)),
+    "made": module(lambda self, x, y: x + torch.ones(x.size(0), 1) + torch.full((x.size(0), x.size(1)), 3.0)),
+    "numbers": module(lambda self, x, y: x * torch.tensor(x.size(0), dtype=torch.float32) + torch.tensor(x.size(1))),
+    "counted": module(
+        lambda self, x, y: x + torch.arange(x.size(0))[:, None] + torch.arange(1, x.size(0) + 1)[:, None]
+    ),
+    "entries": module(
+        lambda self, x, y: (
+            x[torch.arange(x.size(0)).flip(0)[:, None, None], torch.arange(-2, 3)],
+            (x > 0)[torch.arange(x.size(0))[:, None]],
+        )
+    ),
+    "shares": module(lambda self, x, y: torch.arange(x.size(0))[:, None] / 3 + x),
+    "sums": module(lambda self, x, y: (x > 0).cumsum(0, dtype=torch.float32)),
+}
+
+
+def written(model, *inputs, dynamic=True):
+    gm = graph(model, inputs)
+    return gm, write_model(gm, inputs_for(gm.graph, Batch(inputs)), dynamic).model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers(name):
+    gm, model = written(MODELS[name], X, Y)
+    onnx.checker.check_model(model, full_check=True)
+    for x, y in ((X, Y), (normal(7, 4), normal(7, 4, seed=2)), (X[:1], Y[:1])):
+        wanted = gm(x, y)
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        for got, one in zip(run_onnxruntime(model, [x, y]), wanted, strict=True):
+            assert torch.equal(got, one)
+
+
+def test_makers_are_written():
+    assert FUNCTIONS.keys() >= MAKERS
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (module(lambda self, x: x.to(torch.int64) & 3), "it combines the bits of integers"),
+        (module(lambda self, x: x.argmax()), "it looks for one entry among all"),
+        (module(lambda self, x: x[x > 0]), "it is indexed by more than tensors of integers"),
+        (module(lambda self, x: x + torch.arange(0.5, x.size(0), 1.0)[:, None]), "it counts in fractions"),
+    ],
+)
+def test_refusals(model, reason):
+    with pytest.raises(NotInOnnx, match=reason):
+        written(model, X)
+
+
+def test_outputs_of_a_class_are_called_by_their_fields():
+    class Named(nn.Module):
+        def forward(self, x):
+            return {"first": x + 1, "second": (x * 2, x * 3)}
+
+    _, model = written(Named(), X)
+    assert [out.name for out in model.graph.output] == ["first", "second_0", "second_1"]

@@ -1,0 +1,68 @@
+"""The check of a written model finds what is wrong with it, and nothing where all is right."""
+
+import pytest
+import torch
+
+import fxq
+from fxq.backends.qdq_graph import qdq_graph
+from fxq.common.data import Batch
+from fxq.graph.run import inputs_for
+from fxq.onnx import model_check
+from fxq.onnx.model_check import differences
+from fxq.onnx.whole_model import write_model
+from tests.helpers import REFERENCE
+from tests.models import batch, build
+from tests.onnx_runs import onnx
+
+pytestmark = pytest.mark.any_cpu
+
+
+@pytest.fixture
+def made():
+    x = batch("residual")
+    gm = qdq_graph(fxq.quantize(build("residual"), REFERENCE, data=[x]))
+    given = Batch((x,))
+    return gm, given, write_model(gm, inputs_for(gm.graph, given), True)
+
+
+def test_a_right_model(made):
+    gm, given, written = made
+    found = differences(written, gm, given)
+    assert len(found) > 4 and found[-1].name == "output 0" and all(one.is_rounding for one in found)
+
+
+def changed(written, kind, change):
+    constants = {tensor.name: tensor for tensor in written.model.graph.initializer}
+    node = next(node for node in written.model.graph.node if node.op_type == kind)
+    change(node, constants)
+
+
+def other_weight(node, constants):
+    made = next(n for n in constants.values() if n.data_type == onnx.TensorProto.INT8 and len(n.dims) == 4)
+    values = torch.frombuffer(bytearray(made.raw_data), dtype=torch.int8)
+    made.raw_data = (values // 2).numpy().tobytes()
+
+
+def other_padding(node, constants):
+    next(a for a in node.attribute if a.name == "pads").ints[:] = [0, 2, 0, 2]
+
+
+def other_zero_point(node, constants):
+    constants[node.input[2]].raw_data = bytes([constants[node.input[2]].raw_data[0] ^ 8])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"), [("Conv", other_weight), ("Conv", other_padding), ("QuantizeLinear", other_zero_point)]
+)
+def test_what_is_wrong_is_found_where_it_is(made, kind, change):
+    gm, given, written = made
+    changed(written, kind, change)
+    wrong = [one for one in differences(written, gm, given) if not one.is_rounding]
+    assert wrong and len(wrong) <= 2  # the values behind it are computed of the graph's integers
+    assert "differs by" in str(wrong[0])
+
+
+def test_without_onnxruntime_nothing_is_run(made, monkeypatch):
+    gm, given, written = made
+    monkeypatch.setattr(model_check, "find_spec", lambda name: None)
+    assert differences(written, gm, given) is None
