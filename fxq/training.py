@@ -70,8 +70,8 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
         good = torch.isfinite(tensor) if name in parameters else ~tensor.isnan()  # a mask may hold Inf
         if not bool(good.all()):
             raise InputError(
-                f"{name} holds NaN or Inf behind training: a batch had NaN in it, or steps were too large. Train again, "
-                "without that batch or with a lower learning rate."
+                f"{name} holds NaN or Inf behind training: a batch had NaN in it, or steps were too large. Train "
+                "again, without that batch or with a lower learning rate."
             )
     manager = _observed_again(trained.preparation, tensors)
     context = manager.context

@@ -106,6 +106,7 @@ def _layer(
         attributes: further ones of the node.
     """
     steps, samples, _ = x.shape
+    parts: Sequence[Operand]
     if kind == "DynamicQuantizeLSTM":
         refuse(samples != 1, "it measures one range of the states of all samples: there must be one sample")
         refuse(state_qmax != 255 or state_scale is not None, "its hidden state is on another grid than 0..255")
