@@ -299,7 +299,9 @@ class QuantizedModel(Quantized):
         dynamic: bool | Mapping[str, Mapping[int, str]] = True,
         check: bool = True,
     ) -> Path:
-        """Write the model for another runtime, whichever backend it was made for: `.onnx`, or `.xml` for OpenVINO.
+        """Write the model for another runtime, whichever backend it was made for.
+
+        The file is `.onnx`, `.xml` for OpenVINO, or `.pt2`, a program of `torch.export` that needs no fxq.
 
         An ONNX file (opset 21) has QuantizeLinear and DequantizeLinear around float ops, all of them ONNX's own. Its
         weights are integers with a scale for each channel or block (of four bits: INT4 or UINT4), its biases int32. Its
@@ -310,14 +312,15 @@ class QuantizedModel(Quantized):
             example_inputs: one batch; default: made up, of the shapes and dtypes on record.
             dynamic: which sizes may be others in a call. True: that of the batch, the first axis. False: none. Or by
                 input and axis what a size is called: `{"ids": {0: "batch", 1: "length"}}`.
-            check: whether the model is run in ONNX Runtime, where that is installed, node by node as it stands in the
-                file: each value on integers is then within a rounding step of this model's.
+            check: whether what is written is run and compared. ONNX in ONNX Runtime, where that is installed, node by
+                node as it stands in the file: each value on integers is then within a rounding step of this model's.
 
         Returns:
             The path.
 
         Raises:
-            ExportError: ONNX cannot say a call of the model, or the runtime computes otherwise; nothing is written.
+            ExportError: the format has no form of a call of the model, or the runtime computes otherwise; nothing is
+                written.
             InputError: no file of this suffix can be written, or `dynamic` names what is no input.
             RenderError: the file cannot be written.
 
