@@ -63,7 +63,7 @@ def test_equal_grids_of_different_values_stay_apart():
 
     x = torch.randn(2, 4)
     trained = prepared(module(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (x, x.clone()))
-    assert sorted(q.name for q in quantizers(trained)) == ["%x (the model)", "%y (the model)"]
+    assert sorted(q.label for q in quantizers(trained)) == ["%x (the model)", "%y (the model)"]
 
 
 def test_a_relu_that_others_read_stays():

@@ -54,7 +54,7 @@ def test_integers_and_flags_are_zeros():
 
 @pytest.mark.parametrize("nested", [[torch.rand(5, 4)], {"x": torch.rand(5, 4)}, 3, None])
 def test_inputs_that_are_no_tensors_are_not_made_up(nested):
-    with pytest.raises(InputError, match="input 1 is no plain tensor; give example_inputs="):
+    with pytest.raises(InputError, match="input 1 is no plain tensor, so none can be made up; give example_inputs="):
         made_up(torch.rand(2), nested)
     with pytest.raises(InputError, match="input 'x' is no plain tensor"):
         made_up(x=nested)
