@@ -5,6 +5,7 @@
     python scripts/coverage.py --only 'timm/res*'     models by name or glob
     python scripts/coverage.py --static               the static preset alone, in half of the time
     python scripts/coverage.py --backend openvino     through an engine, or onnxruntime
+    python scripts/coverage.py --onnx                 which can be written as ONNX files, and what the others lack
     python scripts/coverage.py --json coverage.json   the results as data too
 
 Random weights, so that nothing is downloaded; batch-norm statistics and layer scales as in a trained network. Each
@@ -15,9 +16,10 @@ model runs in a process of its own: one that crashes or takes too long is a row 
 
 Three presets: static, and without data dynamic and weight-only. A row: leaves (modules that torch.fx cannot trace and
 that stay as they are), the share of multiply-accumulates that run on integers, SQNR of int8 against float, the same
-without smooth and correct-bias, SQNR of the int8 kernels against their qdq reference, seconds to quantize. With an
-engine, the static preset alone, and: in how many regions the engine runs the model, how many ops stay in PyTorch, and
-the most frequent reason for that.
+without smooth and correct-bias, SQNR of the int8 kernels against their qdq reference, seconds to quantize.
+With an engine or ONNX, the static preset alone. Of an engine: in how many regions it runs the model, how many ops stay
+in PyTorch, and the most frequent reason for that. An ONNX file counts where ONNX Runtime without optimizations computes
+each of its integers within a rounding step.
 Where SQNR is below 20 dB, the same model is quantized by torch.ao (its reference graph, where it traces the model), and
 by rounding the input and weight of each layer alone: a network whose random weights amplify noise is lost to all.
 """
@@ -44,10 +46,10 @@ from coverage_models import SUBJECTS, SUITES, Subject, load
 from tabulate import tabulate
 
 
-def run(subject: Subject, options: dict[str, str], presets: Sequence[str], timeout: float, context: Any) -> Result:
+def run(subject: Subject, options: dict[str, str], further: Sequence[str], timeout: float, context: Any) -> Result:
     """Measure one model in a process of its own."""
     receiver, sender = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(str(subject), options, presets, sender), daemon=True)
+    worker = context.Process(target=_work, args=(str(subject), options, further, sender), daemon=True)
     worker.start()
     sender.close()
     result, end = Result(subject.name, subject.suite), time.monotonic() + timeout
@@ -65,9 +67,9 @@ def run(subject: Subject, options: dict[str, str], presets: Sequence[str], timeo
     return result
 
 
-def _work(name: str, options: dict[str, str], presets: Sequence[str], sender: Connection) -> None:
+def _work(name: str, options: dict[str, str], further: Sequence[str], sender: Connection) -> None:
     subject = next(subject for subject in SUBJECTS if str(subject) == name)
-    measure(subject, options, presets, sender.send)
+    measure(subject, options, further, sender.send)
 
 
 def installed(suites: Sequence[str], demanded: bool) -> list[str]:
@@ -115,7 +117,9 @@ def decibels(value: float | None) -> str:
 
 
 def remark(result: Result) -> str:
-    """How other quantizers do, where they were asked; with an engine, what most often stays outside."""
+    """Why there is no ONNX file; how other quantizers do; with an engine, what most often stays outside."""
+    if result.onnx:
+        return f"no ONNX: {result.onnx[:100]}"
     known = {"torch.ao": result.torch_ao, "rounding alone": result.rounding}
     others = [f"{name} {decibels(value)}" for name, value in known.items() if value is not None]
     return ", ".join([*others, *(reason[:100] for reason in list(result.outside)[:1])])
@@ -141,6 +145,7 @@ def summary(results: Sequence[Result]) -> str:
                 f"SQNR ≥ {ENOUGH:.0f} dB": _enough(r.sqnr for r in done),
                 "median dB": f"{median(r.sqnr or 0.0 for r in done):.1f}" if done else "",
                 "plain": f"{median(r.plain or 0.0 for r in done):.1f}" if done else "",
+                **({"ONNX": sum(r.onnx == "" for r in done)} if any(r.onnx is not None for r in done) else {}),
                 "0.5 dB below plain": sum((r.sqnr or 0.0) < (r.plain or 0.0) - 0.5 for r in done),
                 "ill-conditioned": sum(r.verdict == "ill-conditioned" for r in done),
                 "inaccurate": sum(r.verdict == "inaccurate" for r in done),
@@ -199,6 +204,7 @@ def main() -> None:
         help="coverage (the default): all that can run on integers does; speed: not where float is faster here",
     )
     parser.add_argument("--static", action="store_true", help="leave out the dynamic and the weight-only preset")
+    parser.add_argument("--onnx", action="store_true", help="write each as an ONNX file, which is checked")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each model (default %(default).0f)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to this file too")
     arguments = parser.parse_args()
@@ -209,11 +215,12 @@ def main() -> None:
     # A fork has the packages imported already; beside Linux it is not safe, or not there.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     options = {"backend": arguments.backend, "optimize": arguments.optimize}
-    presets = () if arguments.static or arguments.backend in ENGINES else ("dynamic", "weight_only")
+    alone = arguments.static or arguments.onnx or arguments.backend in ENGINES
+    further = ("onnx",) * arguments.onnx + (() if alone else ("dynamic", "weight_only"))
     results: list[Result] = []
     for i, subject in enumerate(subjects, 1):
         print(f"[{i}/{len(subjects)}] {subject} ...", end=" ", file=sys.stderr, flush=True)
-        result = run(subject, options, presets, arguments.timeout, context)
+        result = run(subject, options, further, arguments.timeout, context)
         results.append(result)
         print("  ".join(part for part in list(row(result).values())[1:] if part), file=sys.stderr, flush=True)
         if arguments.json is not None:
@@ -223,6 +230,9 @@ def main() -> None:
     print(f"\n{summary(results)}")
     if any(r.outside for r in results):
         print(f"\n{reasons(results)}")
+    lacking = [(f"{r.suite}/{r.model}", r.onnx) for r in results if r.onnx]
+    if lacking:
+        print("\n" + tabulate(lacking, headers=("not written as ONNX", "because"), tablefmt="github"))
 
 
 if __name__ == "__main__":

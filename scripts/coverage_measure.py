@@ -10,6 +10,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -36,7 +38,8 @@ class Result:
     Attributes:
         model: its name.
         suite: the package that it comes from.
-        stage: how far it came: `build`, `float`, `quantize`, `compare`, `dynamic`, `weight_only` or `done`.
+        stage: how far it came: `build`, `float`, `quantize`, `compare`, `onnx`, `dynamic`, `weight_only` or
+            `done`.
         error: what stopped it there; empty when it is done.
         trace: where that was raised.
         leaves: modules that run in float as they are because torch.fx cannot trace them, with the reason.
@@ -52,6 +55,7 @@ class Result:
         put_back: kernels that verify-lowering found wrong, of any of the three.
         regions: with an engine: how many kernels of it there are.
         outside: with an engine: the ops that run in PyTorch beside them, and why, with how many there are.
+        onnx: why there is no ONNX file of it, or why that is wrong; empty where ONNX Runtime computes what it should.
         rounding: dB of the float model whose conv and linear layers round inputs and weights to 8 bits; where `sqnr`
             is low.
         torch_ao: dB of torch.ao's reference graph, where `sqnr` is low and torch.ao traces the model.
@@ -77,6 +81,7 @@ class Result:
     put_back: list[str] = field(default_factory=list)
     regions: int | None = None
     outside: dict[str, int] = field(default_factory=dict)
+    onnx: str | None = None
     rounding: float | None = None
     torch_ao: float | None = None
     seconds: float | None = None
@@ -132,19 +137,19 @@ class KeepPlain(KeepQdq):
 
 
 def measure(
-    subject: Subject, options: Mapping[str, str], presets: Sequence[str], report: Callable[[Result], None]
+    subject: Subject, options: Mapping[str, str], further: Sequence[str], report: Callable[[Result], None]
 ) -> None:
     """Put one model through the pipeline; `report` is called after every step, so that a crash leaves what was known.
 
-    `options` are the recipe's `backend` and `optimize`, `presets` those beside the static one. A model that fails is a
-    result like any other.
+    `options` are the recipe's `backend` and `optimize`; `further` is what else is measured: the presets `dynamic` and
+    `weight_only`, and `onnx`. A model that fails is a result like any other.
     """
     torch.set_num_threads(1)
     result = Result(subject.name, subject.suite)
     report(result)
     try:
         with torch.no_grad():
-            for step in _steps(subject, options, presets, result):
+            for step in _steps(subject, options, further, result):
                 result.stage = step
                 report(result)
     except (Exception, SystemExit) as error:
@@ -153,7 +158,7 @@ def measure(
     report(result)
 
 
-def _steps(subject: Subject, options: Mapping[str, str], presets: Sequence[str], result: Result) -> Iterator[str]:
+def _steps(subject: Subject, options: Mapping[str, str], further: Sequence[str], result: Result) -> Iterator[str]:
     """Measure into `result`, step by step; yields the name of the step that comes next."""
     model, batches = subject.build(CALIBRATION + FRESH)
     data, fresh = batches[:CALIBRATION], batches[CALIBRATION:]
@@ -178,18 +183,31 @@ def _steps(subject: Subject, options: Mapping[str, str], presets: Sequence[str],
     result.sqnr = sqnr(expected, got)
     result.kernels = sqnr(outputs(keep.seen[0], fresh), got)
     result.plain = sqnr(expected, outputs(plain.seen[0], fresh))
-    del qmodel, keep, plain
+    del keep, plain
     if not result.sqnr >= ENOUGH:
         result.torch_ao = torch_ao(model, data, fresh, expected)
         result.rounding = rounding(model, data, fresh, expected)
-    for name in presets:
+    for name in further:
         yield name
-        setattr(result, name, _without_data(name, options, model, data, fresh, expected, result))
+        if name == "onnx":
+            result.onnx = _export(qmodel, fresh[0])
+        else:
+            setattr(result, name, _without_data(name, options, model, data, fresh, expected, result))
     yield "done"
 
 
 def _wrong(caught: Sequence[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if "runs in qdq form" in str(w.message)]
+
+
+def _export(qmodel: fxq.QuantizedModel, batch: Any) -> str:
+    """Why a model cannot be written as ONNX; empty where it can, and computes the same."""
+    with TemporaryDirectory() as folder:
+        try:
+            qmodel.export(Path(folder) / "model.onnx", example_inputs=batch)
+        except fxq.FxqError as error:
+            return str(error).partition(": ")[2]
+    return ""
 
 
 def _without_data(

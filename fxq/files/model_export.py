@@ -6,18 +6,22 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import fx
 
 from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.data import Batch
 from fxq.common.files import as_path, replacing, writing
-from fxq.errors import ExportError, FxqError, InputError, unknown, words_of
+from fxq.errors import ExportError, FxqError, InputError, unknown, warn, words_of
 from fxq.files.program_export import write_program
+from fxq.graph.grid import grid_of
+from fxq.graph.query import is_op
 from fxq.graph.run import inputs_for
 from fxq.graph.varying_axes import Dynamic
 from fxq.onnx.model_check import differences
 from fxq.onnx.whole_model import WrittenModel, write_model
 from fxq.onnx.writer import NotInOnnx
+from fxq.quant.qparams import QParams
 
 
 def export_model(
@@ -46,6 +50,7 @@ def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check:
     except NotInOnnx as error:
         raise ExportError(f"{path} cannot be written: {error}") from None
     _check(path, written, gm, batch if check else None)
+    _warn_of_narrow_grids(path, gm)
     made: bytes = written.model.SerializeToString()
     return made
 
@@ -70,6 +75,19 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batch: Batch |
         raise ExportError(
             f"{path}: ONNX Runtime computes something else than the quantized model, and nothing was written: "
             f"{wrong[0]}, and {len(wrong) - 1} more of {len(found or ())}. {_REPORT}"
+        )
+
+
+def _warn_of_narrow_grids(path: Path, gm: fx.GraphModule) -> None:
+    """Warn where values leave out integers of their type: engines have no kernels for these, and compute in float."""
+    grids = [grid_of(gm, node) for node in gm.graph.nodes if is_op(node, "quantize", "requantize")]
+    limits = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in (torch.uint8, torch.int8)}
+    narrow = sum(isinstance(g, QParams) and (g.qmin, g.qmax) != limits.get(g.dtype) for g in grids)
+    if narrow:
+        warn(
+            f"{path}: {narrow} of {len(grids)} values have fewer steps than 8 bits give: by the recipe, or because "
+            "kernels of PyTorch need it on this CPU. Other runtimes compute with them in float. For their integer "
+            'kernels, quantize with backend="onnxruntime" or backend="openvino".'
         )
 
 

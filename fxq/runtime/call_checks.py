@@ -17,7 +17,8 @@ from fxq.graph.run import inputs_for
 
 OPAQUE = (
     "Its kernels are packed for this machine; nothing that traces, maps or differentiates looks into them. Quantize "
-    'with backend="reference": that graph is made of operators only, with the same numbers but for rounding ties.'
+    'with backend="reference": that graph is made of operators only, with the same numbers but for rounding ties. Or '
+    'write the model as a file that PyTorch loads without fxq: qmodel.export("m.pt2").'
 )
 """What to do where a tool wants to look into kernels."""
 

@@ -52,6 +52,7 @@ def optimized(path, tmp_path):
     return [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
 
 
+@pytest.mark.filterwarnings("error::fxq.FxqWarning")
 def test_kernels_are_fused(tmp_path):
     """All layers run as integer kernels: none in float is left, nor a conversion but those at the ends."""
     net = model(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
@@ -59,6 +60,14 @@ def test_kernels_are_fused(tmp_path):
     assert kinds.count("QLinearConv") == 2 and kinds.count("QGemm") == 1
     assert not {"Conv", "Gemm", "MatMul", "Relu"} & set(kinds)
     assert kinds.count("QuantizeLinear") == 1 and kinds.count("DequantizeLinear") <= 1
+
+
+def test_grids_that_engines_have_no_kernels_for_are_told(tmp_path):
+    seven = fxq.Recipe.static(backend="reference", optimize="coverage", activation=fxq.TensorSpec(bits=7))
+    qmodel = fxq.quantize(model(), seven, data=[X])
+    with pytest.warns(fxq.FxqWarning, match='3 of 3 values have fewer steps.*backend="onnxruntime"'):
+        path = qmodel.export(tmp_path / "m.onnx")
+    assert "QLinearConv" not in optimized(path, tmp_path)
 
 
 def test_a_residual_block_is_fused(tmp_path):
