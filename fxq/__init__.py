@@ -32,7 +32,8 @@ from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
-from fxq.model import ObservedModel, QuantizedModel, load
+from fxq.model import QuantizedModel, load
+from fxq.observed_model import ObservedModel
 from fxq.ops.own_ops import register_op
 from fxq.ops.table import Spelling
 from fxq.ops.traits import Quant

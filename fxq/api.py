@@ -17,7 +17,8 @@ from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
 from fxq.fastest import convert_all, prepare_all
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
-from fxq.model import ObservedModel, QuantizedModel
+from fxq.model import QuantizedModel
+from fxq.observed_model import ObservedModel
 from fxq.pipeline.ranks import AUTO, Ranks
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison

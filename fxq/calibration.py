@@ -16,7 +16,7 @@ from fxq.common.files import as_path
 from fxq.common.isolation import untouched, without_autocast
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError
-from fxq.model import ObservedModel
+from fxq.observed_model import ObservedModel
 from fxq.pipeline.calibration_state import (
     batches_from,
     difference,

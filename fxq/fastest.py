@@ -15,7 +15,8 @@ from fxq.common.isolation import copied, without_autocast
 from fxq.errors import BackendError, FxqError, InputError, words_of
 from fxq.graph.text_writer import write_graph
 from fxq.ledger.attempts import Attempt, Attempts
-from fxq.model import ObservedModel, QuantizedModel
+from fxq.model import QuantizedModel
+from fxq.observed_model import ObservedModel
 from fxq.recipe.recipe import Recipe
 from fxq.report.latency import interleaved
 

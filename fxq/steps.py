@@ -26,7 +26,8 @@ from fxq.ledger.ledger import Narrowed
 from fxq.ledger.narrowing import narrowed
 from fxq.ledger.output_check import check_output, output_sqnrs
 from fxq.ledger.side_by_side import Program
-from fxq.model import ObservedModel, QuantizedModel
+from fxq.model import QuantizedModel
+from fxq.observed_model import ObservedModel
 from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
 from fxq.pipeline.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of

@@ -76,7 +76,7 @@ LEVELS = (
     {"pipeline"},
     {"ledger", "cost"},
     {"passes", "report", "files"},
-    {"model", "training_model"},
+    {"model", "observed_model", "training_model"},
     {"calibration", "fastest", "steps"},
     {"training"},
     {"tuning"},
