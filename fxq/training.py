@@ -24,8 +24,7 @@ from fxq.pipeline.context import Context
 from fxq.pipeline.derived_weights import FoldedNorm
 from fxq.pipeline.manager import PassManager
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, whole
-from fxq.quant.observer_base import flat, range_along
-from fxq.quant.qparams import QParams, scale_and_zero_point
+from fxq.quant.qparams import QParams, dequantize, quantize
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.recipe import Recipe
 from fxq.steps import finished, manager_for, phases
@@ -75,7 +74,7 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
             )
     manager = _observed_again(trained.preparation, tensors)
     context = manager.context
-    context.grids = _trained_grids(trained, manager.gm, tensors)
+    context.grids = _take_grids(trained, manager.gm, tensors)
     observing, choosing, (*inserting, _) = _phases(context.recipe)
     manager.run([*choosing, *inserting])
     made = finished(manager, context.recipe.pipeline[len(observing) + len(choosing) + len(inserting) + 1 :])
@@ -177,40 +176,58 @@ def _check_has_ranges(trained: TrainingModel) -> None:
         )
 
 
-def _trained_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> Grids:
-    """The edges with the grids that training has found."""
+def _take_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str, Tensor]) -> Grids:
+    """The edges with the grids that training has found. Weights in the graph move where the grids are to give others.
+
+    Args:
+        trained: the model.
+        gm: the graph with the tensors that were trained, where batch norms are folded.
+        tensors: those of the model by path.
+    """
     context = trained.preparation.manager.context
     known = context.grids or {}
-    folds = (one for one in context.derived if isinstance(one, FoldedNorm) and one.commutes)
-    scales = {fold.weight: fold.scale(tensors) for fold in folds}
+    folds = {one.weight: one for one in context.derived if isinstance(one, FoldedNorm) and one.commutes}
     values = {m.group: m.qparams() for m in trained.modules() if isinstance(m, FakeQuantizeValue)}
     weights = {m.edge: m for m in trained.modules() if isinstance(m, FakeQuantizeWeight)}
     found = dict(known)
     for node in gm.graph.nodes:
         plan, edges = known.get(grid_key(node), (None, ()))
-        tensor = constant(gm, node)
+        tensor, fold = constant(gm, node), folds.get(str(node.target))
         if tensor is None:
             edges = tuple(replace(edge, qparams=values.get(edge.group, edge.qparams)) for edge in edges)
         else:
             for at, quantizer in ((at, weights.get((str(node.target), at))) for at in range(len(edges))):
-                if quantizer is not None:
-                    grid = _weight_grid(quantizer, tensor, scales.get(str(node.target)))
-                    edges = (*edges[:at], replace(edges[at], qparams=grid), *edges[at + 1 :])
+                if quantizer is None:
+                    continue
+                grid = quantizer.qparams_of(tensor)
+                if fold is not None:
+                    grid = _folded(quantizer, tensors[fold.own_weight], tensor, fold.scale(tensors), fold.axis)
+                edges = (*edges[:at], replace(edges[at], qparams=grid), *edges[at + 1 :])
         found[grid_key(node)] = plan, edges
     return found
 
 
-def _weight_grid(quantizer: FakeQuantizeWeight, weight: Tensor, times: Tensor | None) -> QParams:
-    """The grid of a weight as it is quantized; `times` are the factors of its channels since it was trained."""
-    grid, symmetric = quantizer.qparams(), quantizer.spec.symmetric
-    if not quantizer.learned:
-        low, high = torch.aminmax(flat(weight)) if grid.axis is None else range_along(weight, grid.axis, grid.block)
-        scale, zero_point = scale_and_zero_point(low, high, grid.qmin, grid.qmax, symmetric)
-        return replace(grid, scale=scale, zero_point=zero_point)
-    if times is None:
-        return grid
-    scale = (grid.scale.double() * times.abs()).to(torch.float32)
-    return replace(grid, scale=torch.where(scale > 0, scale, torch.ones_like(scale)))
+def _folded(quantizer: FakeQuantizeWeight, own: Tensor, weight: Tensor, scale: Tensor, axis: int) -> QParams:
+    """The grid of a weight that has taken in a batch norm; on it are the integers that the weight had before.
+
+    Folding rounds, and training leaves many weights near the middle between two integers: those that got across it are
+    put back, in place.
+
+    Args:
+        quantizer: what rounded the weight while it was trained.
+        own: the weight as it was trained.
+        weight: the same, times the scale.
+        scale: of the batch norm, (C,).
+        axis: that of the channels in the weight.
+    """
+    before, after = quantizer.qparams_of(own), quantizer.qparams_of(weight)
+    if quantizer.learned:
+        times = (before.scale.double() * scale.abs()).to(torch.float32)
+        after = replace(before, scale=torch.where(times > 0, times, torch.ones_like(times)))
+    sign = scale.sign().to(torch.int8).reshape([-1] + [1] * (weight.dim() - 1 - axis))
+    integers = quantize(own, before) * sign  # of a symmetric grid
+    weight.copy_(torch.where(quantize(weight, after) == integers, weight, dequantize(integers, after)))
+    return after
 
 
 def _called(model: nn.Module, batch: Batch) -> Any:

@@ -266,7 +266,7 @@ def test_realistic_settles_every_batch_norm(networks):
 
 @pytest.mark.slow
 def test_bench_files_names_what_it_measures():
-    text = run("bench_files.py", "--network", "resnet18", "--size", 64, "--repeats", 1)
+    text = run("bench_files.py", "--network", "resnet18", "--size", 64, "--images", 2, "--repeats", 1)
     found = {line.split()[0]: float(line.split()[1]) for line in text.splitlines()[:5]}
     assert found["quantize"] > 0 and found["save"] > 0 and found["load"] > 0
     assert 0.2 < found["file"] / found["float"] < 0.35

@@ -17,7 +17,7 @@ from fxq.errors import CalibrationError, FxqWarning, InputError, RecipeError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import is_op
 from fxq.graph.run import Runner
-from fxq.quant.fake_quantize import FakeQuantizeValue
+from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
 from fxq.quant.qparams import dequantize
 from tests.models import NETWORKS, batch, build
 from tests.processes import on_ranks
@@ -61,6 +61,28 @@ def test_every_layer_is_within_a_step(learned):
     assert len(found) > 5
     for scale, value in found:
         assert (value - steps[scale]).abs().max() <= 1.001 * scale
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_weights_in_the_middle_between_integers_keep_their_side(learned):
+    """Training leaves many there; folding a batch norm, whose scale may be negative or zero, rounds them once more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)).eval()
+    x = torch.rand(4, 4, 9, 9)
+    made = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=W4, learned=learned))
+    made(x)
+    quantizer = next(
+        m for m in made.modules() if isinstance(m, FakeQuantizeWeight) and m.edge[0].startswith("fxq_data.0")
+    )
+    conv, norm = made.get_submodule("0"), made.get_submodule("1")
+    with torch.no_grad():
+        quantizer.scale.fill_(2**-6)
+        conv.weight.copy_((torch.randint(-6, 6, conv.weight.shape) + 0.5) * 2**-6)
+        conv.weight[:, 0, 0, 0] = 7 * 2**-6  # so that the scale is this one where it is not learned
+        norm.weight.copy_(torch.randn(16) + 0.1)
+        norm.weight[3] = 0.0
+        wanted = made.eval()(x)
+    torch.testing.assert_close(fxq.convert(made)(x), wanted, rtol=0, atol=1e-5)
 
 
 @given(st.integers(0, 10**6), st.sampled_from([2, 3, 8]), st.booleans(), st.integers(1, 3))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -176,6 +177,13 @@ class FakeQuantizeWeight(FakeQuantize):
         low, high = torch.aminmax(flat(weight)) if axis is None else range_along(weight, axis, block)
         scale, zero_point = scale_and_zero_point(low, high, self.grid.qmin, self.grid.qmax, self.spec.symmetric)
         return scale.reshape(self.scale.shape), zero_point.reshape(self.scale.shape)
+
+    def qparams_of(self, weight: Tensor) -> QParams:
+        """The same, of a weight on the CPU, as it is kept."""
+        if self.learned:
+            return self.qparams()
+        scale, zero_point = (t.reshape(self.grid.scale.shape) for t in self.grid_of(weight))
+        return replace(self.grid, scale=scale, zero_point=zero_point)
 
 
 @torch.no_grad()
