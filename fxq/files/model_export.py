@@ -110,7 +110,8 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
     try:
         model = openvino.Core().read_model(made)
     except Exception as error:  # whatever an engine raises
-        raise ExportError(f"{path} cannot be written: OpenVINO does not take the model: {words_of(error)}") from error
+        *_, why = words_of(error).split("GeneralFailure:\n")  # the first of its nodes' messages that is no list of them
+        raise ExportError(f"{path} cannot be written: OpenVINO does not take the model: {why}") from error
     with writing(path):
         openvino.save_model(model, str(path), compress_to_fp16=False)
 

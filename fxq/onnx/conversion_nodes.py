@@ -157,10 +157,24 @@ def dequantize(
         x = Value(w.constant(stored, kind), torch.empty_like(stored, device="meta"))
     step, zero = _grid(w, x, scale, zero_point, x.dtype, axis, block)
     if not w.floats:
+        whole = _channels_of((step, zero)) if block is not None else None
+        if whole is not None:  # which every runtime takes
+            step, zero = (t.movedim(whole, 0).flatten(1)[:, 0].contiguous() for t in (step, zero))
+            axis, block = whole, None
         return _real(w, x, (step, zero), axis, block, kind)
     q = stored
     real = w.kept(("real", x.name), lambda: real_values(q, step, zero, axis, block))
     return Value(w.constant(real), torch.empty_like(real, device="meta"))
+
+
+def _channels_of(grid: tuple[Tensor, Tensor]) -> int | None:
+    """The axis whose entries have one scale each, where blocks are as long as the weight; None where they are shorter."""
+
+    def alike(axis: int) -> bool:
+        rows = (values.movedim(axis, 0).flatten(1) for values in grid)
+        return all(bool((row == row[:, :1]).all()) for row in rows)
+
+    return next((axis for axis in range(grid[0].dim()) if alike(axis)), None)
 
 
 def _real(

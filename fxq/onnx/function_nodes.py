@@ -93,6 +93,20 @@ calls("argmax")(_place_of("ArgMax"))
 calls("argmin")(_place_of("ArgMin"))
 
 
+def _of_all(kind: str) -> Callable[..., Value]:
+    def reduce(w: Writer, x: Value, *given: Any, **options: Any) -> Value:
+        refuse(bool(given or options) or not x.dtype.is_floating_point, "it changes dtypes, or has options")
+        return Value(w.emit(kind, x, keepdims=0), torch.empty((), dtype=x.dtype, device="meta"))
+
+    return reduce
+
+
+for _name in ("mean", "sum", "max", "min"):
+    calls(_name)(_of_all(f"Reduce{_name.capitalize()}"))
+calls("amax")(_of_all("ReduceMax"))
+calls("amin")(_of_all("ReduceMin"))
+
+
 @calls("gather")
 def _taken(w: Writer, x: Value, dim: int, index: Value) -> Value:
     made = w.emit("GatherElements", x, index, axis=dim)

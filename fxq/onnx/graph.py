@@ -214,7 +214,7 @@ def _no_op(writer: Writer, gm: fx.GraphModule, node: fx.Node, args: Any, kwargs:
         kind = type(gm.get_submodule(str(node.target))).__name__
         raise NotInOnnx(f"the module {node.target!r} ({kind}) is kept as it is, and fxq does not know what it computes")
     if (reads and not of_shapes) or fills_like(node):
-        raise NotInOnnx(f"{info(node).path or node.name}: {called_name(node)} is no op of fxq's table")
+        raise NotInOnnx(f"fxq has no ONNX form of this call of {called_name(node)}")
     args, kwargs = _on_meta((args, kwargs))
     target: Any = node.target
     with _computing(writer):

@@ -35,6 +35,7 @@ MODELS = {
         )
     ),
     "shares": module(lambda self, x, y: torch.arange(x.size(0))[:, None] / 3 + x),
+    "extremes": module(lambda self, x, y: (x.max(), torch.min(y), x.amax(), y.amin())),
     "sums": module(lambda self, x, y: (x > 0).cumsum(0, dtype=torch.float32)),
 }
 
@@ -55,6 +56,12 @@ def test_numbers(name):
             assert torch.equal(got, one)
 
 
+def test_means_and_sums_of_all():
+    gm, model = written(module(lambda self, x: (x.mean(), torch.sum(x))), X)
+    for got, wanted in zip(run_onnxruntime(model, [Y]), gm(Y), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_makers_are_written():
     assert FUNCTIONS.keys() >= MAKERS
 
@@ -64,6 +71,7 @@ def test_makers_are_written():
     [
         (module(lambda self, x: x.to(torch.int64) & 3), "it combines the bits of integers"),
         (module(lambda self, x: x.argmax()), "it looks for one entry among all"),
+        (module(lambda self, x: x.sum(dtype=torch.float64)), "it changes dtypes"),
         (module(lambda self, x: x[x > 0]), "it is indexed by more than tensors of integers"),
         (module(lambda self, x: x + torch.arange(0.5, x.size(0), 1.0)[:, None]), "it counts in fractions"),
     ],
