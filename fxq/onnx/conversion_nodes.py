@@ -168,7 +168,7 @@ def dequantize(
 
 
 def _channels_of(grid: tuple[Tensor, Tensor]) -> int | None:
-    """The axis whose entries have one scale each, where blocks are as long as the weight; None where they are shorter."""
+    """The axis whose entries have one scale each, where blocks are as long as the weight; else None."""
 
     def alike(axis: int) -> bool:
         rows = (values.movedim(axis, 0).flatten(1) for values in grid)

@@ -97,7 +97,8 @@ def test_openvino(tmp_path):
 
 def test_openvino_takes_weights_that_are_shorter_than_a_block(tmp_path):
     openvino = pytest.importorskip("openvino")
-    qmodel = fxq.quantize(model(), fxq.Recipe.weight_only(bits=4, backend="reference"), example_inputs=X)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+    qmodel = fxq.quantize(net, fxq.Recipe.weight_only(bits=4, backend="reference"), example_inputs=X)
     compiled = openvino.Core().compile_model(
         qmodel.export(tmp_path / "m.xml"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
     )
