@@ -161,7 +161,9 @@ def _print_model(qmodel: fxq.QuantizedModel, as_json: bool) -> None:
         "output_sqnr": qmodel.output_sqnr,
     }
     if as_json:
-        click.echo(json.dumps({**facts, "layers": json.loads(qmodel.ledger.to_json())}, indent=2))
+        layers = json.loads(qmodel.ledger.to_json())
+        facts["output_sqnr"] = layers["output_sqnr"]  # as JSON has it
+        click.echo(json.dumps({**facts, "layers": layers}, indent=2, allow_nan=False))
         return
     for name, value in facts.items():
         click.echo(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

@@ -88,6 +88,12 @@ def test_what_is_known_of_a_file(run, recipe, tmp_path):
     assert run("report", "m.fxq", "page.html").exit_code == 0 and (tmp_path / "page.html").exists()
 
 
+def test_numbers_that_json_has_not_are_words(run, recipe, tmp_path):
+    fxq.Recipe.static(backend="reference").override("*", fxq.FLOAT).save(tmp_path / recipe)
+    told = json.loads(quantized(run, recipe, "--json").stdout, parse_constant=pytest.fail)
+    assert told["output_sqnr"] == "inf"
+
+
 def test_the_difference_of_two_files(run, recipe, tmp_path):
     quantized(run, recipe)
     (tmp_path / "m.fxq").rename(tmp_path / "a.fxq")
