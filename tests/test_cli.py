@@ -89,7 +89,9 @@ def test_what_is_known_of_a_file(run, recipe, tmp_path):
 
 
 def test_numbers_that_json_has_not_are_words(run, recipe, tmp_path):
-    fxq.Recipe.static(backend="reference").override("*", fxq.FLOAT).save(tmp_path / recipe)
+    fxq.Recipe.static(backend="reference").override("*", fxq.FLOAT).without_pass("fold-batch-norm").save(
+        tmp_path / recipe
+    )
     told = json.loads(quantized(run, recipe, "--json").stdout, parse_constant=pytest.fail)
     assert told["output_sqnr"] == "inf"
 
