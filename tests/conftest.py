@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,18 @@ os.environ["TERM"] = (
 def pytest_pycollect_makemodule():
     """Random numbers that a module of tests draws for itself do not depend on which others are run."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test with the mark `one_in(n)`, every n-th parametrization is always run, the others with the slow ones."""
+    seen = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,7 @@ ONCE = (
 LOOKS = ("annotate", "share-qparams", "choose-grids", "verify-lowering")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_pass_keeps_the_output_and_does_nothing_twice(name, backend):
@@ -93,6 +94,7 @@ def test_int8_is_close_to_float(name, backend):
     assert quantized.ledger.count("int8") >= 2
 
 
+@pytest.mark.one_in(2)
 @needs_x86
 @pytest.mark.parametrize("n", [1, 3, 8])
 @pytest.mark.parametrize("name", NETWORKS)
@@ -129,6 +131,7 @@ def test_another_image_size_than_the_calibration_s():
         assert sqnr(call(model, x), call(quantized, x)) > 30
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_user_s_model_and_data_stay(name, backend):
@@ -180,6 +183,7 @@ SPEC = fxq.TensorSpec(observer="minmax")
 WEIGHT = fxq.TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",

@@ -69,6 +69,7 @@ def test_loading_gives_exactly_the_other_model(backend):
         assert equal(one.bias, two.bias)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_every_network_takes_over_the_numbers_of_another(backend, name):

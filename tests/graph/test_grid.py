@@ -129,6 +129,7 @@ def test_a_scale_that_a_pass_changes_is_the_scale_of_the_model(net, backend, rec
     assert not equal(call(edited, x), call(known, x))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("after", ["annotate", "share-qparams", "insert-observers", "insert-qdq", "fallback"])
 @pytest.mark.parametrize("net", NETS)

@@ -128,6 +128,7 @@ def test_batches_one_by_one_and_all_at_once_are_the_same(recipe):
     assert apart.output_sqnr == pytest.approx(together.output_sqnr, abs=1e-4)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_network_beside_its_float_model(name, recipe):

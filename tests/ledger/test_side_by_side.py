@@ -97,6 +97,7 @@ def test_the_first_node_inherits_nothing(recipe):
     assert torch.equal(got[0], own[0])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_looking_alone_changes_no_other_value(name, recipe):

@@ -60,6 +60,7 @@ def written(qmodel, x, dynamic=True, **options):
     return gm, given, write_model(gm, inputs_for(gm.graph, given), dynamic, **options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", MODELS)
 def test_presets(name, preset):

@@ -208,6 +208,7 @@ def test_a_corrected_bias_goes_back_too(plant):
     assert equal(call(manager.gm, x), call(model, x))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_mixture_is_right(name, seed, plant):

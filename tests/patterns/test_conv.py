@@ -21,6 +21,7 @@ LAYERS = {
 FUNCTIONS = {"hardtanh": lambda x: F.hardtanh(x, -0.3, 0.5)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("conv", LAYERS)
 def test_conv_act(conv, act):
@@ -54,6 +55,7 @@ SUMS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("spelled", SUMS)
 @pytest.mark.parametrize("conv", ["conv1d", "conv2d", "conv3d"])
 @pytest.mark.parametrize("relu", [False, True])

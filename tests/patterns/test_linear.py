@@ -21,6 +21,7 @@ def no_bias():
     return nn.Linear(6, 6, bias=False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", ["rows", "tokens"])
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_linear_act(act, shape):

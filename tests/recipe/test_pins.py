@@ -40,6 +40,7 @@ def through_a_file(recipe, folder):
     return fxq.Recipe.load(folder / "decided.toml")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_same_graph_again_without_prices(name, seed, plant, monkeypatch, tmp_path):

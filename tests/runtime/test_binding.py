@@ -21,6 +21,7 @@ from tests.helpers import module
 # ---- the same numbers
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_every_call_gives_the_same(name):
     model, data = models.build(name), [models.batch(name)]

@@ -68,6 +68,7 @@ def kernels(q):
     return [submodule(q, n) for n in q.graph.nodes if isinstance(submodule(q, n), EngineKernel)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_are_what_the_reference_says(name, network):
     """verify-lowering has compared each region; here, the outputs of all of them together."""

@@ -245,6 +245,7 @@ def test_the_selected_engine_stays(engine):
 # ---- the pipeline
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_are_their_qdq_form(engine, name):
     """And no kernel is put back, and nothing deprecated is heard of."""
