@@ -19,8 +19,8 @@ from fxq.graph.query import is_op
 from fxq.graph.run import inputs_for
 from fxq.graph.varying_axes import Dynamic
 from fxq.onnx.model_check import differences
+from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.whole_model import WrittenModel, write_model
-from fxq.onnx.writer import NotInOnnx
 from fxq.quant.qparams import QParams
 
 

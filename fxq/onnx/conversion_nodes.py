@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fxq.onnx.dequantized import real_values
-from fxq.onnx.writer import INT4, UINT4, NotInOnnx, Operand, Value, Writer, refuse, writes
+from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx
+from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.quant.measured import SMALLEST
 from fxq.quant.packing import unpack
 

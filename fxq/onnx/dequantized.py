@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxq.onnx.writer import INT4, MOVES, UINT4, OnnxNode, Operand, Value, Writer
+from fxq.onnx.protobuf import INT4, UINT4, OnnxNode
+from fxq.onnx.writer import MOVES, Operand, Value, Writer
 
 
 @dataclass(frozen=True)

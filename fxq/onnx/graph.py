@@ -36,8 +36,9 @@ from fxq.graph.query import (
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
 from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
+from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.varying_sizes import python_dispatch
-from fxq.onnx.writer import ROWS, NotInOnnx, Value, Writer
+from fxq.onnx.writer import ROWS, Value, Writer
 from fxq.ops.table import Op
 
 Known = dict[fx.Node, Any]

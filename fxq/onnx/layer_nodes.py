@@ -9,7 +9,8 @@ import torch
 
 from fxq.onnx.dequantized import bias_for, dequantized, measured, transposed, weight_for
 from fxq.onnx.padding_nodes import onnx_pads, padded
-from fxq.onnx.writer import INT4, UINT4, NotInOnnx, OnnxNode, Operand, Value, Writer, refuse, writes
+from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, OnnxNode
+from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
 from fxq.ops.convolution import conv_padding
 

@@ -17,6 +17,7 @@ from fxq.common.metrics import tensors
 from fxq.graph.info import info
 from fxq.graph.run import Runner
 from fxq.graph.varying_axes import inputs_of
+from fxq.onnx.protobuf import onnx_type
 from fxq.onnx.whole_model import WrittenModel
 
 log = logging.getLogger("fxq")
@@ -93,8 +94,6 @@ def differences(written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> list
 def _cut(model: Any, values: Mapping[str, Tensor]) -> Any:
     """A copy of a model that returns these values, and takes others in their place for what is computed of them."""
     import onnx
-
-    from fxq.onnx.writer import onnx_type
 
     made = type(model)()
     made.CopyFrom(model)

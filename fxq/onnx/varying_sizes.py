@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fxq.onnx.protobuf import NotInOnnx
+
 if TYPE_CHECKING:
     from fxq.onnx.writer import Writer
 
@@ -89,8 +91,6 @@ class VaryingSizes:
     def _computed(self, w: Writer, expression: Any) -> str:
         import sympy
         from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
-
-        from fxq.onnx.writer import NotInOnnx
 
         if expression.is_Integer:
             return w.name_of(w.ints([int(expression)]))

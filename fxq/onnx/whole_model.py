@@ -13,8 +13,9 @@ from fxq.graph.info import info
 from fxq.graph.query import arguments_of, called_name, is_op
 from fxq.graph.varying_axes import FIXED, Axes, Dynamic, inputs_of, plain_name, said, varying_axes
 from fxq.onnx.graph import Known, write_node
+from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.varying_sizes import VaryingSizes
-from fxq.onnx.writer import NotInOnnx, Value, Writer
+from fxq.onnx.writer import Value, Writer
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxq.errors import FxqError
+from fxq.onnx.protobuf import NotInOnnx, OnnxNode, graph_proto, model_proto, onnx_type
 from fxq.onnx.varying_sizes import VaryingSizes, varies
-
-OPSET = 21
-"""The first one with integers of four bits and blocks that have scales of their own."""
-
-_IR_VERSION = 10
-"""The format of files that belongs to it."""
-
-
-class NotInOnnx(FxqError):
-    """A call that no ONNX node says; the message is the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,21 +44,6 @@ class Value:
 
 Operand = Value | Tensor | str | None
 """What a node reads: a value, a constant, the name of what an earlier node makes, or nothing."""
-
-
-@dataclass(frozen=True)
-class OnnxNode:
-    """A node of the model: its type, what it reads and makes by name, and its attributes."""
-
-    kind: str
-    reads: tuple[str, ...]
-    makes: tuple[str, ...]
-    attributes: Mapping[str, Any]
-
-
-_CONTRIBUTED = frozenset({"DynamicQuantizeLSTM", "MatMulIntegerToFloat"})
-"""Types of nodes that are none of ONNX's own, but ONNX Runtime's."""
-_RUNTIME = "com.microsoft"
 
 
 MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Cast", "Identity")
@@ -263,11 +238,7 @@ class Writer:
 
     def model(self, outputs: Sequence[Value], names: Sequence[str] = (), keep_inputs: bool = False) -> Any:
         """The model as `onnx.ModelProto`; see `graph`."""
-        graph = self.graph(outputs, names, keep_inputs)
-        versions = {"": OPSET, **{node.domain: 1 for node in graph.node if node.domain}}
-        helper = _package().helper
-        opsets = [helper.make_opsetid(domain, version) for domain, version in versions.items()]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="fxq")
+        return model_proto(self.graph(outputs, names, keep_inputs))
 
     def graph(self, outputs: Sequence[Value], names: Sequence[str] = (), keep_inputs: bool = False) -> Any:
         """What was written as `onnx.GraphProto`; what its outputs do not need is left out.
@@ -280,7 +251,6 @@ class Writer:
         Raises:
             FxqError: onnx is not installed.
         """
-        helper = _package().helper
         nodes: list[OnnxNode] = []
         ends: list[Value] = []
         renamed: dict[str, str] = {}
@@ -296,83 +266,32 @@ class Writer:
                 renamed[value.name] = wanted
             ends.append(Value(name, value.like))
         needed = {value.name for value in outputs}
+
+        def rename(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(renamed.get(name, name) for name in names)
+
         for node in reversed(self._nodes):
             if needed.intersection(node.makes):
                 needed.update(node.reads)
                 nodes.append(node)
-        return helper.make_graph(
-            [
-                helper.make_node(
-                    n.kind,
-                    *([renamed.get(name, name) for name in part] for part in (n.reads, n.makes)),
-                    n.makes[0],
-                    domain=_domain(n),
-                    **n.attributes,
-                )
-                for n in reversed(nodes)
-            ],
-            "fxq",
-            [self._declared(helper, v) for v in self._inputs if keep_inputs or v.name in needed],
-            [self._declared(helper, v) for v in ends],
-            [
-                _proto(helper, name, tensor, self._types[name])
-                for name, tensor in self._constants.items()
-                if name in needed
-            ],
+        kept = {name: (self._constants[name], self._types[name]) for name in self._constants if name in needed}
+        return graph_proto(
+            [replace(n, reads=rename(n.reads), makes=rename(n.makes)) for n in reversed(nodes)],
+            [self._declared(value) for value in self._inputs if keep_inputs or value.name in needed],
+            [self._declared(value) for value in ends],
+            kept,
         )
 
-    def _declared(self, helper: Any, value: Value) -> Any:
+    def _declared(self, value: Value) -> tuple[str, torch.dtype, list[int | str]]:
         """The name, type and shape of an input or output; sizes that vary have names, or the text of what they are."""
         shape = [self.sizes.text(size) if self.sizes and varies(size) else int(size) for size in value.shape]
-        return helper.make_tensor_value_info(value.name, onnx_type(value.dtype), shape)
+        return value.name, value.dtype, shape
 
 
 def _one_inferred(shape: list[Any]) -> list[Any]:
     """A shape of which the one size that varies follows from the others."""
     at = [i for i, size in enumerate(shape) if varies(size)]
     return [-1 if i in at else size for i, size in enumerate(shape)] if len(at) == 1 and -1 not in shape else shape
-
-
-def _domain(node: OnnxNode) -> str:
-    """Who defines the type of a node; empty: ONNX."""
-    return _RUNTIME if node.kind in _CONTRIBUTED else ""
-
-
-_TYPES = {
-    torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6, torch.int64: 7, torch.bool: 9,
-    torch.float16: 10, torch.float64: 11, torch.bfloat16: 16,
-}  # fmt: skip
-
-UINT4, INT4 = 21, 22
-"""ONNX's numbers of two types that torch keeps in a byte: integers of four bits."""
-
-
-def onnx_type(dtype: torch.dtype) -> int:
-    """ONNX's number of a type.
-
-    Raises:
-        NotInOnnx: it has none.
-    """
-    if dtype not in _TYPES:
-        raise NotInOnnx(f"values of {dtype} have no type in ONNX")
-    return _TYPES[dtype]
-
-
-def _proto(helper: Any, name: str, tensor: Tensor, kind: int) -> Any:
-    values = tensor.detach().cpu().contiguous().flatten()
-    if kind in (UINT4, INT4):
-        values = torch.nn.functional.pad(values.view(torch.uint8) & 15, (0, values.numel() % 2))
-        values = values[::2] | values[1::2] << 4
-    return helper.make_tensor(name, kind, tensor.shape, values.view(torch.uint8).numpy().tobytes(), raw=True)
-
-
-def _package() -> Any:
-    try:
-        import onnx
-        import onnx.helper
-    except ImportError:
-        raise FxqError("onnx is not installed: pip install fxq[onnx].") from None
-    return onnx
 
 
 Row = TypeVar("Row", bound=Callable[..., "str | Value"])

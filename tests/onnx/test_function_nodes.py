@@ -7,8 +7,8 @@ from torch import nn
 from fxq.common.data import Batch
 from fxq.graph.run import inputs_for
 from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
+from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.whole_model import write_model
-from fxq.onnx.writer import NotInOnnx
 from tests.graphs import graph
 from tests.helpers import module
 from tests.onnx_runs import normal, onnx, run_onnxruntime

@@ -13,7 +13,8 @@ import fxq
 from fxq.backends.cpu import has_vnni
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import refusal, write_onnx
-from fxq.onnx.writer import ROWS, NotInOnnx
+from fxq.onnx.protobuf import NotInOnnx
+from fxq.onnx.writer import ROWS
 from fxq.ops import OPS
 from tests.graphs import graph, node
 from tests.helpers import REFERENCE, module, ops_of_fxq

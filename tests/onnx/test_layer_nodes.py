@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from fxq.onnx.graph import write_onnx
-from fxq.onnx.writer import NotInOnnx
+from fxq.onnx.protobuf import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.measured import measured_range
 from tests.machine import needs_vnni

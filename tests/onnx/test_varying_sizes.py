@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.varying_sizes import VaryingSizes, varies
-from fxq.onnx.writer import NotInOnnx, Value, Writer
+from fxq.onnx.writer import Value, Writer
 from tests.onnx_runs import onnx, run_onnxruntime, same
 
 pytestmark = pytest.mark.any_cpu

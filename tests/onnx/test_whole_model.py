@@ -12,8 +12,8 @@ from fxq.common.metrics import sqnr, tensors
 from fxq.errors import InputError
 from fxq.graph.run import inputs_for
 from fxq.onnx.model_check import differences
+from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.whole_model import write_model
-from fxq.onnx.writer import NotInOnnx
 from tests.helpers import REFERENCE, module
 from tests.models import batch, build, settled
 from tests.onnx.test_graph import Attention

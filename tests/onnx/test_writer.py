@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxq.onnx.writer import INT4, UINT4, NotInOnnx, Value, Writer, onnx_type
+from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, onnx_type
+from fxq.onnx.writer import Value, Writer
 from tests.onnx_runs import onnx, run_onnxruntime
 
 pytestmark = pytest.mark.any_cpu

@@ -20,7 +20,7 @@ from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.request import Request
 from fxq.graph.info import EngineLayer, info
 from fxq.graph.unit import Calls, OpCall
-from fxq.onnx.writer import onnx_type
+from fxq.onnx.protobuf import onnx_type
 from fxq.ops import OPS
 from fxq.quant.spec import MEASURED_STATE, QuantConfig, TensorSpec
 
