@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -62,32 +63,32 @@ def main() -> None:
         found = fxq.search(model, "static", data, metric, target=arguments.drop)
     print(found)
     print(f"the search took {time.perf_counter() - start:.0f} s")
-    print(
-        tabulate(judged(model, found, data, arguments.fresh), ("", "layers in float", "agreement", "SQNR", "batch 1"))
-    )
+    print(tabulate(judged(model, found, data, crops_of(PHOTOGRAPHS, arguments.fresh, "judged")), HEADERS))
     print(f"candidates are drawn in {found.render(OUT / 'search.svg')}")
 
 
-def judged(model: nn.Module, found: fxq.SearchResult, data: tuple[Tensor, ...], fresh: int) -> list[tuple[str, ...]]:
+def judged(
+    model: nn.Module, found: fxq.SearchResult, data: Sequence[Tensor], fresh: Tensor, seconds: float = 10.0
+) -> list[tuple[str, ...]]:
     """Float, the default recipe and the one that was found: on crops that nothing has seen, and on this CPU's kernels.
 
     All layers that the search left on integers run so, whether that is faster or not.
     """
-    judge = Agreement(model, crops_of(PHOTOGRAPHS, fresh, "judged"))
+    judge = Agreement(model, fresh)
     recipes = {"default": fxq.Recipe.static(optimize="coverage"), "found": found.recipe.with_optimize("coverage")}
     kernels = {name: fxq.quantize(model, recipe, data=data) for name, recipe in recipes.items()}
     exact = {name: fxq.quantize(model, recipe.with_backend("reference"), data=data) for name, recipe in recipes.items()}
     x = data[0][:1].to(memory_format=torch.channels_last)
     plain = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with threads(1):
-        times = interleaved({name: lambda m=m: m(x) for name, m in {"float": plain, **kernels}.items()}, 10.0)
+        times = interleaved({name: lambda m=m: m(x) for name, m in {"float": plain, **kernels}.items()}, seconds)
     expected = torch.cat(judge.logits(model))
     rows = []
-    for name, seconds in times.items():
+    for name, median in times.items():
         numbers = agreement(expected, torch.cat(judge.logits(exact.get(name, model))))
         floats = len(found.floats) if name == "found" else found.layers if name == "float" else 0
         told = f"{numbers['agreement, %']:.1f} ± {numbers['± points']:.1f} %", f"{numbers['SQNR, dB']:.1f} dB"
-        rows.append((name, f"{floats} of {found.layers}", *told, f"{1e3 * seconds:.1f} ms"))
+        rows.append((name, f"{floats} of {found.layers}", *told, f"{1e3 * median:.1f} ms"))
     return rows
 
 

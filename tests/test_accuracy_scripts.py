@@ -163,6 +163,25 @@ def test_agreement_has_its_standard_error(script):
     assert found["SQNR, dB"] == pytest.approx(10 * math.log10(4 / 2))
 
 
+def test_what_a_search_finds_beside_float_and_the_default(script):
+    """On a network of four classes: the search keeps the target, and a row says what each takes of layers in float."""
+    bench = script("bench_search")
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 4)).eval()
+    data = torch.randn(64, 3, 8, 8).split(16)
+    metric = bench.Agreement(model, torch.randn(60, 3, 8, 8))
+    assert metric(model) == 100
+    assert metric(lambda x: -model(x)) < 100
+    found = fxq.search(model, "static", data, metric, target=0.0)
+    assert found.reached and found.score == 100
+    rows = {row[0]: row[1:] for row in bench.judged(model, found, data, torch.randn(50, 3, 8, 8), 0.1)}
+    assert list(rows) == ["float", "default", "found"]
+    assert rows["float"][0] == "3 of 3" and rows["default"][0] == "0 of 3"  # the pooling is one
+    assert rows["found"][0] == f"{len(found.floats)} of 3"
+    assert rows["float"][1] == "100.0 ± 0.0 %"
+
+
 def test_sizes_that_differ_are_left_open(script):
     contenders = script("accuracy_contenders")
     data = [(torch.zeros(2, 3, 8), torch.zeros(2, 5)), (torch.zeros(4, 3, 9), torch.zeros(4, 5))]
