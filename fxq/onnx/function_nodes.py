@@ -107,6 +107,27 @@ calls("amax")(_of_all("ReduceMax"))
 calls("amin")(_of_all("ReduceMin"))
 
 
+@calls("norm")
+def _size(w: Writer, x: Value, p: Any = "fro", dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
+    refuse(p not in ("fro", 1, 2), f"its order is {p}, neither 1 nor 2")
+    refuse(any(value is not None for value in options.values()), "it changes dtypes, or has options")
+    axes = None if dim is None else w.ints([dim] if isinstance(dim, int) else dim)
+    made = w.emit("ReduceL1" if p == 1 else "ReduceL2", x, axes, keepdims=int(keepdim))
+    return Value(made, torch.norm(x.like, 2, dim, keepdim))
+
+
+@calls(torch.linalg.vector_norm)
+def _size_of_vector(w: Writer, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
+    return _size(w, x, ord, dim, keepdim, **options)
+
+
+@calls(torch.linalg.norm)
+def _size_of_any(w: Writer, x: Value, ord: Any = None, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
+    of_matrix = x.rank == 2 if dim is None else not isinstance(dim, int) and len(dim) == 2
+    refuse(of_matrix and ord not in (None, "fro"), f"it is the norm of matrices, of order {ord}")
+    return _size(w, x, "fro" if ord is None else ord, dim, keepdim, **options)
+
+
 @calls("gather")
 def _taken(w: Writer, x: Value, dim: int, index: Value) -> Value:
     made = w.emit("GatherElements", x, index, axis=dim)

@@ -62,6 +62,28 @@ def test_means_and_sums_of_all():
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_norms(keepdim):
+    model = module(
+        lambda self, x: (
+            x.norm(dim=1, keepdim=keepdim),
+            torch.norm(x, 1, -1, keepdim),
+            x.norm(2, (0, 1), keepdim=keepdim),
+            torch.linalg.norm(x, dim=0, keepdim=keepdim),
+            torch.linalg.vector_norm(x, ord=1, dim=1, keepdim=keepdim),
+        )
+    )
+    gm, model = written(model, X)
+    for got, wanted in zip(run_onnxruntime(model, [Y]), gm(Y), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_norms_of_all():
+    gm, model = written(module(lambda self, x: (x.norm(), torch.linalg.norm(x))), X)
+    for got, wanted in zip(run_onnxruntime(model, [Y]), gm(Y), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_makers_are_written():
     assert FUNCTIONS.keys() >= MAKERS
 
@@ -72,6 +94,9 @@ def test_makers_are_written():
         (module(lambda self, x: x.to(torch.int64) & 3), "it combines the bits of integers"),
         (module(lambda self, x: x.argmax()), "it looks for one entry among all"),
         (module(lambda self, x: x.sum(dtype=torch.float64)), "it changes dtypes"),
+        (module(lambda self, x: x.norm(3, dim=1)), "its order is 3, neither 1 nor 2"),
+        (module(lambda self, x: x.norm(dim=1, dtype=torch.float64)), "it changes dtypes"),
+        (module(lambda self, x: torch.linalg.norm(x, 2)), "it is the norm of matrices, of order 2"),
         (module(lambda self, x: x[x > 0]), "it is indexed by more than tensors of integers"),
         (module(lambda self, x: x + torch.arange(0.5, x.size(0), 1.0)[:, None]), "it counts in fractions"),
     ],
