@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from fxq.graph.guards import make_output, own_copy
 from fxq.onnx.pointwise_nodes import both, cast
 from fxq.onnx.varying_sizes import varies
-from fxq.onnx.writer import Value, Writer, refuse
+from fxq.onnx.writer import Operand, Value, Writer, refuse
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """How each function is written, by itself, or by its name as a method: takes the writer, and its arguments."""
@@ -71,8 +71,105 @@ def _each(kind: str) -> Callable[..., Value]:
     return compute
 
 
-for _kind in ("Sign", "Ceil", "Floor", "Round", "Reciprocal"):
+for _kind in (
+    *("Sign", "Ceil", "Floor", "Round", "Reciprocal", "Tan", "Asin", "Acos", "Atan"),
+    *("Sinh", "Cosh", "Asinh", "Acosh", "Atanh"),
+):
     calls(_kind.lower())(_each(_kind))
+
+
+@calls("log1p")
+def _log_of_more(w: Writer, x: Value) -> Value:
+    return Value(w.emit("Log", w.emit("Add", x, w.number(1, x))), x.like)
+
+
+@calls("expm1")
+def _exponential_less(w: Writer, x: Value) -> Value:
+    return Value(w.emit("Sub", w.emit("Exp", x), w.number(1, x)), x.like)
+
+
+@calls("trunc")
+def _towards_zero(w: Writer, x: Value) -> Value:
+    return Value(w.emit("Mul", w.emit("Sign", x), w.emit("Floor", w.emit("Abs", x))), x.like)
+
+
+@calls("isnan")
+def _is_nan(w: Writer, x: Value) -> Value:
+    return Value(w.emit("IsNaN", x), torch.empty_like(x.like, dtype=torch.bool))
+
+
+@calls("isinf")
+def _is_infinite(w: Writer, x: Value) -> Value:
+    return Value(w.emit("IsInf", x), torch.empty_like(x.like, dtype=torch.bool))
+
+
+@calls("nan_to_num")
+def _finite(w: Writer, x: Value, nan: float | None = 0.0, posinf: Any = None, neginf: Any = None) -> Value:
+    refuse(posinf is not None or neginf is not None, "it has a number of its own for infinity")
+    limit = torch.finfo(x.dtype).max
+    bounded = w.emit("Clip", x, w.number(-limit, x), w.number(limit, x))
+    return Value(w.emit("Where", w.emit("IsNaN", x), w.number(nan or 0.0, x), bounded), x.like)
+
+
+@calls("addcmul")
+def _plus_product(w: Writer, x: Value, a: Value, b: Value, *, value: float = 1) -> Value:
+    product = w.emit("Mul", w.emit("Mul", a, b), w.number(value, x))
+    return Value(w.emit("Add", x, product), torch.addcmul(x.like, a.like, b.like))
+
+
+@calls("lerp")
+def _between(w: Writer, x: Value, end: Value, weight: Any) -> Value:
+    share = weight if isinstance(weight, Value) else w.number(weight, x)
+    made = w.emit("Add", x, w.emit("Mul", share, w.emit("Sub", end, x)))
+    return Value(made, torch.lerp(x.like, end.like, _like(weight)))
+
+
+@calls(torch.nn.functional.glu)
+def _gated(w: Writer, x: Value, dim: int = -1) -> Value:
+    value, gate = w.emit_several("Split", [x], 2, axis=dim, num_outputs=2)
+    return Value(w.emit("Mul", value, w.emit("Sigmoid", gate)), torch.nn.functional.glu(x.like, dim))
+
+
+def _triangle(upper: int) -> Callable[..., Value]:
+    def cut(w: Writer, x: Value, diagonal: int = 0) -> Value:
+        return Value(w.emit("Trilu", x, torch.tensor(diagonal), upper=upper), x.like)
+
+    return cut
+
+
+calls("tril")(_triangle(0))
+calls("triu")(_triangle(1))
+
+
+@calls("unbind")
+def _parts(w: Writer, x: Value, dim: int = 0) -> tuple[Value, ...]:
+    refuse(varies(x.shape[dim]), "how many parts there are varies")
+    return tuple(
+        Value(w.emit("Gather", x, torch.tensor(i), axis=dim), x.like.select(dim, i)) for i in range(int(x.shape[dim]))
+    )
+
+
+@calls("stack")
+def _stacked(w: Writer, parts: Sequence[Value], dim: int = 0) -> Value:
+    like = torch.stack([part.like for part in parts], dim)
+    apart: list[Operand] = [w.emit("Unsqueeze", part, w.ints([dim % like.dim()])) for part in parts]
+    return Value(w.joined(apart, dim), like)
+
+
+@calls("cat")
+def _joined(w: Writer, parts: Sequence[Value], dim: int = 0) -> Value:
+    return Value(w.joined(parts, dim), torch.cat([part.like for part in parts], dim))
+
+
+@calls("scatter")
+def _put(w: Writer, x: Value, dim: int, index: Value, src: Any = None, *, value: Any = None, **options: Any) -> Value:
+    refuse(bool(options), "it sums what it puts")
+    new = value if src is None else src
+    if not isinstance(new, Value):
+        new = w.emit("Expand", w.number(new, x), w.emit("Shape", index))
+    else:
+        refuse(new.shape != index.shape, "it is given more than its index has places")
+    return Value(w.emit("ScatterElements", x, index, new, axis=dim), x.like)
 
 
 @calls("pow", operator.pow)
@@ -95,7 +192,10 @@ calls("argmin")(_place_of("ArgMin"))
 
 def _of_all(kind: str) -> Callable[..., Value]:
     def reduce(w: Writer, x: Value, *given: Any, **options: Any) -> Value:
-        refuse(bool(given or options) or not x.dtype.is_floating_point, "it changes dtypes, or has options")
+        refuse(bool(given or options), "it changes dtypes, or has options")
+        if kind == "ReduceSum" and not x.dtype.is_floating_point:
+            x = Value(w.cast(x, torch.int64), torch.empty_like(x.like, dtype=torch.int64))
+        refuse(x.dtype is torch.bool, "it compares truths")
         return Value(w.emit(kind, x, keepdims=0), torch.empty((), dtype=x.dtype, device="meta"))
 
     return reduce
@@ -105,27 +205,6 @@ for _name in ("mean", "sum", "max", "min"):
     calls(_name)(_of_all(f"Reduce{_name.capitalize()}"))
 calls("amax")(_of_all("ReduceMax"))
 calls("amin")(_of_all("ReduceMin"))
-
-
-@calls("norm")
-def _size(w: Writer, x: Value, p: Any = "fro", dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
-    refuse(p not in ("fro", 1, 2), f"its order is {p}, neither 1 nor 2")
-    refuse(any(value is not None for value in options.values()), "it changes dtypes, or has options")
-    axes = None if dim is None else w.ints([dim] if isinstance(dim, int) else dim)
-    made = w.emit("ReduceL1" if p == 1 else "ReduceL2", x, axes, keepdims=int(keepdim))
-    return Value(made, torch.norm(x.like, 2, dim, keepdim))
-
-
-@calls(torch.linalg.vector_norm)
-def _size_of_vector(w: Writer, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
-    return _size(w, x, ord, dim, keepdim, **options)
-
-
-@calls(torch.linalg.norm)
-def _size_of_any(w: Writer, x: Value, ord: Any = None, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
-    of_matrix = x.rank == 2 if dim is None else not isinstance(dim, int) and len(dim) == 2
-    refuse(of_matrix and ord not in (None, "fro"), f"it is the norm of matrices, of order {ord}")
-    return _size(w, x, "fro" if ord is None else ord, dim, keepdim, **options)
 
 
 @calls("gather")

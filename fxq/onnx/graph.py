@@ -18,6 +18,7 @@ import fxq.onnx.norm_nodes
 import fxq.onnx.pointwise_nodes
 import fxq.onnx.pooling_nodes
 import fxq.onnx.recurrent_nodes
+import fxq.onnx.reduction_nodes
 import fxq.onnx.resampling_nodes  # noqa: F401  (register how the ops are written)
 from fxq.graph.guards import check_fixed
 from fxq.graph.info import info

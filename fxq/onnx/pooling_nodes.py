@@ -105,8 +105,9 @@ def _reduction(kind: str) -> Any:
         if kind == "ReduceMean" and x.rank > 2 and axes == list(range(2, x.rank)):
             made = w.emit("GlobalAveragePool", x)  # which engines have on integers
             return made if keepdim else w.reshaped(made, x.shape[:2])
-        refuse(x.dtype is torch.bool or (kind == "ReduceSum" and not x.dtype.is_floating_point), "it is of integers")
-        return w.emit(kind, x, w.ints(axes), keepdims=int(keepdim))
+        refuse(x.dtype is torch.bool and kind != "ReduceSum", "it is of truths")
+        whole = kind == "ReduceSum" and not x.dtype.is_floating_point
+        return w.emit(kind, w.cast(x, torch.int64) if whole else x, w.ints(axes), keepdims=int(keepdim))
 
     return reduce
 
