@@ -36,7 +36,7 @@ class Subject:
 
 
 SUBJECTS = {
-    "resnet18": Subject(resnet18, (8, 3, 112, 112)),
+    "resnet18": Subject(resnet18, (8, 3, 224, 224)),
     "mobilenet_v2": Subject(mobilenet_v2, (8, 3, 112, 112)),
     "fsrcnn": Subject(FSRCNN, (8, 1, 48, 48)),
 }

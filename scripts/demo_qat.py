@@ -276,7 +276,7 @@ def won_back(results: list[Result]) -> Iterator[str]:
     for kind in KINDS:
         after = max(score for how, score in mean.items() if how.startswith(f"{kind} after"))
         lost, left = mean["float"] - after, mean["float"] - mean[f"{kind} trained"]
-        share = f": {100 * (1 - left / lost):.0f} % won back" if lost > 0 else ""
+        share = f": {100 * (1 - left / lost):.0f} % won back" if lost > left else ""
         yield f"{kind}: {lost:.2f} lost after training, {left:.2f} when it is trained{share}"
 
 
