@@ -169,8 +169,8 @@ def tasks(folder: Path, only: list[str]) -> Iterator[tuple[str, Task]]:
                 sharpness,
                 F.mse_loss,
                 "dB",
-                (0, 4),
-                (0.0, 5e-4),
+                (0, 16),
+                (0.0, 2e-3),
                 16,
             ),
         )
