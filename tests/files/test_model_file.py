@@ -16,6 +16,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
+from fxq.backends.by_name import unavailable
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import InForm
 from fxq.backends.x86.onednn_conv import OnednnConv
@@ -63,10 +64,8 @@ def qmodel():
     ],
 )
 def test_all_of_it_comes_back(name, recipe):
-    if RECIPES[recipe].backend in ("openvino", "onnxruntime"):
-        pytest.importorskip(RECIPES[recipe].backend)
-    elif RECIPES[recipe].backend == "fbgemm" and not cpu.is_x86():
-        pytest.skip("needs x86")
+    if why := unavailable(RECIPES[recipe].backend):
+        pytest.skip(why)
     batch = models.batch(name)
     model = quantized(models.build(name), RECIPES[recipe], batch)
     other = filed(model)
