@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fxq.quant.observer_base import flat, range_along
 from fxq.quant.observers import MovingAverage, observer_for
 from fxq.quant.qparams import QParams, scale_and_zero_point, spread
 from fxq.quant.spec import TensorSpec
+from fxq.quant.tensor_range import range_of
 
 LEAST = 1e-3
 """The smallest factor of a learned scale: where a step of the optimizer was too large."""
@@ -141,7 +141,7 @@ class FakeQuantizeValue(FakeQuantize):
         x = x.to(torch.float32)
         if self.training and self.watching and x.numel():
             with torch.no_grad():
-                low, high = torch.aminmax(flat(x.detach()))
+                low, high = range_of(x.detach())
                 if self.nonnegative:
                     low, high = low.clamp(min=0.0), high.clamp(min=0.0)
                 self.seen.copy_(torch.stack([torch.minimum(self.seen[0], low), torch.maximum(self.seen[1], high)]))
@@ -174,7 +174,7 @@ class FakeQuantizeWeight(FakeQuantize):
         if self.learned:
             return self.scale, self.zero_point
         axis, block = self.grid.axis, self.grid.block
-        low, high = torch.aminmax(flat(weight)) if axis is None else range_along(weight, axis, block)
+        low, high = range_of(weight, axis, block)
         scale, zero_point = scale_and_zero_point(low, high, self.grid.qmin, self.grid.qmax, self.spec.symmetric)
         return scale.reshape(self.scale.shape), zero_point.reshape(self.scale.shape)
 

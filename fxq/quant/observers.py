@@ -16,8 +16,9 @@ from fxq.errors import RecipeError, unknown
 from fxq.quant import histogram
 from fxq.quant.entropy import entropy_range
 from fxq.quant.least_error import least_range, rows_of
-from fxq.quant.observer_base import Observer, flat
+from fxq.quant.observer_base import Observer
 from fxq.quant.spec import TensorSpec
+from fxq.quant.tensor_range import flat
 
 
 class MinMax(Observer):
