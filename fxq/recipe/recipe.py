@@ -6,38 +6,28 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from fxq.backends.base import Backend
 from fxq.backends.by_name import FASTEST
 from fxq.common.source import import_path
 from fxq.errors import RecipeError
 from fxq.quant.spec import (
-    ACTIVATION,
     FLOAT,
-    MEASURED,
     NARROW,
     OF_PRESET,
-    TRAINED,
-    WEIGHT,
     QuantConfig,
-    TensorSpec,
-    weight_spec,
     without_usual_state,
 )
+from fxq.recipe import presets
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
 from fxq.recipe.pipeline import Pipeline, PipelineEdit, pipeline_of, preset_config
-from fxq.recipe.recipe_checks import check_choice, check_config, check_preset, refuse_options
+from fxq.recipe.recipe_checks import check_choice, check_config, check_preset
 from fxq.recipe.recipe_file import arguments_from, data_of, read_toml, toml_of
 from fxq.recipe.selector import Selector, as_selector
 from fxq.rewriting.pattern import FUSIONS, Family, Rule
-
-FAKE_QUANTIZERS = "insert-fake-quantizers"
-"""The pass that makes a model trainable: a pipeline with it is one for training."""
 
 
 @dataclass(frozen=True)
@@ -118,152 +108,10 @@ class Recipe:
         for selector, config in self.overrides:
             check_config(config, f"the override for {selector}", self.trains)
 
-    @classmethod
-    def static(
-        cls,
-        *,
-        backend: str | type[Backend] = "auto",
-        activation: TensorSpec | None = ACTIVATION,
-        weight: TensorSpec = WEIGHT,
-        optimize: str = "speed",
-        narrow: str = "auto",
-        strict_trace: bool = False,
-        check_inputs: bool = False,
-        leaf_modules: Iterable[str] = (),
-        concrete_args: Mapping[str, Any] | None = None,
-    ) -> Recipe:
-        """Post-training static quantization: activations by calibration, weights per channel. Needs data.
-
-        Args:
-            backend: "auto", "x86", "fbgemm", "qnnpack", "openvino", "onnxruntime" or "reference"; "fastest" tries all
-                that are installed; or one of your own, see `with_backend`.
-            activation: spec of all activations; the default is uint8 affine with the histogram observer.
-            weight: spec of all weights; the default is int8 symmetric per channel.
-            optimize: "speed": what is faster in float on this machine stays in float (measured at the shapes of the
-                example inputs); "coverage": everything runs on integers that can.
-            narrow: "weights" or "activations": what gives up a bit on CPUs whose kernels overflow with 8 bits of both;
-                "auto": what costs less, tried on calibration data.
-            strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.
-            check_inputs: let the quantized model raise `InputError` on a float input that holds NaN or Inf; else such
-                an input gives finite numbers, as integers are neither. It reads every input once more.
-            leaf_modules: path globs of modules that are not traced into, as `leaf` adds them.
-            concrete_args: arguments of forward that are fixed to plain values, by name, as `fix_args` fixes them.
-
-        Example:
-            >>> Recipe.static(leaf_modules=["head.*"]) == Recipe.static().leaf("head.*")
-            True
-        """
-        if isinstance(leaf_modules, str):
-            raise RecipeError(f"leaf_modules is a list of path globs, not {leaf_modules!r}: write [{leaf_modules!r}].")
-        recipe = cls(
-            backend=backend_path(backend),
-            config=QuantConfig(activation, weight),
-            optimize=optimize,
-            strict_trace=strict_trace,
-            narrow=narrow,
-            check_inputs=check_inputs,
-        )
-        return recipe.leaf(*leaf_modules).fix_args(**(concrete_args or {}))
-
-    @classmethod
-    def dynamic(cls, *, activation: TensorSpec = MEASURED, weight: TensorSpec = WEIGHT, **options: Any) -> Recipe:
-        """Post-training dynamic quantization: ranges of activations are measured at every call. Needs no data.
-
-        Layers with weights read integers and give floats: linear layers, convolutions, recurrent layers.
-
-        Args:
-            activation: spec of what layers read; the default measures each row: of a linear layer a token, of a
-                convolution an image.
-            weight: spec of all weights; the default is int8 symmetric per channel.
-            options: as for `static`.
-
-        Example:
-            >>> recipe = Recipe.dynamic().only(nn.Linear)  # as torch's quantize_dynamic(model, {nn.Linear})
-            >>> recipe = Recipe.static().override("encoder.*", Recipe.dynamic().config)  # both in one model
-
-        Source: Jacob et al. 2018, section 3; Dettmers et al. 2022, section 2.1 (a scale for each row).
-        """
-        return replace(cls.static(activation=activation, weight=weight, **options), preset="dynamic")
-
-    @classmethod
-    def weight_only(
-        cls,
-        *,
-        bits: int | None = None,
-        per: Literal["tensor", "channel"] | int | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> Recipe:
-        """Integer weights, for size: layers compute in float, as before. Needs no data.
-
-        Layers with weights and embeddings keep these in integers (of 4 bits, two in a byte), and make floats of them
-        when they run. What that takes, and what it saves, the ledger says.
-
-        Args:
-            bits: 8, the default: symmetric, a scale for each channel; of an embedding for each block. 4 or fewer:
-                affine, a scale for each block.
-            per: what has a scale: "tensor", "channel", or blocks of so many values, such as 32, 64 (the default for 4
-                bits, and for embeddings) or 128.
-            dtype: torch.float16: weights are kept in that, and not in integers.
-            options: as for `static`, but `activation`; `weight` is a spec of your own.
-
-        Example:
-            >>> Recipe.weight_only(bits=4).config.weight
-            TensorSpec(bits=4, signed=False, symmetric=False, per=64, observer='minmax', range='calibrated', \
-format='integer')
-            >>> recipe = Recipe.dynamic().override(nn.Embedding, Recipe.weight_only(bits=4).config)
-
-        Source: Dettmers and Zettlemoyer 2023, section 2 (blocks, for 4 bits).
-        """
-        asked = {key: value for key, value in (("bits", bits), ("per", per), ("dtype", dtype)) if value is not None}
-        refuse_options("weight_only", options, "activation")
-        if "weight" in options:
-            refuse_options("weight_only with a weight spec", asked, *asked)
-        weight = options.pop("weight", None) or weight_spec(bits or 8, per, dtype)
-        return replace(cls.static(activation=None, weight=weight, **options), preset="weight_only")
-
-    @classmethod
-    def qat(
-        cls,
-        *,
-        activation: TensorSpec | None = TRAINED,
-        weight: TensorSpec = WEIGHT,
-        learned: bool = False,
-        freeze_ranges_after: int = 0,
-        freeze_norms_after: int = 0,
-        **options: Any,
-    ) -> Recipe:
-        """Quantization-aware training: `fxq.prepare` gives a model to train, `fxq.convert` makes it an integer model.
-
-        Args:
-            activation: spec of all activations; the default is uint8 affine, with moving averages of the ranges.
-            weight: spec of all weights; the default is int8 symmetric per channel.
-            learned: scales are parameters (LSQ), which start where the squared error on the example inputs is least:
-                give data as these. The optimizer should not let them decay: no `weight_decay` for parameters whose
-                names end in "factor".
-            freeze_ranges_after: forwards in train mode behind which ranges of activations stay as they are; 0: never.
-            freeze_norms_after: those behind which the statistics of batch norms do; 0: never.
-            options: as for `static`. What can run on integers does (`optimize="coverage"`), as it was trained to. The
-                state of recurrent layers stays float.
-
-        Example:
-            >>> weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
-            >>> Recipe.qat(weight=weight, freeze_norms_after=1000).pipeline["insert-fake-quantizers"].freeze_norms_after
-            1000
-
-        Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, section 3.2; Esser et al. 2020 (learned scales).
-        """
-        if learned:
-            weight = replace(weight, range="learned", observer="mse")
-            activation = replace(activation, range="learned", observer="mse") if activation is not None else None
-        given = cls.static(**{"optimize": "coverage", **options})
-        recipe = replace(given, preset="qat", config=QuantConfig(activation, weight, state=None))
-        step = recipe.pipeline[FAKE_QUANTIZERS]
-        new = replace(step, freeze_ranges_after=freeze_ranges_after, freeze_norms_after=freeze_norms_after)
-        if new == step:
-            return recipe
-        before = recipe.pipeline[recipe.pipeline.position(FAKE_QUANTIZERS) - 1].name
-        return replace(recipe, edits=(PipelineEdit(FAKE_QUANTIZERS), PipelineEdit(before, new)))
+    static = classmethod(presets.static)
+    dynamic = classmethod(presets.dynamic)
+    weight_only = classmethod(presets.weight_only)
+    qat = classmethod(presets.qat)
 
     def only(self, *selectors: Any) -> Recipe:
         """Quantize what one of the selectors selects, as this recipe does now, and nothing else.
@@ -359,7 +207,7 @@ format='integer')
     @property
     def trains(self) -> bool:
         """Whether the model is trained between `prepare` and `convert`."""
-        return any(step.name == FAKE_QUANTIZERS for step in self.pipeline)
+        return any(step.name == presets.FAKE_QUANTIZERS for step in self.pipeline)
 
     @property
     def pipeline(self) -> Pipeline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from fxq.errors import RecipeError, unknown
 from fxq.quant.observers import MinMax, MovingAverage, observer_named
@@ -14,13 +13,6 @@ def check_preset(preset: str) -> None:
     """Raise `RecipeError` for a preset that fxq had."""
     if preset == "static_corrected":
         raise RecipeError('the preset "static_corrected" is now what "static" does.')
-
-
-def refuse_options(what: str, given: Mapping[str, Any], *names: str) -> None:
-    """Raise `RecipeError` for an option that would do nothing: one of these, where it is given and says something."""
-    for name in names:
-        if given.get(name):
-            raise RecipeError(f"{what} takes no {name}: it would do nothing. Leave out {name}={given[name]!r}.")
 
 
 def check_choice(what: str, value: str, choices: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import fxq
 from fxq.errors import RecipeError
@@ -124,21 +123,3 @@ def test_an_observer_that_keeps_calibration_data(role):
 @pytest.mark.parametrize("per", ["tensor", "channel"])
 def test_what_is_built(per, observer):
     assert fxq.Recipe.static(weight=replace(WEIGHT, per=per, observer=observer)).override("head", fxq.FLOAT)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bits": "4"}, "bits is '4'"),
-        ({"bits": 9}, "bits is 9"),
-        ({"dtype": torch.bfloat16}, "must be torch.float16"),
-        ({"bits": 4, "dtype": torch.float16}, "leave bits and per out"),
-        ({"per": 32, "dtype": torch.float16}, "leave bits and per out"),
-        ({"bits": 4, "weight": WEIGHT}, "with a weight spec takes no bits"),
-        ({"dtype": torch.float16, "weight": WEIGHT}, "with a weight spec takes no dtype"),
-        ({"activation": WEIGHT}, "takes no activation"),
-    ],
-)
-def test_weights_alone(options, message):
-    with pytest.raises(RecipeError, match=message):
-        fxq.Recipe.weight_only(**options)
