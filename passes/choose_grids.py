@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,10 +13,11 @@ from torch import fx
 
 from fxq.errors import CalibrationError, PassError
 from fxq.graph.fills import Fills
+from fxq.graph.given import Given
 from fxq.graph.info import Decision, Edge, Plan, grid_key, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, reads_only_metadata, states_of, submodule, taken_from, unobserved
-from fxq.graph.unit import Inner, calls_of, feeding, inputs_of, reads_of, wishes_of
+from fxq.graph.unit import calls_of, feeding, inputs_of, reads_of, wishes_of
 from fxq.ops.traits import STATE_MEASURED
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
@@ -107,7 +108,7 @@ class _Chooser:
     """
 
     def __init__(self, rewriter: Rewriter) -> None:
-        self.gm, self.fills = rewriter.gm, Fills(rewriter.gm)
+        self.gm, self.fills, self.given = rewriter.gm, Fills(rewriter.gm), Given(rewriter.gm)
         self.narrow = rewriter.context.narrow
         self.weights: list[fx.Node] = []
         self.measured: list[fx.Node] = []
@@ -116,7 +117,6 @@ class _Chooser:
         self.plans: dict[fx.Node, Plan] = {}
         self.off: dict[fx.Node, str] = {}
         self.infinite: set[fx.Node] = set()
-        self._given: set[fx.Node] = set()
         self._strands: dict[Key, Strand] = {}
         for node in rewriter.nodes():
             observer = submodule(self.gm, node)
@@ -204,8 +204,6 @@ class _Chooser:
                 self.weights.append(node)
             return
         reads = reads_of(self.gm, node)
-        if node.op == "placeholder" or self._is_given(node):
-            self._given.add(node)
         for value in reads:
             if value in self.off:
                 self._stop_reading(node, value, f"its input %{value.name} {self.off[value]}")
@@ -270,7 +268,7 @@ class _Chooser:
         observer = self.observers.get((node, edge.spec, None))
         met = observer.met_constants if observer is not None else ()
         constants = self.fills.brought_by(node).union(met)
-        if observer is not None and self._is_masked(node):
+        if observer is not None and self.given.masks(node):
             low, high = observer.gap()
             if high - low > _GAP * strand.span:
                 self._take_off(node, f"is in two ranges far apart, up to {low:.3g} and from {high:.3g}, as of a mask")
@@ -293,28 +291,6 @@ class _Chooser:
         maker = taken_from(node)
         if self._plan(maker).fate != "float":
             self.plans[maker] = Plan(_off_grid(f"its value {words}"))
-
-    def _inputs(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The values that a node reads, but those that are constants."""
-        for read in node.all_input_nodes:
-            value = unobserved(self.gm, read)
-            if value.op != "get_attr":
-                yield value
-
-    def _is_given(self, node: fx.Node) -> bool:
-        """Whether no layer has a part in a value: it follows from inputs alone."""
-        inputs = list(self._inputs(node))
-        heavy = node.op == "call_module" or any(call.op.quant.heavy for call in calls_of(self.gm, node))
-        return bool(inputs) and not heavy and self._given.issuperset(inputs)
-
-    def _is_masked(self, node: fx.Node) -> bool:
-        """Whether a node puts together what the network computes and what it is given, as a mask is."""
-        calls = calls_of(self.gm, node)
-        if not calls or not calls[-1].op.quant.masks:
-            return False
-        read = [v for v in calls[-1].tensors.values() if isinstance(v, (Inner, fx.Node))]
-        given = [isinstance(v, fx.Node) and unobserved(self.gm, v) in self._given for v in read]
-        return any(given) and not all(given)
 
     def _is_kept(self, node: fx.Node) -> bool:
         """Whether an op reads a value that does more than to move it, or several ops read it."""
