@@ -291,7 +291,8 @@ def numbers(qp: QParams | None) -> tuple[float, int]:
     return (1.0, 0) if qp is None else (qp.s, qp.z)
 
 
-def refuse(name: str, reason: str | None) -> None:
-    """Raise `BackendError` if there is a reason."""
+def refuse(name: str, *reasons: str | None) -> None:
+    """Raise `BackendError` for the first reason that is not None."""
+    reason = first_reason(reasons)
     if reason:
         raise BackendError(f"{name}: {reason}. Keep the layer in float or in q/dq form.")

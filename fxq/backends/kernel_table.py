@@ -339,7 +339,7 @@ PLAIN: dict[str, KernelRow] = {
     "relu": KernelRow(_clamp),
     "relu6": KernelRow(_clamp),
     "hardtanh": KernelRow(_clamp),
-    "pad": KernelRow(_pad, lambda unit: Pad.refuses(mode=unit.options["mode"])),
+    "pad": KernelRow(_pad),
 }
 """What runs on plain uint8 tensors without an engine, on any CPU, besides what `_row_of` knows from the op's row."""
 QUANTIZING: dict[str, Callable[[Tensor, QParams], Kernel]] = {"prelu": PReLUQuantize}

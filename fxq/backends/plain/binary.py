@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, first_reason, refuse
+from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, refuse
 from fxq.backends.plain.clamp_and_pad import to_integer
 from fxq.backends.plain.converters import CHUNK, MAGIC, WHOLE, chunks, dense, line
 from fxq.quant.qparams import QParams
@@ -28,26 +28,14 @@ class OfTwo(Kernel):
 
     def __init__(self, a: QParams, b: QParams, out: QParams, post: Post | None = None) -> None:
         super().__init__()
-        refuse(self.name, self.refuses(a=a, b=b, out=out, post=post))
-        self.a, self.b, self.out, self.post = a, b, out, post
-
-    @classmethod
-    def refuses(
-        cls,
-        *,
-        a: QParams | None = None,
-        b: QParams | None = None,
-        out: QParams | None = None,
-        post: Post | None = None,
-    ) -> str | None:
-        """Why no such kernel can be built, or None."""
-        reasons = [
+        refuse(
+            self.name,
             f"{post.name} is not a clamp" if post is not None and bounds(post) is None else None,
             activation_refused("the first input", a),
             activation_refused("the second input", b),
             activation_refused("the output", out),
-        ]
-        return first_reason(reasons)
+        )
+        self.a, self.b, self.out, self.post = a, b, out, post
 
 
 class _Arithmetic(OfTwo):

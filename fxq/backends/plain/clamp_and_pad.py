@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, first_reason, refuse
+from fxq.backends.kernel import Kernel, Post, activation_refused, bounds, refuse
 from fxq.backends.plain.converters import dense
 from fxq.quant.qparams import QParams
 
@@ -26,21 +26,14 @@ class Clamp(Kernel):
 
     def __init__(self, x: QParams, post: Post) -> None:
         super().__init__()
-        refuse(self.name, self.refuses(x=x, post=post))
-        self.x, self.post = x, post
         interval = bounds(post) or (0.0, 0.0)
-        self.low, self.high = (to_integer(bound, x) for bound in interval)
-
-    @classmethod
-    def refuses(cls, *, post: Post, x: QParams | None = None, out: QParams | None = None) -> str | None:
-        """Why no such kernel can be built, or None."""
-        different = x is not None and out is not None and not x.same_as(out)
-        reasons = [
+        refuse(
+            self.name,
             f"{post.name} is not a clamp" if bounds(post) is None else None,
             activation_refused("the input", x),
-            "the input and the output have different scales" if different else None,
-        ]
-        return first_reason(reasons)
+        )
+        self.x, self.post = x, post
+        self.low, self.high = (to_integer(bound, x) for bound in interval)
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8, any shape -> the same."""
@@ -63,15 +56,9 @@ class Pad(Kernel):
 
     def __init__(self, x: QParams, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
         super().__init__()
-        refuse(self.name, self.refuses(x=x, mode=mode))
+        known = mode in ("constant", "reflect", "replicate", "circular")
+        refuse(self.name, None if known else f"pads with mode {mode!r}", activation_refused("the input", x))
         self.x, self.pad, self.mode, self.value = x, tuple(pad), mode, value
-
-    @classmethod
-    def refuses(cls, *, mode: str = "constant", x: QParams | None = None) -> str | None:
-        """Why no such kernel can be built, or None."""
-        if mode not in ("constant", "reflect", "replicate", "circular"):
-            return f"pads with mode {mode!r}"
-        return activation_refused("the input", x)
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8, any shape that `F.pad` takes -> uint8, four dimensions channels-last."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, activation_refused, first_reason, refuse
+from fxq.backends.kernel import Kernel, activation_refused, refuse
 from fxq.backends.plain.converters import chunks, line
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams, dequantize, quantize
@@ -38,7 +38,7 @@ class Lookup(Kernel):
 
     def __init__(self, table: Tensor, function: str, x: QParams, out: QParams | None) -> None:
         super().__init__()
-        refuse(self.name, self.refuses(x=x, out=out))
+        refuse(self.name, activation_refused("the input", x), activation_refused("the output", out))
         expected = torch.float32 if out is None else torch.uint8
         if table.dtype != expected or table.dim() not in (1, 2) or table.shape[-1] != 256:
             raise BackendError(
@@ -63,7 +63,7 @@ class Lookup(Kernel):
         Raises:
             BackendError: it gives NaN for an integer of the grid.
         """
-        refuse(cls.name, cls.refuses(x=x, out=out))
+        refuse(cls.name, activation_refused("the input", x), activation_refused("the output", out))
         integers = torch.arange(256, dtype=torch.uint8, device="cpu")
         real = dequantize(integers.unsqueeze(1).expand(256, channels) if channels else integers, x)
         with torch.no_grad():
@@ -74,11 +74,6 @@ class Lookup(Kernel):
             raise BackendError(f"{cls.name}: {name} gives NaN for some of its inputs, which no integer stands for.")
         y = y if out is None else quantize(y.nan_to_num(), out)
         return cls(y.t().contiguous() if channels > 1 else y.reshape(256), name, x, out)
-
-    @classmethod
-    def refuses(cls, *, x: QParams | None = None, out: QParams | None = None) -> str | None:
-        """Why no such kernel can be built, or None."""
-        return first_reason([activation_refused("the input", x), activation_refused("the output", out)])
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8, any shape -> `out`'s grid or float32, the same shape; per channel (N, C, ...)."""

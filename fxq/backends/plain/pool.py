@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, activation_refused, first_reason, numbers, pair, refuse
+from fxq.backends.kernel import Kernel, activation_refused, numbers, pair, refuse
 from fxq.backends.plain.converters import MAGIC, dense, is_image
 from fxq.errors import BackendError
 from fxq.quant.qparams import QParams
@@ -40,20 +40,10 @@ class MaxPool2d(Kernel):
         dims: int = 2,
     ) -> None:
         super().__init__()
-        refuse(self.name, self.refuses(dims=dims))
+        refuse(self.name, f"{dims}-d max pooling has no kernel" if dims not in (1, 2) else None)
         self.kernel_size, self.padding = pair(kernel_size, dims), pair(padding, dims)
         self.stride = self.kernel_size if stride is None else pair(stride, dims)
         self.dilation, self.ceil_mode, self.dims = pair(dilation, dims), ceil_mode, dims
-
-    @classmethod
-    def refuses(cls, *, dims: int = 2, return_indices: bool = False, x: QParams | None = None) -> str | None:
-        """Why no such kernel can be built, or None."""
-        reasons = [
-            f"{dims}-d max pooling has no kernel" if dims not in (1, 2) else None,
-            "returns indices" if return_indices else None,
-            activation_refused("the input", x),
-        ]
-        return first_reason(reasons)
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
         """As in `Bindable`: channels-last images go straight to the op."""
@@ -220,16 +210,11 @@ class Mean(Kernel):
         self, x: QParams, out: QParams | None, dim: int | Sequence[int], keepdim: bool = False, total: bool = False
     ) -> None:
         super().__init__()
-        refuse(self.name, self.refuses(x=x, out=out))
+        refuse(self.name, activation_refused("the input", x), activation_refused("the output", out))
         self.x, self.out, self.keepdim, self.total = x, out, keepdim, total
         self.dim = (dim,) if isinstance(dim, int) else tuple(dim)
         self._input, self._output = numbers(x), numbers(out)
         self._zero = torch.tensor(MAGIC + self._output[1], dtype=torch.float32, device="cpu")
-
-    @classmethod
-    def refuses(cls, *, x: QParams | None = None, out: QParams | None = None) -> str | None:
-        """Why no such kernel can be built, or None."""
-        return first_reason([activation_refused("the input", x), activation_refused("the output", out)])
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
         """As in `Bindable`: the sum, and how it is scaled."""

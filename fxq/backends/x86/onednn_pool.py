@@ -41,7 +41,12 @@ class AvgPool2d(Kernel):
         dims: int = 2,
     ) -> None:
         super().__init__()
-        refuse(self.name, self.refuses(padding=padding, x=x, out=out, dims=dims))
+        refuse(
+            self.name,
+            self.refuses(dims=dims),
+            activation_refused("the input", x),
+            activation_refused("the output", out),
+        )
         self.x, self.out, self.dims = x, out, dims
         self.kernel_size, self.padding = pair(kernel_size, dims), pair(padding, dims)
         self.stride = self.kernel_size if stride is None else pair(stride, dims)
@@ -55,18 +60,14 @@ class AvgPool2d(Kernel):
         count_include_pad: bool = True,
         divisor_override: int | None = None,
         dims: int = 2,
-        x: QParams | None = None,
-        out: QParams | None = None,
     ) -> str | None:
-        """Why no such kernel can be built, or None."""
+        """Why a pooling with these options has no such kernel, or None."""
         pads = any(pair(padding, dims))
         reasons = [
             f"{dims}-d average pooling has no kernel" if dims not in (1, 2) else None,
             "average pooling with ceil_mode=True" if ceil_mode else None,
             "average pooling with a divisor_override" if divisor_override is not None else None,
             "average pooling that leaves out the padding" if pads and not count_include_pad else None,
-            activation_refused("the input", x),
-            activation_refused("the output", out),
         ]
         return first_reason(reasons)
 
@@ -105,7 +106,7 @@ class AdaptiveAvgPool2d(Kernel):
 
     def __init__(self, x: QParams, out: QParams | None, output_size: Sequence[int | None]) -> None:
         super().__init__()
-        refuse(self.name, AvgPool2d.refuses(x=x, out=out))
+        refuse(self.name, activation_refused("the input", x), activation_refused("the output", out))
         self.x, self.out, self.output_size = x, out, tuple(output_size)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, activation_refused, first_reason, refuse
+from fxq.backends.kernel import Kernel, activation_refused, refuse
 from fxq.backends.layer_spec import overflow_refused
 from fxq.backends.plain.converters import quantize
 from fxq.backends.x86.onednn import OnednnLayer
@@ -94,21 +94,22 @@ class RecurrentLoop(Kernel):
         self.op, self.x, self.out, self.measured, self.given = op, x, out, measured, tuple(given)
         self.reverse, self.cell, self.nonlinearity = reverse, cell, nonlinearity
         self.state_qmax, self.state_scale = state_qmax, state_scale
-        refuse(self.name, self._refused())
+        self._check_grids()
 
-    def _refused(self) -> str | None:
+    def _check_grids(self) -> None:
         state = QParams.per_tensor(1.0, self.state_qmax + 1, 1, 2 * self.state_qmax + 1)
         read = {"weight_ih": self.x, "weight_hh": state, "weight_hr": state}
         weights = [(w, grid) for name, grid in read.items() if (w := self._buffers[name]) is not None]
         longest = max(weight.shape[1] for weight, _ in weights)
         overflows = OnednnLayer.adds_in_int16(False)
-        return first_reason([
+        refuse(
+            self.name,
             activation_refused("the input", self.x),
             activation_refused("the output", self.out),
             None if 1 <= self.state_qmax <= 127 else "its hidden state is on no grid",
             f"its sums of {longest} products leave int32" if longest * 255 * 128 > _INT32 else None,
             *(overflow_refused(grid, weight) for weight, grid in weights if overflows),
-        ])  # fmt: skip
+        )
 
     @property
     def is_bounded(self) -> bool:

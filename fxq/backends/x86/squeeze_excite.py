@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, activation_refused, first_reason, refuse
+from fxq.backends.kernel import Kernel, activation_refused, refuse
 from fxq.backends.x86.onednn import check_image
 from fxq.backends.x86.onednn_binary import OnednnMul
 from fxq.quant.qparams import QParams
@@ -72,7 +72,7 @@ class Excite(Kernel):
         excite_bias: Tensor | None = None,
     ) -> None:
         super().__init__()
-        refuse(self.name, self.refuses(x=x, out=out))
+        refuse(self.name, activation_refused("the input", x), activation_refused("the output", out))
         layers = {"squeeze": (squeeze, squeeze_scale, squeeze_bias), "excite": (excite, excite_scale, excite_bias)}
         for name, (weight, scale, bias) in layers.items():
             self.register_buffer(name, weight.detach())
@@ -80,11 +80,6 @@ class Excite(Kernel):
             self.register_buffer(f"{name}_bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
         self.x, self.out, self.function, self.gate = x, out, function, gate
         self._product = None if out is None else OnednnMul(x, _UNIT, out)
-
-    @classmethod
-    def refuses(cls, *, x: QParams | None = None, out: QParams | None = None) -> str | None:
-        """Why no such kernel can be built, or None."""
-        return first_reason([activation_refused("the input", x), activation_refused("the output", out)])
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
         """As in `Bindable`: the layers' weights at hand."""

@@ -84,7 +84,10 @@ def test_layouts():
 
 def test_refusals():
     signed = QParams.per_tensor(0.1, 0, -128, 127, torch.int8)
-    assert Lookup.refuses(x=signed) and Lookup.refuses(x=BYTE, out=signed) and Lookup.refuses(x=BYTE, out=BYTE) is None
+    with pytest.raises(BackendError, match="the input is int8"):
+        Lookup.of(torch.neg, "neg", signed, OUTS[0])
+    with pytest.raises(BackendError, match="the output is int8"):
+        Lookup.of(torch.neg, "neg", BYTE, signed)
     with pytest.raises(BackendError, match="NaN"):
         Lookup.of(torch.log, "log", BYTE, OUTS[0])
     zero_to = QParams.per_tensor(0.1, 0, 0, 127)
