@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.registry import aten, row
+from fxq.ops.registry import aten, function_of_one, row
 from fxq.ops.table import Arguments, spell
 from fxq.ops.traits import moves
 
@@ -20,31 +22,14 @@ def _numbers(bound: Arguments) -> Arguments | str:
     return {**bound, "min_val": low, "max_val": high}
 
 
-_INPLACE = "x inplace"
+_CLIPS = moves("x", narrows=True, selects=True)
+_of_one = partial(function_of_one, __name__, _CLIPS)
 
-
-@row(
-    nn.ReLU,
-    spell(F.relu, _INPLACE),
-    torch.relu,
-    torch.relu_,
-    "relu",
-    "relu_",
-    aten.relu.default,
-    aten.relu_.default,
-    quant=moves("x", narrows=True, selects=True),
-)
-def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
-    return F.relu(x)
-
-
-@row(nn.ReLU6, spell(F.relu6, _INPLACE), aten.relu6.default, quant=moves("x", narrows=True, selects=True))
-def relu6(x: Tensor) -> Tensor:
-    """min(max(x, 0), 6)."""
-    return F.relu6(x)
-
-
+relu = _of_one(
+    "relu", "max(x, 0).", F.relu, nn.ReLU, torch.relu, torch.relu_,
+    "relu", "relu_", aten.relu.default, aten.relu_.default,
+)  # fmt: skip
+relu6 = _of_one("relu6", "min(max(x, 0), 6).", F.relu6, nn.ReLU6, aten.relu6.default)
 _CLAMP = "x min max"
 
 
@@ -58,7 +43,7 @@ _CLAMP = "x min max"
     *(spell(t, _CLAMP, _numbers) for t in (aten.clamp.default, aten.clamp_.default)),
     *(spell(t, "x min", _numbers) for t in (torch.clamp_min, "clamp_min", "clamp_min_", aten.clamp_min.default)),
     *(spell(t, "x max", _numbers) for t in (torch.clamp_max, "clamp_max", "clamp_max_", aten.clamp_max.default)),
-    quant=moves("x", narrows=True, selects=True),
+    quant=_CLIPS,
 )
 def hardtanh(x: Tensor, *, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
     """min(max(x, min_val), max_val); either bound may be infinite."""

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxq.ops.registry import aten, row
+from fxq.ops.registry import aten, function_of_one, row
 from fxq.ops.table import Arguments, spell
 from fxq.ops.traits import float_only
 
 _FLOAT = float_only("x")
+_of_one = partial(function_of_one, __name__, _FLOAT)
+
+exp = _of_one("exp", "e ** x.", torch.exp, "exp", aten.exp.default)
+log = _of_one("log", "Natural logarithm.", torch.log, "log", aten.log.default)
+sqrt = _of_one("sqrt", "Square root.", torch.sqrt, "sqrt", aten.sqrt.default)
+rsqrt = _of_one("rsqrt", "1 / sqrt(x).", torch.rsqrt, "rsqrt", aten.rsqrt.default)
+erf = _of_one("erf", "Error function.", torch.erf, torch.special.erf, "erf", aten.erf.default)
+sin = _of_one("sin", "Sine.", torch.sin, "sin", aten.sin.default)
+cos = _of_one("cos", "Cosine.", torch.cos, "cos", aten.cos.default)
 
 
 def _axis(bound: Arguments) -> Arguments | str:
@@ -68,48 +78,6 @@ def _exponent(bound: Arguments) -> Arguments:
 def power(x: Tensor, *, exponent: Any) -> Tensor:
     """x ** exponent."""
     return torch.pow(x, exponent)
-
-
-@row(torch.exp, "exp", aten.exp.default, quant=_FLOAT)
-def exp(x: Tensor) -> Tensor:
-    """e ** x."""
-    return torch.exp(x)
-
-
-@row(torch.log, "log", aten.log.default, quant=_FLOAT)
-def log(x: Tensor) -> Tensor:
-    """Natural logarithm."""
-    return torch.log(x)
-
-
-@row(torch.sqrt, "sqrt", aten.sqrt.default, quant=_FLOAT)
-def sqrt(x: Tensor) -> Tensor:
-    """Square root."""
-    return torch.sqrt(x)
-
-
-@row(torch.rsqrt, "rsqrt", aten.rsqrt.default, quant=_FLOAT)
-def rsqrt(x: Tensor) -> Tensor:
-    """1 / sqrt(x)."""
-    return torch.rsqrt(x)
-
-
-@row(torch.erf, torch.special.erf, "erf", aten.erf.default, quant=_FLOAT)
-def erf(x: Tensor) -> Tensor:
-    """Error function."""
-    return torch.erf(x)
-
-
-@row(torch.sin, "sin", aten.sin.default, quant=_FLOAT)
-def sin(x: Tensor) -> Tensor:
-    """Sine."""
-    return torch.sin(x)
-
-
-@row(torch.cos, "cos", aten.cos.default, quant=_FLOAT)
-def cos(x: Tensor) -> Tensor:
-    """Cosine."""
-    return torch.cos(x)
 
 
 @row(*(spell(t, "x dim") for t in (torch.cumsum, "cumsum", aten.cumsum.default)), quant=_FLOAT)

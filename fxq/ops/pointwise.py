@@ -3,47 +3,43 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxq.ops.registry import aten, row
+from fxq.ops.registry import aten, function_of_one, row
 from fxq.ops.table import Arguments, spell
 from fxq.ops.traits import computes
 
-_INPLACE = "x inplace"
 _POINTWISE = computes("x", pointwise=True)
+_of_one = partial(function_of_one, __name__, _POINTWISE)
 
-
-@row(nn.Hardswish, spell(F.hardswish, _INPLACE), aten.hardswish.default, aten.hardswish_.default, quant=_POINTWISE)
-def hardswish(x: Tensor) -> Tensor:
-    """x * relu6(x + 3) / 6."""
-    return F.hardswish(x)
-
-
-@row(
-    nn.Hardsigmoid,
-    spell(F.hardsigmoid, _INPLACE),
-    aten.hardsigmoid.default,
-    aten.hardsigmoid_.default,
-    quant=_POINTWISE,
+hardswish = _of_one(
+    "hardswish", "x * relu6(x + 3) / 6.", F.hardswish, nn.Hardswish, aten.hardswish.default, aten.hardswish_.default
 )
-def hardsigmoid(x: Tensor) -> Tensor:
-    """relu6(x + 3) / 6."""
-    return F.hardsigmoid(x)
-
-
-@row(nn.SiLU, spell(F.silu, _INPLACE), aten.silu.default, aten.silu_.default, quant=_POINTWISE)
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x)."""
-    return F.silu(x)
-
-
-@row(nn.Mish, spell(F.mish, _INPLACE), aten.mish.default, aten.mish_.default, quant=_POINTWISE)
-def mish(x: Tensor) -> Tensor:
-    """x * tanh(softplus(x))."""
-    return F.mish(x)
+hardsigmoid = _of_one(
+    "hardsigmoid", "relu6(x + 3) / 6.", F.hardsigmoid, nn.Hardsigmoid,
+    aten.hardsigmoid.default, aten.hardsigmoid_.default,
+)  # fmt: skip
+silu = _of_one("silu", "x * sigmoid(x).", F.silu, nn.SiLU, aten.silu.default, aten.silu_.default)
+mish = _of_one("mish", "x * tanh(softplus(x)).", F.mish, nn.Mish, aten.mish.default, aten.mish_.default)
+selu = _of_one(
+    "selu", "scale * elu(x, alpha), with the constants of Klambauer et al. 2017, section 2.",
+    F.selu, nn.SELU, torch.selu, F.selu_, aten.selu.default,
+)  # fmt: skip
+sigmoid = _of_one(
+    "sigmoid", "1 / (1 + exp(-x)).", torch.sigmoid, nn.Sigmoid, F.sigmoid, torch.special.expit,
+    "sigmoid", "sigmoid_", aten.sigmoid.default, aten.sigmoid_.default,
+)  # fmt: skip
+tanh = _of_one(
+    "tanh", "Hyperbolic tangent.", torch.tanh, nn.Tanh, F.tanh, "tanh", "tanh_", aten.tanh.default, aten.tanh_.default
+)
+log_sigmoid = _of_one("log_sigmoid", "log(sigmoid(x)).", F.logsigmoid, nn.LogSigmoid, aten.log_sigmoid.default)
+softsign = _of_one("softsign", "x / (1 + |x|).", F.softsign, nn.Softsign)
+tanhshrink = _of_one("tanhshrink", "x - tanh(x).", F.tanhshrink, nn.Tanhshrink)
+neg = _of_one("neg", "-x.", torch.neg, torch.negative, operator.neg, "neg", "neg_", aten.neg.default)
 
 
 @row(nn.GELU, F.gelu, aten.gelu.default, quant=_POINTWISE)
@@ -68,12 +64,6 @@ def elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
 def celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
     """x above zero, alpha * (exp(x / alpha) - 1) below."""
     return F.celu(x, alpha)
-
-
-@row(nn.SELU, spell(F.selu, _INPLACE), torch.selu, F.selu_, aten.selu.default, quant=_POINTWISE)
-def selu(x: Tensor) -> Tensor:
-    """scale * elu(x, alpha), with the constants of Klambauer et al. 2017, section 2."""
-    return F.selu(x)
 
 
 def _mean_slope(bound: Arguments) -> Arguments | str:
@@ -110,46 +100,6 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
     return F.prelu(x, weight)
 
 
-@row(
-    nn.Sigmoid,
-    F.sigmoid,
-    torch.sigmoid,
-    torch.special.expit,
-    "sigmoid",
-    "sigmoid_",
-    aten.sigmoid.default,
-    aten.sigmoid_.default,
-    quant=_POINTWISE,
-)
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x))."""
-    return torch.sigmoid(x)
-
-
-@row(nn.Tanh, F.tanh, torch.tanh, "tanh", "tanh_", aten.tanh.default, aten.tanh_.default, quant=_POINTWISE)
-def tanh(x: Tensor) -> Tensor:
-    """Hyperbolic tangent."""
-    return torch.tanh(x)
-
-
-@row(nn.LogSigmoid, F.logsigmoid, aten.log_sigmoid.default, quant=_POINTWISE)
-def log_sigmoid(x: Tensor) -> Tensor:
-    """log(sigmoid(x))."""
-    return F.logsigmoid(x)
-
-
-@row(nn.Softsign, F.softsign, quant=_POINTWISE)
-def softsign(x: Tensor) -> Tensor:
-    """x / (1 + |x|)."""
-    return F.softsign(x)
-
-
-@row(nn.Tanhshrink, F.tanhshrink, quant=_POINTWISE)
-def tanhshrink(x: Tensor) -> Tensor:
-    """x - tanh(x)."""
-    return F.tanhshrink(x)
-
-
 @row(nn.Hardshrink, F.hardshrink, "hardshrink", aten.hardshrink.default, quant=_POINTWISE)
 def hardshrink(x: Tensor, *, lambd: float = 0.5) -> Tensor:
     """x outside [-lambd, lambd], 0 inside."""
@@ -172,12 +122,6 @@ def softshrink(x: Tensor, *, lambd: float = 0.5) -> Tensor:
 def threshold(x: Tensor, *, threshold: float, value: float) -> Tensor:
     """x where it is above the threshold, else `value`."""
     return F.threshold(x, threshold, value)
-
-
-@row(torch.neg, torch.negative, operator.neg, "neg", "neg_", aten.neg.default, quant=_POINTWISE)
-def neg(x: Tensor) -> Tensor:
-    """-x."""
-    return torch.neg(x)
 
 
 @row(torch.abs, torch.absolute, "abs", "abs_", aten.abs.default, quant=_POINTWISE, name="abs")

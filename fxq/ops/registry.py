@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fxq.ops.table import Arguments, OpTable
+from fxq.ops.table import Arguments, OpTable, spell
+from fxq.ops.traits import Quant
 
 OPS = OpTable()
 row = OPS.row
@@ -33,3 +36,29 @@ def as_tuple(value: Any, n: int) -> tuple[Any, ...]:
 def pick_values(bound: Arguments, index: Any) -> Arguments | str:
     """Of a spelling that returns (values, ...): the op makes the values."""
     return bound if index in (0, "values") else "returns indices or statistics that are read"
+
+
+def function_of_one(
+    module: str, quant: Quant, name: str, meaning: str, function: Callable[[Tensor], Tensor], *spellings: Any
+) -> Callable[[Tensor], Tensor]:
+    """The row of a function of one tensor that has no options.
+
+    Args:
+        module: where its canonical function is known under `name`, as torch.fx imports it from there.
+        quant: how it takes part in quantization.
+        name: of the op.
+        meaning: what it computes.
+        function: what computes it; one of its spellings.
+        *spellings: the others; they may take `inplace` besides.
+
+    Returns:
+        Its canonical function.
+    """
+
+    def canonical(x: Tensor) -> Tensor:
+        return function(x)
+
+    canonical.__name__ = canonical.__qualname__ = name
+    canonical.__module__, canonical.__doc__ = module, meaning
+    row(*(spell(t, "x inplace") for t in (function, *spellings)), quant=quant)(canonical)
+    return canonical
