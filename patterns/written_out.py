@@ -6,6 +6,7 @@ Numbers are captured and compared with a tolerance, since 1 / sqrt(2) is written
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 from fxq.rewriting.pattern import rewrite
@@ -25,19 +26,9 @@ def clip_relu6(op, x):
     return op.hardtanh(x, min_val=0.0, max_val=6.0)
 
 
-@clip_relu6.becomes
-def _relu6(op, m):
-    return op.relu6(m.x)
-
-
 @rewrite
 def clip_relu(op, x):
     return op.hardtanh(x, min_val=0.0, max_val=float("inf"))
-
-
-@clip_relu.becomes
-def _relu(op, m):
-    return op.relu(m.x)
 
 
 # ---- hard functions
@@ -58,12 +49,6 @@ def it_is_not_a_sixth(m):
     return not _is(m, "sixth", 1 / 6)
 
 
-@hardsigmoid_by_div.becomes
-@hardsigmoid_by_mul.becomes
-def _hardsigmoid(op, m):
-    return op.hardsigmoid(m.x)
-
-
 @rewrite
 def hardswish_by_hardsigmoid(op, x):
     return op.mul(x, op.hardsigmoid(x))
@@ -82,13 +67,6 @@ def hardswish_by_mul(op, x, sixth):
 hardswish_by_mul.unless(it_is_not_a_sixth)
 
 
-@hardswish_by_hardsigmoid.becomes
-@hardswish_by_div.becomes
-@hardswish_by_mul.becomes
-def _hardswish(op, m):
-    return op.hardswish(m.x)
-
-
 # ---- smooth functions
 
 
@@ -97,19 +75,9 @@ def silu_by_sigmoid(op, x):
     return op.mul(x, op.sigmoid(x))
 
 
-@silu_by_sigmoid.becomes
-def _silu(op, m):
-    return op.silu(m.x)
-
-
 @rewrite
 def mish_by_tanh(op, x):
     return op.mul(x, op.tanh(op.softplus(x, beta=1, threshold=20)))
-
-
-@mish_by_tanh.becomes
-def _mish(op, m):
-    return op.mish(m.x)
 
 
 def _normal(op: Any, x: Any, factor: Any, how: str) -> Any:
@@ -142,13 +110,6 @@ def gelu_half_normal(op, x, half, factor, *, how: str):
 def its_numbers_are_not_those_of_gelu(m):
     factor = math.sqrt(2) if m.rule.variant["how"] == "div" else math.sqrt(0.5)
     return not (_is(m, "half", 0.5) and _is(m, "factor", factor))
-
-
-@gelu_half_x_first.becomes
-@gelu_half_last.becomes
-@gelu_half_normal.becomes
-def _gelu(op, m):
-    return op.gelu(m.x)
 
 
 @rewrite
@@ -199,8 +160,18 @@ def _linear(op, m):
     return op.linear(m.x, weight, m.b if "b" in m.captures else None)
 
 
-WRITTEN_OUT = (
-    clip_relu6, clip_relu, hardsigmoid_by_div, hardsigmoid_by_mul, hardswish_by_hardsigmoid, hardswish_by_div,
-    hardswish_by_mul, silu_by_sigmoid, mish_by_tanh, gelu_half_x_first, gelu_half_last, gelu_half_normal, gelu_by_tanh,
-    linear_by_matmul, linear_by_addmm,
-)  # fmt: skip
+FUNCTIONS = {
+    "relu6": (clip_relu6,),
+    "relu": (clip_relu,),
+    "hardsigmoid": (hardsigmoid_by_div, hardsigmoid_by_mul),
+    "hardswish": (hardswish_by_hardsigmoid, hardswish_by_div, hardswish_by_mul),
+    "silu": (silu_by_sigmoid,),
+    "mish": (mish_by_tanh,),
+    "gelu": (gelu_half_x_first, gelu_half_last, gelu_half_normal),
+}
+"""Functions of x alone, by name, and the ways in which they are written out."""
+for _name, _ways in FUNCTIONS.items():
+    for _way in _ways:
+        _way.becomes(lambda op, m, name=_name: op[name](m.x))
+
+WRITTEN_OUT = (*chain.from_iterable(FUNCTIONS.values()), gelu_by_tanh, linear_by_matmul, linear_by_addmm)
