@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,8 +19,6 @@ from torch import Tensor
 from fxq import errors
 from fxq.common.stored_data import pack, unpack
 from fxq.errors import CalibrationError, FxqError, InputError, words_of
-from fxq.quant.observer_base import Observer
-from fxq.quant.observer_state import kind_of, merge_states, state_of
 
 log = logging.getLogger("fxq")
 T = TypeVar("T")
@@ -153,35 +151,3 @@ def _kind_of(error: Exception) -> str:
 
 def _words(error: Exception) -> str:
     return words_of(error) if isinstance(error, FxqError) else f"{type(error).__name__}: {words_of(error)}"
-
-
-def merge_across_ranks(observers: Mapping[str, Observer], group: Any = AUTO) -> None:
-    """Make each observer what it would be had it seen what those of its name have seen on all ranks, in place.
-
-    Afterwards all ranks have the same observers. Merging is exact, but for a moving average, of which it is the mean
-    weighted by the numbers of batches. Merged twice, what was seen before counts once for each rank: merge once.
-
-    Args:
-        observers: by name; the same names on every rank. The tensors of a rank that saw no data may be empty ones.
-        group: as for `Ranks.of`.
-
-    Raises:
-        InputError: the ranks have other observers.
-        CalibrationError: they have seen different numbers of channels.
-
-    Example:
-        >>> observer = fxq.quant.observers.MinMax(fxq.TensorSpec())
-        >>> merge_across_ranks({"x": observer})  # one process: nothing to do
-    """
-    ranks = Ranks.of(group)
-    if ranks.size == 1:
-        return
-    kinds = list(ranks.exchanged(lambda: {name: kind_of(observer) for name, observer in observers.items()}))
-    for rank, found in enumerate(kinds):
-        other = next((name for name in {**kinds[0], **found} if kinds[0].get(name) != found.get(name)), None)
-        if other is not None:
-            raise InputError(
-                f"rank {rank} has another observer {other!r} than rank 0: {found.get(other, 'none')}, not "
-                f"{kinds[0].get(other, 'none')}. Give every rank the same model and recipe."
-            )
-    merge_states(observers, ranks.exchanged(lambda: {name: state_of(observer) for name, observer in observers.items()}))

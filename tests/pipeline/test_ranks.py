@@ -1,4 +1,4 @@
-"""Ranks: each gets what all know, an error on one is an error on all, and observers are merged."""
+"""Ranks: each gets what all know, an error on one is an error on all."""
 
 import logging
 import time
@@ -11,13 +11,10 @@ from torch import nn
 import fxq
 from fxq.errors import CalibrationError, InputError
 from fxq.pipeline import ranks as module
-from fxq.pipeline.ranks import Ranks, merge_across_ranks
-from fxq.quant.observers import OBSERVERS, observer_for
+from fxq.pipeline.ranks import Ranks
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.any_cpu
-
-DATA = torch.randn(9, 4, 5, generator=torch.Generator().manual_seed(0))
 
 
 def test_one_process_is_alone():
@@ -101,45 +98,3 @@ def test_who_waits_for_others_says_so(tmp_path, monkeypatch):
         "rank 0 has waited for 0.2 seconds for others of the 2 in its process group" in first[0]
         and "group=None" in first[0]
     )
-
-
-@pytest.mark.parametrize("axis", [None, 0])
-def test_observers_are_merged_in_place(tmp_path, axis):
-    names = [name for name, made in OBSERVERS.items() if axis is None or made.per_channel]
-
-    def observers(data):
-        made = {}
-        for name in names:
-            per = "tensor" if axis is None else "channel"
-            made[name] = observer_for(fxq.TensorSpec(observer=name, per=per, symmetric=True, signed=True), axis)
-            for x in data:
-                made[name](x)
-        return made
-
-    def work(rank):
-        mine = observers(DATA[rank::4] if rank < 2 else DATA[:0])  # two shares of unequal size, and one of nothing
-        merge_across_ranks(mine)
-        return {name: dict(observer.named_buffers()) for name, observer in mine.items()}
-
-    results = on_ranks(3, tmp_path, work)
-    whole = observers(torch.cat([DATA[0::4], DATA[1::4]]))
-    for name in names:
-        for key, want in whole[name].named_buffers():
-            for result in results:
-                assert torch.equal(result[name][key], results[0][name][key])
-            if name == "moving_average" and key in ("minimum", "maximum"):  # the mean of the shares' averages
-                first, second = observers(DATA[0::4])[name], observers(DATA[1::4])[name]
-                want = (3 * getattr(first, key) + 2 * getattr(second, key)) / 5
-                torch.testing.assert_close(results[0][name][key], want)  # float32: 1.3e-6 relative
-            else:
-                assert torch.equal(results[0][name][key], want)
-
-
-def test_other_observers_are_refused(tmp_path):
-    def work(rank):
-        spec = fxq.TensorSpec(observer="minmax" if rank else "histogram")
-        merge_across_ranks({"x": observer_for(fxq.TensorSpec()), "y": observer_for(spec)})
-
-    for raised in on_ranks(2, tmp_path, work):
-        assert isinstance(raised, InputError)
-        assert "rank 1 has another observer 'y' than rank 0: fxq.quant.observers.MinMax" in str(raised)
