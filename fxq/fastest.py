@@ -12,13 +12,13 @@ import torch
 
 from fxq.backends.by_name import fastest_order, unavailable
 from fxq.common.isolation import copied, without_autocast
+from fxq.common.timed_calls import interleaved
 from fxq.errors import BackendError, FxqError, InputError, words_of
 from fxq.graph.text_writer import write_graph
 from fxq.ledger.attempts import Attempt, Attempts
 from fxq.model import QuantizedModel
 from fxq.observed_model import ObservedModel
 from fxq.recipe.recipe import Recipe
-from fxq.report.latency import interleaved
 
 
 def prepare_all(recipe: Recipe, device: str, prepare: Callable[[Recipe], ObservedModel]) -> ObservedModel:

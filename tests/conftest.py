@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fxq
+from fxq.common import timed_calls
 from fxq.cost import cache as costs
-from fxq.report import latency
 from tests.browser import chromium
 from tests.helpers import REFERENCE
 
@@ -133,5 +133,5 @@ def resnet50(networks, tmp_path_factory):
 def _reported(model, recipe, batch, folder):
     qmodel = fxq.quantize(model, recipe, data=[batch])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "MOST", 2)
+        patch.setattr(timed_calls, "MOST", 2)
         return qmodel, qmodel.report(folder / "report.html")

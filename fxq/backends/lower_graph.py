@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -115,6 +115,22 @@ def _known_of(rewriter: Rewriter, units: Sequence[fx.Node]) -> dict[str, Any]:
     fates = {plan.fate for plan in plans}
     plan = Plan(Decision(next(fate for fate in _FATES if fate in fates), decided_by=rewriter.name))
     return {"path": _common(paths), "plan": plan, "parts": tuple(parts), "paths": tuple(paths), "plans": tuple(plans)}
+
+
+Change = Callable[[Rewriter, Mapping[fx.Node, fx.Node]], None]
+"""Edits a copy of a graph, given what each node of the graph, but the output, is there."""
+
+
+def lowered_copy(gm: fx.GraphModule, graph: fx.Graph, context: Any, change: Change) -> fx.GraphModule:
+    """A copy of a qdq graph, `gm`'s own or another one that uses its weights, changed and then lowered."""
+    copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    copied.output(copied.graph_copy(graph, copies))
+    rewriter = Rewriter(fx.GraphModule(gm, copied), context, "trial")
+    change(rewriter, copies)
+    lower_graph(rewriter)
+    rewriter.erase_unused()
+    rewriter.gm.recompile()
+    return rewriter.gm
 
 
 def describe_as_run(rewriter: Rewriter, node: fx.Node, layers: tuple[EngineLayer, ...]) -> None:

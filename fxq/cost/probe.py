@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.backends.base import Backend, Prices
-from fxq.backends.lower_graph import lower_graph
+from fxq.backends.lower_graph import lowered_copy
 from fxq.common.data import Batch
 from fxq.cost.cache import Call, Costs
 from fxq.cost.min_cut import HAIR
@@ -160,18 +160,12 @@ class Prober:
 
     def _lowered(self, gm: fx.GraphModule, graph: fx.Graph, ops: int | None = None) -> fx.GraphModule:
         """A graph that uses the weights of `gm`, in the backend's kernels; its unit split after so many ops."""
-        copied = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in graph.nodes:
-            copies[node] = copied.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
-        rewriter = Rewriter(fx.GraphModule(gm, copied), self._context(), "probe")
-        for node in [n for n in rewriter.nodes() if unit_of(rewriter.gm, n) is not None]:
-            split_unit(rewriter, node, ops)
-        lower_graph(rewriter)
-        rewriter.erase_unused()
-        rewriter.gm.recompile()
-        return rewriter.gm
+
+        def split(rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:
+            for node in [n for n in rewriter.nodes() if unit_of(rewriter.gm, n) is not None]:
+                split_unit(rewriter, node, ops)
+
+        return lowered_copy(gm, graph, self._context(), split)
 
 
 def _threads() -> str:

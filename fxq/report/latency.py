@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +15,7 @@ from fxq.backends.region_kernel import layers_run
 from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import tensors
+from fxq.common.timed_calls import interleaved, median, rounds, timed
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, words_of
 from fxq.graph.run import Runner
@@ -25,9 +23,6 @@ from fxq.graph.view import view
 from fxq.ledger.float_record import RecordedInput
 from fxq.ledger.quantized import Quantized
 from fxq.report.profile import Profile, Timed
-
-SECONDS, MOST = 0.7, 30
-"""How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +57,6 @@ def batch_for(model: Quantized, example_inputs: Any) -> Batch:
 def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
     """Inputs of the shapes and dtypes of a model's example: normal noise, and zeros for integers and flags.
 
-    Args:
-        inputs: those of the example, as `Record.inputs` has them.
-        device: where to make them.
-
     Raises:
         InputError: one of them was no plain tensor.
     """
@@ -87,10 +78,6 @@ def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:
     The medians of a few runs; of a layer, what the engine says, the least of a few. Kernels look at their inputs each
     time, which those that the model's calls are bound to do not: a few microseconds of each.
 
-    Args:
-        model: the quantized model.
-        batch: what to run it on.
-
     Raises:
         InputError: it does not run on the batch.
     """
@@ -108,12 +95,7 @@ def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:
 
 
 def time_models(model: fx.GraphModule, real: nn.Module | None, batch: Batch) -> Latency:
-    """Time the quantized model, the float one where there is one, and every node of the first.
-
-    Args:
-        model: the quantized model.
-        real: the float model that it came from; None: it is gone.
-        batch: what to run them on.
+    """Time the quantized model, the float one (`real`) where there still is one, and every node of the first.
 
     Raises:
         InputError: the quantized model does not run on the batch.
@@ -149,59 +131,15 @@ def _waiting(model: fx.GraphModule) -> Callable[[], None]:
     return torch.accelerator.synchronize if device_of(model) != "cpu" else lambda: None
 
 
-def interleaved(
-    calls: Mapping[str, Callable[[], object]], wait: Callable[[], None], least: bool = False
-) -> dict[str, float]:
-    """Median microseconds of each call. They take turns, so that a busy machine slows all of them alike.
-
-    In an order drawn anew: a call that always follows the same other one finds the caches as that one leaves them.
-
-    Args:
-        calls: by name.
-        wait: what waits for the end of a call.
-        least: take the shortest time of each instead, to which other programs have added nothing.
-    """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    names, order = list(calls), random.Random(0)
-    for _ in _rounds():
-        order.shuffle(names)
-        for name in names:
-            with _timed(times[name], wait):
-                calls[name]()
-    return {name: 1e6 * min(found) if least else _median(found) for name, found in times.items()}
-
-
 def _nodes(model: fx.GraphModule, batch: Batch, wait: Callable[[], None]) -> dict[str, float]:
     """Median microseconds of each node that computes something."""
     times: dict[str, list[float]] = {n.name: [] for n in model.graph.nodes if n.op.startswith("call")}
-    for _ in _rounds():
+    for _ in rounds():
         runner = Runner(model, copied(batch))
         for node in model.graph.nodes:
-            with _timed(times.get(node.name, []), wait):
+            with timed(times.get(node.name, []), wait):
                 runner.step(node)
-    return {name: _median(found) for name, found in times.items()}
-
-
-def _rounds() -> Iterator[int]:
-    """Goes on for `SECONDS` or `MOST` rounds; one at least."""
-    end = time.perf_counter() + SECONDS
-    for i in range(MOST):
-        yield i
-        if time.perf_counter() >= end:
-            return
-
-
-@contextmanager
-def _timed(times: list[float], wait: Callable[[], None]) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    wait()
-    times.append(time.perf_counter() - start)
-
-
-def _median(times: Sequence[float]) -> float:
-    """In microseconds; the first call, which packs weights, counts only where it is the only one."""
-    return 1e6 * statistics.median(times[1:] or times)
+    return {name: median(found) for name, found in times.items()}
 
 
 def _not_timed(real: nn.Module | None, batch: Batch) -> str:

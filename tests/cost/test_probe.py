@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.backends import lower_graph
 from fxq.backends.by_name import get_backend
 from fxq.backends.kernel import Kernel
-from fxq.cost import probe
 from fxq.cost.cache import Costs
 from fxq.cost.prices import regions_of
 from fxq.cost.probe import Prober
@@ -46,8 +46,8 @@ class Results(Costs):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_unit_runs_both_ways(name, monkeypatch):
     """As a kernel on integers and as float ops: results of the same shape, each region measured once."""
-    lowered, lower = [], probe.lower_graph
-    monkeypatch.setattr(probe, "lower_graph", lambda r: (lower(r), lowered.append(list(r.gm.modules()))))
+    lowered, lower = [], lower_graph.lower_graph
+    monkeypatch.setattr(lower_graph, "lower_graph", lambda r: (lower(r), lowered.append(list(r.gm.modules()))))
     gm, found = regions(build(name), batch(name))
     before, code = list(gm.graph.nodes), gm.code
     known = prober(Results())

@@ -3,7 +3,7 @@
 import pytest
 
 import fxq
-from fxq.report import latency
+from fxq.common import timed_calls
 from fxq.report.report import report_data
 from tests.helpers import REFERENCE
 from tests.models import batch, build
@@ -13,7 +13,7 @@ from tests.models import batch, build
 def one_round():
     """Times are measured once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "MOST", 1)
+        patch.setattr(timed_calls, "MOST", 1)
         yield
 
 

@@ -5,18 +5,18 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.common import timed_calls
 from fxq.common.data import Batch, as_batch
 from fxq.errors import InputError
 from fxq.ledger.float_record import record_of
-from fxq.report import latency
-from fxq.report.latency import interleaved, recorded_inputs, time_models
+from fxq.report.latency import recorded_inputs, time_models
 from tests.helpers import REFERENCE, module
 from tests.models import NETWORKS, batch, build
 
 
 @pytest.fixture(autouse=True)
 def two_rounds(monkeypatch):
-    monkeypatch.setattr(latency, "MOST", 2)
+    monkeypatch.setattr(timed_calls, "MOST", 2)
 
 
 @pytest.fixture(scope="module")
@@ -74,24 +74,6 @@ def test_both_models_and_every_node_that_computes_are_timed(residual):
     assert found.profile.batch == f"float32[4, 3, 8, 8], {count} thread{'s' * (count > 1)}"
 
 
-def test_calls_take_turns_in_any_order_and_are_waited_for(monkeypatch):
-    monkeypatch.setattr(latency, "MOST", 20)
-    monkeypatch.setattr(latency, "SECONDS", 60.0)
-    order = []
-    found = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, lambda: order.append("wait"))
-    assert order[1::2] == ["wait"] * 40
-    rounds = list(zip(order[0::4], order[2::4], strict=True))
-    assert set(rounds) == {("a", "b"), ("b", "a")}
-    assert list(found) == ["a", "b"]
-
-
-def test_rounds_end_when_the_time_is_up(monkeypatch):
-    monkeypatch.setattr(latency, "SECONDS", 0.0)
-    calls = []
-    interleaved({"a": lambda: calls.append(0)}, lambda: None)
-    assert len(calls) == 1
-
-
 def test_a_float_model_that_is_gone_is_said(residual):
     found = time_models(residual[1], None, Batch((batch("residual"),)))
     assert found.float_us is None and found.int8_us > 0
@@ -145,16 +127,3 @@ def test_models_inputs_and_the_generator_stay_as_they_were():
     assert (model.calls, model.seen.item()) == (0, 0)
     assert torch.equal(x, torch.ones(5, 4))
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_the_shortest_time_of_a_call_that_is_held_up_once(monkeypatch):
-    monkeypatch.setattr(latency, "MOST", 5)
-    clock, lasts = [0.0], iter([9.0, 5.0, 3.0, 5.0, 7.0])
-    monkeypatch.setattr(latency.time, "perf_counter", lambda: clock[0])
-
-    def call():
-        clock[0] += 1e-6 * next(lasts)
-
-    assert interleaved({"a": call}, lambda: None, least=True) == {"a": pytest.approx(3.0)}
-    lasts = iter([9.0, 5.0, 3.0, 5.0, 7.0])
-    assert interleaved({"a": call}, lambda: None) == {"a": pytest.approx(5.0)}

@@ -1,0 +1,57 @@
+"""How long calls take that are made in turns."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+SECONDS, MOST = 0.7, 30
+"""How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], wait: Callable[[], None], least: bool = False
+) -> dict[str, float]:
+    """Median microseconds of each call. They take turns, so that a busy machine slows all of them alike.
+
+    In an order drawn anew: a call that always follows the same other one finds the caches as that one leaves them.
+
+    Args:
+        calls: by name.
+        wait: what waits for the end of a call.
+        least: take the shortest time of each instead, to which other programs have added nothing.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    names, order = list(calls), random.Random(0)
+    for _ in rounds():
+        order.shuffle(names)
+        for name in names:
+            with timed(times[name], wait):
+                calls[name]()
+    return {name: 1e6 * min(found) if least else median(found) for name, found in times.items()}
+
+
+def rounds() -> Iterator[int]:
+    """Goes on for `SECONDS` or `MOST` rounds; one at least."""
+    end = time.perf_counter() + SECONDS
+    for i in range(MOST):
+        yield i
+        if time.perf_counter() >= end:
+            return
+
+
+@contextmanager
+def timed(times: list[float], wait: Callable[[], None]) -> Iterator[None]:
+    """Add the seconds that what is inside takes, with the wait for its end."""
+    start = time.perf_counter()
+    yield
+    wait()
+    times.append(time.perf_counter() - start)
+
+
+def median(times: Sequence[float]) -> float:
+    """In microseconds; the first call, which packs weights, counts only where it is the only one."""
+    return 1e6 * statistics.median(times[1:] or times)
