@@ -85,7 +85,7 @@ class _Layer:
 
     Attributes:
         node, call: its node, and the op with its options.
-        shape, transposed: of its weight, and whether it is a transposed convolution.
+        matrix: the layer as a product of matrices.
         weight: its weight so far, (groups, outputs, inputs, values of the kernel), the middle two of one group.
         bias: so far; None without one.
         axis: of the channels, in what it reads and in what it makes, counted from the end.
@@ -93,10 +93,12 @@ class _Layer:
     """
 
     def __init__(self, node: fx.Node, call: OpCall, weight: Tensor, bias: Tensor | None) -> None:
-        self.node, self.call, self.shape = node, call, tuple(weight.shape)
-        self.transposed = LayerMatrix(call, self.shape).is_transposed
+        self.node, self.call = node, call
+        self.matrix = LayerMatrix(call, tuple(weight.shape))
         self.axis = call.op.quant.channels or -1
-        self.weight = self._grouped(weight.detach().double())
+        rows = self.matrix.rows(weight.detach().double())
+        inputs = len(weight) // len(rows) if self.matrix.is_transposed else weight.shape[1]
+        self.weight = rows.unflatten(2, (inputs, -1))
         self.bias = bias.detach().double() if bias is not None else None
         self.changed = False
 
@@ -113,11 +115,6 @@ class _Layer:
         if weight is None or (own[1] is not None and bias is None) or not alone or not weight.is_floating_point():
             return None
         return cls(node, call, weight, bias)
-
-    def _grouped(self, weight: Tensor) -> Tensor:
-        grouped = weight.unflatten(0, (self.call.options.get("groups", 1), -1))
-        grouped = grouped.reshape(*grouped.shape[:3], -1)
-        return grouped.transpose(1, 2) if self.transposed else grouped
 
     @property
     def out_ranges(self) -> Tensor:
@@ -146,8 +143,7 @@ class _Layer:
         """Put the new weight and bias into the graph, where they are new."""
         if not self.changed:
             return
-        weight = self.weight.transpose(1, 2) if self.transposed else self.weight
-        new = {"weight": weight.reshape(self.shape), "bias": self.bias}
+        new = {"weight": self.matrix.weight(self.weight.flatten(2)), "bias": self.bias}
         for name, value in new.items():
             old: Any = self.call.tensors.get(name)
             if value is not None:

@@ -27,7 +27,7 @@ from fxq.cost.probe import Prober
 from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Cost, Decision, DecisionKind, Plan, info
+from fxq.graph.info import Cost, Decision, DecisionKind, Plan, fate_of, info
 from fxq.graph.query import (
     CONVERSIONS,
     flat_nodes,
@@ -84,7 +84,7 @@ class Fallback(Pass):
                 _ask_backend(rewriter, prober)
             _price(rewriter, prober, choose)
             prober.costs.save()
-        runs = ("float" if _fate(node) == "float" else "int8" for node in able)
+        runs = ("float" if fate_of(node) == "float" else "int8" for node in able)
         context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
@@ -184,8 +184,7 @@ def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequenc
     readers = {value.producer: value.readers for value in values}
     idle = set()
     for node in reversed(nodes):
-        plan = info(node).plan
-        if plan is not None and plan.fate == "moves" and not any(r in integers for r in readers.get(node, ())):
+        if fate_of(node) == "moves" and not any(r in integers for r in readers.get(node, ())):
             integers.discard(node)
             idle.add(node)
     return idle
@@ -194,7 +193,7 @@ def _drop_idle(integers: set[Key], values: Sequence[PricedValue], nodes: Sequenc
 def _able(rewriter: Rewriter) -> dict[fx.Node, Place]:
     """What runs on integers now, with its place."""
     places = places_of(rewriter.gm, rewriter.nodes())
-    return {node: place for node, place in places.items() if _fate(node) not in ("float", "weight-only", None)}
+    return {node: place for node, place in places.items() if fate_of(node) in ("int8", "moves")}
 
 
 def _off_grid(rewriter: Rewriter) -> Iterator[Pin]:
@@ -203,11 +202,6 @@ def _off_grid(rewriter: Rewriter) -> Iterator[Pin]:
         plan = info(node).plan
         if plan is not None and plan.fate == "float" and plan.decision.kind == "off the grid":
             yield Pin.at(place, "float")
-
-
-def _fate(node: fx.Node) -> str | None:
-    plan = info(node).plan
-    return plan.fate if plan is not None else None
 
 
 def _obey(rewriter: Rewriter, pinned: Pinned, able: Mapping[fx.Node, Place]) -> None:

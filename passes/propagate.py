@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.errors import PassError
 from fxq.graph.grid import grid_of
-from fxq.graph.info import info
+from fxq.graph.info import fate_of, info
 from fxq.graph.place import where
 from fxq.graph.query import argument, flat_nodes, is_op, op_of, options_of
 from fxq.recipe.pass_base import Pass, Stage
@@ -45,8 +45,8 @@ class Propagate(Pass):
 
 def _push_dequantize(rewriter: Rewriter, node: fx.Node) -> None:
     """op(dequantize(q), ...) -> dequantize(op(q, ...)) for an op that moves integers as they are."""
-    op, plan = op_of(node), info(node).plan
-    if op is None or not op.quant.layout or plan is None or plan.fate != "moves":
+    op = op_of(node)
+    if op is None or not op.quant.layout or fate_of(node) != "moves":
         return
     read = list(flat_nodes([argument(node, name) for name in op.quant.inputs]))
     gm = rewriter.gm

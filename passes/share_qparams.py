@@ -10,7 +10,7 @@ import networkx as nx
 from torch import fx
 
 from fxq.graph.fills import Fills
-from fxq.graph.info import Edge, info
+from fxq.graph.info import Edge, fate_of, info
 from fxq.graph.query import values_of
 from fxq.graph.unit import Wish, calls_of, reads_of, wishes_of
 from fxq.quant.spec import TensorSpec
@@ -53,10 +53,7 @@ class ShareQParams(Pass):
         ties.add_nodes_from((value, spec) for value, specs in wanted.items() for spec in specs)
         moved: set[Key] = set()
         for node in nodes:
-            plan = info(node).plan
-            if plan is None or plan.fate != "moves":
-                continue
-            for value, spec in reads[node].items():
+            for value, spec in reads[node].items() if fate_of(node) == "moves" else ():
                 if spec in wanted.get(node, {}):
                     ties.add_edge((value, spec), (node, spec))
                     moved.add((node, spec))

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.cost.min_cut import Key, Priced, PricedValue, by_a_hair, cheapest, seconds_of
 from fxq.cost.probe import Prober
-from fxq.graph.info import Cost, info
+from fxq.graph.info import Cost, fate_of, info
 from fxq.graph.query import CONVERSIONS, is_op, made_by, measures_of, reads_only_metadata, taken_from
 from fxq.graph.region import UnitRegion, read_region
 from fxq.graph.unit import calls_of
@@ -23,10 +23,8 @@ def regions_of(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, Un
     """The regions of the ops and units that run on integers, and could run in float."""
     found = {}
     for node in nodes:
-        plan = info(node).plan
-        if plan is None or plan.in_float or is_op(node, *CONVERSIONS):
-            continue
-        region = read_region(gm, node)
+        runs = fate_of(node) in ("int8", "moves") and not is_op(node, *CONVERSIONS)
+        region = read_region(gm, node) if runs else None
         if region is not None:
             found[node] = region
     return found
@@ -44,8 +42,7 @@ def priced_ops(
     """
     ops = []
     for node, region in regions.items():
-        plan = info(node).plan
-        unmeasured = Priced(node, 0.0, 0.0 if plan is not None and plan.fate == "moves" else math.inf, measured=False)
+        unmeasured = Priced(node, 0.0, 0.0 if fate_of(node) == "moves" else math.inf, measured=False)
         if not prober.can_price(region):
             ops.append(unmeasured)
             continue
@@ -103,10 +100,8 @@ def _requantizing(gm: fx.GraphModule, node: fx.Node, prober: Prober) -> float:
 def float_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober) -> Iterator[tuple[fx.Node, float]]:
     """The ops that run in float, with their seconds, as far as they can be measured on random inputs."""
     for node in nodes:
-        plan = info(node).plan
-        if plan is None or plan.fate != "float" or is_op(node, *CONVERSIONS):
-            continue
-        region = read_region(gm, node)
+        runs = fate_of(node) == "float" and not is_op(node, *CONVERSIONS)
+        region = read_region(gm, node) if runs else None
         if region is not None and prober.can_price(region):
             try:
                 yield node, prober.real(gm, region)
@@ -120,8 +115,7 @@ def weight_only_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober
     Nothing is decided by it: they have these weights for their size.
     """
     for node in nodes:
-        plan = info(node).plan
-        region = read_region(gm, node) if plan is not None and plan.fate == "weight-only" else None
+        region = read_region(gm, node) if fate_of(node) == "weight-only" else None
         if region is not None and prober.can_price(region):
             try:
                 yield node, Cost(1e6 * prober.real(gm, region), 1e6 * prober.kernel(gm, region))

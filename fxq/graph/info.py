@@ -239,6 +239,12 @@ def set_info(node: fx.Node, **changes: Any) -> None:
     node.meta[META] = info(node)._replace(**changes)
 
 
+def fate_of(node: fx.Node) -> Fate | None:
+    """What was decided that a node runs as; None where nothing was."""
+    plan = info(node).plan
+    return plan.fate if plan is not None else None
+
+
 Grids = Mapping[str, tuple[Plan | None, tuple[Edge, ...]]]
 """The plan and the edges of every value of a graph behind choose-grids, by `grid_key`."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxq.graph.info import info
+from fxq.graph.info import fate_of, info
 from fxq.graph.unit import calls_of
 from fxq.ledger.ledger import Entry, Ledger
 from fxq.pipeline.manager import PassManager
@@ -57,17 +57,11 @@ class TunableLayer:
 
 
 def layers_of(manager: PassManager, ledger: Ledger) -> list[TunableLayer]:
-    """The layers that run on integers, in execution order.
-
-    Args:
-        manager: of a qdq graph.
-        ledger: of the finished model, for what ops cost.
-    """
+    """The layers of a qdq graph that run on integers, in execution order; what ops cost, the ledger says."""
     found: dict[tuple[Selector, ...], TunableLayer] = {}
     rows = {entry.name: entry for entry in ledger}
     for node in manager.gm.graph.nodes:
-        plan = info(node).plan
-        if plan is None or plan.fate not in ("int8", "weight-only"):
+        if fate_of(node) not in ("int8", "weight-only"):
             continue
         layer = _layer(manager, node, rows)
         known = found.get(layer.selectors) if layer is not None else None
