@@ -45,10 +45,6 @@ class Attempts(Rows[Attempt]):
     _name: ClassVar[str] = "attempts"
     _key: ClassVar[str] = "attempts"
 
-    @property
-    def _row(self) -> type:
-        return Attempt
-
     def _facts(self) -> dict[str, Any]:
         return {"threads": self.threads}
 

@@ -146,10 +146,6 @@ class Ledger(Rows[Entry]):
     _choices: ClassVar[Mapping[str, Sequence[str]]] = {"fate": FATES, "kind": DECISION_KINDS}
 
     @property
-    def _row(self) -> type[Entry]:
-        return Entry
-
-    @property
     def coverage(self) -> float:
         """Share of the multiply-accumulates that run on integers, 0 to 1; 0 when there are none.
 

@@ -46,10 +46,6 @@ class Profile(Rows[Timed]):
     _name: ClassVar[str] = "profile"
     _key: ClassVar[str] = "rows"
 
-    @property
-    def _row(self) -> type[Timed]:
-        return Timed
-
     def _facts(self) -> dict[str, Any]:
         return {"batch": self.batch}
 

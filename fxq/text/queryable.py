@@ -7,10 +7,9 @@ import io
 import json
 import math
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
 
 from rich.text import Text
 
@@ -40,9 +39,10 @@ class Rows(Printed, Sequence[Row]):
     """The values that a field can have, where these are few."""
 
     @property
-    @abstractmethod
     def _row(self) -> type:
-        """The type of the rows, also where there are none."""
+        """The type of the rows, also where there are none: `Row` in `class Table(Rows[Row])`."""
+        (row,) = next(get_args(base) for base in type(self).__orig_bases__ if get_origin(base) is Rows)  # type: ignore[attr-defined]
+        return cast("type", row)
 
     def _facts(self) -> dict[str, Any]:
         """What JSON says besides the rows."""

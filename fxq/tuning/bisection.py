@@ -68,10 +68,6 @@ class Bisection(Rows[BisectionStep]):
     _name: ClassVar[str] = "bisection"
     _key: ClassVar[str] = "probes"
 
-    @property
-    def _row(self) -> type:
-        return BisectionStep
-
     def _facts(self) -> dict[str, Any]:
         name = self.layer.name if self.layer is not None else None
         known = ("before", "after", "output_sqnr", "mend")

@@ -74,10 +74,6 @@ class SearchResult(Rows[Tried]):
     _choices: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     @property
-    def _row(self) -> type:
-        return Tried
-
-    @property
     def reached(self) -> bool:
         """Whether the recipe is good enough."""
         return self.score >= self.least

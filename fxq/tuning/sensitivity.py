@@ -58,10 +58,6 @@ class Sensitivity(Rows[LayerSensitivity]):
     _name: ClassVar[str] = "sensitivity"
     _key: ClassVar[str] = "layers"
 
-    @property
-    def _row(self) -> type:
-        return LayerSensitivity
-
     def tables(self) -> dict[str, Rows[Any]]:
         """The tables that a report shows: `qmodel.report(path, tuning=...)`."""
         return {"sensitivity": self}
