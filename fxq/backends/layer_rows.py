@@ -19,12 +19,7 @@ Change = Callable[[LayerSpec], LayerSpec]
 
 
 def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -> KernelRow:
-    """The row of a kernel of layers.
-
-    Args:
-        kernel: the kernel.
-        change: what the layer becomes before the kernel gets it.
-    """
+    """The row of a kernel of layers; `change` is what a layer becomes before the kernel gets it."""
     measured = KernelRow(
         lambda unit: MeasuredLayer.of(kernel, change(layer_of(unit))),
         lambda unit: MeasuredLayer.refuses(kernel, change(layer_of(unit))),

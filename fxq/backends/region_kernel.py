@@ -52,10 +52,7 @@ class RegionKernel(Kernel):
     def of_graph(cls, gm: fx.GraphModule, graph: fx.Graph, config: Mapping[str, Any] | None = None) -> Self:
         """The kernel of a graph that uses the tensors and units of `gm`, and is the kernel's from now on.
 
-        Args:
-            gm: the module.
-            graph: the graph.
-            config: of a class with options.
+        `config` has the options of a class that has some.
         """
         parts: dict[str, Part | Tensor] = {}
         names: dict[str, str] = {}

@@ -36,11 +36,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes, device: str = "cpu") -> Any:
-    """The value that `pack` made bytes of.
-
-    Args:
-        data: the bytes.
-        device: where its tensors are to be.
+    """The value that `pack` made bytes of, with its tensors on a device.
 
     Raises:
         InputError: the bytes are something else, or not all there.

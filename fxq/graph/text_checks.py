@@ -20,10 +20,6 @@ from fxq.graph.unit import Unit
 def check_call(node: fx.Node, module: nn.Module | None) -> None:
     """Refuse arguments that the op or unit does not take, and names that lead out of the graph.
 
-    Args:
-        node: the call.
-        module: what it calls, where that is a module.
-
     Raises:
         InputError: says what was expected.
     """

@@ -25,13 +25,7 @@ from fxq.pipeline.history import History
 
 
 def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[Ledger, Record]:
-    """The ledger of a finished pipeline, and the record. Runs both models once, on a recorded batch.
-
-    Args:
-        history: its snapshots.
-        gm: the graph that runs.
-        context: what the pipeline knows: the float model, the recorded samples.
-    """
+    """The ledger of a finished pipeline that has made `gm`, and the record. Runs both models, on a recorded batch."""
     original = context.original
     if original is None:
         raise PassError("the ledger needs the ops of the float model, which canonicalize keeps; it did not run.")

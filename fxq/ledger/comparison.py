@@ -207,12 +207,7 @@ def compare_with(
 ) -> Comparison:
     """Compare a quantized model with a reference; no value is kept from one batch to the next.
 
-    Args:
-        reference: the other model.
-        b: the quantized model.
-        batches: the inputs.
-        advance: is called behind every batch.
-        write: writes the page of what was found to a file.
+    `advance` is called behind every batch; `write` writes the page of what was found to a file.
 
     Raises:
         InputError: the models do not run on a batch, or do not compute the same values.

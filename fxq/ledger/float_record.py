@@ -73,13 +73,7 @@ class Record:
 
 
 def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distribution]) -> Record:
-    """The record of a float model.
-
-    Args:
-        model: the float model.
-        example: the inputs that shapes were found with.
-        values: the distribution of each op's value.
-    """
+    """The record of a float model, from the inputs that shapes were found with and the values of its ops."""
     given = [("", value) for value in example.args] + list(example.kwargs.items())
     inputs = tuple(_input(name, value) for name, value in given)
     return Record(values, inputs, nbytes(model), type(model).__name__, checksums(model))

@@ -82,12 +82,7 @@ def rank(sqnr: float | None) -> float:
 
 
 def check_output(ledger: Ledger, context: Context) -> None:
-    """Warn when the output is further from the float model's than the recipe's `min_sqnr`, with what would mend it.
-
-    Args:
-        ledger: of the finished model, with its `output_sqnr`.
-        context: the float model and the recipe.
-    """
+    """Warn when the output is further from the float model's than the recipe's `min_sqnr`, with what would mend it."""
     found, least = ledger.output_sqnr, context.recipe.min_sqnr
     if least is None or found is None or found >= least:
         return

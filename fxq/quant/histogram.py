@@ -73,12 +73,7 @@ def coarsen(counts: Tensor, shift: int) -> Tensor:
 
 
 def widest_gap(counts: Tensor, exponent: int) -> tuple[float, float]:
-    """The widest stretch between two values that holds none, to a bin; (0.0, 0.0) where there are not two bins.
-
-    Args:
-        counts: the histogram.
-        exponent: of its bins.
-    """
+    """The widest stretch between two values that holds none, to a bin; (0.0, 0.0) where there are not two bins."""
     filled = counts.nonzero().flatten() - (SIDE - 1)
     if len(filled) < 2:
         return 0.0, 0.0

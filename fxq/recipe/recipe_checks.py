@@ -24,10 +24,7 @@ def check_choice(what: str, value: str, choices: Sequence[str]) -> None:
 def check_config(config: QuantConfig, where: str, trains: bool = False) -> None:
     """Raise `RecipeError` when a config asks for an observer that cannot be made, or for what is not built yet.
 
-    Args:
-        config: a config of a recipe.
-        where: what in the recipe asks for it.
-        trains: whether the recipe is for training.
+    `where` says what in the recipe asks for it, `trains` whether that is for training.
     """
     specs = {role: spec for role in ROLES if (spec := config.of(role)) is not None}
     observers = {role: observer_named(spec.observer)[0] for role, spec in specs.items()}

@@ -37,12 +37,7 @@ _SHAPES: dict[str, Any] = {
 
 
 def data_of(recipe: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as plain data.
-
-    Args:
-        recipe: the recipe.
-        defaults: the values of its fields that are left out.
-    """
+    """A recipe as plain data, without the fields that have their default."""
     data: dict[str, Any] = {"preset": recipe.preset}
     for key in _OPTIONS:
         value = getattr(recipe, key)
