@@ -156,7 +156,7 @@ class _Asked:
         recurrence = calls[0].op.quant.recurrence
         state = config.state if recurrence is not None else None
         is_calibrated = state is not None and state.range == "calibrated"
-        if state and recurrence and is_calibrated and recurrence.apart(calls[0].tensors, calls[0].options):
+        if state and recurrence and is_calibrated and recurrence.differs(calls[0].tensors, calls[0].options):
             state, why = replace(MEASURED_STATE, bits=state.bits), "its output shows another range than its state"
             notes.append(STATE_MEASURED.format(why))
         if notes and backend is self.rewriter.context.backend:  # others are asked what they would do

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from fxq.common.data import first_of
 from fxq.common.globs import path_matches
-from fxq.common.isolation import Touched, copied, seeded, untouched
+from fxq.common.isolation import ModelChanges, copied, seeded, untouched
 from fxq.common.source import source_of
 from fxq.errors import FxqError, RecipeError, TraceError, warn
 from fxq.graph.info import Decision, info
@@ -59,18 +59,18 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str,
     """
     recipe = context.recipe
     leaves = (*recipe.leaf_modules, *map(glob.escape, broken))
-    tracer, gm, touched = _graph(context, leaves)
+    tracer, gm, changes = _graph(context, leaves)
     if gm is None:
         return tracer.broken
     traced = Rewriter(gm, context, Trace.name, source_of(Trace.run))
     for node in gm.graph.nodes:
         traced.describe(node, origins=(node.name,) if _is_call(node) else (), kept=_kept_leaf(node, recipe, broken))
-    breaks = [*_check_buffers(touched.buffers, leaves), *_functionalize(traced, tracer.watch)]
+    breaks = [*_check_buffers(changes.buffers, leaves), *_functionalize(traced, tracer.watch)]
     if not breaks:
         context.outputs, differs = _compared(context, tracer)
         breaks += [differs] if differs is not None else []
     if not breaks:
-        breaks += _check_attributes(context, {p: n for p, n in touched.attributes.items() if not _is_inside(p, leaves)})
+        breaks += _check_attributes(context, {p: n for p, n in changes.attributes.items() if not _is_inside(p, leaves)})
     kept = {found.path: f"cannot be traced: {found.why}".rstrip(".") for found in reversed(breaks) if found.path}
     if kept and not recipe.strict_trace:
         return kept
@@ -80,7 +80,7 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str,
     return traced
 
 
-def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphModule | None, Touched]:
+def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphModule | None, ModelChanges]:
     """What traced the model, its graph if all of it can be traced, and what its forward has changed.
 
     Loops over the rows of a tensor are unrolled where nothing else is left. Branches on sizes that come to the same
@@ -89,18 +89,18 @@ def _graph(context: Context, leaves: tuple[str, ...]) -> tuple[Tracer, fx.GraphM
     model, recipe, unroll, free = context.model, context.recipe, False, list[str]()
     while True:
         tracer, gm = Tracer(leaves, context.example, recipe.concrete_args, recipe.strict_trace, unroll, free=free), None
-        with untouched(model) as touched, seeded():
+        with untouched(model) as changes, seeded():
             try:
                 gm = fx.GraphModule(model, tracer.trace_model(model), class_name=type(model).__name__)
             except TraceError:
                 if not tracer.broken and (unroll or recipe.strict_trace or not tracer.loops):
                     raise
         if tracer.broken:
-            return tracer, None, touched
+            return tracer, None, changes
         if gm is None:
             unroll = True
         elif free or not (free := [p for p in _branches(tracer) if _makes_no_difference(p, context, tracer, gm.graph)]):
-            return tracer, gm, touched
+            return tracer, gm, changes
 
 
 _MOST_BRANCHES = 4

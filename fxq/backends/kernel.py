@@ -115,7 +115,6 @@ class Kernel(Bindable):
     _packed: PackedTensors | None = None
 
     def ends_in(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
-        """As in `Bindable`: in its q/dq form."""
         return self.form.ends_in(part) if self.form is not None else super().ends_in(part)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -214,7 +213,6 @@ class Kernel(Bindable):
         self.__dict__.pop("_packed", None)
 
     def tell(self, watch: ModuleWatch) -> None:
-        """As in `Bindable`."""
         own_memory(self._buffers)
         super().tell(watch)
 

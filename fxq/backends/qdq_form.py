@@ -142,7 +142,6 @@ class InForm(Kernel):
 
     @property
     def described(self) -> type[Kernel]:
-        """As in `Kernel`: the class of the kernel."""
         return self.of
 
     def config(self) -> dict[str, Any]:
@@ -168,7 +167,6 @@ class InForm(Kernel):
         return made
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """As the kernel's."""
         run: Callable[..., Tensor] = self._kept("", lambda: self.form.runner(self))
         return run(*inputs)
 

@@ -73,7 +73,6 @@ class RegionKernel(Kernel):
         return kernel
 
     def graph_inside(self) -> fx.GraphModule | None:
-        """As in `Bindable`: the region."""
         return self.form.module(self) if self.form is not None else None
 
     def build(self, form: fx.GraphModule) -> Callable[..., Any]:
@@ -89,7 +88,6 @@ class RegionKernel(Kernel):
         return ()
 
     def forward(self, *inputs: Any) -> Any:
-        """As the region."""
         run: Callable[..., Any] = self._kept("", self._built)
         return run(*inputs)
 

@@ -20,8 +20,8 @@ log = logging.getLogger("fxq")
 
 
 @dataclass
-class Touched:
-    """What `untouched` has undone; known when it ends.
+class ModelChanges:
+    """What code has changed in a model inside of `untouched`, which undoes it; known when that ends.
 
     Attributes:
         buffers: names of buffers changed in place.
@@ -34,7 +34,7 @@ class Touched:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[Touched]:
+def untouched(model: nn.Module) -> Iterator[ModelChanges]:
     """Undo what happens to the attributes and buffers of a model's modules inside; yields what that was.
 
     A forward may keep what it computes (`self.attention = a`), count its calls, or fill a cache. Lists and dicts that
@@ -44,22 +44,22 @@ def untouched(model: nn.Module) -> Iterator[Touched]:
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
     kept = [(path, module, _contents(module)) for path, module in modules]
     buffers = [(n, b, b._version, b.detach().clone()) for n, b in model.named_buffers() if not b.is_inference()]
-    touched = Touched()
+    changes = ModelChanges()
     try:
-        yield touched
+        yield changes
     finally:
         for path, module, before in kept:
             now = _contents(module)
             changed = [n for n in dict.fromkeys((*now, *before)) if not _same(now.get(n, []), before.get(n, []))]
             names = [name for n in changed for name in _named(n, now.get(n, []), before.get(n, []))]
             if names:
-                touched.attributes[path] = names
+                changes.attributes[path] = names
             for name in changed:
                 _restore(vars(module), name, before.get(name, []))
         with torch.no_grad():
             for name, buffer, version, value in buffers:
                 if buffer._version != version:
-                    touched.buffers.append(name)
+                    changes.buffers.append(name)
                     buffer.copy_(value)
                 elif _has_other_values(buffer, value):
                     buffer.copy_(value)
@@ -83,7 +83,10 @@ def _same(now: list[Any], before: list[Any]) -> bool:
 
 
 def _named(name: str, now: list[Any], before: list[Any]) -> list[str]:
-    """What a changed attribute is called: of the table of buffers, those that were set; nothing of torch.fx's own."""
+    """The names for a changed attribute: of a module's table of buffers, those of the buffers that were set.
+
+    What torch.fx itself adds to a model has none.
+    """
     if name == "_buffers":
         new, old = (dict(zip(found[1::2], found[2::2], strict=True)) for found in (now, before))
         return [k for k in {**new, **old} if new.get(k) is not old.get(k)]

@@ -35,10 +35,10 @@ def priced_ops(
 ) -> list[Priced]:
     """Ops with their seconds on integers and in float, the conversions around them left out.
 
-    Not those from one grid to another, which an op alone needs for what it reads: they belong to its integer form.
-    One that cannot be measured keeps its integers: what is wrong with its kernel is for verify-lowering to find. But
-    one that only moves data is as quick either way, and goes with its neighbours: such as a reshape to a size that is
-    read at run time. `advance` is called after each that was measured.
+    A conversion from one grid to another, which an op needs for what it reads, counts for its integer form. An op that
+    cannot be measured stays on integers: what is wrong with its kernel is for verify-lowering to find. But one that
+    only moves data, as a reshape to a size that is read at run time, costs the same either way, so that its neighbours
+    decide. `advance` is called after each that was measured.
     """
     ops = []
     for node, region in regions.items():

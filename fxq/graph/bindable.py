@@ -151,22 +151,18 @@ class Bindable(nn.Module):
         super().__delattr__(name)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `nn.Module`."""
         self._changes()
         return super().register_forward_hook(*args, **kwargs)
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `nn.Module`."""
         self._changes()
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `nn.Module`."""
         self._changes()
         return super().register_full_backward_hook(*args, **kwargs)
 
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `nn.Module`."""
         self._changes()
         return super().register_full_backward_pre_hook(*args, **kwargs)
 

@@ -31,7 +31,8 @@ class Measured:
     Attributes:
         sqnr: dB of its value against the float model's, what happens before it included.
         own_sqnr: the same where it runs on the float model's values.
-        fault_sqnr: the same, less the rounding of its output where integer ops read that: it counts as theirs.
+        fault_sqnr: the same without the rounding of its output to a grid that integer ops read from: that error is
+            counted for these ops.
         values: the distribution of the float model's values.
     """
 

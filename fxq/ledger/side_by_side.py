@@ -73,7 +73,6 @@ class _Run(Runner):
         self._random = torch.get_rng_state()
 
     def compute(self, node: fx.Node) -> Any:
-        """The value of a node."""
         torch.set_rng_state(self._random)
         value = super().compute(node)
         self._random = torch.get_rng_state()
@@ -201,7 +200,6 @@ class _Wanted(_Run):
             self.step(node)
 
     def step(self, node: fx.Node) -> Any:
-        """Run the next node; its value."""
         value = super().step(node)
         if node in self._wanted:
             self._waiting[node] = self.kept(value)

@@ -45,13 +45,13 @@ def _macs(out: Shape, x: Shape, weight_ih: Shape, weight_hh: Shape, *rest: Shape
 
 
 def _bounded(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Where no state is given that may be larger, and tanh ends each step."""
+    """Where each step ends in tanh, and no initial state is given, which may be larger."""
     is_free = tensors.get("h") is not None or tensors.get("weight_hr") is not None
     return not is_free and options.get("nonlinearity", "tanh") == "tanh"
 
 
-def _apart(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Where it holds the cell state, too, which is larger; or a projection reads what is smaller than 1 by far."""
+def _differs(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Where the value holds the cell state, too, which is larger; or has been projected, which makes it smaller."""
     return bool(options.get("cell")) or tensors.get("weight_hr") is not None
 
 
@@ -65,7 +65,7 @@ def _quant(gates: str, weights: str, states: str, affine: str = "") -> Quant:
         axis=0,
         channels=-1,
         heavy=True,
-        recurrence=Recurrence(tuple(states.split()), tuple(gates), _bounded, _apart, affine=affine),
+        recurrence=Recurrence(tuple(states.split()), tuple(gates), _bounded, _differs, affine=affine),
     )
 
 

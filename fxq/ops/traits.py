@@ -22,8 +22,9 @@ class Recurrence:
     Attributes:
         states: names of the arguments that are states in front of the first step, the hidden one first; float.
         gates: the names of its gates: equal parts of the rows of its weights, in this order.
-        bounded: by the tensors and options of a call, whether its hidden states lie between -1 and 1.
-        apart: by the same, whether its value shows another range than that of what the product reads.
+        bounded: given the tensors and options of a call, whether its hidden states lie between -1 and 1.
+        differs: given the same, whether the op's value may have another range than the hidden state that the product
+            reads, so that no observer of the value can tell the range of the state.
         steps: the option that says how many integers there are on either side of zero; 0: the state is float.
         scale: the option that says their scale; None: measured in each step.
         affine: the option that says of a measured grid that it is not symmetric; empty: there is none.
@@ -32,7 +33,7 @@ class Recurrence:
     states: tuple[str, ...]
     gates: tuple[str, ...]
     bounded: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]
-    apart: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]
+    differs: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]
     steps: str = "state_qmax"
     scale: str = "state_scale"
     affine: str = ""

@@ -128,12 +128,12 @@ class Settled:
 
     def __init__(self, candidates: dict[fx.Node, Candidate]) -> None:
         self.candidates = candidates
-        self._readings = {node: _readings(node) for node in candidates}  # the last may wish, those that went never
-        self._stands: dict[fx.Node, tuple[Mapping[fx.Node, None], TensorSpec | None]] = {}
+        self._readings = {node: _readings(node) for node in candidates}  # those that want floats are dropped
+        self._read_so_far: dict[fx.Node, tuple[Mapping[fx.Node, None], TensorSpec | None]] = {}
         for node, candidate in reversed(candidates.items()):
             candidate.wanted = self._wish(node)
-            self._stands[node] = _stand(candidate)
-        self._readers = Counter(value for inputs, _ in self._stands.values() for value in inputs)
+            self._read_so_far[node] = _reads_now(candidate)
+        self._readers = Counter(value for inputs, _ in self._read_so_far.values() for value in inputs)
         todo = deque(candidates)
         while todo:
             node = todo.popleft()
@@ -182,10 +182,10 @@ class Settled:
             node = todo.pop()
             candidate = self.candidates[node]
             candidate.wanted = self._wish(node)
-            (before, spec), (now, _) = self._stands[node], _stand(candidate)
+            (before, spec), (now, _) = self._read_so_far[node], _reads_now(candidate)
             if now is before and candidate.reads == spec:
                 continue
-            self._stands[node] = _stand(candidate)
+            self._read_so_far[node] = _reads_now(candidate)
             for value in before:
                 maker = taken_from(value)
                 if maker in self.candidates and self._readings[maker][-1:] == [(value, node)]:
@@ -202,7 +202,7 @@ def _readings(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     return [(value, user) for value in values_of(node) for user in value.users][::-1]
 
 
-def _stand(candidate: Candidate) -> tuple[Mapping[fx.Node, None], TensorSpec | None]:
+def _reads_now(candidate: Candidate) -> tuple[Mapping[fx.Node, None], TensorSpec | None]:
     """What a candidate reads as integers so far, and in which form."""
     return (candidate.inputs if candidate.runs else _NOTHING), candidate.reads
 

@@ -15,7 +15,6 @@ class FloatForm(Runner):
     """Runs a qdq graph in float: conversions are left out, and weights are what they were before they were rounded."""
 
     def compute(self, node: fx.Node) -> Any:
-        """The value of a node."""
         if info(node).stands_for:
             return read_attribute(self.gm, info(node).stands_for)
         read: Any = node.args[0] if is_op(node, *CONVERSIONS) else None

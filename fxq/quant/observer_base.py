@@ -155,7 +155,7 @@ class Observer(nn.Module, ABC):
         return other
 
     def answer_as(self, other: Observer) -> Observer | None:
-        """An observer like `other` that has seen what this one has; None where it would have looked in another way.
+        """An observer like `other` that has seen what this one has; None where that does not follow from its buffers.
 
         The numbers are the same, bit for bit, as if it had been there itself. The two share buffers.
 

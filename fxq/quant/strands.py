@@ -24,7 +24,7 @@ class Strand:
 
     Attributes:
         low, high: the range of the data, zero included.
-        finest: the smallest span of those among the values that somebody reads as they are.
+        finest: the smallest span of those values that an op computes with: ops that only move values do not count.
         observers: what has seen the values.
         beside: strands whose values are brought to this grid, too.
         constants: what masks, pads and fills bring in and the grid is to hold as well.
@@ -74,7 +74,7 @@ class Strand:
         self.constants |= other.constants
 
     def keep(self, span: float) -> None:
-        """Somebody reads values of this span as they are."""
+        """Note that an op computes with values of this span."""
         if span > 0:
             self.finest = min(self.finest, span)
 

@@ -75,8 +75,9 @@ def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
 def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:
     """Microseconds of each node of a model, run one by one, and where it is an engine's region, of each layer in it.
 
-    The medians of a few runs; of a layer, what the engine says, the least of a few. Kernels look at their inputs each
-    time, which those that the model's calls are bound to do not: a few microseconds of each.
+    The medians of a few runs; of a layer, what the engine says, the least of a few. Here each node is called by
+    itself, so that its kernel checks its inputs: a few microseconds. In a bound model (`fxq/runtime/binding.py`)
+    it does not.
 
     Raises:
         InputError: it does not run on the batch.

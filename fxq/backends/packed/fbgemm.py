@@ -75,11 +75,9 @@ class Fbgemm(PackedBackend):
 
     @property
     def rows(self) -> Mapping[str, KernelRow]:
-        """See `packed_kernels.py`."""
         return ROWS
 
     def drawback(self) -> str | None:
-        """As in `Backend`."""
         return cpu.without_vnni()
 
     def traps(self) -> tuple[Trap, ...]:

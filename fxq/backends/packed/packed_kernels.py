@@ -30,7 +30,6 @@ class PackedBackend(RowBackend):
         """The table."""
 
     def available(self) -> str | None:
-        """As in `Backend`."""
         if has_engine(self.name):
             return None
         return (

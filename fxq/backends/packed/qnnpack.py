@@ -59,7 +59,6 @@ class Qnnpack(PackedBackend):
 
     @property
     def rows(self) -> Mapping[str, KernelRow]:
-        """See `packed_kernels.py`."""
         return ROWS
 
     def traps(self) -> tuple[Trap, ...]:

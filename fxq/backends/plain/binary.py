@@ -50,15 +50,7 @@ class _Arithmetic(OfTwo):
 
 
 class Add(_Arithmetic):
-    """a + b or a - b, broadcast.
-
-    Args:
-        a: grid of the first tensor.
-        b: grid of the second.
-        out: grid of the result.
-        post: None or a clamp.
-        sign: 1, or -1 for the difference.
-    """
+    """a + b, broadcast; with the `sign` -1, a - b."""
 
     name: ClassVar[str] = "cpu.add"
     options: ClassVar[tuple[str, ...]] = ("a", "b", "out", "post", "sign")
@@ -68,7 +60,6 @@ class Add(_Arithmetic):
         self.sign = sign
 
     def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: the numbers at hand."""
         scale_a, zero_a, scale_b, zero_b, step = self._numbers
         factor_a, factor_b = scale_a / step, self.sign * scale_b / step
         zero, low, high = self._zero, self._low, self._high
@@ -97,7 +88,6 @@ class Mul(_Arithmetic):
     name: ClassVar[str] = "cpu.mul"
 
     def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: which way it goes is decided."""
         _, zero_a, _, zero_b, _ = self._numbers
         if max(a.numel(), b.numel()) > WHOLE:
             if a.shape == b.shape:

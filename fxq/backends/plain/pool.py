@@ -81,12 +81,7 @@ class MaxPool2d(Kernel):
 class MaxPool3d(Kernel):
     """max_pool3d: a 2-d pooling of every plane, then the largest of each window's planes; same grid in and out.
 
-    Args:
-        kernel_size: int or one per spatial dimension.
-        stride: int or one per spatial dimension; None: as `kernel_size`.
-        padding: int or one per spatial dimension.
-        dilation: int or one per spatial dimension.
-        ceil_mode: as in `torch.nn.MaxPool3d`.
+    The arguments are those of `MaxPool2d`.
     """
 
     name: ClassVar[str] = "cpu.max_pool3d"
@@ -217,7 +212,6 @@ class Mean(Kernel):
         self._zero = torch.tensor(MAGIC + self._output[1], dtype=torch.float32, device="cpu")
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: the sum, and how it is scaled."""
         dim, keepdim = self.dim, self.keepdim
         count = math.prod(x.shape[d] for d in dim)
         scale, zero = self._input

@@ -27,15 +27,8 @@ class OnednnAdd(arithmetic.Add):
 
     An identity depthwise 1 x 1 convolution of one with the other as its residual.
 
-    `onednn::qadd` would do, but on AVX512 torch 2.13 reads values above 127 as int8 there.
-
-    Args:
-        a: grid of the first tensor.
-        b: grid of the second.
-        out: grid of the sum.
-        post: None or a clamp.
-        sign: 1, or -1 for the difference.
-        inplace: the kernel may overwrite the second tensor.
+    `onednn::qadd` would do, but on AVX512 torch 2.13 reads values above 127 as int8 there. Where it is `inplace`, the
+    kernel may overwrite the second tensor.
     """
 
     name: ClassVar[str] = "x86.add"
@@ -50,7 +43,6 @@ class OnednnAdd(arithmetic.Add):
         self.inplace = inplace
 
     def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: which of the two ways it goes is decided."""
         overwrites = self.inplace and self.sign == 1
         if a.shape != b.shape or a.numel() < (_SUM_INPLACE if overwrites else _SUM):
             return super().bind(a, b)
@@ -102,7 +94,6 @@ class OnednnMul(arithmetic.Mul):
         self._zeros = [torch.tensor(float(gate.z), **kind) for gate, _ in grids]
 
     def bind(self, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: which of the two ways it goes is decided."""
         if _is_large_gated(a, b):
             return lambda a, b: self._convolved(a, b, 0)
         if _is_large_gated(b, a):

@@ -22,10 +22,7 @@ class AvgPool2d(Kernel):
     Args:
         x: grid of the input.
         out: grid of the output; None for float32.
-        kernel_size: int or one per spatial dimension.
-        stride: int or one per spatial dimension; None: as `kernel_size`.
-        padding: int or one per spatial dimension.
-        dims: 1 or 2.
+        kernel_size, stride, padding, dims: as for `MaxPool2d` of the plain kernels.
     """
 
     name: ClassVar[str] = "x86.avg_pool2d"
@@ -83,7 +80,6 @@ class AvgPool2d(Kernel):
         return self._conv_for(x).forward(x)
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: the convolution, bound."""
         return self._conv_for(x).bind(x)
 
     def _conv_for(self, x: Tensor) -> OnednnConv:

@@ -82,7 +82,6 @@ class Excite(Kernel):
         self._product = None if out is None else OnednnMul(x, _UNIT, out)
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: the layers' weights at hand."""
         if x.dim() != 4 or x.shape[1] != self.squeeze.shape[1]:
             check_image(self.name, x.shape, 2, self.squeeze.shape[1])
         squeeze, (weight, bias) = self._kept("", self._layers)

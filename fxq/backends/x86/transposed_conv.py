@@ -76,7 +76,6 @@ class ConvTranspose2d(OnednnLayer):
 
     @classmethod
     def refuses(cls, spec: LayerSpec) -> str | None:
-        """As in `LayerKernel`."""
         dilated = any(d != 1 for d in spec.dilation)  # type: ignore[union-attr]
         return super().refuses(spec) or ("dilated transposed convolution has no kernel" if dilated else None)
 

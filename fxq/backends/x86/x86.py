@@ -28,7 +28,6 @@ class X86(RowBackend):
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def available(self) -> str | None:
-        """As in `Backend`."""
         if cpu.is_x86() and cpu.has_onednn_int8():
             return None
         return (
@@ -37,7 +36,6 @@ class X86(RowBackend):
         )
 
     def drawback(self) -> str | None:
-        """As in `Backend`."""
         return cpu.without_vnni()
 
     def adds_in_int16(self, calls: tuple[OpCall, ...]) -> bool:
@@ -54,7 +52,6 @@ class X86(RowBackend):
 
     @property
     def rows(self) -> Mapping[str, KernelRow]:
-        """See `x86_kernels.py`."""
         return ROWS
 
 
