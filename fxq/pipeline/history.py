@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,6 @@ class History(Printed, Sequence[Snapshot]):
 
     def __len__(self) -> int:
         return len(self.snapshots)
-
-    def __iter__(self) -> Iterator[Snapshot]:
-        return iter(self.snapshots)
 
     @property
     def names(self) -> list[str]:

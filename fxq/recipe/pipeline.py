@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,9 +47,6 @@ class Pipeline(Printed, Sequence[Pass]):
 
     def __len__(self) -> int:
         return len(self.passes)
-
-    def __iter__(self) -> Iterator[Pass]:
-        return iter(self.passes)
 
     def position(self, name: str) -> int:
         """Index of the pass called `name`. Raises `RecipeError` with the nearest names."""

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
 
@@ -53,9 +53,6 @@ class Rows(Printed, Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self.entries)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.entries)
 
     @property
     def fields(self) -> tuple[str, ...]:
