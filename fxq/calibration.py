@@ -167,7 +167,7 @@ def merge_calibrations(observed: ObservedModel, checkpoints: Sequence[str | os.P
         checkpoints: the files, in the order of the shares.
 
     Raises:
-        InputError: there is none, one is there twice, is damaged, has not ended, or is of another model or recipe;
+        InputError: no file is given, one is given twice, is damaged, has not ended, or is of another model or recipe;
             `observed` has seen data.
 
     Example:

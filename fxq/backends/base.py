@@ -112,7 +112,7 @@ class Backend(ABC):
         tuple.
 
         Raises:
-            BackendError: there is none; the message is the decision of its ops.
+            BackendError: no kernel runs the region; the message becomes the reason that its ops give.
         """
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:

@@ -207,7 +207,7 @@ def _row_of(call: OpCall, rows: Mapping[str, KernelRow]) -> KernelRow | None:
 
 
 def _reads_inside(calls: Calls, ops: int) -> bool:
-    """Whether an op behind the first `ops`, or who reads the unit, reads a value that they make, other than the last.
+    """Whether a later op, or a reader of the unit, reads a value of the first `ops` other than their last.
 
     A unit that returns its last value twice is no single value, either.
     """

@@ -39,7 +39,7 @@ def register_kernel(backend: str, fusion: Family, *, emits_float: bool = True) -
         anew replaces what it was.
 
     Raises:
-        InputError: `fusion` is none; the function returns no kernel.
+        InputError: `fusion` is no fusion; the function returns no kernel.
         BackendError: the backend has no table of kernels, or another function makes this fusion's kernel.
 
     Example:

@@ -1,4 +1,4 @@
-"""What a quantized model hands on of the float model: its plain data, copied; and why not the rest."""
+"""The attributes of the float model that a quantized model has, too: copies of plain data; and why it lacks others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums that tell tensors of other values from these, and which values of a large one are looked at."""
+"""Checksums of tensors, to notice that their values changed. Of a large tensor only some values are looked at."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 65_536
 
 
 def checksum(tensor: Tensor, most: int = MOST) -> int:
-    """A number from 0 to 2**32 - 1 that tells other values from these; of a large tensor, of `most` of its values.
+    """A number from 0 to 2**32 - 1 that is another one when the values change; of a large tensor, `most` of them.
 
     Args:
         tensor: any shape and dtype, on any device.

@@ -12,7 +12,7 @@ from fxq.errors import InputError, RenderError
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """The path. Raises `InputError` where it is none."""
+    """What was given, as a path. Raises `InputError` where it is no path."""
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"the file to write is named by a str or a path, not by {path!r}.")
     return Path(path)

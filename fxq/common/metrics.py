@@ -69,7 +69,7 @@ class Agreement:
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantization noise ratio in dB: infinity when the two are equal, NaN where a difference is none."""
+        """Signal to quantization noise ratio in dB: infinity when the two are equal, NaN where a value is no number."""
         if self.noise == 0.0:
             return math.inf
         if not math.isfinite(self.noise):

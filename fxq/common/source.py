@@ -44,7 +44,7 @@ def digest_of(value: Any) -> str:
 
 
 def import_name(name: str, base: type) -> Any:
-    """The class that `package.module:Class` names. Raises `RecipeError` when there is none, or it is no `base`."""
+    """The class that `package.module:Class` names. Raises `RecipeError` when it is missing, or no `base`."""
     value = imported(name)
     if not (isinstance(value, type) and issubclass(value, base)):
         raise RecipeError(f"{name!r} names no class of {base.__name__}.")

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
-    """All that is inside nested containers and is none itself, in order; `is_leaf` says what is none all the same.
+    """What is inside nested containers and is no container, in order. What `is_leaf` says yes to is not looked into.
 
     Example:
         >>> list(leaves({"x": (1, [2]), "y": slice(3)}))

@@ -19,7 +19,7 @@ Members = Mapping[str, Any]
 
 
 class Seen:
-    """The members of modules, and the values of the tensors among them, as they were when this was told of them.
+    """The members of modules, and the values of the tensors among them, as they were when this was made.
 
     A tensor says how often it was written to, and where its values lie: 0.1 us to ask both. What is written through
     `tensor.data` or `tensor.numpy()` torch keeps no count of.

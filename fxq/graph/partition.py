@@ -44,7 +44,7 @@ def connected_regions(gm: fx.GraphModule, takes: Takes) -> Iterator[Region]:
         gm: the module of a qdq graph.
         takes: whether the engine runs a node: an op, a unit, or a conversion of activations. It is asked of those whose
             value is a tensor, and of units of several outputs. Weights, and sizes that are read off values, go along
-            with who reads them.
+            with the nodes that read them.
     """
     parts = _Partition(gm, takes)
     parts.join_levels()
@@ -79,7 +79,7 @@ class _Partition:
     """The nodes of a graph in groups: those that an engine takes, with others that it takes.
 
     Attributes:
-        nodes: the nodes, in order, but for sizes: who reads one waits for what the size is read off.
+        nodes: the nodes, in order. What reads a size comes behind the value that it is the size of.
         taken: those that the engine takes.
         waits: the nodes that each must come behind: those that it reads, and for one that does more than to compute
             its value, or whose memory is changed in place, the last such one before it.

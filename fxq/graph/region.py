@@ -1,4 +1,4 @@
-"""Regions of the qdq graph: what one kernel takes the place of, read for lowering and kept for verification."""
+"""Regions of the qdq graph: what one kernel replaces, read for lowering and kept for verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which axes of a graph's inputs vary in size, as who exports a model says it."""
+"""Which axes of a graph's inputs vary in size, as the person who exports a model gives them."""
 
 from __future__ import annotations
 

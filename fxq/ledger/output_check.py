@@ -45,7 +45,7 @@ def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context) -> list[float 
             few = context.some_samples(FEW) if large else context.samples or [context.example]
             return _compared(gms, context, few)
         except (InputError, RuntimeError, IndexError, ValueError) as error:
-            # recorded are the first samples of a batch; where its first axis is none of samples, they fit no model
+            # recorded are the first samples of a batch; a model whose first axis does not count samples cannot run them
             log.info("the output is compared on the example instead of recorded samples: %s", error)
             return _compared(gms, context, [context.example])
 

@@ -107,7 +107,7 @@ class Quant:
     unless: Callable[[Mapping[str, Any]], str | None] | None = None
 
     def in_float(self, activation: TensorSpec | None) -> bool:
-        """Whether the op computes in float where activations are to be as a spec says: it has to, or there is none."""
+        """Whether the op computes in float where this spec is asked of activations: always, or because it is None."""
         return activation is None or self.kind == "float"
 
     def role(self, name: str) -> Role | None:

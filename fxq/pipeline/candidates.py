@@ -142,7 +142,7 @@ class Settled:
             todo += self._follow(node)
 
     def would_run(self, node: fx.Node, candidate: Candidate) -> bool:
-        """Whether a node that is none of the candidates would run, were it this one."""
+        """Whether a node that is not among the candidates would run on integers if it were this one."""
         self._readings[node] = _readings(node)
         candidate.wanted = self._wish(node)
         return candidate.runs and not self._refusal(candidate, own=0)

@@ -95,7 +95,7 @@ class Ranks:
 
         Raises:
             FxqError: on every rank, what `make` raises on one of them, with the number of the rank before it; a
-                `CalibrationError` where that is none of fxq's own.
+                `CalibrationError` where that is no `FxqError`.
         """
         if self.size == 1:
             yield make()

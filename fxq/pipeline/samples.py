@@ -53,7 +53,7 @@ def _holds(context: Context, most: int) -> bool:
 def on_samples(context: Context, most: int, run: Callable[[Sequence[Batch]], T]) -> T:
     """What `run` makes of about `most` of the samples; of the example where the graph does not run on a few samples.
 
-    So it is in models whose first axis is none of samples.
+    It does not where the first axis of an input does not count samples.
     """
     with untouched(context.model):  # leaves may keep something from call to call
         try:

@@ -120,7 +120,7 @@ class Recipe:
             selectors: as for `override`: module path globs, `fxq.op(name)`, `nn.Module` types.
 
         Raises:
-            RecipeError: there is none, or the recipe has overrides already: write them behind `only`.
+            RecipeError: no selector is given, or the recipe has overrides already: write them behind `only`.
         """
         if not selectors or self.overrides:
             raise RecipeError("only() takes selectors, and stands before any override.")

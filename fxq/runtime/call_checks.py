@@ -1,4 +1,4 @@
-"""Calls that a quantized model cannot serve: of tools that look inside the kernels, and with inputs that are none."""
+"""Calls that a quantized model refuses: by tools that look inside the kernels, and with inputs that are no tensors."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Rows(Printed, Sequence[Row]):
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """The table as JSON: a list of objects, and what is known of all of them. Written to `path`, if one is given.
 
-        JSON has no infinity and no NaN: a number that is none stands as the string "inf", "-inf" or "nan". Folders that
+        JSON has no infinity and no NaN: these stand as the strings "inf", "-inf" and "nan". Folders that
         are missing are made.
 
         Raises:

@@ -35,8 +35,8 @@ class Column:
         header: its title.
         align: of the cells and the header.
         look: the look whose tag is the title instead, where there are colours.
-        give: how it gives way in a narrow terminal: cropped at its "start" or "end", or "fold"ed. A folded cell's own
-            line breaks are those of plain text.
+        give: what a narrow terminal does with long cells: they are cropped at their "start" or "end", or "fold"ed. A
+            folded cell's own line breaks are those of plain text.
         drop: a terminal that is too narrow leaves out the columns with the highest number first, those of one number
             together; 0: never.
         extra: whether it helps the eye only, or repeats, and is not part of plain text.

@@ -77,7 +77,7 @@ def _grid(table: Table, width: int) -> Grid:
 
 
 def _cell(cell: Text, give: str = "end") -> Text:
-    """The cell as it gives way; a space on either side of what is on a coloured ground."""
+    """The cell, cropped or folded as its column says; with a space on either side where its ground is coloured."""
     if give == "fold":
         return Text(cell.plain.replace("\n", " "), cell.style, overflow="fold")
     cell = _End(cell.plain, cell.style) if give == "start" else cell.copy()

@@ -36,6 +36,6 @@ def unwrapped(model: Any) -> Any:
 
 
 def wrapped(module: Any) -> nn.Module | None:
-    """The module inside a wrapper; None when it is none."""
+    """The module inside a wrapper; None for a module that is no wrapper."""
     name = _WRAPPERS.get(type(module).__name__) if isinstance(module, nn.Module) else None
     return getattr(module, name) if name is not None else None
