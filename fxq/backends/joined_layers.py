@@ -87,15 +87,20 @@ def joined_with(gm: fx.GraphModule, region: UnitRegion) -> Region | None:
     read = _measured(gm, region.node)
     if read is None:
         return None
-    readers = {unit for value in read[0].users if is_op(value, "dequantize") for unit in value.users}
+    integers: Any = read[0]
+    readers = {unit for value in integers.users if is_op(value, "dequantize") for unit in value.users}
     units = sorted(node for node in readers if _measured(gm, node) == read)
     return joined_region(units) if len(units) > 1 else None
 
 
-def _measured(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """What a linear layer reads that is to run on integers of a measured grid: these, and what is measured of it."""
+def _measured(gm: fx.GraphModule, node: fx.Node) -> tuple[object, ...] | None:
+    """What layers have to have in common; None where a node is no linear layer on integers of a measured grid.
+
+    These integers, what is measured of their grid, and whether it has a bias.
+    """
     plan, calls = info(node).plan, calls_of(gm, node)
     if plan is None or plan.fate != "int8" or [call.op.name for call in calls] != ["linear"]:
         return None
     found = integer_input(gm, calls[0].tensors["x"])
-    return found.nodes if found is not None and found.measured else None
+    biased = calls[0].tensors.get("bias") is not None
+    return (*found.nodes, biased) if found is not None and found.measured else None

@@ -76,7 +76,7 @@ def _bytes_of(x: Tensor) -> tuple[Tensor, ...]:
         return _bytes_by_steps(x)
     packed, high = _pack(x), x.amax(-1, keepdim=True)  # of NaN, which it passes over, the largest is NaN
     count = x.shape[-1]
-    grid = (packed if count % 4 == 0 else packed[..., count:].contiguous()).view(torch.float32)
+    grid = (packed if count % 4 == 0 else packed[..., count:].clone(memory_format=torch.contiguous_format)).view(torch.float32)
     scale, low = grid[..., -2:-1], grid[..., -1:]
     if not (low.max().item() <= 0.0 and high.min().item() >= _LEAST):  # zero is no part of a row, or it is tiny, or NaN
         return _bytes_by_steps(x)
