@@ -169,7 +169,11 @@ def embedding(w: Writer, x: Value, weight: Value) -> str:
         grid = [part.expand(len(q)).reshape(-1, 1).contiguous() for part in grid]
     ids = w.reshaped(x, (1,)) if x.rank == 0 else x  # one row has an axis less than there are blocks for
     read = [w.emit("Gather", part, ids, axis=0) for part in (q, *grid)]
-    rows = w.emit("DequantizeLinear", *read, axis=-1, block_size=block)
+    if w.portable and block == q.shape[1]:  # written out: OpenVINO has no blocks of integers whose shape varies
+        integers, zero = (w.cast(part, torch.float32) for part in (read[0], read[2]))
+        rows = w.emit("Mul", w.emit("Sub", integers, zero) if bool(grid[1].any()) else integers, read[1])
+    else:
+        rows = w.emit("DequantizeLinear", *read, axis=-1, block_size=block)
     return w.reshaped(rows, weight.shape[1:]) if x.rank == 0 else rows
 
 
