@@ -1,6 +1,6 @@
 """fxq: a quantization compiler for PyTorch, as a pipeline of graph-rewriting passes on `torch.fx`."""
 
-from fxq.api import calibrate, compare, convert, merge_calibrations, prepare, quantize, run_passes
+from fxq.api import calibrate, compare, convert, load, merge_calibrations, prepare, quantize, run_passes
 from fxq.backends.base import Backend, Prices, Support
 from fxq.backends.kernel import Kernel
 from fxq.backends.kernel_table import FusedUnit
@@ -32,7 +32,7 @@ from fxq.ledger.comparison import Comparison
 from fxq.ledger.layer_qparams import LayerQParams
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
-from fxq.model import QuantizedModel, load
+from fxq.model import QuantizedModel
 from fxq.observed_model import ObservedModel
 from fxq.ops.own_ops import register_op
 from fxq.ops.table import Spelling

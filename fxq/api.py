@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -16,8 +16,9 @@ from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
 from fxq.fastest import convert_all, prepare_all
+from fxq.files.model_file import load_model
 from fxq.ledger.comparison import Comparison, compare_with, quantized_reference
-from fxq.model import QuantizedModel
+from fxq.model import QuantizedModel, remade
 from fxq.observed_model import ObservedModel
 from fxq.pipeline.ranks import AUTO, Ranks
 from fxq.recipe.recipe import Recipe, as_recipe
@@ -54,9 +55,8 @@ def quantize(
             its layers are quicker in float each measures by itself, unless the recipe says optimize="coverage".
 
     Returns:
-        A `QuantizedModel` for the recipe's backend, with `history`, `ledger` and `qparams()`. Its `output_sqnr` says
-        how far it is from the float model on recorded calibration samples; below the recipe's `min_sqnr`, a warning
-        names the layers that are to blame.
+        A `QuantizedModel` for the recipe's backend. Its `output_sqnr` says how far it is from the float model on
+        recorded calibration samples; below the recipe's `min_sqnr`, a warning names the layers that are to blame.
 
     Raises:
         FxqError: bad input; every message says what, where, why and what to do.
@@ -77,26 +77,30 @@ def quantize(
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(islice(stream, 1)))
-    examples = first_of_all(first, ranks, model) if example_inputs is None else []
-    if example_inputs is None and not examples:
-        raise InputError(
-            f"the recipe {chosen.preset!r} needs data to calibrate with: fxq.quantize(model, recipe, data=loader)."
-            if chosen.config.is_calibrated
-            else "give one batch of inputs to find shapes with: fxq.quantize(model, recipe, example_inputs=x)."
-        )
-    example = as_batch(example_inputs, model, "example_inputs") if example_inputs is not None else examples[0]
-    observed = ranks.together(lambda: _observed(model, chosen, example))
+    given = [] if example_inputs is None else [as_batch(example_inputs, model, "example_inputs")]
+    examples = given or first_of_all(first, ranks, model)
+    if not examples:
+        raise _no_data(chosen)
+    observed = ranks.together(lambda: _observed(model, chosen, examples[0]))
     observed.manager.context.progress = progress
-    if data is None and observed.calibrated:
-        raise InputError(
-            f"the recipe {chosen.preset!r} needs data to calibrate with, for {observed.calibrated}: "
-            "fxq.quantize(model, recipe, data=loader)."
-        )
     if data is not None:
-        few = not observed.calibrated
-        calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few)
-        calibration.run(chain(first, stream), None if few else _length(data))
+        calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
+        calibration.run(chain(first, stream), _length(data) if observed.calibrated else None)
+    elif observed.calibrated:
+        raise _no_data(chosen, observed.calibrated)
     return convert(observed)
+
+
+def _no_data(recipe: Recipe, calibrated: str = "") -> InputError:
+    """What to say where data is missing: to find the range of a value with, or the shapes alone."""
+    if not calibrated and not recipe.config.is_calibrated:
+        return InputError(
+            "give one batch of inputs to find shapes with: fxq.quantize(model, recipe, example_inputs=x)."
+        )
+    what = f", for {calibrated}" if calibrated else ""
+    return InputError(
+        f"the recipe {recipe.preset!r} needs data to calibrate with{what}: fxq.quantize(model, recipe, data=loader)."
+    )
 
 
 def prepare(
@@ -281,6 +285,37 @@ def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | 
         return compare_with(reference, b, chain([first], stream), advance, write_comparison)
 
 
+def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None) -> QuantizedModel:
+    """The quantized model that `QuantizedModel.save` wrote, with the same numbers, bit for bit.
+
+    Nothing of the file is run, and nothing that it names is imported: ops and kernels of your own are to be imported
+    before. What it says is checked, so that a damaged file is an error. Its tensors are mapped into memory, and read
+    when they are used. The model is on the CPU. On another kind of CPU than that which it was quantized on, its kernels
+    are asked again, and tried out; those that do not run right there run in q/dq form, with a warning.
+
+    Args:
+        path: the file.
+        leaves: by path, the modules that the model calls as they are, which are not in the file: with the weights that
+            they had. They are copied.
+
+    Raises:
+        FileError: there is no such file, it holds no model or is damaged, a newer fxq has written it, or it needs a
+            module, an op or a kernel that is not here; the message says what to do.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+        >>> x = torch.rand(1, 3, 16, 16)
+        >>> qmodel = quantize(model, "static", data=[x])
+        >>> import tempfile
+        >>> path = qmodel.save(tempfile.gettempdir() + "/model.fxq")
+        >>> torch.equal(load(path)(x), qmodel(x))
+        True
+        >>> path.unlink()
+    """
+    gm, parts, made_on = load_model(path, leaves)
+    return remade(gm, gm.graph, parts, made_on)
+
+
 def run_passes(model: nn.Module, recipe: Any = "static", example_inputs: Any = None, *, until: str) -> fx.GraphModule:
     """The graph as it stands after the pass `until`, for `explain`, `diff` and tests of passes and patterns.
 
@@ -307,4 +342,4 @@ def _length(data: Any) -> int | None:
         return None
 
 
-__all__ = ["Recipe", "calibrate", "compare", "convert", "merge_calibrations", "prepare", "quantize", "run_passes"]
+__all__ = ["calibrate", "compare", "convert", "load", "merge_calibrations", "prepare", "quantize", "run_passes"]

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import click
@@ -20,14 +21,15 @@ from fxq.errors import FxqError, FxqWarning, InputError, words_of
 from fxq.tracing.wrappers import unwrapped
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-_MODEL = click.argument("model", type=click.Path(path_type=Path))
+_IN, _OUT = click.Path(path_type=Path), click.Path(path_type=Path, dir_okay=False)
+_MODEL = click.argument("model", type=_IN)
 
 
 class _Commands(click.Group):
-    """Commands whose errors are a line on stderr and exit code 1; wrong arguments have 2."""
+    """Commands whose errors are told in words on stderr, with exit code 1; wrong arguments have 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. Errors and warnings of fxq are told without the place in the code."""
+        """Run a command. Warnings of fxq are told without their place in the code, errors without a traceback."""
         with warnings.catch_warnings():
             others = warnings.showwarning
 
@@ -40,23 +42,28 @@ class _Commands(click.Group):
             warnings.showwarning = show  # type: ignore[assignment]
             try:
                 return super().invoke(ctx)
-            except FxqError as error:
-                raise click.ClickException(str(error)) from error
+            except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+                raise
+            except Exception as error:  # of fxq, or of the user's code
+                if ctx.params["traceback"]:
+                    raise
+                raise click.ClickException(str(error) if isinstance(error, FxqError) else _told(error)) from error
 
 
 @click.group(cls=_Commands)
 @click.version_option(fxq.__version__)
-def main() -> None:
+@click.option("--traceback", is_flag=True, help="Show where in the code an error comes from.")
+def main(traceback: bool) -> None:
     """Quantize PyTorch models, and look at what became of them."""
 
 
 @main.command()
 @click.argument("model")
 @click.option("--data", required=True, help="Calibration batches: package.module:name, an iterable or a function.")
-@click.option("--weights", type=click.Path(path_type=Path), help="A .safetensors file with the model's state dict.")
+@click.option("--weights", type=_IN, help="A .safetensors file with the model's state dict.")
 @click.option("--recipe", default="static", show_default=True, help="A preset's name, or a recipe file (.toml).")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write: m.fxq.")
-@click.option("--report", type=click.Path(path_type=Path), help="Write the report page to this file, too.")
+@click.option("-o", "--output", type=_OUT, required=True, help="The file to write: m.fxq.")
+@click.option("--report", type=_OUT, help="Write the report page to this file, too.")
 @_JSON
 def quantize(
     model: str, data: str, weights: Path | None, recipe: str, output: Path, report: Path | None, as_json: bool
@@ -86,14 +93,19 @@ def inspect(model: Path, as_json: bool) -> None:
 
 @main.command()
 @_MODEL
-@click.argument("other", type=click.Path(path_type=Path))
-@click.option("--svg", type=click.Path(path_type=Path), help="Draw the difference.")
-def diff(model: Path, other: Path, svg: Path | None) -> None:
+@click.argument("other", type=_IN)
+@click.option("--svg", type=_OUT, help="Draw the difference.")
+@_JSON
+def diff(model: Path, other: Path, svg: Path | None, as_json: bool) -> None:
     """How the graph of OTHER differs from that of MODEL."""
     found = fxq.diff(fxq.load(model).history[-1], fxq.load(other).history[-1])
-    click.echo(found.to_text(full=False) if found else "The graphs are the same.")
-    if svg is not None:
-        click.echo(found.render(svg))
+    drawn = [] if svg is None else [str(found.render(svg))]
+    if as_json:
+        names = {kind: list(getattr(found, kind)) for kind in ("removed", "added", "rewired")}
+        changed = {change.name: list(change.by_field.values()) for change in found.changed}
+        click.echo(json.dumps({**names, "changed": changed}, indent=2))
+    else:
+        click.echo("\n".join([found.to_text(full=False) if found else "The graphs are the same.", *drawn]))
 
 
 @main.command()
@@ -107,7 +119,7 @@ def bench(model: Path, as_json: bool) -> None:
 
 @main.command()
 @_MODEL
-@click.argument("page", type=click.Path(path_type=Path))
+@click.argument("page", type=_OUT)
 def report(model: Path, page: Path) -> None:
     """Write the report of MODEL as one HTML file, PAGE."""
     click.echo(fxq.load(model).report(page))
@@ -115,10 +127,10 @@ def report(model: Path, page: Path) -> None:
 
 @main.command()
 @_MODEL
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=_OUT)
 @click.option("--fixed", is_flag=True, help="For batches of the example's size alone.")
 def export(model: Path, path: Path, fixed: bool) -> None:
-    """Write MODEL for another runtime: PATH ends in .onnx, or .xml for OpenVINO."""
+    """Write MODEL for another runtime: PATH ends in .onnx, .xml (OpenVINO) or .pt2 (torch.export)."""
     click.echo(fxq.load(model).export(path, dynamic=not fixed))
 
 
@@ -128,6 +140,12 @@ def doctor(as_json: bool) -> None:
     """What this machine does with integers, and how fast."""
     found = fxq.doctor()
     click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found)
+
+
+def _told(error: Exception) -> str:
+    """An error that is none of fxq's, and the line that raised it."""
+    *_, last = extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {words_of(error)} ({last.filename}:{last.lineno}; fxq --traceback ... says more)"
 
 
 def _called(path: str, what: str, makes: Callable[[Any], bool]) -> Any:

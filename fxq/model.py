@@ -17,15 +17,14 @@ from torch import fx, nn
 
 from fxq.backends import cpu
 from fxq.backends.by_name import written
-from fxq.backends.other_machine import fit
+from fxq.backends.other_machine import fit, verify
 from fxq.common.attributes import FloatAttributes
 from fxq.common.data import check_finite
 from fxq.common.isolation import unshare
-from fxq.common.metrics import nbytes
 from fxq.common.names import check_names
-from fxq.errors import RecipeError
+from fxq.errors import InputError, RecipeError
 from fxq.files.model_export import export_model
-from fxq.files.model_file import load_model, save_model
+from fxq.files.model_file import save_model
 from fxq.graph.plain_data import NodeData, from_data, to_data
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.float_record import Record
@@ -39,8 +38,6 @@ from fxq.report.profile import Profile
 from fxq.report.report import Tuning, write_report
 from fxq.runtime.binding import KEPT, Bindings
 from fxq.runtime.call_checks import check_call, compiled, has_kernels
-from fxq.text.notebook import folded, html
-from fxq.text.tables import line, text
 
 _KNOWN = ("history", "ledger", "recipe", "backend", "record", "kinds_kept", "attempts", "_decided", "_handed")
 """What a quantized model knows besides its graph and tensors, and takes along when it is copied."""
@@ -101,14 +98,6 @@ class QuantizedModel(Quantized):
         """What it knows besides its graph and tensors, by attribute."""
         return {name: getattr(self, name) for name in _KNOWN}
 
-    @property
-    def output_sqnr(self) -> float | None:
-        """How far its outputs were from the float model's when it was made: dB, see `Ledger.output_sqnr`.
-
-        Example, for your CI: `assert qmodel.output_sqnr > 20`.
-        """
-        return self.ledger.output_sqnr
-
     def __getattr__(self, name: str) -> Any:
         """Plain data of the float model, where the quantized model has nothing of that name itself.
 
@@ -127,6 +116,12 @@ class QuantizedModel(Quantized):
     def float_model(self) -> nn.Module | None:
         """The user's float model, for as long as the user keeps it; None in a copy, and in a model that was pickled."""
         return self._float() if self._float is not None else None
+
+    def __prepare_scriptable__(self) -> Any:
+        raise InputError(
+            "torch.jit.script reads source text, and a quantized model is a graph. Trace it, quantized with "
+            'backend="reference": torch.jit.trace(qmodel, inputs); or write a file: qmodel.export("m.pt2").'
+        )
 
     def recompile(self) -> Any:
         """As in `fx.GraphModule`: to be called when the graph was edited. Its forward binds itself to its inputs."""
@@ -173,6 +168,21 @@ class QuantizedModel(Quantized):
         gave_way = self.ledger.narrowed
         narrow = gave_way.role if gave_way is not None else self.recipe.narrow
         return replace(self.recipe, backend=self.backend, optimize="decided", decided=self._decided, narrow=narrow)
+
+    def verify(self) -> None:
+        """Try every kernel on this machine: it is asked whether it is right here, and run beside its q/dq form.
+
+        So it is done when a model comes from another kind of machine (`fxq.load`, a pickle), and when it is quantized.
+        Its inputs are made up: integers distributed as activations are.
+
+        Raises:
+            BackendError: kernels are not right here; each is named, with the reason.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(16, 8), nn.ReLU()).eval()
+            >>> fxq.quantize(model, "static", data=[torch.rand(4, 16)]).verify()
+        """
+        verify(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the model into one file, for `fxq.load`: data only, which no code is needed for but fxq.
@@ -289,21 +299,6 @@ class QuantizedModel(Quantized):
         """
         return profile_of(self, batch_for(self, example_inputs))
 
-    def _repr_html_(self) -> str:
-        """In a notebook: what it is, what stays in float and why, the passes, and every op at a click."""
-        floats, size = self.ledger.where(fate="float"), nbytes(self)
-        facts = (
-            f"backend {self.backend}",
-            f"{self.ledger.coverage:.1%} of the multiply-accumulates in int8",
-            f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB",
-        )
-        shown = html([line(text("QuantizedModel", "strong"), f": {', '.join(facts)}")])
-        if floats:
-            *parts, _ = floats._parts()  # without totals: those of a part would mislead
-            shown += folded(f"{len(floats)} ops in float, and why", html(parts), opened=True)
-        shown += folded("history: what every pass did", self.history._repr_html_(), opened=True)
-        return shown + folded(f"ledger: all {len(self.ledger)} ops", self.ledger._repr_html_())
-
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         copied = super().__deepcopy__(memo)
         model = QuantizedModel(copied, copied.graph)
@@ -319,41 +314,10 @@ def _restore(members: Any, data: list[NodeData], parts: Any, made_on: Mapping[st
     """Inverse of `QuantizedModel.__reduce__`."""
     root = nn.Module()
     root._parameters, root._buffers, root._modules = members
-    return _remade(root, from_data(data), parts, made_on)
+    return remade(root, from_data(data), parts, made_on)
 
 
-def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = None) -> QuantizedModel:
-    """The quantized model that `QuantizedModel.save` wrote, with the same numbers, bit for bit.
-
-    Nothing of the file is run, and nothing that it names is imported: ops and kernels of your own are to be imported
-    before. What it says is checked, so that a damaged file is an error. Its tensors are mapped into memory, and read
-    when they are used. The model is on the CPU. On another kind of CPU than that which it was quantized on, its kernels
-    are asked again, and tried out; those that do not run right there run in q/dq form, with a warning.
-
-    Args:
-        path: the file.
-        leaves: by path, the modules that the model calls as they are, which are not in the file: with the weights that
-            they had. They are copied.
-
-    Raises:
-        FileError: there is no such file, it holds no model or is damaged, a newer fxq has written it, or it needs a
-            module, an op or a kernel that is not here; the message says what to do.
-
-    Example:
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
-        >>> x = torch.rand(1, 3, 16, 16)
-        >>> qmodel = fxq.quantize(model, "static", data=[x])
-        >>> import tempfile
-        >>> path = qmodel.save(tempfile.gettempdir() + "/model.fxq")
-        >>> torch.equal(fxq.load(path)(x), qmodel(x))
-        True
-        >>> path.unlink()
-    """
-    gm, parts, made_on = load_model(path, leaves)
-    return _remade(gm, gm.graph, parts, made_on)
-
-
-def _remade(root: nn.Module, graph: fx.Graph, parts: Any, made_on: Mapping[str, str]) -> QuantizedModel:
+def remade(root: nn.Module, graph: fx.Graph, parts: Any, made_on: Mapping[str, str]) -> QuantizedModel:
     """A model of its parts. On another machine than `made_on`, the kernels are asked again."""
     model = QuantizedModel(root, graph)
     model._attach(**parts)

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import networkx as nx
 from torch import fx
 
 from fxq.graph.fills import Fills
@@ -37,6 +36,8 @@ class ShareQParams(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Collect edges and ties, number the groups, and write them onto the values."""
+        import networkx as nx
+
         nodes = rewriter.nodes()
         wanted: dict[fx.Node, dict[TensorSpec, None]] = {}
         reads = {node: reads_of(rewriter.gm, node) for node in nodes}

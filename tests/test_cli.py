@@ -31,6 +31,10 @@ def batches():
 
 def broken():
     raise ValueError("not today")
+
+def fewer():
+    yield torch.rand(2, 3, 16, 16)
+    raise KeyError("image 7")
 """
 
 
@@ -102,6 +106,10 @@ def test_the_difference_of_two_files(run, recipe, tmp_path):
     fxq.Recipe.static(backend="reference").override("3", fxq.FLOAT).save(tmp_path / recipe)
     quantized(run, recipe)
     assert "The graphs are the same." in run("diff", "a.fxq", "a.fxq").stdout
+    same = {"removed": [], "added": [], "rewired": [], "changed": {}}
+    assert json.loads(run("diff", "a.fxq", "a.fxq", "--json").stdout) == same
+    other = json.loads(run("diff", "a.fxq", "m.fxq", "--json").stdout)
+    assert "_3_q" not in other["added"] and other["removed"] and other != same
     found = run("diff", "a.fxq", "m.fxq", "--svg", "d.svg")
     assert "_3" in found.stdout and (tmp_path / "d.svg").read_text().count("<svg") == 1
 
@@ -111,6 +119,11 @@ def test_the_difference_of_two_files(run, recipe, tmp_path):
     [
         (("inspect", "commanded.py"), r"^Error: .*commanded\.py"),
         (("inspect", "nothing.fxq"), r"^Error: .*nothing\.fxq"),
+        (("inspect", "."), r"^Error: cannot load '\.': it is a folder"),
+        (
+            ("quantize", "commanded:make", "--data", "commanded:fewer", "-o", "m"),
+            r"^Error: KeyError: .?'image 7'.? \(.*commanded\.py:20; fxq --traceback",
+        ),
         (("quantize", "make", "--data", "commanded:batches", "-o", "m"), "the model is written package.module:name"),
         (
             ("quantize", "commanded:broken", "--data", "commanded:batches", "-o", "m"),
@@ -128,13 +141,16 @@ def test_the_difference_of_two_files(run, recipe, tmp_path):
 )
 def test_what_is_wrong_is_a_line_and_exit_code_1(run, args, says):
     found = run(*args)
-    assert found.exit_code == 1 and "Traceback" not in found.output
+    assert found.exit_code == 1 and isinstance(found.exception, SystemExit)
     assert re.search(says, found.stderr), found.stderr
+    assert not isinstance(run("--traceback", *args).exception, SystemExit)
 
 
 def test_wrong_arguments_are_exit_code_2(run):
     assert run("quantize", "commanded:make").exit_code == 2
     assert run("nothing").exit_code == 2
+    assert run("inspect", "commanded.py", "--svg").exit_code == 2
+    assert run("quantize", "commanded:make", "--data", "commanded:batches", "-o", ".").exit_code == 2
 
 
 def test_warnings_are_lines(run, recipe, tmp_path):

@@ -72,6 +72,17 @@ def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
         )
 
 
+def verify(model: fx.GraphModule) -> None:
+    """Ask every kernel of a model, and try it out. Raises `BackendError`, which names those that do not run right."""
+    reasons = [(node, kernel, misfit(kernel, node)) for node, kernel in kernels_of(model)]
+    wrong = [f"{info(node).path or node.name} ({kernel.described.name}): {why}" for node, kernel, why in reasons if why]
+    if wrong:
+        raise BackendError(
+            f"{len(wrong)} of {len(reasons)} kernels do not run right on this machine: {'; '.join(wrong)}. "
+            'Quantize the float model here, or with backend="reference".'
+        )
+
+
 def _first(wrong: Mapping[str, str], reason: str) -> str:
     return next(name for name, why in wrong.items() if why == reason)
 

@@ -6,8 +6,6 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import networkx as nx
-
 Key = Hashable
 WINDOW, AHEAD = 800, 200
 """Undecided ops that are cut at once, and how many behind them are looked at: beyond, time would grow as the square."""
@@ -142,6 +140,8 @@ class _Problem:
 
     def parts(self) -> list[list[Key]]:
         """The undecided ops, in connected parts, each in the order of the graph."""
+        import networkx as nx
+
         order = {key: i for i, key in enumerate(self.ops) if key not in self.decided}
         graph: nx.Graph[Key] = nx.Graph((("value", id(value)), key) for key in order for value in self.values[key])
         return [sorted(order.keys() & part, key=order.__getitem__) for part in nx.connected_components(graph)]
@@ -151,6 +151,8 @@ class _Problem:
 
         An edge is cut, and paid, when its tail is integer and its head is float.
         """
+        import networkx as nx
+
         graph: nx.DiGraph[Key] = nx.DiGraph()
         graph.add_nodes_from((_SOURCE, _SINK))
 

@@ -125,6 +125,8 @@ def read_container(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if path.is_dir():
+        raise InputError("it is a folder.")
     with safe_open(path, framework="pt") as file:
         texts = dict(file.metadata() or {})
         _check_texts(texts)

@@ -67,6 +67,11 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batch: Batch |
     except FxqError:
         raise
     except Exception as error:  # whatever the checker and the runtime raise
+        if type(error).__name__ == "NotImplemented":
+            raise ExportError(
+                f"{path} is not checked, as ONNX Runtime cannot run it here: {words_of(error)}. For ONNX Runtime, "
+                "quantize the model in float32; for another runtime, check=False writes the file."
+            ) from error
         raise ExportError(
             f"{path}: the model is refused: {type(error).__name__}: {words_of(error)}. {_REPORT}"
         ) from error

@@ -111,10 +111,20 @@ def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) ->
     def taken_along(value: fx.Node) -> bool:
         if conversion or alone:
             return value.op == "get_attr" or (alone and is_weight(value))
-        return value.op == "get_attr" or is_op(value, "dequantize")
+        return _dequantized(value)
 
     nodes = tuple(dict.fromkeys((node, *values, *outputs)))
     return UnitRegion(nodes, tuple(outputs), *_read(nodes, taken_along), calls)
+
+
+def joined_region(units: Sequence[fx.Node]) -> Region:
+    """The region of several units that make floats, none of which reads another, with the conversions before them."""
+    return Region(tuple(units), tuple(units), *_read(units, _dequantized))
+
+
+def _dequantized(value: fx.Node) -> bool:
+    """Whether a unit on integers takes a value along."""
+    return value.op == "get_attr" or is_op(value, "dequantize")
 
 
 def _rounded(value: fx.Node) -> fx.Node:
@@ -169,6 +179,8 @@ def unit_regions(gm: fx.GraphModule) -> Iterator[UnitRegion]:
     Each is read when its turn comes, so that it reads from the kernels that took the place of those before it.
     """
     for node in list(gm.graph.nodes):
+        if node._erased:  # it has gone with another into one kernel
+            continue
         plan = info(node).plan
         if plan.fate != "float" if plan is not None else _has_grids(gm, node):
             region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None

@@ -65,8 +65,12 @@ _TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 def check_path(path: Any) -> str:
-    """A path that torch.fx can keep a tensor or module at. Raises `InputError` for another one."""
+    """A path that torch.fx can keep a tensor or module at. Raises `InputError` for another one.
+
+    Names of Python's own, as `__class__`, end with two underscores as well.
+    """
     parts = path.split(".") if isinstance(path, str) else [""]
-    if not all(parts) or parts[0] in _TAKEN or any(part.startswith("__") for part in parts) or not is_writable(path):
+    own = any(part.startswith("__") and part.endswith("__") for part in parts)
+    if not all(parts) or parts[0] in _TAKEN or own or not is_writable(path):
         raise InputError(f"expected the path of a tensor or module, not {path!r}.")
     return str(path)

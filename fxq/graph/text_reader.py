@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from keyword import iskeyword
 from textwrap import dedent
 from typing import Any
@@ -13,14 +13,11 @@ from torch import Tensor, fx, nn
 
 from fxq.common.source import without_imports
 from fxq.errors import FxqError, InputError, unknown, words_of
-from fxq.graph.info import set_info
-from fxq.graph.query import op_of, tensor_meta
-from fxq.graph.run import Typed, infer
 from fxq.graph.text_checks import check_call, check_path, check_plain
+from fxq.graph.text_facts import describe
 from fxq.graph.text_modules import Kernels, read_module
 from fxq.graph.text_names import FUNCTIONS, METHODS, function_of, is_taken
-from fxq.graph.text_values import dotted, parsed, read_arguments, read_type, read_value, type_text
-from fxq.graph.text_writer import FACTS, derived
+from fxq.graph.text_values import dotted, parsed, read_arguments, read_value
 from fxq.graph.unit import UNITS, Unit
 from fxq.ops import OPS
 
@@ -240,7 +237,7 @@ class _Reader:
         args, kwargs = read_arguments(call, self.body.nodes)
         check_plain((args, kwargs))
         node = self.body.add(name, op, target, [*first, *args], kwargs)
-        check_call(node, self._called(node))
+        check_call(node, self.used[str(node.target)] if node.op == "call_module" else None)
         self._describe(node, annotation, comment)
 
     def _input(self, name: str, call: ast.Call) -> fx.Node:
@@ -289,50 +286,13 @@ class _Reader:
             return "call_method", method, (self.body.nodes[receiver],)
         raise InputError(_unknown("op, unit or function", name, [*self.units, *(op.name for op in OPS), *FUNCTIONS]))
 
-    def _called(self, node: fx.Node) -> Any:
-        """The module that a node calls, or None."""
-        return self.used[str(node.target)] if node.op == "call_module" else None
-
-    # ---- what is known of a node
-
     def _describe(self, node: fx.Node, annotation: ast.expr | None, comment: str) -> None:
         """Set the metadata of a node, and check its type."""
-        if self.unit is not None:
-            if annotation is not None or comment:
-                raise InputError("a unit says no types: they depend on the call.")
-            return
-        facts = self._facts(comment)
-        known = derived(node, self._called(node), facts, self.complete)
-        typed = self._found_type(node, known.values)
-        if annotation is not None:
-            said = read_type(annotation)
-            if None not in (typed[0], said[0]) and typed != said:
-                raise InputError(f"its value is {type_text(*typed)}, the line says {type_text(*said)}.")
-            typed = said
-        set_info(node, **{**known._asdict(), **facts, "shape": typed[0], "dtype": typed[1]})
-
-    def _found_type(self, node: fx.Node, values: Sequence[Typed]) -> Typed:
-        """The type of a node; of one that calls a unit, from those of the ops inside."""
-        if node.op == "get_attr":
-            return tensor_meta(self.used[str(node.target)])
-        if self.complete:
-            return None, None
-        unit = self._called(node)
-        if isinstance(unit, Unit):
-            last = next(iter(unit.graph.output_node().args))
-            return values[-1] if isinstance(last, fx.Node) and values else (None, None)
-        return infer(node) if op_of(node) is not None else (None, None)
-
-    def _facts(self, comment: str) -> dict[str, Any]:
-        if not comment:
-            return {}
-        call = parsed(f"facts({comment})")[0].value  # type: ignore[attr-defined]
-        args, named = read_arguments(call, self.body.nodes)
-        facts = {**dict(zip(("path", "source"), args, strict=False)), **named}
-        for key in facts:
-            if key not in FACTS:
-                raise InputError(unknown("fact of a node", key, FACTS))
-        return facts
+        if self.unit is None:
+            held = self.used[str(node.target)] if node.op in ("call_module", "get_attr") else None
+            describe(node, held, annotation, comment, self.body.nodes, self.complete)
+        elif annotation is not None or comment:
+            raise InputError("a unit says no types: they depend on the call.")
 
     # ---- modules
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from fxq.backends.by_name import devices_of
 from fxq.backends.saved_state import check_same, state_of, take_over
+from fxq.common.metrics import nbytes
 from fxq.errors import InputError
 from fxq.ledger.float_record import Record
 from fxq.ledger.layer_qparams import layers_of
@@ -17,6 +18,8 @@ from fxq.ledger.ledger import Ledger
 from fxq.ledger.qparams_table import ModelQParams
 from fxq.pipeline.history import History
 from fxq.recipe.recipe import Recipe
+from fxq.text.notebook import folded, html
+from fxq.text.tables import line, text
 
 PLACE = "fxq_place"
 """The empty parameter of a quantized model, which tells its device and dtype."""
@@ -52,12 +55,35 @@ class Quantized(fx.GraphModule):
         """The float model that it was made from, for as long as somebody keeps it."""
         return None
 
+    @property
+    def output_sqnr(self) -> float | None:
+        """How far its outputs were from the float model's when it was made: dB, see `Ledger.output_sqnr`.
+
+        Example, for your CI: `assert qmodel.output_sqnr > 20`.
+        """
+        return self.ledger.output_sqnr
+
     def qparams(self) -> ModelQParams:
         """The integers of every layer whose weight is in integers, as they are now, by module path.
 
         A functional call goes by its node's name. `print` shows a table, `.save("p.npz")` writes a file.
         """
         return ModelQParams(layers_of(self))
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what it is, what stays in float and why, the passes, and every op at a click."""
+        floats, size = self.ledger.where(fate="float"), nbytes(self)
+        facts = (
+            f"backend {self.backend}",
+            f"{self.ledger.coverage:.1%} of the multiply-accumulates in int8",
+            f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB",
+        )
+        shown = html([line(text("QuantizedModel", "strong"), f": {', '.join(facts)}")])
+        if floats:
+            *parts, _ = floats._parts()  # without totals: those of a part would mislead
+            shown += folded(f"{len(floats)} ops in float, and why", html(parts), opened=True)
+        shown += folded("history: what every pass did", self.history._repr_html_(), opened=True)
+        return shown + folded(f"ledger: all {len(self.ledger)} ops", self.ledger._repr_html_())
 
     @property
     def device(self) -> torch.device:

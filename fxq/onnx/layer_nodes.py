@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxq.onnx.dequantized import bias_for, dequantized, measured, transposed, weight_for
+from fxq.onnx.dequantized import between, bias_for, dequantized, measured, transposed, weight_for
 from fxq.onnx.padding_nodes import onnx_pads, padded
 from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, OnnxNode
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
@@ -81,7 +81,7 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
 def _has_products(w: Writer, made: OnnxNode, weight: Value) -> bool:
     """Whether `_measured_linear` takes a weight, and the scales of what it is multiplied with."""
     grid, attributes, rounded = dequantized(w, weight), made.attributes, w.made_by(made.reads[0])
-    if rounded is None or rounded.kind not in ("QuantizeLinear", "DynamicQuantizeLinear"):
+    if rounded is None or rounded.kind not in ("QuantizeLinear", "DynamicQuantizeLinear", "Cast"):
         return False  # rows of a table
     if grid is None or bool(grid.zero.any()) or grid.node.attributes.get("block_size"):
         return False
@@ -118,14 +118,16 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
     middle = w.value_of(zero)
     if "block_size" not in made.attributes:
         return product(scale, zero, bias)
-    if x.like.numel() == x.shape[-1]:  # one row
+    of_integers = middle is not None or not between(w, Value(zero, x.like))
+    if x.like.numel() == x.shape[-1] and of_integers:  # one row
         return product(w.reshaped(scale, ()), w.reshaped(zero, ()), bias)
     one = torch.ones((), device="cpu")
     real = w.emit("Mul", product(one, None if middle is None else middle.flatten()[0]), scale)
     added: Operand = bias
     if middle is None:
-        cast, lines = w.made_by(zero), [-integers.sum(0, dtype=torch.float64) * steps]
-        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if cast is None else cast.reads[0])]
+        cast, lines = w.made_by(zero) if of_integers else None, [-integers.sum(0, dtype=torch.float64) * steps]
+        given = zero if not of_integers else w.cast(zero, torch.float32) if cast is None else cast.reads[0]
+        parts = [w.emit("Mul", scale, given)]
         if w.sizes is not None:
             real = w.emit("Add", real, w.emit("Mul", parts[0], lines[0].float()))
             return real if bias is None else w.emit("Add", real, bias)
@@ -167,7 +169,11 @@ def embedding(w: Writer, x: Value, weight: Value) -> str:
         grid = [part.expand(len(q)).reshape(-1, 1).contiguous() for part in grid]
     ids = w.reshaped(x, (1,)) if x.rank == 0 else x  # one row has an axis less than there are blocks for
     read = [w.emit("Gather", part, ids, axis=0) for part in (q, *grid)]
-    rows = w.emit("DequantizeLinear", *read, axis=-1, block_size=block)
+    if w.portable and block == q.shape[1]:  # written out: OpenVINO has no blocks of integers whose shape varies
+        integers, zero = (w.cast(part, torch.float32) for part in (read[0], read[2]))
+        rows = w.emit("Mul", w.emit("Sub", integers, zero) if bool(grid[1].any()) else integers, read[1])
+    else:
+        rows = w.emit("DequantizeLinear", *read, axis=-1, block_size=block)
     return w.reshaped(rows, weight.shape[1:]) if x.rank == 0 else rows
 
 

@@ -217,7 +217,7 @@ def run_steps(gates: Tensor, step: Step, state: tuple[Tensor, ...], reverse: boo
 def on_grid(h: Tensor, qmax: int, scale: float | None) -> Tensor:
     """A hidden state (N, P) rounded to the integers -qmax..qmax times the scale, or a measured one for each sample."""
     steps = h.abs().amax(1, keepdim=True).clamp(min=TINY) / qmax if scale is None else scale
-    return _ROUND.get()(h / steps).clamp(-qmax, qmax) * steps
+    return _rounding()(h / steps).clamp(-qmax, qmax) * steps
 
 
 def on_affine_grid(h: Tensor, qmax: int, scale: float | None = None) -> Tensor:
@@ -231,7 +231,7 @@ def on_affine_grid(h: Tensor, qmax: int, scale: float | None = None) -> Tensor:
     low, high = measured_range(h, -1)
     steps = measured_scale(low, high, qmax, symmetric=False)
     zero = measured_zero_point(low, steps, 0, nearest=True)
-    return _ROUND.get()(h / steps).add_(zero).clamp_(0, qmax).sub_(zero).mul_(steps)
+    return _rounding()(h / steps).add_(zero).clamp_(0, qmax).sub_(zero).mul_(steps)
 
 
 @contextmanager
@@ -245,6 +245,13 @@ def states_rounded(function: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 _ROUND: ContextVar[Callable[[Tensor], Tensor]] = ContextVar("round", default=torch.round)
+
+
+def _rounding() -> Callable[[Tensor], Tensor]:
+    """What states are rounded by. torch's compiler cannot look into a context variable."""
+    return torch.round if torch.compiler.is_compiling() else _ROUND.get()
+
+
 TINY = 1e-30
 """The least range that is measured, so that a state of zeros has a scale."""
 

@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from fxq.graph.view import GraphView, NodeView
 from fxq.picture.columns import Arrow, Box, Pen, Picture
@@ -17,6 +16,9 @@ from fxq.picture.graph_changes import Change, GraphChanges
 from fxq.picture.graph_picture import constants_read, drawn, header, node_box
 from fxq.text.colours import CHANGES, INK, QUIET, WIDEST, Line, Look, box, tooltip
 from fxq.text.colours import Change as Mark
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 _KEPT, _NEW = Pen(), Pen(CHANGES["added"].colour, width=1.6)
 _OLD = Pen(CHANGES["removed"].colour, "dashed", 1.2)
@@ -115,12 +117,16 @@ class BothGraphs:
     @cached_property
     def neighbours(self) -> nx.Graph[str]:
         """The nodes, and between which of them there are arrows."""
+        import networkx as nx
+
         graph: nx.Graph[str] = nx.Graph((arrow.tail, arrow.head) for arrow in self.arrows())
         graph.add_nodes_from(self.nodes)
         return graph
 
     def near_changes(self, radius: int) -> set[str]:
         """The nodes that differ and those at most `radius` steps from one, whichever way."""
+        import networkx as nx
+
         layers = nx.bfs_layers(self.neighbours, set(self.mark)) if self.mark else ()
         return {name for layer in islice(layers, radius + 1) for name in layer}
 
@@ -146,6 +152,8 @@ class BothGraphs:
 
     def _left_out(self, kept: set[str]) -> Iterator[tuple[str, str]]:
         """Every node that is not kept, after a key of its part: connected, and not cut by a kept neighbour in order."""
+        import networkx as nx
+
         position = {name: i for i, name in enumerate(self.order)}
         graph = self.neighbours
         for i, part in enumerate(nx.connected_components(graph.subgraph(n for n in self.nodes if n not in kept))):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-import networkx as nx
-
 from fxq.graph.view import NodeView
 from fxq.picture.graph_changes import Change, GraphChanges
 from fxq.text.tables import Column, Table, row, text
@@ -73,6 +71,8 @@ def _events(diff: GraphChanges) -> Iterator[tuple[Alike, str]]:
 
 def _replaced(diff: GraphChanges) -> Iterator[tuple[list[str], list[str]]]:
     """What was removed and what replaced it, in the order of their graphs; connected changes together."""
+    import networkx as nx
+
     heirs_of = {**diff.became, **diff.joined}
     graph: nx.Graph[str] = nx.Graph((name, heir) for name, heirs in heirs_of.items() for heir in heirs)
     part_of = {name: i for i, part in enumerate(nx.connected_components(graph)) for name in part}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-
-import graphviz
+from typing import TYPE_CHECKING
 
 from fxq.errors import RenderError
 from fxq.picture.columns import Box, Group, Picture, boxes_of, in_columns
 from fxq.text.colours import FONT, QUIET, escape, tooltip
+
+if TYPE_CHECKING:
+    import graphviz
 
 INSTALL = (
     "Graphviz's `dot` is not on the PATH. Install it (Debian, Ubuntu: apt install graphviz; macOS: brew install "
@@ -29,6 +31,8 @@ def source(picture: Picture, count: int = 1, framed: bool = True, **attributes: 
         framed: whether modules have frames.
         **attributes: more attributes of the graph.
     """
+    import graphviz
+
     columns, arrows = in_columns(picture, count)
     keys = [box.key for column in columns for box in boxes_of(column)]
     names = {key: key if _PLAIN.fullmatch(key) else f"#{i}" for i, key in enumerate(keys)}
@@ -77,6 +81,8 @@ def run(text: str, form: str) -> bytes:
     Raises:
         RenderError: `dot` is missing, or refuses the text.
     """
+    import graphviz
+
     try:
         return bytes(graphviz.pipe("dot", form, text.encode(), quiet=True))
     except graphviz.ExecutableNotFound as error:

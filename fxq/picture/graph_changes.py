@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import networkx as nx
-
 from fxq.graph.view import GraphView, NodeView
 
 FIELDS = ("kind", "label", "body", "options", "shape", "dtype", "scale", "zero_point")
@@ -79,6 +77,8 @@ class GraphChanges:
 
     def _taken_along(self, found: dict[str, tuple[str, ...]], regions: set[str]) -> dict[str, tuple[str, ...]]:
         """Removed nodes without heirs, each with the region that all became that is around it and those next to it."""
+        import networkx as nx
+
         results = {c.name: c.after.inputs for c in self.changed if "label" in c.fields}
         removed = {name for name in self.removed if self.before[name].kind != "constant"}
         arrows: nx.Graph[str] = nx.Graph((node.name, read) for node in self.before for read in node.inputs)

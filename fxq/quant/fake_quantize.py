@@ -51,6 +51,7 @@ class FakeQuantize(nn.Module):
 
     name: ClassVar[str] = "fake_quantize"
     kind: ClassVar[str] = "convert"  # in pictures
+    of_weights: ClassVar[bool] = False
     scale: Tensor
     zero_point: Tensor
 
@@ -73,13 +74,14 @@ class FakeQuantize(nn.Module):
         grid = self.grid
         if not self.learned:
             scale, zero_point = (spread(t, x, grid.axis, grid.block) for t in (scale, zero_point))
-            return _Rounded.apply(x, scale, zero_point, grid.qmin, grid.qmax)
+            rounding = _RoundedInside if self.of_weights else _Rounded
+            return rounding.apply(x, scale, zero_point, grid.qmin, grid.qmax)
         most = grid.qmax - ((grid.qmin + grid.qmax + 1) // 2 if self.spec.symmetric else grid.qmin)
         shared = x.numel() // (len(x) or 1) if grid.axis is None else x.numel() // scale.numel()
         times = 1 / (math.sqrt(max(shared, 1) * most) * scale.square())
         scale = scale * _GradientTimes.apply(self.factor.abs().clamp(min=LEAST), times)
         scale, zero_point = (spread(t, x, grid.axis, grid.block) for t in (scale, zero_point))
-        return _RoundedByLearnedScale.apply(x, scale, zero_point, grid.qmin, grid.qmax)
+        return _RoundedByLearnedScale.apply(x, scale, zero_point, grid.qmin, grid.qmax, self.of_weights)
 
     def qparams(self) -> QParams:
         """Scale and zero point as they are now, on the CPU."""
@@ -159,6 +161,8 @@ class FakeQuantizeWeight(FakeQuantize):
         label: what errors call the weight.
         edge: the path of the weight as it is quantized, and which of its edges this one is for.
     """
+
+    of_weights: ClassVar[bool] = True
 
     def __init__(self, spec: TensorSpec, grid: QParams, label: str, edge: tuple[str, int] = ("", 0)) -> None:
         super().__init__(spec, grid, label)
@@ -250,24 +254,52 @@ class _Rounded(torch.autograd.Function):
         return grad * passes, None, None, None, None
 
 
-class _RoundedByLearnedScale(torch.autograd.Function):
-    """The same, with a gradient for the scale: Esser et al. 2020, section 2.1, equations 3 and 5."""
+class _RoundedInside(torch.autograd.Function):
+    """The same, of values whose own range the grid has: all gradients pass, and nothing is kept for them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
-        ctx.save_for_backward(x, scale, zero_point)
-        ctx.limits = qmin, qmax
         return torch.round(x / scale).add_(zero_point).clamp_(qmin, qmax).sub_(zero_point).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, scale, zero_point = ctx.saved_tensors
-        qmin, qmax = ctx.limits
+        return grad, None, None, None, None
+
+
+class _RoundedByLearnedScale(torch.autograd.Function):
+    """The same, with a gradient for the scale: Esser et al. 2020, section 2.1, equations 3 and 5.
+
+    What a parameter needs for it is computed of the parameter, which is there anyway; other values keep it, in int16.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, parameter: bool
+    ) -> Tensor:
         exact = x / scale
-        inside = (exact > qmin - zero_point) & (exact < qmax - zero_point)
-        steps = torch.round(exact).add_(zero_point).clamp_(qmin, qmax).sub_(zero_point)
-        by_scale = steps.sub_(exact.mul_(inside)).mul_(grad)
-        return grad * inside, by_scale.sum_to_size(scale.shape), None, None, None
+        ctx.save_for_backward(x if parameter else _cut_off(exact, zero_point, qmin, qmax), scale, zero_point)
+        ctx.limits = qmin, qmax, parameter
+        return exact.round_().add_(zero_point).clamp_(qmin, qmax).sub_(zero_point).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kept, scale, zero_point = ctx.saved_tensors
+        qmin, qmax, parameter = ctx.limits
+        cut_off = _cut_off(kept / scale, zero_point, qmin, qmax) if parameter else kept
+        below, above = cut_off.eq(BELOW), cut_off.eq(ABOVE)
+        by_scale = torch.where(below, qmin - zero_point, cut_off.to(torch.float32).div_(PARTS))
+        by_scale = torch.where(above, qmax - zero_point, by_scale).mul_(grad)
+        return grad * below.logical_or_(above).logical_not_(), by_scale.sum_to_size(scale.shape), *[None] * 4
+
+
+PARTS, BELOW, ABOVE = 2**16 - 4, -(2**15), 2**15 - 1
+
+
+def _cut_off(exact: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+    """What rounding adds to each value, in parts of a step: int16; BELOW and ABOVE for values outside of the grid."""
+    parts = torch.round(exact).sub_(exact).mul_(PARTS).round_()
+    parts.masked_fill_(exact <= qmin - zero_point, BELOW).masked_fill_(exact >= qmax - zero_point, ABOVE)
+    return parts.to(torch.int16)
 
 
 class _GradientTimes(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,14 +12,14 @@ from torch._compile import _disable_dynamo
 from torch._guards import detect_fake_mode
 
 from fxq.common.data import Batch
-from fxq.errors import InputError
+from fxq.errors import InputError, warn
 from fxq.graph.info import info
 from fxq.graph.run import inputs_for
 
 OPAQUE = (
     "Its kernels are packed for this machine; nothing that traces, maps or differentiates looks into them. Quantize "
     'with backend="reference": that graph is made of operators only, with the same numbers but for rounding ties. Or '
-    'write the model as a file that PyTorch loads without fxq: qmodel.export("m.pt2").'
+    'write a file for another runtime: qmodel.export("m.onnx"), or "m.pt2", which PyTorch loads without fxq.'
 )
 """What to do where a tool wants to look into kernels."""
 
@@ -37,6 +38,8 @@ def check_call(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, A
     tool = _tool(args, kwargs)
     if tool and has_kernels(gm):
         raise InputError(f"{tool} does not go through a quantized model of this backend. {OPAQUE}")
+    if tool:
+        _warn_of_onnx()
     placeholders = gm.graph.find_nodes(op="placeholder")
     if any(str(node.target).startswith("*") for node in placeholders) or len(args) > len(placeholders):
         return  # the call itself says what is wrong with it
@@ -66,6 +69,16 @@ def _tool(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return "a tool that runs it on fake tensors" if detect_fake_mode((args, kwargs)) is not None else ""
 
 
+def _warn_of_onnx() -> None:
+    """Warn where `torch.onnx.export` has asked for the graph."""
+    exporter = sys.modules.get("torch.onnx")
+    if exporter is not None and exporter.is_in_onnx_export():
+        warn(
+            "torch.onnx.export has no form of fxq's quantize and dequantize but those that are given to it "
+            '(custom_translation_table). qmodel.export("m.onnx") writes the model as ONNX, and checks it.'
+        )
+
+
 def compiled(gm: fx.GraphModule, plain: Callable[..., Any], kernels: bool, args: Any, kwargs: Any) -> Any:
     """A call inside of `torch.compile` or `torch.export`: kernels stay as they are, outside of what is compiled.
 
@@ -73,6 +86,7 @@ def compiled(gm: fx.GraphModule, plain: Callable[..., Any], kernels: bool, args:
         InputError: the model is exported, and has kernels.
     """
     if not kernels:
+        _warn_of_onnx()
         return plain(gm, *args, **kwargs)
     if torch.compiler.is_exporting():
         raise InputError(f"torch.export does not go through a quantized model of this backend. {OPAQUE}")

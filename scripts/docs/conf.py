@@ -12,6 +12,7 @@ exclude_patterns = ["**/build"]
 html_theme = "furo"
 html_title = "fxq"
 html_copy_source = False
+html_static_path, html_css_files = ["static"], ["page.css"]
 
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write code between single backticks, as Markdown does

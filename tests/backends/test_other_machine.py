@@ -162,7 +162,8 @@ def test_a_form_has_the_tensors_of_its_kernel_as_they_are(monkeypatch):
 
 def test_a_kernel_that_is_wrong_here_is_found(monkeypatch):
     qmodel = quantized()
-    written, expected = pickled_elsewhere(qmodel), qmodel(X)
+    written, expected, copied = pickled_elsewhere(qmodel), qmodel(X), copy.deepcopy(qmodel)
+    qmodel.verify()
     right = OnednnConv._plan
 
     def wrong(self, shape):
@@ -170,6 +171,8 @@ def test_a_kernel_that_is_wrong_here_is_found(monkeypatch):
         return plan._replace(run=lambda *x: plan.run(*x) // 2)
 
     monkeypatch.setattr(OnednnConv, "_plan", wrong)
+    with pytest.raises(BackendError, match=r"2 of \d kernels .*: 0 \(x86\.conv\): it is off by \d+ steps; 2 "):
+        copied.verify()
     with pytest.warns(FxqWarning, match=r"it is off by \d+ steps"):
         other = pickle.loads(written)
     torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))

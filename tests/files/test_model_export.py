@@ -105,6 +105,18 @@ def test_openvino_takes_weights_that_are_shorter_than_a_block(tmp_path):
     torch.testing.assert_close(torch.from_numpy(compiled(X.numpy())[0]), qmodel(X), rtol=1e-4, atol=1e-4)
 
 
+def test_openvino_takes_tables_of_integers(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 8)).eval()
+    ids, more = torch.randint(0, 50, (4, 7)), torch.randint(0, 50, (3, 7))
+    for recipe in (fxq.Recipe.weight_only(), fxq.Recipe.weight_only(bits=8, backend="reference")):
+        qmodel = fxq.quantize(net, recipe, example_inputs=ids)
+        compiled = openvino.Core().compile_model(
+            qmodel.export(tmp_path / "m.xml", example_inputs=ids), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+        )
+        torch.testing.assert_close(torch.from_numpy(compiled(more.numpy())[0]), qmodel(more), rtol=1e-4, atol=1e-4)
+
+
 def test_what_openvino_refuses_is_named(tmp_path):
     pytest.importorskip("openvino")
     qmodel = fxq.quantize(nn.Linear(100, 4), fxq.Recipe.weight_only(bits=4), example_inputs=torch.rand(2, 100))
@@ -135,6 +147,13 @@ def test_what_onnx_cannot_say_is_named(tmp_path):
     ):
         qmodel.export(tmp_path / "m.onnx")
     assert not (tmp_path / "m.onnx").exists()
+
+
+def test_types_that_onnxruntime_has_no_kernels_for(tmp_path):
+    qmodel = fxq.quantize(nn.Linear(8, 8).bfloat16(), REFERENCE, data=[torch.rand(2, 8).bfloat16()])
+    with pytest.raises(ExportError, match=r"cannot run it here: .*implementation.*quantize the model in float32"):
+        qmodel.export(tmp_path / "m.onnx")
+    assert qmodel.export(tmp_path / "m.onnx", check=False).exists()
 
 
 def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):

@@ -138,6 +138,16 @@ def test_layout_and_parameters_stay():
     assert torch.equal(other(X), model(X))
 
 
+def test_modules_may_be_called_anything_that_torch_takes():
+    net = nn.Sequential()
+    for name in ("é", "a-b", "x y", "relu", "self_", "_", "0"):
+        net.add_module(name, nn.Linear(8, 8))
+        net.add_module(f"_{name}", nn.ReLU())
+    x = torch.randn(4, 8)
+    model = quantized(net.eval(), fxq.Recipe.static(optimize="coverage"), x)
+    assert torch.equal(filed(model)(x), model(x))
+
+
 class Holder(nn.Module):
     """A float model with data of its own, some of it in objects."""
 

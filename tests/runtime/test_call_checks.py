@@ -64,6 +64,49 @@ def test_the_reference_goes_through(tool):
     assert torch.equal(TOOLS[tool](qmodel)(X), expected) and torch.equal(qmodel(X), expected)
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("recipe", [fxq.Recipe.static(), fxq.Recipe.dynamic(), fxq.Recipe.weight_only()])
+def test_recurrent_layers(recipe):
+    x, more = torch.rand(2, 5, 8), torch.rand(3, 5, 8)
+    batch = {"x": {0: torch.export.Dim("batch")}}
+    plain = fxq.quantize(Recurrent().eval(), recipe.with_backend("reference"), data=[x])
+    packed = fxq.quantize(Recurrent().eval(), recipe.with_optimize("coverage"), data=[x])
+    for made in (torch.jit.trace(plain, x), torch.export.export(plain, (x,), dynamic_shapes=batch).module()):
+        assert torch.equal(made(x), plain(x)) and torch.equal(made(more), plain(more))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(plain, backend="eager", fullgraph=True)(x), plain(x))
+    torch._dynamo.reset()
+    with pytest.raises(InputError, match='Quantize with backend="reference"'):
+        torch.jit.trace(packed, x)
+    with pytest.raises(InputError, match='Quantize with backend="reference"'):
+        torch.export.export(packed, (x,), dynamic_shapes=batch)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_scripts_are_refused(backend):
+    with pytest.raises(InputError, match=r"torch\.jit\.script reads source text.*torch\.jit\.trace"):
+        torch.jit.script(quantized(backend))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_the_onnx_exporter_of_torch_is_not_the_way(tmp_path):
+    with (
+        pytest.warns(fxq.FxqWarning, match=r'qmodel\.export\("m\.onnx"\) writes the model'),
+        pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="fxq::quantize"),
+    ):
+        torch.onnx.export(quantized("reference"), (X,), tmp_path / "m.onnx", dynamo=False)
+
+
 @pytest.mark.parametrize("backend", [*KERNELS, "reference"])
 def test_a_compiled_model_runs_as_it_is(backend):
     qmodel = quantized(backend)

@@ -107,7 +107,6 @@ class WeightOnlyKernel(Kernel):
                 found[name] = StoredWeight(values, scale, zero_point, self.axis, self.block, row, self.signed)
         return found
 
-    @property
     def only(self) -> StoredWeight:
         """The weight of an op that has one."""
         return self.stored["weight"]
@@ -143,7 +142,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
     def _pieces(self) -> tuple[list[StoredWeight], Tensor | None, tuple[int, int]]:
         """The weight in pieces of some rows; a scale that goes to the result; the shape of the largest piece."""
-        stored = self.only
+        stored = self.only()
         rows, size = max(_AT_ONCE // stored.row[0], 1), len(stored.values)
         pieces = [stored.some(lambda t, i=i: t[i : i + rows]) for i in range(0, size, rows)]  # type: ignore[misc]
         return pieces, stored.scale if stored.scales_results else None, (min(rows, size), stored.row[0])
@@ -156,7 +155,7 @@ class WeightOnlyConv(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 (N, C, *size) -> float32 (N, O, *size')."""
-        x, stored, run = float_input(x), self.only, OPS[self.op].target
+        x, stored, run = float_input(x), self.only(), OPS[self.op].target
         behind = stored.scales_results and stored.scale is not None and x.numel() < stored.numel
         weight = stored.integers(stored.empty()) if behind else stored.floats(stored.empty())
         if not behind:
@@ -179,7 +178,7 @@ class WeightOnlyEmbedding(WeightOnlyKernel):
 
     def forward(self, x: Tensor) -> Tensor:
         """Integers, any shape -> float32 (*shape, D)."""
-        return _rows(self.only, x).view(*x.shape, *self.only.row)
+        return _rows(self.only(), x).view(*x.shape, *self.only().row)
 
 
 class WeightOnlyBag(WeightOnlyKernel):
@@ -191,11 +190,11 @@ class WeightOnlyBag(WeightOnlyKernel):
         """Integers (B, N), or (N,) with offsets (B,) -> float32 (B, D). Weights are of the shape of x."""
         given = self.given(x, *others)
         offsets, per_sample_weights = given.get("offsets"), given.get("per_sample_weights")
-        rows, settings = _rows(self.only, x), dict(self.settings)
+        rows, settings = _rows(self.only(), x), dict(self.settings)
         numbers = torch.arange(x.numel(), device=x.device).view(x.shape)
         pad = settings.pop("padding_idx")
         if pad is not None:
-            pad %= len(self.only.values)
+            pad %= len(self.only().values)
             rows = F.pad(rows, (0, 0, 0, 1))  # a row that stands for all that pad
             numbers = numbers.masked_fill(x == pad, x.numel())
             settings["padding_idx"] = x.numel()
