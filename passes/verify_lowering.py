@@ -21,8 +21,9 @@ from fxq.graph.bindable import Bindable
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import arguments_of, submodule
-from fxq.graph.region import Region, run_region
+from fxq.graph.region import Region
 from fxq.graph.region_difference import FLOAT32, LARGE, difference, largest_value
+from fxq.graph.region_run import run_region
 from fxq.graph.run import Runner
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.query import CONVERSIONS, arguments_of, is_op, options_of
-from fxq.graph.region import Region, Result, UnitRegion, run_region
+from fxq.graph.region import Region, UnitRegion
+from fxq.graph.region_run import Result, run_region
 from fxq.graph.run import value_of
 from fxq.graph.unit import inputs_of
 from fxq.ops.recurrent import states_rounded

@@ -8,8 +8,9 @@ import fxq
 from fxq.graph.grid import grid_of
 from fxq.graph.partition import connected_regions
 from fxq.graph.query import Step, is_op
-from fxq.graph.region import Result, read_region, run_region, unit_regions
+from fxq.graph.region import read_region, unit_regions
 from fxq.graph.region_difference import disagreement, magnitude
+from fxq.graph.region_run import Result, run_region
 from fxq.ops import OPS
 from fxq.passes.verify_lowering import VerifyLowering
 from tests.graphs import until

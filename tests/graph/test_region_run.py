@@ -1,0 +1,43 @@
+"""Running a region: it computes what the nodes that it was read from compute."""
+
+import pytest
+import torch
+
+from fxq.cost.prices import regions_of
+from fxq.graph.info import info
+from fxq.graph.region_run import run_region
+from tests.graphs import until
+from tests.helpers import REFERENCE
+from tests.models import NETWORKS, batch, build
+
+
+def integers(region):
+    made = torch.Generator().manual_seed(0)
+    return {
+        node: torch.randint(0, 256, info(node).shape, dtype=torch.uint8, generator=made)
+        for node in region.inputs
+        if info(node).shape is not None
+    }
+
+
+def numbers(name, gm, region):
+    """What a region reads that is no tensor, such as a size of the input."""
+    if all(info(node).shape is not None for node in region.inputs):
+        return {}
+    run = torch.fx.Interpreter(gm, garbage_collect_values=False)
+    run.run(batch(name))
+    return {node: run.env[node] for node in region.inputs if info(node).shape is None}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_region_computes_what_its_graph_does(name):
+    gm = until(build(name), batch(name), "propagate", REFERENCE).gm
+    for region in regions_of(gm, list(gm.graph.nodes)).values():
+        made = {**integers(region), **numbers(name, gm, region)}
+        values = {node: made[node] for node in region.inputs}
+        own = torch.fx.GraphModule(gm, region.to_graph())
+        assert [n.name for n in own.graph.nodes][:-1] == [n.name for n in region.inputs] + [
+            s.name for s in region.steps
+        ]
+        got = run_region(gm, region, values)[0].value
+        assert torch.equal(got, own(*values.values()))
