@@ -68,9 +68,7 @@ class EngineKernel(RegionKernel):
         """
 
     @classmethod
-    def model_for(
-        cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False
-    ) -> tuple[Any, Sequence[Tensor]]:
+    def model_for(cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False) -> tuple[Any, Sequence[Tensor]]:
         """A region as an `onnx.ModelProto`, in qdq form, or with `floats` without conversions; and what that reads."""
         given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
         last = [_is_channels_last(x) for x in given]

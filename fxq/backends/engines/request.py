@@ -90,10 +90,10 @@ class EngineCall:
                 else:
                     alive.append(x.contiguous().resolve_neg())
                     set_input(i, alive[-1])
-            values = [place for _, _, _, place in makes]
+            values: list[Tensor] = []
             for i, like, _, place in makes:
+                values.append(_empty(like) if place is None else place)
                 if place is None:
-                    values[i] = _empty(like)
                     set_output(i, values[i])
             try:
                 run()
