@@ -19,8 +19,8 @@ import numpy as np
 
 JIT = "cpu:jit_avx512,cpu:jit_avx2"
 """The older kernels, as `primitives_priority` has them: the first that the machine has."""
-ROUNDS = 3
-"""How often either kind is compiled and timed: where a model's memory lies makes a difference, too."""
+ROUNDS, SECONDS = 3, 10.0
+"""How often either kind is compiled and timed, and after which time no more: where memory lies makes a difference."""
 GAIN = 0.03
 """A kernel that is faster by less is not another choice: times are not more exact than that."""
 
@@ -55,7 +55,10 @@ def faster_in_jit(model: Any, compiled: Callable[..., Any], inputs: Sequence[Any
     """
     names = {op.friendly_name for op in model.get_ops() if _convolves(op.get_type_name())}
     plain, jit = dict[str, float](), dict[str, float]()
-    for _ in range(ROUNDS):
+    end = time.perf_counter() + SECONDS
+    for i in range(ROUNDS):
+        if i and time.perf_counter() > end:
+            break
         found = {name: us for name, us in _times(compiled(), inputs, "brg").items() if name in names}
         if not found:
             return ()
@@ -90,8 +93,10 @@ def layer_times(request: Any) -> dict[str, float]:
     """
     request.infer()
     found: dict[str, float] = {}
-    before, runs = _averages(request), 1
-    for _ in range(_ROWS):
+    before, runs, start = _averages(request), 1, time.perf_counter()
+    for row in range(_ROWS):
+        if row and time.perf_counter() > start + _LONGEST:
+            break
         first, end = runs, time.perf_counter() + _SECONDS
         while runs - first < _LEAST or (runs - first < _MOST and time.perf_counter() < end):
             request.infer()
@@ -104,7 +109,10 @@ def layer_times(request: Any) -> dict[str, float]:
     return found
 
 
-_ROWS, _SECONDS, _LEAST, _MOST = 3, 0.03, 3, 12
+_ROWS, _LEAST, _MOST = 3, 2, 12
+"""Rows, and runs in each."""
+_SECONDS, _LONGEST = 0.03, 0.5
+"""A row has no more runs after the one, and no row begins after the other."""
 
 
 def _averages(request: Any) -> dict[str, float]:
