@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch
+from fxq.common.data import Batch, pieces_of, samples_in
+from fxq.common.estimate import Estimate
 from fxq.common.isolation import copied, seeded
+from fxq.common.metrics import Agreement, tensors
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
 from fxq.graph.query import arguments_of, constant, is_op, op_of
 from fxq.graph.run import Modules, Runner
 from fxq.graph.unit import calls_of, unit_of
+from fxq.ledger.output_check import add_output
 from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_form import FloatForm
@@ -32,7 +36,8 @@ class CorrectBias(Pass):
     Keeps: the integers of the weight. With k and c, what the integers compute has the mean and the deviation of what
     the float layer computes, on recorded samples. Both graphs run side by side, some samples at a time, each layer
     behind those before it as they are corrected by what was seen so far: of all values only sums are kept. Both are
-    pulled towards no correction by as much as parts of the samples disagree on them.
+    pulled towards no correction by as much as parts of the samples disagree on them. Of few samples, it is fitted to
+    half of them first: if the output for the other half gains little by it, or there is one alone, nothing is changed.
     Layers that measure their ranges at run time, and recipes without calibration data, are left alone.
     Source: Nagel et al. 2019, section 4.2 and appendix D (empirical bias correction); the factor is the same idea for
     the deviation; James and Stein 1961 for how far both are trusted.
@@ -40,7 +45,7 @@ class CorrectBias(Pass):
     Args:
         scale: fit the weight's scale too.
         least: layers with fewer values per channel in the recorded samples are left alone: a fit would follow noise.
-        samples: how many samples to look at.
+        samples: how many samples to look at; of a large model half as many.
     """
 
     scale: bool = True
@@ -59,30 +64,56 @@ class CorrectBias(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Run the float and the integer graph side by side on the recorded samples, then write what was found."""
         context: Context = rewriter.context
-        layers = {node: layer for node in rewriter.nodes() if (layer := self._layer(rewriter.gm, node)) is not None}
-        if not layers or not context.samples:
+        if not context.samples or not self._layers(rewriter):
             return
-        pieces = context.in_pieces(self.samples, _PARTS)
-        for layer in layers.values():
-            layer.parts = -(-_PARTS // len(pieces))
-        bar = progress_bar("correcting", len(pieces), context.progress)
-        with torch.no_grad(), seeded(), bar as advance:
-            for batch in pieces:
-                modules = [Program(rewriter.gm, rewriter.graph).modules for _ in range(2)]  # what one keeps is its own
-                real = _Real(rewriter.gm, batch, modules[0], layers)
-                integers = _Integers(rewriter.gm, batch, modules[1], layers)
-                for node in rewriter.nodes():
-                    drawn = torch.get_rng_state()
-                    real.step(node)
-                    torch.set_rng_state(drawn)  # both draw the same numbers
-                    integers.step(node)
-                advance()
+        pieces = context.in_pieces(self.samples, _PIECES)
+        with torch.no_grad(), seeded():
+            known = sum(samples_in(piece) or 1 for piece in pieces)
+            enough = known >= _FEW if context.divisible else len(pieces) >= _PIECES
+            if not enough and not self._pays(rewriter, pieces):
+                return
+            layers = self._fitted(rewriter, pieces)
         for node, layer in layers.items():
             if layer.line is not None:
                 with rewriter.attributed("correct_bias", CorrectBias):
                     _write(rewriter, node, layer, *layer.line)
         if any(layer.line is not None for layer in layers.values()):
             rewriter.erase_unused()  # the biases and scales before
+
+    def _fitted(self, rewriter: Rewriter, pieces: Sequence[Batch]) -> Mapping[fx.Node, _Layer]:
+        """The layers, fitted to these samples."""
+        layers = self._layers(rewriter)
+        for layer in layers.values():
+            layer.parts = -(-_PARTS // len(pieces))
+        with progress_bar("correcting", len(pieces), rewriter.context.progress) as advance:
+            for batch in pieces:
+                _outputs(rewriter.gm, batch, layers)
+                advance()
+        return layers
+
+    def _pays(self, rewriter: Rewriter, pieces: Sequence[Batch]) -> bool:
+        """Whether the output for each half of the samples gains by what is fitted to the other half."""
+        if len(pieces) == 1 and rewriter.context.divisible:
+            pieces = pieces_of(pieces[0], 1)
+        halves = pieces[::2], pieces[1::2]
+        if not halves[1]:
+            return False
+        found: tuple[dict[int, Agreement], ...] = {}, {}  # without and with it, by the place of the output
+        for known, others in (halves, halves[::-1]):
+            fitted = self._fitted(rewriter, known)
+            for layer in fitted.values():
+                layer.learns = False
+            for batch, (outputs, layers) in product(others, zip(found, ({}, fitted), strict=True)):
+                pairs = zip(*map(tensors, _outputs(rewriter.gm, batch, layers)), strict=True)
+                for place, (wanted, got) in enumerate(pairs):
+                    if wanted.is_floating_point():
+                        add_output(outputs, place, wanted, got)
+        before, after = (min((output.sqnr for output in outputs.values()), default=math.nan) for outputs in found)
+        return after > before + _GAIN
+
+    def _layers(self, rewriter: Rewriter) -> dict[fx.Node, _Layer]:
+        """What is to be fitted, nothing known of it yet."""
+        return {node: layer for node in rewriter.nodes() if (layer := self._layer(rewriter.gm, node)) is not None}
 
     def _layer(self, gm: fx.GraphModule, node: fx.Node) -> _Layer | None:
         """What is to be fitted of a node; None where that is nothing: one without a bias stays as it is."""
@@ -99,6 +130,12 @@ class CorrectBias(Pass):
         return _Layer(old, bias, weight, call.op.quant.channels or 0, scale if fitted else None, self.least)
 
 
+_FEW = 16
+"""Of fewer samples it is tried out whether what is fitted to some of them holds for the others."""
+_GAIN = 0.5
+"""dB that the output has to gain by it there."""
+_PIECES = 8
+"""So many times later layers see what earlier ones are corrected by; of a small model, the batches are not cut."""
 _PARTS = 32
 """Of the samples, so many parts are compared, if there are values enough."""
 _ENOUGH = 16
@@ -107,47 +144,6 @@ _VARIES = 1e-10
 """A channel whose values deviate less, squared and by the largest mean, does not vary: it is rounding in float32."""
 _MOST = 0.1
 """Factors further from 1 than this are no rounding error of an 8-bit weight: the layer's input is to blame."""
-
-
-@dataclass
-class Estimate:
-    """What parts of the samples say of each channel, on average, pulled towards 0 by as much as they disagree.
-
-    Later parts count more: when they are run, the layers before are corrected better.
-
-    Attributes:
-        count: how many parts there were.
-        weight, weight_squares: sums over them of what each counts, and of the squares of that.
-        total, squares: sums of what each says, and of the squares of that, times what it counts: float64, (C,).
-
-    Source: James and Stein 1961, "Estimation with quadratic loss", with the factor of all channels cut off at 0.
-    """
-
-    count: int = 0
-    weight: int = 0
-    weight_squares: int = 0
-    total: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-    squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-
-    def add(self, found: Tensor) -> None:
-        """Take in what the next part says, (C,)."""
-        self.count += 1
-        weight = self.count**2
-        self.weight, self.weight_squares = self.weight + weight, self.weight_squares + weight**2
-        self.total, self.squares = self.total + weight * found, self.squares + weight * found.square()
-
-    @property
-    def mean(self) -> Tensor:
-        """What the parts say on average."""
-        return self.total / self.weight
-
-    def __call__(self) -> Tensor:
-        """The same, as far as it is no chance. Of one part, nobody can tell."""
-        if self.count < 2:
-            return self.mean
-        parts = self.weight**2 / self.weight_squares  # so many that count alike would tell as much
-        noise = (self.squares / self.weight - self.mean.square()).clamp(min=0).sum() / (parts - 1)
-        return self.mean * (1 - noise / self.mean.square().sum().clamp(min=1e-300)).clamp(min=0)
 
 
 @dataclass
@@ -166,6 +162,7 @@ class _Layer:
         level: the mean of what the integers compute.
         shift: how much lower that is than what the float form computes.
         gain: the logarithm of how much less it deviates from the mean; groups of a transposed convolution share scales.
+        learns: whether values that are computed are taken in.
         wanted: what its float form computed of the samples that are run.
         line: by channel, the factor of the scales and the shift behind it, float64; None before there is one.
     """
@@ -182,6 +179,7 @@ class _Layer:
     level: Estimate = field(default_factory=Estimate)
     shift: Estimate = field(default_factory=Estimate)
     gain: Estimate = field(default_factory=Estimate)
+    learns: bool = True
     wanted: Tensor | None = None
     line: tuple[Tensor, Tensor] | None = None
 
@@ -193,14 +191,12 @@ class _Layer:
     def correct(self, got: Tensor) -> Tensor:
         """Take what the integers compute; the same, corrected by what has been seen so far."""
         assert self.wanted is not None  # the float form runs first
-        if got.numel():
+        if self.learns and got.numel():
             self._compare(got, self.wanted)
         self.wanted = None
-        if self.values < self.least:
+        if self.line is None:
             return got
-        factor = self._factor()
-        shift = self.shift() + (1 - factor) * self.level.mean
-        self.line = factor, shift
+        factor, shift = self.line
         shape = [1] * got.dim()
         shape[self.axis] = -1
         return torch.addcmul(shift.to(got.dtype).view(shape), got, factor.to(got.dtype).view(shape))
@@ -217,6 +213,9 @@ class _Layer:
         parts = min(self.parts, count // _ENOUGH)
         for less, more in zip(*(rows.tensor_split(parts, 1) for rows in pair), strict=True):
             self._add(_moments(less), _moments(more))
+        if self.values >= self.least:
+            factor = self._factor()
+            self.line = factor, self.shift() + (1 - factor) * self.level.mean
 
     def _add(self, got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
         """Take in the mean and the deviation of a part, in both forms."""
@@ -244,9 +243,22 @@ def _by_channel(x: Tensor, axis: int) -> Tensor:
 
 def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The mean of each row, and the mean square of what deviates from it, float64."""
-    exact = rows.double()
-    mean = exact.mean(1, keepdim=True)
-    return mean[:, 0], (exact - mean).square_().mean(1)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    mean = rows.mean(1, keepdim=True)
+    return mean[:, 0].double(), (rows - mean).square_().mean(1).double()
+
+
+def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> tuple[Any, Any]:
+    """What the float and the integer graph return for some samples, run side by side, layers corrected."""
+    modules = [Program(gm, gm.graph).modules for _ in range(2)]  # what one keeps is its own
+    real, integers = _Real(gm, batch, modules[0], layers), _Integers(gm, batch, modules[1], layers)
+    outputs = None, None
+    for node in gm.graph.nodes:
+        drawn = torch.get_rng_state()
+        wanted = real.step(node)
+        torch.set_rng_state(drawn)  # both draw the same numbers
+        outputs = wanted, integers.step(node)
+    return outputs
 
 
 class _Real(FloatForm):

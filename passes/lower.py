@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from fxq.backends.lower_graph import lower_graph
+from fxq.backends.region_kernel import tune
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -16,6 +19,7 @@ class Lower(Pass):
 
     Before: quantize(conv2d_relu(dequantize(x), dequantize(w), b))    After: x86.conv(x)
     Keeps: the output, to one rounding step of the grid. What the backend has no kernel for stays in qdq form.
+    Also: with `optimize="speed"`, engines measure on the example what they can choose inside of their regions.
     """
 
     name: ClassVar[str] = "lower"
@@ -26,3 +30,6 @@ class Lower(Pass):
         """Put the backend's kernels into the graph."""
         lower_graph(rewriter)
         rewriter.erase_unused()
+        if rewriter.context.recipe.optimize == "speed":
+            with torch.no_grad():
+                tune(rewriter.gm, rewriter.context.example)

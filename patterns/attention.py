@@ -22,9 +22,17 @@ Values = tuple[Any, ...]
 def _attend(
     make: Expansion, module: nn.MultiheadAttention, at: str, inputs: tuple[fx.Node, ...], masks: Values, weights: bool
 ) -> tuple[fx.Node, fx.Node | None]:
-    """The output, and the attention of each head (N, H, L, S) where it is wanted."""
+    """The output, and the attention of each head (N, H, L, S) where it is wanted.
+
+    What has no batch axis gets one: of the inputs and the padding (S,); the results lose it.
+    """
     _check_attention(module, inputs)
-    if not module.batch_first:
+    alone = len(info(inputs[0]).shape or ()) == 2
+    if alone:
+        inputs = _once(inputs, lambda x: make.call("unsqueeze", x, at=at, dim=0))
+        padding, added = masks
+        masks = (None if padding is None else make.call("unsqueeze", padding, at=at, dim=0), added)
+    elif not module.batch_first:
         inputs = _once(inputs, lambda x: make.call("transpose", x, at=at, dim0=0, dim1=1))
     query, key, value = (_heads(make, x, module.num_heads, at) for x in _project(make, module, at, inputs))
     mask = make.call("attention_mask", *masks, at=at, heads=module.num_heads) if any(masks) else None
@@ -40,7 +48,9 @@ def _attend(
     joined = make.call("flatten", make.call("transpose", mixed, at=at, dim0=1, dim1=2), at=at, start_dim=-2)
     prefix = f"{at}." if at else ""
     output = make.linear(joined, module.out_proj, f"{prefix}out_proj")
-    if not module.batch_first:
+    if alone:
+        output = make.call("squeeze", output, at=at, dim=0)
+    elif not module.batch_first:
         output = make.call("transpose", output, at=at, dim0=0, dim1=1)
     return output, attention
 
@@ -52,8 +62,9 @@ def _check_attention(module: nn.MultiheadAttention, inputs: tuple[fx.Node, ...])
         raise CannotExpand("it adds keys of its own (add_bias_kv, add_zero_attn)")
     if module.training and module.dropout:
         raise CannotExpand("it drops values at random (training=True)")
-    if any(len(info(x).shape or ()) != 3 for x in inputs):
-        raise CannotExpand("its inputs have no batch axis")
+    ranks = {len(info(x).shape or ()) for x in inputs}
+    if ranks not in ({2}, {3}):
+        raise CannotExpand("its inputs have different numbers of axes, or are not known")
 
 
 def _once(values: tuple[fx.Node, ...], function: Callable[[fx.Node], fx.Node]) -> tuple[fx.Node, ...]:
@@ -106,6 +117,8 @@ def attention(make: Expansion, module: nn.MultiheadAttention) -> Values:
     output, each = _attend(make, module, "", (given["query"], given["key"], given["value"]), masks, weights)
     if each is not None and given["average_attn_weights"]:
         each = make.call("mean", each, dim=1)
+    if each is not None and len(info(given["query"]).shape or ()) == 2:
+        each = make.call("squeeze", each, dim=0)
     return output, each
 
 

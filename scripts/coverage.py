@@ -5,6 +5,7 @@
     python scripts/coverage.py --only 'timm/res*'     models by name or glob
     python scripts/coverage.py --static               the static preset alone, in half of the time
     python scripts/coverage.py --backend openvino     through an engine, or onnxruntime
+    python scripts/coverage.py --backend reference    SQNR of the static preset in exact arithmetic, and nothing else
     python scripts/coverage.py --onnx                 which can be written as ONNX files, and what the others lack
     python scripts/coverage.py --json coverage.json   the results as data too
 
@@ -41,7 +42,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from coverage_measure import ENGINES, ENOUGH, Result, measure
+from coverage_measure import ENGINES, ENOUGH, EXACT, Result, measure
 from coverage_models import SUBJECTS, SUITES, Subject, load
 from tabulate import tabulate
 
@@ -195,7 +196,7 @@ def main() -> None:
     parser.add_argument("--suite", choices=SUITES, action="append", help="only this suite (may be repeated)")
     parser.add_argument("--only", action="append", metavar="GLOB", default=[], help="only models of this name")
     parser.add_argument(
-        "--backend", choices=("auto", *ENGINES), default="auto", help="auto (the default): the best one of PyTorch's"
+        "--backend", choices=("auto", EXACT, *ENGINES), default="auto", help="auto (the default): PyTorch's best"
     )
     parser.add_argument(
         "--optimize",
@@ -215,7 +216,7 @@ def main() -> None:
     # A fork has the packages imported already; beside Linux it is not safe, or not there.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     options = {"backend": arguments.backend, "optimize": arguments.optimize}
-    alone = arguments.static or arguments.onnx or arguments.backend in ENGINES
+    alone = arguments.static or arguments.onnx or arguments.backend in (EXACT, *ENGINES)
     further = ("onnx",) * arguments.onnx + (() if alone else ("dynamic", "weight_only"))
     results: list[Result] = []
     for i, subject in enumerate(subjects, 1):

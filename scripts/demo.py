@@ -187,15 +187,22 @@ def sizes(model: nn.Module, qmodel: nn.Module) -> Table:
 
 
 def bias_as_integer(model: DigitsNet, qmodel: fxq.QuantizedModel) -> Table:
-    """How the float bias of the first convolution, its folded batch norm's, enters the int32 accumulator."""
+    """How the float bias of the first convolution, its folded batch norm's, enters the int32 accumulator.
+
+    `correct-bias` has fitted it to the data before: that is what the integer stands for.
+    """
     table = Table("stem.0, channel 0", "number", title="How a float bias enters the int32 accumulator")
     layer, norm = qmodel.qparams().get("stem.0"), model.stem[1]
     bias = norm.bias - norm.running_mean * norm.weight / torch.sqrt(norm.running_var + norm.eps)
-    table.add_row("float bias b", f"{float(bias[0]):.6f}")
+    table.add_row("float bias, batch norm folded", f"{float(bias[0]):.6f}")
     if layer is None or layer.bias is None or layer.bias_scale is None or layer.input_scale is None:
         table.add_row("the layer runs in float here, where that is faster", "")
         return table
     integer, step = int(layer.bias[0]), float(layer.bias_scale[0])
+    kernel = next(node.target for node in qmodel.graph.nodes if node.name == layer.node)
+    fitted = dict(qmodel.named_buffers()).get(f"{kernel}.bias")
+    if fitted is not None:  # else the backend's kernels hold the integers alone
+        table.add_row("b, as correct-bias fits it", f"{float(fitted[0]):.6f}")
     table.add_row("scale of the input s_x", f"{layer.input_scale:.6g}")
     table.add_row("scale of the weight s_w", f"{float(layer.weight_scale[0]):.6g}")
     table.add_row("a step of the accumulator s_x · s_w", f"{step:.6g}")

@@ -85,6 +85,19 @@ def test_a_copy_shares_no_tensor(qmodel, copied):
     assert torch.equal(qmodel(X), want)
 
 
+def doubled(model, args, output):
+    return 2 * output
+
+
+@pytest.mark.parametrize("copied", [deepcopied, pickled, saved, twice])
+def test_a_copy_has_the_hooks(qmodel, copied):
+    own = copy.deepcopy(qmodel)
+    own.register_forward_hook(doubled)
+    for _ in range(3):
+        assert torch.equal(copied(own)(X), 2 * qmodel(X))
+    assert not qmodel._forward_hooks
+
+
 def test_a_copy_of_a_copied_graph_can_be_edited(qmodel):
     other = copy.deepcopy(qmodel)
     last = other.graph.output_node().args[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +87,9 @@ class RegionKernel(Kernel):
         """What an engine runs for these inputs, in order; empty where it does not say. It is measured anew."""
         return ()
 
+    def tune(self, *inputs: Any) -> None:
+        """Measure on inputs like these what can be chosen, and keep what is fastest; there may be nothing to choose."""
+
     def forward(self, *inputs: Any) -> Any:
         run: Callable[..., Any] = self._kept("", self._built)
         return run(*inputs)
@@ -102,15 +105,28 @@ class RegionKernel(Kernel):
 def layers_run(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, tuple[EngineLayer, ...]]:
     """What engines run in a graph for a batch, by the nodes of their kernels; those that do not say are left out."""
     found: dict[fx.Node, tuple[EngineLayer, ...]] = {}
-    kernels = {node: kernel for node in gm.graph.nodes if isinstance(kernel := submodule(gm, node), RegionKernel)}
-    if not kernels:
-        return found
-    runner = Runner(gm, copied(batch))
-    for node in gm.graph.nodes:
-        if node in kernels:
-            try:
-                found[node] = kernels[node].layers(*arguments_of(node, runner.values)[0])
-            except Exception as error:  # whatever an engine raises: that it runs is verified elsewhere
-                log.debug("%s does not say what it runs: %s", node.name, error)
-        runner.step(node)
+    for node, kernel, inputs in _called(gm, batch):
+        try:
+            found[node] = kernel.layers(*inputs)
+        except Exception as error:  # whatever an engine raises: that it runs is verified elsewhere
+            log.debug("%s does not say what it runs: %s", node.name, error)
     return {node: layers for node, layers in found.items() if layers}
+
+
+def tune(gm: fx.GraphModule, batch: Batch) -> None:
+    """Let the kernels of a graph choose what is fastest for a batch."""
+    for node, kernel, inputs in _called(gm, batch):
+        try:
+            kernel.tune(*inputs)
+        except Exception as error:  # as above
+            log.debug("%s cannot be tuned: %s", node.name, error)
+
+
+def _called(gm: fx.GraphModule, batch: Batch) -> Iterator[tuple[fx.Node, RegionKernel, tuple[Any, ...]]]:
+    """Run a graph; the kernels of regions, with their inputs, each before it is called."""
+    kernels = {node: kernel for node in gm.graph.nodes if isinstance(kernel := submodule(gm, node), RegionKernel)}
+    runner = Runner(gm, copied(batch))
+    for node in gm.graph.nodes if kernels else ():
+        if node in kernels:
+            yield node, kernels[node], arguments_of(node, runner.values)[0]
+        runner.step(node)

@@ -193,7 +193,7 @@ class _Kind:
 
 
 def _check_kernels(model: Quantized) -> None:
-    """Refuse kernels that run something that the file would not hold."""
+    """Refuse kernels and hooks that run something that the file would not hold."""
     for node, kernel in kernels_of(model):
         if not kernel.is_itself():
             raise InputError(f"{node.name}: its kernel has hooks or a forward of its own: a file holds no code.")
@@ -202,6 +202,10 @@ def _check_kernels(model: Quantized) -> None:
                 f"{node.name}: its kernel is a {kernel.described.__name__}, which has no name of its own: "
                 f"{kernel.described.name!r} is another class. Give the class a `name`."
             )
+    for path, module in model.named_modules():
+        if (module is model or isinstance(module, Unit)) and (module._forward_hooks or module._forward_pre_hooks):
+            where = f"the unit {path!r}" if path else "the model"
+            raise InputError(f"{where} has hooks, and a file holds no code: remove them, and add them behind fxq.load.")
 
 
 def _imports(model: Quantized) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,23 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
     _simplify(gm)
     named = dict(inputs_of(inputs_for(gm.graph, batch)))
     axes = varying_axes(named, dynamic)
-    sizes = {label: Dim(label) for own in axes.values() for label in own.values()}
-    vary = {id(named[name]): {axis: sizes[label] for axis, label in own.items()} for name, own in axes.items()}
+    vary = {id(named[name]): own for name, own in axes.items()}
     args, kwargs = mapped((batch.args, dict(batch.kwargs)), lambda leaf: _without_ones(leaf, vary.get(id(leaf), {})))
     taken = inspect.signature(gm.forward).bind(*batch.args, **batch.kwargs).arguments
-    shapes = mapped(taken, lambda leaf: vary.get(id(leaf), {}) if isinstance(leaf, Tensor) else None)
-    try:
+
+    def export(size_of: Callable[[str], Any]) -> ExportedProgram:
+        sizes = {leaf: {axis: size_of(label) for axis, label in own.items()} for leaf, own in vary.items()}
+        shapes = mapped(taken, lambda leaf: sizes.get(id(leaf), {}) if isinstance(leaf, Tensor) else None)
         with torch.no_grad(), AsPlainOps():
-            program = torch.export.export(gm, args, kwargs, dynamic_shapes=shapes if axes else None)
+            return torch.export.export(gm, args, kwargs, dynamic_shapes=shapes if axes else None)
+
+    from torch._dynamo.exc import UserError  # here, as it comes with all of the compiler
+
+    try:
+        try:
+            program = export(cache(Dim))
+        except UserError:  # not of any size: from a smallest one on, perhaps, which the program checks when it runs
+            program = export(lambda label: Dim.DYNAMIC)
     except Exception as error:  # whatever a model's ops raise when they are traced
         raise _refused(path, error, f" {said(axes)} of another size. {FIXED}" if axes else "") from error
     for node in program.graph.nodes:

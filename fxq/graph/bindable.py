@@ -53,9 +53,11 @@ class Seen:
 
     def holds(self) -> bool:
         """Whether they are all the same, and no tensor was written to."""
+        for now, then in self._members:
+            if len(now) != len(then) or not all(map(operator.is_, now.values(), then)):
+                return False
         return (
-            all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._members)
-            and list(map(_VERSION, self._written)) == self._versions
+            list(map(_VERSION, self._written)) == self._versions
             and list(map(Tensor.data_ptr, self._tensors)) == self._places
         )
 

@@ -37,6 +37,7 @@ class VaryingSizes:
         self._names: dict[Any, str] = {}
         self._axes: dict[Any, tuple[str, int]] = {}
         self._sizes: dict[str, Any] = {}
+        self._examples: dict[Any, int] = {}
 
     def axis(self, name: str, value: str, axis: int, example: int) -> Any:
         """The size of an axis of an input of the model. Axes of one name have the same size.
@@ -54,7 +55,7 @@ class VaryingSizes:
             hint, source = max(example, 2), ConstantSource(name)
             symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
             self._sizes[name] = self._env.create_symintnode(symbol, hint=hint, source=source)
-            self._names[symbol], self._axes[symbol] = name, (value, axis)
+            self._names[symbol], self._axes[symbol], self._examples[symbol] = name, (value, axis), hint
         return self._sizes[name]
 
     def empty(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -69,8 +70,33 @@ class VaryingSizes:
             yield
 
     def assumed(self) -> str | None:
-        """What was taken for granted of sizes that vary, as text; None: nothing."""
-        return self.text(self._env.guards[0].expr) if self._env.guards else None
+        """What was taken for granted of sizes that vary, as text, but that they are large enough; None: nothing."""
+        return next((self.text(guard.expr) for guard in self._env.guards if not self._holds_above(guard.expr)), None)
+
+    def _holds_above(self, guard: Any) -> bool:
+        """Whether what was asked of sizes holds for all larger ones: they are no smaller, or neither 0 nor 1."""
+        import sympy
+
+        if isinstance(guard, sympy.And):
+            return all(map(self._holds_above, guard.args))
+        if isinstance(guard, sympy.Ne):
+            return guard.rhs in (0, 1) and self._grows(guard.lhs)
+        if isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)):
+            return bool(guard.lts.is_Integer) and self._grows(guard.gts)
+        return False
+
+    def _grows(self, size: Any) -> bool:
+        """Whether an expression of sizes is no smaller where these are larger than in the example."""
+        from torch.utils._sympy.functions import FloorDiv
+
+        if size.is_Integer or size.is_Symbol:
+            return True
+        parts, kind = size.args, type(size).__name__
+        if isinstance(size, FloorDiv):
+            return bool(parts[1].is_Integer and parts[1] > 0) and self._grows(parts[0])
+        if kind == "Mul" and any(part.xreplace(self._examples) < 0 for part in parts):
+            return False
+        return kind in ("Add", "Mul", "Max", "Min") and all(map(self._grows, parts))
 
     def text(self, size: Any) -> str:
         """A size, or what was asked of one, with the names of the axes in it."""

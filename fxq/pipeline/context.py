@@ -85,10 +85,10 @@ class Context:
         return [first_of(batch, each) if self.divisible else batch for batch in batches]
 
     def in_pieces(self, most: int, count: int) -> list[Batch]:
-        """The same; of a large model, so that few values are held at a time, in `count` batches or some more."""
-        batches = self.some_samples(most)
+        """The same; of a large model half as many, in `count` batches or some more, so that few values are held."""
         if self.original is None or not self.original.is_large or not self.divisible:
-            return batches
+            return self.some_samples(most)
+        batches = self.some_samples(-(-most // 2))
         size = max(sum(samples_in(batch) or 1 for batch in batches) // count, 1)
         return [piece for batch in batches for piece in pieces_of(batch, size)]
 

@@ -55,10 +55,11 @@ def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
     if watched:
         return None
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    attention = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()  # on the CPU, too
+    attention = torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled()  # they count on the CPU, too
     state = torch.get_num_threads(), torch.get_default_dtype(), autocast, attention
     try:
-        return *state, *map(_kind, args), *((k, _kind(v)) for k, v in kwargs.items())
+        kind = *state, *map(_kind, args)
+        return (*kind, *((k, _kind(v)) for k, v in kwargs.items())) if kwargs else kind
     except _OddError:
         return None
 
@@ -70,7 +71,7 @@ class _OddError(Exception):
 def _kind(value: Any) -> Hashable:
     cls = type(value)
     if cls is Tensor or cls is nn.Parameter:
-        if value.layout is not torch.strided or value.device.type != "cpu":
+        if value.layout is not torch.strided or not value.is_cpu:
             raise _OddError
         return value.shape, value.stride(), value.dtype, value.requires_grad
     if value is None or cls in (bool, int, float, str):
@@ -92,6 +93,7 @@ class Bindings:
     def __init__(self, plain: Forward) -> None:
         self.plain = plain
         self._known: OrderedDict[Kind, Bound | None] = OrderedDict()  # None: has come once; the last to come at the end
+        self._last: tuple[Kind, Bound] | None = None  # which most calls are of
         self._changing = threading.Lock()
         self._never = False
 
@@ -101,6 +103,9 @@ class Bindings:
         if kind is None:
             check_call(gm, args, kwargs)
             return self.plain(gm, *args, **kwargs)
+        last = self._last
+        if last is not None and last[0] == kind and last[1].holds():
+            return last[1].run(*args, **kwargs)
         bound = self._known.get(kind)
         is_known = kind in self._known
         if bound is not None and not bound.holds():
@@ -120,6 +125,7 @@ class Bindings:
 
     def _remember(self, kind: Kind, bound: Bound | None, most: int) -> None:
         with self._changing:
+            self._last = (kind, bound) if bound is not None and most else None
             self._known[kind] = bound
             self._known.move_to_end(kind)
             while len(self._known) > most:

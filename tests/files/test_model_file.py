@@ -259,6 +259,10 @@ def test_what_a_file_cannot_name(qmodel, tmp_path):
         with pytest.raises(fxq.InputError, match="its kernel has hooks or a forward of its own: a file holds no code"):
             other.save(tmp_path / "m.fxq")
         hook.remove()
+    hook = other.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(fxq.InputError, match="the model has hooks, and a file holds no code"):
+        other.save(tmp_path / "m.fxq")
+    hook.remove()
     last = other.graph.output_node().args[0]
     with other.graph.inserting_after(last):
         other.graph.output_node().args = (other.graph.call_function(importlib.import_module, (last,)),)

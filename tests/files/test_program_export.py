@@ -134,6 +134,17 @@ def test_an_object_becomes_a_mapping(tmp_path):
     assert set(got) == {"scores", "best"} and torch.equal(got["scores"], wanted.scores)
 
 
+def test_sizes_from_a_smallest_one_on(tmp_path):
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, stride=2), nn.AdaptiveAvgPool2d(1)
+    x, other = torch.rand(2, 3, 24, 24), torch.rand(1, 3, 31, 19)
+    qmodel = fxq.quantize(nn.Sequential(*layers).eval(), fxq.Recipe.static(backend="reference"), data=[x])
+    sizes = {"input": {0: "batch", 2: "height", 3: "width"}}
+    program = torch.export.load(qmodel.export(tmp_path / "m.pt2", example_inputs=x, dynamic=sizes)).module()
+    assert torch.equal(program(other), qmodel(other))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program(torch.rand(1, 3, 4, 4))
+
+
 def test_a_size_that_the_model_takes_for_granted(tmp_path):
     """It is named, and nothing is written."""
     model = module(lambda self, x: self.layer(x).reshape(2, -1), layer=nn.Linear(4, 4))

@@ -54,6 +54,31 @@ def test_a_size_that_is_asked_for_its_value_is_told():
     assert "batch" in sizes.assumed()
 
 
+ENOUGH = [
+    lambda n, t: n >= 3,
+    lambda n, t: n - 2 != 1,
+    lambda n, t: 2 * ((t - 1) // 2) + 1 > 2,
+    lambda n, t: torch.sym_max(n - 2, 1) * torch.sym_max(t - 2, 1) != 1,
+    lambda n, t: n + t - 4 >= 1,
+]
+TOLD = [
+    lambda n, t: n == 4,
+    lambda n, t: n <= 7,
+    lambda n, t: n - t <= 0,
+    lambda n, t: n - t != 1,
+    lambda n, t: (n - 3) * (t - 8) != 1,
+    lambda n, t: n % 2 != 1,
+    lambda n, t: n != 2,
+]
+
+
+@pytest.mark.parametrize("asked", [*ENOUGH, *TOLD])
+def test_sizes_that_are_large_enough_are_nothing_to_tell(asked):
+    sizes = VaryingSizes()
+    assert asked(sizes.axis("n", "x", 0, 4), sizes.axis("t", "x", 1, 6)) or asked is TOLD[-1]
+    assert (sizes.assumed() is None) == (asked in ENOUGH)
+
+
 def test_axes_of_one_name_have_one_size():
     sizes = VaryingSizes()
     assert sizes.axis("batch", "x", 0, 4) is sizes.axis("batch", "y", 1, 9)

@@ -144,6 +144,15 @@ def test_sizes_of_images_may_vary():
     assert got.shape == wanted.shape and sqnr(wanted, got) > 35
 
 
+def test_sizes_may_vary_where_layers_take_all_that_are_large_enough():
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, stride=2), nn.AdaptiveAvgPool2d(1)
+    x, other = normal(2, 3, 24, 24), normal(3, 3, 31, 19)
+    qmodel = fxq.quantize(nn.Sequential(*layers).eval(), REFERENCE, data=[x])
+    gm, _, made = written(qmodel, x, {"input": {0: "batch", 2: "height", 3: "width"}})
+    (got,) = run_onnxruntime(made.model, [other])
+    assert got.shape == (3, 8, 1, 1) and sqnr(gm(other), got) > 35
+
+
 def test_fixed_sizes():
     model, x = MODELS["residual"]
     _, _, made = written(fxq.quantize(model, REFERENCE, data=[x]), x, False)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
+from fxq.common.estimate import Estimate
 from fxq.common.metrics import sqnr
 from fxq.passes import CorrectBias, correct_bias
-from fxq.passes.correct_bias import Estimate
 from tests.graphs import drawn, expected, program, run_pass
 from tests.helpers import REFERENCE
 
@@ -154,6 +154,24 @@ def test_what_is_chance_is_not_corrected():
     moved = [(qp.bias * qp.bias_scale.double()).float() for qp in got]
     errors = (moved[1] - moved[0]).abs().max() / model(torch.cat(data)).std()
     assert errors < 0.004
+
+
+@pytest.mark.parametrize(("samples", "edited"), [(1, False), (2, False), (15, False), (16, True)])
+def test_few_samples_are_asked_whether_it_holds_for_others(samples, edited):
+    """Weights and inputs of mean 0 leave no mean error: what is fitted is chance."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    observed = fxq.prepare(model, REFERENCE, torch.randn(1, 3, 16, 16))
+    quantized = fxq.convert(fxq.calibrate(observed, [torch.randn(samples, 3, 16, 16)]))
+    assert (len(quantized.history["correct-bias"].edits) > 0) == edited
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_few_samples_are_enough_where_the_error_is_the_same_in_all(batches):
+    model, fresh = network(), torch.rand(8, 3, 16, 16)
+    data = [torch.rand(4 // batches, 3, 16, 16) for _ in range(batches)]
+    plain, corrected = (fxq.quantize(model, recipe, data=data) for recipe in (PLAIN, REFERENCE))
+    assert sqnr(model(fresh), corrected(fresh)) > sqnr(model(fresh), plain(fresh)) + 6  # dB
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -82,6 +82,29 @@ def test_a_layer_of_another_class_stays():
     assert "its layers are Own" in info(next(n for n in gm.graph.nodes if n.op == "call_module")).kept.text
 
 
+class Alone(nn.Module):
+    """Attention to one sample, without a batch axis; a mask for each head, or padding."""
+
+    def __init__(self, each=False, **options):
+        super().__init__()
+        self.own, self.each = nn.MultiheadAttention(E, H, **options), each
+
+    def forward(self, q, k, v, mask, padding):
+        return self.own(q, k, v, attn_mask=mask, key_padding_mask=padding, average_attn_weights=not self.each)
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("options", [{}, {"each": True, "batch_first": True}, {"kdim": 6, "vdim": 10}])
+@pytest.mark.parametrize("masks", [(None, None), (drawn(L, S), None), (drawn(H, L, S), torch.arange(S) >= 5)])
+def test_attention_without_a_batch_axis(options, masks):
+    inputs = (drawn(L, E), drawn(S, options.get("kdim", E)), drawn(S, options.get("vdim", E)), *masks)
+    check(settled(lambda: Alone(**options)), inputs)
+
+
+def test_a_decoder_layer_without_a_batch_axis():
+    check(settled(lambda: Decoded(layer())), (drawn(L, E), drawn(S, E)))
+
+
 class Called(nn.Module):
     """Attention as a function of the parameters of a module; `scaled`: of weights that are computed in each call."""
 

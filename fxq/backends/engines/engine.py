@@ -56,30 +56,38 @@ class EngineKernel(RegionKernel):
 
     @classmethod
     @abstractmethod
-    def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
-        """What the engine makes of an `onnx.ModelProto`: makes requests."""
+    def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
+        """What the engine makes of an `onnx.ModelProto`, with the options of a kernel: makes requests."""
 
     @classmethod
     @abstractmethod
-    def profile(cls, model: Any, inputs: Sequence[Tensor]) -> Iterable[EngineLayer]:
-        """What the engine does to run an `onnx.ModelProto`, in order.
+    def profile(cls, model: Any, inputs: Sequence[Tensor], **options: Any) -> Iterable[EngineLayer]:
+        """What the engine does to run an `onnx.ModelProto`, with the options of a kernel, in order.
 
         Of a layer, the nodes are those of the model, in any order, and its kind is "int8", "float" or "convert".
         """
 
     @classmethod
-    def profiled(cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False) -> list[EngineLayer]:
-        """What the engine does to run a region, in qdq form, or with `floats` without conversions."""
+    def model_for(cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False) -> tuple[Any, Sequence[Tensor]]:
+        """A region as an `onnx.ModelProto`, in qdq form, or with `floats` without conversions; and what that reads."""
         given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
         last = [_is_channels_last(x) for x in given]
         written = cls.written(gm, given, channels_last=last, floats=floats)
         tensors = [(given[i].permute(TO_LAST) if last[i] else given[i]).contiguous() for i in written.reads]
+        return written.model, tensors
+
+    @classmethod
+    def profiled(
+        cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False, **options: Any
+    ) -> list[EngineLayer]:
+        """What the engine does to run a region, with the options of a kernel. See `model_for`."""
+        layers = cls.profile(*cls.model_for(gm, inputs, floats), **options)
         nodes = {node.name: node for node in gm.graph.nodes if node.op != "placeholder"}
-        return [of_nodes(layer, nodes) for layer in cls.profile(written.model, tensors)]
+        return [of_nodes(layer, nodes) for layer in layers]
 
     def layers(self, *inputs: Any) -> tuple[EngineLayer, ...]:
         """As in `RegionKernel`."""
-        return () if self.form is None else tuple(self.profiled(self.form.module(self), inputs))
+        return () if self.form is None else tuple(self.profiled(self.form.module(self), inputs, **self.config()))
 
     def forward(self, *inputs: Any) -> Any:
         """As the region."""
@@ -103,7 +111,7 @@ class EngineKernel(RegionKernel):
         last = [_is_channels_last(x) for x in inputs]
         try:
             written = self.written(form, inputs, channels_last=last)
-            requests = type(self).compiled(written.model, torch.get_num_threads())
+            requests = type(self).compiled(written.model, torch.get_num_threads(), **self.config())
             made = EngineCall(written, requests, inputs, last)
         except Exception as error:  # whatever an engine raises
             why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"

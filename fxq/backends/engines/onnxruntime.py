@@ -31,12 +31,12 @@ class OnnxruntimeKernel(EngineKernel):
     name: ClassVar[str] = "onnxruntime.region"
 
     @classmethod
-    def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
+    def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
         """As in `EngineKernel`. A session runs in several threads; each has a binding of its own to memory."""
         return partial(OnnxruntimeRequest, session_of(model, threads))
 
     @classmethod
-    def profile(cls, model: Any, inputs: Sequence[Tensor]) -> Iterable[EngineLayer]:
+    def profile(cls, model: Any, inputs: Sequence[Tensor], **options: Any) -> Iterable[EngineLayer]:
         """As in `EngineKernel`: from the file that a session writes when it is told to."""
         with tempfile.TemporaryDirectory() as folder:
             session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends import cpu
-from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported
 from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.moves import convert_before_moves
+from fxq.backends.engines.openvino_jit import faster_in_jit, in_jit, layer_times
 from fxq.backends.engines.request import Request
 from fxq.backends.layer_rows import is_depthwise_call
 from fxq.graph.info import EngineLayer, info
@@ -31,10 +32,20 @@ def _core() -> Any:
 
 
 class OpenvinoKernel(EngineKernel):
-    """A region as OpenVINO compiles it: float32, one stream."""
+    """A region as OpenVINO compiles it: float32, one stream.
+
+    Args:
+        jit: names of convolutions that it does not run in the kernels of its own choice. See `openvino_jit.py`.
+        tensors: as in `RegionKernel`.
+    """
 
     name: ClassVar[str] = "openvino.region"
+    options: ClassVar[tuple[str, ...]] = ("jit",)
     integer_bias: ClassVar[bool] = False
+
+    def __init__(self, jit: tuple[str, ...] = (), **tensors: Tensor) -> None:
+        super().__init__(**tensors)
+        self.jit = jit
 
     @classmethod
     def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
@@ -43,41 +54,50 @@ class OpenvinoKernel(EngineKernel):
         return super().written(gm, inputs, **options)
 
     @classmethod
-    def compiled(cls, model: Any, threads: int) -> Callable[[], Request]:
+    def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
         """As in `EngineKernel`. Each thread has a request of its own: one serves a single call at a time."""
-        return partial(OpenvinoRequest, compile_model(model, threads))
+        return partial(OpenvinoRequest, compile_model(model, threads, **options))
 
     @classmethod
-    def profile(cls, model: Any, inputs: Sequence[Tensor]) -> Iterable[EngineLayer]:
+    def profile(cls, model: Any, inputs: Sequence[Tensor], **options: Any) -> Iterable[EngineLayer]:
         """As in `EngineKernel`."""
-        compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True)
+        compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True, **options)
         request = OpenvinoRequest(compiled)
         for i, x in enumerate(inputs):
             request.set_input(i, x)
-        seconds: dict[str, list[float]] = {}
-        for _ in repeated():
-            request.run()
-            for part in request.request.get_profiling_info():
-                if part.status == part.Status.EXECUTED:
-                    seconds.setdefault(part.node_name, []).append(part.real_time.total_seconds())
+        times = layer_times(request.request)
         for node in compiled.get_runtime_model().get_ordered_ops():
-            if node.friendly_name in seconds:
+            if node.friendly_name in times:
                 about = {key: value.astype(str) for key, value in node.get_rt_info().items()}
                 names, op = about.get("originalLayersNames", ""), about.get("layerType", "")
                 dtype = _torch_name(about.get("runtimePrecision", ""))
                 kind = "float" if "Compressed" in op else kind_of(dtype)  # it makes floats of integer weights
-                us = 1e6 * min(seconds[node.friendly_name])
-                yield EngineLayer(tuple(names.split(",")), op, dtype, kind, us)
+                yield EngineLayer(tuple(names.split(",")), op, dtype, kind, times[node.friendly_name])
+
+    def tune(self, *inputs: Any) -> None:
+        """As in `RegionKernel`: find the convolutions that other kernels of oneDNN's run faster."""
+        if self.form is None:
+            return
+        model, tensors = self.model_for(self.form.module(self), inputs)
+        compiled = partial(compile_model, model, torch.get_num_threads(), PERF_COUNT=True)
+        self.adopt({"jit": faster_in_jit(_read(model), compiled, [x.numpy() for x in tensors])})
 
 
-def compile_model(model: Any, threads: int, **config: Any) -> Any:
-    """An `onnx.ModelProto` as OpenVINO compiles it."""
+def compile_model(model: Any, threads: int, jit: Sequence[str] = (), **config: Any) -> Any:
+    """An `onnx.ModelProto` as OpenVINO compiles it; the convolutions of these names run in kernels of the other kind.
+
+    See `fxq/backends/engines/openvino_jit.py`.
+    """
     settings = {
         "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32",
         "ENABLE_CPU_PINNING": False,
     }  # fmt: skip
-    core = _core()
-    return core.compile_model(core.read_model(model.SerializeToString()), "CPU", {**settings, **config})
+    core, read = _core(), _read(model)
+    return core.compile_model(in_jit(core, read, jit) if jit else read, "CPU", {**settings, **config})
+
+
+def _read(model: Any) -> Any:
+    return _core().read_model(model.SerializeToString())
 
 
 class OpenvinoRequest(Request):

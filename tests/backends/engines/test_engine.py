@@ -113,7 +113,7 @@ def test_only_the_last_few_sizes_are_kept(net):
 def test_a_size_that_the_engine_refuses(net, name, monkeypatch):
     q, _, model = net
 
-    def fails(model, threads):
+    def fails(model, threads, **options):
         raise RuntimeError("too large")
 
     monkeypatch.setattr(backend_type(name).kernel, "compiled", fails)
@@ -140,10 +140,10 @@ def test_values_that_the_engine_refuses(name, monkeypatch):
     def fails(self, *args):
         raise RuntimeError("index out of bounds")
 
-    request = type(kernels(q)[0]._runner([x]).request)
+    request = type(kernels(q)[0]._runner([x]).requests())
     monkeypatch.setattr(request, "run", fails)
     with pytest.raises(fxq.InputError, match="RuntimeError: index out of bounds"):
-        q(x)
+        copy.deepcopy(q)(x)
     monkeypatch.setattr(request, "set_output", fails)
     with pytest.warns(fxq.FxqWarning, match="index out of bounds.*runs in qdq form"):
         assert q(torch.randn(3, 8)).shape == (3, 8)
@@ -288,8 +288,8 @@ def test_a_wrong_engine_is_caught(name, monkeypatch):
     kind = backend_type(name).kernel
     right = kind.compiled
 
-    def wrong(model, threads):
-        requests = right(model, threads)
+    def wrong(model, threads, **options):
+        requests = right(model, threads, **options)
 
         def made():
             request = requests()
@@ -308,7 +308,7 @@ def test_a_wrong_engine_is_caught(name, monkeypatch):
 
 
 def test_an_engine_that_refuses_everything(name, monkeypatch):
-    def fails(model, threads):
+    def fails(model, threads, **options):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(backend_type(name).kernel, "compiled", fails)
@@ -323,10 +323,10 @@ def test_an_engine_that_refuses_one_op(name, monkeypatch):
     kind = backend_type(name).kernel
     right = kind.compiled
 
-    def picky(model, threads):
+    def picky(model, threads, **options):
         if any(node.op_type == "MaxPool" for node in model.graph.node):
             raise RuntimeError("no pools")
-        return right(model, threads)
+        return right(model, threads, **options)
 
     monkeypatch.setattr(kind, "compiled", picky)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3)).eval()

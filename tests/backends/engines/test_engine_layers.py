@@ -86,7 +86,7 @@ def test_layers_of_every_region(name):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_what_an_engine_does_not_say_is_not_known(name, monkeypatch):
-    def fails(model, inputs):
+    def fails(model, inputs, **options):
         raise RuntimeError("no profiler")
 
     monkeypatch.setattr(backend_type(name).kernel, "profile", fails)

@@ -83,7 +83,7 @@ class Ones(Request):
 
 
 def test_a_region_with_sizes_that_is_wrong_is_put_back(name, monkeypatch):
-    monkeypatch.setattr(backend_type(name).kernel, "compiled", lambda model, threads: Ones)
+    monkeypatch.setattr(backend_type(name).kernel, "compiled", lambda model, threads, **options: Ones)
     torch.manual_seed(0)
     model, x = Heads().eval(), torch.randn(2, 6, 16)
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):

@@ -1,0 +1,120 @@
+"""Which kernels OpenVINO runs convolutions in.
+
+oneDNN, which is inside of it, has two kinds: convolutions as batches of matrix products ("brgconv"), which OpenVINO
+takes wherever it can, and older ones ("jit"), which are faster at some sizes. What a layer of an OpenVINO model prefers
+can be said in its file, for each layer: the attribute `primitives_priority`, which a version that does not know it, or
+has no such kernel, passes over. Both kinds add integers exactly.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+JIT = "cpu:jit_avx512,cpu:jit_avx2"
+"""The older kernels, as `primitives_priority` has them: the first that the machine has."""
+ROUNDS, SECONDS = 3, 10.0
+"""How often either kind is compiled and timed, and after which time no more: where memory lies makes a difference."""
+GAIN = 0.03
+"""A kernel that is faster by less is not another choice: times are not more exact than that."""
+
+
+def in_jit(core: Any, model: Any, names: Collection[str]) -> Any:
+    """A copy of an `openvino.Model` whose convolutions of these names run in jit kernels, where there are such."""
+    from openvino import Tensor, serialize
+
+    with tempfile.TemporaryDirectory() as folder:
+        text, weights = Path(folder, "model.xml"), Path(folder, "model.bin")
+        serialize(model, str(text), str(weights))
+        root, data = ElementTree.parse(text).getroot(), np.fromfile(weights, np.uint8)
+    for layer in root.iter("layer"):
+        if layer.get("name") in names and _convolves(layer.get("type", "")):
+            known = layer.find("rt_info")
+            about = known if known is not None else ElementTree.SubElement(layer, "rt_info")
+            ElementTree.SubElement(about, "attribute", name="primitives_priority", version="0", value=JIT)
+    return core.read_model(ElementTree.tostring(root, encoding="unicode"), Tensor(data))
+
+
+def _convolves(kind: str) -> bool:
+    return kind.startswith(("Convolution", "GroupConvolution"))
+
+
+def faster_in_jit(model: Any, compiled: Callable[..., Any], inputs: Sequence[Any]) -> tuple[str, ...]:
+    """The names of the convolutions that run faster in jit kernels.
+
+    Args:
+        model: an `openvino.Model`.
+        compiled: the model compiled, with times of its layers; with `jit=names`, those convolutions in jit kernels.
+        inputs: arrays, as many as the model has inputs.
+    """
+    names = {op.friendly_name for op in model.get_ops() if _convolves(op.get_type_name())}
+    plain, jit = dict[str, float](), dict[str, float]()
+    end = time.perf_counter() + SECONDS
+    for i in range(ROUNDS):
+        if i and time.perf_counter() > end:
+            break
+        found = {name: us for name, us in _times(compiled(), inputs, "brg").items() if name in names}
+        if not found:
+            return ()
+        _shortest(plain, found)
+        _shortest(jit, _times(compiled(jit=tuple(found)), inputs, "jit"))
+    return tuple(name for name, us in plain.items() if name in jit and jit[name] < (1 - GAIN) * us)
+
+
+def _shortest(known: dict[str, float], found: dict[str, float]) -> None:
+    known.update({name: min(us, known.get(name, us)) for name, us in found.items()})
+
+
+def _times(compiled: Any, inputs: Sequence[Any], kind: str) -> dict[str, float]:
+    """Microseconds of the layers that run in one kind of kernels, by the names of the ops that each is made of."""
+    from openvino import Tensor
+
+    request = compiled.create_infer_request()
+    for i, x in enumerate(inputs):
+        request.set_input_tensor(i, Tensor(x, shared_memory=True))
+    times, found = layer_times(request), {}
+    for node in compiled.get_runtime_model().get_ordered_ops():
+        about = {key: value.astype(str) for key, value in node.get_rt_info().items()}
+        if about.get("primitiveType", "").startswith(kind) and node.friendly_name in times:
+            found.update(dict.fromkeys(about.get("originalLayersNames", "").split(","), times[node.friendly_name]))
+    return found
+
+
+def layer_times(request: Any) -> dict[str, float]:
+    """Microseconds of each layer of a request that has not run yet, by its name: the shortest of some rows of runs.
+
+    A request tells the average of all its runs, in whole microseconds. The first, which is cold, is left out.
+    """
+    request.infer()
+    found: dict[str, float] = {}
+    before, runs, start = _averages(request), 1, time.perf_counter()
+    for row in range(_ROWS):
+        if row and time.perf_counter() > start + _LONGEST:
+            break
+        first, end = runs, time.perf_counter() + _SECONDS
+        while runs - first < _LEAST or (runs - first < _MOST and time.perf_counter() < end):
+            request.infer()
+            runs += 1
+        now = _averages(request)
+        for name, average in now.items():
+            us = max((average * runs - before.get(name, 0.0) * first) / (runs - first), 0.0)
+            found[name] = min(us, found.get(name, us))
+        before = now
+    return found
+
+
+_ROWS, _LEAST, _MOST = 3, 2, 12
+"""Rows, and runs in each."""
+_SECONDS, _LONGEST = 0.03, 0.5
+"""A row has no more runs after the one, and no row begins after the other."""
+
+
+def _averages(request: Any) -> dict[str, float]:
+    parts = (part for part in request.get_profiling_info() if part.status == part.Status.EXECUTED)
+    return {part.node_name: 1e6 * part.real_time.total_seconds() for part in parts}

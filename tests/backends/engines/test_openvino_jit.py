@@ -1,0 +1,123 @@
+"""The kernels that OpenVINO runs convolutions in."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.engines import openvino_jit
+from fxq.backends.engines.openvino import OpenvinoKernel, _core, _read, compile_model
+from fxq.backends.engines.openvino_jit import faster_in_jit, in_jit, layer_times
+from fxq.graph.query import submodule
+
+pytestmark = [
+    pytest.mark.any_cpu,
+    pytest.mark.filterwarnings("ignore:with all that can on integers:fxq.FxqWarning"),
+]
+
+
+def net():
+    layers = (nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16), nn.ReLU(), nn.Conv2d(16, 8, 1))
+    return nn.Sequential(*layers).eval()
+
+
+def kernel_of(q):
+    (kernel,) = [k for n in q.graph.nodes if isinstance(k := submodule(q, n), OpenvinoKernel)]
+    return kernel
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A quantized network, its input, and its kernel's model with what that reads."""
+    x = torch.randn(1, 3, 20, 20).contiguous(memory_format=torch.channels_last)
+    q = fxq.quantize(net(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[x])
+    kernel = kernel_of(q)
+    return q, x, kernel.model_for(kernel.form.module(kernel), [x])
+
+
+def names(model):
+    return [op.friendly_name for op in _read(model).get_ordered_ops() if "Convolution" in op.get_type_name()]
+
+
+def kinds(compiled):
+    """What the convolutions run in, by the first word of the kernel's name."""
+    about = [{k: v.astype(str) for k, v in op.get_rt_info().items()} for op in compiled.get_runtime_model().get_ops()]
+    return [each["primitiveType"].partition("_")[0] for each in about if each["layerType"] == "Convolution"]
+
+
+def test_layers_run_in_the_kernels_that_they_prefer_with_the_same_numbers(made):
+    q, x, (model, _) = made
+    found = names(model)
+    assert len(found) == 3
+    if "brgconv" not in kinds(compile_model(model, 1)):
+        pytest.skip("this CPU has one kind of kernels")
+    assert set(kinds(compile_model(model, 1, jit=found))) == {"jit"}
+    assert kinds(compile_model(model, 1, jit=found[:1])).count("jit") == 1
+    other, want = copy.deepcopy(q), q(x)
+    kernel_of(other).adopt({"jit": tuple(found)})
+    assert torch.equal(other(x), want)
+
+
+def test_names_that_the_model_has_not_are_passed_over(made):
+    model = made[2][0]
+    found, core = kinds(compile_model(model, 1)), _core()
+    assert kinds(core.compile_model(in_jit(core, _read(model), ["no such layer"]), "CPU")) == found
+
+
+def test_a_copy_a_pickle_and_a_file_keep_the_choice(made, tmp_path):
+    q, x, (model, _) = copy.deepcopy(made[0]), made[1], made[2]
+    kernel_of(q).adopt({"jit": tuple(names(model)[:2])})
+    for again in (copy.deepcopy(q), fxq.load(q.save(tmp_path / "m.fxq"))):
+        assert kernel_of(again).jit == tuple(names(model)[:2])
+        assert torch.equal(again(x), q(x))
+
+
+@pytest.mark.parametrize(("jit_us", "chosen"), [(5.0, True), (9.9, False), (20.0, False)])
+def test_what_is_faster_by_more_than_times_vary_is_chosen(made, jit_us, chosen, monkeypatch):
+    model = made[2][0]
+    (first, *others), asked = names(model), []
+
+    def times(compiled, inputs, kind):
+        asked.append(compiled)
+        return {first: 10.0, others[0]: 10.0, "relu": 1.0} if kind == "brg" else {first: jit_us, others[0]: 30.0}
+
+    monkeypatch.setattr(openvino_jit, "_times", times)
+    assert faster_in_jit(_read(model), lambda jit=(): jit, []) == ((first,) if chosen else ())
+    assert asked[:2] == [(), (first, others[0])]
+
+
+def test_without_two_kinds_of_kernels_nothing_is_chosen(made, monkeypatch):
+    monkeypatch.setattr(openvino_jit, "_times", lambda compiled, inputs, kind: {})
+    assert faster_in_jit(_read(made[2][0]), lambda jit=(): jit, []) == ()
+
+
+def test_speed_measures_and_coverage_does_not(monkeypatch):
+    told = []
+    monkeypatch.setattr(OpenvinoKernel, "tune", lambda self, *inputs: told.append([x.shape for x in inputs]))
+    x = torch.randn(1, 3, 20, 20)
+    for optimize in ("coverage", "speed"):
+        q = fxq.quantize(net(), fxq.Recipe.static(backend="openvino", optimize=optimize), data=[x])
+        assert len(told) == (0 if optimize == "coverage" else sum(isinstance(m, OpenvinoKernel) for m in q.modules()))
+    assert all(shapes == [x.shape] for shapes in told)
+
+
+class Request:
+    """Takes 1000 us in its first run, and 50 us in each later one, in whole microseconds on average."""
+
+    def __init__(self):
+        self.runs = 0
+
+    def infer(self):
+        self.runs += 1
+
+    def get_profiling_info(self):
+        part = type("Part", (), {"node_name": "layer", "Status": type("Status", (), {"EXECUTED": 1}), "status": 1})()
+        average = int((1000 + 50 * (self.runs - 1)) / self.runs)
+        part.real_time = type("Time", (), {"total_seconds": lambda self: average * 1e-6})()
+        return [part]
+
+
+def test_the_first_run_of_a_layer_does_not_count():
+    assert abs(layer_times(Request())["layer"] - 50) < 3
