@@ -43,7 +43,7 @@ def test_the_same_as_each_alone(rows, bias):
 
 def test_layers_that_differ_are_refused():
     for other in (layer(4, inside=5), layer(4, bias=False), layer(4, post=POSTS["relu"][0])):
-        with pytest.raises(BackendError, match="as many inputs|some have a bias|differ in their options"):
+        with pytest.raises(BackendError, match=r"as many inputs|some have a bias|differ in their options"):
             JoinedLayers.of([layer(4), other])
 
 
