@@ -1,7 +1,7 @@
 """Quantize with a grid that is measured on the values themselves.
 
-Rows whose zero point need not be whole go through `embedding_bag_byte_prepack`, PyTorch's kernel that makes bytes of the
-rows of a table: it measures and rounds in one go.
+Rows whose zero point need not be whole go through `embedding_bag_byte_prepack`, PyTorch's kernel that makes bytes of
+the rows of a table: it measures and rounds in one go.
 """
 
 from __future__ import annotations
