@@ -80,7 +80,7 @@ class JoinedLayers(Kernel):
 
 
 def joined_with(gm: fx.GraphModule, region: UnitRegion) -> Region | None:
-    """The region of a linear layer on a measured grid, and of all others that read the same integers; None: it is alone.
+    """The region of a linear layer on a measured grid and of all others that read the same integers; None: it is alone.
 
     Each makes floats. They are in the order of the graph.
     """

@@ -172,7 +172,6 @@ class RowBackend(Backend):
             raise refused
         return None
 
-
     def _join(self, gm: fx.GraphModule, region: Region) -> JoinedLayers | None:
         """The kernel of several layers; None where they have none in common."""
         units = (read_region(gm, node, emits_float=True) for node in region.nodes)

@@ -6,6 +6,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, fx, nn
 
 _TELLING = threading.Lock()
 _ABSENT = object()
-_VERSION = operator.attrgetter("_version")
+_VERSION, _VALUES = operator.attrgetter("_version"), operator.methodcaller("values")
 Members = Mapping[str, Any]
 """The modules, parameters or buffers of a module, by name."""
 
@@ -29,7 +30,9 @@ class Seen:
     """
 
     def __init__(self, *members: Members) -> None:
-        self._members: list[tuple[Members, tuple[Any, ...]]] = []
+        self._members: list[Members] = []
+        self._counts: list[int] = []
+        self._values: list[Any] = []  # of all of them, one behind the other
         self._tensors: list[Tensor] = []
         self._written: list[Tensor] = []  # those that count it
         self._versions: list[int] = []
@@ -41,7 +44,9 @@ class Seen:
     def follow(self, members: Members) -> None:
         """Take in the members of another module as they are now."""
         values = tuple(members.values())
-        self._members.append((members, values))
+        self._members.append(members)
+        self._counts.append(len(values))
+        self._values += values
         for tensor in values:
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 self._tensors.append(tensor)
@@ -53,11 +58,10 @@ class Seen:
 
     def holds(self) -> bool:
         """Whether they are all the same, and no tensor was written to."""
-        for now, then in self._members:
-            if len(now) != len(then) or not all(map(operator.is_, now.values(), then)):
-                return False
         return (
-            list(map(_VERSION, self._written)) == self._versions
+            list(map(len, self._members)) == self._counts
+            and all(map(operator.is_, chain.from_iterable(map(_VALUES, self._members)), self._values))
+            and list(map(_VERSION, self._written)) == self._versions
             and list(map(Tensor.data_ptr, self._tensors)) == self._places
         )
 

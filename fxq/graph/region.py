@@ -109,7 +109,7 @@ def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) ->
     def taken_along(value: fx.Node) -> bool:
         if conversion or alone:
             return value.op == "get_attr" or (alone and is_weight(value))
-        return _dequantized(value)
+        return value.op == "get_attr" or is_op(value, "dequantize")
 
     nodes = tuple(dict.fromkeys((node, *values, *outputs)))
     return UnitRegion(nodes, tuple(outputs), *_read(nodes, taken_along), calls)
@@ -117,12 +117,7 @@ def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) ->
 
 def joined_region(units: Sequence[fx.Node]) -> Region:
     """The region of several units that make floats, none of which reads another, with the conversions before them."""
-    return Region(tuple(units), tuple(units), *_read(units, _dequantized))
-
-
-def _dequantized(value: fx.Node) -> bool:
-    """Whether a unit on integers takes a value along."""
-    return value.op == "get_attr" or is_op(value, "dequantize")
+    return Region(tuple(units), tuple(units), *_read(units, lambda v: v.op == "get_attr" or is_op(v, "dequantize")))
 
 
 def _rounded(value: fx.Node) -> fx.Node:

@@ -3,8 +3,8 @@
 They hold all there is to know of a grid (see `fxq/graph/grid.py`). Scale and zero point are numbers, one for the whole
 tensor, or tensors, float32 and whole numbers, which are constants of the graph or computed in it: 0-d for the tensor;
 (..., 1), one for each row; with `axis`, (C,), one for each of its entries; with `block` besides, of as many axes as x,
-where `axis` has an entry for each so many of x. A zero point that is a number goes with scales of any shape; one that is
-computed in the graph is float32, and may lie between two integers.
+where `axis` has an entry for each so many of x. A zero point that is a number goes with scales of any shape. One that
+is computed in the graph is float32, and may lie between two integers.
 """
 
 from __future__ import annotations

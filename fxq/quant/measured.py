@@ -99,9 +99,7 @@ def measured_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True
     return scale.clamp_(min=SMALLEST)
 
 
-def measured_zero_point(
-    low: Tensor, scale: Tensor, qmin: int, nearest: bool = False, whole: bool = True
-) -> Tensor:
+def measured_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = False, whole: bool = True) -> Tensor:
     """The integer that stands for float zero, so that `low` is at `qmin` or less than a step above.
 
     Args:

@@ -1,7 +1,7 @@
 """Quantize with a grid that is measured on the values themselves.
 
-Rows whose zero point need not be whole go through `embedding_bag_byte_prepack`, PyTorch's kernel that makes bytes of the
-rows of a table: it measures and rounds in one go, in a third of the time.
+Rows whose zero point need not be whole go through `embedding_bag_byte_prepack`, PyTorch's kernel that makes bytes of
+the rows of a table: it measures and rounds in one go.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ def _bytes_of(x: Tensor) -> tuple[Tensor, ...]:
         return _bytes_by_steps(x)
     packed, high = _pack(x), x.amax(-1, keepdim=True)  # of NaN, which it passes over, the largest is NaN
     count = x.shape[-1]
-    grid = (packed if count % 4 == 0 else packed[..., count:].clone(memory_format=torch.contiguous_format)).view(torch.float32)
+    end = packed if count % 4 == 0 else packed[..., count:].clone(memory_format=torch.contiguous_format)
+    grid = end.view(torch.float32)
     scale, low = grid[..., -2:-1], grid[..., -1:]
-    if not (low.max().item() <= 0.0 and high.min().item() >= _LEAST):  # zero is no part of a row, or it is tiny, or NaN
+    if not (low.max().item() <= 0.0 and high.min().item() >= _LEAST):  # a row without zero, a tiny one, or NaN
         return _bytes_by_steps(x)
     return scale, (low / scale).neg_(), packed[..., :count]
 
