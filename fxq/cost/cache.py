@@ -43,14 +43,18 @@ EVICTED = 1 << 24
 """Bytes that are written to empty the caches of a core: more than they hold."""
 
 
-def clock() -> Callable[[], float]:
+def clock(every_thread: bool = False) -> Callable[[], float]:
     """What to time calls with: the time that the CPU gave to this thread, where that is the only one that computes.
 
     Other programs do not count then, however busy the machine is. Several threads wait for each other: that takes time
     that no CPU sees. Nor does Windows count CPU time finely enough.
+
+    Args:
+        every_thread: count those of this process, for calls that may compute in a thread of their own.
     """
-    counts = os.name == "posix" and torch.get_num_threads() == 1
-    return time.thread_time if counts else time.perf_counter
+    if os.name != "posix" or torch.get_num_threads() > 1:
+        return time.perf_counter
+    return time.process_time if every_thread else time.thread_time
 
 
 def measure(call: Call, cold: bool = False) -> float:

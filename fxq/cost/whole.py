@@ -12,6 +12,7 @@ from torch import fx
 
 from fxq.backends.lower_graph import lower_graph
 from fxq.common.isolation import copied
+from fxq.cost.cache import clock
 from fxq.pipeline.context import Context
 from fxq.rewriting.rewriter import Rewriter
 
@@ -41,13 +42,13 @@ def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) ->
                 log.debug("a choice of ops cannot be timed: %s: %s", type(error).__name__, error)
                 continue
             calls[i] = lambda made=made: made(*args, **kwargs)  # type: ignore[misc]
-        times = dict.fromkeys(calls, float("inf"))
+        times, now = dict.fromkeys(calls, float("inf")), clock(every_thread=True)
         end = time.perf_counter() + SECONDS
         for _ in range(MOST):
             for i, call in calls.items():
-                start = time.perf_counter()
+                start = now()
                 call()
-                times[i] = min(times[i], time.perf_counter() - start)
+                times[i] = min(times[i], now() - start)
             if time.perf_counter() > end:
                 break
     return min(times, key=times.__getitem__, default=0)

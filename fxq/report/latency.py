@@ -19,6 +19,7 @@ from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import tensors
 from fxq.common.train_mode import first_in_train_mode
+from fxq.cost.cache import clock
 from fxq.errors import InputError, words_of
 from fxq.graph.run import Runner
 from fxq.graph.view import view
@@ -159,14 +160,16 @@ def interleaved(
     Args:
         calls: by name.
         wait: what waits for the end of a call.
-        least: take the shortest time of each instead, to which other programs have added nothing.
+        least: take the shortest time of each instead, to which other programs have added nothing; on one thread, of
+            the time that the CPU gave.
     """
+    now = clock(every_thread=True) if least else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     names, order = list(calls), random.Random(0)
     for _ in _rounds():
         order.shuffle(names)
         for name in names:
-            with _timed(times[name], wait):
+            with _timed(times[name], wait, now):
                 calls[name]()
     return {name: 1e6 * min(found) if least else _median(found) for name, found in times.items()}
 
@@ -192,11 +195,13 @@ def _rounds() -> Iterator[int]:
 
 
 @contextmanager
-def _timed(times: list[float], wait: Callable[[], None]) -> Iterator[None]:
-    start = time.perf_counter()
+def _timed(
+    times: list[float], wait: Callable[[], None], now: Callable[[], float] = time.perf_counter
+) -> Iterator[None]:
+    start = now()
     yield
     wait()
-    times.append(time.perf_counter() - start)
+    times.append(now() - start)
 
 
 def _median(times: Sequence[float]) -> float:
