@@ -1,15 +1,32 @@
-"""How long calls take that are made in turns."""
+"""How long calls take: on which clock, and in turns."""
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
+
 SECONDS, MOST = 0.7, 30
 """How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
+
+
+def clock(every_thread: bool = False) -> Callable[[], float]:
+    """What to time calls with: the time that the CPU gave to this thread, where that is the only one that computes.
+
+    Other programs do not count then, however busy the machine is. Several threads wait for each other: that takes time
+    that no CPU sees. Nor does Windows count CPU time finely enough.
+
+    Args:
+        every_thread: count those of this process, for calls that may compute in a thread of their own.
+    """
+    if os.name != "posix" or torch.get_num_threads() > 1:
+        return time.perf_counter
+    return time.process_time if every_thread else time.thread_time
 
 
 def interleaved(
@@ -22,14 +39,16 @@ def interleaved(
     Args:
         calls: by name.
         wait: what waits for the end of a call.
-        least: take the shortest time of each instead, to which other programs have added nothing.
+        least: take the shortest time of each instead, to which other programs have added nothing; on one thread, of
+            the time that the CPU gave.
     """
+    now = clock(every_thread=True) if least else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     names, order = list(calls), random.Random(0)
     for _ in rounds():
         order.shuffle(names)
         for name in names:
-            with timed(times[name], wait):
+            with timed(times[name], wait, now):
                 calls[name]()
     return {name: 1e6 * min(found) if least else median(found) for name, found in times.items()}
 
@@ -44,12 +63,12 @@ def rounds() -> Iterator[int]:
 
 
 @contextmanager
-def timed(times: list[float], wait: Callable[[], None]) -> Iterator[None]:
+def timed(times: list[float], wait: Callable[[], None], now: Callable[[], float] = time.perf_counter) -> Iterator[None]:
     """Add the seconds that what is inside takes, with the wait for its end."""
-    start = time.perf_counter()
+    start = now()
     yield
     wait()
-    times.append(time.perf_counter() - start)
+    times.append(now() - start)
 
 
 def median(times: Sequence[float]) -> float:

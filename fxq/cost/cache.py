@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fxq.backends import cpu
+from fxq.common.timed_calls import clock
 
 log = logging.getLogger("fxq")
 
@@ -41,16 +42,6 @@ CROWDED = 1.5
 """Threads that want to run for each core, from which on a machine is busy."""
 EVICTED = 1 << 24
 """Bytes that are written to empty the caches of a core: more than they hold."""
-
-
-def clock() -> Callable[[], float]:
-    """What to time calls with: the time that the CPU gave to this thread, where that is the only one that computes.
-
-    Other programs do not count then, however busy the machine is. Several threads wait for each other: that takes time
-    that no CPU sees. Nor does Windows count CPU time finely enough.
-    """
-    counts = os.name == "posix" and torch.get_num_threads() == 1
-    return time.thread_time if counts else time.perf_counter
 
 
 def measure(call: Call, cold: bool = False) -> float:

@@ -1,9 +1,13 @@
 """Calls in turns: each in another order, waited for, until the time is up."""
 
+import os
+import time
+
 import pytest
+import torch
 
 from fxq.common import timed_calls
-from fxq.common.timed_calls import interleaved
+from fxq.common.timed_calls import clock, interleaved
 
 
 def test_calls_take_turns_in_any_order_and_are_waited_for(monkeypatch):
@@ -26,12 +30,24 @@ def test_rounds_end_when_the_time_is_up(monkeypatch):
 
 def test_the_shortest_time_of_a_call_that_is_held_up_once(monkeypatch):
     monkeypatch.setattr(timed_calls, "MOST", 5)
-    clock, lasts = [0.0], iter([9.0, 5.0, 3.0, 5.0, 7.0])
-    monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: clock[0])
+    now, lasts = [0.0], iter([9.0, 5.0, 3.0, 5.0, 7.0])
+    monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timed_calls, "clock", lambda every_thread: lambda: now[0])
 
     def call():
-        clock[0] += 1e-6 * next(lasts)
+        now[0] += 1e-6 * next(lasts)
 
     assert interleaved({"a": call}, lambda: None, least=True) == {"a": pytest.approx(3.0)}
     lasts = iter([9.0, 5.0, 3.0, 5.0, 7.0])
     assert interleaved({"a": call}, lambda: None) == {"a": pytest.approx(5.0)}
+
+
+def test_the_clock_counts_what_the_cpu_gave(monkeypatch):
+    """One thread: what other programs take does not count; several: they wait for each other."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    alone = clock()
+    began = alone()
+    time.sleep(0.05)
+    assert (alone() - began < 0.04) is (os.name == "posix")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert clock() is time.perf_counter

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 
@@ -202,17 +201,6 @@ def test_what_an_earlier_session_was_sure_of_stays(tmp_path, monkeypatch, caplog
     found.save()
     assert Costs(path).rounds == {"sure": [1.0, 1.0, 1.0], "unsure": [1.0, 2.0, 4.0, 3.0, 3.0]}
     assert "1 of 2 prices differ from round to round" in caplog.text
-
-
-def test_the_clock_counts_what_the_cpu_gave(monkeypatch):
-    """One thread: what other programs take does not count; several: they wait for each other."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    alone = costs.clock()
-    began = alone()
-    time.sleep(0.05)
-    assert (alone() - began < 0.04) is (os.name == "posix")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert costs.clock() is time.perf_counter
 
 
 # ---- the machine's file
