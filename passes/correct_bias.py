@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -45,7 +44,7 @@ class CorrectBias(Pass):
     Args:
         scale: fit the weight's scale too.
         least: layers with fewer values per channel in the recorded samples are left alone: a fit would follow noise.
-        samples: how many samples to look at; of a large model half as many.
+        samples: how many samples to look at; half as many of a model that takes long for one.
     """
 
     scale: bool = True
@@ -92,24 +91,20 @@ class CorrectBias(Pass):
         return layers
 
     def _pays(self, rewriter: Rewriter, pieces: Sequence[Batch]) -> bool:
-        """Whether the output for each half of the samples gains by what is fitted to the other half."""
+        """Whether the output for either half of the samples gains by what is fitted to the other half."""
         if len(pieces) == 1 and rewriter.context.divisible:
             pieces = pieces_of(pieces[0], 1)
         halves = pieces[::2], pieces[1::2]
         if not halves[1]:
             return False
-        found: tuple[dict[int, Agreement], ...] = {}, {}  # without and with it, by the place of the output
         for known, others in (halves, halves[::-1]):
             fitted = self._fitted(rewriter, known)
             for layer in fitted.values():
                 layer.learns = False
-            for batch, (outputs, layers) in product(others, zip(found, ({}, fitted), strict=True)):
-                pairs = zip(*map(tensors, _outputs(rewriter.gm, batch, layers)), strict=True)
-                for place, (wanted, got) in enumerate(pairs):
-                    if wanted.is_floating_point():
-                        add_output(outputs, place, wanted, got)
-        before, after = (min((output.sqnr for output in outputs.values()), default=math.nan) for outputs in found)
-        return after > before + _GAIN
+            before, after = (_sqnr(rewriter.gm, others, layers) for layers in ({}, fitted))
+            if not after > before + _GAIN:
+                return False
+        return True
 
     def _layers(self, rewriter: Rewriter) -> dict[fx.Node, _Layer]:
         """What is to be fitted, nothing known of it yet."""
@@ -259,6 +254,16 @@ def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer])
         torch.set_rng_state(drawn)  # both draw the same numbers
         outputs = wanted, integers.step(node)
     return outputs
+
+
+def _sqnr(gm: fx.GraphModule, batches: Sequence[Batch], layers: Mapping[fx.Node, _Layer]) -> float:
+    """dB of the integer graph's output, layers corrected; of several outputs, of the one that is furthest off."""
+    found: dict[int, Agreement] = {}
+    for batch in batches:
+        for place, (wanted, got) in enumerate(zip(*map(tensors, _outputs(gm, batch, layers)), strict=True)):
+            if wanted.is_floating_point():
+                add_output(found, place, wanted, got)
+    return min((output.sqnr for output in found.values()), default=math.nan)
 
 
 class _Real(FloatForm):

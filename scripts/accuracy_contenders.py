@@ -18,16 +18,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from demo_sequence_subjects import Part
 from rivals import Call, input_names, onnx_call, onnx_session, write_float_onnx
 from sequence_recipes import on_integers
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import fxq
 
 Contender = Callable[[Part, bool], tuple[Call, str]]
 """Quantizes a part, told whether it is a transformer; what runs it, and a note."""
-OBSERVERS = ("minmax", "moving_average", "histogram", "percentile")
+OBSERVERS = ("minmax", "moving_average", "histogram", "percentile", "entropy")
+NOISES = (30, 40)
+"""dB. How much of a quantity is lost to rounding of some size, however it comes about."""
 
 
 def contenders(observers: bool = False) -> dict[str, Contender]:
@@ -51,6 +55,7 @@ def contenders(observers: bool = False) -> dict[str, Contender]:
         spec = replace(plain.config.activation, observer=name)
         if spec != plain.config.activation:
             found[f"fxq {name}"] = own(fxq.Recipe.static(backend="reference", activation=spec))
+    found |= {f"float with noise at {decibels} dB": noisy(decibels) for decibels in NOISES}
     found["fxq dynamic"] = own(fxq.Recipe.dynamic(backend="reference"))
     if find_spec("onnxruntime") and find_spec("onnx"):
         if find_spec("nncf"):
@@ -59,6 +64,24 @@ def contenders(observers: bool = False) -> dict[str, Contender]:
         found["ONNX Runtime, min-max"] = onnxruntime_static("MinMax")
         found["ONNX Runtime, percentile"] = onnxruntime_static("Percentile")
     return found
+
+
+def noisy(decibels: float) -> Contender:
+    """The float part, with white noise on each of its outputs: what any error of this SQNR would do."""
+
+    def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
+        draw = torch.Generator().manual_seed(0)
+
+        def rounded(x: Tensor) -> Tensor:
+            size = x.square().mean().sqrt() * 10 ** (-decibels / 20)
+            return x + size * torch.randn(x.shape, generator=draw)
+
+        def call(*inputs: Any) -> Any:
+            return tree_map_only(Tensor, rounded, part.model(*inputs))
+
+        return call, ""
+
+    return make
 
 
 def own(recipe: fxq.Recipe, reads_data: bool = False) -> Contender:

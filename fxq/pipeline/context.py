@@ -85,10 +85,14 @@ class Context:
         return [first_of(batch, each) if self.divisible else batch for batch in batches]
 
     def in_pieces(self, most: int, count: int) -> list[Batch]:
-        """The same; of a large model half as many, in `count` batches or some more, so that few values are held."""
+        """The same; of a large model, so that few values are held at a time, in `count` batches or some more.
+
+        Half as many samples where it is large for a single one: they take as long as calibration with all of them.
+        """
         if self.original is None or not self.original.is_large or not self.divisible:
             return self.some_samples(most)
-        batches = self.some_samples(-(-most // 2))
+        heavy = self.original.is_large_for(samples_in(self.example) or 1)
+        batches = self.some_samples(-(-most // 2) if heavy else most)
         size = max(sum(samples_in(batch) or 1 for batch in batches) // count, 1)
         return [piece for batch in batches for piece in pieces_of(batch, size)]
 

@@ -60,7 +60,11 @@ class Original:
     @cached_property
     def is_large(self) -> bool:
         """Whether it multiplies so much for the example that few samples of it are looked at where that is enough."""
-        return sum(op.macs for op in self.ops) > _LARGE
+        return self.is_large_for(1)
+
+    def is_large_for(self, samples: int) -> bool:
+        """The same of one sample, where the example has so many."""
+        return sum(op.macs for op in self.ops) > _LARGE * samples
 
     @cached_property
     def by_name(self) -> Mapping[str, OriginalOp]:

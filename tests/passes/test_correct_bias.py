@@ -5,14 +5,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.common.estimate import Estimate
 from fxq.common.metrics import sqnr
 from fxq.passes import CorrectBias, correct_bias
+from tests.estimates import average, trusted
 from tests.graphs import drawn, expected, program, run_pass
 from tests.helpers import REFERENCE
 
@@ -81,21 +79,6 @@ qmin=-127, qmax=127, axis=0)
     """)
 
 
-def average(parts):
-    """The mean of what parts say, (parts, C), of which each counts by the square of its number."""
-    counts = torch.arange(1.0, len(parts) + 1, dtype=torch.float64) ** 2
-    return (counts[:, None] * parts).sum(0) / counts.sum()
-
-
-def trusted(parts):
-    """The same, times 1 - noise / signal of all channels together."""
-    mean = average(parts)
-    counts = torch.arange(1.0, len(parts) + 1, dtype=torch.float64) ** 2
-    as_many = counts.sum() ** 2 / counts.square().sum()
-    noise = float((average(parts**2) - mean**2).sum() / (as_many - 1))
-    return mean * max(0.0, 1 - noise / float((mean**2).sum()))
-
-
 def in_parts(y, axis=1):
     """Means and deviations of parts of the values of each channel, (parts, C): 32, or fewer of 16 values."""
     rows = y.movedim(axis, 0).flatten(1)
@@ -130,17 +113,6 @@ def test_mean_and_deviation_become_those_of_the_float_layer():
 def test_what_it_leaves_alone(step, written):
     gm = run_pass(step, written, GIVEN, data=(X[0],))
     assert program(gm) == program(fxq.read_graph(written, fxq.graph_tensors(gm)))
-
-
-@given(st.integers(1, 6), st.integers(1, 5), st.floats(0, 3))
-def test_estimates_are_pulled_to_zero_by_what_parts_disagree_on(count, channels, level):
-    torch.manual_seed(count + 10 * channels)
-    parts = level + torch.randn(count, channels, dtype=torch.float64)
-    estimate = Estimate()
-    for part in parts:
-        estimate.add(part)
-    wanted = trusted(parts) if count > 1 else parts[0]
-    torch.testing.assert_close(estimate(), wanted, rtol=1e-9, atol=1e-12)
 
 
 def test_what_is_chance_is_not_corrected():
