@@ -207,8 +207,9 @@ class FakeQuantizeWeight(FakeQuantize):
         held = steps * self._spread(self.last_scale(), steps)
         held = torch.where(self.oscillation.frozen, held, torch.nan)
         if hasattr(weight, "device_mesh"):  # a DTensor, whose import takes long
-            from torch.distributed.tensor import distribute_tensor
+            from torch.distributed.tensor import DTensor, distribute_tensor
 
+            assert isinstance(weight, DTensor)
             held = distribute_tensor(held, weight.device_mesh, weight.placements, src_data_rank=None)
         weight.data.copy_(torch.where(held.isnan(), weight.data, held))
 
