@@ -125,9 +125,10 @@ def test_training_finds_what_rounding_loses():
     fit(model, 300)
     weight = fxq.TensorSpec(bits=2, signed=True, symmetric=True, per="channel", observer="minmax")
     rounded = fxq.quantize(model.eval(), fxq.Recipe.static(backend="reference", weight=weight), data=[x])
-    made = prepared(model, x, fxq.Recipe.qat(backend="reference", weight=weight, learned=True))
+    recipe = fxq.Recipe.qat(backend="reference", weight=weight, learned=True, freeze_weights_over=300)
+    made = prepared(model, x, recipe)
     fit(made, 300)
-    assert loss(fxq.convert(made)) < 0.2 * loss(rounded)
+    assert loss(fxq.convert(made)) < 0.2 * loss(rounded)  # .02 to .08 with weights that are frozen, .1 to .3 without
 
 
 def test_a_network_on_kernels():
