@@ -15,12 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fxq.common.data import Batch
 from fxq.common.metrics import tensors
 from fxq.errors import CalibrationError, InputError, warn
+from fxq.graph.query import read_attribute
 from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
 from fxq.pipeline.history import History
 from fxq.pipeline.manager import PassManager
 from fxq.pipeline.ranks import AUTO, Ranks
 from fxq.pipeline.samples import record
-from fxq.quant.fake_quantize import FakeQuantizeValue, move_ranges, use_ranges
+from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, move_ranges, use_ranges
+from fxq.quant.oscillation import Oscillation, highest_frequency
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ class TrainingModel(fx.GraphModule):
         """Wrap the graph of a manager that has inserted fake quantizers; `observed` is it behind insert-observers."""
         made = cls(manager.gm, manager.gm.graph, class_name="TrainingModel")
         made.add_module(PROGRESS, TrainingProgress())
+        if made._options(manager).freeze_weights_over:
+            for path, quantizer in _rounded_parameters(made).items():
+                quantizer.oscillation = Oscillation(made.get_parameter(path).shape, quantizer.grid.dtype)
         made._attach(Preparation(manager, observed), AUTO)
         return made.train()
 
@@ -91,8 +96,10 @@ class TrainingModel(fx.GraphModule):
         self.preparation, self.group = preparation, group
         self._steps, self._moved = 0, False
         self._quantizers = [m for m in self.modules() if isinstance(m, FakeQuantizeValue)]
-        self._norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
-        self._momenta = [norm.momentum for norm in self._norms]
+        norms = {path: m for path, m in self.named_modules() if isinstance(m, _BatchNorm)}
+        rounded = _rounded_parameters(self)
+        self._freezing = {path: q for path, q in rounded.items() if q.oscillation is not None}
+        self._momenta = {path: norm.momentum for path, norm in norms.items()}
         self.register_forward_pre_hook(_before_forward, with_kwargs=True)
         self.register_forward_hook(_behind_forward)
         self.register_load_state_dict_post_hook(_loaded)
@@ -113,6 +120,11 @@ class TrainingModel(fx.GraphModule):
     def steps(self) -> int:
         """Forwards in train mode so far."""
         return self._steps
+
+    @property
+    def _norms(self) -> list[_BatchNorm]:
+        """The batch norms as they are now: `SyncBatchNorm.convert_sync_batchnorm` puts others in their place."""
+        return [self.get_submodule(path) for path in self._momenta]  # type: ignore[misc]
 
     def train(self, mode: bool = True) -> TrainingModel:
         """As of any module; the statistics of batch norms that are frozen stay so."""
@@ -163,30 +175,39 @@ class TrainingModel(fx.GraphModule):
             norm.eval()
 
     def use_ranges(self) -> None:
-        """Let values be rounded to the grids of all that was seen. Each forward does it."""
+        """Let values be rounded to the grids of all that was seen, and frozen weights be so. Each forward does it."""
         if not self._moved:
             return
         use_ranges([q for q in self._quantizers if not q.learned])
         for quantizer in self._quantizers:
             quantizer.started = quantizer.started or quantizer.has_range
+        for path, weight in self._freezing.items():
+            weight.hold(self.get_parameter(path))
         self._moved = False
 
     def _take_step(self) -> None:
-        """Behind a forward in train mode: move ranges, on all ranks alike, and count it."""
+        """Behind a forward in train mode: move ranges, on all ranks alike, freeze weights, and count it."""
         moving = [q for q in self._quantizers if q.watching]
         if moving:
             move_ranges(moving, self._seen_on_all_ranks(moving))
             for quantizer in moving:
                 quantizer.has_range = quantizer.has_range or bool(quantizer.low <= quantizer.high)
+        options = self._options(self.preparation.manager)
+        for weight in self._freezing.values():
+            assert weight.oscillation is not None  # of all of these
+            weight.oscillation.note(highest_frequency(self._steps, options.freeze_weights_over), not self._steps)
         self._moved = True
         self._steps += 1
         self.progress.steps.fill_(self._steps)
-        pipeline = self.preparation.manager.context.recipe.pipeline
-        options = next(step for step in pipeline if isinstance(step, InsertFakeQuantizers))
         if self._steps == options.freeze_ranges_after or self.progress.ranges_frozen:
             self._freeze_ranges()
         if self._steps == options.freeze_norms_after and self._norms:
             self._freeze_norms()
+
+    @staticmethod
+    def _options(manager: PassManager) -> InsertFakeQuantizers:
+        pipeline = manager.context.recipe.pipeline
+        return next(step for step in pipeline if isinstance(step, InsertFakeQuantizers))
 
     def _seen_on_all_ranks(self, quantizers: Sequence[FakeQuantizeValue]) -> Tensor:
         """The smallest and the largest value of each in this forward: float32, (N, 2)."""
@@ -218,6 +239,19 @@ PROGRESS = "fxq_progress"
 """Where the model has its `TrainingProgress`."""
 
 
+def _rounded_parameters(model: fx.GraphModule) -> dict[str, FakeQuantizeWeight]:
+    """The parameters that one fake quantizer rounds, and nothing else: their paths, and which it is."""
+    readers: dict[int, tuple[str, set[FakeQuantizeWeight]]] = {}
+    for node in model.graph.nodes:
+        module = model.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(module, FakeQuantizeWeight) and node.args[0].op == "get_attr":
+            path = str(node.args[0].target)
+            parameter = read_attribute(model, path)
+            if isinstance(parameter, nn.Parameter):
+                readers.setdefault(id(parameter), (path, set()))[1].add(module)
+    return {path: quantizers.pop() for path, quantizers in readers.values() if len(quantizers) == 1}
+
+
 def _recomputes() -> bool:
     """Whether a forward is computed again for its gradients, as activation checkpointing does."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
@@ -228,7 +262,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Use the ranges so far. Where the forward is computed again, batch norms do not count it."""
     assert isinstance(model, TrainingModel)
     again = _recomputes()
-    for norm, momentum in zip(model._norms, model._momenta, strict=True):
+    for norm, momentum in zip(model._norms, model._momenta.values(), strict=True):
         norm.momentum = 0.0 if again else momentum
     if again:
         return

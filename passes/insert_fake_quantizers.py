@@ -37,19 +37,23 @@ class InsertFakeQuantizers(Pass):
     Dropout is put back. Values on one grid share a fake quantizer; a relu whose values are rounded next is left to it.
     What else was computed of weights stays as it is, with a warning.
     Keeps: in eval mode, once ranges are known, the output of the graph with integers, up to rounding.
-    Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, sections 3.2.1 and 3.2.2 (statistics that are frozen).
+    Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, sections 3.2.1 and 3.2.2 (statistics that are frozen);
+    Nagel et al. 2022, section 4.2 (weights that are frozen).
 
     Options:
         freeze_ranges_after: forwards in train mode behind which the ranges of values stay as they are; 0: never.
         freeze_norms_after: those behind which the statistics of batch norms do; 0: never.
+        freeze_weights_over: those over which weights that go back and forth between integers come to stay; 0: never.
     """
 
     freeze_ranges_after: int = 0
     freeze_norms_after: int = 0
+    freeze_weights_over: int = 0
 
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
         "freeze_ranges_after": (0, 2**62),
         "freeze_norms_after": (0, 2**62),
+        "freeze_weights_over": (0, 2**62),
     }
     name: ClassVar[str] = "insert-fake-quantizers"
     needs: ClassVar[Stage] = Stage.QDQ

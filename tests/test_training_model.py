@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxq
+from fxq.common.metrics import sqnr
 from fxq.errors import CalibrationError, FxqWarning, InputError
-from fxq.quant.fake_quantize import FakeQuantizeValue
+from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
+from fxq.quant.qparams import quantize
 from tests.models import batch, build
 from tests.trainings import QAT, prepared, trained
 
@@ -93,6 +95,14 @@ def test_statistics_of_batch_norms_are_frozen(by_hand):
         model.freeze_norms()
 
 
+def test_batch_norms_that_others_have_taken_the_place_of():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(residual())
+    model.freeze_norms()
+    norms = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+    assert norms
+    assert not any(m.training for m in norms)
+
+
 def test_without_batch_norms_there_is_nothing_to_freeze():
     with pytest.raises(InputError, match="has no batch norm whose statistics could be frozen"):
         prepared(nn.Linear(2, 2).eval(), torch.rand(1, 2)).freeze_norms()
@@ -152,6 +162,88 @@ def test_forwards_that_are_computed_again_for_gradients(recipe, reentrant):
     assert other.steps == 6
     for (name, mine), its in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(mine, its) or "num_batches_tracked" in name, name
+
+
+# ---- weights that are frozen
+
+
+W3 = fxq.TensorSpec(bits=3, signed=True, symmetric=True, per="channel", observer="minmax")
+
+
+def with_weights_to_freeze(learned=False, rate=0.3, steps=30):
+    """A model behind steps that are so large that weights go back and forth; the batches."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
+    batches = [torch.randn(8, 3, 8, 8) for _ in range(2 * steps)]
+    recipe = fxq.Recipe.qat(backend="reference", weight=W3, learned=learned, freeze_weights_over=steps)
+    model = prepared(net, batches[0], recipe)
+    trained(model, batches[:steps], rate)
+    return model, batches[steps:], lambda: prepared(net, batches[0], recipe)
+
+
+def integers(model):
+    """Of each layer's weight: what is frozen, and all integers."""
+    model.use_ranges()
+    found = []
+    for node in model.graph.nodes:
+        module = model.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(module, FakeQuantizeWeight):
+            weight = model.get_parameter(node.args[0].target).detach()
+            found.append((module.oscillation.frozen.clone(), quantize(weight, module.qparams_of(weight))))
+    return found
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_weights_that_go_back_and_forth_are_frozen(learned):
+    model, batches, _ = with_weights_to_freeze(learned)
+    before = integers(model)
+    trained(model, batches, rate=0.3)
+    for (frozen, old), (later, new) in zip(before, integers(model), strict=True):
+        assert frozen.any()
+        assert not later.all()
+        assert torch.equal(old[frozen], new[frozen])
+    assert any(not torch.equal(old, new) for (_, old), (_, new) in zip(before, integers(model), strict=True))
+    with torch.no_grad():
+        wanted = model.eval()(batches[0])
+    assert sqnr(wanted, fxq.convert(model)(batches[0])) > 60  # float rounding, and no step of a grid
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_frozen_weights_are_part_of_its_state_and_of_its_copies(learned):
+    model, batches, make = with_weights_to_freeze(learned)
+    copied, loaded, recomputed = copy.deepcopy(model), make(), copy.deepcopy(model)
+    loaded.load_state_dict(copy.deepcopy(model.state_dict()))
+    wanted = trained(model, batches, rate=0.3)
+    assert trained(copied, batches, rate=0.3) == wanted
+    assert trained(loaded, batches, rate=0.3) == wanted
+    again = trained(recomputed, batches, 0.3, lambda x: checkpoint(recomputed, x.requires_grad_(), use_reentrant=False))
+    assert again == wanted
+
+
+def test_two_forwards_before_one_backward():
+    model, batches, _ = with_weights_to_freeze(learned=True)
+    (model(batches[0]) - model(batches[1])).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_weights_that_two_layers_round_in_their_own_ways_are_not_frozen():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.own = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.own(self.second(self.first(x)))
+
+    recipe = fxq.Recipe.qat(backend="reference", freeze_weights_over=5)
+    recipe = recipe.override("second", fxq.QuantConfig(recipe.config.activation, W3))
+    model = prepared(Tied().eval(), torch.randn(2, 4), recipe)
+    trained(model, [torch.randn(2, 4) for _ in range(3)])
+    assert list(model._freezing) == ["own.weight"]
+
+
+# ---- where it runs
 
 
 def test_under_autocast():

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fxq.quant.observers import MovingAverage, observer_for
+from fxq.quant.oscillation import Oscillation
 from fxq.quant.qparams import QParams, scale_and_zero_point, spread
 from fxq.quant.spec import TensorSpec
+from fxq.quant.straight_through import GradientTimes, Rounded, RoundedByLearnedScale, RoundedInside
 from fxq.quant.tensor_range import range_of
 
 LEAST = 1e-3
@@ -73,23 +75,30 @@ class FakeQuantize(nn.Module):
         """`x`, float32, on the grid of this scale and zero point."""
         grid = self.grid
         if not self.learned:
-            scale, zero_point = (spread(t, x, grid.axis, grid.block) for t in (scale, zero_point))
-            rounding = _RoundedInside if self.of_weights else _Rounded
+            scale, zero_point = self._spread(scale, x), self._spread(zero_point, x)
+            rounding = RoundedInside if self.of_weights else Rounded
             return rounding.apply(x, scale, zero_point, grid.qmin, grid.qmax)
         most = grid.qmax - ((grid.qmin + grid.qmax + 1) // 2 if self.spec.symmetric else grid.qmin)
         shared = x.numel() // (len(x) or 1) if grid.axis is None else x.numel() // scale.numel()
         times = 1 / (math.sqrt(max(shared, 1) * most) * scale.square())
-        scale = scale * _GradientTimes.apply(self.factor.abs().clamp(min=LEAST), times)
-        scale, zero_point = (spread(t, x, grid.axis, grid.block) for t in (scale, zero_point))
-        return _RoundedByLearnedScale.apply(x, scale, zero_point, grid.qmin, grid.qmax, self.of_weights)
+        scale = scale * GradientTimes.apply(self.factor.abs().clamp(min=LEAST), times)
+        scale, zero_point = self._spread(scale, x), self._spread(zero_point, x)
+        return RoundedByLearnedScale.apply(x, scale, zero_point, grid.qmin, grid.qmax, self.of_weights)
+
+    def _spread(self, numbers: Tensor, x: Tensor) -> Tensor:
+        """Scales or zero points, shaped to broadcast with `x`."""
+        return spread(numbers, x, self.grid.axis, self.grid.block)
+
+    def last_scale(self) -> Tensor:
+        """The scale as it is now, without a gradient."""
+        if not self.learned:
+            return self.scale
+        return self.scale * whole(self.factor).detach().to(self.scale.device).abs().clamp(min=LEAST)
 
     def qparams(self) -> QParams:
         """Scale and zero point as they are now, on the CPU."""
         grid = self.grid
-        scale = self.scale
-        if self.learned:
-            scale = scale * whole(self.factor).detach().to(scale.device).abs().clamp(min=LEAST)
-        scale, zero_point = (t.cpu().reshape(grid.scale.shape).clone() for t in (scale, self.zero_point))
+        scale, zero_point = (t.cpu().reshape(grid.scale.shape).clone() for t in (self.last_scale(), self.zero_point))
         return QParams(scale, zero_point, grid.qmin, grid.qmax, grid.dtype, grid.axis, grid.block)
 
     def extra_repr(self) -> str:
@@ -160,18 +169,49 @@ class FakeQuantizeWeight(FakeQuantize):
         grid: the limits of the integers, the axis and the block; where the scale is learned, it starts with these.
         label: what errors call the weight.
         edge: the path of the weight as it is quantized, and which of its edges this one is for.
+
+    Attributes:
+        oscillation: of the weight, where elements that go back and forth between integers are to be frozen. Then
+            `scale` and `zero_point` are those of the last forward in train mode, also where they are not learned.
     """
 
     of_weights: ClassVar[bool] = True
+    oscillation: Oscillation | None
 
     def __init__(self, spec: TensorSpec, grid: QParams, label: str, edge: tuple[str, int] = ("", 0)) -> None:
         super().__init__(spec, grid, label)
-        self.edge = edge
+        self.edge, self.oscillation = edge, None
 
     def forward(self, weight: Tensor) -> Tensor:
         """`weight`, floating point, of the shape that it had when this was made, on the grid; float32."""
         weight = weight.to(torch.float32)
-        return self.rounded(weight, *self.grid_of(weight.detach()))
+        scale, zero_point = self.grid_of(weight.detach())
+        if self.training and self.oscillation is not None:
+            with torch.no_grad():
+                if not self.learned:
+                    self.scale.copy_(scale)
+                    self.zero_point.copy_(zero_point)
+                steps = torch.round(weight / self._spread(self.last_scale(), weight))
+                steps = steps.add_(self._spread(self.zero_point, weight)).clamp_(self.grid.qmin, self.grid.qmax)
+                self.oscillation.now.copy_(steps)
+        return self.rounded(weight, scale, zero_point)
+
+    @torch.no_grad()
+    def hold(self, weight: Tensor) -> None:
+        """Put the elements of the weight that are frozen on the integers that they keep, in place.
+
+        What an earlier forward has kept for its gradients is not spoiled by it, as far as autograd is concerned.
+        """
+        assert self.oscillation is not None  # of one that freezes
+        steps = self.oscillation.before - self._spread(self.zero_point, self.oscillation.before)
+        held = steps * self._spread(self.last_scale(), steps)
+        held = torch.where(self.oscillation.frozen, held, torch.nan)
+        if hasattr(weight, "device_mesh"):  # a DTensor, whose import takes long
+            from torch.distributed.tensor import DTensor, distribute_tensor
+
+            assert isinstance(weight, DTensor)
+            held = distribute_tensor(held, weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.data.copy_(torch.where(held.isnan(), weight.data, held))
 
     def grid_of(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The scale and the zero point that a weight has."""
@@ -236,81 +276,3 @@ def whole(tensor: Tensor) -> Tensor:
     """A tensor as it is; of one that is spread over processes (`DTensor`), all of it: each of them has to ask."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
-
-
-class _Rounded(torch.autograd.Function):
-    """Values on a grid. The gradient of what is inside of it passes; for scale and zero point there is none."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
-        steps = torch.round(x / scale).add_(zero_point)
-        inside = steps.clamp(qmin, qmax)
-        ctx.save_for_backward(inside.eq(steps))
-        return inside.sub_(zero_point).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (passes,) = ctx.saved_tensors
-        return grad * passes, None, None, None, None
-
-
-class _RoundedInside(torch.autograd.Function):
-    """The same, of values whose own range the grid has: all gradients pass, and nothing is kept for them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
-        return torch.round(x / scale).add_(zero_point).clamp_(qmin, qmax).sub_(zero_point).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None, None, None, None
-
-
-class _RoundedByLearnedScale(torch.autograd.Function):
-    """The same, with a gradient for the scale: Esser et al. 2020, section 2.1, equations 3 and 5.
-
-    What a parameter needs for it is computed of the parameter, which is there anyway; other values keep it, in int16.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, parameter: bool
-    ) -> Tensor:
-        exact = x / scale
-        ctx.save_for_backward(x if parameter else _cut_off(exact, zero_point, qmin, qmax), scale, zero_point)
-        ctx.limits = qmin, qmax, parameter
-        return exact.round_().add_(zero_point).clamp_(qmin, qmax).sub_(zero_point).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        kept, scale, zero_point = ctx.saved_tensors
-        qmin, qmax, parameter = ctx.limits
-        cut_off = _cut_off(kept / scale, zero_point, qmin, qmax) if parameter else kept
-        below, above = cut_off.eq(BELOW), cut_off.eq(ABOVE)
-        by_scale = torch.where(below, qmin - zero_point, cut_off.to(torch.float32).div_(PARTS))
-        by_scale = torch.where(above, qmax - zero_point, by_scale).mul_(grad)
-        return grad * below.logical_or_(above).logical_not_(), by_scale.sum_to_size(scale.shape), *[None] * 4
-
-
-PARTS, BELOW, ABOVE = 2**16 - 4, -(2**15), 2**15 - 1
-
-
-def _cut_off(exact: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
-    """What rounding adds to each value, in parts of a step: int16; BELOW and ABOVE for values outside of the grid."""
-    parts = torch.round(exact).sub_(exact).mul_(PARTS).round_()
-    parts.masked_fill_(exact <= qmin - zero_point, BELOW).masked_fill_(exact >= qmax - zero_point, ABOVE)
-    return parts.to(torch.int16)
-
-
-class _GradientTimes(torch.autograd.Function):
-    """A tensor as it is, whose gradient is multiplied by numbers of its shape."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, times: Tensor) -> Tensor:
-        ctx.save_for_backward(times)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (times,) = ctx.saved_tensors
-        return grad * times, None

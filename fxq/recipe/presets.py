@@ -141,6 +141,7 @@ def qat(
     learned: bool = False,
     freeze_ranges_after: int = 0,
     freeze_norms_after: int = 0,
+    freeze_weights_over: int = 0,
     **options: Any,
 ) -> Recipe:
     """Quantization-aware training: `fxq.prepare` gives a model to train, `fxq.convert` makes it an integer model.
@@ -153,6 +154,10 @@ def qat(
             names end in "factor".
         freeze_ranges_after: forwards in train mode behind which ranges of activations stay as they are; 0: never.
         freeze_norms_after: those behind which the statistics of batch norms do; 0: never.
+        freeze_weights_over: give the number of all forwards in train mode: over these, weights that go back and
+            forth between two integers come to stay with one of them, more of them with every forward; 0: never.
+            For 4 bits and fewer; it takes 7 bytes of memory for each of these weights. Weights that are a part of a
+            parameter, or have one scale and a batch norm behind them, do not take part.
         options: as for `static`. What can run on integers does (`optimize="coverage"`), as it was trained to. The
             state of recurrent layers stays float.
 
@@ -161,7 +166,8 @@ def qat(
         >>> fxq.Recipe.qat(weight=weight, freeze_norms_after=1000).pipeline["insert-fake-quantizers"].freeze_norms_after
         1000
 
-    Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, section 3.2; Esser et al. 2020 (learned scales).
+    Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, section 3.2; Esser et al. 2020 (learned scales);
+        Nagel et al. 2022, section 4.2 (weights that are frozen).
     """
     if learned:
         weight = replace(weight, range="learned", observer="mse")
@@ -169,7 +175,12 @@ def qat(
     given = static(_cls, **{"optimize": "coverage", **options})
     recipe = replace(given, preset="qat", config=QuantConfig(activation, weight, state=None))
     step = recipe.pipeline[FAKE_QUANTIZERS]
-    new = replace(step, freeze_ranges_after=freeze_ranges_after, freeze_norms_after=freeze_norms_after)
+    new = replace(
+        step,
+        freeze_ranges_after=freeze_ranges_after,
+        freeze_norms_after=freeze_norms_after,
+        freeze_weights_over=freeze_weights_over,
+    )
     if new == step:
         return recipe
     before = recipe.pipeline[recipe.pipeline.position(FAKE_QUANTIZERS) - 1].name

@@ -32,13 +32,6 @@ def settled(quantizer, *batches):
     return quantizer
 
 
-def rounded_straight_through(x, scale, zero_point, qmin, qmax):
-    """The same written with autograd's own functions: gradients pass the rounding, and stop where values are cut."""
-    steps = x / scale + zero_point
-    steps = steps + (steps.round() - steps).detach()
-    return (steps.clamp(qmin, qmax) - zero_point) * scale
-
-
 @given(st.integers(0, 2**16), st.sampled_from([2, 4, 7, 8]), st.booleans(), st.floats(0.01, 100), st.floats(-3, 3))
 def test_a_value_is_what_quantize_and_dequantize_make_of_it(seed, bits, symmetric, spread, shift):
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)) * spread + shift
@@ -54,59 +47,6 @@ def test_before_the_first_batch_counts_values_are_handed_on():
     assert torch.equal(quantizer(x), x)
     assert torch.equal(value_quantizer(nonnegative=True)(x), x.relu())
     assert torch.equal(quantizer.seen, torch.stack([x.min(), x.max()]))
-
-
-def test_gradients_pass_inside_of_the_grid():
-    x = torch.tensor([-3.0, -0.4, 0.2, 1.1, 200.0, 300.0], requires_grad=True)
-    quantizer = settled(value_quantizer(), torch.tensor([-1.0, 254.0]))
-    upstream = torch.arange(1.0, 7.0)
-    (own,) = torch.autograd.grad(quantizer(x), x, upstream)
-    again = x.detach().requires_grad_()
-    wanted = rounded_straight_through(again, quantizer.scale, quantizer.zero_point, 0, 255)
-    (reference,) = torch.autograd.grad(wanted, again, upstream)
-    assert torch.equal(own, reference)
-    assert own.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
-
-
-@pytest.mark.parametrize("axis", [None, 0, 1])
-def test_a_learned_scale_has_the_gradient_of_lsq(axis):
-    per = "tensor" if axis is None else "channel"
-    spec = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per=per, range="learned")
-    w = torch.randn(6, 8, dtype=torch.float32)
-    scale = torch.full((), 0.2) if axis is None else torch.linspace(0.1, 0.3, w.shape[axis])
-    grid = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -7, 7, torch.int8, axis)
-    quantizer = FakeQuantizeWeight(spec, grid, "w")
-    own = w.clone().requires_grad_()
-    upstream = torch.randn(6, 8)
-    quantizer(own).backward(upstream)
-    v = w / (scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(2)]))
-    inside = (v > -7) & (v < 7)  # Esser et al. 2020, equations 3 and 5
-    by_scale = torch.where(inside, -v + v.round(), v.clamp(-7, 7))
-    expected = (upstream * by_scale).sum() if axis is None else (upstream * by_scale).sum(1 - axis)
-    shared = w.numel() / scale.numel() if axis is not None else w[0].numel()
-    moved = quantizer.factor.grad.reshape(scale.shape) * scale  # of the scale, by gradient descent
-    assert_close(moved, expected / math.sqrt(shared * 7), rtol=1e-5, atol=2e-5)  # parts of a step are kept in int16
-    assert torch.equal(own.grad, upstream * inside)
-
-
-@pytest.mark.parametrize(
-    ("kind", "learned", "kept"),
-    [
-        (FakeQuantizeValue, False, torch.bool),
-        (FakeQuantizeValue, True, torch.int16),
-        (FakeQuantizeWeight, False, None),
-        (FakeQuantizeWeight, True, torch.float32),  # the parameter itself
-    ],
-)
-def test_what_is_kept_for_the_backward(kind, learned, kept):
-    spec = fxq.TensorSpec(bits=4, range="learned" if learned else "calibrated", observer="minmax")
-    quantizer, x, found = kind(spec, QParams.per_tensor(0.1, 5, 0, 15), "x"), torch.randn(1000, requires_grad=True), []
-    quantizer.started = True
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
-        quantizer(x)
-    found = [t for t in found if t.numel() == 1000]
-    assert [t.dtype for t in found] == ([kept] if kept else [])
-    assert all(t.data_ptr() == x.data_ptr() for t in found if t.dtype == torch.float32)
 
 
 def test_a_learned_scale_starts_with_its_grid_and_follows_no_range():

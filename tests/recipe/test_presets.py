@@ -30,9 +30,10 @@ def test_static_takes_leaves_and_fixed_arguments():
 
 
 def test_a_recipe_for_training():
-    recipe = fxq.Recipe.qat(freeze_ranges_after=10, freeze_norms_after=20, backend="reference")
+    recipe = fxq.Recipe.qat(freeze_ranges_after=10, freeze_norms_after=20, freeze_weights_over=30, backend="reference")
     step = recipe.pipeline["insert-fake-quantizers"]
-    assert (step.freeze_ranges_after, step.freeze_norms_after, recipe.optimize) == (10, 20, "coverage")
+    assert (step.freeze_ranges_after, step.freeze_norms_after, step.freeze_weights_over) == (10, 20, 30)
+    assert recipe.optimize == "coverage"
     assert [p.name for p in recipe.pipeline] == [p.name for p in fxq.Recipe.qat().pipeline]
     assert recipe.trains
     assert not fxq.Recipe.static().trains
