@@ -36,7 +36,8 @@ class CorrectBias(Pass):
     the float layer computes, on recorded samples. Both graphs run side by side, some samples at a time, each layer
     behind those before it as they are corrected by what was seen so far: of all values only sums are kept. Both are
     pulled towards no correction by as much as parts of the samples disagree on them. Of few samples, it is fitted to
-    half of them first: if the output for the other half gains little by it, or there is one alone, nothing is changed.
+    half of them first: if the output for the other half gains little by it, or there is one alone, k is 1 and c is 0.
+    So the graph is the same whatever the data is, and a state dict of one model fits the other.
     Layers that measure their ranges at run time, and recipes without calibration data, are left alone.
     Source: Nagel et al. 2019, section 4.2 and appendix D (empirical bias correction); the factor is the same idea for
     the deviation; James and Stein 1961 for how far both are trusted.
@@ -63,21 +64,19 @@ class CorrectBias(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Run the float and the integer graph side by side on the recorded samples, then write what was found."""
         context: Context = rewriter.context
-        if not context.samples or not self._layers(rewriter):
+        layers = self._layers(rewriter)
+        if not context.samples or not layers:
             return
         pieces = context.in_pieces(self.samples, _PIECES)
         with torch.no_grad(), seeded():
             known = sum(samples_in(piece) or 1 for piece in pieces)
             enough = known >= _FEW if context.divisible else len(pieces) >= _PIECES
-            if not enough and not self._pays(rewriter, pieces):
-                return
-            layers = self._fitted(rewriter, pieces)
+            if enough or self._pays(rewriter, pieces):
+                layers = self._fitted(rewriter, pieces)
         for node, layer in layers.items():
-            if layer.line is not None:
-                with rewriter.attributed("correct_bias", CorrectBias):
-                    _write(rewriter, node, layer, *layer.line)
-        if any(layer.line is not None for layer in layers.values()):
-            rewriter.erase_unused()  # the biases and scales before
+            with rewriter.attributed("correct_bias", CorrectBias):
+                _write(rewriter, node, layer)
+        rewriter.erase_unused()  # the biases and scales before
 
     def _fitted(self, rewriter: Rewriter, pieces: Sequence[Batch]) -> Mapping[fx.Node, _Layer]:
         """The layers, fitted to these samples."""
@@ -159,7 +158,7 @@ class _Layer:
         gain: the logarithm of how much less it deviates from the mean; groups of a transposed convolution share scales.
         learns: whether values that are computed are taken in.
         wanted: what its float form computed of the samples that are run.
-        line: by channel, the factor of the scales and the shift behind it, float64; None before there is one.
+        line: by channel, the factor of the scales and the shift behind it, float64; None: 1 and 0.
     """
 
     old: fx.Node
@@ -308,8 +307,9 @@ def _run_layer(runner: Runner, node: fx.Node, see: Callable[[Tensor], Tensor]) -
     return value
 
 
-def _write(rewriter: Rewriter, node: fx.Node, layer: _Layer, factor: Tensor, shift: Tensor) -> None:
+def _write(rewriter: Rewriter, node: fx.Node, layer: _Layer) -> None:
     """Write the line of a layer into its bias and the scales of its weight."""
+    factor, shift = layer.line or (torch.ones(len(layer.bias)).double(), torch.zeros(len(layer.bias)).double())
     name = info(node).path or node.name
     corrected = (factor * layer.bias.double().cpu() + shift.cpu()).to(layer.bias)
     new = rewriter.constant(corrected, f"{name}.bias_corrected", before=node, like=node)

@@ -104,15 +104,22 @@ def test_mean_and_deviation_become_those_of_the_float_layer():
 @pytest.mark.parametrize(
     ("step", "written"),
     [
-        (CorrectBias(least=785), LAYER),  # 784 values a channel
         (CorrectBias(), LAYER.replace("w_dq, b)", "w_dq)")),
         (CorrectBias(), LAYER.replace("'int8'", "'float'")),
     ],
-    ids=["few values", "no bias", "float"],
+    ids=["no bias", "float"],
 )
 def test_what_it_leaves_alone(step, written):
     gm = run_pass(step, written, GIVEN, data=(X[0],))
     assert program(gm) == program(fxq.read_graph(written, fxq.graph_tensors(gm)))
+
+
+def test_too_few_values_change_no_number_and_give_the_same_graph():
+    least, enough = (run_pass(CorrectBias(least=n), LAYER, GIVEN, data=(X[0],)) for n in (393, 392))  # a half has 392
+    assert program(least) == program(enough)
+    assert torch.equal(least.fxq_data.conv_bias_corrected, least.b)
+    assert torch.equal(least.fxq_data.w_scale_corrected, GIVEN["scale"])
+    assert not torch.equal(enough.fxq_data.conv_bias_corrected, enough.b)
 
 
 def test_what_is_chance_is_not_corrected():
@@ -128,14 +135,24 @@ def test_what_is_chance_is_not_corrected():
     assert errors < 0.004
 
 
-@pytest.mark.parametrize(("samples", "edited"), [(1, False), (2, False), (15, False), (16, True)])
-def test_few_samples_are_asked_whether_it_holds_for_others(samples, edited):
+@pytest.mark.parametrize(("samples", "corrected"), [(1, False), (2, False), (15, False), (16, True)])
+def test_few_samples_are_asked_whether_it_holds_for_others(samples, corrected):
     """Weights and inputs of mean 0 leave no mean error: what is fitted is chance."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     observed = fxq.prepare(model, REFERENCE, torch.randn(1, 3, 16, 16))
-    quantized = fxq.convert(fxq.calibrate(observed, [torch.randn(samples, 3, 16, 16)]))
-    assert (len(quantized.history["correct-bias"].edits) > 0) == edited
+    fxq.calibrate(observed, [torch.randn(samples, 3, 16, 16)])
+    got, plain = fxq.convert(observed), fxq.convert(observed, PLAIN)
+    x = torch.randn(2, 3, 16, 16)
+    assert torch.equal(got(x), plain(x)) is not corrected
+
+
+def test_a_state_dict_fits_whatever_was_learnt_of_the_data():
+    """A model quantized with one made-up sample takes the state of one that was calibrated."""
+    model, fresh = network(), torch.rand(8, 3, 16, 16)
+    calibrated, made_up = (fxq.quantize(model, REFERENCE, data=data) for data in (X, [torch.rand(1, 3, 16, 16)]))
+    made_up.load_state_dict(calibrated.state_dict())
+    assert torch.equal(made_up(fresh), calibrated(fresh))
 
 
 @pytest.mark.parametrize("batches", [1, 4])

@@ -72,7 +72,7 @@ _pack = torch.ops.quantized.embedding_bag_byte_prepack.default
 
 def _bytes_of(x: Tensor) -> tuple[Tensor, ...]:
     """Scales, zero points and integers of rows: from the smallest value of each, and zero, to the largest."""
-    if x.numel() == 0:
+    if x.numel() == 0 or torch.compiler.is_compiling():  # which values are in a row is not known then
         return _bytes_by_steps(x)
     packed, high = _pack(x), x.amax(-1, keepdim=True)  # of NaN, which it passes over, the largest is NaN
     count = x.shape[-1]

@@ -80,7 +80,8 @@ def test_layers_of_every_region(name):
     assert [q.history[-1].graph[n.name].text.rpartition(" {")[2] for n in (first, second)] == ["3 ops}", "2 ops}"]
     kernel = submodule(q, first)
     again = kernel.layers(torch.randn(5, 3, 40, 40))
-    assert [layer[:4] for layer in again] == [layer[:4] for layer in info(first).layers]
+    # kernels that were chosen for one size may join other conversions at another
+    assert {layer.nodes[0] for layer in again if layer.kind == "int8"} == {"a_relu", "b"}
     assert sum(layer.us for layer in again) > sum(layer.us for layer in info(first).layers)  # 13 times the pixels
 
 
