@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from fxq.backends.by_name import backend_type
@@ -97,6 +98,9 @@ def makes_kernels(value: Any) -> bool:
     return any(value is make for make in _MAKERS.values())
 
 
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
 def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[FusedUnit], Kernel]:
     if not callable(make):
         raise InputError(f"register_kernel decorates a function that makes a kernel, not {make!r}.")
@@ -111,6 +115,13 @@ def _checked(make: Callable[[FusedUnit], Kernel]) -> Callable[[FusedUnit], Kerne
             raise InputError(f"{what}: {type(error).__name__}: {words_of(error)}") from error
         if not isinstance(kernel, Kernel) or not hasattr(kernel, "name"):
             raise InputError(f"{name_of(make)} makes kernels: fxq.Kernel with a name, not {kernel!r}.")
+        told = {*kernel.options, *kernel._buffers}
+        lost = [p.name for p in signature(type(kernel)).parameters.values() if p.name not in told and p.kind in _NAMED]
+        if lost:
+            raise InputError(
+                f"{kernel.name}: {', '.join(lost)} of its __init__ is neither one of its `options` nor of its buffers. "
+                "Copies and files make a kernel of these, and would lose it."
+            )
         return kernel
 
     return made

@@ -131,6 +131,12 @@ def test_a_kernel_that_refuses_or_is_none(monkeypatch):
         fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
 
 
+def test_a_kernel_that_a_copy_would_not_be(monkeypatch):
+    monkeypatch.setattr(own.LinearTanhMul, "options", ("x",))
+    with pytest.raises(fxq.InputError, match=r"linear_tanh_mul: out of its __init__ is neither one of its `options`"):
+        fxq.quantize(settled(lambda: Fused(2.5)), fused_recipe(), data=[X])
+
+
 class ExtendedX86(X86):
     """Its table is another one at every call."""
 
