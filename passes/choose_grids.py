@@ -102,7 +102,6 @@ class _Chooser:
         plans: the plans that change.
         off: values that are on no grid, with the reason for their readers.
         narrow: which role gives up a bit where kernels overflow with 8.
-        whole: whether measured zero points are whole numbers.
         weights: those that take an integer form.
         measured: values that take one whose scale is measured at run time.
         infinite: those of them that hold infinity.
@@ -110,7 +109,7 @@ class _Chooser:
 
     def __init__(self, rewriter: Rewriter) -> None:
         self.gm, self.fills, self.given = rewriter.gm, Fills(rewriter.gm), Given(rewriter.gm)
-        self.narrow, self.whole = rewriter.context.narrow, rewriter.context.backend.whole_zero_points
+        self.narrow = rewriter.context.narrow
         self.weights: list[fx.Node] = []
         self.measured: list[fx.Node] = []
         self.observers: dict[tuple[fx.Node, TensorSpec, int | None], Observer] = {}
@@ -171,7 +170,7 @@ class _Chooser:
     def _measured(self, node: fx.Node, edge: Edge) -> Edge:
         """An edge whose scale is measured, with its grid."""
         spec = edge.spec.narrowed if self.narrow == "activations" and self._overflows(node, edge) else edge.spec
-        return replace(edge, qparams=MeasuredGrid.of(spec, edge.axis, self.whole))
+        return replace(edge, qparams=MeasuredGrid.of(spec, edge.axis))
 
     def _overflows(self, node: fx.Node, edge: Edge) -> bool:
         """Whether a kernel that reads an edge overflows with 8 bits of both activations and weights."""

@@ -114,7 +114,7 @@ def _pair(
         rewriter.describe(scale, path=about.path, source=about.source)
         grid |= {"scale": scale, "zero_point": qp.middle}
         if not qp.symmetric:
-            asked = {"scale": scale, "qmin": qp.qmin, "axis": qp.axis, "whole": qp.whole}
+            asked = {"scale": scale, "qmin": qp.qmin, "axis": qp.axis}
             zero = f"{name}_zero_point"
             after = rewriter.call("choose_zero_point", value, after=scale, name=zero, typed=typed, **asked)
             rewriter.describe(after, path=about.path, source=about.source)

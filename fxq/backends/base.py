@@ -80,7 +80,6 @@ class Backend(ABC):
         name: of the backend; a class of your own stands in a saved recipe by its import path.
         devices: types of the devices that it runs on; empty: any.
         has_kernels: whether it runs integers faster than float somewhere, so that prices mean something.
-        whole_zero_points: whether zero points have to be whole numbers where they are measured for each row of a value.
 
     Example:
         Linear layers as one kernel each, which computes in float. `calls` are the ops of a unit, in order; its region
@@ -100,7 +99,6 @@ class Backend(ABC):
     name: ClassVar[str]
     devices: ClassVar[tuple[str, ...]] = ()
     has_kernels: ClassVar[bool] = True
-    whole_zero_points: ClassVar[bool] = True
 
     @abstractmethod
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
-from fxq.backends.joined_layers import JoinedLayers, joined_with
 from fxq.backends.kernel import Kernel, refuse
 from fxq.backends.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
 from fxq.backends.layer_kernel import LayerKernel, sums_refused
-from fxq.backends.measured_layer import MeasuredLayer
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.backends.plain.stored_weight import StoredWeight
@@ -117,15 +115,8 @@ class RowBackend(Backend):
         return super().code(calls) + "".join(fit.row.code for fit in self.fits(calls)[:1])
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
-        """As in `Backend`; a function, or what measures a grid, goes along with the quantize that needs it.
-
-        Linear layers that read one value on a measured grid are one region, where a kernel runs them so.
-        """
+        """As in `Backend`; a function, or what measures a grid, goes along with the quantize that needs it."""
         for region in unit_regions(gm):
-            joined = joined_with(gm, region)
-            if joined is not None and self._join(gm, joined) is not None:
-                yield joined
-                continue
             rounds = region.outputs != (region.node,) and not is_op(region.node, *CONVERSIONS)
             fits = self.fits(region.calls, _is_measured(region)) if rounds else []
             if fits and not fits[0].row.emits_integers:
@@ -138,18 +129,13 @@ class RowBackend(Backend):
         if not isinstance(region, UnitRegion):
             measures = measures_of(region.nodes[-1])
             if not measures or region.nodes != (*measures, region.nodes[-1]):
-                layers = self._join(gm, region)
-                if layers is not None:
-                    return layers
                 first, count = region.nodes[0].name, len(region.nodes)
                 raise InputError(
                     f"the backend {self.name!r} has kernels of single units: for a region of {count} nodes, from "
                     f"%{first} on, its class needs a `lower` of its own beside its `regions`."
                 )
             scale, integers = options_of(region.nodes[0]), options_of(region.nodes[-1])
-            whole = all(options_of(node).get("whole", True) for node in measures)
-            limits = integers["qmin"], integers["qmax"]
-            return MeasuredQuantize(*limits, scale["axis"], scale["symmetric"], whole)
+            return MeasuredQuantize(integers["qmin"], integers["qmax"], scale["axis"], scale["symmetric"])
         if is_op(region.node, *CONVERSIONS):
             return _converter(gm, region.node)
         if _quantizes(gm, region):
@@ -171,16 +157,6 @@ class RowBackend(Backend):
         if refused is not None:
             raise refused
         return None
-
-    def _join(self, gm: fx.GraphModule, region: Region) -> JoinedLayers | None:
-        """The kernel of several layers; None where they have none in common."""
-        units = (read_region(gm, node, emits_float=True) for node in region.nodes)
-        try:
-            kernels = [self.lower(gm, unit) for unit in units if unit is not None]
-            layers = [kernel for kernel in kernels if isinstance(kernel, MeasuredLayer)]
-            return JoinedLayers.of(layers) if len(layers) == len(region.nodes) else None
-        except BackendError:
-            return None
 
 
 def _advice(op: Op) -> str:

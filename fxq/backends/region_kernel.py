@@ -114,12 +114,15 @@ def layers_run(gm: fx.GraphModule, batch: Batch) -> dict[fx.Node, tuple[EngineLa
 
 
 def tune(gm: fx.GraphModule, batch: Batch) -> None:
-    """Let the kernels of a graph choose what is fastest for a batch."""
-    for node, kernel, inputs in _called(gm, batch):
-        try:
-            kernel.tune(*inputs)
-        except Exception as error:  # as above
-            log.debug("%s cannot be tuned: %s", node.name, error)
+    """Let the kernels of a graph choose what is fastest for a batch; behind one that fails, none does."""
+    try:
+        for node, kernel, inputs in _called(gm, batch):
+            try:
+                kernel.tune(*inputs)
+            except Exception as error:  # as above
+                log.debug("%s cannot be tuned: %s", node.name, error)
+    except Exception as error:  # verification says which kernel it was, and puts it back
+        log.debug("a kernel fails on the example: %s", error)
 
 
 def _called(gm: fx.GraphModule, batch: Batch) -> Iterator[tuple[fx.Node, RegionKernel, tuple[Any, ...]]]:

@@ -115,11 +115,6 @@ def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) ->
     return UnitRegion(nodes, tuple(outputs), *_read(nodes, taken_along), calls)
 
 
-def joined_region(units: Sequence[fx.Node]) -> Region:
-    """The region of several units that make floats, none of which reads another, with the conversions before them."""
-    return Region(tuple(units), tuple(units), *_read(units, lambda v: v.op == "get_attr" or is_op(v, "dequantize")))
-
-
 def _rounded(value: fx.Node) -> fx.Node:
     """The quantize that alone reads a value, else the value."""
     (reader, *others) = [*value.users, value]
@@ -172,8 +167,6 @@ def unit_regions(gm: fx.GraphModule) -> Iterator[UnitRegion]:
     Each is read when its turn comes, so that it reads from the kernels that took the place of those before it.
     """
     for node in list(gm.graph.nodes):
-        if node._erased:  # it has gone with another into one kernel
-            continue
         plan = info(node).plan
         if plan.fate != "float" if plan is not None else _has_grids(gm, node):
             region = read_region(gm, node) if not is_op(node, *CONVERSIONS) else None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.onnx.dequantized import between, real_values
+from fxq.onnx.dequantized import real_values
 from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.quant.measured import SMALLEST
@@ -28,13 +28,12 @@ def choose_scale(w: Writer, x: Value, *, steps: int, axis: int | None, symmetric
 
 
 @writes("choose_zero_point")
-def choose_zero_point(w: Writer, x: Value, *, scale: Value, qmin: int, axis: int | None, whole: bool) -> str:
-    made = _measured_whole(w, x, scale)
-    if made is not None:
-        zero = w.cast(made[2], torch.float32)
+def choose_zero_point(w: Writer, x: Value, *, scale: Value, qmin: int, axis: int | None) -> str:
+    whole = _measured_whole(w, x, scale)
+    if whole is not None:
+        zero = w.cast(whole[2], torch.float32)
     else:
-        zero = w.emit("Div", _ends(w, x, axis)[0], scale)
-        zero = w.emit("Round" if axis is None else "Ceil", zero) if whole else zero
+        zero = w.emit("Round" if axis is None else "Ceil", w.emit("Div", _ends(w, x, axis)[0], scale))
     return w.emit("Add", zero, w.number(qmin, x)) if qmin else zero
 
 
@@ -101,9 +100,6 @@ def quantize(
         whole = _measured_whole(w, x, scale)
         if whole is not None and dtype is torch.uint8:
             return whole[0]
-        if between(w, zero_point):
-            steps = w.emit("Round", w.emit("Add", w.emit("Div", x, scale), zero_point))
-            return w.cast(w.emit("Clip", steps, w.number(qmin, x), w.number(qmax, x)), dtype)
         grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, dtype))
         return w.emit("QuantizeLinear", x, *grid, **attributes)
     step, zero = _grid(w, x, scale, zero_point, dtype, axis, block)
@@ -148,9 +144,6 @@ def dequantize(
         refuse(packed is not None, "its integers are computed, and two of them in a byte")
         if w.floats:
             return x
-        if between(w, zero_point):
-            steps = w.emit("Sub", w.cast(x, torch.float32), zero_point)
-            return Value(w.emit("Mul", steps, scale), torch.empty_like(x.like, dtype=torch.float32))
         if _computed(w, scale):
             grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, x.dtype))
             made = w.emit("DequantizeLinear", x, *grid, **attributes)

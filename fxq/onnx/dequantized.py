@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,23 +55,11 @@ def is_of_integers(w: Writer, value: Value) -> bool:
 def measured(w: Writer, value: Value) -> OnnxNode | None:
     """What makes a value of integers whose scale is measured at run time: it reads these, the scale, the zero point.
 
-    With a block, each row has a scale. Where zero points are no integers, no one node makes the value.
+    With a block, each row has a scale.
     """
     node = w.made_by(value.name)
-    steps = w.made_by(node.reads[0]) if node is not None and node.kind == "Mul" else None
-    if node is not None and steps is not None and steps.kind == "Sub":
-        cast, zero = w.made_by(steps.reads[0]), steps.reads[1]
-        if cast is not None and cast.kind == "Cast" and between(w, Value(zero, value.like)):
-            reads, block = (cast.reads[0], node.reads[1], zero), {"axis": -1, "block_size": value.shape[-1]}
-            return OnnxNode("DequantizeLinear", reads, node.makes, block)
     is_known = node is None or node.kind != "DequantizeLinear" or w.value_of(node.reads[1]) is not None
     return None if is_known else node
-
-
-def between(w: Writer, zero_point: Any) -> bool:
-    """Whether a zero point is measured, and need be no integer: what divides a range by a scale makes it."""
-    node = w.made_by(zero_point.name) if isinstance(zero_point, Value) else None
-    return node is not None and node.kind == "Div"
 
 
 def weight_for(w: Writer, x: Value, weight: Value) -> Value | Tensor:

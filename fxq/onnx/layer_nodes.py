@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxq.onnx.dequantized import between, bias_for, dequantized, measured, transposed, weight_for
+from fxq.onnx.dequantized import bias_for, dequantized, measured, transposed, weight_for
 from fxq.onnx.padding_nodes import onnx_pads, padded
 from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, OnnxNode
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
@@ -81,7 +81,7 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str
 def _has_products(w: Writer, made: OnnxNode, weight: Value) -> bool:
     """Whether `_measured_linear` takes a weight, and the scales of what it is multiplied with."""
     grid, attributes, rounded = dequantized(w, weight), made.attributes, w.made_by(made.reads[0])
-    if rounded is None or rounded.kind not in ("QuantizeLinear", "DynamicQuantizeLinear", "Cast"):
+    if rounded is None or rounded.kind not in ("QuantizeLinear", "DynamicQuantizeLinear"):
         return False  # rows of a table
     if grid is None or bool(grid.zero.any()) or grid.node.attributes.get("block_size"):
         return False
@@ -118,16 +118,14 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
     middle = w.value_of(zero)
     if "block_size" not in made.attributes:
         return product(scale, zero, bias)
-    of_integers = middle is not None or not between(w, Value(zero, x.like))
-    if x.like.numel() == x.shape[-1] and of_integers:  # one row
+    if x.like.numel() == x.shape[-1]:  # one row
         return product(w.reshaped(scale, ()), w.reshaped(zero, ()), bias)
     one = torch.ones((), device="cpu")
     real = w.emit("Mul", product(one, None if middle is None else middle.flatten()[0]), scale)
     added: Operand = bias
     if middle is None:
-        cast, lines = w.made_by(zero) if of_integers else None, [-integers.sum(0, dtype=torch.float64) * steps]
-        given = zero if not of_integers else w.cast(zero, torch.float32) if cast is None else cast.reads[0]
-        parts = [w.emit("Mul", scale, given)]
+        cast, lines = w.made_by(zero), [-integers.sum(0, dtype=torch.float64) * steps]
+        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if cast is None else cast.reads[0])]
         if w.sizes is not None:
             real = w.emit("Add", real, w.emit("Mul", parts[0], lines[0].float()))
             return real if bias is None else w.emit("Add", real, bias)

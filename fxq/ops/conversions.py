@@ -3,8 +3,7 @@
 They hold all there is to know of a grid (see `fxq/graph/grid.py`). Scale and zero point are numbers, one for the whole
 tensor, or tensors, float32 and whole numbers, which are constants of the graph or computed in it: 0-d for the tensor;
 (..., 1), one for each row; with `axis`, (C,), one for each of its entries; with `block` besides, of as many axes as x,
-where `axis` has an entry for each so many of x. A zero point that is a number goes with scales of any shape. One that
-is computed in the graph is float32, and may lie between two integers.
+where `axis` has an entry for each so many of x. A zero point that is a number goes with scales of any shape.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def quantize(
     """x float32 -> `dtype`, on one grid or several."""
     if not isinstance(scale, Tensor):
         return torch.ops.fxq.quantize.default(x, scale, zero_point, qmin, qmax, dtype)
-    zero_point = torch.as_tensor(zero_point, device=x.device)
+    zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=x.device)
     return torch.ops.fxq.quantize.tensor(x, scale, zero_point, axis, block, qmin, qmax, dtype)
 
 
@@ -70,7 +69,7 @@ def dequantize(
         x = unpack(x, packed, qmin < 0)
     if not isinstance(scale, Tensor):
         return torch.ops.fxq.dequantize.default(x, scale, zero_point)
-    zero_point = torch.as_tensor(zero_point, device=x.device)
+    zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=x.device)
     return torch.ops.fxq.dequantize.tensor(x, scale, zero_point, axis, block)
 
 
@@ -89,22 +88,18 @@ def choose_scale(x: Tensor, *, steps: int, axis: int | None = None, symmetric: b
 
 
 @row(quant=float_only("x"))
-def choose_zero_point(
-    x: Tensor, *, scale: Tensor, qmin: int = 0, axis: int | None = None, whole: bool = True
-) -> Tensor:
-    """What stands for float zero where the smallest of the values and zero is `qmin`, in float32.
+def choose_zero_point(x: Tensor, *, scale: Tensor, qmin: int = 0, axis: int | None = None) -> Tensor:
+    """The integer for float zero with which the smallest of the values and zero is `qmin`, in float32.
 
-    An integer: of rows it is rounded up, so that nothing lies below `qmin`; of the whole tensor it is the nearest one.
-    Where it need not be `whole`, it is not rounded.
+    Of rows it is rounded up, so that nothing lies below `qmin`; of the whole tensor it is the nearest one.
 
     Args:
         x: float32.
         scale: as `choose_scale` gives it, not symmetric.
         qmin: smallest integer of the grid.
         axis: as there.
-        whole: whether it is an integer.
     """
-    return measured_zero_point(measured_range(x, axis)[0], scale, qmin, nearest=axis is None, whole=whole)
+    return measured_zero_point(measured_range(x, axis)[0], scale, qmin, nearest=axis is None)
 
 
 @row(quant=float_only("x"))

@@ -203,8 +203,11 @@ class FakeQuantizeWeight(FakeQuantize):
         What an earlier forward has kept for its gradients is not spoiled by it, as far as autograd is concerned.
         """
         assert self.oscillation is not None  # of one that freezes
-        steps = self.oscillation.before - self._spread(self.zero_point, self.oscillation.before)
-        held = steps * self._spread(self.last_scale(), steps)
+        kept = self.oscillation.before
+        scale, zero_point = (
+            (self.last_scale(), self.zero_point) if self.learned else self.grid_of(whole(weight).float())
+        )
+        held = (kept - self._spread(zero_point, kept)) * self._spread(scale, kept)
         held = torch.where(self.oscillation.frozen, held, torch.nan)
         if hasattr(weight, "device_mesh"):  # a DTensor, whose import takes long
             from torch.distributed.tensor import DTensor, distribute_tensor

@@ -23,8 +23,6 @@ class MeasuredGrid:
         axis: None: one scale for the value. Else one for each row: the values from this axis, counted from the end, on;
             -1 is a token, -3 an image with its channels.
         symmetric: whether it is symmetric around float zero, so that its zero point is known before.
-        whole: whether the zero point is a whole number. Else the ends of the range are on the grid, and zero lies
-            between two of its steps, as near to one as any other value.
     """
 
     qmin: int
@@ -32,13 +30,11 @@ class MeasuredGrid:
     dtype: torch.dtype
     axis: int | None = None
     symmetric: bool = True
-    whole: bool = True
 
     @classmethod
-    def of(cls, spec: TensorSpec, axis: int | None, whole: bool = True) -> MeasuredGrid:
-        """What a spec asks for; `whole`: see `Backend.whole_zero_points`. Others than rows of bytes are so anyway."""
-        of_bytes = axis == -1 and not spec.symmetric and (spec.qmin, spec.qmax) == (0, 255)
-        return cls(spec.qmin, spec.qmax, spec.dtype, axis, spec.symmetric, whole or not of_bytes)
+    def of(cls, spec: TensorSpec, axis: int | None) -> MeasuredGrid:
+        """What a spec asks for."""
+        return cls(spec.qmin, spec.qmax, spec.dtype, axis, spec.symmetric)
 
     @property
     def middle(self) -> int:
@@ -49,12 +45,11 @@ class MeasuredGrid:
     def steps(self) -> int:
         """How many steps the largest magnitude has; of a grid that is not symmetric, the whole range.
 
-        Of a row whose zero point is whole one step is left over: that is rounded up, which moves the range by less than
-        a step.
+        Of such a row one step is left over: the zero point is rounded up, which moves the range by less than a step.
         """
         if self.symmetric:
             return self.qmax - self.middle
-        return self.qmax - self.qmin - (0 if self.axis is None or not self.whole else 1)
+        return self.qmax - self.qmin - (0 if self.axis is None else 1)
 
     def scale_of(self, x: Tensor) -> Tensor:
         """The scale that values have, float32; as `measured_scale`."""
@@ -99,7 +94,7 @@ def measured_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True
     return scale.clamp_(min=SMALLEST)
 
 
-def measured_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = False, whole: bool = True) -> Tensor:
+def measured_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = False) -> Tensor:
     """The integer that stands for float zero, so that `low` is at `qmin` or less than a step above.
 
     Args:
@@ -107,17 +102,14 @@ def measured_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = F
         scale: as `measured_scale` gives it, of the same shape.
         qmin: smallest integer of the grid.
         nearest: `low` is at most half a step from `qmin`, on either side: what lies beyond an end is clamped.
-        whole: if not, `low` is at `qmin`, and zero between two integers.
 
     Returns:
-        In float32, since kernels multiply with it; of the same shape.
+        A whole number in float32, since kernels multiply with it; of the same shape.
 
     Source: Jacob et al. 2018, section 3 (nudged zero point); ONNX, DynamicQuantizeLinear (the nearest one).
     """
     steps = low / scale
-    if whole:
-        steps = steps.round_() if nearest else steps.floor_()
-    zero_point = steps.neg_()
+    zero_point = (steps.round_() if nearest else steps.floor_()).neg_()
     return zero_point.add_(qmin) if qmin else zero_point
 
 

@@ -72,6 +72,7 @@ class Oscillation(nn.Module):
         ahead = (self.ahead - change) * (1 - MOMENTUM)
         self.direction.copy_(torch.where(change == 0, self.direction, change.sign()))
         freezes = (self.frequency > highest) & ~self.frozen
-        self.before.copy_(torch.where(freezes, self.now + ahead.round(), self.now))
+        kept = torch.where(freezes, self.now + ahead.round(), self.now)
+        self.before.copy_(torch.where(self.frozen, self.before, kept))
         self.frequency.masked_fill_(freezes, math.inf)
         self.ahead.copy_(ahead)

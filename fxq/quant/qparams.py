@@ -54,11 +54,7 @@ def _to_grid(
     x = x.to(torch.float32)
     if not isinstance(scale, Tensor):
         scale = x.new_full((), scale)  # a true division on every device; some multiply by the inverse of a number
-    steps = x / scale
-    if isinstance(zero_point, Tensor) and zero_point.is_floating_point():  # a measured one need not be whole
-        whole = torch.round(zero_point)
-        steps, zero_point = steps.add_(zero_point - whole), whole
-    return steps.round_().add_(zero_point).clamp_(qmin, qmax).to(dtype)
+    return torch.round(x / scale).add_(zero_point).clamp_(qmin, qmax).to(dtype)
 
 
 def spread(values: Tensor, x: Tensor, axis: int | None, block: int | None) -> Tensor:

@@ -194,19 +194,18 @@ MEASURED = {
     "whole": {}, "rows": {"axis": -1}, "7 bits": {"bits": 7}, "rows of 7 bits": {"bits": 7, "axis": -1},
     "signed": {"signed": True}, "signed rows": {"signed": True, "axis": -1},
     "symmetric": {"symmetric": True}, "symmetric rows": {"symmetric": True, "axis": -1},
-    "rows from their ends": {"axis": -1, "whole": False},
 }  # fmt: skip
 
 
-def measured_graph(*, axis=None, whole=True, **options):
+def measured_graph(*, axis=None, **options):
     """x -> its scale, its zero point, its integers and what they stand for."""
-    graph, grid = fx.Graph(), MeasuredGrid.of(TensorSpec(**options), axis, whole)
+    graph, grid = fx.Graph(), MeasuredGrid.of(TensorSpec(**options), axis)
     x, symmetric = graph.placeholder("x"), grid.symmetric
     asked = {"steps": grid.steps, "axis": axis, "symmetric": symmetric}
     scale = graph.call_function(OPS["choose_scale"].target, (x,), asked)
     zero = grid.middle
     if not symmetric:
-        asked = {"scale": scale, "axis": axis, "qmin": grid.qmin, "whole": whole}
+        asked = {"scale": scale, "axis": axis, "qmin": grid.qmin}
         zero = graph.call_function(OPS["choose_zero_point"].target, (x,), asked)
     options = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
     q = graph.call_function(OPS["quantize"].target, (x,), {**options, "dtype": grid.dtype})

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import fxq
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, move_ranges, use_ranges, whole
 from fxq.quant.observers import observer_for
+from fxq.quant.oscillation import Oscillation
 from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
 
 AVERAGE = fxq.TensorSpec(observer="moving_average:0.25")
@@ -118,6 +119,28 @@ def test_a_weight_is_on_the_grid_of_its_own_range(spec, axis, block):
     assert torch.equal(quantizer(w), dequantize(quantize(w.detach(), grid), grid))
     (passed,) = torch.autograd.grad(quantizer(w).sum(), w)
     assert passed.eq(1).all()
+
+
+def test_frozen_elements_keep_their_integers_when_the_scale_changes():
+    """The scale is measured: a step that moves the largest weights changes it for all."""
+    torch.manual_seed(0)
+    spec, w = fxq.TensorSpec(signed=True, symmetric=True), torch.randn(6, 10)
+    observer = observer_for(spec)
+    observer(w)
+    quantizer = FakeQuantizeWeight(spec, observer.qparams(), "w")
+    noted = quantizer.oscillation = Oscillation(w.shape, torch.int8)
+    quantizer(w)
+    noted.note(1.0, first=True)
+    frozen, kept = w.abs() < 1, noted.now.clone()
+    noted.frequency.masked_fill_(frozen, math.inf)
+    for _ in range(3):
+        w += 0.3 * torch.randn(6, 10)
+        w[0, 0] *= 1.3
+        quantizer.hold(w)
+        quantizer(w)
+        noted.note(1.0)
+        assert torch.equal(noted.now[frozen], kept[frozen]) and torch.equal(noted.before[frozen], kept[frozen])
+    assert not torch.equal(noted.now, kept)
 
 
 def test_half_precision_is_rounded_in_float32():

@@ -25,9 +25,9 @@ def frozen_at(integers, highest):
 
 
 def noted(oscillation, rows, highest):
-    """The elements behind forwards with these integers, which frozen ones keep."""
+    """The integers that elements keep behind forwards with these integers; None for those that are free."""
     for i, now in enumerate(rows):
-        oscillation.now.copy_(torch.where(oscillation.frozen, oscillation.before, now))
+        oscillation.now.copy_(now)
         oscillation.note(highest, first=i == 0)
     return [int(n) if frozen else None for n, frozen in zip(oscillation.before, oscillation.frozen, strict=True)]
 

@@ -42,6 +42,7 @@ class OpenvinoKernel(EngineKernel):
     name: ClassVar[str] = "openvino.region"
     options: ClassVar[tuple[str, ...]] = ("jit",)
     integer_bias: ClassVar[bool] = False
+    jit: tuple[str, ...] = ()
 
     def __init__(self, jit: tuple[str, ...] = (), **tensors: Tensor) -> None:
         super().__init__(**tensors)

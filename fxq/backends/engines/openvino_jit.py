@@ -87,32 +87,24 @@ def _times(compiled: Any, inputs: Sequence[Any], kind: str) -> dict[str, float]:
 
 
 def layer_times(request: Any) -> dict[str, float]:
-    """Microseconds of each layer of a request that has not run yet, by its name: the shortest of some rows of runs.
+    """Microseconds that each layer of a request takes on average, by its name. The request has not run yet.
 
-    A request tells the average of all its runs, in whole microseconds. The first, which is cold, is left out.
+    It tells the average of all its runs, in whole microseconds, rounded down: half of one is added. The first run,
+    which is cold, does not count.
     """
     request.infer()
-    found: dict[str, float] = {}
-    before, runs, start = _averages(request), 1, time.perf_counter()
-    for row in range(_ROWS):
-        if row and time.perf_counter() > start + _LONGEST:
-            break
-        first, end = runs, time.perf_counter() + _SECONDS
-        while runs - first < _LEAST or (runs - first < _MOST and time.perf_counter() < end):
-            request.infer()
-            runs += 1
-        now = _averages(request)
-        for name, average in now.items():
-            us = max((average * runs - before.get(name, 0.0) * first) / (runs - first), 0.0)
-            found[name] = min(us, found.get(name, us))
-        before = now
-    return found
+    cold, runs, end = _averages(request), 1, time.perf_counter() + _SECONDS
+    while runs <= _LEAST or (runs <= _MOST and time.perf_counter() < end):
+        request.infer()
+        runs += 1
+    return {
+        name: max(((average + 0.5) * runs - cold.get(name, 0.0)) / (runs - 1), 0.0)
+        for name, average in _averages(request).items()
+    }
 
 
-_ROWS, _LEAST, _MOST = 3, 2, 12
-"""Rows, and runs in each."""
-_SECONDS, _LONGEST = 0.03, 0.5
-"""A row has no more runs after the one, and no row begins after the other."""
+_SECONDS, _LEAST, _MOST = 0.1, 3, 100
+"""How long a request runs, and how often at least and at most, behind its first run."""
 
 
 def _averages(request: Any) -> dict[str, float]:

@@ -26,7 +26,6 @@ class X86(RowBackend):
 
     name: ClassVar[str] = "x86"
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
-    whole_zero_points: ClassVar[bool] = False
 
     def available(self) -> str | None:
         if cpu.is_x86() and cpu.has_onednn_int8():
