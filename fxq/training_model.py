@@ -47,7 +47,7 @@ class TrainingProgress(nn.Module):
     Buffers:
 
         steps: int64, 0-d: forwards in train mode.
-        ranges_frozen, norms_frozen: bool, 0-d.
+        ranges_frozen, norms_frozen: uint8, 0-d: 1 or 0, as averages of models take no bool.
     """
 
     steps: Tensor
@@ -57,8 +57,8 @@ class TrainingProgress(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("steps", torch.tensor(0))
-        self.register_buffer("ranges_frozen", torch.tensor(False))
-        self.register_buffer("norms_frozen", torch.tensor(False))
+        self.register_buffer("ranges_frozen", torch.tensor(0, dtype=torch.uint8))
+        self.register_buffer("norms_frozen", torch.tensor(0, dtype=torch.uint8))
 
 
 class TrainingModel(fx.GraphModule):
@@ -165,12 +165,12 @@ class TrainingModel(fx.GraphModule):
             raise InputError(f"the {what} are frozen already, by freeze_{what}() or by the recipe ({option}).")
 
     def _freeze_ranges(self) -> None:
-        self.progress.ranges_frozen.fill_(True)
+        self.progress.ranges_frozen.fill_(1)
         for quantizer in self._quantizers:
             quantizer.watching = quantizer.watching and not quantizer.has_range
 
     def _freeze_norms(self) -> None:
-        self.progress.norms_frozen.fill_(True)
+        self.progress.norms_frozen.fill_(1)
         for norm in self._norms:
             norm.eval()
 

@@ -189,7 +189,9 @@ def _convert_weight(
         and qp.dtype != torch.float16
         and qp.qmax - qp.qmin < 2**BITS
     )
-    key = (id(tensor), edge.spec, edge.axis, qp.bits, packs)  # of layers with one spec, some may give up a bit
+    # Of layers with one spec, some may give up a bit, and learned scales differ.
+    grids = tuple(t.cpu().numpy().tobytes() for t in (qp.scale, qp.zero_point))
+    key = (id(tensor), edge.spec, edge.axis, qp.bits, packs, grids)
     values, scale, zero_point = made[key] = made.get(key) or _stored(tensor.detach(), qp, packs)
     kind = "float16" if values.dtype == torch.float16 else "int4" if packs else "int8"
     grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": qp.axis, "block": qp.block}

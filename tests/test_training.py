@@ -343,3 +343,54 @@ def test_a_rank_by_itself(tmp_path):
 
     first, second = on_ranks(2, tmp_path / "alone", work)
     assert second[0] == 2 * first[0]
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+def tied_and_trained(options, follow=lambda model: None):
+    """A model whose two layers have one weight, behind steps that are large; its inputs."""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 16), torch.randn(64, 16)
+    model = fxq.prepare(Tied(), fxq.Recipe.qat(backend="reference", **options), x[:8])
+    model(x)
+    update = follow(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if update is not None:
+            update(model)
+    return model, x
+
+
+def check_converted(model, x):
+    with torch.no_grad():
+        wanted = model.eval()(x)
+    assert sqnr(wanted, fxq.convert(model)(x)) > 60  # float rounding, and no step of a grid
+
+
+def test_layers_that_share_a_weight_have_learned_scales_of_their_own():
+    check_converted(*tied_and_trained({"learned": True}))
+
+
+@pytest.mark.parametrize("how", [{}, {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)}])
+def test_averages_of_models_with_their_buffers(how):
+    made = []
+
+    def follow(model):
+        made.append(torch.optim.swa_utils.AveragedModel(model, use_buffers=True, **how))
+        return made[0].update_parameters
+
+    _, x = tied_and_trained({"freeze_weights_over": 30}, follow)
+    check_converted(made[0].module, x)

@@ -51,6 +51,11 @@ def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check:
         raise ExportError(f"{path} cannot be written: {error}") from None
     _check(path, written, gm, batch if check else None)
     _warn_of_narrow_grids(path, gm)
+    if written.least:
+        warn(
+            f"{path}: the model is right for sizes with {', '.join(sorted(set(written.least)))}. For smaller ones, "
+            "which PyTorch refuses, a runtime may give numbers: check sizes before it."
+        )
     made: bytes = written.model.SerializeToString()
     return made
 

@@ -73,6 +73,10 @@ class VaryingSizes:
         """What was taken for granted of sizes that vary, as text, but that they are large enough; None: nothing."""
         return next((self.text(guard.expr) for guard in self._env.guards if not self._holds_above(guard.expr)), None)
 
+    def asked(self) -> list[str]:
+        """All that was taken for granted so far, as text."""
+        return [self.text(guard.expr) for guard in self._env.guards]
+
     def _holds_above(self, guard: Any) -> bool:
         """Whether what was asked of sizes holds for all larger ones: they are no smaller, or neither 0 nor 1."""
         import sympy

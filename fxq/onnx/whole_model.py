@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,13 @@ from torch import Tensor, fx
 from fxq.common.trees import mapped
 from fxq.graph.info import info
 from fxq.graph.query import arguments_of, called_name, is_op
+from fxq.graph.unit import calls_of
 from fxq.graph.varying_axes import FIXED, Axes, Dynamic, inputs_of, plain_name, said, varying_axes
 from fxq.onnx.graph import Known, write_node
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.varying_sizes import VaryingSizes
 from fxq.onnx.writer import Value, Writer
+from fxq.ops import OPS
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,13 @@ class WrittenModel:
         model: `onnx.ModelProto`.
         inputs: the tensors of the example by the names of the inputs.
         integers: the names of the values that quantize nodes make, by node.
+        least: what was taken for granted of sizes that vary, where a runtime may give numbers for smaller ones.
     """
 
     model: Any
     inputs: Mapping[str, Tensor]
     integers: Mapping[fx.Node, str]
+    least: Sequence[str] = ()
 
 
 def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynamic, **options: Any) -> WrittenModel:
@@ -63,15 +67,26 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
             like = writer.empty(shape, x.dtype)
         values[id(x)] = writer.input(name, like)
     known: Known = {n: mapped(x, lambda leaf: values.get(id(leaf), leaf)) for n, x in given.items()}
+    least: list[str] = []
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
+            asked = sizes.asked() if sizes is not None else []
             known[node] = _written(writer, gm, node, known, axes)
+            if sizes is not None and not _convolves(
+                gm, node
+            ):  # these fail on what is too small, pools and indices do not
+                least += sizes.asked()[len(asked) :]
     ends = dict(_named(arguments_of(gm.graph.output_node(), known)[0][0], ""))
     if not ends:
         raise NotInOnnx("the model returns no tensor")
     model = writer.model(list(ends.values()), list(ends), keep_inputs=True)
     integers = {n: value.name for n, value in known.items() if is_op(n, "quantize", "requantize")}
-    return WrittenModel(model, inputs, integers)
+    return WrittenModel(model, inputs, integers, least)
+
+
+def _convolves(gm: fx.GraphModule, node: fx.Node) -> bool:
+    calls = calls_of(gm, node)
+    return bool(calls) and calls[0].op.name in (*OPS.family("conv"), *OPS.family("conv_transpose"))
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Value]]:

@@ -16,6 +16,10 @@ FIRST, LAST = 0.04, 0.011
 """The frequencies above which weights are frozen, at the start and in the end."""
 
 
+_FROZEN = 2.0
+"""More than any frequency; a number, so that averages of models hold it."""
+
+
 def highest_frequency(step: int, steps: int) -> float:
     """The frequency above which weights are frozen at a step: less with every one of `steps`, along a cosine."""
     return LAST + (FIRST - LAST) * (1 + math.cos(math.pi * min(step / steps, 1.0))) / 2
@@ -33,7 +37,7 @@ class Oscillation(nn.Module):
         now: the integers of the last forward; in no `state_dict`.
         before: those of the forward before it; of elements that are frozen, those that they keep.
         direction: int8, -1 or 1: the sign of the last change; 0 before any.
-        frequency: float16, the moving average of changes against the direction of the one before; inf: frozen.
+        frequency: float16, the moving average of changes against the direction of the one before; 2: frozen.
         ahead: float16, the moving average of the integers, minus `before`.
     """
 
@@ -54,7 +58,7 @@ class Oscillation(nn.Module):
     @property
     def frozen(self) -> Tensor:
         """bool, of the shape of the weight."""
-        return self.frequency.isinf()
+        return self.frequency.gt(1)
 
     @torch.no_grad()
     def note(self, highest: float, first: bool = False) -> None:
@@ -68,11 +72,12 @@ class Oscillation(nn.Module):
             self.before.copy_(self.now)
         change = self.now.float() - self.before
         back = (change.sign() * self.direction).lt(0)
+        frozen = self.frozen
         self.frequency.mul_(1 - MOMENTUM).add_(back, alpha=MOMENTUM)
         ahead = (self.ahead - change) * (1 - MOMENTUM)
         self.direction.copy_(torch.where(change == 0, self.direction, change.sign()))
-        freezes = (self.frequency > highest) & ~self.frozen
+        freezes = (self.frequency > highest) & ~frozen
         kept = torch.where(freezes, self.now + ahead.round(), self.now)
-        self.before.copy_(torch.where(self.frozen, self.before, kept))
-        self.frequency.masked_fill_(freezes, math.inf)
+        self.before.copy_(torch.where(frozen, self.before, kept))
+        self.frequency.masked_fill_(frozen | freezes, _FROZEN)
         self.ahead.copy_(ahead)

@@ -125,8 +125,12 @@ class Assumptions:
                 if isinstance(known, torch.Size)
                 else value.tracer.create_proxy("call_method", "dim", (value,), {})
             )
-        self._ranks = self._ranks or value._origin is not Origin.CONSTANT
+        self.reads_rank(value)
         return known.dim() if isinstance(known, Tensor) else len(known)
+
+    def reads_rank(self, value: TracedValue) -> None:
+        """Have the graph check how many axes its inputs have, as what it does depends on them."""
+        self._ranks = self._ranks or value._origin is not Origin.CONSTANT
 
     def give(self, entry: Argument, node: fx.Node) -> None:
         """Note an input of the graph, and what it must be where the example decides that."""

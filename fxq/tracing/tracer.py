@@ -176,6 +176,9 @@ class Tracer(fx.Tracer):
         if kind in ("call_function", "call_method"):
             args, kwargs = taken_apart(target, args, kwargs)
         self.asked.forget()
+        if (type(self.root.get_submodule(target)) if kind == "call_module" else target) in _BY_RANK:
+            for value in found_in((args, kwargs)):
+                self.asked.reads_rank(value)
         self.asked.squeezes = self.asked.squeezes or target in _SQUEEZES
         before = self.watch.versions(self.run.values((args, kwargs)))
         inside = next((p for p, _ in reversed(self.module_stack.values())), "")
@@ -327,6 +330,8 @@ class Tracer(fx.Tracer):
 
 
 _TRACE = Tracer.trace_model.__code__
+_BY_RANK = (nn.MultiheadAttention, nn.TransformerDecoderLayer, nn.functional.multi_head_attention_forward)
+"""What computes something else of inputs without a batch axis."""
 _SQUEEZES = ("squeeze", "squeeze_", torch.squeeze)
 _PLAIN_MAPPINGS = ("builtins", "collections", "torch.fx.immutable_collections")
 _IDLE = "fxq_idle"

@@ -1,5 +1,7 @@
 """`QuantizedModel.export`: files that other runtimes load, for all backends, and errors that say what is wrong."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -124,6 +126,16 @@ def test_what_openvino_refuses_is_named(tmp_path):
         ExportError, match=r"does not take the model: DequantizeLinear.*cannot be divided by block_size"
     ):
         qmodel.export(tmp_path / "m.xml")
+
+
+@pytest.mark.parametrize(("layers", "told"), [((), None), ((nn.MaxPool2d(4),), r"right for sizes with .*h.*//4.*>= 1")])
+def test_sizes_that_are_too_small_are_told_where_a_runtime_takes_them(layers, told, tmp_path, recwarn):
+    qmodel = fxq.quantize(model(*layers), REFERENCE, data=[X])
+    recwarn.clear()
+    qmodel.export(tmp_path / "m.onnx", example_inputs=X, dynamic={"input": {0: "n", 2: "h", 3: "w"}})
+    texts = [str(w.message) for w in recwarn if "right for sizes" in str(w.message)]
+    assert len(texts) == (0 if told is None else 1)
+    assert told is None or re.search(told, texts[0])
 
 
 def test_an_unknown_suffix(tmp_path):

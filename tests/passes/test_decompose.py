@@ -53,6 +53,7 @@ def test_text_before_and_after():
     assert "attend = module MultiheadAttention(before, before, before)" in text(manager.history["canonicalize"].graph)
     assert text(manager.gm) == expected("""
         x = input
+        check_fixed = check_fixed({'x': x}, {'x': '<a tensor with 3 axes>'})
         before = linear(x, @before.weight, @before.bias)
         attend_in_proj = linear(before, @attend.in_proj_weight, @attend.in_proj_bias)
         chunk = chunk(attend_in_proj, chunks=3, dim=-1)

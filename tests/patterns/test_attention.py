@@ -165,3 +165,21 @@ def test_attention_that_stays_a_module_may_return_both_outputs():
     made = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
     assert made(x)[1].shape == model(x)[1].shape
     assert "head" in made.qparams()
+
+
+@pytest.mark.parametrize(("example", "other"), [((5, 8), (2, 5, 8)), ((2, 5, 8), (5, 8))])
+def test_inputs_with_another_number_of_axes_are_refused(example, other):
+    """The same module computes something else of them."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.inner(x, x, x, need_weights=False)[0]
+
+    recipe = fxq.Recipe.weight_only(backend="reference")
+    qmodel = fxq.quantize(Attention().eval(), recipe, example_inputs=torch.randn(example))
+    with pytest.raises(fxq.InputError, match=f"made for x=a tensor with {len(example)} axes"):
+        qmodel(torch.randn(other))
