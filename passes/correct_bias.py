@@ -64,7 +64,7 @@ class CorrectBias(Pass):
     def run(self, rewriter: Rewriter) -> None:
         """Run the float and the integer graph side by side on the recorded samples, then write what was found."""
         context: Context = rewriter.context
-        layers = self._layers(rewriter)
+        layers: Mapping[fx.Node, _Layer] = self._layers(rewriter)
         if not context.samples or not layers:
             return
         pieces = context.in_pieces(self.samples, _PIECES)
