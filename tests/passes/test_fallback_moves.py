@@ -67,7 +67,7 @@ def test_text_of_a_reshape_to_a_size_before_and_after(plant):
         view = reshape(erf_q, shape=(-1, mul))
         view_dq = dequantize(view, A)
         loses_weight_dq = int8(loses_weight, axis=0)
-        loses = linear(view_dq, loses_weight_dq, @loses.bias)
+        loses = linear(view_dq, loses_weight_dq, @fxq_data.loses_bias_corrected)
         return loses
     """)
     assert text(manager.gm) == expected("""

@@ -108,7 +108,7 @@ def test_text_of_what_is_put_back(monkeypatch):
         mean = cpu.mean(conv3_add_relu)
         mean_dq = dequantize(mean, A)
         head_weight_dq = int8(head_weight, axis=0)
-        head = linear(mean_dq, head_weight_dq, @head.bias)
+        head = linear(mean_dq, head_weight_dq, @fxq_data.head_bias_corrected)
         return head
     """)
     assert [e.rule for e in manager.history["verify-lowering"].edits] == ["put_back"]
