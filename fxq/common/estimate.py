@@ -1,4 +1,4 @@
-"""A mean of many noisy answers, as far as it is no chance."""
+"""The mean of what parts of the samples say, pulled towards 0 by as much as they disagree (James and Stein)."""
 
 from __future__ import annotations
 
