@@ -23,6 +23,7 @@ from fxq.ledger.output_check import add_output
 from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_form import FloatForm
+from fxq.pipeline.used_rows import used_rows
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -158,6 +159,7 @@ class _Layer:
         gain: the logarithm of how much less it deviates from the mean; groups of a transposed convolution share scales.
         learns: whether values that are computed are taken in.
         wanted: what its float form computed of the samples that are run.
+        used: which rows of these, without the axis of the channels, are not padding; None: all.
         line: by channel, the factor of the scales and the shift behind it, float64; None: 1 and 0.
     """
 
@@ -175,6 +177,7 @@ class _Layer:
     gain: Estimate = field(default_factory=Estimate)
     learns: bool = True
     wanted: Tensor | None = None
+    used: Tensor | None = None
     line: tuple[Tensor, Tensor] | None = None
 
     def keep(self, wanted: Tensor) -> Tensor:
@@ -197,7 +200,7 @@ class _Layer:
 
     def _compare(self, got: Tensor, wanted: Tensor) -> None:
         """Take in what both forms compute, as soon as there is enough for a part."""
-        self.waiting.append((_by_channel(got, self.axis), _by_channel(wanted, self.axis)))
+        self.waiting.append((self._by_channel(got), self._by_channel(wanted)))
         count = sum(rows.shape[1] for rows, _ in self.waiting)
         if count < _ENOUGH:
             return
@@ -206,10 +209,16 @@ class _Layer:
         self.values += count
         parts = min(self.parts, count // _ENOUGH)
         for less, more in zip(*(rows.tensor_split(parts, 1) for rows in pair), strict=True):
-            self._add(_moments(less), _moments(more))
+            counts = _counts(more) if self.axis == -1 else None
+            self._add(_moments(less, counts), _moments(more, counts))
         if self.values >= self.least:
             factor = self._factor()
             self.line = factor, self.shift() + (1 - factor) * self.level.mean
+
+    def _by_channel(self, x: Tensor) -> Tensor:
+        """The values of each channel in a row, (C, N)."""
+        rows = x.movedim(self.axis, 0)
+        return rows.reshape(len(rows), -1) if self.used is None else rows[:, self.used]
 
     def _add(self, got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
         """Take in the mean and the deviation of a part, in both forms."""
@@ -230,21 +239,29 @@ class _Layer:
         return torch.where(usable, factor, torch.ones_like(factor)).repeat(len(self.bias) // len(self.scale))
 
 
-def _by_channel(x: Tensor, axis: int) -> Tensor:
-    """The values of each channel in a row, (C, N)."""
-    return x.movedim(axis, 0).reshape(x.shape[axis], -1)
+def _counts(rows: Tensor) -> Tensor:
+    """How much each token, a column of (C, N), counts, (N,): one whose values are far larger than most, less."""
+    power = rows.square().sum(0)
+    counts = 1 / (power + power.median()).clamp(min=1e-30)
+    return counts / counts.mean()
 
 
-def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each row, and the mean square of what deviates from it, float64."""
+def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean of each row, and the mean square of what deviates from it, float64; each column counts so much."""
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    mean = rows.mean(1, keepdim=True)
-    return mean[:, 0].double(), (rows - mean).square_().mean(1).double()
+    weighted = rows if counts is None else rows * counts
+    mean = weighted.mean(1, keepdim=True)
+    squares = (rows - mean).square_()
+    return mean[:, 0].double(), (squares if counts is None else squares.mul_(counts)).mean(1).double()
 
 
 def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> tuple[Any, Any]:
     """What the float and the integer graph return for some samples, run side by side, layers corrected."""
     modules = [Program(gm, gm.graph).modules for _ in range(2)]  # what one keeps is its own
+    if any(layer.learns for layer in layers.values()):
+        used = used_rows(gm, batch, {node: layer.axis for node, layer in layers.items()}, modules[0])
+        for node, layer in layers.items():
+            layer.used = used.get(node)
     real, integers = _Real(gm, batch, modules[0], layers), _Integers(gm, batch, modules[1], layers)
     outputs = None, None
     for node in gm.graph.nodes:

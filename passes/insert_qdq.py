@@ -23,6 +23,7 @@ from fxq.quant.packing import BITS, pack
 from fxq.quant.qparams import QParams, quantize
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.conversions import on_grid
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -80,7 +81,7 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
     would have that one's error as well.
     """
     assert edge.qparams is not None  # all of them are chosen
-    q, dq = _pair(rewriter, value, current, edge.qparams, value.name)
+    q, dq = on_grid(rewriter, value, current, edge.qparams, value.name)
     if edge.measured:
         rewriter.reroute(current, dq, only=lambda user: user in wish)
         return current
@@ -92,40 +93,6 @@ def _convert(rewriter: Rewriter, value: fx.Node, current: fx.Node, edge: Edge, w
     rewriter.reroute(current, q, only=lambda user: reads_only_metadata(user))
     rewriter.reroute(current, dq, only=wants)
     return dq
-
-
-def _pair(
-    rewriter: Rewriter,
-    value: fx.Node,
-    after: fx.Node,
-    qp: QParams | MeasuredGrid,
-    name: str,
-    like: fx.Node | None = None,
-) -> tuple[fx.Node, fx.Node]:
-    """quantize(value) and its dequantize, behind `after`; before them what measures its grid, if anything does."""
-    about = info(like or value)
-    shape = info(value).shape
-    grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax}
-    if isinstance(qp, MeasuredGrid):
-        rows = (*(shape or ())[: qp.axis], *[1] * -qp.axis) if qp.axis is not None else ()
-        asked: dict[str, Any] = {"steps": qp.steps, "axis": qp.axis, "symmetric": qp.symmetric}
-        typed = rows, torch.float32
-        after = scale = rewriter.call("choose_scale", value, after=after, name=f"{name}_scale", typed=typed, **asked)
-        rewriter.describe(scale, path=about.path, source=about.source)
-        grid |= {"scale": scale, "zero_point": qp.middle}
-        if not qp.symmetric:
-            asked = {"scale": scale, "qmin": qp.qmin, "axis": qp.axis}
-            zero = f"{name}_zero_point"
-            after = rewriter.call("choose_zero_point", value, after=scale, name=zero, typed=typed, **asked)
-            rewriter.describe(after, path=about.path, source=about.source)
-            grid["zero_point"] = after
-    else:
-        grid |= {"scale": qp.s, "zero_point": qp.z}
-    q = rewriter.call("quantize", value, after=after, name=f"{name}_q", typed=(shape, qp.dtype), dtype=qp.dtype, **grid)
-    dq = rewriter.call("dequantize", q, after=q, name=f"{name}_dq", typed=(shape, torch.float32), **grid)
-    for node in (q, dq):
-        rewriter.describe(node, path=about.path, source=about.source)
-    return q, dq
 
 
 def _bring_together(
@@ -146,7 +113,7 @@ def _bring_together(
         value: Any = made_by(read)
         wanted = results.get(wishes[value][0]) if value in wishes else None
         if isinstance(wanted, QParams) and own is not None and not wanted.same_as(own):
-            _, dq = _pair(rewriter, read, read, wanted, value.name, like=node)
+            _, dq = on_grid(rewriter, read, read, wanted, value.name, like=node)
             rewriter.update(node, args=_swap(node.args, read, dq))
 
 

@@ -1,57 +1,74 @@
-"""smooth: what is large in a few channels of a linear layer's input moves into its weight."""
+"""smooth: what is large in a few channels of a linear layer's input moves into its weight, in a few tokens is measured."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch, samples_in
-from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement
-from fxq.graph.grid import grid_of
 from fxq.graph.info import Decision, Plan, info
-from fxq.graph.query import is_op, plan_of, read_attribute
-from fxq.graph.unit import calls_of
-from fxq.ledger.side_by_side import Program
-from fxq.pipeline.context import Context
-from fxq.pipeline.float_form import FloatForm
-from fxq.pipeline.samples import on_samples
+from fxq.ledger.linear_inputs import Form, LinearInput, LinearLayer, rounded, seen_inputs
+from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observers import observer_for
-from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
+from fxq.quant.qparams import QParams, choose_qparams, quantize
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.conversions import on_grid
 from fxq.rewriting.rewriter import Rewriter
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """How much of the difference between channels moves into the weight, tried for each input: alpha in the paper."""
 
 
+class _Way(NamedTuple):
+    """How to round the input of layers.
+
+    Attributes:
+        strength: how much moves into the weight; None: nothing.
+        rows: whether each token is on a grid of its own, which is measured when the model runs.
+    """
+
+    strength: float | None = None
+    rows: bool = False
+
+
+CALIBRATED = (_Way(), *map(_Way, STRENGTHS))
+MEASURED = (_Way(rows=True), _Way(STRENGTHS[0], rows=True))
+
+
 @dataclass(frozen=True)
 class Smooth(Pass):
-    """Divide the input of linear layers by a factor for each channel, and multiply their weights with it.
+    """Divide the input of linear layers by factors, and multiply their weights with these; or measure each token.
 
     Before: linear(dequantize(quantize(x)), dequantize(w_int8), b)
     After: linear(dequantize(quantize(x * (1 / s))), dequantize(w_s_int8), b), with w_s = w * s
+    Or, where that is not enough: linear(dequantize(quantize(x, scale=s)), ...), with s = choose_scale(x, axis=-1)
     Keeps: the output up to rounding to the grids, of which the new ones are finer. How much moves is tried for each
     input: the ranges are those of one half of the recorded samples, the errors those of the other half. Where the
     layers that read it gain less than `gain`, nothing is changed. Each token counts alike: one whose values are large
-    does not hide what the others lose.
-    Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4.
+    does not hide what the others lose; padding does not count.
+    In transformers, some tokens hold values many times as large as all others, in what GELU returns most of all. No
+    factors of channels help there. Such a layer measures the range of each token when the model runs, as in a dynamic
+    recipe; where the backend cannot, `fallback` leaves it in float.
+    Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4; Dettmers et al. 2022, section 2.1 (a
+    scale for each row).
 
     Args:
         gain: dB that the layers have to gain: the factors cost a multiplication of each input.
-        enough: dB. Layers whose error is below that already are left alone.
+        measure_gain: dB that they have to gain by measured ranges, which cost time in each call.
+        enough: dB. Layers whose SQNR is above that are left alone.
         samples: how many samples to look at.
         rows: how many tokens of them, for the errors.
         least: inputs with fewer tokens in the samples are left alone: what is large in them is not known.
     """
 
     gain: float = 3.0
+    measure_gain: float = 5.0
     enough: float = 33.0
     samples: int = 64
     rows: int = 1024
@@ -59,6 +76,7 @@ class Smooth(Pass):
 
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
         "gain": (0.0, math.inf),
+        "measure_gain": (0.0, math.inf),
         "enough": (-math.inf, math.inf),
         "samples": (1, math.inf),
         "rows": (1, math.inf),
@@ -74,153 +92,90 @@ class Smooth(Pass):
 
     def run(self, rewriter: Rewriter) -> None:
         """Find the ranges of all channels, and the best factors; then write those that are worth it."""
-        context: Context = rewriter.context
-
-        def measured(batches: Sequence[Batch]) -> list[_Input]:
-            found = {one.quantize: one for one in _inputs(rewriter.gm) if self._has_enough(one, context)}
-            batches = [batch for batch in batches if samples_in(batch) != 0]
-            for i, batch in enumerate(batches if found else ()):
-                share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
-                with torch.no_grad(), seeded():
-                    _Floats(rewriter.gm, batch, found, share, self.rows).run()
-            return list(found.values())
-
-        for one in on_samples(context, self.samples, measured) if context.samples else ():
+        for one in seen_inputs(rewriter.gm, rewriter.context, _Input, self.samples, self.rows, self.least):
             one.low, one.high = torch.minimum(one.low, one.later[0]), torch.maximum(one.high, one.later[1])
-            strength = one.best(self.gain, self.enough)
-            if strength is not None:
+            way, why = one.best(self)
+            if way != _Way():
                 with rewriter.attributed("smooth", Smooth):
-                    _write(rewriter, one, strength)
-
-    def _has_enough(self, one: _Input, context: Context) -> bool:
-        """Whether there are enough tokens of an input in the samples."""
-        shape, size = info(one.quantize).shape or (), samples_in(context.example) or 1
-        samples = sum(samples_in(batch) or size for batch in context.samples)
-        return math.prod(shape[:-1]) * samples >= self.least * size
-
-
-def _inputs(gm: fx.GraphModule) -> Iterator[_Input]:
-    """The values that linear layers read as integers, with weights that have a scale for each channel."""
-    for node in gm.graph.nodes:
-        grid = grid_of(gm, node) if is_op(node, "quantize") else None
-        if grid is None or grid.axis is not None:
-            continue
-        plan = plan_of(node.args[0])
-        readers = [(user, back) for back in node.users if is_op(back, "dequantize") for user in back.users]
-        layers = [layer for reader in readers if (layer := _Layer.of(gm, *reader)) is not None]
-        if layers and (plan is None or plan.emits is None):
-            yield _Input(node, grid, layers)
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A linear layer.
-
-    Attributes:
-        node: the node that runs it, and perhaps what is fused to it.
-        read: the value that it reads.
-        weight: its dequantized weight.
-        real: the float weight, (out, in).
-        grid: of the weight: a scale for each row.
-        reads, spec: the specs of what it reads and of its weight.
-    """
-
-    node: fx.Node
-    read: fx.Node
-    weight: fx.Node
-    real: Tensor
-    grid: QParams
-    reads: TensorSpec
-    spec: TensorSpec
-
-    @classmethod
-    def of(cls, gm: fx.GraphModule, node: fx.Node, read: fx.Node) -> _Layer | None:
-        """A node as one that reads this value; None where it is none, or reads the value otherwise."""
-        plan, calls = info(node).plan, calls_of(gm, node)
-        if plan is None or plan.fate != "int8" or not calls or calls[0].op.name != "linear":
-            return None
-        weight = calls[0].tensors.get("weight")
-        if not isinstance(weight, fx.Node) or not is_op(weight, "dequantize") or len(weight.users) != 1:
-            return None
-        grid, name = grid_of(gm, weight), info(weight).stands_for
-        elsewhere = calls[0].activations != (read,) or any(read in call.activations for call in calls[1:])
-        if grid is None or grid.axis != 0 or grid.block is not None or not name or elsewhere:
-            return None
-        assert plan.reads is not None and plan.weight is not None  # as it runs on integers
-        return cls(node, read, weight, read_attribute(gm, name), grid, plan.reads, plan.weight)
-
-    def smoothed(self, factors: Tensor) -> tuple[Tensor, QParams]:
-        """The weight times the factors, and its grid."""
-        scaled = self.real * factors
-        observer = observer_for(replace(self.spec, bits=self.grid.bits), axis=0)
-        observer(scaled)
-        return scaled, observer.qparams()
+                    _write(rewriter, one, way, why)
 
 
 @dataclass
-class _Input:
-    """A value that linear layers read as integers, and how it goes with each strength.
+class _Input(LinearInput):
+    """An input, and how it goes each way.
 
     Attributes:
-        quantize: the node that makes integers of it.
-        grid: that node's grid.
-        layers: those that read it.
         low, high: the range of each channel in the samples that are for it, (C,).
         later: the same of those that are for the errors.
-        seen: how many tokens were compared.
-        errors: of the layers' results, relative to the float ones: as it is, and with each of `STRENGTHS`.
+        errors: of the layers' results, relative to the float ones, each way.
     """
 
-    quantize: fx.Node
-    grid: QParams
-    layers: list[_Layer]
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
     high: Tensor = field(default_factory=lambda: torch.zeros(()))
     later: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.zeros(()), torch.zeros(())))
-    seen: int = 0
-    errors: list[Agreement] = field(default_factory=lambda: [Agreement() for _ in (None, *STRENGTHS)])
+    errors: list[Agreement] = field(default_factory=lambda: [Agreement() for _ in (*CALIBRATED, *MEASURED)])
 
-    def see(self, x: Tensor, share: float, most: int) -> None:
-        """Take in tokens, (N, C): the ranges of the first, so many of them, and the errors of up to `most` others."""
+    def see(self, x: Tensor, share: float) -> None:
+        """Take in tokens, (N, C): the ranges of the first half of the samples, the errors of the other."""
         for_ranges, others = x.tensor_split([round(share * len(x))])
         self.low, self.high = _around(for_ranges, self.low, self.high)
         self.later = _around(others, *self.later)
-        others = others[: max(most - self.seen, 0)]
-        self.seen += len(others)
-        if len(others):
-            self._compare(others)
+        self.compare(others, self.errors, self._ways)
 
-    def _compare(self, x: Tensor) -> None:
-        """Take in the layers' errors on some tokens."""
-        wanted = [x @ layer.real.T for layer in self.layers]
-        weights = [_by_token(y) for y in wanted]
-        for strength, error in zip((None, *STRENGTHS), self.errors, strict=True):
-            if strength is None:
-                given, made = _rounded(x, self.grid), [_rounded(layer.real, layer.grid) for layer in self.layers]
-            else:
-                factors = self.factors(strength)
-                given = _rounded(x / factors, self.smoothed_grid(factors))
-                made = [_rounded(*layer.smoothed(factors)) for layer in self.layers]
-            for weight, want, by in zip(made, wanted, weights, strict=True):
-                error.add(want * by, (given @ weight.T) * by)
+    def _ways(self, x: Tensor) -> Iterator[Form]:
+        """Tokens and weights rounded each way."""
+        for way in (*CALIBRATED, *MEASURED):
+            factors = self.factors(way.strength)
+            given = x if factors is None else x / factors
+            weights = [rounded(*_smoothed(layer, factors)) for layer in self.layers]
+            yield self.row_grid.rounded(given) if way.rows else rounded(given, self.smoothed_grid(factors)), weights
 
-    def factors(self, strength: float) -> Tensor:
+    def factors(self, strength: float | None) -> Tensor | None:
         """What each channel is divided by, (C,)."""
+        if strength is None:
+            return None
         largest = torch.maximum(-self.low, self.high)
         weights = torch.stack([layer.real.abs().amax(0) for layer in self.layers]).amax(0)
         factors = largest**strength / weights.clamp(min=1e-12) ** (1 - strength)
         return torch.where(largest > 0, factors, torch.ones_like(factors)).clamp(min=1e-6)
 
-    def smoothed_grid(self, factors: Tensor) -> QParams:
-        """The grid for all values that were seen, divided by the factors."""
-        spec = replace(self.layers[0].reads, bits=self.grid.bits)
-        return choose_qparams((self.low / factors).min(), (self.high / factors).max(), spec)
+    @property
+    def spec(self) -> TensorSpec:
+        """That of the input, with as many bits as its grid has."""
+        return replace(self.layers[0].reads, bits=self.grid.bits)
 
-    def best(self, gain: float, enough: float) -> float | None:
-        """The strength with the least error; None where that is hardly less than without."""
-        before, *after = (error.sqnr for error in self.errors)
-        best = max(range(len(after)), key=after.__getitem__)
-        return STRENGTHS[best] if before < enough and after[best] >= before + gain else None
+    def smoothed_grid(self, factors: Tensor | None) -> QParams:
+        """The grid for all values that were seen, divided by the factors."""
+        if factors is None:
+            return self.grid
+        return choose_qparams((self.low / factors).min(), (self.high / factors).max(), self.spec)
+
+    @property
+    def row_spec(self) -> TensorSpec:
+        """The same, measured for each token."""
+        return replace(self.spec, per="row", range="measured")
+
+    @property
+    def row_grid(self) -> MeasuredGrid:
+        """The grid of that."""
+        return MeasuredGrid.of(self.row_spec, axis=-1)
+
+    def best(self, asked: Smooth) -> tuple[_Way, str]:
+        """The way that is worth it, and why; what costs more has to gain more."""
+        errors = (error.sqnr for error in self.errors)
+        found = dict(zip((*CALIBRATED, *MEASURED), errors, strict=True))
+        best = _Way()
+        if found[best] < asked.enough:
+            smoothed = max(CALIBRATED[1:], key=found.__getitem__)
+            if found[smoothed] >= found[best] + asked.gain:
+                best = smoothed
+        if found[best] < asked.enough:
+            before = found[best]
+            plain, smoothed = MEASURED
+            measured = smoothed if found[smoothed] >= found[plain] + asked.gain else plain
+            if found[measured] >= before + asked.measure_gain:
+                return measured, f"one grid for all tokens gives {before:.1f} dB, one for each {found[measured]:.1f}"
+        return best, ""
 
 
 def _around(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,57 +183,49 @@ def _around(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.minimum(low, x.amin(0)), torch.maximum(high, x.amax(0))) if len(x) else (low, high)
 
 
-def _rounded(x: Tensor, grid: QParams) -> Tensor:
-    return dequantize(quantize(x, grid), grid)
+def _smoothed(layer: LinearLayer, factors: Tensor | None) -> tuple[Tensor, QParams]:
+    """The weight of a layer times the factors, and its grid."""
+    if factors is None:
+        return layer.real, layer.grid
+    scaled = layer.real * factors
+    observer = observer_for(replace(layer.spec, bits=layer.grid.bits), axis=0)
+    observer(scaled)
+    return scaled, observer.qparams()
 
 
-def _by_token(y: Tensor) -> Tensor:
-    """What makes the rows of (N, C) alike in power, (N, 1); those near zero are not made large."""
-    power = y.square().sum(1, keepdim=True)
-    return (power + power.median()).clamp(min=1e-30).rsqrt()
-
-
-class _Floats(FloatForm):
-    """Runs the graph on a batch in float, and shows the inputs what is quantized."""
-
-    def __init__(
-        self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, _Input], share: float, most: int
-    ) -> None:
-        super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)
-        self._inputs, self._share, self._most = inputs, share, most
-
-    def compute(self, node: fx.Node) -> Any:
-        value = super().compute(node)
-        if node in self._inputs:
-            self._inputs[node].see(value.reshape(-1, value.shape[-1]), self._share, self._most)
-        return value
-
-
-def _write(rewriter: Rewriter, one: _Input, strength: float) -> None:
-    """Put the multiplication in, with conversions behind it for the layers, and the new weights."""
+def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
+    """Put the multiplication in, if any, with conversions behind it for the layers, and the new weights."""
     old, value = one.quantize, one.quantize.args[0]
     assert isinstance(value, fx.Node)  # what is quantized is a value
-    about, factors, grid = info(value), one.factors(strength), one.smoothed_grid(one.factors(strength))
-    inverse = rewriter.constant(1 / factors, f"{about.path or value.name}.smoothing", before=old)
-    made = rewriter.call("mul", value, inverse, before=old, name=f"{value.name}_smooth", like=old)
-    plan = Plan(Decision("float", "", f"divides by what moved into the weights behind it (alpha {strength:g})"))
-    rewriter.describe(made, origins=(), plan=plan)
-    given: dict[str, Any] = {key: old.kwargs[key] for key in ("qmin", "qmax") if key in old.kwargs}
-    given |= {"scale": grid.s, "zero_point": grid.z}
-    typed = (about.shape, grid.dtype)
-    q = rewriter.call(
-        "quantize", made, before=old, name=f"{made.name}_q", like=old, typed=typed, dtype=grid.dtype, **given
-    )
-    dq = rewriter.call("dequantize", q, before=old, name=f"{made.name}_dq", like=old, **given)
+    factors = one.factors(way.strength)
+    grid = one.row_grid if way.rows else one.smoothed_grid(factors)
+    if factors is not None:
+        value = _divided(rewriter, value, factors, old, f"{DIVIDES} (alpha {way.strength:g})")
+    _, dq = on_grid(rewriter, value, value, grid, f"{value.name}_rows" if way.rows else value.name, like=old)
     for layer in one.layers:
         rewriter.update(layer.node, args=_swap(layer.node.args, layer.read, dq))
-        _write_weight(rewriter, layer, factors)
+        if factors is not None:
+            _write_weight(rewriter, layer, factors)
+        if way.rows:
+            plan = replace(layer.plan, reads=one.row_spec)
+            rewriter.describe(layer.node, plan=plan.decided(text=why))
     rewriter.erase_unused()
 
 
-def _write_weight(rewriter: Rewriter, layer: _Layer, factors: Tensor) -> None:
+DIVIDES = "divides by what moved into the weights behind it"
+
+
+def _divided(rewriter: Rewriter, value: fx.Node, factors: Tensor, old: fx.Node, why: str) -> fx.Node:
+    """The value times the inverse of the factors, in front of what rounds it now."""
+    inverse = rewriter.constant(1 / factors, f"{info(value).path or value.name}.smoothing", before=old)
+    made = rewriter.call("mul", value, inverse, before=old, name=f"{value.name}_smooth", like=old)
+    rewriter.describe(made, origins=(), plan=Plan(Decision("float", "", why)))
+    return made
+
+
+def _write_weight(rewriter: Rewriter, layer: LinearLayer, factors: Tensor) -> None:
     """Put the weight times the factors in the place of a weight."""
-    old, (weight, grid) = layer.weight, layer.smoothed(factors)
+    old, (weight, grid) = layer.weight, _smoothed(layer, factors)
     name = info(old).stands_for.removeprefix("fxq_data.").replace(".", "_")
     real = rewriter.constant(weight, f"{name}_smoothed", before=old)
     integers = rewriter.constant(quantize(weight, grid), f"{name}_smoothed_int8", before=old)

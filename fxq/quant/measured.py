@@ -55,6 +55,14 @@ class MeasuredGrid:
         """The scale that values have, float32; as `measured_scale`."""
         return measured_scale(*measured_range(x, self.axis), self.steps, self.symmetric)
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """The values of the grid that are the nearest to `x`, float32, on which the grid is measured."""
+        low, high = measured_range(x, self.axis)
+        scale = measured_scale(low, high, self.steps, self.symmetric)
+        nearest = self.axis is None
+        zero = self.middle if self.symmetric else measured_zero_point(low, scale, self.qmin, nearest)
+        return (x / scale).round_().add_(zero).clamp_(self.qmin, self.qmax).sub_(zero).mul_(scale)
+
 
 def measured_range(x: Tensor, axis: int | None = None) -> tuple[Tensor, Tensor]:
     """The smallest and the largest of zero and the values of `x`; of each row with an `axis`.

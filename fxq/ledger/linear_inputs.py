@@ -1,0 +1,186 @@
+"""What linear layers read as integers, and what it costs to round it, and their weights: token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from fxq.common.data import Batch, samples_in
+from fxq.common.isolation import copied, seeded
+from fxq.common.metrics import Agreement
+from fxq.graph.grid import grid_of
+from fxq.graph.info import Plan, info
+from fxq.graph.query import is_op, plan_of, read_attribute
+from fxq.graph.unit import calls_of
+from fxq.ledger.side_by_side import Program
+from fxq.pipeline.context import Context
+from fxq.pipeline.float_form import FloatForm
+from fxq.pipeline.samples import on_samples
+from fxq.pipeline.used_rows import used_rows
+from fxq.quant.qparams import QParams, dequantize, quantize
+from fxq.quant.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A linear layer.
+
+    Attributes:
+        node: the node that runs it, and perhaps what is fused to it.
+        read: the value that it reads.
+        weight: its dequantized weight.
+        real: the float weight, (out, in).
+        grid: of the weight: a scale for each row.
+        plan: what is decided of it.
+        reads, spec: the specs of what it reads and of its weight.
+    """
+
+    node: fx.Node
+    read: fx.Node
+    weight: fx.Node
+    real: Tensor
+    grid: QParams
+    plan: Plan
+    reads: TensorSpec
+    spec: TensorSpec
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, node: fx.Node, read: fx.Node) -> LinearLayer | None:
+        """A node as one that reads this value; None where it is none, or reads the value otherwise."""
+        plan, calls = info(node).plan, calls_of(gm, node)
+        if plan is None or plan.fate != "int8" or not calls or calls[0].op.name != "linear":
+            return None
+        weight = calls[0].tensors.get("weight")
+        if not isinstance(weight, fx.Node) or not is_op(weight, "dequantize") or len(weight.users) != 1:
+            return None
+        grid, name = grid_of(gm, weight), info(weight).stands_for
+        elsewhere = calls[0].activations != (read,) or any(read in call.activations for call in calls[1:])
+        if grid is None or grid.axis != 0 or grid.block is not None or not name or elsewhere:
+            return None
+        assert plan.reads is not None and plan.weight is not None  # as it runs on integers
+        return cls(node, read, weight, read_attribute(gm, name), grid, plan, plan.reads, plan.weight)
+
+
+Form = tuple[Tensor, Sequence[Tensor]]
+"""Tokens, (N, C), and the weights of the layers that read them, (out, C)."""
+
+
+@dataclass
+class LinearInput:
+    """A value that linear layers read as integers.
+
+    Attributes:
+        quantize: the node that makes integers of it.
+        grid: that node's grid.
+        layers: those that read it.
+        most: how many of its tokens to compare.
+    """
+
+    quantize: fx.Node
+    grid: QParams
+    layers: list[LinearLayer]
+    most: int
+
+    def see(self, x: Tensor, share: float) -> None:
+        """Take in tokens, (N, C); so much of them, from the first on, is of the first half of the samples."""
+        raise NotImplementedError
+
+    def compare(self, x: Tensor, errors: Sequence[Agreement], ways: Callable[[Tensor], Iterable[Form]]) -> None:
+        """Add errors on tokens, (N, C), to those of several ways to round, relative to the layers' float results.
+
+        Each token counts alike: one whose values are large does not hide what the others lose. No more than `most` are
+        compared in all.
+
+        Args:
+            x: the tokens.
+            errors: those before, of each way.
+            ways: gives the tokens, and the layers' weights, as they are rounded each way.
+        """
+        x = x[: self.most]
+        self.most -= len(x)
+        if not len(x):
+            return
+        wanted = [x @ layer.real.T for layer in self.layers]
+        weights = [_by_token(y) for y in wanted]
+        for error, (given, made) in zip(errors, ways(x), strict=True):
+            for weight, want, by in zip(made, wanted, weights, strict=True):
+                error.add(want * by, (given @ weight.T) * by)
+
+
+Input = TypeVar("Input", bound=LinearInput)
+
+
+def seen_inputs(
+    gm: fx.GraphModule, context: Context, kind: type[Input], samples: int, rows: int, least: int
+) -> list[Input]:
+    """The inputs of linear layers with weights of a scale for each channel, which have seen recorded samples in float.
+
+    Args:
+        gm: the qdq graph.
+        context: has the samples; without any, nothing is found.
+        kind: what is made of each.
+        samples: how many samples to show.
+        rows: how many tokens of them to compare.
+        least: inputs with fewer tokens in all the samples are left out: what is large in them is not known.
+    """
+
+    def run(batches: Sequence[Batch]) -> list[Input]:
+        found = {one.quantize: one for one in _inputs(gm, kind, rows) if _tokens(one, context) >= least}
+        batches = [batch for batch in batches if samples_in(batch) != 0]
+        for i, batch in enumerate(batches if found else ()):
+            share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
+            with torch.no_grad(), seeded():
+                _Floats(gm, batch, found, share).run()
+        return list(found.values())
+
+    return on_samples(context, samples, run) if context.samples else []
+
+
+def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]:
+    for node in gm.graph.nodes:
+        grid = grid_of(gm, node) if is_op(node, "quantize") else None
+        if grid is None or grid.axis is not None:
+            continue
+        plan = plan_of(node.args[0])
+        readers = [(user, back) for back in node.users if is_op(back, "dequantize") for user in back.users]
+        layers = [layer for reader in readers if (layer := LinearLayer.of(gm, *reader)) is not None]
+        if layers and (plan is None or plan.emits is None):
+            yield kind(node, grid, layers, rows)
+
+
+def _tokens(one: LinearInput, context: Context) -> float:
+    """How many tokens of an input there are in the samples."""
+    shape, size = info(one.quantize).shape or (), samples_in(context.example) or 1
+    return math.prod(shape[:-1]) * sum(samples_in(batch) or size for batch in context.samples) / size
+
+
+def rounded(x: Tensor, grid: QParams) -> Tensor:
+    """The values of a grid that are the nearest to those of `x`."""
+    return dequantize(quantize(x, grid), grid)
+
+
+def _by_token(y: Tensor) -> Tensor:
+    """What makes the rows of (N, C) alike in power, (N, 1); those near zero are not made large."""
+    power = y.square().sum(1, keepdim=True)
+    return (power + power.median()).clamp(min=1e-30).rsqrt()
+
+
+class _Floats(FloatForm):
+    """Runs the graph on a batch in float, and shows the inputs what is quantized, but for padding."""
+
+    def __init__(self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, LinearInput], share: float) -> None:
+        super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)
+        self._inputs, self._share = inputs, share
+        self._used = used_rows(gm, batch, dict.fromkeys(inputs, -1), Program(gm, gm.graph).modules)
+
+    def compute(self, node: fx.Node) -> Any:
+        value = super().compute(node)
+        if node in self._inputs:
+            tokens, used = value.reshape(-1, value.shape[-1]), self._used.get(node)
+            self._inputs[node].see(tokens if used is None else tokens[used.flatten()], self._share)
+        return value
