@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from fxq.backends.base import support_of
 from fxq.common.progress import progress_bar
 from fxq.cost import cache as costs
 from fxq.cost.min_cut import Key, PricedValue, conversions_of
@@ -32,6 +33,7 @@ from fxq.graph.query import (
     CONVERSIONS,
     flat_nodes,
     is_op,
+    measures_of,
     op_of,
     plan_of,
     read_attribute,
@@ -39,9 +41,11 @@ from fxq.graph.query import (
     taken_from,
 )
 from fxq.graph.region import read_region
+from fxq.graph.unit import calls_of
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
 from fxq.quant.qparams import QParams
+from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pins import Pin, Pinned, Place, places_of
 from fxq.rewriting.rewriter import Rewriter
@@ -69,6 +73,7 @@ class Fallback(Pass):
         context: Context = rewriter.context
         choose = context.recipe.optimize == "speed"
         pinned = Pinned(context.recipe.decided) if context.recipe.optimize == "decided" else None
+        _ask_again(rewriter)
         prober = None
         if context.backend.has_kernels and pinned is None:
             prober = Prober(context.backend, context.recipe, costs.machine_costs())
@@ -89,6 +94,23 @@ class Fallback(Pass):
         for node in rewriter.nodes("quantize"):
             _read_float(rewriter, node)
         rewriter.erase_unused()
+
+
+def _ask_again(rewriter: Rewriter) -> None:
+    """Ask the backend about layers that measure what they read, as it may be `smooth` that has decided so."""
+    backend = rewriter.context.backend
+    for node in rewriter.nodes():
+        plan, calls = info(node).plan, calls_of(rewriter.gm, node)
+        if plan is None or plan.fate != "int8" or plan.reads is None or plan.reads.range != "measured":
+            continue
+        support = support_of(backend, rewriter.gm, node, calls, QuantConfig(plan.reads, plan.weight, plan.state))
+        if support.ops == 0:
+            with rewriter.attributed("run_in_float", _run_in_float):
+                reason = f"{info(node).note}; {support.reason}".removeprefix("; ")
+                _run_in_float(rewriter, node, "unsupported", reason, 'recipe.without_pass("smooth")')
+        elif support.ops < (plan.kernel_ops or (len(calls),))[0]:
+            plan = replace(plan, kernel_ops=(support.ops,))
+            rewriter.describe(node, plan=plan.decided(kind="unsupported", text=support.reason))
 
 
 def _ask_backend(rewriter: Rewriter, prober: Prober) -> None:
@@ -236,10 +258,11 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
 
 
 NOT_WORTH_IT = "float is faster at this size on this machine"
+COVERAGE = 'recipe.with_optimize("coverage")'
 CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
 
 
-def _run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason: str) -> None:
+def _run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason: str, fix: str = COVERAGE) -> None:
     """Give an integer op its float weights back; one that moves integers moves floats."""
     about = info(node)
     assert about.plan is not None
@@ -251,7 +274,7 @@ def _run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason:
     op = op_of(node)
     if op is not None and op.quant.recurrence is not None:
         rewriter.update(node, kwargs=op.quant.recurrence.without_grid(node.kwargs))
-    decision = Decision("float", kind, reason, 'recipe.with_optimize("coverage")', rewriter.name)
+    decision = Decision("float", kind, reason, fix, rewriter.name)
     if grid_of(rewriter.gm, node) is not None:
         _move_floats(rewriter, node)
     rewriter.describe(node, plan=Plan(decision, cost=about.plan.cost))
@@ -300,7 +323,7 @@ def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
     copies = [user for user in quantize.users if is_op(user, "dequantize")]
     readers = [user for copy in copies for user in copy.users]
     shapes = [user for user in quantize.users if reads_only_metadata(user)]
-    if not is_float(value):
+    if not is_float(value) and not measures_of(quantize):  # what measures reads floats
         read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
         if not read_alone or not all(map(is_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
             return

@@ -23,7 +23,7 @@ from fxq.quant.packing import BITS, pack
 from fxq.quant.qparams import QParams, quantize
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.rewriting.conversions import on_grid
+from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
 
 

@@ -1,4 +1,4 @@
-"""smooth: what is large in a few channels of a linear layer's input moves into its weight, in a few tokens is measured."""
+"""smooth: what is large in few channels of a linear layer's input moves into its weight; in few tokens, is measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams, choose_qparams, quantize
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
-from fxq.rewriting.conversions import on_grid
+from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -207,8 +207,7 @@ def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
         if factors is not None:
             _write_weight(rewriter, layer, factors)
         if way.rows:
-            plan = replace(layer.plan, reads=one.row_spec)
-            rewriter.describe(layer.node, plan=plan.decided(text=why))
+            rewriter.describe(layer.node, plan=replace(layer.plan, reads=one.row_spec), note=why)
     rewriter.erase_unused()
 
 

@@ -89,15 +89,15 @@ def main() -> None:
                 print(f"{name}: {missing}", file=sys.stderr)
                 continue
             wanted = tuple(arguments.quantizer or ("",))
-            found = quantizers(subject, arguments.coverage)
+            found = quantizers(arguments.coverage)
             makes = {k: make for k, make in found.items() if k.startswith(wanted)}
             rows += list(measured(subject, makes, arguments.seconds))
     print(tabulate(rows, headers=HEADERS, floatfmt=".2f"))
 
 
-def quantizers(subject: Subject, coverage: bool) -> dict[str, Callable[[Part], tuple[Made, str]]]:
+def quantizers(coverage: bool) -> dict[str, Callable[[Part], tuple[Made, str]]]:
     """Every way to quantize a part of a network, by name."""
-    own = {name: by_fxq(recipe, coverage) for name, recipe in {**RECIPES, **subject.recipes}.items()}
+    own = {name: by_fxq(recipe, coverage) for name, recipe in RECIPES.items()}
     return own | {name: by_rival(make) for name, make in rivals().items()}
 
 

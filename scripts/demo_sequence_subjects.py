@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,10 @@ from demo_sequence_data import (
 )
 from torch import Tensor, nn
 
-import fxq
-
 Calls = Sequence[Callable[..., Any]]
 """The parts of a network, float or quantized."""
 CALIBRATION = 128
 """Sentences, words to calibrate on: others than those that are judged. Of the speech, a quarter of the prompts."""
-
-
-def _measured_between() -> fxq.Recipe:
-    """Static, but for the two wide layers and GELU between them, whose values are far larger in some words."""
-    wide, narrow = (f"bert.encoder.layer.*.{layer}.dense" for layer in ("intermediate", "output"))
-    measured = fxq.Recipe.dynamic().config
-    recipe = fxq.Recipe.static().override(wide, measured).override(narrow, measured)
-    return recipe.override(fxq.op("gelu"), fxq.FLOAT)
-
-
-SENTENCE_RECIPES = {"fxq static, wide layers measured": _measured_between}
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,6 @@ class Subject:
         agreement: of the float outputs with others, by kind; 1 is the same.
         timed: runs the parts on one input.
         goals: what fxq is to reach, by quantizer and kind of agreement.
-        recipes: what suits this network better than the presets, by name.
     """
 
     name: str
@@ -77,7 +63,6 @@ class Subject:
     agreement: Callable[[Any, Any], dict[str, float]]
     timed: Callable[[Calls], object]
     goals: Mapping[str, Mapping[str, float]]
-    recipes: Mapping[str, Callable[[], fxq.Recipe]] = field(default_factory=dict)
 
 
 def sentences(folders: Sequence[Path], count: int) -> Subject:
@@ -100,10 +85,9 @@ def sentences(folders: Sequence[Path], count: int) -> Subject:
     goals = {
         "fxq dynamic": {"cosine": 0.99, "top-1": 0.97},
         "fxq static": {"cosine": 0.98, "top-1": 0.97},
-        "fxq static, wide layers measured": {"cosine": 0.98, "top-1": 0.97},
     }
     parts = [Part(model, tuple(example), data)]
-    return Subject("MiniLM", parts, outputs, agreement, lambda calls: calls[0](*example), goals, SENTENCE_RECIPES)
+    return Subject("MiniLM", parts, outputs, agreement, lambda calls: calls[0](*example), goals)
 
 
 def speech(folders: Sequence[Path], count: int) -> Subject:

@@ -1,5 +1,7 @@
 """smooth: what is large in a few channels of a linear layer's input moves into its weight."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,10 +9,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
+from fxq.backends.by_name import unavailable
 from fxq.common.metrics import sqnr
-from fxq.graph.query import is_op
+from fxq.graph.info import info
+from fxq.graph.query import is_op, plan_of
 from fxq.passes import Smooth
-from tests.graphs import expected, program, run_pass
+from tests.graphs import expected, node, program, run_pass
 from tests.helpers import REFERENCE, module
 
 PLAIN = REFERENCE.without_pass("smooth")
@@ -75,7 +79,7 @@ def test_the_factors_are_those_of_the_paper():
 @pytest.mark.parametrize(
     ("step", "written"),
     [
-        (Smooth(gain=60.0, least=64), LAYER),
+        (Smooth(gain=60.0, measure_gain=60.0, least=64), LAYER),
         (Smooth(enough=-10.0, least=64), LAYER),
         (Smooth(least=65), LAYER),
         (Smooth(least=64), LAYER.replace("Decision('int8')", "Decision('float')")),
@@ -86,6 +90,75 @@ def test_the_factors_are_those_of_the_paper():
 def test_what_it_leaves_alone(step, written):
     gm = run_pass(step, written, GIVEN, data=(X,))
     assert program(gm) == program(fxq.read_graph(written, fxq.graph_tensors(gm)))
+
+
+def test_text_before_and_after_where_tokens_differ():
+    """Every eighth token is far larger: factors for channels do not help, a scale for each token does."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    x[::8] *= 100
+    written = LAYER.replace("scale=1.0", "scale=3.0")
+    gm = run_pass(Smooth(least=64), written, GIVEN, data=(x,))
+    grid = "scale=x_rows_scale, zero_point=x_rows_zero_point"
+    assert program(gm) == expected(f"""
+        x: float32[64, 4] = input()
+        x_rows_scale: float32[64, 1] = choose_scale(x, steps=254, axis=-1, symmetric=False)
+        x_rows_zero_point: float32[64, 1] = choose_zero_point(x, scale=x_rows_scale, axis=-1)
+        x_rows_q: uint8[64, 4] = quantize(x, {grid})
+        x_rows_dq: float32[64, 4] = dequantize(x_rows_q, {grid})
+        w_int8: int8[3, 4] = tensor('w_int8')
+        scale: float32[3] = tensor('scale')
+        b: float32[3] = tensor('b')
+        w_dq: float32[3, 4] = dequantize(w_int8, scale=scale, zero_point=0, qmin=-127, qmax=127, axis=0)
+        y: float32[64, 3] = linear(x_rows_dq, w_dq, b)
+        return y
+    """)
+    plan = plan_of(node(gm, "y"))
+    assert (plan.reads.range, plan.reads.per) == ("measured", "row")
+    assert "one grid for all tokens gives" in info(node(gm, "y")).note
+    assert program(run_pass(Smooth(measure_gain=math.inf, least=64), written, GIVEN, data=(x,))) != program(gm)
+
+
+def tokens(n, size=20.0):
+    """Batches of sequences, the first token of each far larger than the others along one direction."""
+    x = torch.randn(n, 4, 16, 32, generator=torch.Generator().manual_seed(1))
+    x[:, :, 0] = size * nn.functional.normalize(torch.ones(32), dim=0) + 0.1 * x[:, :, 0]
+    return list(x)
+
+
+def peaks():
+    """A block whose GELU returns large values for the first token."""
+    torch.manual_seed(0)
+    model = module(
+        lambda self, x: x + self.down(nn.functional.gelu(self.up(x))), up=nn.Linear(32, 64), down=nn.Linear(64, 32)
+    )
+    with torch.no_grad():
+        model.up.weight[:4] += nn.functional.normalize(torch.ones(32), dim=0)
+        model.up.weight[:4] *= 4
+    return model
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_layer_that_measures_its_tokens(backend):
+    model, data, fresh = peaks(), tokens(16), tokens(17)[16][:, 1:]
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage").without_pass("correct-bias")
+    one, each = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
+    with torch.no_grad():
+        wanted = model.down(nn.functional.gelu(model.up(fresh)))
+        assert sqnr(wanted, each(fresh) - fresh) > sqnr(wanted, one(fresh) - fresh) + 5  # dB
+    assert [entry.fate for entry in each.ledger.where(path="down")] == ["int8"]
+    assert each.qparams()["down"].weight.dtype == torch.int8
+
+
+def test_a_backend_that_measures_nothing_leaves_the_layer_in_float():
+    if why := unavailable("openvino"):
+        pytest.skip(why)
+    made = fxq.quantize(peaks(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=tokens(16))
+    (entry,) = made.ledger.where(path="down")
+    assert (entry.fate, entry.kind) == ("float", "unsupported")
+    assert "one grid for all tokens gives" in entry.reason and "openvino measures no ranges" in entry.reason
+    assert [entry.fate for entry in made.ledger.where(path="up")] == ["int8"]
+    assert "choose_scale" not in str(made.history["fallback"])  # nothing is measured for floats
 
 
 def block():
@@ -146,7 +219,8 @@ def test_what_is_large_in_one_half_of_the_samples_alone_decides_nothing():
     x = torch.randn(64, 16, 16)
     x[:32, :, 0] *= 1e-3
     x[32:, :, 0] *= 30
-    made = fxq.quantize(model, REFERENCE, data=list(x.split(4)))
+    step = Smooth(measure_gain=math.inf)
+    made = fxq.quantize(model, PLAIN.insert_pass(step, after="insert-qdq"), data=list(x.split(4)))
     assert made.history["smooth"].edits == ()
 
 

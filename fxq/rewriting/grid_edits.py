@@ -1,4 +1,4 @@
-"""Conversions, written into a graph."""
+"""Edits that put a value on a grid: quantize and dequantize, and what measures the grid."""
 
 from __future__ import annotations
 

@@ -1,0 +1,75 @@
+"""Rows that reach the output: padding does not."""
+
+import torch
+from torch import nn
+
+import fxq
+from fxq.common.data import as_batch
+from fxq.pipeline.used_rows import used_rows
+from tests.graphs import until
+from tests.helpers import REFERENCE, module
+
+
+class Pooled(nn.Module):
+    """Attention, a layer, and the mean of the tokens that a mask keeps: (N, L, 16), (N, L) bool to (N, 8)."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x, keep):
+        y, _ = self.attention(x, x, x, key_padding_mask=~keep, need_weights=False)
+        z = self.down(self.up(x + y).relu())
+        return (z * keep[..., None]).sum(1) / keep.sum(1)[:, None]
+
+
+def padded(seed=0, size=1.0, samples=4):
+    torch.manual_seed(seed)
+    x, keep = torch.randn(samples, 10, 16), torch.arange(10) < torch.randint(3, 11, (samples, 1))
+    keep[0] = torch.arange(10) < 4
+    return torch.where(keep[..., None], x, size * torch.ones(16)), keep
+
+
+def layers(manager):
+    """The nodes of the layers of a qdq graph by their path, with the axis of their channels."""
+    ops = [n for n in manager.gm.graph.nodes if n.name.startswith(("up", "down"))]
+    return {n: -1 for n in ops if not n.name.endswith(("_q", "_dq", "_weight_dq"))}
+
+
+def test_padding_is_not_used():
+    torch.manual_seed(0)
+    x, keep = padded()
+    manager = until(Pooled().eval(), (x, keep), "insert-qdq", REFERENCE)
+    found = used_rows(manager.gm, as_batch((x, keep), manager.context.model, "x"), layers(manager))
+    assert len(found) >= 2
+    for rows in found.values():
+        assert torch.equal(rows.view(4, 10), keep)
+
+
+def test_all_rows_of_a_batch_without_padding_and_no_gradients_of_the_model():
+    torch.manual_seed(0)
+    model, x = Pooled().eval(), torch.randn(4, 10, 16)
+    given = x, torch.ones(4, 10, dtype=torch.bool)
+    manager = until(model, given, "insert-qdq", REFERENCE)
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_has_no_gradients_counts_whole():
+    model = module(lambda self, x, k: self.up(x).argmax(-1) + k, up=nn.Linear(16, 8))
+    given = torch.randn(2, 3, 16), torch.ones(2, 3, dtype=torch.int64)
+    manager = until(model, given, "insert-qdq", REFERENCE)
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
+
+
+def test_what_is_fitted_to_values_does_not_see_padding():
+    """Whatever stands in the padding, biases are the same."""
+    torch.manual_seed(0)
+    model, spec = Pooled().eval(), fxq.TensorSpec(observer="minmax")
+    recipe = fxq.Recipe.static(backend="reference", activation=spec).override("attention", fxq.FLOAT)
+    fitted = [fxq.quantize(model, recipe, data=[padded(n, size) for n in range(8)]) for size in (0.5, -0.5)]
+    plain = fxq.quantize(model, recipe.without_pass("correct-bias"), data=[padded(n) for n in range(8)])
+    one, other, before = (q.qparams()["up"].bias for q in (*fitted, plain))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert (one - before).abs().max() > 1e-4
