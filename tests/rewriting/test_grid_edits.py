@@ -26,16 +26,16 @@ def on(grid, name="y"):
 
 
 def test_a_grid_of_numbers():
-    gm = on(QParams.per_tensor(0.1, 3))
+    gm = on(QParams.per_tensor(0.125, 3))
     assert program(gm) == expected("""
         x: float32[3, 4] = input()
         y: float32[3, 4] = relu(x)
-        y_q: uint8[3, 4] = quantize(y, scale=0.1, zero_point=3)
-        y_dq: float32[3, 4] = dequantize(y_q, scale=0.1, zero_point=3)
+        y_q: uint8[3, 4] = quantize(y, scale=0.125, zero_point=3)
+        y_dq: float32[3, 4] = dequantize(y_q, scale=0.125, zero_point=3)
         return y_dq
     """)
     assert info(node(gm, "y_q")).path == "act"
-    wanted = (X.relu() / 0.1).round().clamp(-3, 252) * 0.1
+    wanted = (X.relu() / 0.125).round().clamp(-3, 252) * 0.125
     torch.testing.assert_close(run(gm, X), wanted, rtol=1e-6, atol=1e-6)
 
 
