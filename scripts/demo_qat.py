@@ -4,16 +4,14 @@
     python scripts/demo_qat.py --only fashion --seeds 1  some
     python scripts/demo_qat.py --folder out              where pictures, reports and data go
 
-Each network is trained in float, and then trained on for a few passes over the data: in float, and with fake
-quantizers. Quantization after training takes the float network that was trained on, and has all that fxq has for it
-(rounding that is learned, corrected biases). W4A8 is weights of 4 bits and activations of 8. Numbers are of pictures
-that neither training nor any choice has seen.
+Each network is trained in float, in two rounds. Quantization after training takes what that gives, and has all that
+fxq has for it (rounding that is learned, corrected biases). Training with fake quantizers goes on from the same one.
+W4A8 is weights of 4 bits and activations of 8. Numbers are of pictures that neither training nor any choice has seen.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
 import time
@@ -84,8 +82,8 @@ class Task:
         score: of a network, on pictures that nothing has seen; larger is better.
         chooses: the same on others, for the curves.
         unit: of the score.
-        epochs: passes over the pictures in float, and then with fake quantizers.
-        rates: the largest learning rates of both.
+        epochs: passes over the pictures in both rounds in float, and then with fake quantizers.
+        rates: the largest learning rates of the three.
         batch: pictures in a step.
         changed: a batch as it is shown in training, such as moved by some pixels.
         agreement: the share of pictures of which two networks say the same, in percent.
@@ -97,8 +95,8 @@ class Task:
     chooses: Callable[[nn.Module], float]
     loss: Callable[[Tensor, Tensor], Tensor]
     unit: str
-    epochs: tuple[int, int]
-    rates: tuple[float, float]
+    epochs: tuple[int, int, int]
+    rates: tuple[float, float, float]
     batch: int
     changed: Callable[[Tensor], Tensor] = lambda images: images
     agreement: Callable[[nn.Module, nn.Module], float] | None = None
@@ -150,14 +148,14 @@ def tasks(folder: Path, only: list[str]) -> Iterator[tuple[str, Task]]:
     """The networks by name."""
     if "fashion" in only:
         split = fashion(folder)
-        yield "fashion", _classifier(ClothesNet, split, (12, 12), (1e-2, 2e-3), 128, moved)
+        yield "fashion", _classifier(ClothesNet, split, (12, 12, 24), (1e-2, 2e-3, 5e-4), 128, moved)
     if "digits" in only:
         data = digits()
         some = torch.randperm(len(data.train_images), generator=torch.Generator().manual_seed(0))
         train, choose = some[200:], some[:200]
         parts = (Part(data.train_images[chosen], data.train_labels[chosen]) for chosen in (train, choose))
         split = Split(*parts, Part(data.test_images, data.test_labels))
-        yield "digits", _classifier(DigitsNet, split, (30, 20), (3e-3, 1e-3), 64, noisy)
+        yield "digits", _classifier(DigitsNet, split, (30, 20, 20), (3e-3, 1e-3, 1e-3), 64, noisy)
     if "fsrcnn" in only:
         pairs = training_pairs()
         yield (
@@ -169,8 +167,8 @@ def tasks(folder: Path, only: list[str]) -> Iterator[tuple[str, Task]]:
                 sharpness,
                 F.mse_loss,
                 "dB",
-                (0, 16),
-                (0.0, 2e-3),
+                (0, 0, 16),
+                (0.0, 0.0, 2e-3),
                 16,
             ),
         )
@@ -179,8 +177,8 @@ def tasks(folder: Path, only: list[str]) -> Iterator[tuple[str, Task]]:
 def _classifier(
     make: Callable[[], nn.Module],
     split: Split,
-    epochs: tuple[int, int],
-    rates: tuple[float, float],
+    epochs: tuple[int, int, int],
+    rates: tuple[float, float, float],
     batch: int,
     changed: Callable[[Tensor], Tensor],
 ) -> Task:
@@ -231,12 +229,11 @@ def one_seed(name: str, task: Task, seed: int, folder: Path, kinds: list[str]) -
     """Train and quantize one network."""
     found = Result()
     torch.manual_seed(seed)
-    first = task.make().eval()
-    if task.epochs[0]:
-        train(first, task, task.epochs[0], task.rates[0], seed)
-    found.scores["float, before"] = task.score(first)
-    network, steps = copy.deepcopy(first), task.epochs[1] * (len(task.train.images) // task.batch)
-    found.curves["float"] = train(network, task, task.epochs[1], task.rates[1], seed)
+    network, steps = task.make().eval(), task.epochs[2] * (len(task.train.images) // task.batch)
+    rounds = zip(task.epochs[:2], task.rates[:2], strict=True)
+    found.curves["float"] = [
+        score for epochs, rate in rounds if epochs for score in train(network, task, epochs, rate, seed)
+    ]
     found.scores["float"] = task.score(network)
     data = list(task.train.images[:CALIBRATION].split(32))
     for kind in kinds:
@@ -251,8 +248,8 @@ def one_seed(name: str, task: Task, seed: int, folder: Path, kinds: list[str]) -
         few = weight.bits < 8
         frozen = {"freeze_norms_after": 2 * steps // 3, "freeze_weights_over": steps if few else 0}
         recipe = fxq.Recipe.qat(**specs, learned=few, **frozen)
-        trained = fxq.prepare(first, recipe, task.train.images[:256])
-        found.curves[f"{kind} trained"] = train(trained, task, task.epochs[1], task.rates[1], seed)
+        trained = fxq.prepare(network, recipe, task.train.images[:256])
+        found.curves[f"{kind} trained"] = train(trained, task, task.epochs[2], task.rates[2], seed)
         converted = fxq.convert(trained)
         found.scores[f"{kind} trained"] = task.score(converted)
         if task.agreement is not None:
@@ -279,7 +276,7 @@ def won_back(results: list[Result]) -> Iterator[str]:
     for kind in (kind for kind in KINDS if f"{kind} trained" in mean):
         after = max(score for how, score in mean.items() if how.startswith(f"{kind} after"))
         lost, left = mean["float"] - after, mean["float"] - mean[f"{kind} trained"]
-        share = f": {100 * (1 - left / lost):.0f} % won back" if lost > left else ""
+        share = f": {100 * (1 - left / lost):.0f} % won back" if lost > max(left, 0) else ""
         yield f"{kind}: {lost:.2f} lost after training, {left:.2f} when it is trained{share}"
 
 
@@ -291,11 +288,12 @@ def draw(name: str, task: Task, results: list[Result], path: Path) -> None:
         if how not in results[0].curves:
             continue
         for i, result in enumerate(results):
-            epochs = range(1, len(result.curves[how]) + 1)
+            before = 0 if how == "float" else len(result.curves["float"])
+            epochs = range(before + 1, before + len(result.curves[how]) + 1)
             axes.plot(epochs, result.curves[how], color=colour, marker="o", markersize=3, label=how if not i else None)
     axes.set(
         title=name,
-        xlabel="passes over the data with fake quantizers",
+        xlabel="passes over the data; with fake quantizers behind those in float",
         ylabel=f"{task.unit}, on the pictures for choices",
     )
     axes.grid(alpha=0.3)
@@ -319,7 +317,7 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     for name, task in tasks(given.folder, given.only):
         if given.quick:
-            task = replace(task, epochs=(min(task.epochs[0], 1), 1))
+            task = replace(task, epochs=(min(task.epochs[0], 1), 0, 1))
         results: list[Result] = []
         for seed in range(given.seeds):
             start = time.perf_counter()
