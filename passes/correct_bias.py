@@ -39,6 +39,7 @@ class CorrectBias(Pass):
     pulled towards no correction by as much as parts of the samples disagree on them. Of few samples, it is fitted to
     half of them first: if the output for the other half gains little by it, or there is one alone, k is 1 and c is 0.
     So the graph is the same whatever the data is, and a state dict of one model fits the other.
+    Tokens whose values are far larger than those of most count less, and padding does not count.
     Layers that measure their ranges at run time, and recipes without calibration data, are left alone.
     Source: Nagel et al. 2019, section 4.2 and appendix D (empirical bias correction); the factor is the same idea for
     the deviation; James and Stein 1961 for how far both are trusted.
@@ -209,7 +210,7 @@ class _Layer:
         self.values += count
         parts = min(self.parts, count // _ENOUGH)
         for less, more in zip(*(rows.tensor_split(parts, 1) for rows in pair), strict=True):
-            counts = _counts(more) if self.axis == -1 else None
+            counts = _counts(more) if self.axis == -1 and got.dim() > 2 else None
             self._add(_moments(less, counts), _moments(more, counts))
         if self.values >= self.least:
             factor = self._factor()
