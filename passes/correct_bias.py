@@ -219,7 +219,8 @@ class _Layer:
     def _by_channel(self, x: Tensor) -> Tensor:
         """The values of each channel in a row, (C, N)."""
         rows = x.movedim(self.axis, 0)
-        return rows.reshape(len(rows), -1) if self.used is None else rows[:, self.used]
+        known = self.used is not None and self.used.shape == rows.shape[1:]  # a unit may return less than its layer
+        return rows[:, self.used] if known else rows.reshape(len(rows), -1)
 
     def _add(self, got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
         """Take in the mean and the deviation of a part, in both forms."""
@@ -258,9 +259,9 @@ def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> tuple[Any, Any]:
     """What the float and the integer graph return for some samples, run side by side, layers corrected."""
-    modules = [Program(gm, gm.graph).modules for _ in range(2)]  # what one keeps is its own
+    modules = [Program(gm, gm.graph).modules for _ in range(3)]  # what one keeps is its own
     if any(layer.learns for layer in layers.values()):
-        used = used_rows(gm, batch, {node: layer.axis for node, layer in layers.items()}, modules[0])
+        used = used_rows(gm, batch, {node: layer.axis for node, layer in layers.items()}, modules[2])
         for node, layer in layers.items():
             layer.used = used.get(node)
     real, integers = _Real(gm, batch, modules[0], layers), _Integers(gm, batch, modules[1], layers)

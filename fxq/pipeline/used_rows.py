@@ -27,7 +27,7 @@ def used_rows(
     Args:
         gm: the qdq graph.
         batch: some samples.
-        channels: the axis of the channels of each value.
+        channels: the axis of the channels of each value, counted from the end.
         modules: as for `Runner`.
 
     Returns:
@@ -59,8 +59,8 @@ class _Kept(FloatForm):
         self.kept: dict[fx.Node, Tensor] = {}
 
     def compute(self, node: fx.Node) -> Any:
-        value = super().compute(node)
-        if node not in self._channels or not isinstance(value, Tensor) or not value.is_floating_point():
+        value, axis = super().compute(node), self._channels.get(node)
+        if axis is None or not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < -axis:
             return value
         self.kept[node] = value if value.requires_grad else value.detach().requires_grad_()
         return self.kept[node]

@@ -73,3 +73,29 @@ def test_what_is_fitted_to_values_does_not_see_padding():
     one, other, before = (q.qparams()["up"].bias for q in (*fitted, plain))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     assert (one - before).abs().max() > 1e-4
+
+
+class Counted(nn.Module):
+    """Keeps how often it was called."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+def test_units_that_return_less_than_their_layer_and_modules_that_keep_something():
+    """A convolution with the pooling behind it, a layer for one value, and a leaf."""
+    torch.manual_seed(0)
+    children = {"conv": nn.Conv2d(3, 8, 3), "pool": nn.MaxPool2d(2), "fc": nn.Linear(8, 1), "leaf": Counted()}
+    model = module(
+        lambda self, x, k: self.fc(self.leaf(self.pool(self.conv(x).relu()).mean((2, 3)))).flatten() * k, **children
+    )
+    data = [(torch.randn(4, 3, 8, 8), torch.tensor([1.0, 0.0, 1.0, 1.0])) for _ in range(8)]
+    recipe = REFERENCE.leaf("leaf")
+    made = fxq.quantize(model, recipe, data=data)
+    assert made.history["correct-bias"].edits
+    assert model.leaf.calls == 0
+    again = fxq.quantize(model, recipe, data=data)
+    assert torch.equal(made.qparams()["conv"].bias, again.qparams()["conv"].bias)
