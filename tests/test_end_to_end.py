@@ -1,5 +1,6 @@
 """Whole networks through the whole pipeline: int8 against its qdq form and against float, on both backends."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
+from fxq.backends.by_name import NAMES, unavailable
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import warn_once
@@ -18,6 +20,21 @@ from tests.machine import X86, decibels, needs_vnni, needs_x86, portable, quiet
 from tests.models import NETWORKS, batch, build, call, settled
 
 BACKENDS = ["reference", pytest.param("x86", marks=needs_x86)]
+
+
+def recurrent():
+    """Two LSTM layers and a linear one."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.head = nn.LSTM(16, 24, 2, batch_first=True), nn.Linear(24, 5)
+
+        def forward(self, x):
+            return self.head(self.layers(x)[0])
+
+    torch.manual_seed(0)
+    return Net().eval()
 
 
 def qdq_form(recipe):
@@ -297,3 +314,21 @@ def test_int8_is_close_to_float_for_other_weights(name, backend, seed):
     inputs = smooth(name, 8, seed=99)
     assert sqnr(call(model, inputs), call(quantized, inputs)) > 28
     assert sqnr(call(qdq, inputs), call(quantized, inputs)) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [name for name in NAMES if name not in ("auto", "fastest")])
+@pytest.mark.parametrize("name", ["residual", "lstm"])
+def test_ten_thousand_calls_from_eight_threads(name, backend):
+    """Of one model, whose inputs change in size from call to call."""
+    if why := unavailable(backend):
+        pytest.skip(why)
+    recipe = fxq.Recipe.static if name == "residual" else fxq.Recipe.dynamic
+    model = recurrent() if name == "lstm" else build(name)
+    shape = (12, 16) if name == "lstm" else tuple(batch(name).shape[1:])
+    xs = [torch.randn(1 + i % 3, *shape) for i in range(8)]
+    qmodel = fxq.quantize(model, recipe(backend=backend).with_min_sqnr(None), data=xs)
+    want = [qmodel(x) for x in xs]
+    with ThreadPoolExecutor(8) as pool:
+        right = sum(pool.map(lambda i: equal(qmodel(xs[i % 8]), want[i % 8]), range(10_000)))
+    assert right == 10_000

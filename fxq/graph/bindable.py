@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor, fx, nn
 
 _TELLING = threading.Lock()
 _ABSENT = object()
-_VERSION, _VALUES = operator.attrgetter("_version"), operator.methodcaller("values")
 Members = Mapping[str, Any]
 """The modules, parameters or buffers of a module, by name."""
 
@@ -30,40 +27,43 @@ class Seen:
     """
 
     def __init__(self, *members: Members) -> None:
-        self._members: list[Members] = []
-        self._counts: list[int] = []
-        self._values: list[Any] = []  # of all of them, one behind the other
-        self._tensors: list[Tensor] = []
-        self._written: list[Tensor] = []  # those that count it
-        self._versions: list[int] = []
-        self._places: list[int] = []
+        self._lengths: list[tuple[Members, int]] = []
+        self._values: list[tuple[Members, str, Any]] = []
+        self._written: list[tuple[Tensor, int]] = []  # those that count it
+        self._places: list[tuple[Tensor, int]] = []
         self._memory: list[Tensor] = []  # held, so that nothing else gets the same place
         for each in members:
             self.follow(each)
 
     def follow(self, members: Members) -> None:
         """Take in the members of another module as they are now."""
-        values = tuple(members.values())
-        self._members.append(members)
-        self._counts.append(len(values))
-        self._values += values
-        for tensor in values:
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                self._tensors.append(tensor)
-                self._places.append(tensor.data_ptr())
-                self._memory.append(tensor.detach())
-                if not tensor.is_inference():
-                    self._written.append(tensor)
-                    self._versions.append(tensor._version)
+        self._lengths.append((members, len(members)))
+        for name, value in members.items():
+            self._values.append((members, name, value))
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                self._places.append((value, value.data_ptr()))
+                self._memory.append(value.detach())
+                if not value.is_inference():
+                    self._written.append((value, value._version))
 
     def holds(self) -> bool:
-        """Whether they are all the same, and no tensor was written to."""
-        return (
-            list(map(len, self._members)) == self._counts
-            and all(map(operator.is_, chain.from_iterable(map(_VALUES, self._members)), self._values))
-            and list(map(_VERSION, self._written)) == self._versions
-            and list(map(Tensor.data_ptr, self._tensors)) == self._places
-        )
+        """Whether they are all the same, and no tensor was written to. Plain loops: every call of a model waits."""
+        try:
+            for members, length in self._lengths:
+                if len(members) != length:
+                    return False
+            for members, name, value in self._values:
+                if members[name] is not value:
+                    return False
+        except KeyError:
+            return False
+        for tensor, version in self._written:
+            if tensor._version != version:
+                return False
+        for tensor, place in self._places:  # noqa: SIM110 (a generator takes longer)
+            if tensor.data_ptr() != place:
+                return False
+        return True
 
 
 class ModuleWatch:

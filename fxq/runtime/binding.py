@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import _get_flash_sdp_enabled, _get_math_sdp_enabled, _get_tracing_state
+from torch._C._functorch import peek_interpreter_stack
 from torch.fx.graph import CodeGen
 from torch.nn.modules import module as every_module
 
@@ -49,16 +51,15 @@ def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
         or every_module._global_backward_hooks
         or every_module._global_backward_pre_hooks
         or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _get_tracing_state() is not None
+        or peek_interpreter_stack() is not None
     )
     if watched:
         return None
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    attention = torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled()  # they count on the CPU, too
-    state = torch.get_num_threads(), torch.get_default_dtype(), autocast, attention
+    flash, plain = _get_flash_sdp_enabled(), _get_math_sdp_enabled()  # they count on the CPU, too
     try:
-        kind = *state, *map(_kind, args)
+        kind = torch.get_num_threads(), torch.get_default_dtype(), autocast, flash, plain, *map(_kind, args)
         return (*kind, *((k, _kind(v)) for k, v in kwargs.items())) if kwargs else kind
     except _OddError:
         return None

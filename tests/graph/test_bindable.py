@@ -64,6 +64,8 @@ def test_it_tells(change, tells):
         (lambda m: setattr(m, "two", torch.tensor(3.0)), False),
         (lambda m: setattr(m.two, "data", torch.tensor(4.0)), False),
         (lambda m: m.register_buffer("more", torch.ones(1)), False),
+        (lambda m: m._buffers.update(other=m._buffers.pop("two")), False),
+        (lambda m: m._buffers.update(two=m._buffers["two"].clone()), False),
         (lambda m: m.two + 1, True),
     ],
 )

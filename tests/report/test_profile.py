@@ -78,8 +78,52 @@ def test_the_page_has_the_layers(engine):
     ]
 
 
+INSIDE = """name => {
+  const { scene } = fxq.panes.after.picture();
+  const found = [];
+  const collect = (child) => {
+    if (child.children) child.children.forEach(collect);
+    else found.push([child.name, child.box.lines.map((line) => line.text)]);
+  };
+  collect(scene.groups.get(`region ${name} `));
+  return found;
+}"""
+TOGGLE = """name => {
+  const { scene, places } = fxq.panes.after.picture();
+  const placed = places.get(fxq.shown(scene.items.get(name)));
+  const at = fxq.where(name), { k } = fxq.panes.after.view();
+  return [at.x + (placed.width / 2 - 14) * k, at.y];
+}"""
+
+
 def test_a_region_opens(engine, browser, tmp_path):
-    """Its panel lists the layers; one leads to its op in the qdq graph."""
+    """In the graph: into the qdq graph that it was made of, with the times of the engine's layers."""
+    node = region(engine)
+    before = engine.history[engine.history.names.index("lower") - 1].graph
+    with opened(browser, engine.report(tmp_path / "r.html"), "tab=graph") as page:
+        assert [box["name"] for box in page.evaluate("fxq.drawn().boxes")] == ["x", f"region {node.name} ", "output"]
+        page.mouse.click(*page.evaluate(TOGGLE, node.name))
+        drawn = page.evaluate("fxq.drawn()")
+        assert f"region {node.name} " in [frame["name"] for frame in drawn["frames"]]
+        inside = dict(page.evaluate(INSIDE, node.name))
+        assert set(inside) == {n.name for n in before if n.kind not in ("io", "constant")}
+        assert {box["name"] for box in drawn["boxes"]} >= set(inside) | {"x", "output"}
+        ends = {(wire["from"], wire["to"]) for wire in drawn["wires"]}
+        assert {tail for tail, head in ends if head == "output"} <= set(inside)
+        assert {head for tail, head in ends if tail == "x"} <= set(inside)
+        for layer in node.layers:
+            if layer.nodes and layer.nodes[0] in inside:
+                assert any(f"s  {layer.op}  {layer.dtype}" in line for line in inside[layer.nodes[0]])
+        page.evaluate("fxq.panes.after.focus(['x_q'], 0)")
+        page.mouse.click(*page.evaluate("name => { const at = fxq.where(name); return [at.x, at.y]; }", "x_q"))
+        assert page.locator("#panel").get_attribute("data-node") == "x_q"
+        page.evaluate("fxq.panes.after.fit(0)")
+        page.mouse.click(*page.evaluate(TOGGLE, node.name))
+        assert len(page.evaluate("fxq.drawn().boxes")) == 3
+
+
+def test_the_panel_of_a_region(engine, browser, tmp_path):
+    """It lists the layers; one leads to its op in the qdq graph."""
     node = region(engine)
     first = next(layer for layer in node.layers if layer.kind == "int8")
     with opened(browser, engine.report(tmp_path / "r.html"), "tab=graph") as page:

@@ -70,9 +70,11 @@ class EngineCall:
         """A function of the inputs, for one thread. What it needs it has at hand: small models run in 20 us."""
         request, indices, several = self.requests(), self.written.indices, self.written.several
         set_input, set_output, run = request.set_input, request.set_output, request.run
-        reads = [(i, at, turn, _place(like, partial(set_input, i))) for i, (at, like, turn) in enumerate(self.reads)]
+        reads = [
+            (i, at, turn, _place(like, turn, partial(set_input, i))) for i, (at, like, turn) in enumerate(self.reads)
+        ]
         makes = [
-            (i, like, turn, _place(like, partial(set_output, i)))
+            (i, like, turn, _place(like, turn, partial(set_output, i)))
             for i, (like, turn) in enumerate(zip(self.written.outputs, self.written.channels_last, strict=True))
         ]
 
@@ -84,25 +86,27 @@ class EngineCall:
             for i, taken, turn, place in reads:
                 x = given[taken]
                 x = x.detach() if x.requires_grad else x
-                x = x.permute(TO_LAST) if turn else x
                 if place is not None:
                     place.copy_(x)
                 else:
+                    x = x.permute(TO_LAST) if turn else x
                     alive.append(x.contiguous().resolve_neg())
                     set_input(i, alive[-1])
             values: list[Tensor] = []
-            for i, like, _, place in makes:
-                values.append(_empty(like) if place is None else place)
+            for i, like, turn, place in makes:
+                value = _empty(like) if place is None else place
                 if place is None:
-                    set_output(i, values[i])
+                    set_output(i, value)
+                    value = value.permute(TO_FIRST) if turn else value
+                values.append(value)
             try:
                 run()
             except Exception as error:  # whatever an engine raises
                 kind = type(error).__name__
                 raise InputError(f"the engine fails on the values of its inputs: {kind}: {words_of(error)}") from error
-            for i, _, turn, place in makes:
-                value = values[i] if place is None else place.clone()
-                values[i] = value.permute(TO_FIRST) if turn else value
+            for i, _, _, place in makes:
+                if place is not None:
+                    values[i] = place.clone()
             return tuple(values) if several else values[0]
 
         return call
@@ -117,11 +121,12 @@ def _empty(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
 
-def _place(like: Tensor, bind: Callable[[Tensor], None]) -> Tensor | None:
-    """Memory for a small tensor, which the engine knows; None for a large one."""
+def _place(like: Tensor, turned: bool, bind: Callable[[Tensor], None]) -> Tensor | None:
+    """Memory for a small tensor, which the engine knows, as (N, C, H, W) if it is an image; None for a large one."""
     if like.numel() * like.element_size() > SMALL:
         return None
     with torch.inference_mode(False):  # it is written to in any mode
         place = _empty(like)
+        seen = place.permute(TO_FIRST) if turned else place
     bind(place)
-    return place
+    return seen

@@ -22,6 +22,7 @@ SCRIPTS = (
     "diff.js",
     "groups.js",
     "boxes.js",
+    "regions.js",
     "scene.js",
     "layout.js",
     "columns.js",

@@ -128,6 +128,11 @@ function paintGroup(context, placed, k, colours) {
   const group = /** @type {Group} */ (placed.of);
   const { x, y, width, height } = placed;
   const told = marksOf(group.marks);
+  if (group.item) {
+    paintNode(context, { ...placed, of: group.item }, k, colours);
+    if (k >= LEVEL.text) paintToggle(context, placed, "+", colours);
+    return;
+  }
   if (k < LEVEL.label) return paintKinds(context, placed, group.kinds);
   for (const away of [6, 3]) {
     const behind = { x: x + away, y: y + away, width, height };

@@ -145,7 +145,7 @@ function makePane(host, label, does) {
     const found = at(event);
     const group = groupOf(found);
     if (group && found.onToggle) does.toggle(group);
-    else does.choose(!found ? "" : group ? `/${group.key}` : found.node.name);
+    else does.choose(!found ? "" : group ? (group.item?.name ?? `/${group.key}`) : found.node.name);
   });
   canvas.addEventListener("dblclick", (event) => {
     const found = at(event);
@@ -161,7 +161,7 @@ function makePane(host, label, does) {
       emphasis.hover = placed;
       pane.draw();
     }
-    canvas.title = !found || found.group ? "" : found.node ? nodeTip(found.node) : groupTip(found.of);
+    canvas.title = !found || found.group ? "" : found.node ? nodeTip(found.node) : found.of.item ? nodeTip(found.of.item.node) : groupTip(found.of);
   });
   canvas.addEventListener("pointerleave", () => {
     emphasis.hover = null;

@@ -7,8 +7,9 @@ function makePanel(host) {
     const name = state.node ?? "";
     const group = name.startsWith("/") ? (graphScene(i).groups.get(name.slice(1)) ?? diffScene(i).groups.get(name.slice(1))) : null;
     const node = graphOf(i).byName.get(name) ?? (i > 0 ? graphOf(i - 1).byName.get(name) : undefined);
-    host.replaceChildren(...(group ? aboutGroup(group) : node ? aboutNode(i, node) : aboutPass(i)));
-    host.dataset.node = node ? node.name : "";
+    const [at, about] = (!group && !node && foundInside(i, name)) || [i, node];
+    host.replaceChildren(...(group ? aboutGroup(group) : about ? aboutNode(at, about) : aboutPass(i)));
+    host.dataset.node = about ? about.name : "";
     host.scrollTop = 0;
   };
   return { show };

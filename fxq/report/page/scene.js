@@ -3,7 +3,8 @@
 
 /** `kinds`, `marks`: how many nodes inside are of each kind, and changed in each way.
  * @typedef {{key: string, title: string, path: string, parent: Group|null, depth: number, children: (Item|Group)[],
- *   count: number, kinds: Map<string, number>, marks: Record<string, number>, box?: Box, at: number}} Group
+ *   count: number, kinds: Map<string, number>, marks: Record<string, number>, box?: Box, at: number,
+ *   item?: Item}} Group  `item`: the region that it opens
  * @typedef {{from: Item, to: Item, pen: "kept"|"added"|"removed"|"became"}} Edge
  * @typedef {{id: string, graph: Graph, diff: Diff|null, items: Map<string, Item>, root: Group, edges: Edge[],
  *   groups: Map<string, Group>, depth: number}} Scene */
@@ -20,6 +21,8 @@ class Item {
     /** @type {Group|null} */
     this.parent = null;
     this.at = 0; // among the children of its parent
+    /** What a region opens into. @type {Group|null} */
+    this.inside = null;
     this.made = null;
   }
 
@@ -59,8 +62,14 @@ const afterScene = memo((i) => (i < 1 ? graphScene(0) : plainScene(`after ${i}`,
 function plainScene(id, graph, diff) {
   const scene = emptyScene(id, graph, diff);
   const at = placesIn(graph.index);
-  for (const node of graph.drawn) addItem(scene, new Item([node], diff, graph !== diff?.after), at.get(node.name));
-  for (const item of scene.items.values()) addEdges(scene, item, item.node.inputs, "kept");
+  const insides = diff ? new Map() : insidesIn(graph.index);
+  for (const node of graph.drawn) {
+    const [item, inside] = [new Item([node], diff, graph !== diff?.after), insides.get(node.name)];
+    if (inside) addRegion(scene, item, at.get(node.name), inside);
+    else addItem(scene, item, at.get(node.name));
+  }
+  const madeBy = (name) => insides.get(name)?.ends ?? [name];
+  for (const item of scene.items.values()) if (!item.inside) addEdges(scene, item, item.node.inputs.flatMap(madeBy), "kept");
   return finished(scene);
 }
 
@@ -111,20 +120,37 @@ function emptyScene(id, graph, diff) {
   return { id, graph, diff, items: new Map(), root, edges: [], groups: new Map([["", root]]), depth: 0 };
 }
 
-/** @param {Scene} scene @param {Item} item */
-function addItem(scene, item, place) {
-  let parent = scene.root;
-  for (const { key, title, path } of groupsOf(item.node, place)) {
-    let group = scene.groups.get(key);
-    if (!group) {
-      group = newGroup(key, title, path, parent);
-      scene.groups.set(key, group);
-      parent.children.push(group);
-    }
-    parent = group;
-  }
-  parent.children.push(item);
+/** @param {Scene} scene @param {Item} item @param {Group} around  what it is in, with the groups of its module */
+function addItem(scene, item, place, around = scene.root) {
+  groupFor(scene, item, place, around).children.push(item);
   for (const { name } of item.members) scene.items.set(name, item);
+}
+
+/** The innermost group of the module of an item. */
+function groupFor(scene, item, place, around) {
+  let parent = around;
+  for (const { key, title, path } of groupsOf(item.node, place)) parent = groupIn(scene, parent, `${around.key}${key}`, title, path);
+  return parent;
+}
+
+function groupIn(scene, parent, key, title, path) {
+  let group = scene.groups.get(key);
+  if (!group) {
+    group = newGroup(key, title, path, parent);
+    scene.groups.set(key, group);
+    parent.children.push(group);
+  }
+  return group;
+}
+
+/** A region, as a group that looks like its box until it is opened. @param {Inside} inside */
+function addRegion(scene, item, place, { at, nodes }) {
+  const group = groupIn(scene, groupFor(scene, item, place, scene.root), `region ${item.name} `, regionTitle(item.node), "");
+  const places = placesIn(at);
+  for (const node of nodes) addItem(scene, new Item([node], null), places.get(node.name), group);
+  item.made = { ...plainBox(item.node), tag: "" }; // where the + is
+  scene.items.set(item.name, Object.assign(item, { inside: group }));
+  group.item = item;
 }
 
 function addEdges(scene, to, inputs, pen) {
@@ -138,7 +164,7 @@ function addEdges(scene, to, inputs, pen) {
 function finished(scene) {
   const dissolve = (group) => {
     group.children = group.children.map((child) => (isGroupOf(child) ? dissolve(child) : child));
-    if (group.parent && group.children.length === 1) {
+    if (group.parent && group.children.length === 1 && !group.item) {
       scene.groups.delete(group.key);
       return group.children[0];
     }
@@ -146,7 +172,7 @@ function finished(scene) {
   };
   const settle = (group, depth) => {
     group.depth = depth;
-    scene.depth = Math.max(scene.depth, depth);
+    if (!isInRegion(group)) scene.depth = Math.max(scene.depth, depth);
     for (const [at, child] of group.children.entries()) {
       child.parent = group;
       child.at = at;
@@ -160,6 +186,11 @@ function finished(scene) {
         for (const { kind } of child.members) group.kinds.set(kind, (group.kinds.get(kind) ?? 0) + 1);
         if (child.mark) group.marks[child.mark] += child.members.length;
       }
+    }
+    if (group.item) {
+      const { node, box } = Object.assign(group.item, { parent: group.parent });
+      Object.assign(group, { count: 1, kinds: new Map([[node.kind, 1]]), box });
+      return;
     }
     let around = group.parent;
     while (around && !around.path) around = around.parent;
@@ -189,7 +220,7 @@ function openToDepth(depth) {
   opened.version++;
 }
 
-const isOpen = (group) => group.parent === null || (opened.said.get(group.key) ?? group.depth <= opened.depth);
+const isOpen = (group) => group.parent === null || (opened.said.get(group.key) ?? (!group.item && group.depth <= opened.depth));
 
 /** The depth to which a scene can be opened without showing more than `most` boxes; infinite where all fits.
  * @param {Scene} scene */
@@ -197,11 +228,15 @@ function fittingDepth(scene, most = MOST_BOXES) {
   for (let depth = 0; depth <= scene.depth; depth++) {
     let boxes = 0;
     for (const group of scene.groups.values())
-      if (group.depth <= depth) boxes += group.children.filter((child) => !isGroupOf(child) || child.depth > depth).length;
+      if (group.depth <= depth && !isInRegion(group))
+        boxes += group.children.filter((child) => !isGroupOf(child) || child.item || child.depth > depth).length;
     if (boxes > most) return Math.max(0, depth - 1);
   }
   return Infinity;
 }
+
+/** Whether a group is a region, or inside of one. @param {Group|null} group */
+const isInRegion = (group) => Boolean(group) && (Boolean(group.item) || isInRegion(group.parent));
 
 /** Open every group around an item; whether one was closed. */
 function reveal(item) {
@@ -216,7 +251,7 @@ function reveal(item) {
 
 /** What stands for an item on the screen: itself, or the outermost closed group around it. */
 function shown(item) {
-  let found = item;
+  let found = item.inside ?? item;
   for (let group = item.parent; group.parent; group = group.parent) if (!isOpen(group)) found = group;
   return found;
 }

@@ -4,7 +4,6 @@ import copy
 import pickle
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -245,16 +244,6 @@ def test_threads(net):
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-@pytest.mark.slow
-def test_ten_thousand_calls_from_eight_threads(net):
-    q, _, _ = net
-    xs = [torch.randn(1, 3, 16, 16) for _ in range(8)]
-    want = [q(x) for x in xs]
-    with ThreadPoolExecutor(8) as pool:
-        right = sum(pool.map(lambda i: equal(q(xs[i % 8]), want[i % 8]), range(10_000)))
-    assert right == 10_000
 
 
 def test_what_it_cannot_run_stays_in_torch(name):
