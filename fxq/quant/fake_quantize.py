@@ -123,7 +123,7 @@ class FakeQuantizeValue(FakeQuantize):
         has_range: whether one of them did.
         started: whether values are rounded.
 
-    Buffers, besides those of the base:
+    Buffers, besides those of the base, where the scale is not learned:
 
         low, high: float32, 0-d: the range so far; +inf and -inf before any data.
         seen: float32, (2,): the smallest and the largest value since `use_ranges`; in no `state_dict`.
@@ -139,9 +139,10 @@ class FakeQuantizeValue(FakeQuantize):
         self.watching, self.has_range, self.started = not self.learned, self.learned, self.learned
         observer = observer_for(spec)
         self.momentum = observer.momentum if isinstance(observer, MovingAverage) else None
-        self.register_buffer("low", torch.tensor(math.inf))
-        self.register_buffer("high", torch.tensor(-math.inf))
-        self.register_buffer("seen", torch.tensor([math.inf, -math.inf]), persistent=False)
+        if not self.learned:
+            self.register_buffer("low", torch.tensor(math.inf))
+            self.register_buffer("high", torch.tensor(-math.inf))
+            self.register_buffer("seen", torch.tensor([math.inf, -math.inf]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x`, floating point, any shape, on the grid; float32."""
