@@ -77,9 +77,11 @@ class FakeQuantize(nn.Module):
             return rounding.apply(x, scale, zero_point, grid.qmin, grid.qmax)
         most = grid.qmax - ((grid.qmin + grid.qmax + 1) // 2 if self.spec.symmetric else grid.qmin)
         shared = x.numel() // (len(x) or 1) if grid.axis is None else x.numel() // scale.numel()
-        weight = 1 / math.sqrt(max(shared, 1) * most)
+        gradient_scale = 1 / math.sqrt(max(shared, 1) * most)
         factor, scale, zero_point = (self._spread(t, x) for t in (self.factor, scale, zero_point))
-        return RoundedByLearnedScale.apply(x, factor, scale, zero_point, grid.qmin, grid.qmax, weight, self.of_weights)
+        return RoundedByLearnedScale.apply(
+            x, factor, scale, zero_point, grid.qmin, grid.qmax, gradient_scale, self.of_weights
+        )
 
     def _spread(self, numbers: Tensor, x: Tensor) -> Tensor:
         """Scales or zero points, shaped to broadcast with `x`."""

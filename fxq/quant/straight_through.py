@@ -17,7 +17,7 @@ from torch import Tensor
 from fxq.quant.tensor_range import flat
 
 PIECE = 131072
-"""Elements that are worked on at a time; what is computed of them on the way stays in the L2 cache."""
+"""Elements that a thread works on at a time; what is computed of them on the way stays in its core's L2 cache."""
 PARTS, OUTSIDE, LIMIT = 64000, 32500, 32250
 """Of what rounding adds to a value: parts of a step; what stands for a value outside of the grid; a number between."""
 FAR = 2.0**20
@@ -67,10 +67,10 @@ class RoundedInside(torch.autograd.Function):
 class RoundedByLearnedScale(torch.autograd.Function):
     """The same, on the grid of a scale that is learned: `start` times the magnitude of `factor`, which has a gradient.
 
-    It is `weight / start ** 2` times that of LSQ. What a parameter needs for it is computed of the parameter, which is
-    there anyway; other values, which are on one grid, keep it, in int16.
+    Descent moves the scale as LSQ does, with this gradient scale. What a parameter needs for it is computed of the
+    parameter, which is there anyway; other values, which are on one grid, keep it, in int16.
 
-    Source: Esser et al. 2020, section 2.1, equations 3 and 5.
+    Source: Esser et al. 2020, section 2.1, equations 3 and 5; section 2.2 for the gradient scale.
     """
 
     @staticmethod
@@ -82,11 +82,11 @@ class RoundedByLearnedScale(torch.autograd.Function):
         zero_point: Tensor,
         qmin: int,
         qmax: int,
-        weight: float,
+        gradient_scale: float,
         parameter: bool,
     ) -> Tensor:
         scale, zero_point = magnitude(factor).mul_(start), zero_point.to(torch.float32)
-        ctx.constants = qmin, qmax, weight, parameter
+        ctx.constants = qmin, qmax, gradient_scale, parameter
         if parameter:
             ctx.save_for_backward(x, factor, start, zero_point)
             return (x / scale).round_().add_(zero_point).clamp_(qmin, qmax).sub_(zero_point).mul_(scale)
@@ -102,7 +102,7 @@ class RoundedByLearnedScale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         kept, factor, start, zero_point = ctx.saved_tensors
-        qmin, qmax, weight, parameter = ctx.constants
+        qmin, qmax, gradient_scale, parameter = ctx.constants
         grad = _laid_out_as(kept, grad)
         passed = torch.empty_like(grad)
         if parameter:
@@ -122,7 +122,7 @@ class RoundedByLearnedScale(torch.autograd.Function):
         sides = sides / OUTSIDE  # above less below
         by_scale = (outside - sides) * (qmin - zero_point) + (outside + sides) * (qmax - zero_point)
         by_scale = (inside / PARTS).add(by_scale, alpha=0.5)
-        by_factor = by_scale * weight / start * (factor / LEAST).trunc_().clamp_(-1, 1)
+        by_factor = by_scale * gradient_scale / start * (factor / LEAST).trunc_().clamp_(-1, 1)
         return passed, by_factor, *[None] * 6
 
 
@@ -161,7 +161,7 @@ def _laid_out_as(other: Tensor, x: Tensor) -> Tensor:
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Dense tensors that are in memory alike, in pieces of one dimension; whole where PyTorch compiles, and on GPUs."""
     lines = [flat(t) for t in tensors]
-    first = lines[0]
-    if len(first) <= PIECE or first.device.type != "cpu" or torch.compiler.is_compiling():
+    first, size = lines[0], PIECE * torch.get_num_threads()
+    if len(first) <= size or first.device.type != "cpu" or torch.compiler.is_compiling():
         return iter([tuple(lines)])
-    return zip(*(line.split(PIECE) for line in lines), strict=True)
+    return zip(*(line.split(size) for line in lines), strict=True)
