@@ -21,7 +21,7 @@ PIECE = 131072
 PARTS, OUTSIDE, LIMIT = 64000, 32500, 32250
 """Of what rounding adds to a value: parts of a step; what stands for a value outside of the grid; a number between."""
 FAR = 2.0**20
-"""What makes of the smallest distance from the grid that counts more than OUTSIDE."""
+"""Steps that are outside of every grid; what makes of the smallest distance from a grid that counts more than one."""
 LEAST = 1e-3
 """The smallest factor of a learned scale: where a step of the optimizer was too large."""
 
@@ -92,7 +92,7 @@ class RoundedByLearnedScale(torch.autograd.Function):
             return (x / scale).round_().add_(zero_point).clamp_(qmin, qmax).sub_(zero_point).mul_(scale)
         out, kept = torch.empty_like(x), torch.empty_like(x, dtype=torch.int16)
         for values, rounded, parts in _pieces(_laid_out_as(out, x), out, kept):
-            exact = values / scale
+            exact = _in_steps(values, scale)
             torch.round(exact, out=rounded)
             parts.copy_(_parts(exact, rounded, zero_point, qmin, qmax).round_())
             rounded.add_(zero_point).clamp_(qmin, qmax).sub_(zero_point).mul_(scale)
@@ -106,7 +106,7 @@ class RoundedByLearnedScale(torch.autograd.Function):
         grad = _laid_out_as(kept, grad)
         passed = torch.empty_like(grad)
         if parameter:
-            exact = kept / magnitude(factor).mul_(start)
+            exact = _in_steps(kept, magnitude(factor).mul_(start))
             parts = _parts(exact, exact.round(), zero_point, qmin, qmax)
             _pass_inside(grad, parts, LIMIT, passed)
             cut = grad - passed
@@ -131,6 +131,11 @@ def magnitude(factor: Tensor) -> Tensor:
     return factor.abs().clamp_(min=LEAST)
 
 
+def _in_steps(x: Tensor, scale: Tensor) -> Tensor:
+    """Values in steps of a scale; infinity as a number that is outside of every grid, as what rounding adds is none."""
+    return (x / scale).clamp_(-FAR, FAR)
+
+
 def _parts(exact: Tensor, steps: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
     """What rounding adds to each value, in parts of a step; -OUTSIDE and OUTSIDE for values outside of the grid.
 
@@ -141,7 +146,7 @@ def _parts(exact: Tensor, steps: Tensor, zero_point: Tensor, qmin: int, qmax: in
         qmin: the smallest of the integers.
         qmax: the largest.
     """
-    added = (steps - exact).nan_to_num_(0.0)  # of infinity
+    added = steps - exact
     beyond = exact.add_(zero_point - (qmin + qmax) / 2)  # then by how much it is, away from the middle of the grid
     half = (qmax - qmin) / 2 - 16 / FAR  # the ends are outside
     torch.ops.aten.softshrink.out(beyond, half, out=beyond)
@@ -161,7 +166,7 @@ def _laid_out_as(other: Tensor, x: Tensor) -> Tensor:
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Dense tensors that are in memory alike, in pieces of one dimension; whole where PyTorch compiles, and on GPUs."""
     lines = [flat(t) for t in tensors]
-    first, size = lines[0], PIECE * torch.get_num_threads()
-    if len(first) <= size or first.device.type != "cpu" or torch.compiler.is_compiling():
+    whole = torch.compiler.is_compiling() or lines[0].device.type != "cpu"
+    if whole or len(lines[0]) <= (size := PIECE * torch.get_num_threads()):
         return iter([tuple(lines)])
     return zip(*(line.split(size) for line in lines), strict=True)
