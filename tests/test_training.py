@@ -384,13 +384,14 @@ def test_layers_that_share_a_weight_have_learned_scales_of_their_own():
     check_converted(*tied_and_trained({"learned": True}))
 
 
+@pytest.mark.parametrize("options", [{}, {"learned": True}], ids=["ranges", "learned"])
 @pytest.mark.parametrize("how", [{}, {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)}])
-def test_averages_of_models_with_their_buffers(how):
+def test_averages_of_models_with_their_buffers(how, options):
     made = []
 
     def follow(model):
         made.append(torch.optim.swa_utils.AveragedModel(model, use_buffers=True, **how))
         return made[0].update_parameters
 
-    _, x = tied_and_trained({"freeze_weights_over": 30}, follow)
+    _, x = tied_and_trained({"freeze_weights_over": 30, **options}, follow)
     check_converted(made[0].module, x)

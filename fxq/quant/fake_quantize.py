@@ -19,11 +19,8 @@ from fxq.quant.observers import MovingAverage, observer_for
 from fxq.quant.oscillation import Oscillation
 from fxq.quant.qparams import QParams, scale_and_zero_point, spread
 from fxq.quant.spec import TensorSpec
-from fxq.quant.straight_through import GradientTimes, Rounded, RoundedByLearnedScale, RoundedInside
+from fxq.quant.straight_through import Rounded, RoundedByLearnedScale, RoundedInside, magnitude
 from fxq.quant.tensor_range import range_of
-
-LEAST = 1e-3
-"""The smallest factor of a learned scale: where a step of the optimizer was too large."""
 
 
 class FakeQuantize(nn.Module):
@@ -80,10 +77,11 @@ class FakeQuantize(nn.Module):
             return rounding.apply(x, scale, zero_point, grid.qmin, grid.qmax)
         most = grid.qmax - ((grid.qmin + grid.qmax + 1) // 2 if self.spec.symmetric else grid.qmin)
         shared = x.numel() // (len(x) or 1) if grid.axis is None else x.numel() // scale.numel()
-        times = 1 / (math.sqrt(max(shared, 1) * most) * scale.square())
-        scale = scale * GradientTimes.apply(self.factor.abs().clamp(min=LEAST), times)
-        scale, zero_point = self._spread(scale, x), self._spread(zero_point, x)
-        return RoundedByLearnedScale.apply(x, scale, zero_point, grid.qmin, grid.qmax, self.of_weights)
+        gradient_scale = 1 / math.sqrt(max(shared, 1) * most)
+        factor, scale, zero_point = (self._spread(t, x) for t in (self.factor, scale, zero_point))
+        return RoundedByLearnedScale.apply(
+            x, factor, scale, zero_point, grid.qmin, grid.qmax, gradient_scale, self.of_weights
+        )
 
     def _spread(self, numbers: Tensor, x: Tensor) -> Tensor:
         """Scales or zero points, shaped to broadcast with `x`."""
@@ -93,7 +91,7 @@ class FakeQuantize(nn.Module):
         """The scale as it is now, without a gradient."""
         if not self.learned:
             return self.scale
-        return self.scale * whole(self.factor).detach().to(self.scale.device).abs().clamp(min=LEAST)
+        return self.scale * magnitude(whole(self.factor).detach().to(self.scale.device))
 
     def qparams(self) -> QParams:
         """Scale and zero point as they are now, on the CPU."""
@@ -127,7 +125,7 @@ class FakeQuantizeValue(FakeQuantize):
         has_range: whether one of them did.
         started: whether values are rounded.
 
-    Buffers, besides those of the base:
+    Buffers, besides those of the base, where the scale is not learned:
 
         low, high: float32, 0-d: the range so far; +inf and -inf before any data.
         seen: float32, (2,): the smallest and the largest value since `use_ranges`; in no `state_dict`.
@@ -143,9 +141,10 @@ class FakeQuantizeValue(FakeQuantize):
         self.watching, self.has_range, self.started = not self.learned, self.learned, self.learned
         observer = observer_for(spec)
         self.momentum = observer.momentum if isinstance(observer, MovingAverage) else None
-        self.register_buffer("low", torch.tensor(math.inf))
-        self.register_buffer("high", torch.tensor(-math.inf))
-        self.register_buffer("seen", torch.tensor([math.inf, -math.inf]), persistent=False)
+        if not self.learned:
+            self.register_buffer("low", torch.tensor(math.inf))
+            self.register_buffer("high", torch.tensor(-math.inf))
+            self.register_buffer("seen", torch.tensor([math.inf, -math.inf]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x`, floating point, any shape, on the grid; float32."""

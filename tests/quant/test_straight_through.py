@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import fxq
+from fxq.quant import straight_through
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
 from fxq.quant.qparams import QParams
 from fxq.quant.straight_through import Rounded
@@ -29,6 +30,41 @@ def test_gradients_pass_inside_of_the_grid():
     (reference,) = torch.autograd.grad(wanted, again, upstream)
     assert torch.equal(own, reference)
     assert own.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
+
+
+def strided(x):
+    return torch.stack([x, x], -1)[..., 0]
+
+
+@pytest.mark.parametrize("lay_out", [torch.clone, lambda t: t.contiguous(memory_format=torch.channels_last), strided])
+@pytest.mark.parametrize("given", [torch.clone, lambda t: t[:1, :1, :1, :1].expand_as(t)])
+@pytest.mark.parametrize("learned", [False, True])
+def test_values_of_any_layout(monkeypatch, lay_out, given, learned):
+    """Against the same written with autograd; in several pieces, as large tensors are worked on."""
+    monkeypatch.setattr(straight_through, "PIECE", 37)
+    spec = fxq.TensorSpec(bits=4, range="learned" if learned else "calibrated", observer="minmax")
+    quantizer = FakeQuantizeValue(spec, QParams.per_tensor(0.25, 5, 0, 15), "x")
+    x, upstream = torch.randn(2, 3, 5, 7) * 3, torch.randn(2, 3, 5, 7) + 0.5
+    x[0, 0, 0, :2] = torch.tensor([-math.inf, math.inf])
+    x, upstream = lay_out(x), given(lay_out(upstream))
+    quantizer.started = True
+    (own,) = torch.autograd.grad(y := quantizer(x.requires_grad_()), x, upstream, retain_graph=True)
+    again, scale = x.detach().clone().requires_grad_(), quantizer.scale.clone().requires_grad_()
+    wanted = rounded_straight_through(again, scale, 5, 0, 15)
+    (reference,) = torch.autograd.grad(wanted.nan_to_num(), again, upstream, retain_graph=True)
+    finite = x.isfinite()
+    assert torch.equal(y[finite], wanted[finite])
+    assert y[0, 0, 0, :2].tolist() == [-1.25, 2.5] and own[0, 0, 0, :2].tolist() == [0, 0]
+    if not learned:
+        assert torch.equal(own[finite], reference[finite])
+        return
+    v = (x / 0.25).detach()
+    inside = (v > -5) & (v < 10)  # Esser et al. 2020, equations 3 and 5
+    by_scale = (upstream * torch.where(inside, v.round() - v, v.clamp(-5, 10))).double().sum()
+    assert torch.equal(own, upstream * inside)
+    quantizer(x).backward(upstream)
+    moved = quantizer.factor.grad.item() * 0.25 * math.sqrt(x[0].numel() * 15)
+    assert moved == pytest.approx(by_scale.item(), rel=1e-5, abs=1e-3)  # parts of a step are kept in int16
 
 
 @pytest.mark.parametrize("axis", [None, 0, 1])
@@ -55,7 +91,7 @@ def test_a_learned_scale_has_the_gradient_of_lsq(axis):
 @pytest.mark.parametrize(
     ("kind", "learned", "kept"),
     [
-        (FakeQuantizeValue, False, torch.bool),
+        (FakeQuantizeValue, False, torch.int8),
         (FakeQuantizeValue, True, torch.int16),
         (FakeQuantizeWeight, False, None),
         (FakeQuantizeWeight, True, torch.float32),  # the parameter itself
