@@ -11,12 +11,13 @@ from torch import Tensor, fx
 
 from fxq.errors import PassError
 from fxq.graph.grid import grid_of
-from fxq.graph.info import Edge, info
+from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
-from fxq.graph.query import constant, made_by, op_of, options_of, reads_only_metadata, submodule
+from fxq.graph.query import argument, constant, flat_nodes, made_by, op_of, options_of, reads_only_metadata, submodule
 from fxq.graph.region import is_weight_only
 from fxq.graph.unit import Wish, calls_of, wishes_of
 from fxq.ops.traits import STATE_MEASURED
+from fxq.pipeline.candidates import UNREAD
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.packing import BITS, pack
@@ -34,8 +35,9 @@ class InsertQdq(Pass):
     Before: conv2d(observer(x), w, b)
     After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b)
     Where the weight alone is in integers: conv2d(x, dequantize(w_int8), b); of four bits, two values are in a byte.
-    Also: what an op moves together with others is put onto the grid of its result, where it has one of its own; and
-    the state of a recurrent layer is put onto a grid, by options of its op.
+    Also: a hidden state goes on to other recurrent layers, and out of the model, in float; what an op moves together
+    with others is put onto the grid of its result, where it has one of its own; and the state of a recurrent layer is
+    put onto a grid, by options of its op.
     Keeps: the output up to rounding to the grids. This is the portable reference: exact, on any device.
     Source: Jacob et al. 2018, section 2.
     """
@@ -69,6 +71,9 @@ class InsertQdq(Pass):
             rewriter.describe(value, edges=())
         for node in rewriter.nodes():
             _put_state_on_a_grid(rewriter, node)
+        handed_on: dict[fx.Node, fx.Node | None] = {}
+        for node in rewriter.nodes():
+            _hand_on_states(rewriter, node, handed_on)
         for node, grids in results.items():
             _bring_together(rewriter, node, grids, wishes[node])
         rewriter.erase_unused()
@@ -131,6 +136,43 @@ def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
             why = "a fixed one reaches from -1 to 1, and the state may go further"
             rewriter.describe(node, note=STATE_MEASURED.format(why))
     rewriter.update(node, kwargs=recurrence.with_grid(node.kwargs, steps, scale, plan.state.symmetric))
+
+
+def _hand_on_states(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, fx.Node | None]) -> None:
+    """Let a recurrent layer begin with a hidden state in float, and the model return it so, for its next call.
+
+    Within a layer it goes from step to step in float, too: on a grid, each step would round it once more.
+    """
+    op = op_of(node)
+    recurrence = op.quant.recurrence if op is not None else None
+    states = [argument(node, name) for name in recurrence.states] if recurrence is not None else []
+    for value in flat_nodes(node.args if node.op == "output" else states):
+        state = _in_float(rewriter, value, known)
+        if state is not None and state is not value:
+            rewriter.reroute(value, state, only=lambda user: user is node)
+
+
+def _in_float(rewriter: Rewriter, value: fx.Node, known: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
+    """A value as recurrent layers make it, moved by copies of what moves it; None where it is something else.
+
+    `known` are those found before, by the node that makes the value on its grid.
+    """
+    made: fx.Node = made_by(value)
+    op = op_of(made)
+    if op is None or op.quant.recurrence is not None:
+        return made if op is not None else None
+    if made not in known:
+        read = list(flat_nodes(made.args)) if op.quant.layout else []
+        real = {part: _in_float(rewriter, part, known) for part in read}
+        known[made] = made if read and None not in real.values() else None
+        if known[made] is not None and any(part is not real[part] for part in read):
+            args = fx.node.map_arg(made.args, real.__getitem__)
+            known[made] = copy = rewriter.node(made.op, made.target, args, dict(made.kwargs), like=made, after=made)
+            rewriter.describe(copy, plan=Plan(_UNREAD))
+    return known[made]
+
+
+_UNREAD = Decision("float", "no integer neighbour", UNREAD, decided_by=InsertQdq.name)
 
 
 def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:

@@ -9,11 +9,12 @@ from itertools import takewhile
 from typing import Any, ClassVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from fxq.common.data import first_of
+from fxq.common.data import first_of, samples_in
 from fxq.common.globs import path_matches
 from fxq.common.isolation import ModelChanges, copied, seeded, untouched
+from fxq.common.metrics import tensors
 from fxq.common.source import source_of
 from fxq.errors import FxqError, RecipeError, TraceError, warn
 from fxq.graph.info import Decision, info
@@ -76,7 +77,7 @@ def _traced(context: Context, broken: Mapping[str, str]) -> Rewriter | dict[str,
         return kept
     if breaks:
         raise TraceError(breaks[0].why)
-    context.divisible = _runs_on_one(context, gm)
+    context.divisible = _counts_samples(context, gm)
     return traced
 
 
@@ -182,16 +183,32 @@ def _compared(context: Context, tracer: Tracer) -> tuple[Any, Break | None]:
     return expected, Break(first_difference(model, example, fixed, again.outputs), _DIFFERS)
 
 
-def _runs_on_one(context: Context, gm: fx.GraphModule) -> bool:
-    """Whether the graph runs on a single sample: its first axis is one of samples, and its checks let it pass."""
-    one = copied(first_of(context.example, 1))
+def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
+    """Whether the first axis counts samples: one of them alone gives what it gives among the others.
+
+    One from the middle: the first step of a sequence, or the last, may be the same without the others.
+    """
+    count = samples_in(context.example)
+    if count is None:
+        return False
+    at = count // 2
+    one = copied(first_of(context.example, 1, at))
     gm.recompile()
     try:
         with untouched(context.model), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
-            nn.Module.__call__(gm, *one.args, **one.kwargs)  # its own __call__ prints what goes wrong
+            got = list(tensors(nn.Module.__call__(gm, *one.args, **one.kwargs)))  # its own prints what goes wrong
+        pairs = zip(tensors(context.outputs), got, strict=True)
+        return same_values(got, [_of_sample(whole, alone, at, count) for whole, alone in pairs])
     except Exception:  # whatever the model raises for a size that it cannot have
         return False
-    return True
+
+
+def _of_sample(whole: Tensor, alone: Tensor, at: int, count: int) -> Tensor:
+    """The part of a result that the sample `at` of `count` has in it, of the shape of what it gives alone."""
+    for axis, (size, part) in enumerate(zip(whole.shape, alone.shape, strict=True)):
+        if size != part and size == count * part:
+            whole = whole.narrow(axis, at * part, part)
+    return whole
 
 
 _DIFFERS = (

@@ -34,8 +34,12 @@ def _attend(
         masks = (None if padding is None else make.call("unsqueeze", padding, at=at, dim=0), added)
     elif not module.batch_first:
         inputs = _once(inputs, lambda x: make.call("transpose", x, at=at, dim0=0, dim1=1))
-    query, key, value = (_heads(make, x, module.num_heads, at) for x in _project(make, module, at, inputs))
+    query, *others = _project(make, module, at, inputs)
+    key, value = _with_own_keys(make, module, at, query, others)
+    query, key, value = (_heads(make, x, module.num_heads, at) for x in (query, key, value))
     mask = make.call("attention_mask", *masks, at=at, heads=module.num_heads) if any(masks) else None
+    if mask is not None and _own_keys(module):
+        mask = make.call("pad", mask, at=at, pad=(0, _own_keys(module)))  # they are never left out
     attention = None
     if weights:
         scores = make.call("matmul", query, make.call("transpose", key, at=at, dim0=-2, dim1=-1), at=at)
@@ -58,13 +62,33 @@ def _attend(
 def _check_attention(module: nn.MultiheadAttention, inputs: tuple[fx.Node, ...]) -> None:
     if type(module) is not nn.MultiheadAttention:
         raise CannotExpand(f"its attention is a {type(module).__name__}")
-    if module.bias_k is not None or module.add_zero_attn:
-        raise CannotExpand("it adds keys of its own (add_bias_kv, add_zero_attn)")
     if module.training and module.dropout:
         raise CannotExpand("it drops values at random (training=True)")
     ranks = {len(info(x).shape or ()) for x in inputs}
     if ranks not in ({2}, {3}):
         raise CannotExpand("its inputs have different numbers of axes, or are not known")
+
+
+def _own_keys(module: nn.Module) -> int:
+    """How many keys an attention has besides those that it is given: of `add_bias_kv` and of `add_zero_attn`."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return 0
+    return int(module.bias_k is not None) + int(module.add_zero_attn)
+
+
+def _with_own_keys(
+    make: Expansion, module: nn.MultiheadAttention, at: str, query: fx.Node, keys: Sequence[fx.Node]
+) -> Sequence[fx.Node]:
+    """Key and value (N, S, E) with those of `add_bias_kv` and then that of `add_zero_attn` behind them."""
+    if module.bias_k is not None:
+        prefix = f"{at}." if at else ""
+        like = make.call("getitem", query, at=at, index=(slice(None), slice(None, 1)))  # as many samples
+        own = [make.read(f"{prefix}{name}", getattr(module, name)) for name in ("bias_k", "bias_v")]
+        more = [make.call("expand_as", row, like, at=at) for row in own]
+        keys = [make.call("cat", pair, at=at, dim=1) for pair in zip(keys, more, strict=True)]
+    if module.add_zero_attn:
+        keys = [make.call("pad", x, at=at, pad=(0, 0, 0, 1)) for x in keys]
+    return keys
 
 
 def _once(values: tuple[fx.Node, ...], function: Callable[[fx.Node], fx.Node]) -> tuple[fx.Node, ...]:
@@ -113,6 +137,8 @@ def attention(make: Expansion, module: nn.MultiheadAttention) -> Values:
     """(output, attention weights): the weights only where somebody reads them."""
     given = make.given
     masks = (given["key_padding_mask"], given["attn_mask"])
+    if given["is_causal"] and _own_keys(module):
+        raise CannotExpand("it adds keys of its own (add_bias_kv, add_zero_attn), which is_causal=True may leave out")
     weights = given["need_weights"] and make.is_read(1)
     output, each = _attend(make, module, "", (given["query"], given["key"], given["value"]), masks, weights)
     if each is not None and given["average_attn_weights"]:
@@ -144,7 +170,7 @@ def called_as_module(rewriter: Rewriter, node: fx.Node) -> Sequence[fx.Node]:
         behind = name.startswith("out_proj")
         setattr(module.out_proj if behind else module, name.removeprefix("out_proj_"), parameter)
     inputs = tuple(given[name] for name in ("query", "key", "value"))
-    options = {name: given[name] for name in ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights")}
+    options = {name: given[name] for name in _OPTIONS}
     target = rewriter.module(module, node.name, FOLDER)
     rewriter.update(node, target, inputs, options, op="call_module")
     return ()
@@ -155,6 +181,7 @@ _PARAMETERS = (
     *("in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "out_proj_weight", "out_proj_bias"),
     *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
 )
+_OPTIONS = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
 
 
 def _residual(
@@ -182,6 +209,8 @@ def _check_layer(module: nn.Module, kind: type[nn.Module]) -> None:
         raise CannotExpand(f"its layers are {type(module).__name__}")
     if module.training:
         raise CannotExpand("it is in training mode")
+    if any(map(_own_keys, module.children())):
+        raise CannotExpand("its attention adds keys of its own (add_bias_kv, add_zero_attn)")
 
 
 def _layer(make: Expansion, module: nn.TransformerEncoderLayer, at: str, x: fx.Node, masks: Values) -> fx.Node:

@@ -24,7 +24,8 @@ def choose_scale(w: Writer, x: Value, *, steps: int, axis: int | None, symmetric
         return w.emit_several(_WHOLE, [x], 3)[1]
     below, above = _ends(w, x, axis)
     size = w.emit("Max", below, above) if symmetric else w.emit("Add", below, above)
-    return w.emit("Clip", w.emit("Div", size, w.number(steps, x)), w.number(SMALLEST, x))
+    most = 2 * torch.finfo(torch.float32).max / steps  # of the longest range, whose size float32 does not hold
+    return w.emit("Clip", w.emit("Div", size, w.number(steps, x)), w.number(SMALLEST, x), w.number(most, x))
 
 
 @writes("choose_zero_point")

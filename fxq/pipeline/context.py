@@ -34,7 +34,8 @@ class Context:
         example: one batch of inputs: shapes are found and passes are checked with it.
         types: module type by module path of the model.
         samples: recorded calibration inputs.
-        divisible: whether the graph runs on some of the samples of a batch.
+        divisible: whether the first axis of the inputs counts samples: the graph computes for some of them alone what
+            it computes for them among all.
         units: path of the unit module for each kind and body, so that equal bodies share one.
         regions: for each lowered node, the qdq form it came from; for verify-lowering.
         narrow: which role gives up a bit where kernels overflow with 8; the recipe's, and where that is "auto", the one
@@ -78,7 +79,7 @@ class Context:
     def some_samples(self, most: int) -> list[Batch]:
         """Of every recorded batch as many samples, about `most` together; of the example where none is recorded.
 
-        Batches are whole where the graph does not run on a part of one.
+        Batches are whole where the graph does not compute the same for a part of one.
         """
         batches = self.samples or [self.example]
         each = -(-most // len(batches))

@@ -91,15 +91,16 @@ def measured_scale(low: Tensor, high: Tensor, steps: int, symmetric: bool = True
         symmetric: whether the grid is symmetric around zero.
 
     Returns:
-        float32, of the same shape. A range of nothing but zero gets the smallest scale there is; NaN and infinity give
-        themselves.
+        float32, of the same shape. A finite range gives a finite scale, no smaller one than `SMALLEST`; of one that
+        ends less than a step from the end of float32, `dequantize` may give infinity. NaN and infinity give themselves.
 
     Example:
         >>> float(measured_scale(torch.tensor(-2.0), torch.tensor(1.0), 127).mul(127))
         2.0
     """
-    scale = torch.maximum(high, low.neg()) / steps if symmetric else (high - low).div_(steps)
-    return scale.clamp_(min=SMALLEST)
+    if symmetric:
+        return torch.maximum(high, low.neg()).div_(steps).clamp_(min=SMALLEST)
+    return (high / steps).sub_(low, alpha=1 / steps).clamp_(min=SMALLEST)  # high - low may be too large for float32
 
 
 def measured_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = False) -> Tensor:
@@ -122,4 +123,4 @@ def measured_zero_point(low: Tensor, scale: Tensor, qmin: int, nearest: bool = F
 
 
 SMALLEST = 1e-30
-"""A scale that float32 divides by without loss: whatever is smaller than a step of it becomes zero."""
+"""A scale that float32 divides by without loss: whatever is smaller than half a step of it becomes zero."""

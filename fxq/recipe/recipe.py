@@ -253,6 +253,9 @@ class Recipe:
         return cls.from_dict(read_toml(path))
 
 
+vars(presets)["Recipe"] = Recipe  # its annotations name it: `typing.get_type_hints` looks there
+
+
 def as_recipe(value: Any) -> Recipe:
     """A recipe from what `fxq.quantize` takes: a `Recipe`, a preset's name, a dict, or a path to a `.toml` file."""
     if isinstance(value, Recipe):

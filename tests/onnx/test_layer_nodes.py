@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx
 
+from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.ops import OPS
@@ -113,6 +114,16 @@ def test_a_linear_layer_on_a_measured_grid(axis, symmetric, bias, optimized):
         wanted = left @ (gm.q.double() * gm.steps.double()[:, None]).T + (gm.bias.double() if bias else 0)
         (got,) = run_onnxruntime(write_onnx(gm, [x]).model, [x], optimized)
         same(got, wanted.float(), 1e-6)
+
+
+@needs_vnni
+def test_a_measured_row_with_a_range_beyond_float32():
+    gm = measured_layer(-1, symmetric=False, bias=False)
+    gm.steps.mul_(1e-3)
+    x = normal(4, 32)
+    x = x / x.abs().amax(1, keepdim=True) * 3.3e38
+    (got,) = run_onnxruntime(write_onnx(gm, [x]).model, [x])
+    assert sqnr(x.double() @ (gm.q.double() * gm.steps.double()[:, None]).T, got.double()) > 35
 
 
 def test_layers_on_a_measured_grid_are_refused_for_other_weights():

@@ -103,6 +103,17 @@ FORMS = {
         {},
     ),
     "both results": (lambda self, x: (lambda y, w: y + w @ x)(*self.attend(x, x, x)), {}),
+    "keys of its own": (lambda self, x: self.attend(x, self.memory, self.memory)[0], {"add_bias_kv": True}),
+    "a key of zeros": (lambda self, x: self.attend(x, x, x, key_padding_mask=self.padding)[0], {"add_zero_attn": True}),
+    "both, masked": (
+        lambda self, x: self.attend(x, x, x, key_padding_mask=self.padding, attn_mask=self.added)[0],
+        {"add_bias_kv": True, "add_zero_attn": True, "kdim": E},
+    ),
+    "both, a mask for each head": (
+        lambda self, x: self.attend(x, x, x, attn_mask=self.each, need_weights=False)[0],
+        {"add_bias_kv": True, "add_zero_attn": True},
+    ),
+    "weights of keys of its own": (lambda self, x: self.attend(x, x, x)[1][..., 1:] @ x, {"add_bias_kv": True}),
     "as a whole": (lambda self, x: sum_of(self.attend(x, x, x)), {}),
 }
 
@@ -172,7 +183,8 @@ def test_a_selector_reaches_a_layer_inside():
 
 
 REFUSED = {
-    "it adds keys of its own": lambda: Attention(add_zero_attn=True),
+    "it adds keys of its own": lambda: Attention(FORMS["causal hint"][0], add_bias_kv=True),
+    "its attention adds keys of its own": lambda: Encoded(with_own_keys(ENCODERS["layer"]())),
     "its norm is a OwnNorm": lambda: Encoded(with_own_norm(ENCODERS["layer"]())),
     "its activation erfinv is not in the op table": lambda: Encoded(ENCODERS["layer"](activation=torch.erfinv)),
     "it has forward hooks": lambda: Encoded(hooked(ENCODERS["layers"]())),
@@ -186,6 +198,11 @@ class OwnNorm(nn.LayerNorm):
 
 def with_own_norm(layer):
     layer.norm1 = OwnNorm(E)
+    return layer
+
+
+def with_own_keys(layer):
+    layer.self_attn = nn.MultiheadAttention(E, H, add_bias_kv=True, batch_first=True)
     return layer
 
 

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from torch import nn
 
 import fxq
 from fxq.backends.reference import Reference
+from fxq.common.metrics import sqnr
+from fxq.graph.query import argument, is_op
 from fxq.passes import InsertQdq
-from tests.graphs import expected, node, program, run_pass, text
+from tests.graphs import expected, node, program, run_pass, text, until
+from tests.helpers import REFERENCE
+from tests.models import settled
 
 W = "TensorSpec(signed=True, symmetric=True, per='channel')"
 INT8 = f"plan=Plan(Decision('int8'), reads=TensorSpec(), weight={W})"
@@ -275,3 +280,39 @@ def test_readers_of_a_shared_weight_of_which_one_gives_up_a_bit(monkeypatch):
     recipe = fxq.Recipe.dynamic(backend="reference", narrow="weights")
     layers = fxq.quantize(Tied().eval(), recipe, example_inputs=torch.arange(20)).qparams()
     assert [int(layers[name].weight.abs().max()) for name in ("table", "head")] == [127, 63]
+
+
+class Stepwise(nn.Module):
+    """Two steps of a cell. A layer reads the last state, and another reads what that makes, and returns that, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head, self.last = nn.GRUCell(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)
+
+    def forward(self, x, h):
+        h = self.cell(x[:, 1], self.cell(x[:, 0], h))
+        y = self.head(h)
+        return y, h, self.last(y)
+
+
+def test_hidden_states_go_on_in_float():
+    """To the next step and out of the model, beside the integers that a layer reads. Other values go out as these."""
+    inputs = torch.randn(16, 2, 8), torch.randn(16, 8)
+    gm = until(settled(Stepwise), inputs, "insert-qdq", REFERENCE).gm
+    second, head, y = (node(gm, name) for name in ("gru_1", "head", "head_dq"))
+    returned = gm.graph.output_node().args[0]
+    assert argument(second, "h").args[0] is node(gm, "gru")
+    assert returned[1].args[0] is second and returned[0] is y
+    assert is_op(head.args[0], "dequantize")
+
+
+def test_a_state_that_is_handed_in_again():
+    """The state itself is not rounded, so that what is lost in a step does not add up."""
+    torch.manual_seed(0)
+    model, x = settled(Stepwise), torch.randn(16, 40, 8)
+    qmodel = fxq.quantize(model, REFERENCE, data=[(part, torch.randn(16, 8)) for part in x[:, :8].split(2, 1)])
+    h = state = torch.zeros(16, 8)
+    with torch.no_grad():
+        for part in x.split(2, 1):
+            h, state = model(part, h)[1], qmodel(part, state)[1]
+    assert sqnr(h, state) > 39  # on the grid of what the layer reads it would be 36

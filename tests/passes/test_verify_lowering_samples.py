@@ -41,11 +41,27 @@ class Several(nn.Module):
         return self.a(x).view(2, -1, 4)
 
 
-def test_one_sample_that_the_model_cannot_run_is_no_matter():
+class Causal(nn.Module):
+    """Attends to the steps before, of (L, E); without its mask it runs on a single step, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(16, 2), nn.Linear(16, 16)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(6))
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, attn_mask=self.mask, is_causal=True, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("several", [Several, Causal])
+def test_what_has_no_samples_is_not_cut(several):
+    x = torch.randn(4, 4) if several is Several else torch.randn(6, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error", fxq.FxqWarning)
         warnings.filterwarnings("ignore", message="this CPU has no VNNI")
-        fxq.quantize(Several().eval(), X86.with_optimize("coverage"), data=[torch.randn(4, 4)])
+        warnings.filterwarnings("ignore", message=".* is estimated to take")
+        quantized = fxq.quantize(several().eval(), X86.with_optimize("coverage"), data=[x])
+    assert quantized.output_sqnr > 25
 
 
 @needs_x86

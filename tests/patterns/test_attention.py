@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
+from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from tests.graphs import graph, until
 from tests.models import call, settled
@@ -82,6 +83,9 @@ def test_a_layer_of_another_class_stays():
     assert "its layers are Own" in info(next(n for n in gm.graph.nodes if n.op == "call_module")).kept.text
 
 
+OWN_KEYS = {"add_bias_kv": True, "add_zero_attn": True}
+
+
 class Alone(nn.Module):
     """Attention to one sample, without a batch axis; a mask for each head, or padding."""
 
@@ -94,7 +98,7 @@ class Alone(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-@pytest.mark.parametrize("options", [{}, {"each": True, "batch_first": True}, {"kdim": 6, "vdim": 10}])
+@pytest.mark.parametrize("options", [{}, {"each": True, "batch_first": True}, {"kdim": 6, "vdim": 10}, OWN_KEYS])
 @pytest.mark.parametrize("masks", [(None, None), (drawn(L, S), None), (drawn(H, L, S), torch.arange(S) >= 5)])
 def test_attention_without_a_batch_axis(options, masks):
     inputs = (drawn(L, E), drawn(S, options.get("kdim", E)), drawn(S, options.get("vdim", E)), *masks)
@@ -130,8 +134,8 @@ class Called(nn.Module):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kdim": 6, "vdim": 10}, {"bias": False}, {"split": True}],
-    ids=["one", "apart", "no bias", "apart, alike"],
+    [{}, {"kdim": 6, "vdim": 10}, {"bias": False}, {"split": True}, {"add_bias_kv": True}],
+    ids=["one", "apart", "no bias", "apart, alike", "keys of its own"],
 )
 def test_attention_as_a_function(options):
     model = settled(lambda: Called(**options))
@@ -150,21 +154,36 @@ def test_weights_that_are_computed_stay_in_the_function():
     torch.testing.assert_close(call(gm, inputs), call(model, inputs))
 
 
+class Both(nn.Module):
+    """Both results of an attention with keys of its own, steps first, and a layer."""
+
+    def __init__(self, **given):
+        super().__init__()
+        self.own, self.head, self.given = nn.MultiheadAttention(E, H, **OWN_KEYS), nn.Linear(E, 4), given
+
+    def forward(self, x):
+        y, weights = self.own(x, x, x, **self.given)
+        return self.head(y), weights
+
+
 def test_attention_that_stays_a_module_may_return_both_outputs():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.own = nn.MultiheadAttention(E, H, add_bias_kv=True)
-            self.head = nn.Linear(E, 4)
-
-        def forward(self, x):
-            y, weights = self.own(x, x, x)
-            return self.head(y), weights
-
-    model, x = settled(Both), drawn(L, N, E)
+    model, x = settled(lambda: Both(attn_mask=CAUSAL, is_causal=True)), drawn(L, N, E)
     made = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[x])
     assert made(x)[1].shape == model(x)[1].shape
-    assert "head" in made.qparams()
+    assert set(made.qparams()) == {"head"}
+
+
+@pytest.mark.parametrize("backend", ["reference", "x86"])
+@pytest.mark.parametrize("preset", ["static", "dynamic"])
+def test_keys_of_its_own_on_integers(preset, backend):
+    """Also of other batches than that which it was made for."""
+    model, x = settled(lambda: Both(attn_mask=CAUSAL)), drawn(L, N, E)
+    recipe = getattr(fxq.Recipe, preset)(backend=backend, optimize="coverage")
+    made = fxq.quantize(model, recipe, data=[x])
+    assert set(made.qparams()) == {"own.in_proj", "own.out_proj", "head"}
+    for given in (x, x[:, :1]):
+        for got, expected in zip(call(made, given), call(model, given), strict=True):
+            assert got.shape == expected.shape and sqnr(expected, got) > 30
 
 
 @pytest.mark.parametrize(("example", "other"), [((5, 8), (2, 5, 8)), ((2, 5, 8), (5, 8))])

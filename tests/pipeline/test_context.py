@@ -62,6 +62,42 @@ def test_types_are_those_of_all_modules_also_of_one_in_two_places():
     assert known.types["0"] is known.types["1"] is nn.Linear
 
 
+def reads(forward):
+    """A model with a linear layer `f`, attention `a` and a recurrent layer `r`, both with steps first."""
+    parts = {"f": nn.Linear(4, 4), "a": nn.MultiheadAttention(4, 2), "r": nn.GRU(4, 4)}
+    return module(forward, **parts).eval()
+
+
+WITHOUT_LATER_STEPS = nn.Transformer.generate_square_subsequent_mask(6)
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes", "divisible"),
+    [
+        (reads(lambda self, x: self.f(x)), [(6, 4)], True),
+        (reads(lambda self, x: self.r(self.f(x).transpose(0, 1))), [(6, 3, 4)], True),  # its state has samples second
+        (reads(lambda self, x: self.f(x).flatten(0, 1)), [(6, 3, 4)], True),
+        (reads(lambda self, x: (self.f(x), self.f.weight)), [(6, 4)], True),
+        (reads(lambda self, x: self.f(x).mean(1)), [(1, 4)], True),  # nothing to cut
+        (reads(lambda self, x: self.f(x).mean(0)), [(6, 4)], False),
+        (reads(lambda self, x: self.f(x) @ self.f(x).T), [(6, 4)], True),
+        (reads(lambda self, x: self.r(self.f(x))[0]), [(6, 3, 4)], False),
+        (reads(lambda self, x: self.r(self.f(x).flip(0))[0].flip(0)), [(6, 3, 4)], False),
+        (reads(lambda self, x: self.f(x + torch.arange(len(x))[:, None])), [(6, 4)], False),
+        (reads(lambda self, x: self.a(x, x, x, attn_mask=WITHOUT_LATER_STEPS, is_causal=True, need_weights=False)[0]),
+         [(6, 4)], False),
+        (reads(lambda self, x, y: self.f(x) + self.f(y)), [(6, 4), (6, 4)], True),
+        (reads(lambda self, x, y: self.f(x) @ y), [(6, 4), (4, 4)], False),
+        (reads(lambda self, x, y: self.f(x).mean(-1) + y), [(6, 6, 4), (6, 6)], True),
+        (reads(lambda self, x, y: y @ self.f(x)), [(6, 4), (6, 6)], False),
+    ],
+)  # fmt: skip
+def test_what_may_be_cut(model, shapes, divisible):
+    """What computes for one row of its inputs what it computes for it among the others."""
+    example = tuple(torch.rand(shape) for shape in shapes)
+    assert fxq.prepare(model, REFERENCE, example).manager.context.divisible is divisible
+
+
 @pytest.mark.parametrize(
     ("large", "divisible", "sizes"),
     [(5, True, [2, 1, 2, 1]), (0, True, [1, 1, 1, 1]), (0, False, [5, 3]), (99, True, [3, 3])],

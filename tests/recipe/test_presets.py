@@ -1,5 +1,7 @@
 """The presets, and what their options make of a recipe."""
 
+from typing import get_type_hints
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,11 @@ def test_presets_and_options():
     assert (recipe.preset, recipe.backend, recipe.config.activation) == ("static", "reference", spec)
     assert recipe.config.weight == TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
     assert [p.name for p in recipe.pipeline] == [p.name for p in PASSES]
+
+
+@pytest.mark.parametrize("preset", ["static", "dynamic", "weight_only", "qat"])
+def test_type_hints_of_presets_can_be_read(preset):
+    assert get_type_hints(getattr(Recipe, preset))["return"] is Recipe
 
 
 def test_static_takes_leaves_and_fixed_arguments():

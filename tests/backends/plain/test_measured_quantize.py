@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.errors import InputError
 from fxq.ops.conversions import choose_scale, choose_zero_point, quantize
+from fxq.quant.measured import SMALLEST, MeasuredGrid, measured_range
 from tests.kernels import copies
 
 AXES = [None, -1, -3]
+FLOAT32 = torch.finfo(torch.float32).max
 
 
 def by_definition(x, bits, axis, symmetric):
@@ -48,6 +50,22 @@ def test_the_ends_of_a_range_are_on_the_grid():
     scale, zero_point, q = MeasuredQuantize(0, 255, -1, symmetric=False)(x)
     real = (q.double() - zero_point.double()) * scale.double()
     assert bool(((real - x).abs() <= 0.5001 * scale).all()) and bool((q[:, 2] == zero_point[:, 0]).all())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("axis", [None, -1])
+@given(st.lists(st.lists(st.floats(-FLOAT32, FLOAT32, width=32), min_size=3, max_size=3), min_size=1))
+def test_all_finite_values_up_to_the_ends_of_float32(axis, symmetric, rows):
+    """What is left is at most half a step; a step is the range over the grid's integers, and at least SMALLEST."""
+    x = torch.tensor(rows)
+    grid = MeasuredGrid(0, 255, torch.uint8, axis, symmetric)
+    scale, *zero_point, q = MeasuredQuantize(0, 255, axis, symmetric)(x)
+    zero = zero_point[0].double() if zero_point else 128.0
+    off = ((q.double() - zero) * scale.double() - x.double()).abs()
+    assert bool((off <= (0.5001 if axis is not None or symmetric else 1.0001) * scale.double()).all())
+    low, high = (end.double() for end in measured_range(x, axis))
+    size = torch.maximum(high, -low) if symmetric else high - low
+    assert bool(((scale.double() / (size / grid.steps).clamp(min=SMALLEST) - 1).abs() < 3e-7).all())
 
 
 def test_zeros_and_ties():
