@@ -35,9 +35,10 @@ class CorrectBias(Pass):
     Before: conv2d(x, w_int8 * scale, b)    After: conv2d(x, w_int8 * (k * scale), k * b + c)
     Keeps: the integers of the weight. With k and c, what the integers compute has the mean and the deviation of what
     the float layer computes, on recorded samples. Both graphs run side by side, some samples at a time, each layer
-    behind those before it as they are corrected by what was seen so far: of all values only sums are kept. Both are
-    pulled towards no correction by as much as parts of the samples disagree on them. Of few samples, it is fitted to
-    half of them first: if the output for the other half gains little by it, or there is one alone, k is 1 and c is 0.
+    behind those before it as they are corrected by what was seen so far: of all values only sums are kept (but see
+    `used_rows`, for batches that may hold padding). Both are pulled towards no correction by as much as parts of the
+    samples disagree on them. Of few samples, it is fitted to half of them first: if the output for the other half gains
+    little by it, or there is one alone, k is 1 and c is 0.
     So the graph is the same whatever the data is, and a state dict of one model fits the other.
     Tokens whose values are far larger than those of most count less, and padding does not count.
     Layers that measure their ranges at run time, and recipes without calibration data, are left alone.
@@ -259,9 +260,10 @@ def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> tuple[Any, Any]:
     """What the float and the integer graph return for some samples, run side by side, layers corrected."""
-    modules = [Program(gm, gm.graph).modules for _ in range(3)]  # what one keeps is its own
+    modules = [Program(gm, gm.graph).modules for _ in range(2)]  # what one keeps is its own
     if any(layer.learns for layer in layers.values()):
-        used = used_rows(gm, batch, {node: layer.axis for node, layer in layers.items()}, modules[2])
+        with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
+        used = used_rows(gm, batch, with_tokens, lambda: Program(gm, gm.graph).modules)
         for node, layer in layers.items():
             layer.used = used.get(node)
     real, integers = _Real(gm, batch, modules[0], layers), _Integers(gm, batch, modules[1], layers)

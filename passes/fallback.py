@@ -107,8 +107,8 @@ def _ask_again(rewriter: Rewriter) -> None:
         if support.ops == 0:
             with rewriter.attributed("run_in_float", _run_in_float):
                 reason = f"{info(node).note}; {support.reason}".removeprefix("; ")
-                _run_in_float(rewriter, node, "unsupported", reason, 'recipe.without_pass("smooth")')
-        elif support.ops < (plan.kernel_ops or (len(calls),))[0]:
+                _run_in_float(rewriter, node, "unsupported", reason, FEWER_MEASURED)
+        elif support.ops < (plan.kernel_ops or (len(calls),))[-1]:
             plan = replace(plan, kernel_ops=(support.ops,))
             rewriter.describe(node, plan=plan.decided(kind="unsupported", text=support.reason))
 
@@ -258,6 +258,9 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
 
 
 NOT_WORTH_IT = "float is faster at this size on this machine"
+FEWER_MEASURED = (
+    'recipe.without_pass("smooth").insert_pass(fxq.passes.Smooth(measure_gain=math.inf), after="insert-qdq")'
+)
 COVERAGE = 'recipe.with_optimize("coverage")'
 CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
 

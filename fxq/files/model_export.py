@@ -15,6 +15,7 @@ from fxq.common.files import as_path, replacing, writing
 from fxq.errors import ExportError, FxqError, InputError, unknown, warn, words_of
 from fxq.files.program_export import write_program
 from fxq.graph.grid import grid_of
+from fxq.graph.info import info
 from fxq.graph.query import is_op
 from fxq.graph.run import inputs_for
 from fxq.graph.varying_axes import Dynamic
@@ -116,6 +117,13 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
         import openvino
     except ImportError:
         raise FxqError("openvino is not installed: pip install fxq[openvino].") from None
+    measured = next((n for n in gm.graph.nodes if is_op(n, "choose_scale") and n.kwargs.get("axis") is not None), None)
+    if measured is not None:
+        raise ExportError(
+            f"{path} cannot be written: OpenVINO has no ranges that are measured for each row, as that of "
+            f"%{measured.args[0]} is ({info(measured).path or 'the model'}). Quantize with a static recipe and "
+            'backend="openvino", which leaves such layers in float.'
+        )
     made = _onnx(path, gm, batch, dynamic, check)
     try:
         model = openvino.Core().read_model(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -79,12 +79,14 @@ class LinearInput:
         grid: that node's grid.
         layers: those that read it.
         most: how many of its tokens to compare.
+        unused: how many of those that were shown are padding.
     """
 
     quantize: fx.Node
     grid: QParams
     layers: list[LinearLayer]
     most: int
+    unused: int = field(default=0, init=False)
 
     def see(self, x: Tensor, share: float) -> None:
         """Take in tokens, (N, C); so much of them, from the first on, is of the first half of the samples."""
@@ -136,7 +138,7 @@ def seen_inputs(
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():
                 _Floats(gm, batch, found, share).run()
-        return list(found.values())
+        return [one for one in found.values() if _tokens(one, context) - one.unused >= least]
 
     return on_samples(context, samples, run) if context.samples else []
 
@@ -176,11 +178,13 @@ class _Floats(FloatForm):
     def __init__(self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, LinearInput], share: float) -> None:
         super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)
         self._inputs, self._share = inputs, share
-        self._used = used_rows(gm, batch, dict.fromkeys(inputs, -1), Program(gm, gm.graph).modules)
+        self._used = used_rows(gm, batch, inputs, lambda: Program(gm, gm.graph).modules)
 
     def compute(self, node: fx.Node) -> Any:
         value = super().compute(node)
         if node in self._inputs:
-            tokens, used = value.reshape(-1, value.shape[-1]), self._used.get(node)
-            self._inputs[node].see(tokens if used is None else tokens[used.flatten()], self._share)
+            tokens, used, one = value.reshape(-1, value.shape[-1]), self._used.get(node), self._inputs[node]
+            seen = tokens if used is None else tokens[used.flatten()]
+            one.unused += len(tokens) - len(seen)
+            one.see(seen, self._share)
         return value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,53 +15,80 @@ from fxq.common.metrics import tensors
 from fxq.graph.run import Modules
 from fxq.pipeline.float_form import FloatForm
 
+log = logging.getLogger("fxq")
+
 
 def used_rows(
-    gm: fx.GraphModule, batch: Batch, channels: Mapping[fx.Node, int], modules: Modules = None
+    gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node], modules: Callable[[], Modules]
 ) -> dict[fx.Node, Tensor]:
-    """Which rows of values the output of the float form depends on: a row has all channels, as a token's values do.
+    """Which tokens the output of the float form depends on, of values whose last axis is that of the channels.
 
     A mask hides the tokens that pad a text, and a network that returns its first token has no use for the others'. The
-    gradients of such a row are exactly zero. They are asked for only where a batch may hold padding: it has several
-    tensors, or integers or a mask.
+    gradients of such a token are exactly zero. That is so, too, of what a maximum or an argmax does not choose this
+    time: so it is tried whether the outputs stay the same, bit by bit, with other values in these tokens. Both is done
+    only where a batch may hold padding: it has several tensors, or integers or a mask. Meanwhile the values of the
+    whole network are kept for this batch.
 
     Args:
         gm: the qdq graph.
         batch: some samples.
-        channels: the axis of the channels of each value, counted from the end.
-        modules: as for `Runner`.
+        nodes: the values to look at; those with tokens are, of three axes and more.
+        modules: gives modules to call in the place of those of `gm`, by path, that may keep something.
 
     Returns:
-        A bool tensor by value, of its shape without the channels. None of a value of which all rows are used, or of
+        A bool tensor by value, of its shape without the channels. None of a value of which all tokens are used, or of
         which it is not known, as of a network that computes without gradients.
     """
     given = list(tensors((batch.args, batch.kwargs)))
-    if len(given) < 2 and all(tensor.is_floating_point() for tensor in given):
+    if not nodes or (len(given) < 2 and all(tensor.is_floating_point() for tensor in given)):
         return {}
-    run = _Kept(gm, batch, channels, modules)
+    run = _Kept(gm, batch, nodes, modules())
     try:
         with torch.enable_grad():
-            outputs = [t for t in tensors(run.run()) if t.is_floating_point() and t.requires_grad]
-            toward = [torch.randn_like(t) for t in outputs]
-            gradients = torch.autograd.grad(outputs, list(run.kept.values()), toward, allow_unused=True)
-    except RuntimeError:  # no output depends on them, or an op has no gradient, or changes in place what one needs
+            outputs = tuple(tensors(run.run()))
+            known = [t for t in outputs if t.is_floating_point() and t.requires_grad]
+            toward = [torch.randn_like(t) for t in known]
+            gradients = torch.autograd.grad(known, list(run.kept.values()), toward, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # no output depends on them, or an op has no gradient
+        log.debug("which tokens are padding is not known: %s", error)
         return {}
-    known = zip(run.kept, gradients, strict=True)
-    found = {node: (gradient != 0).any(channels[node]) for node, gradient in known if gradient is not None}
-    return {node: rows for node, rows in found.items() if rows.any() and not rows.all()}
+    found = {n: (g != 0).any(-1) for n, g in zip(run.kept, gradients, strict=True) if g is not None}
+    found = {node: rows for node, rows in found.items() if rows.any() and not rows.all()}
+    if not found:
+        return {}
+    with torch.no_grad():
+        others = tuple(tensors(_Changed(gm, batch, found, modules()).run()))
+    same = len(outputs) == len(others) and all(map(torch.equal, outputs, others))
+    return found if same else {}
 
 
 class _Kept(FloatForm):
     """Runs the graph in float, and keeps some of its values."""
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch, channels: Mapping[fx.Node, int], modules: Modules) -> None:
+    def __init__(self, gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node], modules: Modules) -> None:
         super().__init__(gm, copied(batch), modules=modules)
-        self._channels = channels
+        self._nodes = set(nodes)
         self.kept: dict[fx.Node, Tensor] = {}
 
     def compute(self, node: fx.Node) -> Any:
-        value, axis = super().compute(node), self._channels.get(node)
-        if axis is None or not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < -axis:
+        value = super().compute(node)
+        if node not in self._nodes or not isinstance(value, Tensor) or value.dim() < 3 or not value.is_floating_point():
             return value
         self.kept[node] = value if value.requires_grad else value.detach().requires_grad_()
         return self.kept[node]
+
+
+class _Changed(FloatForm):
+    """Runs the graph in float, with large random numbers in the tokens that are said to be unused."""
+
+    def __init__(self, gm: fx.GraphModule, batch: Batch, used: Mapping[fx.Node, Tensor], modules: Modules) -> None:
+        super().__init__(gm, copied(batch), modules=modules)
+        self._used = used
+
+    def compute(self, node: fx.Node) -> Any:
+        value, used = super().compute(node), self._used.get(node)
+        if used is None:
+            return value
+        return torch.where(used[..., None], value, 2 * value.abs().max() * torch.randn_like(value))

@@ -1,7 +1,8 @@
 """Rounding to a grid through which gradients pass.
 
-Large tensors are worked on in pieces: new memory for a whole one costs more than what is computed of it. What depends
-on where a value is, is computed without comparisons: those, and masks of bool, cost several times what arithmetic does.
+Large tensors are worked on in pieces, so that memory for whole ones is not needed on the way. What depends on where a
+value is, is computed without comparisons and masks of bool, which are slower than arithmetic on CPUs. Gradients have
+gradients themselves, those of learned scales aside, which are refused.
 
 Source: Bengio et al. 2013, section 4 (straight-through); Esser et al. 2020, section 2.1 (for scales that are learned).
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fxq.quant.tensor_range import flat
 
@@ -44,6 +46,8 @@ class Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (kept,) = ctx.saved_tensors
+        if grad.requires_grad:
+            return grad * (kept == 0), None, None, None, None
         grad = _laid_out_as(kept, grad)
         passed = torch.empty_like(grad)
         for given, passing, sides in _pieces(grad, passed, kept):
@@ -100,6 +104,7 @@ class RoundedByLearnedScale(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         kept, factor, start, zero_point = ctx.saved_tensors
         qmin, qmax, gradient_scale, parameter = ctx.constants

@@ -9,7 +9,7 @@ from torch import Tensor
 def range_of(x: Tensor, axis: int | None = None, block: int | None = None) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of `x`, which is not empty.
 
-    Two passes over it: `torch.aminmax` takes several times as long for rows, and longer for all of a tensor, too.
+    Two passes over it, as `torch.aminmax` is slower than both, for rows most of all.
 
     Args:
         x: any shape, floating point. NaN anywhere makes the range NaN.

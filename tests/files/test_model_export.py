@@ -128,6 +128,14 @@ def test_what_openvino_refuses_is_named(tmp_path):
         qmodel.export(tmp_path / "m.xml")
 
 
+def test_openvino_has_no_ranges_that_are_measured_for_each_row(tmp_path):
+    pytest.importorskip("openvino")
+    qmodel = fxq.quantize(nn.Linear(100, 4), fxq.Recipe.dynamic(backend="reference"), example_inputs=torch.rand(2, 100))
+    with pytest.raises(ExportError, match=r'measured for each row, as that of %.* backend="openvino"'):
+        qmodel.export(tmp_path / "m.xml")
+    assert not (tmp_path / "m.xml").exists()
+
+
 @pytest.mark.parametrize(("layers", "told"), [((), None), ((nn.MaxPool2d(4),), r"right for sizes with .*h.*//4.*>= 1")])
 def test_sizes_that_are_too_small_are_told_where_a_runtime_takes_them(layers, told, tmp_path, recwarn):
     qmodel = fxq.quantize(model(*layers), REFERENCE, data=[X])

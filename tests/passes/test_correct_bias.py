@@ -267,3 +267,19 @@ def test_both_forms_draw_the_same_random_numbers():
     assert torch.equal(first.bias, again.bias) and torch.equal(first.weight_scale, again.weight_scale)
     alone = fxq.convert(observed, REFERENCE.without_pass("correct-bias")).qparams()["b"]
     assert ((first.weight_scale / alone.weight_scale).log().abs() < 0.01).all()
+
+
+def test_a_token_that_is_far_larger_does_not_decide_what_the_others_are_corrected_by():
+    """One token in 16 is cut at the end of its grid, by the same in each sample; the others have no error to mend."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8)).eval()
+    data = [torch.randn(8, 16, 8) for _ in range(8)]
+    for x in data:
+        x[:, 0] = 20.0
+    spec = fxq.TensorSpec(observer="percentile:90")
+    recipe = fxq.Recipe.static(backend="reference", activation=spec).without_pass("smooth")
+    plain, fitted = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("correct-bias"), recipe))
+    others = torch.cat(data)[:, 1:]
+    with torch.no_grad():
+        before, after = ((q(others) - model(others)).mean((0, 1)).abs().max() for q in (plain, fitted))
+    assert after < before + 0.05  # the mean of all tokens would move each by a sixteenth of what is cut, about 1

@@ -252,3 +252,17 @@ def test_channels_that_nothing_reads_and_batches_without_samples(empty):
         fxq.quantize(nn.Sequential(layer).eval(), r, data=data) for r in (recipe, recipe.without_pass("smooth"))
     )
     assert smooth.output_sqnr > plain.output_sqnr + 10  # dB
+
+
+def test_a_unit_of_which_a_layer_that_measures_runs_the_first_op_alone():
+    """GELU behind it has no kernel of measured layers on x86: it runs in float, and so is no unit in qdq form left."""
+    if why := unavailable("x86"):
+        pytest.skip(why)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU()).eval(), torch.randn(64, 16, 32)
+    x[:, 0] *= 20
+    made = fxq.quantize(model, fxq.Recipe.static(backend="x86", optimize="coverage"), data=list(x.split(8)))
+    assert "choose_scale" in str(made.history["smooth"])
+    assert [entry.fate for entry in made.ledger] == ["int8", "float"]
+    assert "dequantize" not in str(made.history["cleanup"])
+    assert sqnr(model(x[:, 1:]), made(x[:, 1:])) > 30  # dB

@@ -1,10 +1,12 @@
 """Rows that reach the output: padding does not."""
 
+import pytest
 import torch
 from torch import nn
 
 import fxq
 from fxq.common.data import as_batch
+from fxq.common.metrics import sqnr
 from fxq.pipeline.used_rows import used_rows
 from tests.graphs import until
 from tests.helpers import REFERENCE, module
@@ -32,16 +34,16 @@ def padded(seed=0, size=1.0, samples=4):
 
 
 def layers(manager):
-    """The nodes of the layers of a qdq graph by their path, with the axis of their channels."""
+    """The nodes of the layers of a qdq graph."""
     ops = [n for n in manager.gm.graph.nodes if n.name.startswith(("up", "down"))]
-    return {n: -1 for n in ops if not n.name.endswith(("_q", "_dq", "_weight_dq"))}
+    return [n for n in ops if not n.name.endswith(("_q", "_dq", "_weight_dq"))]
 
 
 def test_padding_is_not_used():
     torch.manual_seed(0)
     x, keep = padded()
     manager = until(Pooled().eval(), (x, keep), "insert-qdq", REFERENCE)
-    found = used_rows(manager.gm, as_batch((x, keep), manager.context.model, "x"), layers(manager))
+    found = used_rows(manager.gm, as_batch((x, keep), manager.context.model, "x"), layers(manager), dict)
     assert len(found) >= 2
     for rows in found.values():
         assert torch.equal(rows.view(4, 10), keep)
@@ -52,15 +54,43 @@ def test_all_rows_of_a_batch_without_padding_and_no_gradients_of_the_model():
     model, x = Pooled().eval(), torch.randn(4, 10, 16)
     given = x, torch.ones(4, 10, dtype=torch.bool)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict) == {}
     assert all(p.grad is None for p in model.parameters())
+
+
+CHOICES = {
+    "argmax": lambda z, k: (z[:, 0] * k[:, None], z.argmax(-1)),
+    "maximum": lambda z, k: z.amax(1) * k[:, None],
+    "topk": lambda z, k: z.topk(2, dim=1).values.sum(1) * k[:, None],
+    "clamp": lambda z, k: z.clamp(0, 0.01) * k[:, None, None],
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_is_not_chosen_this_time_is_no_padding(name):
+    """Most tokens have no gradients here, and each counts."""
+    torch.manual_seed(0)
+    model = module(lambda self, x, k: CHOICES[name](self.up(x), k), up=nn.Linear(16, 2))
+    given = torch.randn(4, 12, 16), torch.ones(4)
+    manager = until(model, given, "insert-qdq", REFERENCE)
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict) == {}
+
+
+def test_the_first_token_alone():
+    """What a network drops for certain is not used, whatever its reason."""
+    torch.manual_seed(0)
+    model = module(lambda self, x, k: self.up(x)[:, 0] * k[:, None], up=nn.Linear(16, 2))
+    given = torch.randn(4, 12, 16), torch.ones(4)
+    manager = until(model, given, "insert-qdq", REFERENCE)
+    (rows,) = used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict).values()
+    assert torch.equal(rows, (torch.arange(12) == 0).expand(4, 12))
 
 
 def test_what_has_no_gradients_counts_whole():
     model = module(lambda self, x, k: self.up(x).argmax(-1) + k, up=nn.Linear(16, 8))
     given = torch.randn(2, 3, 16), torch.ones(2, 3, dtype=torch.int64)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict) == {}
 
 
 def test_what_is_fitted_to_values_does_not_see_padding():
@@ -99,3 +129,21 @@ def test_units_that_return_less_than_their_layer_and_modules_that_keep_something
     assert model.leaf.calls == 0
     again = fxq.quantize(model, recipe, data=data)
     assert torch.equal(made.qparams()["conv"].bias, again.qparams()["conv"].bias)
+
+
+def test_smooth_does_not_see_padding():
+    """Padding that is 100 times as large would ask for a grid for each token."""
+    torch.manual_seed(0)
+    model = Pooled().eval()
+    step = fxq.passes.Smooth(least=1)
+    recipe = REFERENCE.without_pass("smooth").insert_pass(step, after="insert-qdq").override("attention", fxq.FLOAT)
+    large = fxq.quantize(model, recipe.without_pass("correct-bias"), data=[padded(n, 100.0) for n in range(8)])
+    hidden = [(x.masked_fill(~keep[..., None], 0.0), keep) for x, keep in (padded(n) for n in range(8))]
+    observed = fxq.prepare(model, recipe.without_pass("correct-bias"), hidden[0])
+    fxq.calibrate(observed, hidden)
+    one = fxq.convert(observed)
+    assert [str(edit.rule) for edit in one.history["smooth"].edits] == []
+    assert large.history["smooth"].edits  # its calibrated grid reaches to the padding, and tokens lose by that
+    with torch.no_grad():
+        fresh = padded(99, 100.0, samples=64)
+        assert sqnr(model(*fresh), large(*fresh)) > 25  # dB

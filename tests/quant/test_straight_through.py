@@ -106,3 +106,17 @@ def test_what_is_kept_for_the_backward(kind, learned, kept):
     found = [t for t in found if t.numel() == 1000]
     assert [t.dtype for t in found] == ([kept] if kept else [])
     assert all(t.data_ptr() == x.data_ptr() for t in found if t.dtype == torch.float32)
+
+
+def test_gradients_of_gradients():
+    """As penalties of gradients need them; not of learned scales, which say so."""
+    x = torch.tensor([-3.0, -0.4, 0.2, 1.1, 200.0, 300.0], requires_grad=True)
+    grid = torch.tensor([1.0]), torch.tensor([1], dtype=torch.int32), 0, 255
+    (first,) = torch.autograd.grad(Rounded.apply(x, *grid).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    assert_close(second, torch.tensor([0.0, 0.0, 0.0, 8.0, 1600.0, 0.0]), rtol=0, atol=0)
+    factor = torch.ones(1, requires_grad=True)
+    learned = straight_through.RoundedByLearnedScale.apply(x, factor, *grid[:2], 0, 255, 1.0, False)
+    (first,) = torch.autograd.grad(learned.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

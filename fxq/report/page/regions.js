@@ -14,23 +14,43 @@ const insidesIn = memo((i) => {
   return found;
 });
 
+/** The nodes before pass `k` by the first that they became. @type {(k: number) => Map<string, Set<string>>} */
+const heirsIn = memo((k) => {
+  const found = new Map();
+  for (const [name, [heir]] of diffOf(k).became) {
+    if (!found.has(heir)) found.set(heir, new Set());
+    found.get(heir).add(name);
+  }
+  return found;
+});
+const EMPTY_SET = new Set();
+
 /** @param {NodeRecord} region @returns {Inside|null} */
 function insideOf(i, region) {
   const made = d3.range(1, i + 1).find((k) => graphOf(k).byName.has(region.name));
   const diff = made && !graphOf(0).byName.has(region.name) ? diffOf(made) : null;
   if (!diff) return null;
-  const { before, became } = diff;
-  const names = new Set([...became].filter(([, heirs]) => heirs[0] === region.name).map(([name]) => name));
+  const { before } = diff;
+  const names = heirsIn(made).get(region.name) ?? EMPTY_SET;
   if (!names.size || [...names].some((name) => graphOf(i).byName.has(name))) return null;
   const nodes = before.drawn.filter((node) => names.has(node.name));
   const isEnd = ({ name }) => (before.readers.get(name) ?? EMPTY).some((reader) => !names.has(reader));
-  return { at: made - 1, nodes: nodes.map((node) => timed(node, region)), ends: nodes.filter(isEnd).map((node) => node.name) };
+  const layers = layersByNode(region);
+  return { at: made - 1, nodes: nodes.map((node) => timed(node, layers)), ends: nodes.filter(isEnd).map((node) => node.name) };
+}
+
+/** The layers of a region by the names of the nodes in them. @param {NodeRecord} region */
+function layersByNode(region) {
+  const found = new Map();
+  for (const layer of region.layers)
+    for (const name of layer.nodes) found.set(name, [...(found.get(name) ?? []), layer]);
+  return found;
 }
 
 /** A node with the layers that it is the first op of, or is in, as lines in its box.
- * @param {NodeRecord} node @param {NodeRecord} region */
-function timed(node, region) {
-  const layers = region.layers.filter(({ nodes }) => nodes.includes(node.name));
+ * @param {NodeRecord} node @param {Map<string, object[]>} byName */
+function timed(node, byName) {
+  const layers = byName.get(node.name) ?? [];
   const own = layers.filter(({ nodes }) => nodes[0] === node.name);
   const texts = own.length
     ? own.map(({ op, dtype, us }) => `${duration(us)}  ${op}  ${dtype}`)
