@@ -229,7 +229,10 @@ def _write_weight(rewriter: Rewriter, layer: LinearLayer, factors: Tensor) -> No
     real = rewriter.constant(weight, f"{name}_smoothed", before=old)
     integers = rewriter.constant(quantize(weight, grid), f"{name}_smoothed_int8", before=old)
     scale = rewriter.constant(grid.scale, f"{name}_smoothed_scale", before=old)
-    rewriter.update(old, args=(integers, *old.args[1:]), kwargs={**old.kwargs, "scale": scale})
+    new: dict[str, Any] = {"scale": scale}
+    if not layer.spec.symmetric:
+        new["zero_point"] = rewriter.constant(grid.zero_point, f"{name}_smoothed_zero_point", before=old)
+    rewriter.update(old, args=(integers, *old.args[1:]), kwargs={**old.kwargs, **new})
     rewriter.describe(old, stands_for=str(real.target))
     rewriter.erase(real)
 

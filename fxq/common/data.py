@@ -159,7 +159,7 @@ def check_finite(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str,
             if tensor.is_floating_point() and not _has_no_nan_or_inf(tensor):
                 raise InputError(
                     f"the input {name} {_describe(tensor)} holds NaN or Inf, which integers cannot stand for. Find "
-                    "what made it, or take off the recipe's check_inputs to get finite numbers in spite of it."
+                    "what made it, or take off the recipe's check_inputs: integers are finite in spite of it."
                 )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch, samples_in
+from fxq.common.data import Batch, pieces_of, samples_in
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement
 from fxq.graph.grid import grid_of
@@ -114,6 +114,8 @@ class LinearInput:
                 error.add(want * by, (given @ weight.T) * by)
 
 
+_PIECE = 8
+"""Samples that are run at once: of large batches, all values are kept for a while (`used_rows`)."""
 Input = TypeVar("Input", bound=LinearInput)
 
 
@@ -134,6 +136,8 @@ def seen_inputs(
     def run(batches: Sequence[Batch]) -> list[Input]:
         found = {one.quantize: one for one in _inputs(gm, kind, rows) if _tokens(one, context) >= least}
         batches = [batch for batch in batches if samples_in(batch) != 0]
+        if context.divisible:
+            batches = [piece for batch in batches for piece in pieces_of(batch, _PIECE)]
         for i, batch in enumerate(batches if found else ()):
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():

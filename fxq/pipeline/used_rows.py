@@ -42,18 +42,26 @@ def used_rows(
     given = list(tensors((batch.args, batch.kwargs)))
     if not nodes or (len(given) < 2 and all(tensor.is_floating_point() for tensor in given)):
         return {}
-    run = _Kept(gm, batch, nodes, modules())
     try:
-        with torch.enable_grad():
-            outputs = tuple(tensors(run.run()))
-            known = [t for t in outputs if t.is_floating_point() and t.requires_grad]
-            toward = [torch.randn_like(t) for t in known]
-            gradients = torch.autograd.grad(known, list(run.kept.values()), toward, allow_unused=True)
+        with torch.inference_mode(False):  # there, nothing has gradients
+            return _without_padding(gm, batch, nodes, modules)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # no output depends on them, or an op has no gradient
+    except Exception as error:  # an op has no gradient, or a module of the user does not take such numbers
         log.debug("which tokens are padding is not known: %s", error)
         return {}
+
+
+def _without_padding(
+    gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node], modules: Callable[[], Modules]
+) -> dict[fx.Node, Tensor]:
+    """The same; raises whatever the graph raises with gradients, or with other numbers."""
+    run = _Kept(gm, batch, nodes, modules())
+    with torch.enable_grad():
+        outputs = tuple(tensors(run.run()))
+        known = [t for t in outputs if t.is_floating_point() and t.requires_grad]
+        toward = [torch.randn_like(t) for t in known]
+        gradients = torch.autograd.grad(known, list(run.kept.values()), toward, allow_unused=True)
     found = {n: (g != 0).any(-1) for n, g in zip(run.kept, gradients, strict=True) if g is not None}
     found = {node: rows for node, rows in found.items() if rows.any() and not rows.all()}
     if not found:

@@ -51,7 +51,8 @@ def static(
             "auto": what costs less, tried on calibration data.
         strict_trace: refuse a model with modules that cannot be traced, instead of keeping them in float.
         check_inputs: let the quantized model raise `InputError` on a float input that holds NaN or Inf; else such
-            an input gives finite numbers, as integers are neither. It reads every input once more.
+            an input gives finite numbers, as integers are neither, but in layers that measure ranges when they run.
+            It reads every input once more.
         leaf_modules: path globs of modules that are not traced into, as `leaf` adds them.
         concrete_args: arguments of forward that are fixed to plain values, by name, as `fix_args` fixes them.
 

@@ -266,3 +266,18 @@ def test_a_unit_of_which_a_layer_that_measures_runs_the_first_op_alone():
     assert [entry.fate for entry in made.ledger] == ["int8", "float"]
     assert "dequantize" not in str(made.history["cleanup"])
     assert sqnr(model(x[:, 1:]), made(x[:, 1:])) > 30  # dB
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_affine_weights_get_their_new_zero_points(signed):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24)).eval()
+    with torch.no_grad():
+        model[0].weight[:, :2] /= 20
+        model[0].weight += 0.05
+    weight = fxq.TensorSpec(per="channel", observer="minmax", signed=signed)
+    data, fresh = [outliers(64, 9, 16, size=20.0)], outliers(100, 16, size=20.0)
+    recipe = fxq.Recipe.static(backend="reference", weight=weight).without_pass("correct-bias")
+    plain, smooth = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
+    assert smooth.history["smooth"].edits
+    assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 3  # dB

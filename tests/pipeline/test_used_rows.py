@@ -147,3 +147,49 @@ def test_smooth_does_not_see_padding():
     with torch.no_grad():
         fresh = padded(99, 100.0, samples=64)
         assert sqnr(model(*fresh), large(*fresh)) > 25  # dB
+
+
+class Refuses(torch.autograd.Function):
+    """Has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("not differentiable")
+
+
+def looked_up(z, k):
+    """The first token, and an entry of a table where a token's size says which: other sizes are out of range."""
+    which = z.detach().abs().mean(-1).long().clamp(max=100 if float(z.detach().abs().max()) < 50 else 10**6)
+    return z[:, 0] * k[:, None] + 0 * torch.zeros(100)[which].sum()
+
+
+@pytest.mark.parametrize("last", [lambda z, k: Refuses.apply(z)[:, 0] * k[:, None], looked_up])
+def test_models_that_take_no_gradients_and_no_other_numbers(last):
+    torch.manual_seed(0)
+    model = module(lambda self, x, k: last(self.up(x), k), up=nn.Linear(16, 2))
+    given = 30 * torch.randn(4, 12, 16), torch.ones(4)
+    manager = until(
+        module(lambda self, x, k: self.up(x)[:, 0] * k[:, None], up=model.up), given, "insert-qdq", REFERENCE
+    )
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict) != {}
+    made = fxq.quantize(
+        module(lambda self, x, k: self.tail(self.up(x), k), up=model.up, tail=Tail(last)),
+        REFERENCE.leaf("tail"),
+        data=[given],
+    )
+    assert made.output_sqnr > 30
+
+
+class Tail(nn.Module):
+    """A leaf."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def forward(self, z, k):
+        return self.last(z, k)
