@@ -5,13 +5,15 @@
     python scripts/demo_qat.py --folder out              where pictures, reports and data go
 
 Each network is trained in float, in two rounds. Quantization after training takes what that gives, and has all that
-fxq has for it (rounding that is learned, corrected biases). Training with fake quantizers goes on from the same one.
-W4A8 is weights of 4 bits and activations of 8. Numbers are of pictures that neither training nor any choice has seen.
+fxq has for it (rounding that is learned, corrected biases). Training with fake quantizers goes on from the same one;
+so does training in float, for as long, to compare. W4A8 is weights of 4 bits and activations of 8. Numbers are of
+pictures that neither training nor any choice has seen.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -235,6 +237,9 @@ def one_seed(name: str, task: Task, seed: int, folder: Path, kinds: list[str]) -
         score for epochs, rate in rounds if epochs for score in train(network, task, epochs, rate, seed)
     ]
     found.scores["float"] = task.score(network)
+    further = copy.deepcopy(network)
+    train(further, task, task.epochs[2], task.rates[2], seed)
+    found.scores["float, trained on"] = task.score(further)
     data = list(task.train.images[:CALIBRATION].split(32))
     for kind in kinds:
         activation, weight = KINDS[kind]
