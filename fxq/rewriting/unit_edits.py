@@ -148,7 +148,7 @@ def split_unit(editor: Editor, node: fx.Node, ops: int | None) -> None:
         node: the unit, with a plan.
         ops: how many; None, or as many as it has: all of them, so that only its plan changes.
     """
-    plan, calls = info(node).plan, calls_of(editor.gm, node)
+    plan, note, calls = info(node).plan, info(node).note, calls_of(editor.gm, node)
     if plan is None:
         raise PassError(f"{editor.name}: the unit %{node.name} has no plan.")
     unit = node
@@ -162,7 +162,7 @@ def split_unit(editor: Editor, node: fx.Node, ops: int | None) -> None:
             kind = "_".join(call.op.name for call in calls[:ops])
             outputs = [opened[i] for i in returned]
             unit, _ = _join(editor, opened[:ops], outputs, kind, f"{node.target} {ops}", lambda: body, given)
-    editor.describe(unit, plan=replace(plan.decided(kind="", text="", fix=""), kernel_ops=()))
+    editor.describe(unit, plan=replace(plan.decided(kind="", text="", fix=""), kernel_ops=()), note=note)
 
 
 def _head(gm: fx.GraphModule, node: fx.Node, ops: int) -> tuple[fx.Graph, tuple[Any, ...], list[int]]:
