@@ -39,6 +39,7 @@ class _Way(NamedTuple):
 
 CALIBRATED = (_Way(), *map(_Way, STRENGTHS))
 MEASURED = (_Way(rows=True), _Way(STRENGTHS[0], rows=True))
+WAYS = (*CALIBRATED, *MEASURED)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class _Input(LinearInput):
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
     high: Tensor = field(default_factory=lambda: torch.zeros(()))
     later: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.zeros(()), torch.zeros(())))
-    errors: list[Agreement] = field(default_factory=lambda: [Agreement() for _ in (*CALIBRATED, *MEASURED)])
+    errors: list[Agreement] = field(default_factory=lambda: [Agreement() for _ in WAYS])
 
     def see(self, x: Tensor, share: float) -> None:
         """Take in tokens, (N, C): the ranges of the first half of the samples, the errors of the other."""
@@ -124,7 +125,7 @@ class _Input(LinearInput):
 
     def _ways(self, x: Tensor) -> Iterator[Form]:
         """Tokens and weights rounded each way."""
-        for way in (*CALIBRATED, *MEASURED):
+        for way in WAYS:
             factors = self.factors(way.strength)
             given = x if factors is None else x / factors
             weights = [rounded(*_smoothed(layer, factors)) for layer in self.layers]
@@ -162,8 +163,7 @@ class _Input(LinearInput):
 
     def best(self, asked: Smooth) -> tuple[_Way, str]:
         """The way that is worth it, and why; what costs more has to gain more."""
-        errors = (error.sqnr for error in self.errors)
-        found = dict(zip((*CALIBRATED, *MEASURED), errors, strict=True))
+        found = dict(zip(WAYS, (error.sqnr for error in self.errors), strict=True))
         best = _Way()
         if found[best] < asked.enough:
             smoothed = max(CALIBRATED[1:], key=found.__getitem__)
@@ -200,7 +200,7 @@ def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
     factors = one.factors(way.strength)
     grid = one.row_grid if way.rows else one.smoothed_grid(factors)
     if factors is not None:
-        value = _divided(rewriter, value, factors, old, f"{DIVIDES} (alpha {way.strength:g})")
+        value = _divided(rewriter, value, factors, old, way.strength)
     _, dq = on_grid(rewriter, value, value, grid, f"{value.name}_rows" if way.rows else value.name, like=old)
     for layer in one.layers:
         rewriter.update(layer.node, args=_swap(layer.node.args, layer.read, dq))
@@ -211,13 +211,11 @@ def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
     rewriter.erase_unused()
 
 
-DIVIDES = "divides by what moved into the weights behind it"
-
-
-def _divided(rewriter: Rewriter, value: fx.Node, factors: Tensor, old: fx.Node, why: str) -> fx.Node:
+def _divided(rewriter: Rewriter, value: fx.Node, factors: Tensor, old: fx.Node, strength: float | None) -> fx.Node:
     """The value times the inverse of the factors, in front of what rounds it now."""
     inverse = rewriter.constant(1 / factors, f"{info(value).path or value.name}.smoothing", before=old)
     made = rewriter.call("mul", value, inverse, before=old, name=f"{value.name}_smooth", like=old)
+    why = f"divides by what moved into the weights behind it (alpha {strength:g})"
     rewriter.describe(made, origins=(), plan=Plan(Decision("float", "", why)))
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -71,7 +72,7 @@ Form = tuple[Tensor, Sequence[Tensor]]
 
 
 @dataclass
-class LinearInput:
+class LinearInput(ABC):
     """A value that linear layers read as integers.
 
     Attributes:
@@ -88,9 +89,9 @@ class LinearInput:
     most: int
     unused: int = field(default=0, init=False)
 
+    @abstractmethod
     def see(self, x: Tensor, share: float) -> None:
         """Take in tokens, (N, C); so much of them, from the first on, is of the first half of the samples."""
-        raise NotImplementedError
 
     def compare(self, x: Tensor, errors: Sequence[Agreement], ways: Callable[[Tensor], Iterable[Form]]) -> None:
         """Add errors on tokens, (N, C), to those of several ways to round, relative to the layers' float results.
