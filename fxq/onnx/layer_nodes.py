@@ -133,7 +133,8 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
             lines.append(known.double())
             shape = *x.shape[:-1], 1
             parts.append(w.constant(w.kept(("ones", shape), lambda: torch.ones(shape, device="cpu"))))
-        added = w.emit("MatMul", w.joined(parts, -1), torch.stack(lines).float())
+        rows = (w.reshaped(w.joined(parts, -1), (-1, len(parts))), w.reshaped(real, (-1, len(integers[0]))))
+        return w.reshaped(w.emit("Gemm", rows[0], torch.stack(lines).float(), rows[1]), (*x.shape[:-1], weight.shape[0]))
     return real if added is None else w.emit("Add", real, added)
 
 

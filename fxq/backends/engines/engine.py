@@ -157,16 +157,16 @@ def _is_channels_last(value: Any) -> bool:
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
-def _has_computed_index(node: fx.Node) -> bool:
-    """Whether a node reads indices that are neither an input of the model nor a constant, all of it, as is or moved."""
+def _computed_index(node: fx.Node) -> fx.Node | None:
+    """The op that computes the indices that a node reads; None where an input or a constant holds them, moved or not."""
     if not is_op(node, "embedding", "embedding_bag", "index_select"):
-        return False
+        return None
     read = node.args[1 if is_op(node, "index_select") else 0]
     while isinstance(read, fx.Node) and (op := op_of(read)) is not None:
         if op.name != "cast" and (not op.quant.view or op.quant.selects):
             break
         read = read.args[0]
-    return not (isinstance(read, fx.Node) and read.op in ("placeholder", "get_attr"))
+    return read if isinstance(read, fx.Node) and read.op not in ("placeholder", "get_attr") else None
 
 
 class EngineBackend(Backend):
@@ -226,7 +226,8 @@ class EngineBackend(Backend):
         reason = refusal(gm, node)
         if reason is not None:
             return reason
-        if _has_computed_index(node):
+        computed = _computed_index(node)
+        if computed is not None and self.refusal(gm, computed) is None:  # else the region reads them, and checks them
             return "its indices are computed, and the engine would not say where one is out of range"
         parts = [(call.op.name, sorted(call.options.items())) for call in calls_of(gm, node)]
         key = repr((parts, [(len(info(read).shape or ()), info(read).dtype) for read in node.all_input_nodes]))
