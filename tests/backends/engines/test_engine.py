@@ -384,6 +384,27 @@ def test_an_index_that_is_out_of_range_is_an_error(name, computed):
             q(*given)
 
 
+def test_a_table_that_is_read_by_position(name):
+    """PyTorch computes the positions, the region takes the table: it never becomes floats as a whole."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = nn.Embedding(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.out(self.table(torch.arange(x.shape[1])) + x)
+
+    model, x = Positions().eval(), torch.randn(2, 5, 8)
+    with quiet():
+        q = fxq.quantize(model, recipe(name), data=[x])
+        into = {entry.name: entry.into for entry in q.ledger}
+        assert into["table"] == into["out"] != ""
+        assert sqnr(model(x), q(x)) > 25
+        with pytest.raises((fxq.InputError, IndexError), match="out of range"):
+            q(torch.randn(2, 7, 8))
+
+
 def test_an_index_that_is_cut_off_may_be_out_of_range(name):
     class Cut(nn.Module):
         def __init__(self):
