@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fxq.common.data import Batch, pieces_of, samples_in
 from fxq.common.isolation import copied, seeded
-from fxq.common.metrics import Agreement
+from fxq.common.metrics import Agreement, token_weights
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Plan, info
 from fxq.graph.query import is_op, plan_of, read_attribute
@@ -109,7 +109,7 @@ class LinearInput(ABC):
         if not len(x):
             return
         wanted = [x @ layer.real.T for layer in self.layers]
-        weights = [_by_token(y) for y in wanted]
+        weights = [token_weights(y).sqrt()[:, None] for y in wanted]
         for error, (given, made) in zip(errors, ways(x), strict=True):
             for weight, want, by in zip(made, wanted, weights, strict=True):
                 error.add(want * by, (given @ weight.T) * by)
@@ -169,12 +169,6 @@ def _tokens(one: LinearInput, context: Context) -> float:
 def rounded(x: Tensor, grid: QParams) -> Tensor:
     """The values of a grid that are the nearest to those of `x`."""
     return dequantize(quantize(x, grid), grid)
-
-
-def _by_token(y: Tensor) -> Tensor:
-    """What makes the rows of (N, C) alike in power, (N, 1); those near zero are not made large."""
-    power = y.square().sum(1, keepdim=True)
-    return (power + power.median()).clamp(min=1e-30).rsqrt()
 
 
 class _Floats(FloatForm):
