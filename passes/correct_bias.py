@@ -16,11 +16,11 @@ from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement, tensors, token_weights
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
+from fxq.graph.program import Program
 from fxq.graph.query import arguments_of, constant, is_op, op_of
 from fxq.graph.run import Modules, Runner
 from fxq.graph.unit import calls_of, unit_of
 from fxq.ledger.output_check import add_output
-from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.used_rows import used_rows
@@ -257,7 +257,7 @@ def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer])
     modules = [Program(gm, gm.graph).modules for _ in range(2)]  # what one keeps is its own
     if any(layer.learns for layer in layers.values()):
         with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
-        used = used_rows(gm, batch, with_tokens, lambda: Program(gm, gm.graph).modules)
+        used = used_rows(gm, batch, with_tokens)
         for node, layer in layers.items():
             layer.used = used.get(node)
     real, integers = _Real(gm, batch, modules[0], layers), _Integers(gm, batch, modules[1], layers)

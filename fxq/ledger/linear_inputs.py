@@ -16,9 +16,9 @@ from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement, token_weights
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Plan, info
+from fxq.graph.program import Program
 from fxq.graph.query import is_op, plan_of, read_attribute
 from fxq.graph.unit import calls_of
-from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.samples import on_samples
@@ -177,7 +177,7 @@ class _Floats(FloatForm):
     def __init__(self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, LinearInput], share: float) -> None:
         super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)
         self._inputs, self._share = inputs, share
-        self._used = used_rows(gm, batch, inputs, lambda: Program(gm, gm.graph).modules)
+        self._used = used_rows(gm, batch, inputs)
 
     def compute(self, node: fx.Node) -> Any:
         value = super().compute(node)

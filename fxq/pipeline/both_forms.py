@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,28 @@ from fxq.common.isolation import copied
 from fxq.graph.query import is_op, op_of, options_of
 from fxq.graph.run import Runner
 from fxq.pipeline.float_form import FloatForm
+from fxq.pipeline.used_rows import used_rows
 
 
 class BothForms:
-    """Some batches, run through a qdq graph and through its float form, node by node."""
+    """Some batches, run through a qdq graph and through its float form, node by node.
 
-    def __init__(self, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
+    Args:
+        gm: the qdq graph.
+        batches: the batches.
+        tokens: values that may hold padding, which is left out, see `used_rows`.
+    """
+
+    def __init__(self, gm: fx.GraphModule, batches: Sequence[Batch], tokens: Collection[fx.Node] = ()) -> None:
         kinds = Runner, FloatForm
+        self._used = [used_rows(gm, batch, tokens) for batch in batches]
         self._runs = [tuple(kind(gm, copied(batch)) for kind in kinds) for batch in batches]
 
     def values(self, node: fx.Node) -> Iterator[tuple[Any, Any]]:
-        """Of every batch, the value of a node that is still read: as it is, and in float."""
-        for pair in self._runs:
-            yield pair[0].values[node], pair[1].values[node]
+        """Of every batch, the value of a node that is still read: as it is, and in float; without padding, (n, C)."""
+        for pair, used in zip(self._runs, self._used, strict=True):
+            chosen = used.get(node, ...)
+            yield pair[0].values[node][chosen], pair[1].values[node][chosen]
 
     def states(self, node: fx.Node) -> Iterator[tuple[Tensor, Tensor]]:
         """Of every batch, the hidden states that a recurrent op, the next node, multiplies with its weight_hh."""

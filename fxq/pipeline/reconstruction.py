@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from fxq.common.data import samples_in
 from fxq.common.isolation import seeded
+from fxq.common.metrics import token_weights
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError
 from fxq.graph.grid import grid_of
@@ -37,6 +38,9 @@ class Reconstruction(Pass):
     the float graph. A subclass says in `choose` which integers come closest. Where they are not better than those that
     are there, channel by channel, these stay. A mean error does not count where correct-bias takes it away, and what
     follows is run without it.
+
+    All tokens of a sequence count alike, padding not at all. Where they are rounded, they count as they are in float:
+    what rounding costs a few large ones says little of others.
 
     A weight with a scale for each channel gets scales, too: those with which its values, rounded to the nearest, make
     the least error, and then the ones that suit the chosen integers.
@@ -81,7 +85,8 @@ class Reconstruction(Pass):
         bar = progress_bar(self.name, sum(map(len, layers.values())), context.progress)
         with torch.no_grad(), seeded(), bar as advance:
             batches = context.some_samples(self.samples)
-            runs, count = BothForms(rewriter.gm, batches), sum(samples_in(batch) or 1 for batch in batches)
+            tokens = {one.x for found in layers.values() for one in found if one.reads_tokens and not one.reads_state}
+            runs, count = BothForms(rewriter.gm, batches, tokens), sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
                 for layer in layers.get(node, ()):
                     self._improve(rewriter, layer, runs, count, least)
@@ -113,8 +118,10 @@ class Reconstruction(Pass):
         grid, form, error = layer.on_rows(), layer.form, OutputError()
         most = math.ceil(max(_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
         for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
+            got = wanted if layer.reads_tokens and is_op(layer.x, "dequantize") else got
             for x, real in zip(form.patches(got, most), form.patches(wanted, most), strict=True):
-                error.add(x, real @ form.rows(layer.real).mT)
+                y = real @ form.rows(layer.real).mT
+                error.add(x, y, token_weights(y[0]) if layer.reads_tokens else None)
         bias = layer.bias if error.count >= least else None
         error.centred = bias is not None
         error.trust(grid.weight, self.trust)
@@ -127,7 +134,7 @@ class Reconstruction(Pass):
         if bias is not None:
             corrected = read_attribute(rewriter.gm, str(bias.target)) + error.shift(tried.real(new)).flatten()
             runs.put(bias, corrected)
-        scale = tried.scale[:, :, 0].flatten() if not torch.equal(tried.scale, grid.scale) else None
+        scale = tried.scale[:, :, 0].flatten().clone() if not torch.equal(tried.scale, grid.scale) else None
         if scale is not None or not torch.equal(new, old):
             with rewriter.attributed(self.name.replace("-", "_"), type(self)):
                 layer.put(rewriter, form.weight(new), scale)
@@ -167,6 +174,11 @@ class IntegerLayer:
     grid: QParams
     bias: fx.Node | None
     reads_state: bool = False
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads sequences of tokens, a few of which may be far larger than the others."""
+        return self.real.dim() == 2 and len(info(self.x).shape or ()) > 2
 
     @property
     def has_scale_of_channel(self) -> bool:
@@ -272,10 +284,12 @@ class OutputError:
         self.count, self.centred = 0, centred
         self._sums: tuple[Tensor, ...] = ()
 
-    def add(self, x: Tensor, wanted: Tensor) -> None:
-        """Take in patches (G, n, K), and what the layer should make of them, (G, n, R)."""
+    def add(self, x: Tensor, wanted: Tensor, counts: Tensor | None = None) -> None:
+        """Take in patches (G, n, K), and what the layer should make of them, (G, n, R); each counts so much, (n,)."""
         self.count += x.shape[1]
-        sums = x.mT @ x, x.mT @ wanted, x.sum(1), wanted.sum(1), wanted.square().sum(1)
+        by = torch.ones(x.shape[1], 1, device=x.device) if counts is None else (counts / counts.mean())[:, None]
+        less, more = x * by, wanted * by
+        sums = less.mT @ x, less.mT @ wanted, less.sum(1), more.sum(1), (more * wanted).sum(1)
         self._sums = tuple(a.add_(b) for a, b in zip(self._sums, sums, strict=True)) if self._sums else sums
 
     def trust(self, weight: Tensor, patches: float) -> None:
