@@ -76,11 +76,12 @@ class _Kept(FloatForm):
         self._nodes = set(nodes)
         self.kept: dict[fx.Node, Tensor] = {}
 
-    def compute(self, node: fx.Node) -> Any:
-        value = super().compute(node)
+    def step(self, node: fx.Node) -> Any:
+        """Run the next node; its value."""
+        value = super().step(node)
         if node not in self._nodes or not isinstance(value, Tensor) or value.dim() < 3 or not value.is_floating_point():
             return value
-        self.kept[node] = value if value.requires_grad else value.detach().requires_grad_()
+        self.values[node] = self.kept[node] = value if value.requires_grad else value.detach().requires_grad_()
         return self.kept[node]
 
 
@@ -91,8 +92,10 @@ class _Changed(FloatForm):
         super().__init__(gm, copied(batch), modules=modules)
         self._used = used
 
-    def compute(self, node: fx.Node) -> Any:
-        value, used = super().compute(node), self._used.get(node)
+    def step(self, node: fx.Node) -> Any:
+        """Run the next node; its value."""
+        value, used = super().step(node), self._used.get(node)
         if used is None:
             return value
-        return torch.where(used[..., None], value, 2 * value.abs().max() * torch.randn_like(value))
+        self.values[node] = torch.where(used[..., None], value, 2 * value.abs().max() * torch.randn_like(value))
+        return self.values[node]

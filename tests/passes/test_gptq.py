@@ -13,6 +13,7 @@ from fxq.passes import Gptq
 from fxq.pipeline.both_forms import BothForms
 from fxq.pipeline.reconstruction import OutputError, WeightGrid
 from tests.graphs import expected, program, run_pass
+from tests.pipeline.test_used_rows import Pooled, padded
 
 FOUR_BITS = fxq.Recipe.weight_only(bits=4, per=16, backend="reference")
 
@@ -190,3 +191,34 @@ def test_the_states_that_a_recurrent_layer_multiplies():
             states[t], state = state, torch.gru_cell(x[t], state, *(weights[name] for name in names))
         assert torch.equal(got, wanted)
         torch.testing.assert_close(got, torch.stack([states[t] for t in range(4)]), rtol=0, atol=1e-6)
+
+
+def test_padding_does_not_count():
+    """Whatever stands in it, the integers are the same."""
+    recipe = FOUR_BITS.insert_pass(Gptq(), after="insert-qdq")
+    torch.manual_seed(0)
+    model = Pooled().eval()
+    a, b = (fxq.quantize(model, recipe, data=[padded(size=size)]).state_dict() for size in (1.0, 30.0))
+    integers = [name for name in a if name.endswith("_chosen")]
+    assert len(integers) == 4 and all(torch.equal(a[name], b[name]) for name in integers)
+
+
+def test_a_token_that_is_far_larger_counts_like_the_others():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 24)).eval()
+    x = correlated(8 * 40, 32).view(8, 40, 32)
+    large = x.clone()
+    large[:, 0] *= 300
+    recipe = fxq.Recipe.weight_only(bits=3, per=8, backend="reference").insert_pass(Gptq(), after="insert-qdq")
+    alike, with_large = (fxq.quantize(model, recipe, data=[data]) for data in (x, large))
+    with torch.no_grad():
+        wanted = model(x)
+        assert sqnr(wanted, with_large(x)) > sqnr(wanted, alike(x)) - 1  # dB
+
+
+def test_what_is_chosen_holds_no_more_memory_than_it_needs():
+    recipe = fxq.Recipe.weight_only(backend="reference").insert_pass(Gptq(), after="insert-qdq")
+    qmodel = fxq.quantize(nn.Sequential(nn.Linear(64, 32)).eval(), recipe, data=[correlated(64, 64)])
+    assert qmodel.history["gptq"].edits
+    for kept in qmodel.state_dict().values():
+        assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()
