@@ -37,6 +37,7 @@ import fxq
 FLOAT = "float"
 GPTQ = fxq.passes.Gptq(samples=512)
 WITH_GPTQ: dict[str, Callable[[], fxq.Recipe]] = {
+    "fxq dynamic, gptq": lambda: fxq.Recipe.dynamic().insert_pass(GPTQ, after="smooth"),
     "fxq static, gptq": lambda: fxq.Recipe.static().insert_pass(GPTQ, before="correct-bias"),
     "fxq int4 weights, gptq": lambda: fxq.Recipe.weight_only(bits=4).insert_pass(GPTQ, after="smooth"),
 }

@@ -39,8 +39,8 @@ class Reconstruction(Pass):
     are there, channel by channel, these stay. A mean error does not count where correct-bias takes it away, and what
     follows is run without it.
 
-    All tokens of a sequence count alike, padding not at all. Where they are rounded, they count as they are in float:
-    what rounding costs a few large ones says little of others.
+    All tokens of a sequence count alike, padding not at all. Where a linear layer reads them rounded, their float values
+    count: what rounding costs a few large ones says little of others.
 
     A weight with a scale for each channel gets scales, too: those with which its values, rounded to the nearest, make
     the least error, and then the ones that suit the chosen integers.
@@ -118,7 +118,7 @@ class Reconstruction(Pass):
         grid, form, error = layer.on_rows(), layer.form, OutputError()
         most = math.ceil(max(_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
         for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
-            got = wanted if layer.reads_tokens and is_op(layer.x, "dequantize") else got
+            got = wanted if layer.reads_rounded_tokens else got
             for x, real in zip(form.patches(got, most), form.patches(wanted, most), strict=True):
                 y = real @ form.rows(layer.real).mT
                 error.add(x, y, token_weights(y[0]) if layer.reads_tokens else None)
@@ -179,6 +179,11 @@ class IntegerLayer:
     def reads_tokens(self) -> bool:
         """Whether it reads sequences of tokens, a few of which may be far larger than the others."""
         return self.real.dim() == 2 and len(info(self.x).shape or ()) > 2
+
+    @property
+    def reads_rounded_tokens(self) -> bool:
+        """Whether it is a linear layer that reads tokens from a grid."""
+        return self.reads_tokens and self.form.call.op.name == "linear" and is_op(self.x, "dequantize")
 
     @property
     def has_scale_of_channel(self) -> bool:
