@@ -39,8 +39,8 @@ class Reconstruction(Pass):
     are there, channel by channel, these stay. A mean error does not count where correct-bias takes it away, and what
     follows is run without it.
 
-    All tokens of a sequence count alike, padding not at all. Where a linear layer reads them rounded, their float values
-    count: what rounding costs a few large ones says little of others.
+    All tokens of a sequence count alike, padding not at all. Where a linear layer reads rounded tokens, their float
+    values count: what rounding costs a few large ones says little of others.
 
     A weight with a scale for each channel gets scales, too: those with which its values, rounded to the nearest, make
     the least error, and then the ones that suit the chosen integers.
