@@ -46,7 +46,9 @@ class TrainableLayers:
         self.frozen: dict[str, None] = {}
         self.fixed_norms: dict[str, None] = {}
         norms = ((path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm))
-        self._norms = {id(m.running_mean): path for path, m in norms if m.running_mean is not None}
+        self._norms = {
+            (id(m.running_mean), id(m.running_var)): path for path, m in norms if m.running_mean is not None
+        }
         self._norm_nodes: dict[FoldedNorm, fx.Node] = {}
         self._quantizers: dict[tuple[str, int], str] = {}
 
@@ -83,12 +85,14 @@ class TrainableLayers:
 
     def call_norm(self, node: fx.Node) -> None:
         """Let a batch norm be the call of its module, which keeps statistics."""
-        read: Any = argument(node, "running_mean")
-        path = self._norms.get(id(self.own.get(str(read.target)))) if isinstance(read, fx.Node) else None
-        if path is None:
+        reads: list[Any] = [argument(node, name) for name in ("running_mean", "running_var", "weight", "bias")]
+        tensors = [self.own.get(str(read.target)) if isinstance(read, fx.Node) else None for read in reads]
+        path = self._norms.get((id(tensors[0]), id(tensors[1])))
+        if path is None or any(tensor is None and read is not None for tensor, read in zip(tensors, reads, strict=True)):
             self.fixed_norms[info(node).path or node.name] = None
             return
-        attach(self.gm, path, self.rewriter.context.model.get_submodule(path))
+        norm = self.rewriter.context.model.get_submodule(path)
+        attach(self.gm, path, plain_norm(norm, *tensors[2:], len(info(node).shape), options_of(node)["eps"]))
         name, typed = node.name, (info(node).shape, info(node).dtype)
         made = self.rewriter.node("call_module", path, (node.args[0],), like=node, typed=typed)
         self.rewriter.replace(node, made)
@@ -224,15 +228,41 @@ def divided_channels(y: Tensor, divisor: Tensor, channels: int, bias: Tensor | N
     return y if bias is None else y + bias.reshape(shape)
 
 
+def plain_norm(norm: nn.Module, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float) -> _BatchNorm:
+    """PyTorch's own batch norm, with the statistics of one that may do more than that, as timm's with activations.
+
+    Args:
+        norm: the model's module.
+        weight: (C,), or None.
+        bias: the same.
+        dims: how many dimensions its input has.
+        eps: what is added to the variance.
+    """
+    assert isinstance(norm, _BatchNorm)
+    by_dims: dict[int, type[_BatchNorm]] = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+    kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else by_dims.get(dims, nn.BatchNorm1d)
+    made = kind(norm.num_features, eps, norm.momentum, affine=False)
+    made._parameters.update(weight=weight, bias=bias)
+    made._buffers.update(norm._buffers)
+    return made.train(norm.training)
+
+
 def attach(root: nn.Module, path: str, value: nn.Module | Tensor) -> None:
-    """Let a module have a tensor or a module at a path; modules on the way are made where they are missing."""
+    """Let a module have a tensor or a module at a path; modules on the way are made where they are missing.
+
+    What is below the path already stays.
+    """
     *folders, name = path.split(".")
     for folder in folders:
         if not isinstance(getattr(root, folder, None), nn.Module):
             root.add_module(folder, nn.Module())
         root = root.get_submodule(folder)
     if isinstance(value, nn.Module):
+        before = getattr(root, name, None)
         root.add_module(name, value)
+        for table in ("_parameters", "_buffers", "_modules"):
+            kept: dict[str, Any] = getattr(before, table, {})
+            vars(value)[table].update((key, one) for key, one in kept.items() if key not in vars(value)[table])
     elif isinstance(value, nn.Parameter):
         root.register_parameter(name, value)
     elif name not in root._buffers:

@@ -11,6 +11,22 @@ from fxq.pipeline.trainable_layers import TrainableLayers, attach, divided_chann
 from tests.helpers import rewriter
 from tests.trainings import QAT, prepared, trained
 
+
+
+class NormAct(nn.BatchNorm2d):
+    """A batch norm that does more, as timm's; with a parameter of its own."""
+
+    def __init__(self, features):
+        super().__init__(features)
+        self.act = nn.PReLU(features)
+
+    def forward(self, x):
+        x = nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return 2 * self.act(x)
+
+
 PER_TENSOR = fxq.TensorSpec(signed=True, symmetric=True, observer="minmax")
 KINDS = {
     "conv": lambda: (nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
@@ -19,6 +35,7 @@ KINDS = {
     "transposed": lambda: (nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6)),
     "transposed, grouped": lambda: (nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
     "linear": lambda: (nn.Flatten(), nn.Linear(4 * 36, 6), nn.BatchNorm1d(6)),
+    "with an activation": lambda: (nn.Conv2d(4, 6, 3), NormAct(6)),
     "alone": lambda: (nn.ReLU(), nn.BatchNorm2d(4)),
 }
 
