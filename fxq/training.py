@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from fxq.common.data import Batch, as_batch, device_of
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import sqnr
-from fxq.errors import CalibrationError, InputError, RecipeError, warn
+from fxq.errors import CalibrationError, InputError, RecipeError, warn, words_of
 from fxq.graph.info import Edge, Grids, grid_key, grids_of
 from fxq.graph.query import constant
 from fxq.model import QuantizedModel
@@ -42,7 +42,13 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     device = device_of(model)
-    own = copy.deepcopy(model).cpu().eval()
+    try:
+        own = copy.deepcopy(model).cpu().eval()
+    except Exception as error:
+        raise InputError(
+            f"training takes a copy of the model, which cannot be copied: {words_of(error)} (Weights of the older "
+            "torch.nn.utils.weight_norm cannot: use torch.nn.utils.parametrizations.weight_norm.)"
+        ) from error
     example = as_batch(example_inputs, own, "example_inputs") if example_inputs is not None else None
     manager = manager_for(own, recipe, _on_cpu(example))
     observing, choosing, inserting = _phases(recipe)
@@ -72,6 +78,8 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
                 f"{name} holds NaN or Inf behind training: a batch had NaN in it, or steps were too large. Train "
                 "again, without that batch or with a lower learning rate."
             )
+    for one in trained.preparation.manager.context.derived:
+        tensors |= one.made(tensors)
     manager = _observed_again(trained.preparation, tensors)
     context = manager.context
     context.grids = _take_grids(trained, manager.gm, tensors)
@@ -106,12 +114,11 @@ def _told_apart(grids: Grids) -> Grids:
 
 
 def _observed_again(preparation: Preparation, tensors: Mapping[str, Tensor]) -> PassManager:
-    """The graph with observers, with the tensors that were trained, and those that fold-batch-norm makes of them."""
+    """The graph with observers, with the tensors that were trained, and those that are made of them."""
     known = preparation.manager.context
     model = _with(copy.deepcopy(known.model), tensors)
     manager = preparation.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in known.samples])
-    made = {path: tensor for one in known.derived for path, tensor in one.made(tensors).items()}
-    manager.gm = _with(copy.deepcopy(manager.gm).cpu(), {**tensors, **made})
+    manager.gm = _with(copy.deepcopy(manager.gm).cpu(), tensors)
     original = manager.context.original
     if original is not None:
         gm = fx.GraphModule(original.gm, copy.deepcopy(original.graph))
@@ -182,7 +189,7 @@ def _take_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str
     Args:
         trained: the model.
         gm: the graph with the tensors that were trained, where batch norms are folded.
-        tensors: those of the model by path.
+        tensors: those of the model by path, and what is made of them.
     """
     context = trained.preparation.manager.context
     known = context.grids or {}

@@ -14,7 +14,7 @@ from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Grids, info
 from fxq.graph.place import where
-from fxq.graph.query import is_op, reads_only_metadata
+from fxq.graph.query import is_op, read_attribute, reads_only_metadata
 from fxq.graph.unit import unit_of
 from fxq.pipeline.context import Context
 from fxq.pipeline.trainable_layers import FOLDER, TrainableLayers, attach
@@ -35,7 +35,8 @@ class InsertFakeQuantizers(Pass):
     folded when the model is converted: where each channel has a scale, that makes no difference to the integers. Where
     several channels have one, weights are rounded as the batch norm scales them, and its input is divided by that.
     Dropout is put back. Values on one grid share a fake quantizer; a relu whose values are rounded next is left to it.
-    What else was computed of weights stays as it is, with a warning.
+    What was computed of parameters is computed in every forward. Weights made in another way stay as they are,
+    with a warning.
     Keeps: in eval mode, once ranges are known, the output of the graph with integers, up to rounding.
     Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, sections 3.2.1 and 3.2.2 (statistics that are frozen);
     Nagel et al. 2022, section 4.2 (weights that are frozen).
@@ -75,8 +76,22 @@ class InsertFakeQuantizers(Pass):
         _put_dropout_back(rewriter)
         _put_quantizers(rewriter, context.grids)
         rewriter.erase_unused()
-        _warn(layers.frozen, "were computed of weights before, and are not trained")
+        left = {**_unread(rewriter), **layers.frozen}
+        _warn(left, "are not trained: nothing is computed of them, or what was computed of them stays as it is")
         _warn(layers.fixed_norms, "are batch norms without a module of their own, whose statistics stay as they are")
+
+
+def _unread(rewriter: Rewriter) -> dict[str, None]:
+    """The parameters of the model that the graph does not read, and that training would change."""
+    context: Context = rewriter.context
+    read: set[int] = set()
+    for node in rewriter.nodes():
+        if node.op == "get_attr":
+            read.add(id(read_attribute(rewriter.gm, str(node.target))))
+        elif node.op == "call_module":
+            read.update(map(id, rewriter.gm.get_submodule(str(node.target)).parameters()))
+    own = context.model.named_parameters()
+    return {path: None for path, tensor in own if tensor.requires_grad and id(tensor) not in read}
 
 
 def _warn(paths: Mapping[str, None], what: str) -> None:

@@ -1,6 +1,7 @@
 """Training from end to end: what convert gives is what was trained, on one process and on several."""
 
 import copy
+import threading
 from dataclasses import replace
 
 import pytest
@@ -198,6 +199,10 @@ def test_what_is_refused():
         fxq.prepare(lambda x: x, "qat", x)
     with pytest.raises(InputError, match="example_inputs is missing"):
         fxq.prepare(build("residual"), "qat")
+    locked = build("residual")
+    locked.lock = threading.Lock()
+    with pytest.raises(InputError, match="training takes a copy of the model, which cannot be copied: cannot pickle"):
+        fxq.prepare(locked, "qat", x)
     without = fxq.Recipe.qat().without_pass("choose-grids")
     with pytest.raises(RecipeError, match="a pipeline for training has choose-grids behind insert-observers"):
         fxq.prepare(build("residual"), without, x)

@@ -169,7 +169,9 @@ def test_what_is_frozen_while_a_forward_is_computed_again(reentrant):
     recipe = fxq.Recipe.qat(backend="reference", freeze_norms_after=2, freeze_ranges_after=3)
     model, other = residual(recipe), residual(recipe)
     wanted = trained(model, BATCHES)
-    assert trained(other, BATCHES, run=lambda x: checkpoint(other, x.requires_grad_(), use_reentrant=reentrant)) == wanted
+    assert (
+        trained(other, BATCHES, run=lambda x: checkpoint(other, x.requires_grad_(), use_reentrant=reentrant)) == wanted
+    )
 
 
 def test_batch_norms_are_those_of_the_user():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +15,14 @@ from fxq.errors import PassError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, Grids, info, weight_key
 from fxq.graph.place import where
-from fxq.graph.query import argument, is_op, op_of, options_of, read_attribute
+from fxq.graph.query import argument, is_op, op_of, options_of, read_attribute, tensor_meta
 from fxq.patterns.norm import norm_scale, scaled_channels
 from fxq.pipeline.context import Context
-from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows
+from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows, Recomputed
 from fxq.quant.fake_quantize import FakeQuantizeWeight
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
+from fxq.rewriting.computed import Computed
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.rewriter import Rewriter
 
@@ -43,12 +46,14 @@ class TrainableLayers:
         model = context.model
         self.own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.own |= dict(model.named_buffers(remove_duplicate=False))
+        for path, made in context.computed.items():
+            if all(read in self.own for read in made.reads):
+                self.own[path] = made.value(self.own)
+        self._made: dict[str, fx.Node] = {}
         self.frozen: dict[str, None] = {}
         self.fixed_norms: dict[str, None] = {}
         norms = ((path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm))
-        self._norms = {
-            (id(m.running_mean), id(m.running_var)): path for path, m in norms if m.running_mean is not None
-        }
+        self._norms = {(id(m.running_mean), id(m.running_var)): path for path, m in norms if m.running_mean is not None}
         self._norm_nodes: dict[FoldedNorm, fx.Node] = {}
         self._quantizers: dict[tuple[str, int], str] = {}
 
@@ -85,14 +90,14 @@ class TrainableLayers:
 
     def call_norm(self, node: fx.Node) -> None:
         """Let a batch norm be the call of its module, which keeps statistics."""
-        reads: list[Any] = [argument(node, name) for name in ("running_mean", "running_var", "weight", "bias")]
-        tensors = [self.own.get(str(read.target)) if isinstance(read, fx.Node) else None for read in reads]
-        path = self._norms.get((id(tensors[0]), id(tensors[1])))
-        if path is None or any(tensor is None and read is not None for tensor, read in zip(tensors, reads, strict=True)):
+        reads = {name: argument(node, name) for name in ("running_mean", "running_var", "weight", "bias")}
+        own = {name: self.own.get(str(r.target)) for name, r in reads.items() if isinstance(r, fx.Node)}
+        path = self._norms.get((id(own.pop("running_mean", None)), id(own.pop("running_var", None))))
+        if path is None or not all(isinstance(tensor, nn.Parameter) for tensor in own.values()):
             self.fixed_norms[info(node).path or node.name] = None
             return
         norm = self.rewriter.context.model.get_submodule(path)
-        attach(self.gm, path, plain_norm(norm, *tensors[2:], len(info(node).shape), options_of(node)["eps"]))
+        attach(self.gm, path, plain_norm(norm, own, len(info(node).shape or ()), options_of(node)["eps"]))
         name, typed = node.name, (info(node).shape, info(node).dtype)
         made = self.rewriter.node("call_module", path, (node.args[0],), like=node, typed=typed)
         self.rewriter.replace(node, made)
@@ -193,8 +198,21 @@ class TrainableLayers:
         raise PassError(f"{where(self.gm, read)}: choose-grids has chosen no grid for this weight.")
 
     def _read(self, path: str, before: fx.Node) -> fx.Node:
+        """A tensor of the model, or what is computed of some."""
+        computed = self.rewriter.context.computed.get(path)
+        if computed is not None:
+            if path not in self._made:
+                self._made[path] = self._computed(path, computed, before)
+            return self._made[path]
         attach(self.gm, path, self.own[path])
         return self.rewriter.read(path, self.own[path], before=before, like=before)
+
+    def _computed(self, path: str, computed: Computed, before: fx.Node) -> fx.Node:
+        reads = tuple(self._read(read, before) for read in computed.reads)
+        name = path.removeprefix(f"{DATA}.").replace(".", "_")
+        target, typed = self.rewriter.module(copy.deepcopy(computed), name, FOLDER), tensor_meta(self.own[path])
+        self.rewriter.context.derived.append(Recomputed(path, computed))
+        return self.rewriter.node("call_module", target, reads, like=before, before=before, name=name, typed=typed)
 
     def _call(self, function: Any, args: tuple[Any, ...], before: fx.Node) -> fx.Node:
         return self.rewriter.node("call_function", function, args, like=before, before=before, name=function.__name__)
@@ -228,13 +246,12 @@ def divided_channels(y: Tensor, divisor: Tensor, channels: int, bias: Tensor | N
     return y if bias is None else y + bias.reshape(shape)
 
 
-def plain_norm(norm: nn.Module, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float) -> _BatchNorm:
+def plain_norm(norm: nn.Module, affine: Mapping[str, Any], dims: int, eps: float) -> _BatchNorm:
     """PyTorch's own batch norm, with the statistics of one that may do more than that, as timm's with activations.
 
     Args:
         norm: the model's module.
-        weight: (C,), or None.
-        bias: the same.
+        affine: "weight" and "bias", (C,), where it has any.
         dims: how many dimensions its input has.
         eps: what is added to the variance.
     """
@@ -242,7 +259,7 @@ def plain_norm(norm: nn.Module, weight: Tensor | None, bias: Tensor | None, dims
     by_dims: dict[int, type[_BatchNorm]] = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
     kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else by_dims.get(dims, nn.BatchNorm1d)
     made = kind(norm.num_features, eps, norm.momentum, affine=False)
-    made._parameters.update(weight=weight, bias=bias)
+    made._parameters.update(affine)
     made._buffers.update(norm._buffers)
     return made.train(norm.training)
 

@@ -103,10 +103,17 @@ def test_dropout_that_cannot_be_put_back_is_told():
 
 
 def test_weights_that_were_computed_stay_and_it_is_told():
-    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    with pytest.warns(FxqWarning, match=r"fxq_data\.0_weight were computed of weights before, and are not trained"):
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    left = r"0\.parametrizations\.weight\.original, fxq_data\.0_weight are not trained: nothing is computed of them"
+    with pytest.warns(FxqWarning, match=left):
         trained = prepared(nn.Sequential(layer, nn.ReLU(), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
     assert [name for name, _ in trained.named_parameters()] == ["0.bias", "2.bias", "2.weight"]
+
+
+def test_parameters_that_nothing_reads_are_told():
+    model = module(lambda self, x: self.a(x), a=nn.Linear(4, 4), never=nn.Linear(4, 4))
+    with pytest.warns(FxqWarning, match=r"trained, never\.weight, never\.bias are not trained: nothing is computed of"):
+        prepared(model, torch.randn(2, 4))
 
 
 def test_a_batch_norm_that_is_no_module_keeps_its_statistics():

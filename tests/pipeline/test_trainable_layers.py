@@ -12,7 +12,6 @@ from tests.helpers import rewriter
 from tests.trainings import QAT, prepared, trained
 
 
-
 class NormAct(nn.BatchNorm2d):
     """A batch norm that does more, as timm's; with a parameter of its own."""
 
@@ -86,6 +85,55 @@ def test_what_was_trained_is_folded_again(kind, weight):
     made = prepared(model, torch.randn(8, 4, 6, 6), fxq.Recipe.qat(backend="reference", weight=weight))
     trained(made, [torch.randn(8, 4, 6, 6) for _ in range(3)])
     x = torch.randn(8, 4, 6, 6)
+    with torch.no_grad():
+        wanted = made.eval()(x)
+    assert fxq.common.metrics.sqnr(wanted, fxq.convert(made)(x)) > 60
+
+
+class Standardized(nn.Conv2d):
+    """Its weight is computed in every forward."""
+
+    def forward(self, x):
+        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return nn.functional.conv2d(x, w / w.std((1, 2, 3), keepdim=True), self.bias)
+
+
+class Computes(nn.Module):
+    """What is computed of parameters alone: positions, rows of a table, weights turned, shared or normed."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.positions, self.index = nn.Embedding(3, 5), nn.Parameter(torch.randn(7)), torch.arange(5)
+        self.first, self.turned = nn.Linear(5, 6), nn.Parameter(torch.randn(5, 6))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+
+    def forward(self, x):
+        y = self.first(x + self.embedding(torch.arange(3)) * self.positions[self.index].exp())
+        y = nn.functional.linear(y.relu(), self.first.weight.t())
+        return self.normed((y.relu() @ self.turned).relu())
+
+
+COMPUTED = {
+    "norm": lambda: (nn.Sequential(Standardized(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), (8, 4, 6, 6)),
+    "others": lambda: (Computes(), (8, 3, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_what_is_computed_of_parameters_is_trained(kind):
+    """Its gradients are those of the float model, and convert computes it of what was trained."""
+    torch.manual_seed(0)
+    model, shape = COMPUTED[kind]()
+    model = model.train()
+    made = prepared(model, torch.randn(shape))
+    x = torch.randn(shape)
+    for one in (model, made):
+        one(x).square().mean().backward()
+    own = dict(model.named_parameters())
+    assert dict(made.named_parameters()).keys() == own.keys()
+    for name, parameter in made.named_parameters():
+        assert_close(parameter.grad, own[name].grad, rtol=0.05, atol=0.05 * float(own[name].grad.abs().max()) + 1e-6)
+    trained(made, [torch.randn(shape) for _ in range(3)], rate=0.1)
     with torch.no_grad():
         wanted = made.eval()(x)
     assert fxq.common.metrics.sqnr(wanted, fxq.convert(made)(x)) > 60
