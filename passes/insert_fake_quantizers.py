@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.dropout import _DropoutNd
 
+from fxq.common.train_mode import other_in_train_mode
 from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Grids, info
@@ -79,6 +79,9 @@ class InsertFakeQuantizers(Pass):
         left = {**_unread(rewriter), **layers.frozen}
         _warn(left, "are not trained: nothing is computed of them, or what was computed of them stays as it is")
         _warn(layers.fixed_norms, "are batch norms without a module of their own, whose statistics stay as they are")
+        _warn(
+            _without_mode(rewriter), "compute the same in train mode as in eval mode, which those of the model do not"
+        )
 
 
 def _unread(rewriter: Rewriter) -> dict[str, None]:
@@ -92,6 +95,19 @@ def _unread(rewriter: Rewriter) -> dict[str, None]:
             read.update(map(id, rewriter.gm.get_submodule(str(node.target)).parameters()))
     own = context.model.named_parameters()
     return {path: None for path, tensor in own if tensor.requires_grad and id(tensor) not in read}
+
+
+def _without_mode(rewriter: Rewriter) -> dict[str, None]:
+    """What computes something else in the model's train mode, and is no module that the graph calls."""
+    context: Context = rewriter.context
+    own, kept = dict(context.model.named_modules(remove_duplicate=False)), list[nn.Module]()
+    for node in rewriter.nodes():
+        known = own.get(str(node.target)) if node.op == "call_module" else None
+        if known is not None:
+            same = rewriter.gm.get_submodule(str(node.target)) is known  # and not a batch norm in its place
+            kept += known.modules() if same else [known]
+    paths = other_in_train_mode(context.model, context.example, kept)
+    return dict.fromkeys(path or "the model's forward" for path in paths)
 
 
 def _warn(paths: Mapping[str, None], what: str) -> None:
@@ -163,20 +179,15 @@ def _is_relu_of(q: fx.Node) -> bool:
 
 
 def _put_dropout_back(rewriter: Rewriter) -> None:
-    """Let dropouts of the model that are modules drop values again, where these are read; warn of others."""
+    """Let dropouts of the model that are modules drop values again, where these are read."""
     context: Context = rewriter.context
     last: dict[str, fx.Node] = {}
     for node in rewriter.nodes():
         last.update(dict.fromkeys(info(node).origins or (node.name,), node))
-    put: set[str] = set()
     for path, origins in context.dropouts:
         if path and origins[-1] in last and all(op == "dropout" for at, op in context.written if at == path):
             attach(rewriter.gm, path, context.model.get_submodule(path))
             _put_dropout(rewriter, path, last[origins[-1]])
-            put.add(path)
-    lost = [path or "the model's forward" for path, _ in context.dropouts if path not in put]
-    lost += [path for path, module in context.model.named_modules() if path not in put and _drops(module)]
-    _warn(dict.fromkeys(lost), "drop values in train mode, and do not here")
 
 
 def _put_dropout(rewriter: Rewriter, path: str, value: fx.Node) -> None:
@@ -185,10 +196,3 @@ def _put_dropout(rewriter: Rewriter, path: str, value: fx.Node) -> None:
     made = rewriter.node("call_module", path, (value,), after=value, typed=(info(value).shape, info(value).dtype))
     rewriter.describe(made, path=path)
     rewriter.reroute(value, made, only=lambda user: user is not made and not is_op(user, "quantize"))
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether a module drops values in train mode, as far as its attributes say."""
-    rates = [getattr(module, name, 0) for name in ("p", "drop_prob", "dropout")]
-    named = isinstance(module, _DropoutNd) or "drop" in type(module).__name__.lower() or hasattr(module, "dropout")
-    return named and any(isinstance(rate, float) and rate > 0 for rate in rates)

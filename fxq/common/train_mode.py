@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+
+from fxq.common.data import Batch
+from fxq.common.isolation import seeded, untouched, without_autocast
+from fxq.common.metrics import tensors
 
 
 def first_in_train_mode(model: nn.Module) -> str | None:
@@ -20,6 +24,67 @@ def first_in_train_mode(model: nn.Module) -> str | None:
     Most modules do not look at the mode: it makes no difference that nobody called `eval()` on an activation.
     """
     return next((path for path, m in model.named_modules() if m.training and _looks_at_mode(m)), None)
+
+
+def other_in_train_mode(model: nn.Module, batch: Batch, kept: Collection[nn.Module]) -> list[str]:
+    """Paths of the modules that compute something else in train mode, or keep something else, on a batch.
+
+    Modules that may are put into train mode and called. One that fails there does something else.
+
+    Args:
+        model: in eval mode; stays as it is.
+        batch: inputs of it.
+        kept: modules that are not asked.
+    """
+    left = set(map(id, kept))
+    asked = {path: m for path, m in model.named_modules() if id(m) not in left and _looks_at_mode(m)}
+    before = _called(model, batch)
+
+    def differs(modules: Collection[nn.Module]) -> bool:
+        for module in modules:
+            module.training = True
+        try:
+            return not _same(_called(model, batch), before)
+        except Exception:  # whatever a forward raises
+            return True
+        finally:
+            for module in modules:
+                module.training = False
+
+    if not asked or not differs(asked.values()):
+        return []
+    return [path for path, module in asked.items() if differs([module])] or list(asked)
+
+
+def _called(model: nn.Module, batch: Batch) -> tuple[list[Tensor], list[str]]:
+    """The tensors that a model returns, and the names of the buffers that it changes, which get their values back."""
+    with untouched(model) as changes, seeded(), torch.no_grad(), without_autocast(), _through_modules():
+        found = list(tensors(model(*batch.args, **batch.kwargs)))
+    return found, [
+        *changes.buffers,
+        *(f"{path}.{name}" for path, names in changes.attributes.items() for name in names),
+    ]
+
+
+@contextmanager
+def _through_modules() -> Iterator[None]:
+    """Let torch's transformer layers call their modules: in eval mode they have a kernel for all of these."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _same(one: tuple[list[Tensor], list[str]], other: tuple[list[Tensor], list[str]]) -> bool:
+    (found, changed), (wanted, kept) = one, other
+    shapes = [t.shape for t in found] == [t.shape for t in wanted]
+    return (
+        changed == kept
+        and shapes
+        and all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(found, wanted, strict=True))
+    )
 
 
 def _looks_at_mode(module: nn.Module) -> bool:

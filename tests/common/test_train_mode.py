@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.utils import spectral_norm
 
 import fxq
+from fxq.common.data import Batch
 from fxq.common.metrics import sqnr
-from fxq.common.train_mode import first_in_train_mode
+from fxq.common.train_mode import first_in_train_mode, other_in_train_mode
 from tests.helpers import REFERENCE, module
 
 
@@ -123,3 +124,49 @@ def test_one_module_that_looks_is_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout()).train()
     with pytest.raises(fxq.InputError, match=r"while its module '2' is in train mode: call model.eval\(\) first"):
         fxq.quantize(model, REFERENCE, data=[torch.rand(2, 4)])
+
+
+class Counts(nn.Module):
+    """Keeps how often it was trained with."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        return x
+
+
+class Two(nn.Module):
+    """Returns more in train mode."""
+
+    def forward(self, x):
+        return (x, x) if self.training else x
+
+
+class Fails(nn.Module):
+    """Wants targets in train mode."""
+
+    def forward(self, x, targets=None):
+        return x if not self.training else targets["boxes"]
+
+
+class Unused(nn.Module):
+    """Looks at the mode where it makes no difference."""
+
+    def forward(self, x, rate=0.0):
+        return F.dropout(x, rate, self.training)
+
+
+@pytest.mark.parametrize("kind", [Drops, nn.RReLU, Counts, Two, Fails, lambda: nn.TransformerEncoderLayer(4, 2, 4)])
+def test_what_computes_or_keeps_something_else(kind):
+    model, batch = nn.Sequential(nn.Linear(4, 4), kind(), Unused()).eval(), Batch((torch.randn(2, 3, 4),))
+    before = copy.deepcopy(model.state_dict())
+    found = other_in_train_mode(model, batch, [])
+    assert found
+    assert all(path.startswith("1") for path in found)
+    assert not any(m.training for m in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert other_in_train_mode(model, batch, list(model[1].modules())) == []

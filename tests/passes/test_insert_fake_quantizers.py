@@ -1,5 +1,7 @@
 """insert-fake-quantizers: the graph that is trained, before and after, and what it warns of."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,8 +100,16 @@ def test_dropout_that_cannot_be_put_back_is_told():
         def forward(self, x):
             return F.dropout(self.linear(x), 0.3, self.training)
 
-    with pytest.warns(FxqWarning, match="the model's forward, never drop values in train mode, and do not here"):
+    told = "the model's forward compute the same in train mode as in eval mode, which those of the model do not"
+    with pytest.warns(FxqWarning, match=told):
         prepared(Net().eval(), torch.randn(2, 4))
+
+
+def test_dropout_in_a_leaf_is_there():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    recipe = fxq.Recipe.qat(backend="reference", leaf_modules=["1"])
+    with warnings.catch_warnings(action="error", category=FxqWarning):
+        prepared(nn.Sequential(nn.Linear(4, 4), inner).eval(), torch.randn(2, 4), recipe)
 
 
 def test_weights_that_were_computed_stay_and_it_is_told():
