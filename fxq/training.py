@@ -17,7 +17,8 @@ from fxq.common.isolation import without_autocast
 from fxq.common.metrics import sqnr
 from fxq.errors import CalibrationError, InputError, RecipeError, warn, words_of
 from fxq.graph.info import Edge, Grids, grid_key, grids_of
-from fxq.graph.query import constant
+from fxq.graph.query import constant, is_op
+from fxq.ledger.build import ledger_of
 from fxq.model import QuantizedModel
 from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
 from fxq.pipeline.context import Context
@@ -60,7 +61,11 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
     chosen = manager.fork()
     chosen.run(choosing)
     manager.context.grids = _told_apart(grids_of(chosen.gm.graph))
-    manager.run([*choosing, *inserting])
+    manager.run([*choosing, *inserting[:-1]])
+    if not any(is_op(node, "dequantize") for node in manager.gm.graph.nodes):
+        ledger, _ = ledger_of(manager.history, manager.gm, manager.context)
+        warn(f"nothing is rounded in the model that is trained; {ledger.main_reason()}.")
+    manager.run(inserting[-1:])
     manager.context.model = copy.deepcopy(own)  # training changes the tensors that the graph has
     return TrainingModel.from_manager(manager, observed).to(device)
 

@@ -208,6 +208,12 @@ def test_what_is_refused():
         fxq.prepare(build("residual"), without, x)
 
 
+def test_a_model_without_integers_is_told_before_it_is_trained():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).double().eval()
+    with pytest.warns(FxqWarning, match=r"nothing is rounded in the model that is trained; .* is float64, not float32"):
+        prepared(model, torch.randn(2, 3, 8, 8).double())
+
+
 def test_a_value_that_no_batch_has_reached():
     made = prepared(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
     made(torch.full((2, 4), torch.nan))
