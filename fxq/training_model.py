@@ -98,6 +98,8 @@ class TrainingModel(fx.GraphModule):
         self._steps, self._moved = 0, False
         self._quantizers = [m for m in self.modules() if isinstance(m, FakeQuantizeValue)]
         self._norm_paths = [path for path, m in self.named_modules() if isinstance(m, _BatchNorm)]
+        read = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        self._types = {path: parameter.dtype for path, parameter in self.named_parameters() if path in read}
         self._held: list[tuple[_BatchNorm, float | None, Tensor | None]] = []
         rounded = _rounded_parameters(self)
         self._freezing = {path: q for path, q in rounded.items() if q.oscillation is not None}
@@ -191,6 +193,20 @@ class TrainingModel(fx.GraphModule):
         for path, weight in self._freezing.items():
             weight.hold(self.get_parameter(path))
         self._moved = False
+
+    def check_parameters(self) -> None:
+        """Raise `InputError` where what the graph reads has another type than before, or is sharded in the forward."""
+        for path, dtype in self._types.items():
+            parameter = read_attribute(self, path)
+            if parameter.dtype != dtype:
+                raise InputError(
+                    f"{path} is {parameter.dtype}, and was {dtype} when the model was prepared, whose types stay as "
+                    "they are. For lower precision call it under torch.autocast, which goes with fully_shard, too."
+                )
+            if hasattr(parameter, "device_mesh"):
+                raise InputError(
+                    f"{path} is sharded in the forward: call fully_shard on the whole model, not on layers."
+                )
 
     def _take_step(self) -> None:
         """Behind a forward in train mode: move ranges, on all ranks alike, freeze weights, and count it."""
@@ -289,6 +305,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         model.hold_norms()
         Variable._execution_engine.queue_callback(model.release_norms)  # behind the gradients
         return
+    model.check_parameters()
     model.release_norms()  # where computing gradients has failed
     if model.training:
         record(model.preparation.manager.context, Batch(args, kwargs))

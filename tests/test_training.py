@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxq
@@ -318,6 +318,26 @@ def test_sharded_parameters(tmp_path):
 
     for whole, sharded in on_ranks(2, tmp_path / "fsdp", work):
         torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_sharding_that_the_forward_does_not_undo(tmp_path):
+    model, x = Plain().eval(), torch.randn(8, 3, 10, 10)
+
+    def work(rank):
+        layers, halved = prepared(model, x), prepared(model, x)
+        fully_shard(layers.get_submodule("first"))
+        fully_shard(layers)
+        fully_shard(halved, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        found = []
+        for made in (layers, halved):
+            with pytest.raises(InputError) as error:
+                made(x)
+            found.append(str(error.value))
+        return found
+
+    for layers, halved in on_ranks(2, tmp_path / "layers", work):
+        assert "is sharded in the forward: call fully_shard on the whole model, not on layers" in layers
+        assert "is torch.bfloat16, and was torch.float32 when the model was prepared" in halved
 
 
 def test_sharded_weights_are_frozen_as_whole_ones(tmp_path):

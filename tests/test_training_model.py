@@ -287,6 +287,14 @@ def test_on_another_device():
     assert {t.device.type for t in model.state_dict().values()} == {"meta"}
 
 
+@pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_in_other_types_than_it_was_prepared_with(recipe, dtype):
+    model = residual(recipe).to(dtype)
+    with pytest.raises(InputError, match=rf"is {dtype}, and was torch.float32 when the model was prepared"):
+        model(BATCHES[0].to(dtype))
+
+
 def test_in_double_precision_inputs():
     model = residual()
     assert model(BATCHES[0].double()).dtype == torch.float32
