@@ -268,6 +268,9 @@ class TrainingModel(fx.GraphModule):
         made.training = self.training
         return made
 
+    def __copy__(self) -> TrainingModel:
+        raise InputError("a model that is trained is copied with its parameters and ranges: use copy.deepcopy.")
+
     def __reduce__(self) -> tuple[Any, ...]:
         raise InputError(
             "a model that is trained cannot be pickled: it holds the float model, and a pipeline that has not run to "

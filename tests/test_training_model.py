@@ -311,9 +311,11 @@ def test_compiled(recipe):
     assert fxq.common.metrics.sqnr(fxq.convert(model)(x), fxq.convert(compiled)(x)) > 40
 
 
-def test_it_is_not_pickled():
+def test_it_is_neither_pickled_nor_copied_in_part():
     with pytest.raises(InputError, match=r"cannot be pickled: .* Save its state_dict\(\)"):
         pickle.dumps(residual())
+    with pytest.raises(InputError, match=r"use copy\.deepcopy"):
+        copy.copy(residual())
 
 
 def test_its_history_has_all_passes():
