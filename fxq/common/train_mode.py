@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -10,8 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from fxq.common.data import Batch
 from fxq.common.isolation import seeded, untouched, without_autocast
@@ -37,6 +39,8 @@ def other_in_train_mode(model: nn.Module, batch: Batch, kept: Collection[nn.Modu
         kept: modules that are not asked.
     """
     left = set(map(id, kept))
+    with untouched(model):
+        left.update(id(m) for m in model.train().modules() if not m.training)  # as its own train() may have it
     asked = {path: m for path, m in model.named_modules() if id(m) not in left and _looks_at_mode(m)}
     before = _called(model, batch)
 
@@ -54,6 +58,41 @@ def other_in_train_mode(model: nn.Module, batch: Batch, kept: Collection[nn.Modu
     if not asked or not differs(asked.values()):
         return []
     return [path for path, module in asked.items() if differs([module])] or list(asked)
+
+
+class _Norms(TorchFunctionMode):
+    """Notes for which running means batch norms are computed with those of the batch, and for which they are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moving, self.fixed = set[int](), set[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for every function of torch."""
+        if func is nn.functional.batch_norm:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            (self.moving if given.get("training") else self.fixed).add(id(given["running_mean"]))
+        return func(*args, **(kwargs or {}))
+
+
+def fixed_statistics(model: nn.Module, batch: Batch) -> set[int]:
+    """The ids of the running means of batch norms that use and keep their statistics in the model's train mode, too.
+
+    The model's own `train()` may leave them in eval mode, or its code may say so.
+
+    Args:
+        model: in eval mode; stays as it is.
+        batch: inputs of it.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not norms:
+        return set()
+    with untouched(model), seeded(), torch.no_grad(), without_autocast(), _Norms() as seen:
+        model.train()
+        seen.fixed.update(id(m.running_mean) for m in norms if not m.training)
+        with suppress(Exception):  # a batch may be too small to be trained with
+            model(*batch.args, **batch.kwargs)
+    return seen.fixed - seen.moving
 
 
 def _called(model: nn.Module, batch: Batch) -> tuple[list[Tensor], list[str]]:

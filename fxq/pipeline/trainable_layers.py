@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxq.common.train_mode import fixed_statistics
 from fxq.errors import PassError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, Grids, info, weight_key
@@ -54,6 +55,7 @@ class TrainableLayers:
         self.fixed_norms: dict[str, None] = {}
         norms = ((path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm))
         self._norms = {(id(m.running_mean), id(m.running_var)): path for path, m in norms if m.running_mean is not None}
+        self._fixed = fixed_statistics(model, context.example)
         self._norm_nodes: dict[FoldedNorm, fx.Node] = {}
         self._quantizers: dict[tuple[str, int], str] = {}
 
@@ -89,10 +91,13 @@ class TrainableLayers:
         return self.rewriter.call("getitem", whole, before=before, index=(some,))
 
     def call_norm(self, node: fx.Node) -> None:
-        """Let a batch norm be the call of its module, which keeps statistics."""
+        """Let a batch norm be the call of a module, which keeps statistics, where it does in the model's train mode."""
         reads = {name: argument(node, name) for name in ("running_mean", "running_var", "weight", "bias")}
         own = {name: self.own.get(str(r.target)) for name, r in reads.items() if isinstance(r, fx.Node)}
-        path = self._norms.get((id(own.pop("running_mean", None)), id(own.pop("running_var", None))))
+        statistics = id(own.pop("running_mean", None)), id(own.pop("running_var", None))
+        if statistics[0] in self._fixed:
+            return
+        path = self._norms.get(statistics)
         if path is None or not all(isinstance(tensor, nn.Parameter) for tensor in own.values()):
             self.fixed_norms[info(node).path or node.name] = None
             return

@@ -11,7 +11,7 @@ from torch.nn.utils import spectral_norm
 import fxq
 from fxq.common.data import Batch
 from fxq.common.metrics import sqnr
-from fxq.common.train_mode import first_in_train_mode, other_in_train_mode
+from fxq.common.train_mode import first_in_train_mode, fixed_statistics, other_in_train_mode
 from tests.helpers import REFERENCE, module
 
 
@@ -170,3 +170,31 @@ def test_what_computes_or_keeps_something_else(kind):
     assert not any(m.training for m in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert other_in_train_mode(model, batch, list(model[1].modules())) == []
+
+
+class Partly(nn.Module):
+    """Batch norms that are trained, and some that are not: by its own train(), and by the code that calls one."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.left, self.called, self.both = (nn.BatchNorm1d(3) for _ in range(4))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.left.eval()
+        return self
+
+    def forward(self, x):
+        y = F.batch_norm(self.left(self.trained(x)), self.called.running_mean, self.called.running_var)
+        return F.batch_norm(self.both(y), self.both.running_mean, self.both.running_var, None, training=False)
+
+
+def test_batch_norms_that_are_not_trained():
+    model, x = Partly().eval(), torch.randn(5, 3)
+    before = copy.deepcopy(model.state_dict())
+    found = fixed_statistics(model, Batch((x,)))
+    assert found == {id(model.left.running_mean), id(model.called.running_mean)}
+    assert fixed_statistics(model, Batch((x[:1],))) >= {id(model.left.running_mean)}  # no batch to train with
+    assert other_in_train_mode(model, Batch((x,)), [model.trained, model.both]) == []
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(m.training for m in model.modules())

@@ -26,6 +26,13 @@ class NormAct(nn.BatchNorm2d):
         return 2 * self.act(x)
 
 
+class FixedNorm(nn.BatchNorm2d):
+    """A batch norm whose statistics are not trained."""
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
 PER_TENSOR = fxq.TensorSpec(signed=True, symmetric=True, observer="minmax")
 KINDS = {
     "conv": lambda: (nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
@@ -35,6 +42,7 @@ KINDS = {
     "transposed, grouped": lambda: (nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
     "linear": lambda: (nn.Flatten(), nn.Linear(4 * 36, 6), nn.BatchNorm1d(6)),
     "with an activation": lambda: (nn.Conv2d(4, 6, 3), NormAct(6)),
+    "fixed": lambda: (nn.Conv2d(4, 6, 3), FixedNorm(6)),
     "alone": lambda: (nn.ReLU(), nn.BatchNorm2d(4)),
 }
 
