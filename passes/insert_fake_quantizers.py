@@ -14,7 +14,7 @@ from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Grids, info
 from fxq.graph.place import where
-from fxq.graph.query import is_op, read_attribute, reads_only_metadata
+from fxq.graph.query import is_op, op_of, read_attribute, reads_only_metadata
 from fxq.graph.unit import unit_of
 from fxq.pipeline.context import Context
 from fxq.pipeline.trainable_layers import FOLDER, TrainableLayers, attach
@@ -160,6 +160,9 @@ def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: Grids) -> bool:
     value: Any = q.args[0]
     plan, edges = grids.get(value.name, (None, ()))
     if plan is None or plan.fate != "moves" or any(edge.constants for edge in edges):
+        return False
+    op = op_of(value)
+    if op is None or (op.quant.narrows and not is_op(value, "relu")):  # a limit of others may lie between integers
         return False
     return all(_tag(grid_of(gm, read)) == _tag(grid_of(gm, q)) for read in value.all_input_nodes)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
+from fxq.common.metrics import sqnr
 from fxq.errors import FxqWarning, PassError
 from fxq.passes import InsertFakeQuantizers
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
@@ -57,6 +58,19 @@ def test_values_on_one_grid_share_a_quantizer_and_moved_ones_have_none():
         "fxq_quantizers.a(a)",
         "fxq_quantizers.a(b)",
     ]
+
+
+def test_a_limit_is_rounded_to_the_grid_that_its_input_has():
+    """6 lies between two integers: what is clipped to it is on the grid with the integer that is nearest."""
+
+    def forward(self, x):
+        return self.a(F.relu6(x)) + self.b(x)
+
+    model = module(forward, a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+    trained, x = prepared(model, 9 * torch.rand(8, 4)), 9 * torch.rand(64, 4)
+    trained(x)
+    with torch.no_grad():
+        assert sqnr(trained.eval()(x), fxq.convert(trained)(x)) > 100  # float rounding alone
 
 
 def test_equal_grids_of_different_values_stay_apart():
