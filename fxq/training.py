@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from fxq.common.data import Batch, as_batch, device_of
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import sqnr
+from fxq.common.trees import leaves
 from fxq.errors import CalibrationError, InputError, RecipeError, warn, words_of
 from fxq.graph.info import Edge, Grids, grid_key, grids_of
 from fxq.graph.query import constant, is_op
@@ -147,7 +148,8 @@ def _check_alike(trained: TrainingModel, made: QuantizedModel, context: Context)
     least = context.recipe.min_sqnr
     if least is None or any(hasattr(parameter, "full_tensor") for parameter in trained.parameters()):
         return
-    batch, mode = context.some_samples(CHECKED)[0], trained.training
+    samples, mode = context.some_samples(CHECKED), trained.training
+    batch = next(filter(_is_finite, samples), samples[0])
     device = device_of(trained)
     try:
         with torch.no_grad(), without_autocast():
@@ -245,6 +247,10 @@ def _folded(quantizer: FakeQuantizeWeight, own: Tensor, weight: Tensor, scale: T
 def _called(model: nn.Module, batch: Batch) -> Any:
     """What a model returns, on the CPU."""
     return tree_map(lambda v: v.cpu() if isinstance(v, Tensor) else v, model(*batch.args, **batch.kwargs))
+
+
+def _is_finite(batch: Batch) -> bool:
+    return all(bool(v.isfinite().all()) for v in leaves((batch.args, batch.kwargs)) if isinstance(v, Tensor))
 
 
 def _on_cpu(batch: Batch | None) -> Batch | None:

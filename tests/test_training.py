@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -229,7 +230,8 @@ def test_a_batch_that_is_not_finite_leaves_no_trace():
     for x in (torch.ones(2, 4), -torch.ones(2, 4)):
         other(x)
     x = torch.rand(5, 4)
-    assert torch.equal(fxq.convert(made)(x), fxq.convert(other)(x))
+    with warnings.catch_warnings(action="error", category=FxqWarning):
+        assert torch.equal(fxq.convert(made)(x), fxq.convert(other)(x))
 
 
 def test_norms_that_training_has_ruined():
