@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from fxq.graph.query import constant, flat_nodes, read_attribute
+from fxq.graph.query import flat_nodes, read_attribute
 from fxq.rewriting.editor import Editor
 
 
@@ -16,17 +16,19 @@ class Computed(nn.Module):
     """A constant, as a function of parameters.
 
     Attributes:
-        function: takes their values, in order.
+        function: takes their values, in order, and behind them the buffers: what is not computed of parameters.
         reads: their paths, or those of other constants of this kind.
     """
 
-    def __init__(self, function: Callable[..., Tensor], reads: Sequence[str]) -> None:
+    def __init__(self, function: Callable[..., Tensor], reads: Sequence[str], others: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.function, self.reads = function, tuple(reads)
+        for i, other in enumerate(others):
+            self.register_buffer(f"constant{i}", other, persistent=False)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """The constant."""
-        return self.function(*tensors)
+        return self.function(*tensors, *self._buffers.values())
 
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The constant, without a gradient, from tensors by path."""
@@ -44,13 +46,11 @@ def computed_by(editor: Editor, node: fx.Node) -> Computed | None:
     live = [r for r in read if is_live(editor, str(r.target))]
     if not live:
         return None
-    root, graph = nn.Module(), fx.Graph()
-    values = {r: graph.placeholder(f"x{i}") for i, r in enumerate(live)}
-    for i, r in enumerate(r for r in read if r not in values):
-        root.register_buffer(f"constant{i}", constant(editor.gm, r), persistent=False)
-        values[r] = graph.get_attr(f"constant{i}")
+    others, graph = [r for r in read if r not in live], fx.Graph()
+    values = {r: graph.placeholder(f"x{i}") for i, r in enumerate([*live, *others])}
     graph.output(graph.node_copy(node, values.__getitem__))
-    return Computed(fx.GraphModule(root, graph), [str(r.target) for r in live])
+    kept = [read_attribute(editor.gm, str(r.target)) for r in others]
+    return Computed(fx.GraphModule(nn.Module(), graph), [str(r.target) for r in live], kept)
 
 
 def computed_by_parametrization(module: nn.Module, path: str, name: str) -> Computed | None:

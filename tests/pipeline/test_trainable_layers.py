@@ -139,6 +139,7 @@ def test_what_is_computed_of_parameters_is_trained(kind):
         one(x).square().mean().backward()
     own = dict(model.named_parameters())
     assert dict(made.named_parameters()).keys() == own.keys()
+    assert not any("constant" in name for name in made.state_dict())
     for name, parameter in made.named_parameters():
         assert_close(parameter.grad, own[name].grad, rtol=0.05, atol=0.05 * float(own[name].grad.abs().max()) + 1e-6)
     trained(made, [torch.randn(shape) for _ in range(3)], rate=0.1)
