@@ -69,7 +69,8 @@ class TrainingModel(fx.GraphModule):
     with any optimizer, in `DistributedDataParallel`, under `fully_shard` (of the whole model), autocast,
     `torch.compile` and `torch.utils.checkpoint`. Then `fxq.convert` it.
 
-    In train mode, each forward notes the ranges of values; the next one uses them. The first one rounds weights alone.
+    In train mode, each forward notes the ranges of values; the next one uses them. The first one rounds weights alone,
+    and values whose scales are learned.
     On several ranks of `torch.distributed`, ranges are those of all ranks' batches. In eval mode ranges and batch norms
     stand still.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -38,10 +39,8 @@ def other_in_train_mode(model: nn.Module, batch: Batch, kept: Collection[nn.Modu
         batch: inputs of it.
         kept: modules that are not asked.
     """
-    left = set(map(id, kept))
-    with untouched(model):
-        left.update(id(m) for m in model.train().modules() if not m.training)  # as its own train() may have it
-    asked = {path: m for path, m in model.named_modules() if id(m) not in left and _looks_at_mode(m)}
+    left, modes = set(map(id, kept)), {path: m.training for path, m in copy.deepcopy(model).train().named_modules()}
+    asked = {path: m for path, m in model.named_modules() if id(m) not in left and modes[path] and _looks_at_mode(m)}
     before = _called(model, batch)
 
     def differs(modules: Collection[nn.Module]) -> bool:
@@ -75,8 +74,8 @@ class _Norms(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def fixed_statistics(model: nn.Module, batch: Batch) -> set[int]:
-    """The ids of the running means of batch norms that use and keep their statistics in the model's train mode, too.
+def fixed_statistics(model: nn.Module, batch: Batch) -> list[str]:
+    """Paths of the batch norms that use and keep their statistics in the model's train mode, too.
 
     The model's own `train()` may leave them in eval mode, or its code may say so.
 
@@ -84,15 +83,14 @@ def fixed_statistics(model: nn.Module, batch: Batch) -> set[int]:
         model: in eval mode; stays as it is.
         batch: inputs of it.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-    if not norms:
-        return set()
-    with untouched(model), seeded(), torch.no_grad(), without_autocast(), _Norms() as seen:
-        model.train()
-        seen.fixed.update(id(m.running_mean) for m in norms if not m.training)
-        with suppress(Exception):  # a batch may be too small to be trained with
-            model(*batch.args, **batch.kwargs)
-    return seen.fixed - seen.moving
+    if not any(isinstance(m, _BatchNorm) for m in model.modules()):
+        return []
+    trained = copy.deepcopy(model).train()  # its own train() may do anything, as to take weights apart
+    norms = {p: m for p, m in trained.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    with seeded(), torch.no_grad(), without_autocast(), _Norms() as seen, suppress(Exception):  # of too small a batch
+        trained(*batch.args, **batch.kwargs)
+    still = seen.fixed.union(id(m.running_mean) for m in norms.values() if not m.training) - seen.moving
+    return [path for path, m in norms.items() if id(m.running_mean) in still]
 
 
 def _called(model: nn.Module, batch: Batch) -> tuple[list[Tensor], list[str]]:

@@ -55,7 +55,8 @@ class TrainableLayers:
         self.fixed_norms: dict[str, None] = {}
         norms = ((path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm))
         self._norms = {(id(m.running_mean), id(m.running_var)): path for path, m in norms if m.running_mean is not None}
-        self._fixed = fixed_statistics(model, context.example)
+        fixed = map(model.get_submodule, fixed_statistics(model, context.example))
+        self._fixed = {id(norm.running_mean) for norm in fixed}
         self._norm_nodes: dict[FoldedNorm, fx.Node] = {}
         self._quantizers: dict[tuple[str, int], str] = {}
 
