@@ -195,7 +195,7 @@ class TrainingModel(fx.GraphModule):
             weight.hold(self.get_parameter(path))
         self._moved = False
 
-    def check_parameters(self) -> None:
+    def _check_parameters(self) -> None:
         """Raise `InputError` where what the graph reads has another type than before, or is sharded in the forward."""
         for path, dtype in self._types.items():
             parameter = read_attribute(self, path)
@@ -228,7 +228,7 @@ class TrainingModel(fx.GraphModule):
         if self._steps == options.freeze_norms_after and self._norm_paths:
             self.progress.norms_frozen.fill_(1)
 
-    def hold_norms(self) -> None:
+    def _hold_norms(self) -> None:
         """Let forwards leave the statistics of batch norms as they are, and what counts their batches."""
         if self._held:
             return
@@ -237,8 +237,8 @@ class TrainingModel(fx.GraphModule):
             self._held.append((norm, norm.momentum, None if counted is None else counted.clone()))
             norm.momentum = 0.0
 
-    def release_norms(self) -> None:
-        """Undo `hold_norms`."""
+    def _release_norms(self) -> None:
+        """Undo `_hold_norms`."""
         for norm, momentum, counted in self._held:
             norm.momentum = momentum
             if counted is not None and norm.num_batches_tracked is not None:
@@ -306,11 +306,11 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Use the ranges so far. Where the forward is computed again, batch norms do not count it."""
     assert isinstance(model, TrainingModel)
     if _recomputes():
-        model.hold_norms()
-        Variable._execution_engine.queue_callback(model.release_norms)  # behind the gradients
+        model._hold_norms()
+        Variable._execution_engine.queue_callback(model._release_norms)  # behind the gradients
         return
-    model.check_parameters()
-    model.release_norms()  # where computing gradients has failed
+    model._check_parameters()
+    model._release_norms()  # where computing gradients has failed
     if model.training:
         record(model.preparation.manager.context, Batch(args, kwargs))
     model.use_ranges()

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from fxq.common.data import Batch
-from fxq.common.isolation import seeded, untouched, without_autocast
+from fxq.common.isolation import copied, seeded, untouched, without_autocast
 from fxq.common.metrics import tensors
 
 
@@ -88,7 +88,8 @@ def fixed_statistics(model: nn.Module, batch: Batch) -> list[str]:
     trained = copy.deepcopy(model).train()  # its own train() may do anything, as to take weights apart
     norms = {p: m for p, m in trained.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
     with seeded(), torch.no_grad(), without_autocast(), _Norms() as seen, suppress(Exception):  # of too small a batch
-        trained(*batch.args, **batch.kwargs)
+        given = copied(batch)
+        trained(*given.args, **given.kwargs)
     still = seen.fixed.union(id(m.running_mean) for m in norms.values() if not m.training) - seen.moving
     return [path for path, m in norms.items() if id(m.running_mean) in still]
 
@@ -96,7 +97,8 @@ def fixed_statistics(model: nn.Module, batch: Batch) -> list[str]:
 def _called(model: nn.Module, batch: Batch) -> tuple[list[Tensor], list[str]]:
     """The tensors that a model returns, and the names of the buffers that it changes, which get their values back."""
     with untouched(model) as changes, seeded(), torch.no_grad(), without_autocast(), _through_modules():
-        found = list(tensors(model(*batch.args, **batch.kwargs)))
+        given = copied(batch)  # a forward may change its inputs
+        found = list(tensors(model(*given.args, **given.kwargs)))
     return found, [
         *changes.buffers,
         *(f"{path}.{name}" for path, names in changes.attributes.items() for name in names),
@@ -116,12 +118,9 @@ def _through_modules() -> Iterator[None]:
 
 def _same(one: tuple[list[Tensor], list[str]], other: tuple[list[Tensor], list[str]]) -> bool:
     (found, changed), (wanted, kept) = one, other
-    shapes = [t.shape for t in found] == [t.shape for t in wanted]
-    return (
-        changed == kept
-        and shapes
-        and all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(found, wanted, strict=True))
-    )
+    if changed != kept or [(t.shape, t.dtype) for t in found] != [(t.shape, t.dtype) for t in wanted]:
+        return False
+    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(found, wanted, strict=True))
 
 
 def _looks_at_mode(module: nn.Module) -> bool:
