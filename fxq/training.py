@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from fxq.common.data import Batch, as_batch, device_of
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import sqnr
+from fxq.common.names import in_short
 from fxq.common.trees import leaves
 from fxq.errors import CalibrationError, InputError, RecipeError, warn, words_of
 from fxq.graph.info import Edge, Grids, grid_key, grids_of
@@ -24,6 +25,7 @@ from fxq.model import QuantizedModel
 from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
 from fxq.pipeline.context import Context
 from fxq.pipeline.derived_weights import FoldedNorm
+from fxq.pipeline.gradients import other_gradients
 from fxq.pipeline.manager import PassManager
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, whole
 from fxq.quant.qparams import QParams, dequantize, quantize
@@ -67,6 +69,12 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
         ledger, _ = ledger_of(manager.history, manager.gm, manager.context)
         warn(f"nothing is rounded in the model that is trained; {ledger.main_reason()}.")
     manager.run(inserting[-1:])
+    other = other_gradients(own, manager.gm.eval(), manager.context.some_samples(2)[0])
+    if other:
+        warn(
+            f"in the model that is trained, {in_short(other)} have other gradients than in the float model, which may "
+            "detach values, compute without gradients, pad with a row of an embedding, or have gradients of its own."
+        )
     manager.context.model = copy.deepcopy(own)  # training changes the tensors that the graph has
     return TrainingModel.from_manager(manager, observed).to(device)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
+from fxq.common.names import in_short
 from fxq.common.train_mode import other_in_train_mode
 from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
@@ -112,8 +113,7 @@ def _without_mode(rewriter: Rewriter) -> dict[str, None]:
 
 def _warn(paths: Mapping[str, None], what: str) -> None:
     if paths:
-        some = ", ".join(list(paths)[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
-        warn(f"in the model that is trained, {some} {what}.")
+        warn(f"in the model that is trained, {in_short(paths)} {what}.")
 
 
 # ---- values

@@ -74,10 +74,19 @@ class TrainableLayers:
             live = self._live(path, node) if path else None
             if live is not None:
                 now = live if read.op == "get_attr" else self._rounded(read, live, node)
+                padding = self._padding_of(node)
+                if padding is not None:
+                    now = self._call(without_gradient_of, (now, padding), node)
                 node.replace_input_with(read, now)
                 self.rewriter.touched.add(node)
             elif path and op.quant.weight is not None:
                 self.frozen[path] = None
+
+    def _padding_of(self, node: fx.Node) -> int | None:
+        """The row of its table that an embedding does not train."""
+        path = info(node).path
+        module = self.rewriter.context.model.get_submodule(path) if path and is_op(node, "embedding") else None
+        return module.padding_idx if isinstance(module, nn.Embedding) else None
 
     def _live(self, path: str, before: fx.Node) -> fx.Node | None:
         """The model's own tensor at a path, or the rows of one that a constant at it is; None for anything else."""
@@ -230,6 +239,12 @@ def _float_path(read: fx.Node) -> str:
         return str(read.target)
     source = read.args[0] if is_op(read, "dequantize") else None
     return info(read).stands_for if isinstance(source, fx.Node) and source.op == "get_attr" else ""
+
+
+def without_gradient_of(weight: Tensor, row: int) -> Tensor:
+    """The same, (R, C), where one row has no gradient."""
+    rows = torch.arange(len(weight), device=weight.device)[:, None]
+    return torch.where(rows == row, weight.detach(), weight)
 
 
 def norm_divisor(var: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
