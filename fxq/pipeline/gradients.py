@@ -14,8 +14,8 @@ from fxq.common.metrics import tensors
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
 
 FAR, SMALL = 0.2, 1e-4
-"""The part of a gradient by which it is another one (weights that are buffers stay rounded), and the part of the largest
-that counts."""
+"""The part of a gradient by which it is another one, as weights that are buffers stay rounded; and the part of the
+largest that counts."""
 
 
 def other_gradients(model: nn.Module, gm: fx.GraphModule, batch: Batch) -> list[str]:
