@@ -18,6 +18,7 @@ from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.names import check_names, is_writable
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, RecipeError, warn
+from fxq.graph.program import Program
 from fxq.graph.text_writer import same_graph
 from fxq.ledger.build import ledger_of
 from fxq.ledger.comparison import Baseline
@@ -25,7 +26,6 @@ from fxq.ledger.float_record import checksums
 from fxq.ledger.ledger import Narrowed
 from fxq.ledger.narrowing import narrowed
 from fxq.ledger.output_check import check_output, output_sqnrs
-from fxq.ledger.side_by_side import Program
 from fxq.model import QuantizedModel
 from fxq.observed_model import ObservedModel
 from fxq.passes.observe_all import ObserveAll

@@ -13,14 +13,14 @@ from torch import Tensor, fx
 from fxq.common.data import Batch, pieces_of, samples_in
 from fxq.common.estimate import Estimate
 from fxq.common.isolation import copied, seeded
-from fxq.common.metrics import Agreement, tensors
+from fxq.common.metrics import Agreement, tensors, token_weights
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
+from fxq.graph.program import Program
 from fxq.graph.query import arguments_of, constant, is_op, op_of
 from fxq.graph.run import Modules, Runner
 from fxq.graph.unit import calls_of, unit_of
 from fxq.ledger.output_check import add_output
-from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.used_rows import used_rows
@@ -211,7 +211,7 @@ class _Layer:
         self.values += count
         parts = min(self.parts, count // _ENOUGH)
         for less, more in zip(*(rows.tensor_split(parts, 1) for rows in pair), strict=True):
-            counts = _counts(more) if self.axis == -1 and got.dim() > 2 else None
+            counts = token_weights(more.T) if self.axis == -1 and got.dim() > 2 else None
             self._add(_moments(less, counts), _moments(more, counts))
         if self.values >= self.least:
             factor = self._factor()
@@ -242,16 +242,10 @@ class _Layer:
         return torch.where(usable, factor, torch.ones_like(factor)).repeat(len(self.bias) // len(self.scale))
 
 
-def _counts(rows: Tensor) -> Tensor:
-    """How much each token, a column of (C, N), counts, (N,): one whose values are far larger than most, less."""
-    power = rows.square().sum(0)
-    counts = 1 / (power + power.median()).clamp(min=1e-30)
-    return counts / counts.mean()
-
-
 def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     """The mean of each row, and the mean square of what deviates from it, float64; each column counts so much."""
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    counts = None if counts is None else counts / counts.mean()
     weighted = rows if counts is None else rows * counts
     mean = weighted.mean(1, keepdim=True)
     squares = (rows - mean).square_()
@@ -263,7 +257,7 @@ def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer])
     modules = [Program(gm, gm.graph).modules for _ in range(2)]  # what one keeps is its own
     if any(layer.learns for layer in layers.values()):
         with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
-        used = used_rows(gm, batch, with_tokens, lambda: Program(gm, gm.graph).modules)
+        used = used_rows(gm, batch, with_tokens)
         for node, layer in layers.items():
             layer.used = used.get(node)
     real, integers = _Real(gm, batch, modules[0], layers), _Integers(gm, batch, modules[1], layers)

@@ -109,6 +109,15 @@ def sqnr(reference: Any, value: Any) -> float:
     return found.sqnr
 
 
+def token_weights(tokens: Tensor) -> Tensor:
+    """How much each row of (N, C) counts where all are to count alike, (N,): one divided by its power.
+
+    That of the usual row is added, so that those near zero do not count for much more than others.
+    """
+    power = tokens.square().sum(1)
+    return 1 / (power + power.median()).clamp(min=1e-30)
+
+
 def loss(before: float, after: float) -> float:
     """Decibels lost between two SQNRs, counted below `CEILING`; infinity when `after` is NaN."""
     return math.inf if math.isnan(after) else min(before, CEILING) - min(after, CEILING)

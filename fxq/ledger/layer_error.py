@@ -14,9 +14,10 @@ from fxq.common.data import Batch, first_of
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import Agreement, sqnr
 from fxq.graph.grid import grid_of
+from fxq.graph.program import Program
 from fxq.ledger.float_record import Distribution, distribution
 from fxq.ledger.ledger import NodeRow
-from fxq.ledger.side_by_side import ComparedValue, Program, rounded_at, side_by_side
+from fxq.ledger.side_by_side import ComparedValue, rounded_at, side_by_side
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import Original
 from fxq.quant.qparams import QParams, dequantize, quantize

@@ -13,12 +13,12 @@ from torch import Tensor, fx
 
 from fxq.common.data import Batch, pieces_of, samples_in
 from fxq.common.isolation import copied, seeded
-from fxq.common.metrics import Agreement
+from fxq.common.metrics import Agreement, token_weights
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Plan, info
+from fxq.graph.program import Program
 from fxq.graph.query import is_op, plan_of, read_attribute
 from fxq.graph.unit import calls_of
-from fxq.ledger.side_by_side import Program
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.samples import on_samples
@@ -109,7 +109,7 @@ class LinearInput(ABC):
         if not len(x):
             return
         wanted = [x @ layer.real.T for layer in self.layers]
-        weights = [_by_token(y) for y in wanted]
+        weights = [token_weights(y).sqrt()[:, None] for y in wanted]
         for error, (given, made) in zip(errors, ways(x), strict=True):
             for weight, want, by in zip(made, wanted, weights, strict=True):
                 error.add(want * by, (given @ weight.T) * by)
@@ -171,19 +171,13 @@ def rounded(x: Tensor, grid: QParams) -> Tensor:
     return dequantize(quantize(x, grid), grid)
 
 
-def _by_token(y: Tensor) -> Tensor:
-    """What makes the rows of (N, C) alike in power, (N, 1); those near zero are not made large."""
-    power = y.square().sum(1, keepdim=True)
-    return (power + power.median()).clamp(min=1e-30).rsqrt()
-
-
 class _Floats(FloatForm):
     """Runs the graph on a batch in float, and shows the inputs what is quantized, but for padding."""
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, LinearInput], share: float) -> None:
         super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)
         self._inputs, self._share = inputs, share
-        self._used = used_rows(gm, batch, inputs, lambda: Program(gm, gm.graph).modules)
+        self._used = used_rows(gm, batch, inputs)
 
     def compute(self, node: fx.Node) -> Any:
         value = super().compute(node)

@@ -133,8 +133,9 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
             lines.append(known.double())
             shape = *x.shape[:-1], 1
             parts.append(w.constant(w.kept(("ones", shape), lambda: torch.ones(shape, device="cpu"))))
-        rows = (w.reshaped(w.joined(parts, -1), (-1, len(parts))), w.reshaped(real, (-1, len(integers[0]))))
-        return w.reshaped(w.emit("Gemm", rows[0], torch.stack(lines).float(), rows[1]), (*x.shape[:-1], weight.shape[0]))
+        of_rows, rows = w.reshaped(w.joined(parts, -1), (-1, len(parts))), w.reshaped(real, (-1, weight.shape[0]))
+        real = w.emit("Gemm", of_rows, torch.stack(lines).float(), rows)
+        return w.reshaped(real, (*x.shape[:-1], weight.shape[0]))
     return real if added is None else w.emit("Add", real, added)
 
 

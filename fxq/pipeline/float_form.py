@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from fxq.graph.info import info
-from fxq.graph.query import CONVERSIONS, is_op, read_attribute
+from fxq.graph.query import CONVERSIONS, arguments_of, is_op, op_of, read_attribute
 from fxq.graph.run import Runner
 
 
@@ -17,5 +17,9 @@ class FloatForm(Runner):
     def compute(self, node: fx.Node) -> Any:
         if info(node).stands_for:
             return read_attribute(self.gm, info(node).stands_for)
+        op = op_of(node)
+        if op is not None and op.quant.recurrence is not None:
+            args, options = arguments_of(node, self.values)
+            return op.target(*args, **op.quant.recurrence.without_grid(options))
         read: Any = node.args[0] if is_op(node, *CONVERSIONS) else None
         return self.values[read] if read is not None and read.op != "get_attr" else super().compute(node)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch, samples_in
-from fxq.common.isolation import copied, seeded
+from fxq.common.data import samples_in
+from fxq.common.isolation import seeded
+from fxq.common.metrics import token_weights
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.layer_matrix import LayerMatrix
-from fxq.graph.query import constant, is_op, options_of, read_attribute
-from fxq.graph.run import Runner
-from fxq.graph.unit import calls_of
+from fxq.graph.query import constant, is_op, op_of, options_of, read_attribute
+from fxq.graph.unit import OpCall, calls_of
+from fxq.pipeline.both_forms import BothForms
 from fxq.pipeline.context import Context
-from fxq.pipeline.float_form import FloatForm
 from fxq.quant.packing import pack, unpack
 from fxq.quant.qparams import QParams, spread
 from fxq.recipe.pass_base import Pass
@@ -33,10 +33,14 @@ from fxq.rewriting.rewriter import Rewriter
 class Reconstruction(Pass):
     """Base of the passes that choose integers by what a layer's output loses on recorded samples.
 
-    Goes through the layers in order. What a layer reads comes from the graph as it is so far, with the integers chosen
-    for the layers before; what it should compute is what its float form computes in the float graph. A subclass says
-    in `choose` which integers come closest. Where they are not better than those that are there, channel by channel,
-    these stay. A mean error does not count where correct-bias takes it away, and what follows is run without it.
+    Goes through the linear, convolutional and recurrent layers in order. What a layer reads comes from the graph as it
+    is so far, with the integers chosen for the layers before; what it should compute is what its float form computes in
+    the float graph. A subclass says in `choose` which integers come closest. Where they are not better than those that
+    are there, channel by channel, these stay. A mean error does not count where correct-bias takes it away, and what
+    follows is run without it.
+
+    All tokens of a sequence count alike, padding not at all. Where a linear layer reads rounded tokens, their float
+    values count: what rounding costs a few large ones says little of others.
 
     A weight with a scale for each channel gets scales, too: those with which its values, rounded to the nearest, make
     the least error, and then the ones that suit the chosen integers.
@@ -77,39 +81,47 @@ class Reconstruction(Pass):
         nodes = rewriter.nodes()
         steps = {step.name: step for step in context.recipe.pipeline}
         least = steps["correct-bias"].options.get("least", 0) if "correct-bias" in steps else math.inf
-        layers = {node: found for node in nodes if (found := self._layer(rewriter.gm, node)) is not None}
-        bar = progress_bar(self.name, len(layers), context.progress)
+        layers = {node: found for node in nodes if (found := [*self._layers(rewriter.gm, node)])}
+        bar = progress_bar(self.name, sum(map(len, layers.values())), context.progress)
         with torch.no_grad(), seeded(), bar as advance:
             batches = context.some_samples(self.samples)
-            runs, count = BothForms(rewriter.gm, batches), sum(samples_in(batch) or 1 for batch in batches)
+            tokens = {one.x for found in layers.values() for one in found if one.reads_tokens and not one.reads_state}
+            runs, count = BothForms(rewriter.gm, batches, tokens), sum(samples_in(batch) or 1 for batch in batches)
             for node in nodes:
-                if node in layers:
-                    self._improve(rewriter, layers[node], runs, count, least)
+                for layer in layers.get(node, ()):
+                    self._improve(rewriter, layer, runs, count, least)
                     advance()
                 runs.step(node)
 
-    def _layer(self, gm: fx.GraphModule, node: fx.Node) -> IntegerLayer | None:
-        """The layer with an integer weight that a node runs; None where there is none that this is for."""
+    def _layers(self, gm: fx.GraphModule, node: fx.Node) -> Iterator[IntegerLayer]:
+        """What a node runs with integer weights; of a recurrent one what reads the input, then what reads the state."""
         for call in calls_of(gm, node):
-            x: Any = call.tensors.get(call.op.quant.inputs[0]) if call.op.quant.weight else None
-            weight: Any = call.tensors.get(call.op.quant.weight or "")
-            if not (isinstance(x, fx.Node) and is_op(weight, "dequantize") and info(weight).stands_for):
-                continue
-            grid, stored = grid_of(gm, weight), constant(gm, weight.args[0])
-            if grid is None or stored is None or stored.is_floating_point() or len(weight.users) > 1:
-                continue
-            if LayerMatrix.takes(call):
-                real = read_attribute(gm, info(weight).stands_for)
-                form, bias = LayerMatrix(call, tuple(real.shape)), call.tensors.get(call.op.quant.bias or "")
-                return IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None)
-        return None
+            recurrence, weight = call.op.quant.recurrence, call.op.quant.weight
+            if weight is not None and (recurrence is not None or LayerMatrix.takes(call)):
+                yield from self._layer(gm, node, call, weight, call.tensors.get(call.op.quant.inputs[0]))
+            if recurrence is not None and op_of(node) is call.op:
+                yield from self._layer(gm, node, call, "weight_hh", node)
+
+    def _layer(self, gm: fx.GraphModule, node: fx.Node, call: OpCall, name: str, x: Any) -> Iterator[IntegerLayer]:
+        """A weight of an op that is in integers; nothing where it is not, or somebody else reads it."""
+        weight = call.tensors.get(name)
+        if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and is_op(weight, "dequantize")):
+            return
+        grid, stored, path = grid_of(gm, weight), constant(gm, weight.args[0]), info(weight).stands_for
+        if grid is None or stored is None or stored.is_floating_point() or len(weight.users) > 1 or not path:
+            return
+        real, bias = read_attribute(gm, path), call.tensors.get(call.op.quant.bias or "")
+        form = LayerMatrix(call, tuple(real.shape))
+        yield IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None, x is node)
 
     def _improve(self, rewriter: Rewriter, layer: IntegerLayer, runs: BothForms, samples: int, least: float) -> None:
         grid, form, error = layer.on_rows(), layer.form, OutputError()
         most = math.ceil(max(_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
-        for got, wanted in runs.values(layer.x):
+        for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
+            got = wanted if layer.reads_rounded_tokens else got
             for x, real in zip(form.patches(got, most), form.patches(wanted, most), strict=True):
-                error.add(x, real @ form.rows(layer.real).mT)
+                y = real @ form.rows(layer.real).mT
+                error.add(x, y, token_weights(y[0]) if layer.reads_tokens else None)
         bias = layer.bias if error.count >= least else None
         error.centred = bias is not None
         error.trust(grid.weight, self.trust)
@@ -122,7 +134,7 @@ class Reconstruction(Pass):
         if bias is not None:
             corrected = read_attribute(rewriter.gm, str(bias.target)) + error.shift(tried.real(new)).flatten()
             runs.put(bias, corrected)
-        scale = tried.scale[:, :, 0].flatten() if not torch.equal(tried.scale, grid.scale) else None
+        scale = tried.scale[:, :, 0].flatten().clone() if not torch.equal(tried.scale, grid.scale) else None
         if scale is not None or not torch.equal(new, old):
             with rewriter.attributed(self.name.replace("-", "_"), type(self)):
                 layer.put(rewriter, form.weight(new), scale)
@@ -147,11 +159,12 @@ class IntegerLayer:
 
     Attributes:
         form: how it multiplies.
-        x: what it reads.
+        x: what it reads; of one that reads the state of a recurrent layer, that layer.
         weight: the node that dequantizes its weight.
         real: its float weight.
         grid: that of the integers.
         bias: its bias, where that is one that correct-bias fits.
+        reads_state: whether it reads the hidden state of `x` in each step.
     """
 
     form: LayerMatrix
@@ -160,6 +173,17 @@ class IntegerLayer:
     real: Tensor
     grid: QParams
     bias: fx.Node | None
+    reads_state: bool = False
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads sequences of tokens, a few of which may be far larger than the others."""
+        return self.real.dim() == 2 and len(info(self.x).shape or ()) > 2
+
+    @property
+    def reads_rounded_tokens(self) -> bool:
+        """Whether it is a linear layer that reads tokens from a grid."""
+        return self.reads_tokens and self.form.call.op.name == "linear" and is_op(self.x, "dequantize")
 
     @property
     def has_scale_of_channel(self) -> bool:
@@ -265,10 +289,12 @@ class OutputError:
         self.count, self.centred = 0, centred
         self._sums: tuple[Tensor, ...] = ()
 
-    def add(self, x: Tensor, wanted: Tensor) -> None:
-        """Take in patches (G, n, K), and what the layer should make of them, (G, n, R)."""
+    def add(self, x: Tensor, wanted: Tensor, counts: Tensor | None = None) -> None:
+        """Take in patches (G, n, K), and what the layer should make of them, (G, n, R); each counts so much, (n,)."""
         self.count += x.shape[1]
-        sums = x.mT @ x, x.mT @ wanted, x.sum(1), wanted.sum(1), wanted.square().sum(1)
+        by = torch.ones(x.shape[1], 1, device=x.device) if counts is None else (counts / counts.mean())[:, None]
+        less, more = x * by, wanted * by
+        sums = less.mT @ x, less.mT @ wanted, less.sum(1), more.sum(1), (more * wanted).sum(1)
         self._sums = tuple(a.add_(b) for a, b in zip(self._sums, sums, strict=True)) if self._sums else sums
 
     def trust(self, weight: Tensor, patches: float) -> None:
@@ -307,33 +333,3 @@ class OutputError:
 
     def _means(self) -> tuple[Tensor, ...]:
         return tuple(total / max(self.count, 1) for total in self._sums)
-
-
-class BothForms:
-    """Some batches, run through a qdq graph and through its float form, node by node."""
-
-    def __init__(self, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
-        kinds = Runner, FloatForm
-        self._runs = [tuple(kind(gm, copied(batch)) for kind in kinds) for batch in batches]
-
-    def values(self, node: fx.Node) -> Iterator[tuple[Any, Any]]:
-        """Of every batch, the value of a node that is still read: as it is, and in float."""
-        for pair in self._runs:
-            yield pair[0].values[node], pair[1].values[node]
-
-    def put(self, node: fx.Node, value: Any) -> None:
-        """Take this for the value of a node that has been run, in the graph as it is."""
-        for run, _ in self._runs:
-            run.values[node] = value
-
-    def step(self, node: fx.Node) -> None:
-        """Run a node for every batch; a weight once for all of them."""
-        weight = node.op == "get_attr" or is_op(node, "dequantize")
-        once = weight and all(read.op == "get_attr" for read in node.all_input_nodes)
-        for side in zip(*self._runs, strict=True):
-            value = side[0].compute(node) if once else None
-            for run in side:
-                if once:
-                    run.put(node, value)
-                else:
-                    run.step(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,15 +12,14 @@ from torch import Tensor, fx
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
+from fxq.graph.program import Program
 from fxq.graph.run import Modules
 from fxq.pipeline.float_form import FloatForm
 
 log = logging.getLogger("fxq")
 
 
-def used_rows(
-    gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node], modules: Callable[[], Modules]
-) -> dict[fx.Node, Tensor]:
+def used_rows(gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
     """Which tokens the output of the float form depends on, of values whose last axis is that of the channels.
 
     A mask hides the tokens that pad a text, and a network that returns its first token has no use for the others'. The
@@ -33,7 +32,6 @@ def used_rows(
         gm: the qdq graph.
         batch: some samples.
         nodes: the values to look at; those with tokens are, of three axes and more.
-        modules: gives modules to call in the place of those of `gm`, by path, that may keep something.
 
     Returns:
         A bool tensor by value, of its shape without the channels. None of a value of which all tokens are used, or of
@@ -44,7 +42,7 @@ def used_rows(
         return {}
     try:
         with torch.inference_mode(False):  # there, nothing has gradients
-            return _without_padding(gm, batch, nodes, modules)
+            return _without_padding(gm, batch, nodes)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # an op has no gradient, or a module of the user does not take such numbers
@@ -52,11 +50,9 @@ def used_rows(
         return {}
 
 
-def _without_padding(
-    gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node], modules: Callable[[], Modules]
-) -> dict[fx.Node, Tensor]:
+def _without_padding(gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
     """The same; raises whatever the graph raises with gradients, or with other numbers."""
-    run = _Kept(gm, batch, nodes, modules())
+    run = _Kept(gm, batch, nodes, Program(gm, gm.graph).modules)
     with torch.enable_grad():
         outputs = tuple(tensors(run.run()))
         known = [t for t in outputs if t.is_floating_point() and t.requires_grad]
@@ -67,7 +63,7 @@ def _without_padding(
     if not found:
         return {}
     with torch.no_grad():
-        others = tuple(tensors(_Changed(gm, batch, found, modules()).run()))
+        others = tuple(tensors(_Changed(gm, batch, found, Program(gm, gm.graph).modules).run()))
     same = len(outputs) == len(others) and all(map(torch.equal, outputs, others))
     return found if same else {}
 
@@ -80,11 +76,12 @@ class _Kept(FloatForm):
         self._nodes = set(nodes)
         self.kept: dict[fx.Node, Tensor] = {}
 
-    def compute(self, node: fx.Node) -> Any:
-        value = super().compute(node)
+    def step(self, node: fx.Node) -> Any:
+        """Run the next node; its value."""
+        value = super().step(node)
         if node not in self._nodes or not isinstance(value, Tensor) or value.dim() < 3 or not value.is_floating_point():
             return value
-        self.kept[node] = value if value.requires_grad else value.detach().requires_grad_()
+        self.values[node] = self.kept[node] = value if value.requires_grad else value.detach().requires_grad_()
         return self.kept[node]
 
 
@@ -95,8 +92,10 @@ class _Changed(FloatForm):
         super().__init__(gm, copied(batch), modules=modules)
         self._used = used
 
-    def compute(self, node: fx.Node) -> Any:
-        value, used = super().compute(node), self._used.get(node)
+    def step(self, node: fx.Node) -> Any:
+        """Run the next node; its value."""
+        value, used = super().step(node), self._used.get(node)
         if used is None:
             return value
-        return torch.where(used[..., None], value, 2 * value.abs().max() * torch.randn_like(value))
+        self.values[node] = torch.where(used[..., None], value, 2 * value.abs().max() * torch.randn_like(value))
+        return self.values[node]

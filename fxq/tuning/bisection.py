@@ -13,12 +13,13 @@ from fxq.common.data import Batch, naming_batch
 from fxq.common.isolation import seeded, without_autocast
 from fxq.common.metrics import Agreement
 from fxq.errors import InputError
+from fxq.graph.program import Program
 from fxq.ledger.comparison import Baseline
 from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import rows_by_node
 from fxq.ledger.output_check import add_output, rank
 from fxq.ledger.quantized import Quantized
-from fxq.ledger.side_by_side import Program, corrected
+from fxq.ledger.side_by_side import corrected
 from fxq.text.queryable import Rows, decibels, layer_text
 from fxq.text.tables import Column, Part, text
 

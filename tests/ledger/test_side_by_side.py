@@ -10,9 +10,10 @@ from torch import fx, nn
 import fxq
 from fxq.common.data import Batch
 from fxq.graph.info import set_info
+from fxq.graph.program import Program
 from fxq.ledger.layer_error import same_values
 from fxq.ledger.ledger import rows_by_node
-from fxq.ledger.side_by_side import Program, corrected, side_by_side
+from fxq.ledger.side_by_side import corrected, side_by_side
 from tests.graphs import until
 from tests.helpers import PLAIN, module, plain
 from tests.machine import X86, needs_x86

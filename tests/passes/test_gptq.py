@@ -2,14 +2,18 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxq
+from fxq.common.data import Batch
 from fxq.common.metrics import sqnr
 from fxq.errors import InputError
+from fxq.ops import OPS
 from fxq.passes import Gptq
+from fxq.pipeline.both_forms import BothForms
 from fxq.pipeline.reconstruction import OutputError, WeightGrid
 from tests.graphs import expected, program, run_pass
+from tests.pipeline.test_used_rows import Pooled, padded
 
 FOUR_BITS = fxq.Recipe.weight_only(bits=4, per=16, backend="reference")
 
@@ -137,3 +141,84 @@ def test_a_recipe_that_is_saved_has_it(tmp_path):
     recipe = FOUR_BITS.insert_pass(Gptq(damping=0.1, ordered=False, samples=16), after="insert-qdq")
     recipe.save(tmp_path / "r.toml")
     assert fxq.Recipe.load(tmp_path / "r.toml") == recipe
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer = getattr(nn, kind)(24, 32, **options)
+
+    def forward(self, x, *states):
+        return self.layer(x, *states)[0]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers(kind, bidirectional):
+    """Their two weights, each by what it is multiplied with."""
+    torch.manual_seed(0)
+    model = Recurrent(kind, bidirectional=bidirectional).eval()
+    recipe = fxq.Recipe.weight_only(bits=3, per=8, backend="reference")
+    data = [correlated(4 * 30, 24, seed).view(30, 4, 24) for seed in range(8)]
+    plain, better = (
+        fxq.quantize(model, r, data=data) for r in (recipe, recipe.insert_pass(Gptq(), after="insert-qdq"))
+    )
+    x = correlated(4 * 30, 24, 50).view(30, 4, 24)
+    with torch.no_grad():
+        wanted = model(x)
+        assert sqnr(wanted, better(x)) > sqnr(wanted, plain(x)) + 1.5  # dB
+    assert len(better.history["gptq"].edits) == 2 + 2 * bidirectional
+
+
+def test_the_states_that_a_recurrent_layer_multiplies():
+    """Step by step, forwards and backwards, behind the initial state."""
+    torch.manual_seed(0)
+    cell, x, h = nn.GRUCell(3, 5), torch.randn(4, 2, 3), torch.randn(2, 5)
+    weights = dict(cell.named_parameters())
+    for reverse in (False, True):
+        graph = fx.Graph()
+        given = [graph.placeholder(name) for name in ("x", "h")]
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        read = [graph.get_attr(name) for name in names]
+        node = graph.call_function(OPS["gru"].target, (given[0], *read, given[1]), {"reverse": reverse})
+        graph.output(node)
+        runs = BothForms(fx.GraphModule(cell, graph), [Batch((x, h))])
+        for before in list(graph.nodes)[:-2]:
+            runs.step(before)
+        ((got, wanted),) = runs.states(node)
+        state, states = h, {}
+        for t in reversed(range(4)) if reverse else range(4):
+            states[t], state = state, torch.gru_cell(x[t], state, *(weights[name] for name in names))
+        assert torch.equal(got, wanted)
+        torch.testing.assert_close(got, torch.stack([states[t] for t in range(4)]), rtol=0, atol=1e-6)
+
+
+def test_padding_does_not_count():
+    """Whatever stands in it, the integers are the same."""
+    recipe = FOUR_BITS.insert_pass(Gptq(), after="insert-qdq")
+    torch.manual_seed(0)
+    model = Pooled().eval()
+    a, b = (fxq.quantize(model, recipe, data=[padded(size=size)]).state_dict() for size in (1.0, 30.0))
+    integers = [name for name in a if name.endswith("_chosen")]
+    assert len(integers) == 4 and all(torch.equal(a[name], b[name]) for name in integers)
+
+
+def test_a_token_that_is_far_larger_counts_like_the_others():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 24)).eval()
+    x = correlated(8 * 40, 32).view(8, 40, 32)
+    large = x.clone()
+    large[:, 0] *= 300
+    recipe = fxq.Recipe.weight_only(bits=3, per=8, backend="reference").insert_pass(Gptq(), after="insert-qdq")
+    alike, with_large = (fxq.quantize(model, recipe, data=[data]) for data in (x, large))
+    with torch.no_grad():
+        wanted = model(x)
+        assert sqnr(wanted, with_large(x)) > sqnr(wanted, alike(x)) - 1  # dB
+
+
+def test_what_is_chosen_holds_no_more_memory_than_it_needs():
+    recipe = fxq.Recipe.weight_only(backend="reference").insert_pass(Gptq(), after="insert-qdq")
+    qmodel = fxq.quantize(nn.Sequential(nn.Linear(64, 32)).eval(), recipe, data=[correlated(64, 64)])
+    assert qmodel.history["gptq"].edits
+    for kept in qmodel.state_dict().values():
+        assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()

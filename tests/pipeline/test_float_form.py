@@ -22,10 +22,21 @@ class RunsIt(fxq.Pass):
         FOUND.append(FloatForm(rewriter.gm, rewriter.context.example).run())
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(64, 16)
+
+    def forward(self, x):
+        return self.layer(x[:, None].relu())[0][:, 0]
+
+
+@pytest.mark.parametrize("network", ["linear", "recurrent"])
 @pytest.mark.parametrize("recipe", [fxq.Recipe.static(), fxq.Recipe.dynamic(), fxq.Recipe.weight_only(bits=4)])
-def test_it_computes_what_the_model_does(recipe):
+def test_it_computes_what_the_model_does(recipe, network):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 64), nn.PReLU(), nn.Linear(64, 3)).eval()
+    linear = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 64), nn.PReLU(), nn.Linear(64, 3))
+    model = (linear if network == "linear" else Recurrent()).eval()
     x = torch.randn(5, 64)
     recipe = plain(recipe.with_backend("reference")).insert_pass(RunsIt(), after="insert-qdq")
     qmodel = fxq.quantize(model, recipe, data=[x])

@@ -43,7 +43,7 @@ def test_padding_is_not_used():
     torch.manual_seed(0)
     x, keep = padded()
     manager = until(Pooled().eval(), (x, keep), "insert-qdq", REFERENCE)
-    found = used_rows(manager.gm, as_batch((x, keep), manager.context.model, "x"), layers(manager), dict)
+    found = used_rows(manager.gm, as_batch((x, keep), manager.context.model, "x"), layers(manager))
     assert len(found) >= 2
     for rows in found.values():
         assert torch.equal(rows.view(4, 10), keep)
@@ -54,7 +54,7 @@ def test_all_rows_of_a_batch_without_padding_and_no_gradients_of_the_model():
     model, x = Pooled().eval(), torch.randn(4, 10, 16)
     given = x, torch.ones(4, 10, dtype=torch.bool)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict) == {}
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -73,7 +73,7 @@ def test_what_is_not_chosen_this_time_is_no_padding(name):
     model = module(lambda self, x, k: CHOICES[name](self.up(x), k), up=nn.Linear(16, 2))
     given = torch.randn(4, 12, 16), torch.ones(4)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict) == {}
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
 
 
 def test_the_first_token_alone():
@@ -82,7 +82,7 @@ def test_the_first_token_alone():
     model = module(lambda self, x, k: self.up(x)[:, 0] * k[:, None], up=nn.Linear(16, 2))
     given = torch.randn(4, 12, 16), torch.ones(4)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    (rows,) = used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict).values()
+    (rows,) = used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)).values()
     assert torch.equal(rows, (torch.arange(12) == 0).expand(4, 12))
 
 
@@ -90,7 +90,7 @@ def test_what_has_no_gradients_counts_whole():
     model = module(lambda self, x, k: self.up(x).argmax(-1) + k, up=nn.Linear(16, 8))
     given = torch.randn(2, 3, 16), torch.ones(2, 3, dtype=torch.int64)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict) == {}
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
 
 
 def test_what_is_fitted_to_values_does_not_see_padding():
@@ -175,7 +175,7 @@ def test_models_that_take_no_gradients_and_no_other_numbers(last):
     manager = until(
         module(lambda self, x, k: self.up(x)[:, 0] * k[:, None], up=model.up), given, "insert-qdq", REFERENCE
     )
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager), dict) != {}
+    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) != {}
     made = fxq.quantize(
         module(lambda self, x, k: self.tail(self.up(x), k), up=model.up, tail=Tail(last)),
         REFERENCE.leaf("tail"),

@@ -158,7 +158,7 @@ def _is_channels_last(value: Any) -> bool:
 
 
 def _computed_index(node: fx.Node) -> fx.Node | None:
-    """The op that computes the indices that a node reads; None where an input or a constant holds them, moved or not."""
+    """The op that computes the indices that a node reads; None where an input or a constant has them, moved or not."""
     if not is_op(node, "embedding", "embedding_bag", "index_select"):
         return None
     read = node.args[1 if is_op(node, "index_select") else 0]
