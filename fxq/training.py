@@ -15,13 +15,17 @@ from torch.utils._pytree import tree_map
 from fxq.common.data import Batch, as_batch, device_of
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import sqnr
-from fxq.errors import CalibrationError, InputError, RecipeError, warn
+from fxq.common.names import in_short
+from fxq.common.trees import leaves
+from fxq.errors import CalibrationError, InputError, RecipeError, warn, words_of
 from fxq.graph.info import Edge, Grids, grid_key, grids_of
-from fxq.graph.query import constant
+from fxq.graph.query import constant, is_op
+from fxq.ledger.build import ledger_of
 from fxq.model import QuantizedModel
 from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
 from fxq.pipeline.context import Context
 from fxq.pipeline.derived_weights import FoldedNorm
+from fxq.pipeline.gradients import other_gradients
 from fxq.pipeline.manager import PassManager
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight, whole
 from fxq.quant.qparams import QParams, dequantize, quantize
@@ -42,7 +46,13 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     device = device_of(model)
-    own = copy.deepcopy(model).cpu().eval()
+    try:
+        own = copy.deepcopy(model).cpu().eval()
+    except Exception as error:
+        raise InputError(
+            f"training takes a copy of the model, which cannot be copied: {words_of(error)} (Weights of the older "
+            "torch.nn.utils.weight_norm cannot: use torch.nn.utils.parametrizations.weight_norm.)"
+        ) from error
     example = as_batch(example_inputs, own, "example_inputs") if example_inputs is not None else None
     manager = manager_for(own, recipe, _on_cpu(example))
     observing, choosing, inserting = _phases(recipe)
@@ -54,7 +64,17 @@ def prepared_for_training(model: nn.Module, recipe: Recipe, example_inputs: Any)
     chosen = manager.fork()
     chosen.run(choosing)
     manager.context.grids = _told_apart(grids_of(chosen.gm.graph))
-    manager.run([*choosing, *inserting])
+    manager.run([*choosing, *inserting[:-1]])
+    if not any(is_op(node, "dequantize") for node in manager.gm.graph.nodes):
+        ledger, _ = ledger_of(manager.history, manager.gm, manager.context)
+        warn(f"nothing is rounded in the model that is trained; {ledger.main_reason()}.")
+    manager.run(inserting[-1:])
+    other = other_gradients(own, manager.gm.eval(), manager.context.some_samples(2)[0])
+    if other:
+        warn(
+            f"in the model that is trained, {in_short(other)} have other gradients than in the float model, which may "
+            "detach values, compute without gradients, pad with a row of an embedding, or have gradients of its own."
+        )
     manager.context.model = copy.deepcopy(own)  # training changes the tensors that the graph has
     return TrainingModel.from_manager(manager, observed).to(device)
 
@@ -72,6 +92,8 @@ def converted_from_training(trained: TrainingModel) -> QuantizedModel:
                 f"{name} holds NaN or Inf behind training: a batch had NaN in it, or steps were too large. Train "
                 "again, without that batch or with a lower learning rate."
             )
+    for one in trained.preparation.manager.context.derived:
+        tensors |= one.made(tensors)
     manager = _observed_again(trained.preparation, tensors)
     context = manager.context
     context.grids = _take_grids(trained, manager.gm, tensors)
@@ -106,12 +128,11 @@ def _told_apart(grids: Grids) -> Grids:
 
 
 def _observed_again(preparation: Preparation, tensors: Mapping[str, Tensor]) -> PassManager:
-    """The graph with observers, with the tensors that were trained, and those that fold-batch-norm makes of them."""
+    """The graph with observers, with the tensors that were trained, and those that are made of them."""
     known = preparation.manager.context
     model = _with(copy.deepcopy(known.model), tensors)
     manager = preparation.observed.fork(model=model, samples=[_moved(batch, "cpu") for batch in known.samples])
-    made = {path: tensor for one in known.derived for path, tensor in one.made(tensors).items()}
-    manager.gm = _with(copy.deepcopy(manager.gm).cpu(), {**tensors, **made})
+    manager.gm = _with(copy.deepcopy(manager.gm).cpu(), tensors)
     original = manager.context.original
     if original is not None:
         gm = fx.GraphModule(original.gm, copy.deepcopy(original.graph))
@@ -135,7 +156,8 @@ def _check_alike(trained: TrainingModel, made: QuantizedModel, context: Context)
     least = context.recipe.min_sqnr
     if least is None or any(hasattr(parameter, "full_tensor") for parameter in trained.parameters()):
         return
-    batch, mode = context.some_samples(CHECKED)[0], trained.training
+    samples, mode = context.some_samples(CHECKED), trained.training
+    batch = next(filter(_is_finite, samples), samples[0])
     device = device_of(trained)
     try:
         with torch.no_grad(), without_autocast():
@@ -182,7 +204,7 @@ def _take_grids(trained: TrainingModel, gm: fx.GraphModule, tensors: Mapping[str
     Args:
         trained: the model.
         gm: the graph with the tensors that were trained, where batch norms are folded.
-        tensors: those of the model by path.
+        tensors: those of the model by path, and what is made of them.
     """
     context = trained.preparation.manager.context
     known = context.grids or {}
@@ -233,6 +255,10 @@ def _folded(quantizer: FakeQuantizeWeight, own: Tensor, weight: Tensor, scale: T
 def _called(model: nn.Module, batch: Batch) -> Any:
     """What a model returns, on the CPU."""
     return tree_map(lambda v: v.cpu() if isinstance(v, Tensor) else v, model(*batch.args, **batch.kwargs))
+
+
+def _is_finite(batch: Batch) -> bool:
+    return all(bool(v.isfinite().all()) for v in leaves((batch.args, batch.kwargs)) if isinstance(v, Tensor))
 
 
 def _on_cpu(batch: Batch | None) -> Batch | None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._compile import _disable_dynamo
+from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxq.common.data import Batch
@@ -68,7 +69,8 @@ class TrainingModel(fx.GraphModule):
     with any optimizer, in `DistributedDataParallel`, under `fully_shard` (of the whole model), autocast,
     `torch.compile` and `torch.utils.checkpoint`. Then `fxq.convert` it.
 
-    In train mode, each forward notes the ranges of values; the next one uses them. The first one rounds weights alone.
+    In train mode, each forward notes the ranges of values; the next one uses them. The first one rounds weights alone,
+    and values whose scales are learned.
     On several ranks of `torch.distributed`, ranges are those of all ranks' batches. In eval mode ranges and batch norms
     stand still.
 
@@ -96,10 +98,12 @@ class TrainingModel(fx.GraphModule):
         self.preparation, self.group = preparation, group
         self._steps, self._moved = 0, False
         self._quantizers = [m for m in self.modules() if isinstance(m, FakeQuantizeValue)]
-        norms = {path: m for path, m in self.named_modules() if isinstance(m, _BatchNorm)}
+        self._norm_paths = [path for path, m in self.named_modules() if isinstance(m, _BatchNorm)]
+        read = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        self._types = {path: parameter.dtype for path, parameter in self.named_parameters() if path in read}
+        self._held: list[tuple[_BatchNorm, float | None, Tensor | None]] = []
         rounded = _rounded_parameters(self)
         self._freezing = {path: q for path, q in rounded.items() if q.oscillation is not None}
-        self._momenta = {path: norm.momentum for path, norm in norms.items()}
         self.register_forward_pre_hook(_before_forward, with_kwargs=True)
         self.register_forward_hook(_behind_forward)
         self.register_load_state_dict_post_hook(_loaded)
@@ -124,14 +128,13 @@ class TrainingModel(fx.GraphModule):
     @property
     def _norms(self) -> list[_BatchNorm]:
         """The batch norms as they are now: `SyncBatchNorm.convert_sync_batchnorm` puts others in their place."""
-        return [self.get_submodule(path) for path in self._momenta]  # type: ignore[misc]
+        return [self.get_submodule(path) for path in self._norm_paths]  # type: ignore[misc]
 
     def train(self, mode: bool = True) -> TrainingModel:
         """As of any module; the statistics of batch norms that are frozen stay so."""
         super().train(mode)
         if PROGRESS in self._modules and self.progress.norms_frozen:
-            for norm in self._norms:
-                norm.eval()
+            self._freeze_norms()
         return self
 
     def freeze_ranges(self) -> None:
@@ -155,7 +158,7 @@ class TrainingModel(fx.GraphModule):
         Source: Krishnamoorthi 2018, section 3.2.2.
         """
         self._check_not("norms", self.progress.norms_frozen)
-        if not self._norms:
+        if not self._norm_paths:
             raise InputError("the model has no batch norm whose statistics could be frozen.")
         self._freeze_norms()
 
@@ -175,15 +178,36 @@ class TrainingModel(fx.GraphModule):
             norm.eval()
 
     def use_ranges(self) -> None:
-        """Let values be rounded to the grids of all that was seen, and frozen weights be so. Each forward does it."""
+        """Let values be rounded to the grids of all that was seen, and what is frozen be so. Each forward does it.
+
+        Not behind the forward that decides it: that one may be computed again for its gradients.
+        """
         if not self._moved:
             return
+        if self.progress.ranges_frozen:
+            self._freeze_ranges()
+        if self.progress.norms_frozen:
+            self._freeze_norms()
         use_ranges([q for q in self._quantizers if not q.learned])
         for quantizer in self._quantizers:
             quantizer.started = quantizer.started or quantizer.has_range
         for path, weight in self._freezing.items():
             weight.hold(self.get_parameter(path))
         self._moved = False
+
+    def _check_parameters(self) -> None:
+        """Raise `InputError` where what the graph reads has another type than before, or is sharded in the forward."""
+        for path, dtype in self._types.items():
+            parameter = read_attribute(self, path)
+            if parameter.dtype != dtype:
+                raise InputError(
+                    f"{path} is {parameter.dtype}, and was {dtype} when the model was prepared, whose types stay as "
+                    "they are. For lower precision call it under torch.autocast, which goes with fully_shard, too."
+                )
+            if hasattr(parameter, "device_mesh"):
+                raise InputError(
+                    f"{path} is sharded in the forward: call fully_shard on the whole model, not on layers."
+                )
 
     def _take_step(self) -> None:
         """Behind a forward in train mode: move ranges, on all ranks alike, freeze weights, and count it."""
@@ -199,10 +223,27 @@ class TrainingModel(fx.GraphModule):
         self._moved = True
         self._steps += 1
         self.progress.steps.fill_(self._steps)
-        if self._steps == options.freeze_ranges_after or self.progress.ranges_frozen:
-            self._freeze_ranges()
-        if self._steps == options.freeze_norms_after and self._norms:
-            self._freeze_norms()
+        if self._steps == options.freeze_ranges_after:
+            self.progress.ranges_frozen.fill_(1)
+        if self._steps == options.freeze_norms_after and self._norm_paths:
+            self.progress.norms_frozen.fill_(1)
+
+    def _hold_norms(self) -> None:
+        """Let forwards leave the statistics of batch norms as they are, and what counts their batches."""
+        if self._held:
+            return
+        for norm in self._norms:
+            counted = norm.num_batches_tracked
+            self._held.append((norm, norm.momentum, None if counted is None else counted.clone()))
+            norm.momentum = 0.0
+
+    def _release_norms(self) -> None:
+        """Undo `_hold_norms`."""
+        for norm, momentum, counted in self._held:
+            norm.momentum = momentum
+            if counted is not None and norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.copy_(counted)
+        self._held.clear()
 
     @staticmethod
     def _options(manager: PassManager) -> InsertFakeQuantizers:
@@ -227,6 +268,9 @@ class TrainingModel(fx.GraphModule):
         made._attach(self.preparation, self.group)
         made.training = self.training
         return made
+
+    def __copy__(self) -> TrainingModel:
+        raise InputError("a model that is trained is copied with its parameters and ranges: use copy.deepcopy.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise InputError(
@@ -261,11 +305,12 @@ def _recomputes() -> bool:
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Use the ranges so far. Where the forward is computed again, batch norms do not count it."""
     assert isinstance(model, TrainingModel)
-    again = _recomputes()
-    for norm, momentum in zip(model._norms, model._momenta.values(), strict=True):
-        norm.momentum = 0.0 if again else momentum
-    if again:
+    if _recomputes():
+        model._hold_norms()
+        Variable._execution_engine.queue_callback(model._release_norms)  # behind the gradients
         return
+    model._check_parameters()
+    model._release_norms()  # where computing gradients has failed
     if model.training:
         record(model.preparation.manager.context, Batch(args, kwargs))
     model.use_ranges()

@@ -71,7 +71,7 @@ TRAINING_PASSES: tuple[Pass, ...] = (
 register_preset("static", PASSES, QuantConfig())
 register_preset("dynamic", PASSES, QuantConfig(MEASURED))
 register_preset("weight_only", PASSES, QuantConfig(activation=None))
-register_preset("qat", TRAINING_PASSES, QuantConfig(TRAINED, state=None))
+register_preset("qat", TRAINING_PASSES, QuantConfig(TRAINED, state=None), optimize="coverage")
 
 __all__ = [
     "PASSES",

@@ -30,6 +30,7 @@ from fxq.ops.table import Arguments, Instead, Op, Pick, Spelling
 from fxq.patterns.written_out import WRITTEN_OUT
 from fxq.pipeline.float_ops import keep_original
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.rewriting.computed import computed_by_parametrization, note_computed
 from fxq.rewriting.constant_folding import fold_constant
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.pattern import rewrite
@@ -163,7 +164,9 @@ def _bind_module(
             if key in norms:
                 value = norms[key]
             if key in norms or parametrize.is_parametrized(module, key):
-                bound[key] = rewriter.constant(value.detach().clone(), path, before=node, like=node)
+                made = rewriter.constant(value.detach().clone(), path, before=node, like=node)
+                note_computed(rewriter, made, computed_by_parametrization(module, str(node.target), key))
+                bound[key] = made
             else:
                 bound[key] = rewriter.read(path, value, before=node, like=node)
     return bound

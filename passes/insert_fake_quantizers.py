@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.dropout import _DropoutNd
 
+from fxq.common.names import in_short
+from fxq.common.train_mode import other_in_train_mode
 from fxq.errors import PassError, warn
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Grids, info
 from fxq.graph.place import where
-from fxq.graph.query import is_op, reads_only_metadata
+from fxq.graph.query import is_op, op_of, read_attribute, reads_only_metadata
 from fxq.graph.unit import unit_of
 from fxq.pipeline.context import Context
 from fxq.pipeline.trainable_layers import FOLDER, TrainableLayers, attach
@@ -35,7 +36,8 @@ class InsertFakeQuantizers(Pass):
     folded when the model is converted: where each channel has a scale, that makes no difference to the integers. Where
     several channels have one, weights are rounded as the batch norm scales them, and its input is divided by that.
     Dropout is put back. Values on one grid share a fake quantizer; a relu whose values are rounded next is left to it.
-    What else was computed of weights stays as it is, with a warning.
+    What was computed of parameters is computed in every forward. Weights made in another way stay as they are,
+    with a warning.
     Keeps: in eval mode, once ranges are known, the output of the graph with integers, up to rounding.
     Source: Jacob et al. 2018, section 3; Krishnamoorthi 2018, sections 3.2.1 and 3.2.2 (statistics that are frozen);
     Nagel et al. 2022, section 4.2 (weights that are frozen).
@@ -75,14 +77,43 @@ class InsertFakeQuantizers(Pass):
         _put_dropout_back(rewriter)
         _put_quantizers(rewriter, context.grids)
         rewriter.erase_unused()
-        _warn(layers.frozen, "were computed of weights before, and are not trained")
+        left = {**_unread(rewriter), **layers.frozen}
+        _warn(left, "are not trained: nothing is computed of them, or what was computed of them stays as it is")
         _warn(layers.fixed_norms, "are batch norms without a module of their own, whose statistics stay as they are")
+        _warn(
+            _without_mode(rewriter), "compute the same in train mode as in eval mode, which those of the model do not"
+        )
+
+
+def _unread(rewriter: Rewriter) -> dict[str, None]:
+    """The parameters of the model that the graph does not read, and that training would change."""
+    context: Context = rewriter.context
+    read: set[int] = set()
+    for node in rewriter.nodes():
+        if node.op == "get_attr":
+            read.add(id(read_attribute(rewriter.gm, str(node.target))))
+        elif node.op == "call_module":
+            read.update(map(id, rewriter.gm.get_submodule(str(node.target)).parameters()))
+    own = context.model.named_parameters()
+    return {path: None for path, tensor in own if tensor.requires_grad and id(tensor) not in read}
+
+
+def _without_mode(rewriter: Rewriter) -> dict[str, None]:
+    """What computes something else in the model's train mode, and is no module that the graph calls."""
+    context: Context = rewriter.context
+    own, kept = dict(context.model.named_modules(remove_duplicate=False)), list[nn.Module]()
+    for node in rewriter.nodes():
+        known = own.get(str(node.target)) if node.op == "call_module" else None
+        if known is not None:
+            same = rewriter.gm.get_submodule(str(node.target)) is known  # and not a batch norm in its place
+            kept += known.modules() if same else [known]
+    paths = other_in_train_mode(context.model, context.example, kept)
+    return dict.fromkeys(path or "the model's forward" for path in paths)
 
 
 def _warn(paths: Mapping[str, None], what: str) -> None:
     if paths:
-        some = ", ".join(list(paths)[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
-        warn(f"in the model that is trained, {some} {what}.")
+        warn(f"in the model that is trained, {in_short(paths)} {what}.")
 
 
 # ---- values
@@ -130,6 +161,9 @@ def _is_on_grid(gm: fx.GraphModule, q: fx.Node, grids: Grids) -> bool:
     plan, edges = grids.get(value.name, (None, ()))
     if plan is None or plan.fate != "moves" or any(edge.constants for edge in edges):
         return False
+    op = op_of(value)
+    if op is None or (op.quant.narrows and not is_op(value, "relu")):  # a limit of others may lie between integers
+        return False
     return all(_tag(grid_of(gm, read)) == _tag(grid_of(gm, q)) for read in value.all_input_nodes)
 
 
@@ -148,20 +182,15 @@ def _is_relu_of(q: fx.Node) -> bool:
 
 
 def _put_dropout_back(rewriter: Rewriter) -> None:
-    """Let dropouts of the model that are modules drop values again, where these are read; warn of others."""
+    """Let dropouts of the model that are modules drop values again, where these are read."""
     context: Context = rewriter.context
     last: dict[str, fx.Node] = {}
     for node in rewriter.nodes():
         last.update(dict.fromkeys(info(node).origins or (node.name,), node))
-    put: set[str] = set()
     for path, origins in context.dropouts:
         if path and origins[-1] in last and all(op == "dropout" for at, op in context.written if at == path):
             attach(rewriter.gm, path, context.model.get_submodule(path))
             _put_dropout(rewriter, path, last[origins[-1]])
-            put.add(path)
-    lost = [path or "the model's forward" for path, _ in context.dropouts if path not in put]
-    lost += [path for path, module in context.model.named_modules() if path not in put and _drops(module)]
-    _warn(dict.fromkeys(lost), "drop values in train mode, and do not here")
 
 
 def _put_dropout(rewriter: Rewriter, path: str, value: fx.Node) -> None:
@@ -170,10 +199,3 @@ def _put_dropout(rewriter: Rewriter, path: str, value: fx.Node) -> None:
     made = rewriter.node("call_module", path, (value,), after=value, typed=(info(value).shape, info(value).dtype))
     rewriter.describe(made, path=path)
     rewriter.reroute(value, made, only=lambda user: user is not made and not is_op(user, "quantize"))
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether a module drops values in train mode, as far as its attributes say."""
-    rates = [getattr(module, name, 0) for name in ("p", "drop_prob", "dropout")]
-    named = isinstance(module, _DropoutNd) or "drop" in type(module).__name__.lower() or hasattr(module, "dropout")
-    return named and any(isinstance(rate, float) and rate > 0 for rate in rates)

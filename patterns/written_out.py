@@ -156,7 +156,7 @@ def the_sum_is_no_bias(m):
 @linear_by_addmm.becomes
 def _linear(op, m):
     name = str(m.w.node.target).removeprefix("fxq_data.")
-    weight = op.constant(m.w.tensor.t().contiguous(), f"{name}_t")
+    weight = op.computed(lambda w: w.t().contiguous(), f"{name}_t", m.w)
     return op.linear(m.x, weight, m.b if "b" in m.captures else None)
 
 

@@ -1,15 +1,14 @@
-"""Training from end to end: what convert gives is what was trained, on one process and on several."""
+"""Training from end to end: what convert gives is what was trained."""
 
 import copy
-from dataclasses import replace
+import threading
+import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import fxq
 from fxq.common.data import Batch
@@ -18,13 +17,11 @@ from fxq.errors import CalibrationError, FxqWarning, InputError, RecipeError
 from fxq.graph.grid import grid_of
 from fxq.graph.query import is_op
 from fxq.graph.run import Runner
-from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
+from fxq.quant.fake_quantize import FakeQuantizeWeight
 from fxq.quant.qparams import dequantize
 from tests.models import NETWORKS, batch, build
-from tests.processes import on_ranks
-from tests.trainings import QAT, called, prepared, rounded_values, trained
+from tests.trainings import QAT, W4, called, prepared, rounded_values, trained
 
-W4 = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
 RECIPES = {
     "8 bits": QAT,
     "4 bits": fxq.Recipe.qat(backend="reference", weight=W4),
@@ -198,9 +195,19 @@ def test_what_is_refused():
         fxq.prepare(lambda x: x, "qat", x)
     with pytest.raises(InputError, match="example_inputs is missing"):
         fxq.prepare(build("residual"), "qat")
+    locked = build("residual")
+    locked.lock = threading.Lock()
+    with pytest.raises(InputError, match="training takes a copy of the model, which cannot be copied: cannot pickle"):
+        fxq.prepare(locked, "qat", x)
     without = fxq.Recipe.qat().without_pass("choose-grids")
     with pytest.raises(RecipeError, match="a pipeline for training has choose-grids behind insert-observers"):
         fxq.prepare(build("residual"), without, x)
+
+
+def test_a_model_without_integers_is_told_before_it_is_trained():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).double().eval()
+    with pytest.warns(FxqWarning, match=r"nothing is rounded in the model that is trained; .* is float64, not float32"):
+        prepared(model, torch.randn(2, 3, 8, 8).double())
 
 
 def test_a_value_that_no_batch_has_reached():
@@ -218,7 +225,8 @@ def test_a_batch_that_is_not_finite_leaves_no_trace():
     for x in (torch.ones(2, 4), -torch.ones(2, 4)):
         other(x)
     x = torch.rand(5, 4)
-    assert torch.equal(fxq.convert(made)(x), fxq.convert(other)(x))
+    with warnings.catch_warnings(action="error", category=FxqWarning):
+        assert torch.equal(fxq.convert(made)(x), fxq.convert(other)(x))
 
 
 def test_norms_that_training_has_ruined():
@@ -246,103 +254,7 @@ def test_an_integer_model_that_is_not_what_was_trained_is_told(monkeypatch):
         fxq.convert(made)
 
 
-# ---- several processes
-
-
-class Plain(nn.Module):
-    """Without batch norm, whose statistics are each rank's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 4)
-
-    def forward(self, x):
-        y = torch.relu(self.first(x))
-        return self.head(torch.relu(self.second(y) + y).mean((2, 3)))
-
-
-def _loop(model, rank=0, ranks=1, rate=0.1, steps=4):
-    torch.manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    for _ in range(steps):
-        x, y = torch.randn(8, 3, 10, 10), torch.randint(0, 4, (8,))
-        x, y = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_two_ranks_train_as_one_process_on_the_joined_batch(tmp_path, learned):
-    torch.manual_seed(0)
-    model, x = Plain().eval(), torch.randn(8, 3, 10, 10)
-    recipe = fxq.Recipe.qat(backend="reference", learned=learned)
-    steps = 2 if learned else 4  # a weight that training moves to the middle between integers may fall on either side
-
-    def work(rank):
-        made = prepared(model, x, recipe)
-        _loop(DistributedDataParallel(made), rank, 2, steps=steps)
-        return made.state_dict()
-
-    alone = prepared(model, x, recipe)
-    _loop(alone, steps=steps)
-    first, second = on_ranks(2, tmp_path / "ddp", work)
-    for name, tensor in alone.state_dict().items():
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], tensor, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def test_sharded_parameters(tmp_path):
-    torch.manual_seed(0)
-    model, x = Plain().eval(), torch.randn(8, 3, 10, 10)
-    recipe = fxq.Recipe.qat(backend="reference", learned=True)
-
-    def work(rank):
-        whole = prepared(model, x, recipe)
-        _loop(DistributedDataParallel(whole), rank, 2)
-        sharded = prepared(model, x, recipe)
-        fully_shard(sharded)
-        _loop(sharded, rank, 2)
-        return fxq.convert(whole)(x), fxq.convert(sharded)(x)
-
-    for whole, sharded in on_ranks(2, tmp_path / "fsdp", work):
-        torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-5)
-
-
-def test_sharded_weights_are_frozen_as_whole_ones(tmp_path):
-    torch.manual_seed(0)
-    model, x = Plain().eval(), torch.randn(8, 3, 10, 10)
-    recipe = fxq.Recipe.qat(backend="reference", weight=replace(W4, bits=2), learned=True, freeze_weights_over=8)
-
-    def work(rank):
-        found = []
-        for sharded in (False, True):
-            made = prepared(model, x, recipe)
-            run = (fully_shard(made) or made) if sharded else DistributedDataParallel(made)
-            for _ in range(4):
-                _loop(run, rank, 2, rate=2.0)
-            frozen = [m.oscillation.frozen for m in made.modules() if isinstance(m, FakeQuantizeWeight)]
-            found.append((torch.cat([f.flatten() for f in frozen]), fxq.convert(made)(x)))
-        return found
-
-    for (whole, wanted), (sharded, output) in on_ranks(2, tmp_path / "frozen", work):
-        assert whole.any()
-        assert torch.equal(sharded, whole)
-        torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_rank_by_itself(tmp_path):
-    model, x = Plain().eval(), torch.randn(8, 3, 10, 10)
-
-    def work(rank):
-        made = prepared(model, x)
-        made.group = None
-        made(x * (rank + 1))
-        made.use_ranges()
-        return [float(m.high) for m in made.modules() if isinstance(m, FakeQuantizeValue)]
-
-    first, second = on_ranks(2, tmp_path / "alone", work)
-    assert second[0] == 2 * first[0]
+# ---- weights that are shared, models that are averaged
 
 
 class Tied(nn.Module):

@@ -9,6 +9,7 @@ from fxq.graph.run import Runner
 from fxq.quant.fake_quantize import FakeQuantizeValue
 
 QAT = fxq.Recipe.qat(backend="reference")
+W4 = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per="channel", observer="minmax")
 
 
 def prepared(model, inputs, recipe=QAT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from collections.abc import Collection
 
 from torch import fx, nn
 
@@ -30,3 +31,9 @@ def check_names(model: nn.Module, kind: type[fx.GraphModule]) -> None:
                 f"the model has a module or tensor called {name!r}, a name that torch.fx or fxq needs for its own "
                 f"{name!r} in the same place. Rename it, or wrap the model in a module that calls it."
             )
+
+
+def in_short(names: Collection[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(list(names)[:most]) + more

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+import copy
+import inspect
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from fxq.common.data import Batch
+from fxq.common.isolation import copied, seeded, untouched, without_autocast
+from fxq.common.metrics import tensors
 
 
 def first_in_train_mode(model: nn.Module) -> str | None:
@@ -20,6 +27,100 @@ def first_in_train_mode(model: nn.Module) -> str | None:
     Most modules do not look at the mode: it makes no difference that nobody called `eval()` on an activation.
     """
     return next((path for path, m in model.named_modules() if m.training and _looks_at_mode(m)), None)
+
+
+def other_in_train_mode(model: nn.Module, batch: Batch, kept: Collection[nn.Module]) -> list[str]:
+    """Paths of the modules that compute something else in train mode, or keep something else, on a batch.
+
+    Modules that may are put into train mode and called. One that fails there does something else.
+
+    Args:
+        model: in eval mode; stays as it is.
+        batch: inputs of it.
+        kept: modules that are not asked.
+    """
+    left, modes = set(map(id, kept)), {path: m.training for path, m in copy.deepcopy(model).train().named_modules()}
+    asked = {path: m for path, m in model.named_modules() if id(m) not in left and modes[path] and _looks_at_mode(m)}
+    before = _called(model, batch)
+
+    def differs(modules: Collection[nn.Module]) -> bool:
+        for module in modules:
+            module.training = True
+        try:
+            return not _same(_called(model, batch), before)
+        except Exception:  # whatever a forward raises
+            return True
+        finally:
+            for module in modules:
+                module.training = False
+
+    if not asked or not differs(asked.values()):
+        return []
+    return [path for path, module in asked.items() if differs([module])] or list(asked)
+
+
+class _Norms(TorchFunctionMode):
+    """Notes for which running means batch norms are computed with those of the batch, and for which they are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moving, self.fixed = set[int](), set[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for every function of torch."""
+        if func is nn.functional.batch_norm:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            (self.moving if given.get("training") else self.fixed).add(id(given["running_mean"]))
+        return func(*args, **(kwargs or {}))
+
+
+def fixed_statistics(model: nn.Module, batch: Batch) -> list[str]:
+    """Paths of the batch norms that use and keep their statistics in the model's train mode, too.
+
+    The model's own `train()` may leave them in eval mode, or its code may say so.
+
+    Args:
+        model: in eval mode; stays as it is.
+        batch: inputs of it.
+    """
+    if not any(isinstance(m, _BatchNorm) for m in model.modules()):
+        return []
+    trained = copy.deepcopy(model).train()  # its own train() may do anything, as to take weights apart
+    norms = {p: m for p, m in trained.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    with seeded(), torch.no_grad(), without_autocast(), _Norms() as seen, suppress(Exception):  # of too small a batch
+        given = copied(batch)
+        trained(*given.args, **given.kwargs)
+    still = seen.fixed.union(id(m.running_mean) for m in norms.values() if not m.training) - seen.moving
+    return [path for path, m in norms.items() if id(m.running_mean) in still]
+
+
+def _called(model: nn.Module, batch: Batch) -> tuple[list[Tensor], list[str]]:
+    """The tensors that a model returns, and the names of the buffers that it changes, which get their values back."""
+    with untouched(model) as changes, seeded(), torch.no_grad(), without_autocast(), _through_modules():
+        given = copied(batch)  # a forward may change its inputs
+        found = list(tensors(model(*given.args, **given.kwargs)))
+    return found, [
+        *changes.buffers,
+        *(f"{path}.{name}" for path, names in changes.attributes.items() for name in names),
+    ]
+
+
+@contextmanager
+def _through_modules() -> Iterator[None]:
+    """Let torch's transformer layers call their modules: in eval mode they have a kernel for all of these."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _same(one: tuple[list[Tensor], list[str]], other: tuple[list[Tensor], list[str]]) -> bool:
+    (found, changed), (wanted, kept) = one, other
+    if changed != kept or [(t.shape, t.dtype) for t in found] != [(t.shape, t.dtype) for t in wanted]:
+        return False
+    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(found, wanted, strict=True))
 
 
 def _looks_at_mode(module: nn.Module) -> bool:

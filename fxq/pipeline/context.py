@@ -15,12 +15,13 @@ from fxq.graph.info import Grids, info
 from fxq.graph.query import op_of
 from fxq.graph.region import Region
 from fxq.ops import OPS
-from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows
+from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows, Recomputed
 from fxq.pipeline.float_ops import Original
 from fxq.quant.spec import NARROW, Narrow, QuantConfig
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector
+from fxq.rewriting.computed import Computed
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Context:
             from.
         grids: the plan and the edges of every value behind choose-grids, for training. Where they are known before, as
             behind training, choose-grids takes them.
+        computed: how constants are computed of parameters, by their paths; known where the recipe trains.
         derived: the constants that are made of the model's own tensors again, behind training.
         original: the ops of the float model and its canonical graph, for the ledger; None before canonicalize.
     """
@@ -69,7 +71,8 @@ class Context:
     written: list[tuple[str, str]] = field(default_factory=list)
     dropouts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     grids: Grids | None = None
-    derived: list[FoldedNorm | ParameterRows] = field(default_factory=list)
+    computed: dict[str, Computed] = field(default_factory=dict)
+    derived: list[FoldedNorm | ParameterRows | Recomputed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.narrow = next((role for role in NARROW if role == self.recipe.narrow), self.narrow)

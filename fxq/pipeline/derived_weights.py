@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fxq.patterns.norm import fold, norm_scale
+from fxq.rewriting.computed import Computed
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,23 @@ class FoldedNorm:
     def scale(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """What the batch norm multiplies each channel by: float64, (C,)."""
         return norm_scale(tensors[self.var], tensors[self.gamma] if self.gamma is not None else None, self.eps)
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What was computed of parameters.
+
+    Attributes:
+        path: of the constant.
+        how: it is computed of the model's tensors, and of constants that are.
+    """
+
+    path: str
+    how: Computed
+
+    def made(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The constant by its path, from the model's tensors, and other constants', by path."""
+        return {self.path: self.how.value(tensors)}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,17 +11,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxq.common.train_mode import fixed_statistics
 from fxq.errors import PassError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Edge, Grids, info, weight_key
 from fxq.graph.place import where
-from fxq.graph.query import argument, is_op, op_of, options_of, read_attribute
+from fxq.graph.query import argument, is_op, op_of, options_of, read_attribute, tensor_meta
 from fxq.patterns.norm import norm_scale, scaled_channels
 from fxq.pipeline.context import Context
-from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows
+from fxq.pipeline.derived_weights import FoldedNorm, ParameterRows, Recomputed
 from fxq.quant.fake_quantize import FakeQuantizeWeight
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams
+from fxq.rewriting.computed import Computed
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.rewriter import Rewriter
 
@@ -43,10 +47,16 @@ class TrainableLayers:
         model = context.model
         self.own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.own |= dict(model.named_buffers(remove_duplicate=False))
+        for path, made in context.computed.items():
+            if all(read in self.own for read in made.reads):
+                self.own[path] = made.value(self.own)
+        self._made: dict[str, fx.Node] = {}
         self.frozen: dict[str, None] = {}
         self.fixed_norms: dict[str, None] = {}
         norms = ((path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm))
-        self._norms = {id(m.running_mean): path for path, m in norms if m.running_mean is not None}
+        self._norms = {(id(m.running_mean), id(m.running_var)): path for path, m in norms if m.running_mean is not None}
+        fixed = map(model.get_submodule, fixed_statistics(model, context.example))
+        self._fixed = {id(norm.running_mean) for norm in fixed}
         self._norm_nodes: dict[FoldedNorm, fx.Node] = {}
         self._quantizers: dict[tuple[str, int], str] = {}
 
@@ -64,10 +74,19 @@ class TrainableLayers:
             live = self._live(path, node) if path else None
             if live is not None:
                 now = live if read.op == "get_attr" else self._rounded(read, live, node)
+                padding = self._padding_of(node)
+                if padding is not None:
+                    now = self._call(without_gradient_of, (now, padding), node)
                 node.replace_input_with(read, now)
                 self.rewriter.touched.add(node)
             elif path and op.quant.weight is not None:
                 self.frozen[path] = None
+
+    def _padding_of(self, node: fx.Node) -> int | None:
+        """The row of its table that an embedding does not train."""
+        path = info(node).path
+        module = self.rewriter.context.model.get_submodule(path) if path and is_op(node, "embedding") else None
+        return module.padding_idx if isinstance(module, nn.Embedding) else None
 
     def _live(self, path: str, before: fx.Node) -> fx.Node | None:
         """The model's own tensor at a path, or the rows of one that a constant at it is; None for anything else."""
@@ -82,13 +101,18 @@ class TrainableLayers:
         return self.rewriter.call("getitem", whole, before=before, index=(some,))
 
     def call_norm(self, node: fx.Node) -> None:
-        """Let a batch norm be the call of its module, which keeps statistics."""
-        read: Any = argument(node, "running_mean")
-        path = self._norms.get(id(self.own.get(str(read.target)))) if isinstance(read, fx.Node) else None
-        if path is None:
+        """Let a batch norm be the call of a module, which keeps statistics, where it does in the model's train mode."""
+        reads = {name: argument(node, name) for name in ("running_mean", "running_var", "weight", "bias")}
+        own = {name: self.own.get(str(r.target)) for name, r in reads.items() if isinstance(r, fx.Node)}
+        statistics = id(own.pop("running_mean", None)), id(own.pop("running_var", None))
+        if statistics[0] in self._fixed:
+            return
+        path = self._norms.get(statistics)
+        if path is None or not all(isinstance(tensor, nn.Parameter) for tensor in own.values()):
             self.fixed_norms[info(node).path or node.name] = None
             return
-        attach(self.gm, path, self.rewriter.context.model.get_submodule(path))
+        norm = self.rewriter.context.model.get_submodule(path)
+        attach(self.gm, path, plain_norm(norm, own, len(info(node).shape or ()), options_of(node)["eps"]))
         name, typed = node.name, (info(node).shape, info(node).dtype)
         made = self.rewriter.node("call_module", path, (node.args[0],), like=node, typed=typed)
         self.rewriter.replace(node, made)
@@ -189,8 +213,21 @@ class TrainableLayers:
         raise PassError(f"{where(self.gm, read)}: choose-grids has chosen no grid for this weight.")
 
     def _read(self, path: str, before: fx.Node) -> fx.Node:
+        """A tensor of the model, or what is computed of some."""
+        computed = self.rewriter.context.computed.get(path)
+        if computed is not None:
+            if path not in self._made:
+                self._made[path] = self._computed(path, computed, before)
+            return self._made[path]
         attach(self.gm, path, self.own[path])
         return self.rewriter.read(path, self.own[path], before=before, like=before)
+
+    def _computed(self, path: str, computed: Computed, before: fx.Node) -> fx.Node:
+        reads = tuple(self._read(read, before) for read in computed.reads)
+        name = path.removeprefix(f"{DATA}.").replace(".", "_")
+        target, typed = self.rewriter.module(copy.deepcopy(computed), name, FOLDER), tensor_meta(self.own[path])
+        self.rewriter.context.derived.append(Recomputed(path, computed))
+        return self.rewriter.node("call_module", target, reads, like=before, before=before, name=name, typed=typed)
 
     def _call(self, function: Any, args: tuple[Any, ...], before: fx.Node) -> fx.Node:
         return self.rewriter.node("call_function", function, args, like=before, before=before, name=function.__name__)
@@ -202,6 +239,12 @@ def _float_path(read: fx.Node) -> str:
         return str(read.target)
     source = read.args[0] if is_op(read, "dequantize") else None
     return info(read).stands_for if isinstance(source, fx.Node) and source.op == "get_attr" else ""
+
+
+def without_gradient_of(weight: Tensor, row: int) -> Tensor:
+    """The same, (R, C), where one row has no gradient."""
+    rows = torch.arange(len(weight), device=weight.device)[:, None]
+    return torch.where(rows == row, weight.detach(), weight)
 
 
 def norm_divisor(var: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
@@ -224,15 +267,40 @@ def divided_channels(y: Tensor, divisor: Tensor, channels: int, bias: Tensor | N
     return y if bias is None else y + bias.reshape(shape)
 
 
+def plain_norm(norm: nn.Module, affine: Mapping[str, Any], dims: int, eps: float) -> _BatchNorm:
+    """PyTorch's own batch norm, with the statistics of one that may do more than that, as timm's with activations.
+
+    Args:
+        norm: the model's module.
+        affine: "weight" and "bias", (C,), where it has any.
+        dims: how many dimensions its input has.
+        eps: what is added to the variance.
+    """
+    assert isinstance(norm, _BatchNorm)
+    by_dims: dict[int, type[_BatchNorm]] = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+    kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else by_dims.get(dims, nn.BatchNorm1d)
+    made = kind(norm.num_features, eps, norm.momentum, affine=False)
+    made._parameters.update(affine)
+    made._buffers.update(norm._buffers)
+    return made.train(norm.training)
+
+
 def attach(root: nn.Module, path: str, value: nn.Module | Tensor) -> None:
-    """Let a module have a tensor or a module at a path; modules on the way are made where they are missing."""
+    """Let a module have a tensor or a module at a path; modules on the way are made where they are missing.
+
+    What is below the path already stays.
+    """
     *folders, name = path.split(".")
     for folder in folders:
         if not isinstance(getattr(root, folder, None), nn.Module):
             root.add_module(folder, nn.Module())
         root = root.get_submodule(folder)
     if isinstance(value, nn.Module):
+        before = getattr(root, name, None)
         root.add_module(name, value)
+        for table in ("_parameters", "_buffers", "_modules"):
+            kept: dict[str, Any] = getattr(before, table, {})
+            vars(value)[table].update((key, one) for key, one in kept.items() if key not in vars(value)[table])
     elif isinstance(value, nn.Parameter):
         root.register_parameter(name, value)
     elif name not in root._buffers:

@@ -17,16 +17,22 @@ from fxq.text.tables import Column, Part, Table, row, text
 
 _PIPELINES: dict[str, tuple[Pass, ...]] = {}
 _CONFIGS: dict[str, QuantConfig] = {}
+_OPTIMIZE: dict[str, str] = {}
 
 
-def register_preset(name: str, passes: Sequence[Pass], config: QuantConfig) -> None:
-    """Make a preset known: its passes, and how it quantizes a layer of which nothing else is said."""
-    _PIPELINES[name], _CONFIGS[name] = tuple(passes), config
+def register_preset(name: str, passes: Sequence[Pass], config: QuantConfig, optimize: str = "speed") -> None:
+    """Make a preset known: its passes, and how it quantizes where nothing else is said."""
+    _PIPELINES[name], _CONFIGS[name], _OPTIMIZE[name] = tuple(passes), config, optimize
 
 
 def preset_config(preset: str) -> QuantConfig:
     """How a preset quantizes a layer of which nothing else is said."""
     return _CONFIGS.get(preset, QuantConfig())
+
+
+def preset_optimize(preset: str) -> str:
+    """What a preset looks at where `optimize` is not given."""
+    return _OPTIMIZE.get(preset, "speed")
 
 
 def preset_line(preset: str) -> str:

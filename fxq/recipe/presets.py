@@ -15,7 +15,7 @@ from fxq.backends.base import Backend
 from fxq.errors import RecipeError
 from fxq.quant.spec import ACTIVATION, MEASURED, TRAINED, WEIGHT, QuantConfig, TensorSpec, weight_spec
 from fxq.recipe.extensions import backend_path
-from fxq.recipe.pipeline import PipelineEdit
+from fxq.recipe.pipeline import PipelineEdit, preset_optimize
 
 if TYPE_CHECKING:
     from fxq.recipe.recipe import Recipe
@@ -173,7 +173,7 @@ def qat(
     if learned:
         weight = replace(weight, range="learned", observer="mse")
         activation = replace(activation, range="learned", observer="mse") if activation is not None else None
-    given = static(_cls, **{"optimize": "coverage", **options})
+    given = static(_cls, **{"optimize": preset_optimize("qat"), **options})
     recipe = replace(given, preset="qat", config=QuantConfig(activation, weight, state=None))
     step = recipe.pipeline[FAKE_QUANTIZERS]
     new = replace(

@@ -23,7 +23,7 @@ from fxq.recipe import presets
 from fxq.recipe.extensions import backend_path, check_backend, import_extensions
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.pins import Pin
-from fxq.recipe.pipeline import Pipeline, PipelineEdit, pipeline_of, preset_config
+from fxq.recipe.pipeline import Pipeline, PipelineEdit, pipeline_of, preset_config, preset_optimize
 from fxq.recipe.recipe_checks import check_choice, check_config, check_preset
 from fxq.recipe.recipe_file import arguments_from, data_of, read_toml, toml_of
 from fxq.recipe.selector import Selector, as_selector
@@ -49,7 +49,8 @@ class Recipe:
         fusions: import paths of fusions besides fxq's own, as `with_fusions` adds them.
         extensions: import paths of ops and kernels of your own, as `with_extensions` adds them.
         optimize: "speed": what is faster in float on this machine, conversions included, stays in float; "coverage":
-            everything runs on integers that can; "decided": what `decided` says, and nothing is measured.
+            everything runs on integers that can; "decided": what `decided` says, and nothing is measured. The default
+            is "speed", of the preset "qat" "coverage".
         decided: what runs on integers with optimize="decided", see `QuantizedModel.recipe_as_decided`.
         check: "none", or "numeric": after every pass, compare with the float model on the example input.
         max_loss: decibels that one pass may lose before `check="numeric"` warns (see `fxq/common/metrics.py`).
@@ -74,7 +75,7 @@ class Recipe:
     edits: tuple[PipelineEdit, ...] = ()
     fusions: tuple[str, ...] = ()
     extensions: tuple[str, ...] = ()
-    optimize: str = "speed"
+    optimize: str = ""
     decided: tuple[Pin, ...] = ()
     check: str = "none"
     max_loss: float = 30.0
@@ -86,6 +87,8 @@ class Recipe:
         check_preset(self.preset)
         if self.config is OF_PRESET:
             object.__setattr__(self, "config", preset_config(self.preset))
+        if not self.optimize:
+            object.__setattr__(self, "optimize", preset_optimize(self.preset))
         _ = self.pipeline, FUSIONS.plus(self.fusions)
         check_backend(self.backend)
         import_extensions(self.extensions)

@@ -14,7 +14,7 @@ from fxq.errors import RecipeError, unknown
 from fxq.quant.spec import QuantConfig
 from fxq.recipe.extensions import import_extensions, warn_of_main
 from fxq.recipe.pins import Pin
-from fxq.recipe.pipeline import PipelineEdit, pipeline_of, preset_config
+from fxq.recipe.pipeline import PipelineEdit, pipeline_of, preset_config, preset_optimize
 from fxq.recipe.selector import Selector
 
 if sys.version_info >= (3, 11):
@@ -39,9 +39,10 @@ _SHAPES: dict[str, Any] = {
 def data_of(recipe: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe as plain data, without the fields that have their default."""
     data: dict[str, Any] = {"preset": recipe.preset}
+    usual = {**defaults, "optimize": preset_optimize(recipe.preset)}
     for key in _OPTIONS:
         value = getattr(recipe, key)
-        if value != defaults[key]:
+        if value != usual[key]:
             data[key] = "none" if value is None else value
     if recipe.concrete_args:
         data["concrete_args"] = dict(recipe.concrete_args)

@@ -10,7 +10,9 @@ from torch import Tensor, fx
 
 from fxq.errors import PassError, PatternError
 from fxq.graph.info import info
+from fxq.graph.query import read_attribute
 from fxq.ops import OPS
+from fxq.rewriting.computed import Computed, is_live, note_computed
 from fxq.rewriting.editor import Editor
 from fxq.rewriting.match import Captured, Match
 from fxq.rewriting.near_miss import Refusal
@@ -175,6 +177,14 @@ class Builder:
     def constant(self, tensor: Tensor, name: str) -> fx.Node:
         """A new weight."""
         return self.rewriter.constant(tensor, name, before=max(self.match.nodes), like=self.match.nodes)
+
+    def computed(self, function: Callable[..., Tensor], name: str, *reads: Any) -> fx.Node:
+        """A new weight that is a function of others; it is trained with these."""
+        nodes: list[fx.Node] = [_value(read) for read in reads]
+        made = self.constant(function(*(read_attribute(self.rewriter.gm, str(n.target)) for n in nodes)), name)
+        if any(is_live(self.rewriter, str(n.target)) for n in nodes):
+            note_computed(self.rewriter, made, Computed(function, [str(n.target) for n in nodes]))
+        return made
 
 
 def _value(value: object) -> Any:

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.utils import spectral_norm
 
 import fxq
+from fxq.common.data import Batch
 from fxq.common.metrics import sqnr
-from fxq.common.train_mode import first_in_train_mode
+from fxq.common.train_mode import first_in_train_mode, fixed_statistics, other_in_train_mode
 from tests.helpers import REFERENCE, module
 
 
@@ -123,3 +124,78 @@ def test_one_module_that_looks_is_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout()).train()
     with pytest.raises(fxq.InputError, match=r"while its module '2' is in train mode: call model.eval\(\) first"):
         fxq.quantize(model, REFERENCE, data=[torch.rand(2, 4)])
+
+
+class Counts(nn.Module):
+    """Keeps how often it was trained with."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        return x
+
+
+class Two(nn.Module):
+    """Returns more in train mode."""
+
+    def forward(self, x):
+        return (x, x) if self.training else x
+
+
+class Fails(nn.Module):
+    """Wants targets in train mode."""
+
+    def forward(self, x, targets=None):
+        return x if not self.training else targets["boxes"]
+
+
+class Unused(nn.Module):
+    """Looks at the mode where it makes no difference."""
+
+    def forward(self, x, rate=0.0):
+        return F.dropout(x, rate, self.training)
+
+
+@pytest.mark.parametrize("kind", [Drops, nn.RReLU, Counts, Two, Fails, lambda: nn.TransformerEncoderLayer(4, 2, 4)])
+def test_what_computes_or_keeps_something_else(kind):
+    model, batch = nn.Sequential(nn.Linear(4, 4), kind(), Unused()).eval(), Batch((torch.randn(2, 3, 4),))
+    before = copy.deepcopy(model.state_dict())
+    found = other_in_train_mode(model, batch, [])
+    assert found
+    assert all(path.startswith("1") for path in found)
+    assert not any(m.training for m in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert other_in_train_mode(model, batch, list(model[1].modules())) == []
+
+
+class Partly(nn.Module):
+    """Batch norms that are trained, and some that are not: by its own train(), and by the code that calls one."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.left, self.called, self.both = (nn.BatchNorm1d(3) for _ in range(4))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.left.eval()
+        self.trained.weight.data.fill_(1.0 if mode else 2.0)  # as layers do that have a sum of two weights in eval mode
+        return self
+
+    def forward(self, x):
+        y = F.batch_norm(self.left(self.trained(x)), self.called.running_mean, self.called.running_var)
+        return F.batch_norm(self.both(y), self.both.running_mean, self.both.running_var, None, training=False)
+
+
+def test_batch_norms_that_are_not_trained():
+    model, x = Partly().eval(), torch.randn(5, 3)
+    before = copy.deepcopy(model.state_dict())
+    found = fixed_statistics(model, Batch((x,)))
+    assert found == ["left", "called"]
+    assert fixed_statistics(model, Batch((x[:1],))) == ["left"]  # one sample is no batch to train with
+    assert other_in_train_mode(model, Batch((x,)), [model.trained, model.both]) == []
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(m.training for m in model.modules())

@@ -1,11 +1,14 @@
 """insert-fake-quantizers: the graph that is trained, before and after, and what it warns of."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fxq
+from fxq.common.metrics import sqnr
 from fxq.errors import FxqWarning, PassError
 from fxq.passes import InsertFakeQuantizers
 from fxq.quant.fake_quantize import FakeQuantizeValue, FakeQuantizeWeight
@@ -57,6 +60,19 @@ def test_values_on_one_grid_share_a_quantizer_and_moved_ones_have_none():
     ]
 
 
+def test_a_limit_is_rounded_to_the_grid_that_its_input_has():
+    """6 lies between two integers: what is clipped to it is on the grid with the integer that is nearest."""
+
+    def forward(self, x):
+        return self.a(F.relu6(x)) + self.b(x)
+
+    model = module(forward, a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+    trained, x = prepared(model, 9 * torch.rand(8, 4)), 9 * torch.rand(64, 4)
+    trained(x)
+    with torch.no_grad():
+        assert sqnr(trained.eval()(x), fxq.convert(trained)(x)) > 100  # float rounding alone
+
+
 def test_equal_grids_of_different_values_stay_apart():
     def forward(self, x, y):
         return self.a(x) + self.b(y)
@@ -98,15 +114,30 @@ def test_dropout_that_cannot_be_put_back_is_told():
         def forward(self, x):
             return F.dropout(self.linear(x), 0.3, self.training)
 
-    with pytest.warns(FxqWarning, match="the model's forward, never drop values in train mode, and do not here"):
+    told = "the model's forward compute the same in train mode as in eval mode, which those of the model do not"
+    with pytest.warns(FxqWarning, match=told):
         prepared(Net().eval(), torch.randn(2, 4))
 
 
+def test_dropout_in_a_leaf_is_there():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    recipe = fxq.Recipe.qat(backend="reference", leaf_modules=["1"])
+    with warnings.catch_warnings(action="error", category=FxqWarning):
+        prepared(nn.Sequential(nn.Linear(4, 4), inner).eval(), torch.randn(2, 4), recipe)
+
+
 def test_weights_that_were_computed_stay_and_it_is_told():
-    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    with pytest.warns(FxqWarning, match=r"fxq_data\.0_weight were computed of weights before, and are not trained"):
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    left = r"0\.parametrizations\.weight\.original, fxq_data\.0_weight are not trained: nothing is computed of them"
+    with pytest.warns(FxqWarning, match=left):
         trained = prepared(nn.Sequential(layer, nn.ReLU(), nn.Linear(4, 2)).eval(), torch.randn(2, 4))
     assert [name for name, _ in trained.named_parameters()] == ["0.bias", "2.bias", "2.weight"]
+
+
+def test_parameters_that_nothing_reads_are_told():
+    model = module(lambda self, x: self.a(x), a=nn.Linear(4, 4), never=nn.Linear(4, 4))
+    with pytest.warns(FxqWarning, match=r"trained, never\.weight, never\.bias are not trained: nothing is computed of"):
+        prepared(model, torch.randn(2, 4))
 
 
 def test_a_batch_norm_that_is_no_module_keeps_its_statistics():

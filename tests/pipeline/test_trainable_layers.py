@@ -11,6 +11,28 @@ from fxq.pipeline.trainable_layers import TrainableLayers, attach, divided_chann
 from tests.helpers import rewriter
 from tests.trainings import QAT, prepared, trained
 
+
+class NormAct(nn.BatchNorm2d):
+    """A batch norm that does more, as timm's; with a parameter of its own."""
+
+    def __init__(self, features):
+        super().__init__(features)
+        self.act = nn.PReLU(features)
+
+    def forward(self, x):
+        x = nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return 2 * self.act(x)
+
+
+class FixedNorm(nn.BatchNorm2d):
+    """A batch norm whose statistics are not trained."""
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
 PER_TENSOR = fxq.TensorSpec(signed=True, symmetric=True, observer="minmax")
 KINDS = {
     "conv": lambda: (nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
@@ -19,6 +41,8 @@ KINDS = {
     "transposed": lambda: (nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6)),
     "transposed, grouped": lambda: (nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
     "linear": lambda: (nn.Flatten(), nn.Linear(4 * 36, 6), nn.BatchNorm1d(6)),
+    "with an activation": lambda: (nn.Conv2d(4, 6, 3), NormAct(6)),
+    "fixed": lambda: (nn.Conv2d(4, 6, 3), FixedNorm(6)),
     "alone": lambda: (nn.ReLU(), nn.BatchNorm2d(4)),
 }
 
@@ -69,6 +93,69 @@ def test_what_was_trained_is_folded_again(kind, weight):
     made = prepared(model, torch.randn(8, 4, 6, 6), fxq.Recipe.qat(backend="reference", weight=weight))
     trained(made, [torch.randn(8, 4, 6, 6) for _ in range(3)])
     x = torch.randn(8, 4, 6, 6)
+    with torch.no_grad():
+        wanted = made.eval()(x)
+    assert fxq.common.metrics.sqnr(wanted, fxq.convert(made)(x)) > 60
+
+
+class Standardized(nn.Conv2d):
+    """Its weight is computed in every forward."""
+
+    def forward(self, x):
+        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return nn.functional.conv2d(x, w / w.std((1, 2, 3), keepdim=True), self.bias)
+
+
+class Computes(nn.Module):
+    """What is computed of parameters alone: positions, rows of a table, weights turned, shared or normed."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.positions, self.index = nn.Embedding(3, 5), nn.Parameter(torch.randn(7)), torch.arange(5)
+        self.first, self.turned = nn.Linear(5, 6), nn.Parameter(torch.randn(5, 6))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+
+    def forward(self, x):
+        y = self.first(x + self.embedding(torch.arange(3)) * self.positions[self.index].exp())
+        y = nn.functional.linear(y.relu(), self.first.weight.t())
+        return self.normed((y.relu() @ self.turned).relu())
+
+
+class Pads(nn.Module):
+    """An embedding with a row that is not trained there, and is where a layer reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(8, 5, padding_idx=2), nn.Linear(5, 8)
+        self.layer.weight = self.table.weight
+
+    def forward(self, x):
+        return self.layer(x + self.table((x * 2).long() % 8).sum(1, keepdim=True).sum(2))
+
+
+COMPUTED = {
+    "padding": lambda: (Pads(), (8, 3, 5)),
+    "norm": lambda: (nn.Sequential(Standardized(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), (8, 4, 6, 6)),
+    "others": lambda: (Computes(), (8, 3, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_what_is_computed_of_parameters_is_trained(kind):
+    """Its gradients are those of the float model, and convert computes it of what was trained."""
+    torch.manual_seed(0)
+    model, shape = COMPUTED[kind]()
+    model = model.train()
+    made = prepared(model, torch.randn(shape))
+    x = torch.randn(shape)
+    for one in (model, made):
+        one(x).square().mean().backward()
+    own = dict(model.named_parameters())
+    assert dict(made.named_parameters()).keys() == own.keys()
+    assert not any("constant" in name for name in made.state_dict())
+    for name, parameter in made.named_parameters():
+        assert_close(parameter.grad, own[name].grad, rtol=0.05, atol=0.05 * float(own[name].grad.abs().max()) + 1e-6)
+    trained(made, [torch.randn(shape) for _ in range(3)], rate=0.1)
     with torch.no_grad():
         wanted = made.eval()(x)
     assert fxq.common.metrics.sqnr(wanted, fxq.convert(made)(x)) > 60

@@ -46,7 +46,9 @@ def test_a_recipe_for_training():
     assert not fxq.Recipe.static().trains
     assert not fxq.Recipe.qat().without_pass("insert-fake-quantizers").trains
     assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
-    assert fxq.Recipe(preset="qat") == fxq.Recipe.qat(optimize="speed")
+    assert fxq.Recipe(preset="qat") == fxq.Recipe.from_dict({"preset": "qat"}) == fxq.Recipe.qat()
+    fast = fxq.Recipe.qat(optimize="speed")
+    assert fxq.Recipe.from_dict(fast.to_dict()) == fast != fxq.Recipe.qat()
 
 
 def test_scales_that_are_learned_start_where_the_error_is_least():
