@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import fxq
-from fxq.common.data import Batch
 from fxq.common.metrics import sqnr
 from fxq.errors import InputError
-from fxq.ops import OPS
 from fxq.passes import Gptq
-from fxq.pipeline.both_forms import BothForms
 from fxq.pipeline.reconstruction import OutputError, WeightGrid
 from tests.graphs import expected, program, run_pass
 from tests.pipeline.test_used_rows import Pooled, padded
@@ -168,29 +165,6 @@ def test_recurrent_layers(kind, bidirectional):
         wanted = model(x)
         assert sqnr(wanted, better(x)) > sqnr(wanted, plain(x)) + 1.5  # dB
     assert len(better.history["gptq"].edits) == 2 + 2 * bidirectional
-
-
-def test_the_states_that_a_recurrent_layer_multiplies():
-    """Step by step, forwards and backwards, behind the initial state."""
-    torch.manual_seed(0)
-    cell, x, h = nn.GRUCell(3, 5), torch.randn(4, 2, 3), torch.randn(2, 5)
-    weights = dict(cell.named_parameters())
-    for reverse in (False, True):
-        graph = fx.Graph()
-        given = [graph.placeholder(name) for name in ("x", "h")]
-        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        read = [graph.get_attr(name) for name in names]
-        node = graph.call_function(OPS["gru"].target, (given[0], *read, given[1]), {"reverse": reverse})
-        graph.output(node)
-        runs = BothForms(fx.GraphModule(cell, graph), [Batch((x, h))])
-        for before in list(graph.nodes)[:-2]:
-            runs.step(before)
-        ((got, wanted),) = runs.states(node)
-        state, states = h, {}
-        for t in reversed(range(4)) if reverse else range(4):
-            states[t], state = state, torch.gru_cell(x[t], state, *(weights[name] for name in names))
-        assert torch.equal(got, wanted)
-        torch.testing.assert_close(got, torch.stack([states[t] for t in range(4)]), rtol=0, atol=1e-6)
 
 
 def test_padding_does_not_count():

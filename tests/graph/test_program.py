@@ -1,0 +1,45 @@
+"""What modules keep while a graph runs is its own."""
+
+import torch
+from torch import fx, nn
+
+from fxq.graph.program import Program
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(3)), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.weight
+
+
+def graph_of(module):
+    graph = fx.Graph()
+    graph.output(graph.call_module("layer", (graph.placeholder("x"),)))
+    return fx.GraphModule(nn.ModuleDict({"layer": module}), graph)
+
+
+def test_modules_are_copies_that_share_their_weights():
+    gm = graph_of(Counts())
+    program = Program(gm, gm.graph)
+    made = program.modules["layer"]
+    made(torch.ones(3))
+    assert (made.calls, gm.layer.calls, program.alone.modules["layer"].calls) == (1, 0, 0)
+    assert made.weight is gm.layer.weight
+
+
+def test_what_cannot_be_copied_stays():
+    module = Counts()
+    module.kept = (value for value in ())
+    gm = graph_of(module)
+    assert Program(gm, gm.graph).modules == {}
+
+
+def test_an_op_in_place_overwrites():
+    gm = graph_of(nn.ReLU(inplace=True))
+    assert Program(gm, gm.graph).overwrites
+    gm = graph_of(nn.ReLU())
+    assert not Program(gm, gm.graph).overwrites
