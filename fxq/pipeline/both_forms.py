@@ -45,8 +45,9 @@ class BothForms:
 
         As they are, and in float; without those of steps whose input is padding.
         """
+        x: Any = node.args[0]
         for pair, used in zip(self._runs, self._used, strict=True):
-            chosen = used.get(node.args[0], ...)
+            chosen = used.get(x, ...)
             yield _states(node, pair[0])[chosen], _states(node, pair[1])[chosen]
 
     def put(self, node: fx.Node, value: Any) -> None:
