@@ -115,7 +115,8 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
         return w.emit("MatMulIntegerToFloat", made.reads[0], integers, scale, steps, zero, nothing, added)
 
     scale, zero = made.reads[1:]
-    middle = w.value_of(zero)
+    maker = w.made_by(zero)
+    middle = w.value_of(maker.reads[0] if maker is not None and maker.kind == "Expand" else zero)  # one for all rows
     if "block_size" not in made.attributes:
         return product(scale, zero, bias)
     if x.like.numel() == x.shape[-1]:  # one row
@@ -124,18 +125,19 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
     real = w.emit("Mul", product(one, None if middle is None else middle.flatten()[0]), scale)
     added: Operand = bias
     if middle is None:
-        cast, lines = w.made_by(zero), [-integers.sum(0, dtype=torch.float64) * steps]
-        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if cast is None else cast.reads[0])]
+        lines = [-integers.sum(0, dtype=torch.float64) * steps]
+        parts = [w.emit("Mul", scale, w.cast(zero, torch.float32) if maker is None else maker.reads[0])]
         if w.sizes is not None:
             real = w.emit("Add", real, w.emit("Mul", parts[0], lines[0].float()))
-            return real if bias is None else w.emit("Add", real, bias)
-        if bias is not None and (known := w.value_of(bias.name)) is not None:
-            lines.append(known.double())
-            shape = *x.shape[:-1], 1
-            parts.append(w.constant(w.kept(("ones", shape), lambda: torch.ones(shape, device="cpu"))))
-        of_rows, rows = w.reshaped(w.joined(parts, -1), (-1, len(parts))), w.reshaped(real, (-1, weight.shape[0]))
-        real = w.emit("Gemm", of_rows, torch.stack(lines).float(), rows)
-        return w.reshaped(real, (*x.shape[:-1], weight.shape[0]))
+        else:
+            if bias is not None and (known := w.value_of(bias.name)) is not None:
+                lines.append(known.double())
+                shape = *x.shape[:-1], 1
+                parts.append(w.constant(w.kept(("ones", shape), lambda: torch.ones(shape, device="cpu"))))
+                added = None
+            of_rows, rows = w.reshaped(w.joined(parts, -1), (-1, len(parts))), w.reshaped(real, (-1, weight.shape[0]))
+            real = w.emit("Gemm", of_rows, torch.stack(lines).float(), rows)
+            real = w.reshaped(real, (*x.shape[:-1], weight.shape[0]))
     return real if added is None else w.emit("Add", real, added)
 
 

@@ -61,7 +61,8 @@ def relu6(w: Writer, x: Value) -> str:
 
 @writes("hardtanh")
 def hardtanh(w: Writer, x: Value, *, min_val: float, max_val: float) -> str:
-    if not x.dtype.is_floating_point and not (isinstance(min_val, int) and isinstance(max_val, int)):
+    whole = all(isinstance(bound, int) or math.isinf(bound) for bound in (min_val, max_val))
+    if not x.dtype.is_floating_point and not whole:
         x = Value(w.cast(x, torch.float32), x.like.float())
     return clamp(w, x, min_val, max_val)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -46,5 +47,7 @@ _CLAMP = "x min max"
     quant=_CLIPS,
 )
 def hardtanh(x: Tensor, *, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
-    """min(max(x, min_val), max_val); either bound may be infinite."""
+    """min(max(x, min_val), max_val); either bound may be infinite, and integers stay integers with one that is."""
+    if not x.is_floating_point() and math.isinf(min_val) != math.isinf(max_val):
+        return torch.clamp(x, max=max_val) if math.isinf(min_val) else torch.clamp(x, min=min_val)
     return torch.clamp(x, min_val, max_val)

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
+from fxq.graph.program import Program
 from fxq.graph.query import is_op, op_of, options_of
 from fxq.graph.run import Runner
 from fxq.pipeline.float_form import FloatForm
@@ -18,6 +19,8 @@ from fxq.pipeline.used_rows import used_rows
 
 class BothForms:
     """Some batches, run through a qdq graph and through its float form, node by node.
+
+    Both draw the same random numbers, and the modules of each keep what they keep from batch to batch to themselves.
 
     Args:
         gm: the qdq graph.
@@ -28,7 +31,8 @@ class BothForms:
     def __init__(self, gm: fx.GraphModule, batches: Sequence[Batch], tokens: Collection[fx.Node] = ()) -> None:
         kinds = Runner, FloatForm
         self._used = [used_rows(gm, batch, tokens) for batch in batches]
-        self._runs = [tuple(kind(gm, copied(batch)) for kind in kinds) for batch in batches]
+        sides = [(kind, Program(gm, gm.graph).modules) for kind in kinds]
+        self._runs = [tuple(kind(gm, copied(batch), modules=own) for kind, own in sides) for batch in batches]
 
     def values(self, node: fx.Node) -> Iterator[tuple[Any, Any]]:
         """Of every batch, the value of a node that is still read: as it is, and in float; without padding, (n, C)."""
@@ -37,9 +41,14 @@ class BothForms:
             yield pair[0].values[node][chosen], pair[1].values[node][chosen]
 
     def states(self, node: fx.Node) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of every batch, the hidden states that a recurrent op, the next node, multiplies with its weight_hh."""
-        for pair in self._runs:
-            yield _states(node, pair[0]), _states(node, pair[1])
+        """Of every batch, the hidden states that a recurrent op, the next node, multiplies with its weight_hh.
+
+        As they are, and in float; without those of steps whose input is padding.
+        """
+        x: Any = node.args[0]
+        for pair, used in zip(self._runs, self._used, strict=True):
+            chosen = used.get(x, ...)
+            yield _states(node, pair[0])[chosen], _states(node, pair[1])[chosen]
 
     def put(self, node: fx.Node, value: Any) -> None:
         """Take this for the value of a node that has been run, in the graph as it is."""
@@ -50,11 +59,13 @@ class BothForms:
         """Run a node for every batch; a weight once for all of them."""
         weight = node.op == "get_attr" or is_op(node, "dequantize")
         once = weight and all(read.op == "get_attr" for read in node.all_input_nodes)
-        for side in zip(*self._runs, strict=True):
-            value = side[0].compute(node) if once else None
-            for run in side:
+        made = [run.compute(node) for run in self._runs[0]] if once else []
+        for pair in self._runs:
+            drawn = torch.get_rng_state()
+            for side, run in enumerate(pair):
+                torch.set_rng_state(drawn)
                 if once:
-                    run.put(node, value)
+                    run.put(node, made[side])
                 else:
                     run.step(node)
 

@@ -62,18 +62,25 @@ def _without_padding(gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node
     found = {node: rows for node, rows in found.items() if rows.any() and not rows.all()}
     if not found:
         return {}
-    with torch.no_grad():
-        others = tuple(tensors(_Changed(gm, batch, found, Program(gm, gm.graph).modules).run()))
+    with torch.enable_grad():  # without, some ops of PyTorch run other kernels, whose last bits differ
+        others = tuple(tensors(_Kept(gm, batch, nodes, Program(gm, gm.graph).modules, found).run()))
     same = len(outputs) == len(others) and all(map(torch.equal, outputs, others))
     return found if same else {}
 
 
 class _Kept(FloatForm):
-    """Runs the graph in float, and keeps some of its values."""
+    """Runs the graph in float, and keeps some of its values; with large random numbers in the tokens not in `used`."""
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node], modules: Modules) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        batch: Batch,
+        nodes: Collection[fx.Node],
+        modules: Modules,
+        used: Mapping[fx.Node, Tensor] | None = None,
+    ) -> None:
         super().__init__(gm, copied(batch), modules=modules)
-        self._nodes = set(nodes)
+        self._nodes, self._used = set(nodes), used or {}
         self.kept: dict[fx.Node, Tensor] = {}
 
     def step(self, node: fx.Node) -> Any:
@@ -81,21 +88,8 @@ class _Kept(FloatForm):
         value = super().step(node)
         if node not in self._nodes or not isinstance(value, Tensor) or value.dim() < 3 or not value.is_floating_point():
             return value
-        self.values[node] = self.kept[node] = value if value.requires_grad else value.detach().requires_grad_()
-        return self.kept[node]
-
-
-class _Changed(FloatForm):
-    """Runs the graph in float, with large random numbers in the tokens that are said to be unused."""
-
-    def __init__(self, gm: fx.GraphModule, batch: Batch, used: Mapping[fx.Node, Tensor], modules: Modules) -> None:
-        super().__init__(gm, copied(batch), modules=modules)
-        self._used = used
-
-    def step(self, node: fx.Node) -> Any:
-        """Run the next node; its value."""
-        value, used = super().step(node), self._used.get(node)
-        if used is None:
-            return value
-        self.values[node] = torch.where(used[..., None], value, 2 * value.abs().max() * torch.randn_like(value))
-        return self.values[node]
+        value = value if value.requires_grad else value.detach().requires_grad_()
+        if node in self._used:
+            value = torch.where(self._used[node][..., None], value, 2 * value.abs().max() * torch.randn_like(value))
+        self.values[node] = self.kept[node] = value
+        return value

@@ -117,6 +117,18 @@ def test_a_linear_layer_on_a_measured_grid(axis, symmetric, bias, optimized):
 
 
 @needs_vnni
+def test_a_bias_that_is_computed_behind_measured_rows():
+    gm, x = measured_layer(-1, symmetric=False), normal(4, 32)
+    (layer,) = (node for node in gm.graph.nodes if node.target is OPS["linear"].target)
+    with gm.graph.inserting_before(layer):
+        layer.args = *layer.args[:2], gm.graph.call_function(OPS["relu"].target, (layer.args[2],))
+    before, bias = write_onnx(measured_layer(-1, symmetric=False, bias=False), [x]), gm.bias.relu()
+    (product,) = run_onnxruntime(before.model, [x])
+    (got,) = run_onnxruntime(write_onnx(gm, [x]).model, [x])
+    same(got, product + bias, 1e-6)
+
+
+@needs_vnni
 def test_a_measured_row_with_a_range_beyond_float32():
     gm = measured_layer(-1, symmetric=False, bias=False)
     gm.steps.mul_(1e-3)

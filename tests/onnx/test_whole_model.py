@@ -153,6 +153,17 @@ def test_sizes_may_vary_where_layers_take_all_that_are_large_enough():
     assert got.shape == (3, 8, 1, 1) and sqnr(gm(other), got) > 35
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_sizes_of_rows_that_are_measured_may_vary(symmetric):
+    spec = fxq.TensorSpec(per="row", range="measured", symmetric=symmetric)
+    x, other = normal(2, 5, 16), 30 * normal(3, 1, 16)
+    recipe = fxq.Recipe.dynamic(activation=spec, backend="reference")
+    qmodel = fxq.quantize(nn.Sequential(nn.Linear(16, 8)).eval(), recipe, data=[x])
+    gm, _, made = written(qmodel, x, {"input": {0: "n", 1: "t"}})
+    (got,) = run_onnxruntime(made.model, [other])
+    assert sqnr(gm(other), got) > 60  # dB
+
+
 def test_fixed_sizes():
     model, x = MODELS["residual"]
     _, _, made = written(fxq.quantize(model, REFERENCE, data=[x]), x, False)

@@ -20,7 +20,7 @@ from tests.cases_layers import LAYERS
 from tests.cases_movement import MOVEMENT, SELECTION
 from tests.cases_pooling import POOLING
 from tests.graphs import anonymous, graph
-from tests.helpers import ops_of_fxq
+from tests.helpers import REFERENCE, module, ops_of_fxq
 from tests.machine import BITS, decibels, needs_x86, portable
 from tests.opcases import Case
 
@@ -184,3 +184,15 @@ def test_an_instance_norm_of_one_element_to_a_channel():
 
     x = torch.randn(2, 4, 1)
     assert torch.equal(graph(Normed(), x, "canonicalize")(x), Normed()(x))
+
+
+@pytest.mark.parametrize("limits", [{"max": 5}, {"min": 1}, {"min": 1, "max": 5}])
+def test_integers_that_are_clamped_stay_integers(limits):
+    """As row numbers have to."""
+    torch.manual_seed(0)
+    table, out, x = nn.Embedding(9, 8), nn.Linear(8, 4), torch.arange(9)
+    model = module(lambda self, x: (self.out(self.table(x.clamp(**limits))), x.clamp(**limits)), table=table, out=out)
+    y, rows = fxq.quantize(model, REFERENCE, data=[x])(x)
+    wanted, wanted_rows = model(x)
+    assert rows.dtype == torch.int64 and torch.equal(rows, wanted_rows)
+    assert sqnr(wanted, y) > 25  # dB

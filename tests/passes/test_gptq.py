@@ -1,5 +1,7 @@
 """gptq: against the algorithm written out plainly, and what it is worth."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -167,14 +169,26 @@ def test_recurrent_layers(kind, bidirectional):
     assert len(better.history["gptq"].edits) == 2 + 2 * bidirectional
 
 
-def test_padding_does_not_count():
+class Summed(nn.Module):
+    """A recurrent layer, another, and the sum of the tokens that a mask keeps: (N, L, 16), (N, L) bool to (N, 8)."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.out = getattr(nn, kind)(16, 16, batch_first=True), nn.Linear(16, 8)
+
+    def forward(self, x, keep):
+        return (self.out(self.layer(x)[0]) * keep[..., None]).sum(1)
+
+
+@pytest.mark.parametrize(("made", "layers"), [(Pooled, 4), (partial(Summed, "LSTM"), 3), (partial(Summed, "GRU"), 3)])
+def test_padding_does_not_count(made, layers):
     """Whatever stands in it, the integers are the same."""
     recipe = FOUR_BITS.insert_pass(Gptq(), after="insert-qdq")
     torch.manual_seed(0)
-    model = Pooled().eval()
+    model = made().eval()
     a, b = (fxq.quantize(model, recipe, data=[padded(size=size)]).state_dict() for size in (1.0, 30.0))
     integers = [name for name in a if name.endswith("_chosen")]
-    assert len(integers) == 4 and all(torch.equal(a[name], b[name]) for name in integers)
+    assert len(integers) == layers and all(torch.equal(a[name], b[name]) for name in integers)
 
 
 def test_a_token_that_is_far_larger_counts_like_the_others():
