@@ -210,3 +210,15 @@ def test_what_is_chosen_holds_no_more_memory_than_it_needs():
     assert qmodel.history["gptq"].edits
     for kept in qmodel.state_dict().values():
         assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()
+
+
+def test_what_rounding_costs_tokens_does_not_change_the_weight_of_a_linear_layer():
+    """Fitted to tokens of 2 bits, the weight would be a smaller one, which suits none but them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 24)).eval()
+    coarse = fxq.Recipe.static(activation=fxq.TensorSpec(bits=2), backend="reference", optimize="coverage")
+    recipe = coarse.with_min_sqnr(None).without_pass("correct-bias").insert_pass(Gptq(scales=False), after="smooth")
+    qmodel = fxq.quantize(model, recipe, data=[torch.randn(8, 40, 32) for _ in range(4)])
+    found = qmodel.qparams()["0"]
+    weight = found.weight.float() * found.weight_scale[:, None]
+    assert sqnr(model[0].weight.detach(), weight) > 30  # dB
