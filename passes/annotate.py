@@ -146,7 +146,7 @@ class _Asked:
         light = calls[0].op.quant.kind == "computes" and not any(call.op.quant.weight for call in calls)
         if light and config.activation is not None and config.activation.range == "measured":
             return self._float("no integer neighbour", "ranges are measured for layers with weights alone")
-        asked, config = config, backend.config(config, calls)
+        asked, config = config, backend.config(gm, config, calls)
         notes = _changes(backend, asked, config)
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
@@ -253,7 +253,7 @@ def _unfit(gm: fx.GraphModule, calls: tuple[OpCall, ...], changes: Changes) -> s
 
 def _changes(backend: Backend, asked: QuantConfig, config: QuantConfig) -> list[str]:
     """What a backend reads in another way than the recipe asks for."""
-    roles: tuple[Role, ...] = ("activation", "state")
+    roles: tuple[Role, ...] = ("activation", "weight", "state")
     return [
         f"for {backend.name}, its {role} is {config.of(role)}, and not {asked.of(role)}"
         for role in roles

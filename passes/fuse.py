@@ -53,8 +53,8 @@ def _left_over(rewriter: Rewriter, nodes: Sequence[fx.Node], calls: Calls) -> st
         return "the recipe leaves activations in float, where a layer runs alone"
     if asked.is_float:
         return None
-    backend = context.backend
-    support = support_of(backend, rewriter.gm, nodes[-1], calls, backend.config(asked, calls))
+    backend, gm = context.backend, rewriter.gm
+    support = support_of(backend, gm, nodes[-1], calls, backend.config(gm, asked, calls))
     if support.ops == len(calls) or (support.ops == 0 and not any(call.op.quant.heavy for call in calls[1:])):
         return None
     return f"{backend.name} has a kernel for the first {support.ops} of these {len(calls)} ops alone"

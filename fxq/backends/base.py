@@ -131,7 +131,7 @@ class Backend(ABC):
         """
         return None
 
-    def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
+    def config(self, gm: fx.GraphModule, config: QuantConfig, calls: Calls) -> QuantConfig:
         """The config that this backend uses for a unit of `calls` where a recipe asks for `config`.
 
         One scale for a whole weight where the kernel takes no more.

@@ -141,7 +141,7 @@ def _before_rounding(w: Writer, x: Value) -> Value:
 def _integers(
     w: Writer, weights: Sequence[Value | None], order: Sequence[int]
 ) -> tuple[list[Tensor | None], list[Operand]]:
-    """Weights as integers (1, columns, gates), and of each the scales and zero points (1, gates).
+    """Weights as integers (1, columns, gates), and of each the scales and zero points, (1, gates) or one, (1,).
 
     No node shares them with another: ONNX Runtime fails to make unsigned integers of what nodes share.
     """
@@ -153,8 +153,8 @@ def _integers(
         if found is None or q is None or bool(found.zero.any()) or found.node.attributes.get("block_size"):
             raise NotInOnnx("its weights have zero points, or blocks, or are not in integers")
         parts.append(_in_order(q, order).transpose(1, 2).contiguous())
-        grids.append(_in_order(found.scale.expand(len(q)), order))
-        grids.append(torch.zeros(1, len(q), dtype=torch.int8, device="cpu"))
+        scale = found.scale.reshape(1) if found.scale.numel() == 1 else _in_order(found.scale, order)
+        grids += [scale, torch.zeros(scale.shape, dtype=torch.int8, device="cpu")]
     return parts, grids
 
 

@@ -29,4 +29,4 @@ def test_all_ops_of_a_unit_are_supported_with_any_bits():
     config = fxq.QuantConfig(activation=fxq.TensorSpec(bits=3, signed=True))
     support = Reference().supports(gm, unit, calls, config)
     assert (support.ops, support.reason) == (len(calls), "") and len(calls) == 2
-    assert Reference().config(config, calls) == config and not Reference().adds_in_int16(calls)
+    assert Reference().config(gm, config, calls) == config and not Reference().adds_in_int16(calls)

@@ -19,6 +19,7 @@ from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, r
 from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.request import Request
 from fxq.graph.info import EngineLayer, info
+from fxq.graph.query import constant
 from fxq.graph.unit import Calls, OpCall
 from fxq.onnx.protobuf import onnx_type
 from fxq.ops import OPS
@@ -123,6 +124,16 @@ _WHOLE = TensorSpec(range="measured")
 """One range of all values."""
 
 
+_EVEN = 1.12
+"""How much larger the error of rounding may become by one scale for all rows: 0.5 dB."""
+
+
+def _is_even(weight: Tensor) -> bool:
+    """Whether the rows of a weight have much the same range."""
+    squares = weight.abs().amax(1).square()
+    return bool(squares.max() <= _EVEN * squares.mean())
+
+
 class Onnxruntime(EngineBackend):
     """ONNX Runtime's CPU provider. uint8 activations, int8 per-channel weights."""
 
@@ -135,11 +146,18 @@ class Onnxruntime(EngineBackend):
     measures: ClassVar[frozenset[str]] = frozenset({"linear", "lstm"})
     tables: ClassVar[frozenset[str]] = frozenset({"embedding"})
 
-    def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
-        """As in `Backend`: an LSTM measures one range of its input, and one of each step's state, with zero points."""
+    def config(self, gm: fx.GraphModule, config: QuantConfig, calls: Calls) -> QuantConfig:
+        """As in `Backend`: an LSTM measures one range of its input, and one of each step's state, with zero points.
+
+        A scale for each row of its weights takes longer; one of all rows, where they have much the same range.
+        """
         if calls[0].op.name != "lstm" or config.activation is None or config.state is None:
             return config
-        return replace(config, activation=_WHOLE, state=replace(MEASURED_STATE, symmetric=False))
+        weights = [constant(gm, calls[0].tensors[name]) for name in ("weight_ih", "weight_hh")]
+        spec = config.weight
+        if spec is not None and spec.per == "channel" and all(w is not None and _is_even(w) for w in weights):
+            spec = replace(spec, per="tensor")
+        return replace(config, activation=_WHOLE, weight=spec, state=replace(MEASURED_STATE, symmetric=False))
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """As in `Backend`; with measured ranges, what ONNX Runtime has a quick kernel for that measures so."""

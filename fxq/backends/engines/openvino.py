@@ -154,7 +154,7 @@ class Openvino(EngineBackend):
             return "OpenVINO computes integers of 64 bits in 32"
         return super().refusal(gm, node)
 
-    def config(self, config: QuantConfig, calls: Calls) -> QuantConfig:
+    def config(self, gm: fx.GraphModule, config: QuantConfig, calls: Calls) -> QuantConfig:
         """As in `Backend`: transposed convolutions read int8 around 0, since with a zero point they run in float.
 
         Not without VNNI, where int8 is shifted to uint8, whose large values overflow.

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from torch import fx
+
 from fxq.backends import cpu
 from fxq.backends.base import Trap
 from fxq.backends.kernel_table import KernelRow
@@ -85,7 +87,7 @@ class Fbgemm(PackedBackend):
         kernel = "quantized::conv_transpose2d, kernel 2 high"
         return (Trap(kernel, "it runs in three dimensions", packed.transposed_2_high_is_right),)
 
-    def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
+    def config(self, gm: fx.GraphModule, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
         """Per-tensor weights for transposed convolutions."""
         if calls[0].op.name.startswith("conv_transpose") and config.weight is not None:
             config = replace(config, weight=replace(config.weight, per="tensor"))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from torch import fx
+
 from fxq.backends.base import Trap
 from fxq.backends.kernel_table import KernelRow
 from fxq.backends.layer_spec import LayerSpec
@@ -65,7 +67,7 @@ class Qnnpack(PackedBackend):
         """Transposed convolution of three dimensions."""
         return (Trap("quantized::conv_transpose3d", "it runs in float", packed.transposed_3d_is_right),)
 
-    def config(self, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
+    def config(self, gm: fx.GraphModule, config: QuantConfig, calls: tuple[OpCall, ...]) -> QuantConfig:
         """Per-tensor weights for transposed convolutions with groups."""
         call = calls[0]
         if call.op.name.startswith("conv_transpose") and call.options["groups"] > 1 and config.weight is not None:

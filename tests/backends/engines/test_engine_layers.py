@@ -159,7 +159,7 @@ def test_what_openvino_runs_in_float_is_float_in_the_ledger(monkeypatch):
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 8, 3), nn.Conv2d(8, 4, 3))
     x = torch.randn(2, 3, 16, 16)
     assert quantized(model, "openvino", x).ledger.coverage == 1.0
-    monkeypatch.setattr(Openvino, "config", lambda self, config, calls: config)
+    monkeypatch.setattr(Openvino, "config", lambda self, gm, config, calls: config)
     q = quantized(model, "openvino", x)
     (entry,) = q.ledger.where(fate="float")
     assert (entry.path, entry.reason) == (

@@ -193,6 +193,19 @@ def test_lstms_measure_their_ranges(options, machine, free):
     assert sqnr(wanted, got) > max(33, sqnr(wanted, other) - 4)
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+def test_one_scale_is_for_all_rows_of_an_lstm_that_have_the_same_range(uneven, machine, free):
+    model, inputs = Recurrent().eval(), (torch.randn(12, 1, 24), torch.zeros(2, 1, 32), torch.zeros(2, 1, 32))
+    if uneven:
+        with torch.no_grad():
+            model.layers.weight_hh_l0[:32] *= 3
+    q = dynamic(model, inputs)
+    scales = [v.numel() for layer in q.qparams().values() for k, v in layer.to_dict().items() if k.endswith("h_scale")]
+    assert scales == ([128, 128, 1, 1] if uneven else [1, 1, 1, 1])
+    assert ["its weight is" in entry.reason for entry in q.ledger.where(op="lstm")] == [not uneven, True]
+    assert sqnr(model(*inputs)[0], q(*inputs)[0]) > 33
+
+
 def test_an_lstm_of_a_static_recipe_measures_its_ranges_too(free):
     model, data = Recurrent().eval(), [(torch.randn(9, 1, 24), torch.zeros(2, 1, 32), torch.zeros(2, 1, 32))] * 3
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
