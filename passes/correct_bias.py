@@ -48,7 +48,8 @@ class CorrectBias(Pass):
     Args:
         scale: fit the weight's scale too.
         least: layers with fewer values per channel in the recorded samples are left alone: a fit would follow noise.
-        samples: how many samples to look at; half as many of a model that takes long for one.
+        samples: how many samples to look at; of a model that takes long for one, so many that it takes no longer than
+            calibration did, but 16 at least.
     """
 
     scale: bool = True
@@ -70,7 +71,7 @@ class CorrectBias(Pass):
         layers: Mapping[fx.Node, _Layer] = self._layers(rewriter)
         if not context.samples or not layers:
             return
-        pieces = context.in_pieces(self.samples, _PIECES)
+        pieces = context.in_pieces(self.samples, _FEW, _PIECES)
         with torch.no_grad(), seeded():
             known = sum(samples_in(piece) or 1 for piece in pieces)
             enough = known >= _FEW if context.divisible else len(pieces) >= _PIECES

@@ -13,6 +13,9 @@ import torch
 
 SECONDS, MOST = 0.7, 30
 """How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
+TURN = 0.04
+"""Seconds that a call is repeated in its turn, where the least time is asked for: the threads of the one before it, which
+wait for more to do, hold the first calls up."""
 
 
 def clock(every_thread: bool = False) -> Callable[[], float]:
@@ -40,7 +43,7 @@ def interleaved(
         calls: by name.
         wait: what waits for the end of a call.
         least: take the shortest time of each instead, to which other programs have added nothing; on one thread, of
-            the time that the CPU gave.
+            the time that the CPU gave. In its turn a call is repeated for `TURN`.
     """
     now = clock(every_thread=True) if least else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -48,8 +51,12 @@ def interleaved(
     for _ in rounds():
         order.shuffle(names)
         for name in names:
-            with timed(times[name], wait, now):
-                calls[name]()
+            end = time.perf_counter() + (TURN if least else 0)
+            while True:
+                with timed(times[name], wait, now):
+                    calls[name]()
+                if time.perf_counter() >= end:
+                    break
     return {name: 1e6 * min(found) if least else median(found) for name, found in times.items()}
 
 

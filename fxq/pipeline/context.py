@@ -88,15 +88,18 @@ class Context:
         each = -(-most // len(batches))
         return [first_of(batch, each) if self.divisible else batch for batch in batches]
 
-    def in_pieces(self, most: int, count: int) -> list[Batch]:
+    def in_pieces(self, most: int, least: int, count: int) -> list[Batch]:
         """The same; of a large model, so that few values are held at a time, in `count` batches or some more.
 
-        Half as many samples where it is large for a single one: they take as long as calibration with all of them.
+        Where it is large for a single sample, so many, but at least `least`, that to run them in float and on integers
+        takes no longer than calibration.
         """
         if self.original is None or not self.original.is_large or not self.divisible:
             return self.some_samples(most)
-        heavy = self.original.is_large_for(samples_in(self.example) or 1)
-        batches = self.some_samples(-(-most // 2) if heavy else most)
+        if self.original.is_large_for(samples_in(self.example) or 1):
+            known = sum(samples_in(batch) or 1 for batch in self.samples)
+            most = max(3 * min(most, known) // 8, least)
+        batches = self.some_samples(most)
         size = max(sum(samples_in(batch) or 1 for batch in batches) // count, 1)
         return [piece for batch in batches for piece in pieces_of(batch, size)]
 

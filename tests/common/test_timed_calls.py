@@ -37,9 +37,23 @@ def test_the_shortest_time_of_a_call_that_is_held_up_once(monkeypatch):
     def call():
         now[0] += 1e-6 * next(lasts)
 
+    monkeypatch.setattr(timed_calls, "TURN", 0.0)
     assert interleaved({"a": call}, lambda: None, least=True) == {"a": pytest.approx(3.0)}
     lasts = iter([9.0, 5.0, 3.0, 5.0, 7.0])
     assert interleaved({"a": call}, lambda: None) == {"a": pytest.approx(5.0)}
+
+
+def test_who_is_held_up_by_the_call_before_it_is_repeated_in_its_turn(monkeypatch):
+    now, before = [0.0], [""]
+    monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timed_calls, "clock", lambda every_thread: lambda: now[0])
+
+    def call(name):
+        now[0] += 0.003 if before[0] == name else 0.009
+        before[0] = name
+
+    calls = {name: lambda name=name: call(name) for name in "ab"}
+    assert interleaved(calls, lambda: None, least=True) == {"a": pytest.approx(3000), "b": pytest.approx(3000)}
 
 
 def test_the_clock_counts_what_the_cpu_gave(monkeypatch):

@@ -99,17 +99,23 @@ def test_what_may_be_cut(model, shapes, divisible):
 
 
 @pytest.mark.parametrize(
-    ("large", "divisible", "sizes"),
-    [(5, True, [2, 1, 2, 1]), (0, True, [1, 1, 1, 1]), (0, False, [5, 3]), (99, True, [3, 3])],
+    ("large", "divisible", "least", "sizes"),
+    [
+        (5, True, 2, [2, 1, 2, 1]),
+        (0, True, 2, [1, 1]),
+        (0, True, 4, [1, 1, 1, 1]),
+        (0, False, 2, [5, 3]),
+        (99, True, 2, [3, 3]),
+    ],
 )
-def test_samples_in_pieces(monkeypatch, large, divisible, sizes):
+def test_samples_in_pieces(monkeypatch, large, divisible, least, sizes):
     """The example of 2 samples takes 8 multiplications."""
     monkeypatch.setattr(float_ops, "_LARGE", large)
     model = nn.Sequential(nn.Linear(2, 2)).eval()
     given = fxq.prepare(model, REFERENCE, torch.rand(2, 2)).manager.context
     given.samples[:], given.divisible = [Batch((torch.rand(5, 2),)), Batch((torch.rand(3, 2),))], divisible
-    found = given.in_pieces(6, 3)
+    found = given.in_pieces(6, least, 3)
     assert [len(piece.args[0]) for piece in found] == sizes
-    few = (3 if large else 2) if divisible else None
+    few = (3 if large else len(sizes) // 2) if divisible else None
     wanted = [batch.args[0][:few] for batch in given.samples]
     assert torch.equal(torch.cat([piece.args[0] for piece in found]), torch.cat(wanted))
