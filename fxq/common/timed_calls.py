@@ -14,7 +14,7 @@ import torch
 SECONDS, MOST = 0.7, 30
 """How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
 TURN = 0.04
-"""Seconds that a call is repeated in its turn, where the least time is asked for: the threads of the one before it, which
+"""Seconds that a call is repeated in its turn, where the least time is asked for. Threads of the call before it, which
 wait for more to do, hold the first calls up."""
 
 
