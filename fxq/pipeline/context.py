@@ -23,6 +23,9 @@ from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector
 from fxq.rewriting.computed import Computed
 
+_BOTH_FORMS = 3
+"""So many samples take no longer in float and on integers than 8 do in calibration."""
+
 
 @dataclass
 class Context:
@@ -98,7 +101,7 @@ class Context:
             return self.some_samples(most)
         if self.original.is_large_for(samples_in(self.example) or 1):
             known = sum(samples_in(batch) or 1 for batch in self.samples)
-            most = max(3 * min(most, known) // 8, least)
+            most = max(_BOTH_FORMS * min(most, known) // 8, least)
         batches = self.some_samples(most)
         size = max(sum(samples_in(batch) or 1 for batch in batches) // count, 1)
         return [piece for batch in batches for piece in pieces_of(batch, size)]
