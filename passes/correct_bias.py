@@ -48,8 +48,8 @@ class CorrectBias(Pass):
     Args:
         scale: fit the weight's scale too.
         least: layers with fewer values per channel in the recorded samples are left alone: a fit would follow noise.
-        samples: how many samples to look at; of a model that takes long for one, so many that it takes no longer than
-            calibration did, but 16 at least.
+        samples: how many samples to look at; of a model that takes long for one, half of those that there are, but 16
+            at least: it takes about as long as calibration.
     """
 
     scale: bool = True
@@ -155,7 +155,7 @@ class _Layer:
         scale: the scales of the weight; None where they are not fitted.
         least: of fewer values in a channel there is no line.
         parts: into how many the values of a batch are cut, if there are enough.
-        waiting: what both forms computed of each channel, (C, N), until it is enough for a part.
+        waiting: what both forms computed of each channel, (S, C, N), until it is enough for a part.
         values: in each channel, in the parts so far.
         level: the mean of what the integers compute.
         shift: how much lower that is than what the float form computes.
@@ -204,25 +204,29 @@ class _Layer:
     def _compare(self, got: Tensor, wanted: Tensor) -> None:
         """Take in what both forms compute, as soon as there is enough for a part."""
         self.waiting.append((self._by_channel(got), self._by_channel(wanted)))
-        count = sum(rows.shape[1] for rows, _ in self.waiting)
+        count = sum(rows[:, 0].numel() for rows, _ in self.waiting)
         if count < _ENOUGH:
             return
-        pair = [torch.cat(rows, 1) if len(rows) > 1 else rows[0] for rows in zip(*self.waiting, strict=True)]
+        pair = [torch.cat(rows, 2) if len(rows) > 1 else rows[0] for rows in zip(*self.waiting, strict=True)]
         self.waiting.clear()
         self.values += count
+        cut = 0 if len(pair[0]) > 1 else 2
         parts = min(self.parts, count // _ENOUGH)
-        for less, more in zip(*(rows.tensor_split(parts, 1) for rows in pair), strict=True):
-            counts = token_weights(more.T) if self.axis == -1 and got.dim() > 2 else None
+        for less, more in zip(*(rows.tensor_split(parts, cut) for rows in pair), strict=True):
+            counts = token_weights(more[0].T) if self.axis == -1 and got.dim() > 2 else None
             self._add(_moments(less, counts), _moments(more, counts))
         if self.values >= self.least:
             factor = self._factor()
             self.line = factor, self.shift() + (1 - factor) * self.level.mean
 
     def _by_channel(self, x: Tensor) -> Tensor:
-        """The values of each channel in a row, (C, N)."""
+        """The values of each channel in a row, (1, C, N); (S, C, N) where samples, which lie so, can be the parts."""
+        in_samples = self.axis % x.dim() == 1 and self.used is None and not self.waiting
+        if in_samples and len(x) >= self.parts and x[0, 0].numel() >= _ENOUGH:
+            return x.flatten(2)
         rows = x.movedim(self.axis, 0)
         known = self.used is not None and self.used.shape == rows.shape[1:]  # a unit may return less than its layer
-        return rows[:, self.used] if known else rows.reshape(len(rows), -1)
+        return (rows[:, self.used] if known else rows.reshape(len(rows), -1))[None]
 
     def _add(self, got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
         """Take in the mean and the deviation of a part, in both forms."""
@@ -244,13 +248,16 @@ class _Layer:
 
 
 def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean of each row, and the mean square of what deviates from it, float64; each column counts so much."""
+    """The mean of each channel in (S, C, N), and the mean square of what deviates from it, (C,) in float64.
+
+    Each column counts so much.
+    """
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     counts = None if counts is None else counts / counts.mean()
     weighted = rows if counts is None else rows * counts
-    mean = weighted.mean(1, keepdim=True)
+    mean = weighted.mean(2, keepdim=True).mean(0)
     squares = (rows - mean).square_()
-    return mean[:, 0].double(), (squares if counts is None else squares.mul_(counts)).mean(1).double()
+    return mean[:, 0].double(), (squares if counts is None else squares.mul_(counts)).mean(2).mean(0).double()
 
 
 def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer]) -> tuple[Any, Any]:

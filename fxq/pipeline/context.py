@@ -23,9 +23,6 @@ from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector
 from fxq.rewriting.computed import Computed
 
-_BOTH_FORMS = 3
-"""So many samples take no longer in float and on integers than 8 do in calibration."""
-
 
 @dataclass
 class Context:
@@ -94,14 +91,14 @@ class Context:
     def in_pieces(self, most: int, least: int, count: int) -> list[Batch]:
         """The same; of a large model, so that few values are held at a time, in `count` batches or some more.
 
-        Where it is large for a single sample, so many, but at least `least`, that to run them in float and on integers
-        takes no longer than calibration.
+        Where it is large for a single sample, half of those that are known, but at least `least`: to run them in float
+        and on integers takes about as long as calibration.
         """
         if self.original is None or not self.original.is_large or not self.divisible:
             return self.some_samples(most)
         if self.original.is_large_for(samples_in(self.example) or 1):
             known = sum(samples_in(batch) or 1 for batch in self.samples)
-            most = max(_BOTH_FORMS * min(most, known) // 8, least)
+            most = max(min(most, known) // 2, least)
         batches = self.some_samples(most)
         size = max(sum(samples_in(batch) or 1 for batch in batches) // count, 1)
         return [piece for batch in batches for piece in pieces_of(batch, size)]

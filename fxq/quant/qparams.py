@@ -54,7 +54,7 @@ def _to_grid(
     x = x.to(torch.float32)
     if not isinstance(scale, Tensor):
         scale = x.new_full((), scale)  # a true division on every device; some multiply by the inverse of a number
-    return torch.round(x / scale).add_(zero_point).clamp_(qmin, qmax).to(dtype)
+    return (x / scale).round_().add_(zero_point).clamp_(qmin, qmax).to(dtype)
 
 
 def spread(values: Tensor, x: Tensor, axis: int | None, block: int | None) -> Tensor:
@@ -88,11 +88,11 @@ def _quantize_tensor(
 
 
 def _dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
-    return (q.to(torch.float32) - zero_point).mul_(scale)
+    return q.to(torch.float32, copy=True).sub_(zero_point).mul_(scale)
 
 
 def _dequantize_tensor(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
-    return (q.to(torch.float32) - spread(zero_point, q, axis, block)).mul_(spread(scale, q, axis, block))
+    return q.to(torch.float32, copy=True).sub_(spread(zero_point, q, axis, block)).mul_(spread(scale, q, axis, block))
 
 
 _MADE_OF = {
