@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxq.common.metrics import Agreement
 from fxq.graph.info import Decision, Plan, info
-from fxq.ledger.linear_inputs import Form, LinearInput, LinearLayer, rounded, seen_inputs
+from fxq.ledger.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams, choose_qparams, quantize
@@ -37,9 +37,9 @@ class _Way(NamedTuple):
     rows: bool = False
 
 
-CALIBRATED = (_Way(), *map(_Way, STRENGTHS))
+DIVIDED = (_Way(), *map(_Way, STRENGTHS))
 MEASURED = (_Way(rows=True), _Way(STRENGTHS[0], rows=True))
-WAYS = (*CALIBRATED, *MEASURED)
+WAYS = (*DIVIDED, *MEASURED)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Smooth(Pass):
     does not hide what the others lose; padding does not count.
     In transformers, some tokens hold values many times as large as all others, in what GELU returns most of all. No
     factors of channels help there. Such a layer measures the range of each token when the model runs, as in a dynamic
-    recipe; where the backend cannot, `fallback` leaves it in float.
+    recipe; where the backend cannot, `fallback` leaves it in float. Inputs that a dynamic recipe measures are divided
+    by factors, too, where it is given data.
     Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4; Dettmers et al. 2022, section 2.1 (a
     scale for each row).
 
@@ -63,6 +64,7 @@ class Smooth(Pass):
         gain: dB that the layers have to gain: the factors cost a multiplication of each input.
         measure_gain: dB that they have to gain by measured ranges, which cost time in each call.
         enough: dB. Layers whose SQNR is above that are left alone.
+        dynamic_gain, dynamic_enough: the same for inputs that a dynamic recipe measures, which are more exact already.
         samples: how many samples to look at.
         rows: how many tokens of them, for the errors.
         least: inputs with fewer tokens in the samples are left alone: what is large in them is not known.
@@ -71,6 +73,8 @@ class Smooth(Pass):
     gain: float = 3.0
     measure_gain: float = 5.0
     enough: float = 33.0
+    dynamic_gain: float = 1.5
+    dynamic_enough: float = 40.0
     samples: int = 64
     rows: int = 1024
     least: int = 512
@@ -79,6 +83,8 @@ class Smooth(Pass):
         "gain": (0.0, math.inf),
         "measure_gain": (0.0, math.inf),
         "enough": (-math.inf, math.inf),
+        "dynamic_gain": (0.0, math.inf),
+        "dynamic_enough": (-math.inf, math.inf),
         "samples": (1, math.inf),
         "rows": (1, math.inf),
         "least": (1, math.inf),
@@ -108,28 +114,31 @@ class _Input(LinearInput):
     Attributes:
         low, high: the range of each channel in the samples that are for it, (C,).
         later: the same of those that are for the errors.
-        errors: of the layers' results, relative to the float ones, each way.
+        errors: of the layers' results, relative to the float ones, each way: what is measured is so in any case.
     """
 
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
     high: Tensor = field(default_factory=lambda: torch.zeros(()))
     later: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.zeros(()), torch.zeros(())))
-    errors: list[Agreement] = field(default_factory=lambda: [Agreement() for _ in WAYS])
+    errors: dict[_Way, Agreement] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.errors = {way: Agreement() for way in (DIVIDED if isinstance(self.grid, MeasuredGrid) else WAYS)}
 
     def see(self, x: Tensor, share: float) -> None:
         """Take in tokens, (N, C): the ranges of the first half of the samples, the errors of the other."""
         for_ranges, others = x.tensor_split([round(share * len(x))])
         self.low, self.high = _around(for_ranges, self.low, self.high)
         self.later = _around(others, *self.later)
-        self.compare(others, self.errors, self._ways)
+        self.compare(others, list(self.errors.values()), self._ways)
 
     def _ways(self, x: Tensor) -> Iterator[Form]:
         """Tokens and weights rounded each way."""
-        for way in WAYS:
+        for way in self.errors:
             factors = self.factors(way.strength)
             given = x if factors is None else x / factors
-            weights = [rounded(*_smoothed(layer, factors)) for layer in self.layers]
-            yield self.row_grid.rounded(given) if way.rows else rounded(given, self.smoothed_grid(factors)), weights
+            weights = [grid.rounded(weight) for weight, grid in (_smoothed(layer, factors) for layer in self.layers)]
+            yield self.grid_for(way, factors).rounded(given), weights
 
     def factors(self, strength: float | None) -> Tensor | None:
         """What each channel is divided by, (C,)."""
@@ -143,11 +152,13 @@ class _Input(LinearInput):
     @property
     def spec(self) -> TensorSpec:
         """That of the input, with as many bits as its grid has."""
-        return replace(self.layers[0].reads, bits=self.grid.bits)
+        return replace(self.layers[0].reads, bits=(self.grid.qmax - self.grid.qmin).bit_length())
 
-    def smoothed_grid(self, factors: Tensor | None) -> QParams:
-        """The grid for all values that were seen, divided by the factors."""
-        if factors is None:
+    def grid_for(self, way: _Way, factors: Tensor | None) -> QParams | MeasuredGrid:
+        """The grid for values divided by the factors: for all that were seen, or one that is measured."""
+        if way.rows:
+            return self.row_grid
+        if factors is None or isinstance(self.grid, MeasuredGrid):
             return self.grid
         return choose_qparams((self.low / factors).min(), (self.high / factors).max(), self.spec)
 
@@ -163,13 +174,15 @@ class _Input(LinearInput):
 
     def best(self, asked: Smooth) -> tuple[_Way, str]:
         """The way that is worth it, and why; what costs more has to gain more."""
-        found = dict(zip(WAYS, (error.sqnr for error in self.errors), strict=True))
+        found = {way: error.sqnr for way, error in self.errors.items()}
+        dynamic = isinstance(self.grid, MeasuredGrid)
+        enough, gain = (asked.dynamic_enough, asked.dynamic_gain) if dynamic else (asked.enough, asked.gain)
         best = _Way()
-        if found[best] < asked.enough:
-            smoothed = max(CALIBRATED[1:], key=found.__getitem__)
-            if found[smoothed] >= found[best] + asked.gain:
+        if found[best] < enough:
+            smoothed = max(DIVIDED[1:], key=found.__getitem__)
+            if found[smoothed] >= found[best] + gain:
                 best = smoothed
-        if found[best] < asked.enough:
+        if found[best] < enough and not dynamic:
             before = found[best]
             plain, smoothed = MEASURED
             measured = smoothed if found[smoothed] >= found[plain] + asked.gain else plain
@@ -198,7 +211,7 @@ def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
     old, value = one.quantize, one.quantize.args[0]
     assert isinstance(value, fx.Node)  # what is quantized is a value
     factors = one.factors(way.strength)
-    grid = one.row_grid if way.rows else one.smoothed_grid(factors)
+    grid = one.grid_for(way, factors)
     if factors is not None:
         value = _divided(rewriter, value, factors, old, way.strength)
     _, dq = on_grid(rewriter, value, value, grid, f"{value.name}_rows" if way.rows else value.name, like=old)

@@ -9,8 +9,20 @@ import torch
 from torch import Tensor, fx
 
 from fxq.graph.bindable import Bindable
-from fxq.graph.query import CONVERSIONS, argument, constant, flat_nodes, op_of, submodule, taken_part
+from fxq.graph.query import (
+    CONVERSIONS,
+    argument,
+    constant,
+    flat_nodes,
+    is_op,
+    measures_of,
+    op_of,
+    options_of,
+    submodule,
+    taken_part,
+)
 from fxq.ops import OPS
+from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 
 Grids = dict[fx.Node, "QParams | None"]
@@ -38,6 +50,15 @@ def grid_of(gm: fx.GraphModule, node: fx.Node, known: Grids | None = None) -> QP
     if source is not node:
         known[node] = known[source] if _called(gm, source)[0] != "dequantize" else None
     return known[node]
+
+
+def measured_grid_of(node: fx.Node) -> MeasuredGrid | None:
+    """The grid that a quantize measures when the model runs; None for any other node."""
+    measures = measures_of(node) if is_op(node, "quantize") else ()
+    if not measures:
+        return None
+    grid, measured = options_of(node), options_of(measures[0])
+    return MeasuredGrid(grid["qmin"], grid["qmax"], grid["dtype"], measured["axis"], measured["symmetric"])
 
 
 def moved_from(node: fx.Node) -> fx.Node | None:

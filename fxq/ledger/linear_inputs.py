@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fxq.common.data import Batch, pieces_of, samples_in
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement, token_weights
-from fxq.graph.grid import grid_of
+from fxq.graph.grid import grid_of, measured_grid_of
 from fxq.graph.info import Plan, info
 from fxq.graph.program import Program
 from fxq.graph.query import is_op, plan_of, read_attribute
@@ -23,7 +23,8 @@ from fxq.pipeline.context import Context
 from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.samples import on_samples
 from fxq.pipeline.used_rows import used_rows
-from fxq.quant.qparams import QParams, dequantize, quantize
+from fxq.quant.measured import MeasuredGrid
+from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
 
 
@@ -77,14 +78,14 @@ class LinearInput(ABC):
 
     Attributes:
         quantize: the node that makes integers of it.
-        grid: that node's grid.
+        grid: that node's grid, or the one that it measures when the model runs.
         layers: those that read it.
         most: how many of its tokens to compare.
         unused: how many of those that were shown are padding.
     """
 
     quantize: fx.Node
-    grid: QParams
+    grid: QParams | MeasuredGrid
     layers: list[LinearLayer]
     most: int
     unused: int = field(default=0, init=False)
@@ -117,6 +118,8 @@ class LinearInput(ABC):
 
 _PIECE = 8
 """Samples that are run at once: of large batches, all values are kept for a while (`used_rows`)."""
+_TOKEN = -1
+"""The axis of rows that are tokens."""
 Input = TypeVar("Input", bound=LinearInput)
 
 
@@ -150,8 +153,9 @@ def seen_inputs(
 
 def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]:
     for node in gm.graph.nodes:
-        grid = grid_of(gm, node) if is_op(node, "quantize") else None
-        if grid is None or grid.axis is not None:
+        grid = (measured_grid_of(node) or grid_of(gm, node)) if is_op(node, "quantize") else None
+        per_token = isinstance(grid, MeasuredGrid) and grid.axis == _TOKEN
+        if grid is None or (grid.axis is not None and not per_token):
             continue
         plan = plan_of(node.args[0])
         readers = [(user, back) for back in node.users if is_op(back, "dequantize") for user in back.users]
@@ -164,11 +168,6 @@ def _tokens(one: LinearInput, context: Context) -> float:
     """How many tokens of an input there are in the samples."""
     shape, size = info(one.quantize).shape or (), samples_in(context.example) or 1
     return math.prod(shape[:-1]) * sum(samples_in(batch) or size for batch in context.samples) / size
-
-
-def rounded(x: Tensor, grid: QParams) -> Tensor:
-    """The values of a grid that are the nearest to those of `x`."""
-    return dequantize(quantize(x, grid), grid)
 
 
 class _Floats(FloatForm):

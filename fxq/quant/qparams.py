@@ -193,6 +193,10 @@ class QParams:
         """The largest float that the grid holds, same shape as `scale`."""
         return (self.qmax - self.zero_point) * self.scale
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """The values of the grid that are the nearest to `x`, float32, of its shape."""
+        return dequantize(quantize(x, self), self)
+
     def same_as(self, other: QParams | None) -> bool:
         """Whether both put every float on the same integer."""
         return other is not None and (

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import fxq
 from fxq.common.metrics import Agreement, sqnr
-from fxq.ledger.linear_inputs import LinearInput, rounded, seen_inputs
+from fxq.ledger.linear_inputs import LinearInput, seen_inputs
 from tests.graphs import until
 from tests.helpers import REFERENCE, module
 
@@ -19,8 +20,8 @@ class Seen(LinearInput):
         self.shown = [*getattr(self, "shown", []), (x, share)]
 
 
-def inputs(model, data, least=1):
-    manager = until(model, data, "insert-qdq", REFERENCE)
+def inputs(model, data, least=1, recipe=REFERENCE):
+    manager = until(model, data, "insert-qdq", recipe)
     return seen_inputs(manager.gm, manager.context, Seen, 64, 1024, least)
 
 
@@ -62,7 +63,13 @@ def test_tokens_count_alike_and_no_more_than_asked():
     one.compare(x, [error], lambda some: [])  # nothing is left to compare
 
 
-def test_rounded_is_the_nearest_value_of_the_grid():
-    (one,) = inputs(nn.Sequential(nn.Linear(4, 3)).eval(), torch.randn(32, 4))
-    x = torch.linspace(one.grid.s * -20, one.grid.s * 20, 41)
-    assert (rounded(x, one.grid) - x).abs().max() <= one.grid.s / 2 * 1.001
+@pytest.mark.parametrize(("per", "axis"), [("row", -1), ("tensor", None)])
+def test_inputs_that_are_measured(per, axis):
+    """Those of a dynamic recipe, with the grid that measures them."""
+    recipe = fxq.Recipe.dynamic(backend="reference", activation=fxq.TensorSpec(per=per, range="measured"))
+    model = nn.Sequential(nn.Linear(4, 3)).eval()
+    (one,) = inputs(model, torch.randn(32, 4), recipe=recipe)
+    assert (one.grid.axis, one.grid.qmin, one.grid.qmax, one.grid.symmetric) == (axis, 0, 255, False)
+    x = torch.randn(8, 4)
+    steps = (x.amax(axis, keepdim=True) - x.amin(axis, keepdim=True)) / 254 if axis else (x.max() - x.min()) / 255
+    assert ((one.grid.rounded(x) - x).abs() <= steps).all()

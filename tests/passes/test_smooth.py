@@ -225,10 +225,59 @@ def test_what_is_large_in_one_half_of_the_samples_alone_decides_nothing():
     assert made.history["smooth"].edits == ()
 
 
-def test_dynamic_recipes_and_those_without_data_are_left_alone():
+def test_recipes_without_data_are_left_alone():
     model, x = block(), torch.randn(32, 16, 32)
-    made = fxq.quantize(model, fxq.Recipe.dynamic(backend="reference"), data=[x])
-    assert made.history["smooth"].edits == () and made.history["correct-bias"].edits == ()
+    made = fxq.quantize(model, fxq.Recipe.dynamic(backend="reference"), example_inputs=x)
+    assert made.history["smooth"].edits == ()
+
+
+MEASURED = LAYER.replace(
+    "    x_q = quantize(x, scale=1.0, zero_point=128)",
+    """    x_scale: float32[64, 1] = choose_scale(x, steps=127, axis=-1)
+    x_q = quantize(x, scale=x_scale, zero_point=128)""",
+).replace("dequantize(x_q, scale=1.0", "dequantize(x_q, scale=x_scale")
+MEASURED = MEASURED.replace("TensorSpec()", "TensorSpec(symmetric=True, per='row', range='measured')")
+
+
+def test_text_before_and_after_where_the_input_is_measured():
+    """It is measured behind the division."""
+    gm = run_pass(Smooth(least=64), MEASURED, GIVEN, data=(X,))
+    grid = "scale=x_smooth_scale, zero_point=128"
+    assert program(gm) == expected(f"""
+        x: float32[64, 4] = input()
+        b: float32[3] = tensor('b')
+        x_smoothing: float32[4] = tensor('fxq_data.x_smoothing')
+        x_smooth: float32[64, 4] = mul(x, x_smoothing)
+        x_smooth_scale: float32[64, 1] = choose_scale(x_smooth, steps=127, axis=-1)
+        x_smooth_q: uint8[64, 4] = quantize(x_smooth, {grid})
+        x_smooth_dq: float32[64, 4] = dequantize(x_smooth_q, {grid})
+        w_smoothed_int8: int8[3, 4] = tensor('fxq_data.w_smoothed_int8')
+        w_smoothed_scale: float32[3] = tensor('fxq_data.w_smoothed_scale')
+        w_dq: float32[3, 4] = dequantize(w_smoothed_int8, scale=w_smoothed_scale, zero_point=0, \
+qmin=-127, qmax=127, axis=0)
+        y: float32[64, 3] = linear(x_smooth_dq, w_dq, b)
+        return y
+    """)
+
+
+@pytest.mark.parametrize("step", [Smooth(dynamic_gain=60.0, least=64), Smooth(dynamic_enough=-10.0, least=64)])
+def test_measured_inputs_that_it_leaves_alone(step):
+    gm = run_pass(step, MEASURED, GIVEN, data=(X,))
+    assert program(gm) == program(fxq.read_graph(MEASURED, fxq.graph_tensors(gm)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("per", ["row", "tensor"])
+def test_a_block_with_a_dynamic_recipe(backend, per):
+    model, data, fresh = block(), [torch.randn(4, 16, 32) for _ in range(8)], torch.randn(4, 16, 32)
+    measured = fxq.TensorSpec(per=per, range="measured")
+    recipe = fxq.Recipe.dynamic(backend=backend, optimize="coverage", activation=measured)
+    plain, smooth = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
+    with torch.no_grad():
+        assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 1  # dB; of the sum, one term
+    assert smooth.history["smooth"].edits
+    assert {entry.fate for entry in smooth.ledger.where(op="linear")} == {"int8"}
+    assert smooth.qparams()["up"].weight.dtype == torch.int8
 
 
 def test_a_layer_that_goes_back_to_float_has_its_weight_and_input_again():

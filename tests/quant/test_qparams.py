@@ -342,3 +342,11 @@ def test_operators_survive_export():
 def test_a_block_larger_than_the_axis_takes_no_memory():
     x, scale = torch.ones(2, 4), torch.tensor([[0.5], [2.0]])
     assert torch.equal(spread(scale, x, 1, 10**12), scale.expand(2, 4))
+
+
+def test_rounded_is_the_nearest_value_of_the_grid():
+    grid = QParams.per_tensor(0.1, 100)
+    x = torch.linspace(-9.9, 15.4, 41)
+    assert (grid.rounded(x) - x).abs().max() <= 0.05 * 1.001
+    assert torch.equal(grid.rounded(grid.rounded(x)), grid.rounded(x))
+    assert grid.rounded(torch.tensor([-20.0, 20.0])).tolist() == pytest.approx([-10.0, 15.5])
