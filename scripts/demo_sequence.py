@@ -36,12 +36,13 @@ import fxq
 
 FLOAT = "float"
 GPTQ = fxq.passes.Gptq(samples=512)
-WITH_GPTQ: dict[str, Callable[[], fxq.Recipe]] = {
+WITH_DATA: dict[str, Callable[[], fxq.Recipe]] = {
+    "fxq dynamic, data": lambda: fxq.Recipe.dynamic(),
     "fxq dynamic, gptq": lambda: fxq.Recipe.dynamic().insert_pass(GPTQ, after="smooth"),
     "fxq static, gptq": lambda: fxq.Recipe.static().insert_pass(GPTQ, before="correct-bias"),
     "fxq int4 weights, gptq": lambda: fxq.Recipe.weight_only(bits=4).insert_pass(GPTQ, after="smooth"),
 }
-"""The integers of weights are chosen on data."""
+"""Given data that they can do without: inputs are smoothed on it, and with gptq the integers of weights are chosen."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,14 @@ def main() -> None:
 
 def quantizers(coverage: bool) -> dict[str, Callable[[Part], tuple[Made, str]]]:
     """Every way to quantize a part of a network, by name."""
-    own = {name: by_fxq(recipe, coverage) for name, recipe in (RECIPES | WITH_GPTQ).items()}
+    own = {name: by_fxq(recipe, coverage, name in WITH_DATA) for name, recipe in (RECIPES | WITH_DATA).items()}
     return own | {name: by_rival(make) for name, make in rivals().items()}
 
 
-def by_fxq(recipe: Callable[[], fxq.Recipe], coverage: bool) -> Callable[[Part], tuple[Made, str]]:
+def by_fxq(recipe: Callable[[], fxq.Recipe], coverage: bool, with_data: bool) -> Callable[[Part], tuple[Made, str]]:
     def make(part: Part) -> tuple[Made, str]:
         chosen = recipe().with_optimize("coverage" if coverage else "speed").with_min_sqnr(None)
-        data = part.data if chosen.preset == "static" or GPTQ in chosen.pipeline else None
+        data = part.data if with_data or chosen.preset == "static" else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", fxq.FxqWarning)  # what is slower on integers stays in float
             qmodel = fxq.quantize(part.model, chosen, data=data, example_inputs=part.example, progress=False)

@@ -78,7 +78,8 @@ def dynamic(
 ) -> Recipe:
     """Post-training dynamic quantization: ranges of activations are measured at every call. Needs no data.
 
-    Layers with weights read integers and give floats: linear layers, convolutions, recurrent layers.
+    Layers with weights read integers and give floats: linear layers, convolutions, recurrent layers. Where data is
+    given all the same, the pass `smooth` makes what linear layers of transformers read easier to round.
 
     Args:
         activation: spec of what layers read; the default measures each row: of a linear layer a token, of a
