@@ -86,12 +86,15 @@ def in_parts(y, axis=1):
     return torch.stack([part.mean(1) for part in parts]), torch.stack([part.var(1, False) for part in parts])
 
 
-def test_mean_and_deviation_become_those_of_the_float_layer():
-    """Each part of the values says something; also: `scale=False` moves the bias alone."""
-    before, gm = fxq.read_graph(LAYER, {**drawn(LAYER), **GIVEN}), run_pass(CorrectBias(), LAYER, GIVEN, data=(X[0],))
-    gm_bias = run_pass(CorrectBias(scale=False), LAYER, GIVEN, data=(X[0],))
-    got, spread = in_parts((before(X[0]) - before.b.view(-1, 1, 1)).double())
-    wanted, wanted_spread = in_parts(F.conv2d(X[0].double(), SKEWED.double()))
+@pytest.mark.parametrize("samples", [4, 32])
+def test_mean_and_deviation_become_those_of_the_float_layer(samples):
+    """Each part of the values says something, of a sample or a whole one; also: `scale=False` moves the bias alone."""
+    written = LAYER.replace("float32[4, 3, 16, 16]", f"float32[{samples}, 3, 16, 16]")
+    x = torch.cat([X[0], torch.rand(28, 3, 16, 16)])[:samples]
+    before, gm = fxq.read_graph(written, {**drawn(LAYER), **GIVEN}), run_pass(CorrectBias(), written, GIVEN, data=(x,))
+    gm_bias = run_pass(CorrectBias(scale=False), written, GIVEN, data=(x,))
+    got, spread = in_parts((before(x) - before.b.view(-1, 1, 1)).double())
+    wanted, wanted_spread = in_parts(F.conv2d(x.double(), SKEWED.double()))
     shift, factor = trusted(wanted - got), trusted((wanted_spread / spread).log() / 2).exp()
     torch.testing.assert_close(gm.fxq_data.w_scale_corrected.double() * 127, factor, atol=1e-5, rtol=0)
     with_bias = average(got) + gm.b
