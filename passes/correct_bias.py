@@ -48,8 +48,8 @@ class CorrectBias(Pass):
     Args:
         scale: fit the weight's scale too.
         least: layers with fewer values per channel in the recorded samples are left alone: a fit would follow noise.
-        samples: how many samples to look at; of a model that takes long for one, half of those that there are, but 16
-            at least: it takes about as long as calibration.
+        samples: how many samples to look at; of a model that takes long for one, half of those that there are, but no
+            fewer than 16 if there are so many: to run them in float and on integers takes about as long as calibration.
     """
 
     scale: bool = True
@@ -155,7 +155,7 @@ class _Layer:
         scale: the scales of the weight; None where they are not fitted.
         least: of fewer values in a channel there is no line.
         parts: into how many the values of a batch are cut, if there are enough.
-        waiting: what both forms computed of each channel, (S, C, N), until it is enough for a part.
+        waiting: what both forms computed of each channel, (1, C, N), until it is enough for a part.
         values: in each channel, in the parts so far.
         level: the mean of what the integers compute.
         shift: how much lower that is than what the float form computes.
@@ -220,9 +220,12 @@ class _Layer:
             self.line = factor, self.shift() + (1 - factor) * self.level.mean
 
     def _by_channel(self, x: Tensor) -> Tensor:
-        """The values of each channel in a row, (1, C, N); (S, C, N) where samples, which lie so, can be the parts."""
-        in_samples = self.axis % x.dim() == 1 and self.used is None and not self.waiting
-        if in_samples and len(x) >= self.parts and x[0, 0].numel() >= _ENOUGH:
+        """The values of each channel in a row, (1, C, N).
+
+        Where whole samples can be the parts, in a row for each sample: (samples, C, N), which needs no copy of `x`.
+        """
+        whole = self.axis % x.dim() == 1 and self.used is None and not self.waiting
+        if whole and len(x) >= self.parts and x[0, 0].numel() >= _ENOUGH:
             return x.flatten(2)
         rows = x.movedim(self.axis, 0)
         known = self.used is not None and self.used.shape == rows.shape[1:]  # a unit may return less than its layer
@@ -248,9 +251,9 @@ class _Layer:
 
 
 def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean of each channel in (S, C, N), and the mean square of what deviates from it, (C,) in float64.
+    """The mean of each channel of (samples, C, N), and the mean square of what deviates from it, (C,) in float64.
 
-    Each column counts so much.
+    `counts`, (N,), says how much each column counts; None: all alike.
     """
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     counts = None if counts is None else counts / counts.mean()

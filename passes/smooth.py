@@ -37,9 +37,10 @@ class _Way(NamedTuple):
     rows: bool = False
 
 
-DIVIDED = (_Way(), *map(_Way, STRENGTHS))
-MEASURED = (_Way(rows=True), _Way(STRENGTHS[0], rows=True))
-WAYS = (*DIVIDED, *MEASURED)
+AS_IT_IS = _Way()
+DIVIDED = tuple(map(_Way, STRENGTHS))
+BY_ROW = (_Way(rows=True), _Way(STRENGTHS[0], rows=True))
+"""These are not tried where the input is measured already."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ class Smooth(Pass):
     Before: linear(dequantize(quantize(x)), dequantize(w_int8), b)
     After: linear(dequantize(quantize(x * (1 / s))), dequantize(w_s_int8), b), with w_s = w * s
     Or, where that is not enough: linear(dequantize(quantize(x, scale=s)), ...), with s = choose_scale(x, axis=-1)
-    Keeps: the output up to rounding to the grids, of which the new ones are finer. How much moves is tried for each
+    Of a dynamic recipe that is given data, which measures its inputs: those are divided first, then measured.
+    Keeps: the output up to rounding to the grids, of which the new ones fit better. How much moves is tried for each
     input: the ranges are those of one half of the recorded samples, the errors those of the other half. Where the
-    layers that read it gain less than `gain`, nothing is changed. Each token counts alike: one whose values are large
-    does not hide what the others lose; padding does not count.
+    layers that read it gain too little, nothing is changed. Each token counts alike: one whose values are large does
+    not hide what the others lose; padding does not count.
     In transformers, some tokens hold values many times as large as all others, in what GELU returns most of all. No
     factors of channels help there. Such a layer measures the range of each token when the model runs, as in a dynamic
-    recipe; where the backend cannot, `fallback` leaves it in float. Inputs that a dynamic recipe measures are divided
-    by factors, too, where it is given data.
+    recipe; where the backend cannot, `fallback` leaves it in float.
     Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4; Dettmers et al. 2022, section 2.1 (a
     scale for each row).
 
@@ -102,7 +103,7 @@ class Smooth(Pass):
         for one in seen_inputs(rewriter.gm, rewriter.context, _Input, self.samples, self.rows, self.least):
             one.low, one.high = torch.minimum(one.low, one.later[0]), torch.maximum(one.high, one.later[1])
             way, why = one.best(self)
-            if way != _Way():
+            if way != AS_IT_IS:
                 with rewriter.attributed("smooth", Smooth):
                     _write(rewriter, one, way, why)
 
@@ -114,7 +115,8 @@ class _Input(LinearInput):
     Attributes:
         low, high: the range of each channel in the samples that are for it, (C,).
         later: the same of those that are for the errors.
-        errors: of the layers' results, relative to the float ones, each way: what is measured is so in any case.
+        errors: of the layers' results, relative to the float ones, each way. A range that is measured for whole tensors
+            is that of the samples that are run at once.
     """
 
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -123,7 +125,8 @@ class _Input(LinearInput):
     errors: dict[_Way, Agreement] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.errors = {way: Agreement() for way in (DIVIDED if isinstance(self.grid, MeasuredGrid) else WAYS)}
+        by_row = () if isinstance(self.grid, MeasuredGrid) else BY_ROW
+        self.errors = {way: Agreement() for way in (AS_IT_IS, *DIVIDED, *by_row)}
 
     def see(self, x: Tensor, share: float) -> None:
         """Take in tokens, (N, C): the ranges of the first half of the samples, the errors of the other."""
@@ -141,21 +144,23 @@ class _Input(LinearInput):
             yield self.grid_for(way, factors).rounded(given), weights
 
     def factors(self, strength: float | None) -> Tensor | None:
-        """What each channel is divided by, (C,)."""
+        """What each channel is divided by, (C,); one that was zero in all samples, by as much as most others."""
         if strength is None:
             return None
         largest = torch.maximum(-self.low, self.high)
         weights = torch.stack([layer.real.abs().amax(0) for layer in self.layers]).amax(0)
         factors = largest**strength / weights.clamp(min=1e-12) ** (1 - strength)
-        return torch.where(largest > 0, factors, torch.ones_like(factors)).clamp(min=1e-6)
+        known = factors[largest > 0]
+        middle = known.median() if len(known) else torch.ones(())
+        return torch.where(largest > 0, factors, middle).clamp(min=1e-6 * float(middle))
 
     @property
     def spec(self) -> TensorSpec:
         """That of the input, with as many bits as its grid has."""
-        return replace(self.layers[0].reads, bits=(self.grid.qmax - self.grid.qmin).bit_length())
+        return replace(self.layers[0].reads, bits=self.grid.bits)
 
     def grid_for(self, way: _Way, factors: Tensor | None) -> QParams | MeasuredGrid:
-        """The grid for values divided by the factors: for all that were seen, or one that is measured."""
+        """The grid of the input as it is rounded this way; `factors` are those of the way, or None."""
         if way.rows:
             return self.row_grid
         if factors is None or isinstance(self.grid, MeasuredGrid):
@@ -177,17 +182,17 @@ class _Input(LinearInput):
         found = {way: error.sqnr for way, error in self.errors.items()}
         dynamic = isinstance(self.grid, MeasuredGrid)
         enough, gain = (asked.dynamic_enough, asked.dynamic_gain) if dynamic else (asked.enough, asked.gain)
-        best = _Way()
+        best = AS_IT_IS
         if found[best] < enough:
-            smoothed = max(DIVIDED[1:], key=found.__getitem__)
-            if found[smoothed] >= found[best] + gain:
-                best = smoothed
+            divided = max(DIVIDED, key=found.__getitem__)
+            if found[divided] >= found[best] + gain:
+                best = divided
         if found[best] < enough and not dynamic:
             before = found[best]
-            plain, smoothed = MEASURED
-            measured = smoothed if found[smoothed] >= found[plain] + asked.gain else plain
-            if found[measured] >= before + asked.measure_gain:
-                return measured, f"one grid for all tokens gives {before:.1f} dB, one for each {found[measured]:.1f}"
+            plain, divided = BY_ROW
+            by_row = divided if found[divided] >= found[plain] + asked.gain else plain
+            if found[by_row] >= before + asked.measure_gain:
+                return by_row, f"one grid for all tokens gives {before:.1f} dB, one for each {found[by_row]:.1f}"
         return best, ""
 
 

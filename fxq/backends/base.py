@@ -134,7 +134,8 @@ class Backend(ABC):
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: Calls) -> QuantConfig:
         """The config that this backend uses for a unit of `calls` where a recipe asks for `config`.
 
-        One scale for a whole weight where the kernel takes no more, or is slower with more. `gm` has the weights.
+        One scale for a whole weight where the kernel takes no more, or is slower with more: `gm` has the values of
+        constant weights, by which that may be decided.
         """
         return config
 

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 import torch
 
 SECONDS, MOST = 0.7, 30
-"""How long calls are repeated, and how often at most; one that takes longer is timed once, after one to warm up."""
+"""Seconds of all rounds together, and how many rounds at most. A call that takes longer is timed once, after one to
+warm up."""
 TURN = 0.04
 """Seconds that a call is repeated in its turn, where the least time is asked for. Threads of the call before it, which
-wait for more to do, hold the first calls up."""
+wait for more to do, hold the first calls of a turn up; the later ones show its own time. Of many calls, turns are
+shorter: each call gets four."""
 
 
 def clock(every_thread: bool = False) -> Callable[[], float]:
@@ -43,15 +45,16 @@ def interleaved(
         calls: by name.
         wait: what waits for the end of a call.
         least: take the shortest time of each instead, to which other programs have added nothing; on one thread, of
-            the time that the CPU gave. In its turn a call is repeated for `TURN`.
+            the time that the CPU gave. In its turn a call is repeated, for `TURN` or less.
     """
     now = clock(every_thread=True) if least else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     names, order = list(calls), random.Random(0)
+    turn = min(TURN, SECONDS / (4 * max(len(calls), 1))) if least else 0.0
     for _ in rounds():
         order.shuffle(names)
         for name in names:
-            end = time.perf_counter() + (TURN if least else 0)
+            end = time.perf_counter() + turn
             while True:
                 with timed(times[name], wait, now):
                     calls[name]()

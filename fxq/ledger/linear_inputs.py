@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,14 +80,14 @@ class LinearInput(ABC):
         grid: that node's grid, or the one that it measures when the model runs.
         layers: those that read it.
         most: how many of its tokens to compare.
-        unused: how many of those that were shown are padding.
+        tokens: how many it was shown, without padding.
     """
 
     quantize: fx.Node
     grid: QParams | MeasuredGrid
     layers: list[LinearLayer]
     most: int
-    unused: int = field(default=0, init=False)
+    tokens: int = field(default=0, init=False)
 
     @abstractmethod
     def see(self, x: Tensor, share: float) -> None:
@@ -118,8 +117,6 @@ class LinearInput(ABC):
 
 _PIECE = 8
 """Samples that are run at once: of large batches, all values are kept for a while (`used_rows`)."""
-_TOKEN = -1
-"""The axis of rows that are tokens."""
 Input = TypeVar("Input", bound=LinearInput)
 
 
@@ -134,11 +131,13 @@ def seen_inputs(
         kind: what is made of each.
         samples: how many samples to show.
         rows: how many tokens of them to compare.
-        least: inputs with fewer tokens in all the samples are left out: what is large in them is not known.
+        least: inputs with fewer tokens in these samples are left out: what is large in them is not known.
     """
+    size = samples_in(context.example)
 
     def run(batches: Sequence[Batch]) -> list[Input]:
-        found = {one.quantize: one for one in _inputs(gm, kind, rows) if _tokens(one, context) >= least}
+        count = sum(samples_in(batch) or 1 for batch in batches)
+        found = {one.quantize: one for one in _inputs(gm, kind, rows) if count >= least or not _is_one(one, size)}
         batches = [batch for batch in batches if samples_in(batch) != 0]
         if context.divisible:
             batches = [piece for batch in batches for piece in pieces_of(batch, _PIECE)]
@@ -146,7 +145,7 @@ def seen_inputs(
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():
                 _Floats(gm, batch, found, share).run()
-        return [one for one in found.values() if _tokens(one, context) - one.unused >= least]
+        return [one for one in found.values() if one.tokens >= least]
 
     return on_samples(context, samples, run) if context.samples else []
 
@@ -154,8 +153,9 @@ def seen_inputs(
 def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]:
     for node in gm.graph.nodes:
         grid = (measured_grid_of(node) or grid_of(gm, node)) if is_op(node, "quantize") else None
-        per_token = isinstance(grid, MeasuredGrid) and grid.axis == _TOKEN
-        if grid is None or (grid.axis is not None and not per_token):
+        whole = grid is not None and grid.axis is None
+        by_token = isinstance(grid, MeasuredGrid) and grid.axis == -1
+        if grid is None or not (whole or by_token):
             continue
         plan = plan_of(node.args[0])
         readers = [(user, back) for back in node.users if is_op(back, "dequantize") for user in back.users]
@@ -164,10 +164,10 @@ def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]
             yield kind(node, grid, layers, rows)
 
 
-def _tokens(one: LinearInput, context: Context) -> float:
-    """How many tokens of an input there are in the samples."""
-    shape, size = info(one.quantize).shape or (), samples_in(context.example) or 1
-    return math.prod(shape[:-1]) * sum(samples_in(batch) or size for batch in context.samples) / size
+def _is_one(one: LinearInput, size: int | None) -> bool:
+    """Whether an input is one token of each sample, of so many in the example."""
+    shape = info(one.quantize).shape or ()
+    return len(shape) == 2 and shape[0] == size
 
 
 class _Floats(FloatForm):
@@ -183,6 +183,6 @@ class _Floats(FloatForm):
         if node in self._inputs:
             tokens, used, one = value.reshape(-1, value.shape[-1]), self._used.get(node), self._inputs[node]
             seen = tokens if used is None else tokens[used.flatten()]
-            one.unused += len(tokens) - len(seen)
+            one.tokens += len(seen)
             one.see(seen, self._share)
         return value

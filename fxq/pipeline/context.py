@@ -80,25 +80,33 @@ class Context:
             self.types = {path: type(module) for path, module in self.model.named_modules(remove_duplicate=False)}
 
     def some_samples(self, most: int) -> list[Batch]:
-        """Of every recorded batch as many samples, about `most` together; of the example where none is recorded.
+        """About `most` samples of the recorded batches, or of the example: as many of each, as far as it has them.
 
-        Batches are whole where the graph does not compute the same for a part of one.
+        Batches are whole where the graph does not compute the same for a part of one. Where there are more batches than
+        that, some are left out.
         """
         batches = self.samples or [self.example]
-        each = -(-most // len(batches))
-        return [first_of(batch, each) if self.divisible else batch for batch in batches]
+        if len(batches) > most:
+            batches = [batches[i * len(batches) // most] for i in range(most)]
+        if not self.divisible:
+            return batches
+        sizes = [samples_in(batch) or 1 for batch in batches]
+        each = next((n for n in range(1, max(sizes)) if sum(min(n, size) for size in sizes) >= most), max(sizes))
+        return [first_of(batch, each) for batch in batches]
 
     def in_pieces(self, most: int, least: int, count: int) -> list[Batch]:
-        """The same; of a large model, so that few values are held at a time, in `count` batches or some more.
+        """Some samples; of a large model in small batches, so that few values are held at a time.
 
-        Where it is large for a single sample, half of those that are known, but at least `least`: to run them in float
-        and on integers takes about as long as calibration.
+        Args:
+            most: about how many. Of a model that is large for one sample, half of those that are known, up to so many.
+            least: but no fewer than that, if there are so many.
+            count: in about how many batches they come, of a large model.
         """
         if self.original is None or not self.original.is_large or not self.divisible:
             return self.some_samples(most)
         if self.original.is_large_for(samples_in(self.example) or 1):
             known = sum(samples_in(batch) or 1 for batch in self.samples)
-            most = max(min(most, known) // 2, least)
+            most = min(most, max(min(most, known) // 2, least))
         batches = self.some_samples(most)
         size = max(sum(samples_in(batch) or 1 for batch in batches) // count, 1)
         return [piece for batch in batches for piece in pieces_of(batch, size)]

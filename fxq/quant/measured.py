@@ -37,6 +37,11 @@ class MeasuredGrid:
         return cls(spec.qmin, spec.qmax, spec.dtype, axis, spec.symmetric)
 
     @property
+    def bits(self) -> int:
+        """How many bits a value takes."""
+        return (self.qmax - self.qmin).bit_length()
+
+    @property
     def middle(self) -> int:
         """The integer that stands for float zero, where the grid is symmetric."""
         return (self.qmin + self.qmax + 1) // 2

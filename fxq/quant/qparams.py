@@ -92,7 +92,7 @@ def _dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
 
 
 def _dequantize_tensor(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
-    return q.to(torch.float32, copy=True).sub_(spread(zero_point, q, axis, block)).mul_(spread(scale, q, axis, block))
+    return (q.to(torch.float32) - spread(zero_point, q, axis, block)).mul_(spread(scale, q, axis, block))
 
 
 _MADE_OF = {

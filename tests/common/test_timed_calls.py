@@ -43,17 +43,35 @@ def test_the_shortest_time_of_a_call_that_is_held_up_once(monkeypatch):
     assert interleaved({"a": call}, lambda: None) == {"a": pytest.approx(5.0)}
 
 
-def test_who_is_held_up_by_the_call_before_it_is_repeated_in_its_turn(monkeypatch):
-    now, before = [0.0], [""]
+@pytest.mark.parametrize(("turn", "least"), [(0.04, 3000.0), (0.0, 9000.0)])
+def test_who_is_held_up_by_the_calls_before_it_is_repeated_in_its_turn(monkeypatch, turn, least):
+    """Only the third call in a row takes its own time."""
+    monkeypatch.setattr(timed_calls, "TURN", turn)
+    now, before = [0.0], []
     monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(timed_calls, "clock", lambda every_thread: lambda: now[0])
 
     def call(name):
-        now[0] += 0.003 if before[0] == name else 0.009
-        before[0] = name
+        now[0] += 0.003 if before[-2:] == [name, name] else 0.009
+        before.append(name)
 
-    calls = {name: lambda name=name: call(name) for name in "ab"}
-    assert interleaved(calls, lambda: None, least=True) == {"a": pytest.approx(3000), "b": pytest.approx(3000)}
+    calls = {name: lambda name=name: call(name) for name in "abc"}
+    assert interleaved(calls, lambda: None, least=True) == dict.fromkeys("abc", pytest.approx(least))
+
+
+def test_of_many_calls_turns_are_shorter(monkeypatch):
+    """Each has four turns all the same."""
+    now, order = [0.0], []
+    monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timed_calls, "clock", lambda every_thread: lambda: now[0])
+
+    def call(name):
+        now[0] += 0.0001
+        order.append(name)
+
+    interleaved({name: lambda name=name: call(name) for name in range(20)}, lambda: None, least=True)
+    turns = [name for name, before in zip(order, [None, *order], strict=False) if name != before]
+    assert min(turns.count(name) for name in range(20)) >= 3  # two turns in a row look like one
 
 
 def test_the_clock_counts_what_the_cpu_gave(monkeypatch):

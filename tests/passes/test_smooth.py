@@ -275,7 +275,7 @@ def test_a_block_with_a_dynamic_recipe(backend, per):
     plain, smooth = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
     with torch.no_grad():
         assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 1  # dB; of the sum, one term
-    assert smooth.history["smooth"].edits
+    assert smooth.history["smooth"].edits and not smooth.history["correct-bias"].edits
     assert {entry.fate for entry in smooth.ledger.where(op="linear")} == {"int8"}
     assert smooth.qparams()["up"].weight.dtype == torch.int8
 
@@ -331,3 +331,35 @@ def test_affine_weights_get_their_new_zero_points(signed):
     plain, smooth = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
     assert smooth.history["smooth"].edits
     assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 3  # dB
+
+
+@pytest.mark.parametrize("preset", ["static", "dynamic"])
+@pytest.mark.parametrize("size", [1e-5, 1.0, 1e5])
+def test_a_channel_that_no_sample_had_is_divided_like_the_others(preset, size):
+    """By 1, it would be far too large or too small beside them, when it has a value at last."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False)
+
+    def drawn_tokens(unseen):
+        x = outliers(32, 32, 64)
+        x[..., 48:] *= unseen
+        return size * x
+
+    recipe = getattr(fxq.Recipe, preset)(backend="reference", optimize="coverage").without_pass("keep-small-values")
+    model, data, fresh = nn.Sequential(layer).eval(), list(drawn_tokens(0).split(4)), drawn_tokens(0.02)
+    plain, smooth = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
+    assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 4  # dB
+
+
+@pytest.mark.parametrize("preset", ["static", "dynamic"])
+@pytest.mark.parametrize("first", [torch.zeros(0, 32, 16), torch.randn(1, 2, 16), torch.randn(1, 99, 16)], ids=len)
+def test_the_first_batch_does_not_decide_how_many_tokens_there_are(preset, first):
+    """Other batches are longer, or shorter: those that are shown are counted."""
+    torch.manual_seed(0)
+    recipe = getattr(fxq.Recipe, preset)(backend="reference", optimize="coverage").without_pass("keep-small-values")
+    model = nn.Sequential(nn.Linear(16, 24)).eval()
+    with torch.no_grad():
+        model[0].weight[:, :2] /= 20
+    for count, smoothed in ((16, True), (2, False)):
+        data = [first, *(outliers(4, 16, 16) for _ in range(count))]  # 1024 and 128 of them
+        assert bool(fxq.quantize(model, recipe, data=data).history["smooth"].edits) is smoothed

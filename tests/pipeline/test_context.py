@@ -98,24 +98,59 @@ def test_what_may_be_cut(model, shapes, divisible):
     assert fxq.prepare(model, REFERENCE, example).manager.context.divisible is divisible
 
 
+def recorded(sizes, divisible=True):
+    """A context that has recorded batches of so many samples; its example of 2 samples takes 8 multiplications."""
+    given = fxq.prepare(nn.Sequential(nn.Linear(2, 2)).eval(), REFERENCE, torch.rand(2, 2)).manager.context
+    given.samples[:], given.divisible = [Batch((torch.rand(size, 2),)) for size in sizes], divisible
+    return given
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "found"),
+    [
+        ([5, 3], 6, [3, 3]),
+        ([30, 2], 16, [14, 2]),
+        ([16, 1], 16, [15, 1]),
+        ([20, 20, 1], 100, [20, 20, 1]),
+        ([1] * 8, 4, [1] * 4),
+        ([2] * 5, 3, [1] * 3),
+        ([0, 4], 3, [0, 2]),
+    ],
+)
+def test_some_samples(sizes, most, found):
+    """As many of each batch, as far as it has them; of more batches than samples, some, spread over all."""
+    given = recorded(sizes)
+    some = given.some_samples(most)
+    assert [len(batch.args[0]) for batch in some] == found
+    starts = [batch.args[0] for batch in given.samples]
+    places = [i for i, whole in enumerate(starts) if any(torch.equal(x.args[0], whole[:1]) for x in some)]
+    assert len(sizes) <= most or places[-1] >= len(sizes) // 2
+
+
 @pytest.mark.parametrize(
     ("large", "divisible", "least", "sizes"),
     [
         (5, True, 2, [2, 1, 2, 1]),
         (0, True, 2, [1, 1, 1, 1]),
         (0, True, 6, [2, 1, 2, 1]),
+        (0, True, 99, [2, 1, 2, 1]),
         (0, False, 2, [5, 3]),
         (99, True, 2, [3, 3]),
     ],
 )
 def test_samples_in_pieces(monkeypatch, large, divisible, least, sizes):
-    """The example of 2 samples takes 8 multiplications."""
     monkeypatch.setattr(float_ops, "_LARGE", large)
-    model = nn.Sequential(nn.Linear(2, 2)).eval()
-    given = fxq.prepare(model, REFERENCE, torch.rand(2, 2)).manager.context
-    given.samples[:], given.divisible = [Batch((torch.rand(5, 2),)), Batch((torch.rand(3, 2),))], divisible
+    given = recorded([5, 3], divisible)
     found = given.in_pieces(6, least, 3)
     assert [len(piece.args[0]) for piece in found] == sizes
     few = (3 if large else sum(sizes) // 2) if divisible else None
     wanted = [batch.args[0][:few] for batch in given.samples]
     assert torch.equal(torch.cat([piece.args[0] for piece in found]), torch.cat(wanted))
+
+
+@pytest.mark.parametrize("sizes", [[1] * 64, [30, 2], [64], [32, 2]])
+def test_pieces_of_a_model_that_is_large_for_one_sample(monkeypatch, sizes):
+    """Half of the samples, and 16 at least."""
+    monkeypatch.setattr(float_ops, "_LARGE", 0)
+    count = sum(len(piece.args[0]) for piece in recorded(sizes).in_pieces(64, 16, 8))
+    assert count == max(sum(sizes) // 2, 16)

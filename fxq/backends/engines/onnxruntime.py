@@ -125,17 +125,17 @@ _WHOLE = TensorSpec(range="measured")
 
 
 _EVEN = 1.12
-"""How much larger the error of rounding may become by one scale for all rows: 0.5 dB."""
+"""How many times as large the power of the rounding error may become by one scale for all rows: 0.5 dB."""
 
 
 def _is_even(weight: Tensor) -> bool:
-    """Whether the rows of a weight have much the same range."""
+    """Whether the rows of a weight, (R, C), have much the same range."""
     squares = weight.abs().amax(1).square()
     return bool(squares.max() <= _EVEN * squares.mean())
 
 
 class Onnxruntime(EngineBackend):
-    """ONNX Runtime's CPU provider. uint8 activations, int8 per-channel weights."""
+    """ONNX Runtime's CPU provider. uint8 activations, int8 weights per channel; of some LSTMs, per tensor."""
 
     name: ClassVar[str] = "onnxruntime"
     package: ClassVar[str] = "onnxruntime"
@@ -149,7 +149,8 @@ class Onnxruntime(EngineBackend):
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: Calls) -> QuantConfig:
         """As in `Backend`: an LSTM measures one range of its input, and one of each step's state, with zero points.
 
-        A scale for each row of its weights takes longer; one of all rows, where they have much the same range.
+        A scale for each row of the weight that the state is multiplied with takes longer. So there is one for all rows
+        of its weights where they have much the same range, of both: they are quantized alike.
         """
         if calls[0].op.name != "lstm" or config.activation is None or config.state is None:
             return config

@@ -11,7 +11,7 @@ import fxq
 from fxq.backends import cpu
 from fxq.backends.engines import onnxruntime
 from fxq.backends.engines.engine import EngineBackend, EngineKernel
-from fxq.backends.engines.onnxruntime import OnnxruntimeKernel
+from fxq.backends.engines.onnxruntime import OnnxruntimeKernel, _is_even
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 from tests.machine import quiet
@@ -204,6 +204,18 @@ def test_one_scale_is_for_all_rows_of_an_lstm_that_have_the_same_range(uneven, m
     assert scales == ([128, 128, 1, 1] if uneven else [1, 1, 1, 1])
     assert ["its weight is" in entry.reason for entry in q.ledger.where(op="lstm")] == [not uneven, True]
     assert sqnr(model(*inputs)[0], q(*inputs)[0]) > 33
+
+
+@pytest.mark.parametrize(("largest", "even"), [(1.0, True), (1.05, True), (1.07, False), (3.0, False)])
+def test_rows_have_much_the_same_range_while_half_a_decibel_is_lost_at_most(largest, even):
+    """One of 128 rows is larger: the grid of all is so many times as coarse as their own."""
+    torch.manual_seed(0)
+    weight = torch.rand(128, 512) * 2 - 1
+    weight /= weight.abs().amax(1, keepdim=True)
+    weight[0] *= largest
+    rounded = [(weight / scale).round() * scale for scale in (weight.abs().amax(1, keepdim=True) / 127, largest / 127)]
+    lost = sqnr(weight, rounded[0]) - sqnr(weight, rounded[1])
+    assert _is_even(weight) is even is (lost < 0.55)
 
 
 def test_an_lstm_of_a_static_recipe_measures_its_ranges_too(free):
