@@ -46,7 +46,8 @@ def has_enough(context: Context) -> bool:
 
 
 def _holds(context: Context, most: int) -> bool:
-    together = sum(samples_in(known) or most for known in context.samples)
+    sizes = map(samples_in, context.samples)
+    together = sum(most if size is None else size for size in sizes)
     return len(context.samples) >= BATCHES and (together >= most or not context.divisible)
 
 
