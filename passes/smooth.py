@@ -232,7 +232,8 @@ def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
 def _divided(rewriter: Rewriter, value: fx.Node, factors: Tensor, old: fx.Node, strength: float | None) -> fx.Node:
     """The value times the inverse of the factors, in front of what rounds it now."""
     inverse = rewriter.constant(1 / factors, f"{info(value).path or value.name}.smoothing", before=old)
-    made = rewriter.call("mul", value, inverse, before=old, name=f"{value.name}_smooth", like=old)
+    typed, name = (info(value).shape, torch.float32), f"{value.name}_smooth"
+    made = rewriter.call("mul", value, inverse, before=old, name=name, typed=typed, like=old)
     why = f"divides by what moved into the weights behind it (alpha {strength:g})"
     rewriter.describe(made, origins=(), plan=Plan(Decision("float", "", why)))
     return made
