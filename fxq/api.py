@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import fx, nn
 
 from fxq.backends.by_name import FASTEST
 from fxq.calibration import EVERY, Calibration, as_observed, first_of_all, merge_calibrations
-from fxq.common.data import as_batch, batches, device_of
+from fxq.common.data import Batch, as_batch, batches, device_of, samples_in
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
 from fxq.errors import InputError, RecipeError
@@ -48,7 +48,7 @@ def quantize(
         data: calibration batches: an iterable of tensors, tuples or lists of positional inputs, or dicts of keyword
             inputs; `(input, target)` pairs are taken as the input alone when the model takes one. A recipe that
             calibrates no ranges needs none, and looks at the first few if there are any.
-        example_inputs: one batch to find shapes with; default: the first of `data`.
+        example_inputs: one batch to find shapes with; default: the first of `data` that is not empty.
         progress: show a progress bar; default: when stderr is a terminal.
         checkpoint: a file to go on from when calibration was killed, see `calibrate`.
         group: the processes that have a share of the data each, see `calibrate`. Each of them returns a model. Which of
@@ -76,12 +76,12 @@ def quantize(
     check_model(model)
     ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
-    first = ranks.together(lambda: list(islice(stream, 1)))
+    first = ranks.together(lambda: list(_opening(stream)))
     given = [] if example_inputs is None else [as_batch(example_inputs, model, "example_inputs")]
     examples = given or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(chosen)
-    observed = ranks.together(lambda: _observed(model, chosen, examples[0]))
+    observed = ranks.together(lambda: _observed(model, chosen, examples[-1]))
     observed.manager.context.progress = progress
     if data is not None:
         calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
@@ -89,6 +89,14 @@ def quantize(
     elif observed.calibrated:
         raise _no_data(chosen, observed.calibrated)
     return convert(observed)
+
+
+def _opening(stream: Iterable[Batch]) -> Iterator[Batch]:
+    """The first batches, up to one that holds samples."""
+    for batch in stream:
+        yield batch
+        if samples_in(batch) != 0:
+            return
 
 
 def _no_data(recipe: Recipe, calibrated: str = "") -> InputError:

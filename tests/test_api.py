@@ -271,3 +271,11 @@ def test_what_a_bad_pass_left_out_is_named():
     WithoutObservers().run(Rewriter(observed.manager.gm, observed.manager.context))
     with pytest.raises(fxq.PassError, match=r"%x \(placeholder.*no observer watches"):
         fxq.convert(observed)
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_shapes_are_those_of_the_first_batch_that_is_not_empty(empty):
+    """Without samples, nothing would take time on integers or in float."""
+    data = [torch.zeros(0, 3, 9, 9)] * empty + [torch.rand(4, 3, 9, 9), torch.rand(2, 3, 9, 9)]
+    made = fxq.quantize(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), REFERENCE, data=iter(data))
+    assert {node.shape[0] for node in made.history["trace"].graph if node.shape} == {4}
