@@ -42,7 +42,7 @@ WITH_DATA: dict[str, Callable[[], fxq.Recipe]] = {
     "fxq static, gptq": lambda: fxq.Recipe.static().insert_pass(GPTQ, before="correct-bias"),
     "fxq int4 weights, gptq": lambda: fxq.Recipe.weight_only(bits=4).insert_pass(GPTQ, after="smooth"),
 }
-"""Given data that they can do without: inputs are smoothed on it, and with gptq the integers of weights are chosen."""
+"""Given data, whatever the recipe: inputs are smoothed on it, and with gptq the integers of weights are chosen."""
 
 
 @dataclass(frozen=True)
