@@ -268,7 +268,7 @@ def _outputs(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer])
     modules = [Program(gm, gm.graph).modules for _ in range(2)]  # what one keeps is its own
     if any(layer.learns for layer in layers.values()):
         with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
-        used = used_rows(gm, batch, with_tokens)
+        used = used_rows(Program(gm, gm.graph), batch, with_tokens)
         for node, layer in layers.items():
             layer.used = used.get(node)
     real, integers = _Real(gm, batch, modules[0], layers), _Integers(gm, batch, modules[1], layers)

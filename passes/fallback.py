@@ -45,7 +45,6 @@ from fxq.graph.unit import calls_of
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
 from fxq.quant.qparams import QParams
-from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pins import Pin, Pinned, Place, places_of
 from fxq.rewriting.rewriter import Rewriter
@@ -103,7 +102,7 @@ def _ask_again(rewriter: Rewriter) -> None:
         plan, calls = info(node).plan, calls_of(rewriter.gm, node)
         if plan is None or plan.fate != "int8" or plan.reads is None or plan.reads.range != "measured":
             continue
-        support = support_of(backend, rewriter.gm, node, calls, QuantConfig(plan.reads, plan.weight, plan.state))
+        support = support_of(backend, rewriter.gm, node, calls, plan.config)
         if support.ops == 0:
             with rewriter.attributed("run_in_float", _run_in_float):
                 reason = f"{info(node).note}; {support.reason}".removeprefix("; ")
@@ -258,9 +257,7 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
 
 
 NOT_WORTH_IT = "float is faster at this size on this machine"
-FEWER_MEASURED = (
-    'recipe.without_pass("smooth").insert_pass(fxq.passes.Smooth(measure_gain=math.inf), after="insert-qdq")'
-)
+FEWER_MEASURED = 'recipe.without_pass("smooth").insert_pass(fxq.passes.Smooth(float_gain=math.inf), after="insert-qdq")'
 COVERAGE = 'recipe.with_optimize("coverage")'
 CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
 

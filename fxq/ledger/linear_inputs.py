@@ -176,7 +176,7 @@ class _Floats(FloatForm):
     def __init__(self, gm: fx.GraphModule, batch: Batch, inputs: Mapping[fx.Node, LinearInput], share: float) -> None:
         super().__init__(gm, copied(batch), modules=Program(gm, gm.graph).modules)
         self._inputs, self._share = inputs, share
-        self._used = used_rows(gm, batch, inputs)
+        self._used = used_rows(Program(gm, gm.graph), batch, inputs)
 
     def compute(self, node: fx.Node) -> Any:
         value = super().compute(node)

@@ -17,7 +17,11 @@ from fxq.graph.grid import grid_of
 from fxq.graph.program import Program
 from fxq.graph.query import is_op, plan_of
 from fxq.graph.run import Runner
+from fxq.pipeline.used_rows import used_rows
 from fxq.quant.qparams import QParams, dequantize, quantize
+
+_AT_ONCE = 8
+"""Samples of which all values are held at once, to find what is padding."""
 
 
 class _Run(Runner):
@@ -51,6 +55,13 @@ class ComparedValue:
     got: list[Tensor]
     own: list[Tensor] | None = None
 
+    def at(self, rows: Tensor | None) -> ComparedValue:
+        """The same of some of its rows, (n, C): those where this is true; of all where it is None or does not fit."""
+        if rows is None or len(self.want) != 1 or rows.shape != self.want[0].shape[:-1]:
+            return self
+        want, got, own = ([t[rows] for t in each or ()] for each in (self.want, self.got, self.own))
+        return ComparedValue(self.node, want, got, None if self.own is None else own)
+
 
 def side_by_side(
     reference: Program,
@@ -71,7 +82,8 @@ def side_by_side(
         pairs: nodes of `compared`, and the node of `reference` that makes the same value, each once.
         batch: the inputs.
         own: also run each node of `compared` on the values of `reference`, on the grids that it reads: its own
-            error, without what it inherits.
+            error, without what it inherits. `reference` is a float graph then, and what pads texts in the batch is
+            found and left out (`used_rows`).
         see: is called with every node of `reference` and its value.
 
     Yields:
@@ -81,6 +93,7 @@ def side_by_side(
     integer, alone = _Run(compared, batch), _Alone(compared.alone, batch) if own else None
     real = _Wanted(reference, set(pairs.values()), batch, see)
     rounded = {rounded_at(node): node for node in pairs}
+    used = used_rows(reference, batch, set(pairs.values()), _AT_ONCE) if own else {}
     for node in compared.graph.nodes:
         got = integer.step(node)
         forced = alone.step(node) if alone is not None else None
@@ -89,7 +102,7 @@ def side_by_side(
             want = _plain(real.value(pairs[source]), grid_of(reference.gm, rounded_at(pairs[source])))
             value = _comparable(source, want, grid_of(compared.gm, node), got, forced)
             if value is not None:
-                yield value
+                yield value.at(used.get(pairs[source]))
             if alone is not None and value is not None:
                 alone.overwrite(node, value.want)
     real.finish()

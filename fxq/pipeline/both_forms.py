@@ -30,7 +30,7 @@ class BothForms:
 
     def __init__(self, gm: fx.GraphModule, batches: Sequence[Batch], tokens: Collection[fx.Node] = ()) -> None:
         kinds = Runner, FloatForm
-        self._used = [used_rows(gm, batch, tokens) for batch in batches]
+        self._used = [used_rows(Program(gm, gm.graph), batch, tokens) for batch in batches]
         sides = [(kind, Program(gm, gm.graph).modules) for kind in kinds]
         self._runs = [tuple(kind(gm, copied(batch), modules=own) for kind, own in sides) for batch in batches]
 

@@ -9,29 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch
+from fxq.common.data import Batch, pieces_of, samples_in
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.graph.program import Program
-from fxq.graph.run import Modules
 from fxq.pipeline.float_form import FloatForm
 
 log = logging.getLogger("fxq")
 
 
-def used_rows(gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+def used_rows(
+    program: Program, batch: Batch, nodes: Collection[fx.Node], at_once: int | None = None
+) -> dict[fx.Node, Tensor]:
     """Which tokens the output of the float form depends on, of values whose last axis is that of the channels.
 
     A mask hides the tokens that pad a text, and a network that returns its first token has no use for the others'. The
     gradients of such a token are exactly zero. That is so, too, of what a maximum or an argmax does not choose this
     time: so it is tried whether the outputs stay the same, bit by bit, with other values in these tokens. Both is done
     only where a batch may hold padding: it has several tensors, or integers or a mask. Meanwhile the values of the
-    whole network are kept for this batch.
+    whole network are kept for the samples that are run at once.
 
     Args:
-        gm: the qdq graph.
+        program: the qdq graph, or a float one.
         batch: some samples.
         nodes: the values to look at; those with tokens are, of three axes and more.
+        at_once: so many samples are run at once, where the first axis counts samples; None: all.
 
     Returns:
         A bool tensor by value, of its shape without the channels. None of a value of which all tokens are used, or of
@@ -40,9 +42,26 @@ def used_rows(gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node]) -> d
     given = list(tensors((batch.args, batch.kwargs)))
     if not nodes or (len(given) < 2 and all(tensor.is_floating_point() for tensor in given)):
         return {}
+    if at_once is None or (samples_in(batch) or 0) <= at_once:
+        return _found(program, batch, nodes)
+    pieces = pieces_of(batch, at_once)
+    each = [_found(program, piece, nodes) for piece in pieces]
+    shapes = {node: rows.shape[1:] for found in each for node, rows in found.items()}
+    found: dict[fx.Node, list[Tensor]] = {}
+    for node, shape in shapes.items():  # a piece without padding has found nothing
+        found[node] = [
+            rows.get(node, torch.ones(samples_in(piece) or 0, *shape, dtype=torch.bool))
+            for rows, piece in zip(each, pieces, strict=True)
+        ]
+    alike = {node: rows for node, rows in found.items() if len({piece.shape[1:] for piece in rows}) == 1}
+    return {node: torch.cat(rows) for node, rows in alike.items()}
+
+
+def _found(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+    """The same of samples that are run at once."""
     try:
         with torch.inference_mode(False):  # there, nothing has gradients
-            return _without_padding(gm, batch, nodes)
+            return _without_padding(program, batch, nodes)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # an op has no gradient, or a module of the user does not take such numbers
@@ -50,9 +69,9 @@ def used_rows(gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node]) -> d
         return {}
 
 
-def _without_padding(gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+def _without_padding(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
     """The same; raises whatever the graph raises with gradients, or with other numbers."""
-    run = _Kept(gm, batch, nodes, Program(gm, gm.graph).modules)
+    run = _Kept(program.alone, batch, nodes)
     with torch.enable_grad():
         outputs = tuple(tensors(run.run()))
         known = [t for t in outputs if t.is_floating_point() and t.requires_grad]
@@ -63,7 +82,7 @@ def _without_padding(gm: fx.GraphModule, batch: Batch, nodes: Collection[fx.Node
     if not found:
         return {}
     with torch.enable_grad():  # without, some ops of PyTorch run other kernels, whose last bits differ
-        others = tuple(tensors(_Kept(gm, batch, nodes, Program(gm, gm.graph).modules, found).run()))
+        others = tuple(tensors(_Kept(program.alone, batch, nodes, found).run()))
     same = len(outputs) == len(others) and all(map(torch.equal, outputs, others))
     return found if same else {}
 
@@ -73,13 +92,12 @@ class _Kept(FloatForm):
 
     def __init__(
         self,
-        gm: fx.GraphModule,
+        program: Program,
         batch: Batch,
         nodes: Collection[fx.Node],
-        modules: Modules,
         used: Mapping[fx.Node, Tensor] | None = None,
     ) -> None:
-        super().__init__(gm, copied(batch), modules=modules)
+        super().__init__(program.gm, copied(batch), program.graph, program.modules)
         self._nodes, self._used = set(nodes), used or {}
         self.kept: dict[fx.Node, Tensor] = {}
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import unavailable
+from fxq.backends.reference import Reference
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.query import is_op, plan_of
@@ -80,7 +81,7 @@ def test_the_factors_are_those_of_the_paper():
     ("step", "written"),
     [
         (Smooth(gain=60.0, measure_gain=60.0, least=64), LAYER),
-        (Smooth(enough=-10.0, least=64), LAYER),
+        (Smooth(enough=-10.0, measured_enough=-10.0, least=64), LAYER),
         (Smooth(least=65), LAYER),
         (Smooth(least=64), LAYER.replace("Decision('int8')", "Decision('float')")),
         (Smooth(least=64), LAYER.replace(", stands_for='w'", "")),
@@ -160,6 +161,36 @@ def test_a_backend_that_measures_nothing_leaves_the_layer_in_float():
     assert "one grid for all tokens gives" in entry.reason and "openvino measures no ranges" in entry.reason
     assert [entry.fate for entry in made.ledger.where(path="up")] == ["int8"]
     assert "choose_scale" not in str(made.history["fallback"])  # nothing is measured for floats
+
+
+class Unmeasured(Reference):
+    """Has no kernel that measures a range."""
+
+    name = "unmeasured"
+
+    def supports(self, gm, node, calls, config):
+        measured = config.activation is not None and config.activation.range == "measured"
+        return fxq.Support(0, "it measures nothing") if measured else super().supports(gm, node, calls, config)
+
+
+@pytest.mark.parametrize(
+    ("backend", "step", "fate", "measured"),
+    [
+        ("reference", Smooth(), "int8", True),
+        ("reference", Smooth(measure_gain=20.0), "int8", False),
+        (Unmeasured, Smooth(), "int8", False),
+        (Unmeasured, Smooth(enough=60.0, float_gain=1.5), "float", False),
+    ],
+)
+def test_ranges_are_measured_for_less_where_the_backend_can(backend, step, fate, measured):
+    """A scale for each token is a little better here: worth to measure, not worth to run in float."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 48)).eval(), torch.randn(64, 16, 64)
+    recipe = fxq.Recipe.static(backend=backend).without_pass("smooth").insert_pass(step, after="insert-qdq")
+    made = fxq.quantize(model, recipe, data=[x * torch.rand(64, 16, 1)])
+    assert [entry.fate for entry in made.ledger] == [fate]
+    assert ("choose_scale" in str(made.history["insert-qdq"])) is False
+    assert ("choose_scale" in str(made.history["cleanup"])) is measured
 
 
 def block():
@@ -260,7 +291,7 @@ qmin=-127, qmax=127, axis=0)
     """)
 
 
-@pytest.mark.parametrize("step", [Smooth(dynamic_gain=60.0, least=64), Smooth(dynamic_enough=-10.0, least=64)])
+@pytest.mark.parametrize("step", [Smooth(measured_gain=60.0, least=64), Smooth(measured_enough=-10.0, least=64)])
 def test_measured_inputs_that_it_leaves_alone(step):
     gm = run_pass(step, MEASURED, GIVEN, data=(X,))
     assert program(gm) == program(fxq.read_graph(MEASURED, fxq.graph_tensors(gm)))

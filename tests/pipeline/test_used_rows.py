@@ -7,6 +7,7 @@ from torch import nn
 import fxq
 from fxq.common.data import as_batch
 from fxq.common.metrics import sqnr
+from fxq.graph.program import Program
 from fxq.pipeline.used_rows import used_rows
 from tests.graphs import until
 from tests.helpers import REFERENCE, module
@@ -39,11 +40,17 @@ def layers(manager):
     return [n for n in ops if not n.name.endswith(("_q", "_dq", "_weight_dq"))]
 
 
+def found_in(manager, given, at_once=None):
+    """Which rows of the layers' values are used, in a batch."""
+    batch = as_batch(given, manager.context.model, "x")
+    return used_rows(Program(manager.gm, manager.gm.graph), batch, layers(manager), at_once)
+
+
 def test_padding_is_not_used():
     torch.manual_seed(0)
     x, keep = padded()
     manager = until(Pooled().eval(), (x, keep), "insert-qdq", REFERENCE)
-    found = used_rows(manager.gm, as_batch((x, keep), manager.context.model, "x"), layers(manager))
+    found = found_in(manager, (x, keep))
     assert len(found) >= 2
     for rows in found.values():
         assert torch.equal(rows.view(4, 10), keep)
@@ -54,7 +61,7 @@ def test_all_rows_of_a_batch_without_padding_and_no_gradients_of_the_model():
     model, x = Pooled().eval(), torch.randn(4, 10, 16)
     given = x, torch.ones(4, 10, dtype=torch.bool)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
+    assert found_in(manager, given) == {}
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -73,7 +80,7 @@ def test_what_is_not_chosen_this_time_is_no_padding(name):
     model = module(lambda self, x, k: CHOICES[name](self.up(x), k), up=nn.Linear(16, 2))
     given = torch.randn(4, 12, 16), torch.ones(4)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
+    assert found_in(manager, given) == {}
 
 
 def test_the_first_token_alone():
@@ -82,7 +89,7 @@ def test_the_first_token_alone():
     model = module(lambda self, x, k: self.up(x)[:, 0] * k[:, None], up=nn.Linear(16, 2))
     given = torch.randn(4, 12, 16), torch.ones(4)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    (rows,) = used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)).values()
+    (rows,) = found_in(manager, given).values()
     assert torch.equal(rows, (torch.arange(12) == 0).expand(4, 12))
 
 
@@ -90,7 +97,7 @@ def test_what_has_no_gradients_counts_whole():
     model = module(lambda self, x, k: self.up(x).argmax(-1) + k, up=nn.Linear(16, 8))
     given = torch.randn(2, 3, 16), torch.ones(2, 3, dtype=torch.int64)
     manager = until(model, given, "insert-qdq", REFERENCE)
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) == {}
+    assert found_in(manager, given) == {}
 
 
 def test_what_is_fitted_to_values_does_not_see_padding():
@@ -175,7 +182,7 @@ def test_models_that_take_no_gradients_and_no_other_numbers(last):
     manager = until(
         module(lambda self, x, k: self.up(x)[:, 0] * k[:, None], up=model.up), given, "insert-qdq", REFERENCE
     )
-    assert used_rows(manager.gm, as_batch(given, model, "x"), layers(manager)) != {}
+    assert found_in(manager, given) != {}
     made = fxq.quantize(
         module(lambda self, x, k: self.tail(self.up(x), k), up=model.up, tail=Tail(last)),
         REFERENCE.leaf("tail"),
