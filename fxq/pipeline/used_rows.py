@@ -108,6 +108,15 @@ class _Kept(FloatForm):
             return value
         value = value if value.requires_grad else value.detach().requires_grad_()
         if node in self._used:
-            value = torch.where(self._used[node][..., None], value, 2 * value.abs().max() * torch.randn_like(value))
+            others = 2 * value.abs().max() * torch.randn_like(value)
+            changed = torch.where(self._used[node][..., None], value, others)
+            value = _laid_out_as(value, changed)
         self.values[node] = self.kept[node] = value
         return value
+
+
+def _laid_out_as(value: Tensor, changed: Tensor) -> Tensor:
+    """`changed`, in memory as `value` is: an op may run another kernel for another order, whose last bits differ."""
+    if 0 in value.stride():  # elements that share memory
+        return changed
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(changed)

@@ -200,3 +200,33 @@ class Tail(nn.Module):
 
     def forward(self, z, k):
         return self.last(z, k)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_some_samples_at_a_time(at_once):
+    """Samples without padding among others: all of their tokens are used."""
+    torch.manual_seed(0)
+    x, keep = padded(samples=7)
+    keep[3:6] = True
+    manager = until(Pooled().eval(), (x, keep), "insert-qdq", REFERENCE)
+    found, whole = found_in(manager, (x, keep), at_once), found_in(manager, (x, keep))
+    assert found.keys() == whole.keys() and len(found) >= 2
+    for node, rows in found.items():
+        assert torch.equal(rows, whole[node]) and torch.equal(rows.view(7, 10), keep)
+
+
+@pytest.mark.parametrize("samples", [4, 20])
+def test_what_pads_a_text_is_not_compared(samples):
+    """Padding far outside of all ranges changes no output: it is no error of a layer, for the ledger and `compare`."""
+    torch.manual_seed(0)
+    model, (x, keep) = Pooled().eval(), padded(size=1000.0, samples=samples)
+    real = torch.where(keep[..., None], x, 0.0)
+    made = fxq.quantize(model, REFERENCE.without_pass("smooth"), data=[(real, keep)])
+    ours, without = (
+        {row.name: row for row in fxq.compare(model, made, [(given, keep)]) if row.op in ("linear", "relu")}
+        for given in (x, real)
+    )
+    assert len(ours) == 3
+    for name, row in ours.items():
+        assert min(row.sqnr, row.own_sqnr) > 25  # dB
+        assert row.own_sqnr == pytest.approx(without[name].own_sqnr, abs=0.01)  # dB
