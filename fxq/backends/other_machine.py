@@ -169,7 +169,7 @@ def _copies(values: Sequence[Any]) -> list[Any]:
 
 
 def _made_up(gm: fx.GraphModule, inputs: Sequence[fx.Node], kernel: Kernel) -> list[Tensor] | None:
-    """Inputs of a form, the same every time; None where a shape is not known."""
+    """Inputs of a form, the same every time; None where a shape is not known. Measured zero points are whole."""
     generator = torch.Generator().manual_seed(0)
     grids = [value for value in vars(kernel).values() if isinstance(value, QParams) and value.axis is None]
     made: list[Tensor] = []
@@ -178,7 +178,12 @@ def _made_up(gm: fx.GraphModule, inputs: Sequence[fx.Node], kernel: Kernel) -> l
         if about.shape is None or about.dtype is None:
             return None
         real = torch.randn(about.shape, generator=generator)
-        if about.dtype.is_floating_point:
+        named = {name for user in node.users for name, value in user.kwargs.items() if value is node}
+        if "zero_point" in named:
+            made.append(real.abs_().mul_(30).round_().to(about.dtype))
+        elif "scale" in named:
+            made.append(real.abs_().to(about.dtype))
+        elif about.dtype.is_floating_point:
             reach = max((float(grid.high - grid.low) for grid in grids), default=6.0)
             made.append(real.mul_(reach / 6).to(about.dtype))
         elif about.dtype in (torch.int32, torch.int64):  # rows of a table: it has the first one, whatever its size

@@ -81,6 +81,21 @@ def test_the_form_of_every_kernel_computes_what_the_kernel_does():
             assert kernel.form is not None and elsewhere.misfit(kernel, node) is None, (name, node)
 
 
+@pytest.mark.parametrize("per", ["row", "tensor"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_form_of_a_layer_that_measures_computes_what_the_kernel_does(per, symmetric):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(3, 9, 16)
+    with torch.no_grad():
+        model[0].weight += 0.1  # what a zero point adds is not little
+    spec = fxq.TensorSpec(bits=7, per=per, symmetric=symmetric, range="measured")
+    qmodel = fxq.quantize(model, fxq.Recipe.dynamic(optimize="coverage", activation=spec), example_inputs=x)
+    found = list(elsewhere.kernels_of(qmodel))
+    assert len(found) == 4
+    for node, kernel in found:
+        assert elsewhere.misfit(kernel, node) is None, node
+
+
 def pickled_elsewhere(qmodel):
     """As it would be pickled on another machine."""
     with pytest.MonkeyPatch.context() as there:
