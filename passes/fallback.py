@@ -31,6 +31,7 @@ from fxq.graph.grid import grid_of
 from fxq.graph.info import Cost, Decision, DecisionKind, Plan, fate_of, info
 from fxq.graph.query import (
     CONVERSIONS,
+    MEASURES,
     flat_nodes,
     is_op,
     measures_of,
@@ -315,7 +316,7 @@ def _swap(args: Any, new: dict[fx.Node, fx.Node]) -> Any:
 
 
 def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
-    """Let float readers of dequantize(quantize(v)), and readers of its shape, read v, where v is float anyway.
+    """Let readers of dequantize(quantize(v)) that read floats, and those of its shape, read v, where v is float anyway.
 
     It is where it is made in float; and where a layer makes it that nobody reads as integers: its kernel emits floats.
     """
@@ -325,14 +326,19 @@ def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
     shapes = [user for user in quantize.users if reads_only_metadata(user)]
     if not is_float(value) and not measures_of(quantize):  # what measures reads floats
         read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
-        if not read_alone or not all(map(is_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
+        if not read_alone or not all(map(reads_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
             return
     with rewriter.attributed("read_float", _read_float):
         for copy in copies:
-            if any(map(is_float, copy.users)):
-                rewriter.reroute(copy, value, only=is_float)
+            if any(map(reads_float, copy.users)):
+                rewriter.reroute(copy, value, only=reads_float)
         if shapes:
             rewriter.reroute(quantize, value, only=reads_only_metadata)
+
+
+def reads_float(node: fx.Node) -> bool:
+    """Whether a node of the qdq graph reads floats: it computes in float, or measures and rounds what it reads."""
+    return is_float(node) or is_op(node, *MEASURES) or (is_op(node, "quantize") and bool(measures_of(node)))
 
 
 def is_float(node: fx.Node) -> bool:

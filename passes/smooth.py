@@ -15,6 +15,7 @@ from fxq.common.metrics import Agreement
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.unit import calls_of
 from fxq.ledger.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
+from fxq.pipeline.float_moves import move_floats
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams, choose_qparams, quantize
@@ -234,12 +235,11 @@ def _smoothed(layer: LinearLayer, factors: Tensor | None) -> tuple[Tensor, QPara
 
 def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
     """Put the multiplication in, if any, with conversions behind it for the layers, and the new weights."""
-    old, value = one.quantize, one.quantize.args[0]
-    assert isinstance(value, fx.Node)  # what is quantized is a value
+    old, read = one.quantize, one.quantize.args[0]
+    assert isinstance(read, fx.Node)  # what is quantized is a value
     factors = one.factors(way.strength)
     grid = one.grid_for(way, factors)
-    if factors is not None:
-        value = _divided(rewriter, value, factors, old, way.strength)
+    value = read if factors is None else _divided(rewriter, read, factors, old, way.strength)
     _, dq = on_grid(rewriter, value, value, grid, f"{value.name}_rows" if way.rows else value.name, like=old)
     for layer in one.layers:
         rewriter.update(layer.node, args=_swap(layer.node.args, layer.read, dq))
@@ -248,6 +248,7 @@ def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
         if way.rows:
             rewriter.describe(layer.node, plan=replace(layer.plan, reads=one.row_spec), note=why)
     rewriter.erase_unused()
+    move_floats(rewriter, read)
 
 
 def _divided(rewriter: Rewriter, value: fx.Node, factors: Tensor, old: fx.Node, strength: float | None) -> fx.Node:
