@@ -60,19 +60,19 @@ class Smooth(Pass):
     not hide what the others lose; padding does not count.
     In transformers, some tokens hold values many times as large as all others, in what GELU returns most of all. No
     factors of channels help there. Such a layer measures the range of each token when the model runs, as in a dynamic
-    recipe. Where the backend has no kernel for that, `fallback` leaves it in float: that is worth it for layers alone
-    that lose much.
+    recipe. Where the backend has no kernel for that, `fallback` leaves it in float, so it is done only for layers that
+    lose much. Ops that only move data, in front of what is rounded anew, move floats: nothing is rounded twice.
     Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4; Dettmers et al. 2022, section 2.1 (a
     scale for each row).
 
     Args:
         gain: dB that the layers have to gain: the factors cost a multiplication of each input.
-        enough: dB. Layers whose SQNR is above that are left alone.
-        measure_gain: dB that they have to gain by measured ranges, which cost time in each call.
+        enough: dB. Inputs whose layers have more than that with one grid get no factors, and are not left in float.
+        measure_gain: dB that the layers have to gain by measured ranges, which cost time in each call.
         float_gain: the same where the backend cannot measure them.
-        measured_gain: dB that layers have to gain by factors where the input is measured, by a dynamic recipe or since
-            this pass says so.
-        measured_enough: dB. Layers whose SQNR is above that gain nothing by measured ranges.
+        measured_gain: dB that the layers have to gain by factors where the input is measured, by a dynamic recipe or by
+            this pass.
+        measured_enough: dB. Inputs whose layers have more than that are not measured; measured ones get no factors.
         samples: how many samples to look at.
         rows: how many tokens of them, for the errors.
         least: inputs with fewer tokens in the samples are left alone: what is large in them is not known.

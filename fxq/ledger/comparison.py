@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxq.common.data import Batch, naming_batch
 from fxq.common.isolation import seeded, without_autocast
@@ -23,6 +23,7 @@ from fxq.ledger.ledger import FATES, NodeRow, rows_by_node
 from fxq.ledger.output_check import add_output, rank
 from fxq.ledger.quantized import Quantized
 from fxq.ledger.side_by_side import side_by_side
+from fxq.pipeline.used_rows import AT_ONCE, used_rows
 from fxq.text.queryable import Rows, decibels, layer_text
 from fxq.text.tables import Column, Part, text
 
@@ -58,7 +59,7 @@ class PairRow:
     Attributes:
         name: the op that pairs the layer. path: its module path. op: what it is.
         fate_a, fate_b: what it runs as in each: `int8`, `moves` or `float`.
-        sqnr: dB of b's output against a's; infinite when they are equal.
+        sqnr: dB of b's output against a's, all tokens included; infinite when they are equal.
         sqnr_a, sqnr_b: dB of each against the float model, from its ledger; None where that has none.
         cosine: of the angle between the two outputs, taken as vectors.
         max_error: the largest absolute difference, in units of the value.
@@ -177,11 +178,13 @@ class Baseline:
         program: the float model's canonical graph, or the graph of another quantized model.
         nodes: its nodes, by the op whose value they make.
         model: the other quantized model, if it is one.
+        divisible: whether the graph computes for some samples of a batch what it computes for them among all.
     """
 
     program: Program
     nodes: Mapping[str, fx.Node]
     model: Quantized | None = None
+    divisible: bool = False
 
     @property
     def output(self) -> fx.Node:
@@ -216,11 +219,11 @@ def compare_with(
     """
     rows = rows_by_node(b.ledger)
     pairs = {**same_values(b, rows, reference.nodes), b.graph.output_node(): reference.output}
-    sums, compared = _Sums(own=reference.model is None), Program(b, b.graph)
+    sums, compared = _Sums(), Program(b, b.graph)
     with torch.no_grad(), without_autocast(), seeded():
         for i, batch in enumerate(batches):
             with naming_batch(i, batch):
-                sums.add(reference.program, compared, pairs, batch)
+                sums.add(reference, compared, pairs, batch)
                 _check_shapes(pairs, rows, sums)
             advance()
     others = rows_by_node(reference.model.ledger) if reference.model is not None else {}
@@ -234,20 +237,22 @@ def compare_with(
 
 @dataclass
 class _Sums:
-    """What is kept of the batches: for each node how far it is off, and how far alone where that is asked for.
+    """What is kept of the batches: for each node how far it is off, and how far alone, against a float model.
 
     Of what the model returns, each tensor counts for itself.
     """
 
-    own: bool
     batches: int = 0
     by_node: dict[fx.Node, tuple[Agreement, Agreement]] = field(default_factory=dict)
     outputs: dict[int, Agreement] = field(default_factory=dict)
 
-    def add(self, reference: Program, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
+    def add(self, reference: Baseline, compared: Program, pairs: Mapping[fx.Node, fx.Node], batch: Batch) -> None:
         """Take in one batch."""
         self.batches += 1
-        for value in side_by_side(reference, compared, pairs, batch, own=self.own):
+        real, used = reference.model is None, dict[fx.Node, Tensor]()
+        if real:
+            used = used_rows(reference.program, batch, set(pairs.values()), AT_ONCE if reference.divisible else None)
+        for value in side_by_side(reference.program, compared, pairs, batch, own=real, used=used):
             if value.node.op == "output":
                 for i, (want, got) in enumerate(zip(value.want, value.got, strict=True)):
                     add_output(self.outputs, i, want, got)

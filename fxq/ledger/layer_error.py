@@ -20,6 +20,7 @@ from fxq.ledger.ledger import NodeRow
 from fxq.ledger.side_by_side import ComparedValue, rounded_at, side_by_side
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import Original
+from fxq.pipeline.used_rows import used_rows
 from fxq.quant.qparams import QParams, dequantize, quantize
 
 log = logging.getLogger("fxq")
@@ -90,7 +91,8 @@ def _measure(
             found.values.update(dict.fromkeys(names[node], seen))
 
     reference, compared = Program(original.gm, original.graph), Program(gm, gm.graph)
-    for value in side_by_side(reference, compared, pairs, batch, own=True, see=see):
+    used = used_rows(reference, batch, set(pairs.values()))
+    for value in side_by_side(reference, compared, pairs, batch, own=True, see=see, used=used):
         name = node_rows[value.node.name].row.name
         found.sqnr[name], found.own_sqnr[name] = sqnr(value.want, value.got), sqnr(value.want, value.own)
         end = rounded_at(value.node)

@@ -21,7 +21,7 @@ from fxq.graph.unit import calls_of
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.samples import on_samples
-from fxq.pipeline.used_rows import used_rows
+from fxq.pipeline.used_rows import AT_ONCE, used_rows
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import TensorSpec
@@ -115,8 +115,6 @@ class LinearInput(ABC):
                 error.add(want * by, (given @ weight.T) * by)
 
 
-_PIECE = 8
-"""Samples that are run at once: of large batches, all values are kept for a while (`used_rows`)."""
 Input = TypeVar("Input", bound=LinearInput)
 
 
@@ -140,7 +138,7 @@ def seen_inputs(
         found = {one.quantize: one for one in _inputs(gm, kind, rows) if count >= least or not _is_one(one, size)}
         batches = [batch for batch in batches if samples_in(batch) != 0]
         if context.divisible:
-            batches = [piece for batch in batches for piece in pieces_of(batch, _PIECE)]
+            batches = [piece for batch in batches for piece in pieces_of(batch, AT_ONCE)]
         for i, batch in enumerate(batches if found else ()):
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():

@@ -17,11 +17,7 @@ from fxq.graph.grid import grid_of
 from fxq.graph.program import Program
 from fxq.graph.query import is_op, plan_of
 from fxq.graph.run import Runner
-from fxq.pipeline.used_rows import used_rows
 from fxq.quant.qparams import QParams, dequantize, quantize
-
-_AT_ONCE = 8
-"""Samples of which all values are held at once, to find what is padding."""
 
 
 class _Run(Runner):
@@ -70,6 +66,7 @@ def side_by_side(
     batch: Batch,
     own: bool = False,
     see: Callable[[fx.Node, Any], None] | None = None,
+    used: Mapping[fx.Node, Tensor] | None = None,
 ) -> Iterator[ComparedValue]:
     """Run two graphs on a batch; their values, in the order in which the second one makes them.
 
@@ -82,9 +79,9 @@ def side_by_side(
         pairs: nodes of `compared`, and the node of `reference` that makes the same value, each once.
         batch: the inputs.
         own: also run each node of `compared` on the values of `reference`, on the grids that it reads: its own
-            error, without what it inherits. `reference` is a float graph then, and what pads texts in the batch is
-            found and left out (`used_rows`).
+            error, without what it inherits.
         see: is called with every node of `reference` and its value.
+        used: the rows of values of `reference` that are compared, see `used_rows`; all of the others.
 
     Yields:
         `ComparedValue`s. Values that cannot be compared (no float tensors, another structure) are left out, and so are
@@ -93,7 +90,6 @@ def side_by_side(
     integer, alone = _Run(compared, batch), _Alone(compared.alone, batch) if own else None
     real = _Wanted(reference, set(pairs.values()), batch, see)
     rounded = {rounded_at(node): node for node in pairs}
-    used = used_rows(reference, batch, set(pairs.values()), _AT_ONCE) if own else {}
     for node in compared.graph.nodes:
         got = integer.step(node)
         forced = alone.step(node) if alone is not None else None
@@ -102,7 +98,7 @@ def side_by_side(
             want = _plain(real.value(pairs[source]), grid_of(reference.gm, rounded_at(pairs[source])))
             value = _comparable(source, want, grid_of(compared.gm, node), got, forced)
             if value is not None:
-                yield value.at(used.get(pairs[source]))
+                yield value.at((used or {}).get(pairs[source]))
             if alone is not None and value is not None:
                 alone.overwrite(node, value.want)
     real.finish()

@@ -17,6 +17,9 @@ from fxq.pipeline.float_form import FloatForm
 
 log = logging.getLogger("fxq")
 
+AT_ONCE = 8
+"""Of large batches, so many samples are looked at together: all of their values are kept meanwhile."""
+
 
 def used_rows(
     program: Program, batch: Batch, nodes: Collection[fx.Node], at_once: int | None = None
@@ -47,14 +50,18 @@ def used_rows(
     pieces = pieces_of(batch, at_once)
     each = [_found(program, piece, nodes) for piece in pieces]
     shapes = {node: rows.shape[1:] for found in each for node, rows in found.items()}
-    found: dict[fx.Node, list[Tensor]] = {}
-    for node, shape in shapes.items():  # a piece without padding has found nothing
-        found[node] = [
-            rows.get(node, torch.ones(samples_in(piece) or 0, *shape, dtype=torch.bool))
-            for rows, piece in zip(each, pieces, strict=True)
-        ]
-    alike = {node: rows for node, rows in found.items() if len({piece.shape[1:] for piece in rows}) == 1}
-    return {node: torch.cat(rows) for node, rows in alike.items()}
+    used: dict[fx.Node, Tensor] = {}
+    for node, shape in shapes.items():
+        device = next(found[node].device for found in each if node in found)
+        rows = []
+        for found, piece in zip(each, pieces, strict=True):  # in one without padding, nothing was found
+            every = torch.ones(samples_in(piece) or 0, *shape, dtype=torch.bool, device=device)
+            rows.append(found.get(node, every))
+            if rows[-1].shape != every.shape:  # its first axis is not that of the samples
+                break
+        else:
+            used[node] = torch.cat(rows)
+    return used
 
 
 def _found(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
@@ -87,6 +94,10 @@ def _without_padding(program: Program, batch: Batch, nodes: Collection[fx.Node])
     return found if same else {}
 
 
+_INFINITE = 1e30
+"""What is no value, but stands for infinity in a mask."""
+
+
 class _Kept(FloatForm):
     """Runs the graph in float, and keeps some of its values; with large random numbers in the tokens not in `used`."""
 
@@ -108,15 +119,10 @@ class _Kept(FloatForm):
             return value
         value = value if value.requires_grad else value.detach().requires_grad_()
         if node in self._used:
-            others = 2 * value.abs().max() * torch.randn_like(value)
+            real = torch.where(value.abs() < _INFINITE, value, 0.0)
+            others = 2 * real.abs().max() * torch.randn_like(real)
             changed = torch.where(self._used[node][..., None], value, others)
-            value = _laid_out_as(value, changed)
+            # in memory as before: for another order, an op may run another kernel, whose last bits differ
+            value = torch.empty_like(value).copy_(changed)
         self.values[node] = self.kept[node] = value
         return value
-
-
-def _laid_out_as(value: Tensor, changed: Tensor) -> Tensor:
-    """`changed`, in memory as `value` is: an op may run another kernel for another order, whose last bits differ."""
-    if 0 in value.stride():  # elements that share memory
-        return changed
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(changed)

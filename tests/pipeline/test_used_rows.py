@@ -1,5 +1,7 @@
 """Rows that reach the output: padding does not."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -215,11 +217,37 @@ def test_some_samples_at_a_time(at_once):
         assert torch.equal(rows, whole[node]) and torch.equal(rows.view(7, 10), keep)
 
 
+MASKS = {
+    "-inf": lambda scores, keep: scores.masked_fill(~keep[:, None], -math.inf),
+    "least float": lambda scores, keep: scores + (1 - keep[:, None].float()) * torch.finfo(torch.float32).min,
+    "-1e9": lambda scores, keep: scores + (1 - keep[:, None].float()) * -1e9,
+}
+
+
+class Written(Pooled):
+    """The same with attention written out; of two heads that are folded into the first axis where it is `folded`."""
+
+    def __init__(self, mask, folded=False):
+        super().__init__()
+        self.mask, self.folded, self.qkv = mask, folded, nn.Linear(16, 48)
+
+    def attention(self, x, *_, key_padding_mask, **__):
+        q, k, v = (torch.cat(y.chunk(2, -1)) if self.folded else y for y in self.qkv(x).chunk(3, -1))
+        keep = ~key_padding_mask
+        scores = self.mask(q @ k.transpose(1, 2) / 4, torch.cat([keep, keep]) if self.folded else keep)
+        y = scores.softmax(-1) @ v
+        return torch.cat(y.chunk(2), -1) if self.folded else y, None
+
+
+WRITTEN = [Pooled, *(lambda mask=mask: Written(mask) for mask in MASKS.values()), lambda: Written(MASKS["-inf"], True)]
+
+
 @pytest.mark.parametrize("samples", [4, 20])
-def test_what_pads_a_text_is_not_compared(samples):
+@pytest.mark.parametrize("make", WRITTEN, ids=["module", *MASKS, "folded heads"])
+def test_what_pads_a_text_is_not_compared(make, samples):
     """Padding far outside of all ranges changes no output: it is no error of a layer, for the ledger and `compare`."""
     torch.manual_seed(0)
-    model, (x, keep) = Pooled().eval(), padded(size=1000.0, samples=samples)
+    model, (x, keep) = make().eval(), padded(size=1000.0, samples=samples)
     real = torch.where(keep[..., None], x, 0.0)
     made = fxq.quantize(model, REFERENCE.without_pass("smooth"), data=[(real, keep)])
     ours, without = (
@@ -230,3 +258,28 @@ def test_what_pads_a_text_is_not_compared(samples):
     for name, row in ours.items():
         assert min(row.sqnr, row.own_sqnr) > 25  # dB
         assert row.own_sqnr == pytest.approx(without[name].own_sqnr, abs=0.01)  # dB
+
+
+def test_padding_that_calibrates_does_not_count_in_the_ledger():
+    torch.manual_seed(0)
+    model, (x, keep) = Pooled().eval(), padded(size=30.0)
+    recipe = REFERENCE.without_pass("smooth").without_pass("correct-bias")
+    made = fxq.quantize(model, recipe, data=[(x, keep)])
+    compared = {row.name: row for row in fxq.compare(model, made, [(x, keep)]) if row.op in ("linear", "relu")}
+    assert len(compared) == 3
+    for name, row in compared.items():
+        (entry,) = made.ledger.where(name=name)
+        assert entry.own_sqnr == pytest.approx(row.own_sqnr, abs=0.01)  # dB
+
+
+def test_an_axis_that_counts_something_else_is_not_cut():
+    """The first axis is that of the tokens, and the output is that of the first one alone."""
+    torch.manual_seed(0)
+    model = module(
+        lambda self, x, k: self.down(self.up(x).relu())[0] * k[0], up=nn.Linear(8, 16), down=nn.Linear(16, 4)
+    )
+    given = torch.randn(20, 3, 8), torch.ones(20, 3, 1)
+    x = given[0].clone()
+    x[8:] *= 1000
+    made = fxq.quantize(model, REFERENCE.without_pass("smooth"), data=[given])
+    assert min(row.sqnr for row in fxq.compare(model, made, [(x, given[1])])) > 25  # dB
