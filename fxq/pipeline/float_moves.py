@@ -20,8 +20,8 @@ def move_floats(rewriter: Rewriter, value: fx.Node) -> None:
     reads, and nothing is changed where a kernel makes `x` that emits nothing but integers.
     """
     moved: dict[fx.Node, Any] = {}
-    node, back = value, None
-    while _is_free(node, back) and (back := _moved_by(node)) is not None:
+    node = value
+    while _is_free(value) and (back := _moved_by(node)) is not None and _is_free(back.args[0].args[0], back):
         moved[node] = back
         node = back.args[0].args[0]
     plan = plan_of(node)
@@ -45,8 +45,8 @@ def _moved_by(node: fx.Node) -> Any:
     return back if is_op(back, "dequantize") and is_op(back.args[0], "quantize") else None
 
 
-def _is_free(node: fx.Node, back: fx.Node | None) -> bool:
-    """Whether nobody reads the integers of a value but the dequantize `back`, whose value one op reads."""
+def _is_free(node: fx.Node, back: fx.Node | None = None) -> bool:
+    """Whether nobody reads the integers of a value; or nobody but the dequantize `back`, whose value one op reads."""
     readers = {reader for user in node.users if _is_known(user) for reader in user.users}
     others = {reader for reader in readers if not reads_only_metadata(reader) and reader is not back}
     return not others and (back is None or len(back.users) == 1)

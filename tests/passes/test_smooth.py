@@ -12,8 +12,8 @@ import fxq
 from fxq.backends.by_name import unavailable
 from fxq.backends.reference import Reference
 from fxq.common.metrics import sqnr
-from fxq.graph.info import info
-from fxq.graph.query import is_op, plan_of
+from fxq.graph.info import fate_of, info
+from fxq.graph.query import argument, is_op, plan_of
 from fxq.passes import Smooth
 from tests.graphs import expected, node, program, run_pass
 from tests.helpers import REFERENCE, module
@@ -118,6 +118,35 @@ def test_text_before_and_after_where_tokens_differ():
     assert (plan.reads.range, plan.reads.per) == ("measured", "row")
     assert "one grid for all tokens gives" in info(node(gm, "y")).note
     assert program(run_pass(Smooth(measure_gain=math.inf, least=64), written, GIVEN, data=(x,))) != program(gm)
+
+
+MOVED = LAYER.replace("x: float32[64, 4] = input()", "v: float32[8, 8, 4] = input()").replace(
+    "    x_q = ",
+    """    v_q = quantize(v, scale=3.0, zero_point=128)
+    n = getattr(v_q, 'shape')
+    v_dq = dequantize(v_q, scale=3.0, zero_point=128)
+    u = transpose(v_dq, dim0=0, dim1=1)  # plan=Plan(Decision('moves'), reads=TensorSpec())
+    u_q = quantize(u, scale=3.0, zero_point=128)
+    u_dq = dequantize(u_q, scale=3.0, zero_point=128)
+    x = reshape(u_dq, shape=(64, 4))  # plan=Plan(Decision('moves'), reads=TensorSpec())
+    x_q = """,
+)
+READS_V, READS_U = "return y, n", "return y, n, u_dq"
+
+
+@pytest.mark.parametrize(("end", "moved"), [(READS_V, "v"), (READS_U, "u_dq")], ids=["alone", "read by another"])
+def test_what_moves_data_in_front_moves_floats(end, moved):
+    """Nothing is rounded twice, but where somebody else reads what is rounded."""
+    torch.manual_seed(0)
+    v = torch.randn(8, 8, 4)
+    v[::4] *= 100
+    gm = run_pass(Smooth(least=64), MOVED.replace("return y", end), GIVEN, data=(v,))
+    text = program(gm)
+    assert ("v_q" in text) is ("u_q" in text) is (moved != "v")
+    source = argument(node(gm, "x"), "x")
+    assert source.name == ("u" if moved == "v" else "u_dq")
+    assert {fate_of(node(gm, name)) for name in "xu"} == ({"float"} if moved == "v" else {"moves"})
+    assert {argument(n, "x").name for n in gm.graph.nodes if is_op(n, "choose_scale")} == {"x"}
 
 
 def tokens(n, size=20.0):
