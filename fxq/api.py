@@ -260,7 +260,8 @@ def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | 
 def compare(a: Any, b: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Comparison:
     """How far a quantized model is from the float model, or from another quantized one, layer by layer.
 
-    Both run on every batch, side by side; of the values only sums are kept, so any amount of data will do.
+    Both run on every batch, side by side; of the values only sums are kept, so any amount of data will do. To find what
+    pads texts in a batch, all values of up to eight samples are kept for a while.
 
     Args:
         a: the float model that `b` was made from, as it was given to `quantize`; or another quantized model of it.

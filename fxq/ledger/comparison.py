@@ -36,7 +36,8 @@ class LayerRow:
         name: the op that pairs the layer. path: its module path. op: what it is.
         fate: what it runs as: `int8`, `moves` or `float`.
         sqnr: dB of its output against the float model's, all that happens before it included; infinite when equal.
-            Tokens that no output of the float model depends on, as those that pad a text, do not count, here and below.
+            Rows that no output of the float model depends on, as those of tokens that pad a text, do not count, here
+            and below; so it is in the ledger.
         own_sqnr: the same where it runs on the float model's values of its inputs.
         cosine: of the angle between the two outputs, taken as vectors.
         max_error: the largest absolute difference, in units of the value.
