@@ -261,4 +261,5 @@ def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseli
             f"a has other weights than the model that b was made from, {changed[0]!r} for one ({len(changed)} of "
             f"{len(now)} parameters): what is compared is not only what quantization did."
         )
-    return Baseline(Program(original.gm, original.graph), original.nodes, divisible=manager.context.divisible)
+    divisible, is_large = manager.context.divisible, original.is_large
+    return Baseline(Program(original.gm, original.graph), original.nodes, divisible=divisible, is_large=is_large)

@@ -258,7 +258,9 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
 
 
 NOT_WORTH_IT = "float is faster at this size on this machine"
-FEWER_MEASURED = 'recipe.without_pass("smooth").insert_pass(fxq.passes.Smooth(float_gain=math.inf), after="insert-qdq")'
+FEWER_MEASURED = (
+    'recipe.without_pass("smooth").insert_pass(fxq.passes.Smooth(measure_gain=math.inf), after="insert-qdq")'
+)
 COVERAGE = 'recipe.with_optimize("coverage")'
 CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
 

@@ -10,10 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxq.backends.base import support_of
 from fxq.common.metrics import Agreement
 from fxq.graph.info import Decision, Plan, info
-from fxq.graph.unit import calls_of
 from fxq.ledger.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
 from fxq.pipeline.float_moves import move_floats
 from fxq.quant.measured import MeasuredGrid
@@ -60,28 +58,25 @@ class Smooth(Pass):
     not hide what the others lose; padding does not count.
     In transformers, some tokens hold values many times as large as all others, in what GELU returns most of all. No
     factors of channels help there. Such a layer measures the range of each token when the model runs, as in a dynamic
-    recipe. Where the backend has no kernel for that, `fallback` leaves it in float, so it is done only for layers that
-    lose much. Ops that only move data, in front of what is rounded anew, move floats: nothing is rounded twice.
+    recipe; where the backend cannot, `fallback` leaves it in float. Ops that only move data, in front of what is
+    rounded anew, move floats: nothing is rounded twice.
     Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4; Dettmers et al. 2022, section 2.1 (a
     scale for each row).
 
     Args:
         gain: dB that the layers have to gain: the factors cost a multiplication of each input.
-        enough: dB. Inputs whose layers have more than that with one grid get no factors, and are not left in float.
-        measure_gain: dB that the layers have to gain by measured ranges, which cost time in each call.
-        float_gain: the same where the backend cannot measure them.
-        measured_gain: dB that the layers have to gain by factors where the input is measured, by a dynamic recipe or by
-            this pass.
-        measured_enough: dB. Inputs whose layers have more than that are not measured; measured ones get no factors.
+        measure_gain: dB that they have to gain by measured ranges, which cost time in each call.
+        enough: dB. Layers whose SQNR is above that are left alone.
+        measured_gain, measured_enough: the same for factors of inputs that are measured, by a dynamic recipe or by this
+            pass: these are more exact already.
         samples: how many samples to look at.
         rows: how many tokens of them, for the errors.
         least: inputs with fewer tokens in the samples are left alone: what is large in them is not known.
     """
 
     gain: float = 3.0
+    measure_gain: float = 5.0
     enough: float = 33.0
-    measure_gain: float = 1.5
-    float_gain: float = 5.0
     measured_gain: float = 1.5
     measured_enough: float = 40.0
     samples: int = 64
@@ -90,9 +85,8 @@ class Smooth(Pass):
 
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
         "gain": (0.0, math.inf),
-        "enough": (-math.inf, math.inf),
         "measure_gain": (0.0, math.inf),
-        "float_gain": (0.0, math.inf),
+        "enough": (-math.inf, math.inf),
         "measured_gain": (0.0, math.inf),
         "measured_enough": (-math.inf, math.inf),
         "samples": (1, math.inf),
@@ -111,7 +105,7 @@ class Smooth(Pass):
         """Find the ranges of all channels, and the best factors; then write those that are worth it."""
         for one in seen_inputs(rewriter.gm, rewriter.context, _Input, self.samples, self.rows, self.least):
             one.low, one.high = torch.minimum(one.low, one.later[0]), torch.maximum(one.high, one.later[1])
-            way, why = one.best(self, _measures(rewriter, one))
+            way, why = one.best(self)
             if way != AS_IT_IS:
                 with rewriter.attributed("smooth", Smooth):
                     _write(rewriter, one, way, why)
@@ -186,21 +180,15 @@ class _Input(LinearInput):
         """The grid of that."""
         return MeasuredGrid.of(self.row_spec, axis=-1)
 
-    def best(self, asked: Smooth, measures: bool) -> tuple[_Way, str]:
-        """The way that is worth it, and why; what costs more has to gain more.
-
-        Args:
-            asked: says how much.
-            measures: whether the backend can measure each token.
-        """
+    def best(self, asked: Smooth) -> tuple[_Way, str]:
+        """The way that is worth it, and why; what costs more has to gain more."""
         found = {way: error.sqnr for way, error in self.errors.items()}
         if isinstance(self.grid, MeasuredGrid):
             return _divided_if(found, AS_IT_IS, DIVIDED, asked.measured_enough, asked.measured_gain), ""
         best = _divided_if(found, AS_IT_IS, DIVIDED, asked.enough, asked.gain)
         plain, *divided = BY_ROW
         by_row = _divided_if(found, plain, divided, asked.measured_enough, asked.measured_gain)
-        enough, gain = (asked.measured_enough, asked.measure_gain) if measures else (asked.enough, asked.float_gain)
-        if found[best] < enough and found[by_row] >= found[best] + gain:
+        if found[best] < asked.enough and found[by_row] >= found[best] + asked.measure_gain:
             return by_row, f"one grid for all tokens gives {found[best]:.1f} dB, one for each {found[by_row]:.1f}"
         return best, ""
 
@@ -209,13 +197,6 @@ def _divided_if(found: Mapping[_Way, float], plain: _Way, divided: Sequence[_Way
     """The best of the ways with factors, where the one without is not enough and they gain so much."""
     best = max(divided, key=found.__getitem__)
     return best if found[plain] < enough and found[best] >= found[plain] + gain else plain
-
-
-def _measures(rewriter: Rewriter, one: _Input) -> bool:
-    """Whether the backend has kernels that measure each token of an input, for all layers that read it."""
-    gm, backend = rewriter.gm, rewriter.context.backend
-    plans = [(layer.node, replace(layer.plan, reads=one.row_spec)) for layer in one.layers]
-    return all(support_of(backend, gm, node, calls_of(gm, node), plan.config).ops > 0 for node, plan in plans)
 
 
 def _around(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import Batch, naming_batch
+from fxq.common.data import Batch, naming_batch, samples_in
 from fxq.common.isolation import seeded, without_autocast
 from fxq.common.metrics import Agreement
 from fxq.errors import InputError
@@ -180,12 +180,14 @@ class Baseline:
         nodes: its nodes, by the op whose value they make.
         model: the other quantized model, if it is one.
         divisible: whether the graph computes for some samples of a batch what it computes for them among all.
+        is_large: whether it holds so much for a batch that all of its values are not to be kept at once.
     """
 
     program: Program
     nodes: Mapping[str, fx.Node]
     model: Quantized | None = None
     divisible: bool = False
+    is_large: bool = False
 
     @property
     def output(self) -> fx.Node:
@@ -251,8 +253,9 @@ class _Sums:
         """Take in one batch."""
         self.batches += 1
         real, used = reference.model is None, dict[fx.Node, Tensor]()
-        if real:
-            used = used_rows(reference.program, batch, set(pairs.values()), AT_ONCE if reference.divisible else None)
+        cut = reference.divisible and samples_in(batch) is not None
+        if real and (cut or not reference.is_large):
+            used = used_rows(reference.program, batch, set(pairs.values()), AT_ONCE if cut else None)
         for value in side_by_side(reference.program, compared, pairs, batch, own=real, used=used):
             if value.node.op == "output":
                 for i, (want, got) in enumerate(zip(value.want, value.got, strict=True)):

@@ -78,7 +78,7 @@ def _found(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[f
 
 def _without_padding(program: Program, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
     """The same; raises whatever the graph raises with gradients, or with other numbers."""
-    run = _Kept(program.alone, batch, nodes)
+    run = _Kept(Program(program.gm, program.graph), batch, nodes)
     with torch.enable_grad():
         outputs = tuple(tensors(run.run()))
         known = [t for t in outputs if t.is_floating_point() and t.requires_grad]
@@ -89,7 +89,7 @@ def _without_padding(program: Program, batch: Batch, nodes: Collection[fx.Node])
     if not found:
         return {}
     with torch.enable_grad():  # without, some ops of PyTorch run other kernels, whose last bits differ
-        others = tuple(tensors(_Kept(program.alone, batch, nodes, found).run()))
+        others = tuple(tensors(_Kept(Program(program.gm, program.graph), batch, nodes, found).run()))
     same = len(outputs) == len(others) and all(map(torch.equal, outputs, others))
     return found if same else {}
 

@@ -10,10 +10,9 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import unavailable
-from fxq.backends.reference import Reference
 from fxq.common.metrics import sqnr
-from fxq.graph.info import fate_of, info
-from fxq.graph.query import argument, is_op, plan_of
+from fxq.graph.info import info
+from fxq.graph.query import is_op, plan_of
 from fxq.passes import Smooth
 from tests.graphs import expected, node, program, run_pass
 from tests.helpers import REFERENCE, module
@@ -81,7 +80,7 @@ def test_the_factors_are_those_of_the_paper():
     ("step", "written"),
     [
         (Smooth(gain=60.0, measure_gain=60.0, least=64), LAYER),
-        (Smooth(enough=-10.0, measured_enough=-10.0, least=64), LAYER),
+        (Smooth(enough=-10.0, least=64), LAYER),
         (Smooth(least=65), LAYER),
         (Smooth(least=64), LAYER.replace("Decision('int8')", "Decision('float')")),
         (Smooth(least=64), LAYER.replace(", stands_for='w'", "")),
@@ -118,35 +117,6 @@ def test_text_before_and_after_where_tokens_differ():
     assert (plan.reads.range, plan.reads.per) == ("measured", "row")
     assert "one grid for all tokens gives" in info(node(gm, "y")).note
     assert program(run_pass(Smooth(measure_gain=math.inf, least=64), written, GIVEN, data=(x,))) != program(gm)
-
-
-MOVED = LAYER.replace("x: float32[64, 4] = input()", "v: float32[8, 8, 4] = input()").replace(
-    "    x_q = ",
-    """    v_q = quantize(v, scale=3.0, zero_point=128)
-    n = getattr(v_q, 'shape')
-    v_dq = dequantize(v_q, scale=3.0, zero_point=128)
-    u = transpose(v_dq, dim0=0, dim1=1)  # plan=Plan(Decision('moves'), reads=TensorSpec())
-    u_q = quantize(u, scale=3.0, zero_point=128)
-    u_dq = dequantize(u_q, scale=3.0, zero_point=128)
-    x = reshape(u_dq, shape=(64, 4))  # plan=Plan(Decision('moves'), reads=TensorSpec())
-    x_q = """,
-)
-READS_V, READS_U = "return y, n", "return y, n, u_dq"
-
-
-@pytest.mark.parametrize(("end", "moved"), [(READS_V, "v"), (READS_U, "u_dq")], ids=["alone", "read by another"])
-def test_what_moves_data_in_front_moves_floats(end, moved):
-    """Nothing is rounded twice, but where somebody else reads what is rounded."""
-    torch.manual_seed(0)
-    v = torch.randn(8, 8, 4)
-    v[::4] *= 100
-    gm = run_pass(Smooth(least=64), MOVED.replace("return y", end), GIVEN, data=(v,))
-    text = program(gm)
-    assert ("v_q" in text) is ("u_q" in text) is (moved != "v")
-    source = argument(node(gm, "x"), "x")
-    assert source.name == ("u" if moved == "v" else "u_dq")
-    assert {fate_of(node(gm, name)) for name in "xu"} == ({"float"} if moved == "v" else {"moves"})
-    assert {argument(n, "x").name for n in gm.graph.nodes if is_op(n, "choose_scale")} == {"x"}
 
 
 def tokens(n, size=20.0):
@@ -190,36 +160,6 @@ def test_a_backend_that_measures_nothing_leaves_the_layer_in_float():
     assert "one grid for all tokens gives" in entry.reason and "openvino measures no ranges" in entry.reason
     assert [entry.fate for entry in made.ledger.where(path="up")] == ["int8"]
     assert "choose_scale" not in str(made.history["fallback"])  # nothing is measured for floats
-
-
-class Unmeasured(Reference):
-    """Has no kernel that measures a range."""
-
-    name = "unmeasured"
-
-    def supports(self, gm, node, calls, config):
-        measured = config.activation is not None and config.activation.range == "measured"
-        return fxq.Support(0, "it measures nothing") if measured else super().supports(gm, node, calls, config)
-
-
-@pytest.mark.parametrize(
-    ("backend", "step", "fate", "measured"),
-    [
-        ("reference", Smooth(), "int8", True),
-        ("reference", Smooth(measure_gain=20.0), "int8", False),
-        (Unmeasured, Smooth(), "int8", False),
-        (Unmeasured, Smooth(enough=60.0, float_gain=1.5), "float", False),
-    ],
-)
-def test_ranges_are_measured_for_less_where_the_backend_can(backend, step, fate, measured):
-    """A scale for each token is a little better here: worth to measure, not worth to run in float."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(64, 48)).eval(), torch.randn(64, 16, 64)
-    recipe = fxq.Recipe.static(backend=backend).without_pass("smooth").insert_pass(step, after="insert-qdq")
-    made = fxq.quantize(model, recipe, data=[x * torch.rand(64, 16, 1)])
-    assert [entry.fate for entry in made.ledger] == [fate]
-    assert "choose_scale" not in str(made.history["insert-qdq"])
-    assert ("choose_scale" in str(made.history["cleanup"])) is measured
 
 
 def block():

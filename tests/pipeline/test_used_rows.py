@@ -283,3 +283,26 @@ def test_an_axis_that_counts_something_else_is_not_cut():
     x[8:] *= 1000
     made = fxq.quantize(model, REFERENCE.without_pass("smooth"), data=[given])
     assert min(row.sqnr for row in fxq.compare(model, made, [(x, given[1])])) > 25  # dB
+
+
+class Growing(nn.Module):
+    """What it adds grows with every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + 0.01 * self.calls
+
+
+def test_a_module_that_keeps_something_from_call_to_call():
+    torch.manual_seed(0)
+    x, keep = padded()
+    whole = module(lambda self, x, keep: self.inner(self.counted(x), keep), inner=Pooled().eval(), counted=Growing())
+    manager = until(whole, (x, keep), "insert-qdq", REFERENCE.leaf("counted"))
+    program, batch = Program(manager.gm, manager.gm.graph), as_batch((x, keep), whole, "x")
+    nodes = [n for n in manager.gm.graph.nodes if n.name.startswith("inner_down")]
+    first, again = (used_rows(program, batch, nodes) for _ in range(2))
+    assert first and first.keys() == again.keys()
