@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -67,8 +67,7 @@ class Smooth(Pass):
         gain: dB that the layers have to gain: the factors cost a multiplication of each input.
         measure_gain: dB that they have to gain by measured ranges, which cost time in each call.
         enough: dB. Layers whose SQNR is above that are left alone.
-        measured_gain, measured_enough: the same for factors of inputs that are measured, by a dynamic recipe or by this
-            pass: these are more exact already.
+        dynamic_gain, dynamic_enough: the same for inputs that a dynamic recipe measures, which are more exact already.
         samples: how many samples to look at.
         rows: how many tokens of them, for the errors.
         least: inputs with fewer tokens in the samples are left alone: what is large in them is not known.
@@ -77,8 +76,8 @@ class Smooth(Pass):
     gain: float = 3.0
     measure_gain: float = 5.0
     enough: float = 33.0
-    measured_gain: float = 1.5
-    measured_enough: float = 40.0
+    dynamic_gain: float = 1.5
+    dynamic_enough: float = 40.0
     samples: int = 64
     rows: int = 1024
     least: int = 512
@@ -87,8 +86,8 @@ class Smooth(Pass):
         "gain": (0.0, math.inf),
         "measure_gain": (0.0, math.inf),
         "enough": (-math.inf, math.inf),
-        "measured_gain": (0.0, math.inf),
-        "measured_enough": (-math.inf, math.inf),
+        "dynamic_gain": (0.0, math.inf),
+        "dynamic_enough": (-math.inf, math.inf),
         "samples": (1, math.inf),
         "rows": (1, math.inf),
         "least": (1, math.inf),
@@ -183,20 +182,20 @@ class _Input(LinearInput):
     def best(self, asked: Smooth) -> tuple[_Way, str]:
         """The way that is worth it, and why; what costs more has to gain more."""
         found = {way: error.sqnr for way, error in self.errors.items()}
-        if isinstance(self.grid, MeasuredGrid):
-            return _divided_if(found, AS_IT_IS, DIVIDED, asked.measured_enough, asked.measured_gain), ""
-        best = _divided_if(found, AS_IT_IS, DIVIDED, asked.enough, asked.gain)
-        plain, *divided = BY_ROW
-        by_row = _divided_if(found, plain, divided, asked.measured_enough, asked.measured_gain)
-        if found[best] < asked.enough and found[by_row] >= found[best] + asked.measure_gain:
-            return by_row, f"one grid for all tokens gives {found[best]:.1f} dB, one for each {found[by_row]:.1f}"
+        dynamic = isinstance(self.grid, MeasuredGrid)
+        enough, gain = (asked.dynamic_enough, asked.dynamic_gain) if dynamic else (asked.enough, asked.gain)
+        best = AS_IT_IS
+        if found[best] < enough:
+            divided = max(DIVIDED, key=found.__getitem__)
+            if found[divided] >= found[best] + gain:
+                best = divided
+        if found[best] < enough and not dynamic:
+            before = found[best]
+            plain, divided = BY_ROW
+            by_row = divided if found[divided] >= found[plain] + asked.gain else plain
+            if found[by_row] >= before + asked.measure_gain:
+                return by_row, f"one grid for all tokens gives {before:.1f} dB, one for each {found[by_row]:.1f}"
         return best, ""
-
-
-def _divided_if(found: Mapping[_Way, float], plain: _Way, divided: Sequence[_Way], enough: float, gain: float) -> _Way:
-    """The best of the ways with factors, where the one without is not enough and they gain so much."""
-    best = max(divided, key=found.__getitem__)
-    return best if found[plain] < enough and found[best] >= found[plain] + gain else plain
 
 
 def _around(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

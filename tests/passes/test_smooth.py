@@ -260,7 +260,7 @@ qmin=-127, qmax=127, axis=0)
     """)
 
 
-@pytest.mark.parametrize("step", [Smooth(measured_gain=60.0, least=64), Smooth(measured_enough=-10.0, least=64)])
+@pytest.mark.parametrize("step", [Smooth(dynamic_gain=60.0, least=64), Smooth(dynamic_enough=-10.0, least=64)])
 def test_measured_inputs_that_it_leaves_alone(step):
     gm = run_pass(step, MEASURED, GIVEN, data=(X,))
     assert program(gm) == program(fxq.read_graph(MEASURED, fxq.graph_tensors(gm)))
