@@ -18,7 +18,7 @@ from fxq.common.metrics import tensors
 from fxq.errors import BackendError, warn, words_of
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
-from fxq.graph.query import submodule
+from fxq.graph.query import is_op, options_of, submodule
 from fxq.quant.qparams import QParams
 
 log = logging.getLogger("fxq")
@@ -190,6 +190,11 @@ def _made_up(gm: fx.GraphModule, inputs: Sequence[fx.Node], kernel: Kernel) -> l
             made.append(torch.zeros(about.shape, dtype=about.dtype))
         else:
             grid = next((found for user in node.users if (found := grid_of(gm, user)) is not None), None)
-            zero, low, high = (128, 0, 255) if grid is None else (grid.z, grid.qmin, grid.qmax)
+            if grid is not None:
+                zero, low, high = grid.z, grid.qmin, grid.qmax
+            else:  # it is measured
+                read = next((options_of(user) for user in node.users if is_op(user, "dequantize")), {})
+                low, high = read.get("qmin", 0), read.get("qmax", 255)
+                zero = (low + high + 1) // 2
             made.append(real.mul_((high - low) / 6).round_().add_(zero).clamp_(low, high).to(about.dtype))
     return made
