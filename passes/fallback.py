@@ -46,6 +46,7 @@ from fxq.graph.unit import calls_of
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
 from fxq.quant.qparams import QParams
+from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pins import Pin, Pinned, Place, places_of
 from fxq.rewriting.rewriter import Rewriter
@@ -103,7 +104,7 @@ def _ask_again(rewriter: Rewriter) -> None:
         plan, calls = info(node).plan, calls_of(rewriter.gm, node)
         if plan is None or plan.fate != "int8" or plan.reads is None or plan.reads.range != "measured":
             continue
-        support = support_of(backend, rewriter.gm, node, calls, plan.config)
+        support = support_of(backend, rewriter.gm, node, calls, QuantConfig(plan.reads, plan.weight, plan.state))
         if support.ops == 0:
             with rewriter.attributed("run_in_float", _run_in_float):
                 reason = f"{info(node).note}; {support.reason}".removeprefix("; ")

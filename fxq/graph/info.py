@@ -12,7 +12,7 @@ from torch import fx
 from fxq.ops.table import META
 from fxq.quant.measured import MeasuredGrid
 from fxq.quant.qparams import QParams
-from fxq.quant.spec import QuantConfig, TensorSpec
+from fxq.quant.spec import TensorSpec
 from fxq.text.tables import duration
 
 Fate = Literal["int8", "weight-only", "moves", "float"]
@@ -132,11 +132,6 @@ class Plan:
     def fate(self) -> Fate:
         """What the node runs as."""
         return self.decision.fate
-
-    @property
-    def config(self) -> QuantConfig:
-        """The specs of what it reads, of its weights and of its state: what a backend is asked about."""
-        return QuantConfig(self.reads, self.weight, self.state)
 
     @property
     def in_float(self) -> bool:
