@@ -34,8 +34,13 @@ NOISES = (30, 40)
 """dB. How much of a quantity is lost to rounding of some size, however it comes about."""
 
 
-def contenders(observers: bool = False) -> dict[str, Contender]:
-    """Everyone, by name, where its tool is installed; `observers`: fxq also with each that is not its default."""
+def contenders(observers: bool = False, target: float | None = None) -> dict[str, Contender]:
+    """Everyone, by name, where its tool is installed.
+
+    Args:
+        observers: fxq also with each of its observers that is not the default.
+        target: fxq also with the mix of integers and float layers that `fxq.search` finds for so many dB.
+    """
     plain = fxq.Recipe.static(backend="reference")
     seven = replace(plain.config.weight, bits=7)
     four = fxq.Recipe.static(backend="reference", weight=replace(plain.config.weight, bits=4))
@@ -55,6 +60,8 @@ def contenders(observers: bool = False) -> dict[str, Contender]:
         spec = replace(plain.config.activation, observer=name)
         if spec != plain.config.activation:
             found[f"fxq {name}"] = own(fxq.Recipe.static(backend="reference", activation=spec))
+    if target is not None:
+        found[f"fxq static, searched for {target:g} dB"] = searched(plain, target)
     found |= {f"float with noise at {decibels} dB": noisy(decibels) for decibels in NOISES}
     found["fxq dynamic"] = own(fxq.Recipe.dynamic(backend="reference"))
     if find_spec("onnxruntime") and find_spec("onnx"):
@@ -93,6 +100,17 @@ def own(recipe: fxq.Recipe, reads_data: bool = False) -> Contender:
             warnings.simplefilter("ignore", fxq.FxqWarning)  # what stays in float is in the note
             qmodel = fxq.quantize(part.model, recipe, data=data, example_inputs=part.example, progress=False)
         return qmodel, on_integers(qmodel)
+
+    return make
+
+
+def searched(recipe: fxq.Recipe, target: float) -> Contender:
+    """fxq with the recipe that it finds for so many dB, on the data that calibrates."""
+
+    def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
+        found = fxq.search(part.model, recipe, part.data, target=target, progress=False)
+        qmodel, note = own(found.recipe)(part, is_transformer)
+        return qmodel, note if found.reached else f"{note}, target not reached"
 
     return make
 

@@ -4,6 +4,7 @@
     python scripts/bench_accuracy.py --folder build/accuracy   run with what was fetched
     python scripts/bench_accuracy.py --only faces --only voices    some of the networks
     python scripts/bench_accuracy.py --contender fxq           those whose name starts so
+    python scripts/bench_accuracy.py --only faces --search 35  fxq also with what its search finds for 35 dB
     python scripts/bench_accuracy.py --crops 280               fewer pictures for EfficientNet-Lite0
     python scripts/bench_accuracy.py --json numbers.json       the numbers to a file, too
 
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SUBJECTS, action="append", help=f"one of {', '.join(SUBJECTS)}")
     parser.add_argument("--contender", action="append", metavar="NAME", help="what its name starts with")
     parser.add_argument("--observers", action="store_true", help="fxq with each of its observers, too")
+    parser.add_argument("--search", type=float, metavar="DB", help="fxq with a mix that is searched for, too")
     parser.add_argument("--crops", type=int, default=1000, metavar="N", help="pictures to judge (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers to this file too")
     arguments = parser.parse_args()
@@ -143,7 +145,8 @@ def main() -> None:
     tables: dict[str, list[dict[str, object]]] = {}
     print(", ".join(f"{name}: {value}" for name, value in about.items()), end="\n\n", flush=True)
     wanted = tuple(arguments.contender or ("",))
-    makes = {name: make for name, make in contenders(arguments.observers).items() if name.startswith(wanted)}
+    known = contenders(arguments.observers, arguments.search)
+    makes = {name: make for name, make in known.items() if name.startswith(wanted)}
     with threads(1), torch.no_grad():
         for name in arguments.only or SUBJECTS:
             try:
