@@ -61,6 +61,7 @@ class Equalize(Pass):
     name: ClassVar[str] = "equalize"
     needs: ClassVar[Stage] = Stage.CANONICAL
     gives: ClassVar[Stage] = Stage.CANONICAL
+    latest: ClassVar[Stage | None] = Stage.CANONICAL
 
     def run(self, rewriter: Rewriter) -> None:
         """Find the pairs and their factors, then write the layers."""

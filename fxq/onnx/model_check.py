@@ -15,6 +15,7 @@ from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.graph.info import info
+from fxq.graph.query import is_op
 from fxq.graph.run import Runner
 from fxq.graph.varying_axes import inputs_of
 from fxq.onnx.protobuf import onnx_type
@@ -30,7 +31,8 @@ class Difference:
     Attributes:
         name: the node of the graph, or "output" and its number.
         layer: the path of its module.
-        steps: the largest difference in steps of the grid; of an output in float, in steps of 255 for its range.
+        steps: the largest difference in steps of the grid; of an output in float, and of scales that are measured, in
+            steps of 255 for its range.
         mean: the mean one, of a hundred entries at least: of few, one may be near a tie.
     """
 
@@ -56,8 +58,8 @@ rounded to a step of the accumulator."""
 def differences(written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> list[Difference] | None:
     """Each value that the graph puts on a grid, and each output, as ONNX Runtime computes them without optimizations.
 
-    It is given the integers of the graph for all that was computed before, so that differences do not add up: where a
-    network amplifies them, an equal model would give other outputs.
+    It is given the integers of the graph for all that was computed before, with the grids that were measured for them,
+    so that differences do not add up: where a network amplifies them, an equal model would give other outputs.
 
     Args:
         written: the model.
@@ -86,7 +88,10 @@ def differences(written: WrittenModel, gm: fx.GraphModule, batch: Batch) -> list
     wanted = {f"output {i}": y for i, y in enumerate(tensors(result))}
     model, ends = _cut(written.model, values), [output.name for output in written.model.graph.output]
     got = _run(model, {**named, **{f"{name}/given": value for name, value in values.items()}}, [*values, *ends])
-    found = [_difference(nodes[n].name, info(nodes[n]).path, values[n], got[n], on_grid=True) for n in values]
+    found = [
+        _difference(nodes[n].name, info(nodes[n]).path, value, got[n], on_grid=not is_op(nodes[n], "choose_scale"))
+        for n, value in values.items()
+    ]
     pairs = zip(wanted.items(), (got[name] for name in ends), strict=True)
     return [*found, *(_difference(name, "", value, other, on_grid=False) for (name, value), other in pairs)]
 

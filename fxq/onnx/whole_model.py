@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxq.common.trees import mapped
 from fxq.graph.info import info
-from fxq.graph.query import arguments_of, called_name, is_op
+from fxq.graph.query import MEASURES, arguments_of, called_name, is_op
 from fxq.graph.unit import calls_of
 from fxq.graph.varying_axes import FIXED, Axes, Dynamic, inputs_of, plain_name, said, varying_axes
 from fxq.onnx.graph import Known, write_node
@@ -27,7 +27,7 @@ class WrittenModel:
     Attributes:
         model: `onnx.ModelProto`.
         inputs: the tensors of the example by the names of the inputs.
-        integers: the names of the values that quantize nodes make, by node.
+        integers: the names of the values that quantize nodes make, and of the grids that are measured, by node.
         least: what was taken for granted of sizes that vary, where a runtime may give numbers for smaller ones.
     """
 
@@ -80,7 +80,7 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
     if not ends:
         raise NotInOnnx("the model returns no tensor")
     model = writer.model(list(ends.values()), list(ends), keep_inputs=True)
-    integers = {n: value.name for n, value in known.items() if is_op(n, "quantize", "requantize")}
+    integers = {n: value.name for n, value in known.items() if is_op(n, "quantize", "requantize", *MEASURES)}
     return WrittenModel(model, inputs, integers, least)
 
 

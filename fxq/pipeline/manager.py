@@ -69,8 +69,8 @@ class PassManager:
         """Run the passes in order; the graph's module.
 
         Raises:
-            PassError: a pass needs a later stage than the graph has reached, or left the graph invalid; one of the
-                user's raised an error, or left a graph that does not run on the example.
+            PassError: a pass needs a later stage than the graph has reached, or an earlier one, or left the graph
+                invalid; one of the user's raised an error, or left a graph that does not run on the example.
         """
         with untouched(self.context.model), torch.no_grad(), without_autocast():  # leaves may keep state
             for step in passes:
@@ -110,6 +110,11 @@ class PassManager:
             raise PassError(
                 f"{step.name} needs the stage {step.needs}, but the graph is {self.stage}. "
                 "A pass that gives it was removed from the pipeline, or this one stands too early."
+            )
+        if step.latest is not None and self.stage > step.latest:
+            raise PassError(
+                f"{step.name} works on graphs up to the stage {step.latest}, and the graph is {self.stage} already: the "
+                "pass stands too late. Insert it further to the front."
             )
         rewriter = Rewriter(self.gm, self.context, step.name, source_of(type(step).run))
         start = time.perf_counter()

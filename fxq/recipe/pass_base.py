@@ -47,7 +47,8 @@ class Pass(ABC):
     that `fxq.read_graph` has made of a text: `DropTanh().run(fxq.Rewriter(gm, context=None))`. A graph that is invalid,
     or does not run, is an error that names the pass; of wrong numbers, `recipe.with_check()` says whose they are.
 
-    `bounds` of the class are the least and the largest value of its options that are numbers, by name.
+    `bounds` of the class are the least and the largest value of its options that are numbers, by name. `latest` is the
+    last stage of a graph in which the pass finds what it looks for; None: it runs at any stage from `needs` on.
 
     Raises:
         RecipeError: an option is not a number from the least to the largest.
@@ -57,6 +58,7 @@ class Pass(ABC):
     name: ClassVar[str] = ""
     needs: ClassVar[Stage] = Stage.CANONICAL
     gives: ClassVar[Stage] = Stage.CANONICAL
+    latest: ClassVar[Stage | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise `PassError` for a class with an `__init__` of its own: a saved recipe would not have its options."""

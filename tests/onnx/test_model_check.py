@@ -11,7 +11,7 @@ from fxq.onnx import model_check
 from fxq.onnx.model_check import differences
 from fxq.onnx.whole_model import write_model
 from tests.helpers import REFERENCE
-from tests.models import batch, build
+from tests.models import batch, build, two_linears
 from tests.onnx_runs import onnx
 
 pytestmark = pytest.mark.any_cpu
@@ -60,6 +60,16 @@ def test_what_is_wrong_is_found_where_it_is(made, kind, change):
     wrong = [one for one in differences(written, gm, given) if not one.is_rounding]
     assert wrong and len(wrong) <= 2  # the values behind it are computed of the graph's integers
     assert "differs by" in str(wrong[0])
+
+
+def test_a_measured_grid_that_is_wrong_is_named_and_what_is_computed_on_it_is_not():
+    given = Batch((torch.randn(8, 4),))
+    gm = qdq_graph(fxq.quantize(two_linears(), fxq.Recipe.dynamic(backend="reference"), example_inputs=given))
+    written = write_model(gm, inputs_for(gm.graph, given), True)
+    assert all(one.is_rounding for one in differences(written, gm, given))
+    next(node for node in written.model.graph.node if node.op_type == "Ceil").op_type = "Floor"
+    (wrong,) = (one for one in differences(written, gm, given) if not one.is_rounding)
+    assert wrong.name.endswith("_zero_point") and wrong.steps == 1
 
 
 def test_without_onnxruntime_nothing_is_run(made, monkeypatch):

@@ -164,13 +164,6 @@ def test_pools_of_single_channels_and_folded_norms():
     assert "minimum" in program(gm) and "relu6" not in program(gm)
 
 
-def test_what_is_one_unit_already_is_left_alone():
-    model = nn.Sequential(conv(), nn.ReLU6(), conv(), nn.ReLU(), conv()).eval()
-    x = torch.randn(2, 4, 4, 4)
-    gm = fxq.run_passes(model, STATIC.insert_pass(Equalize(), after="fuse"), x, until="equalize")
-    torch.testing.assert_close(gm(x), model(x), rtol=1e-5, atol=1e-5)
-
-
 def test_tools_that_try_other_recipes_know_every_value():
     torch.manual_seed(0)
     model = spread_out(

@@ -36,6 +36,14 @@ def test_a_pass_that_needs_a_later_stage():
     assert manager.history.names == ["trace", "canonicalize"]
 
 
+def test_a_pass_that_stands_behind_the_last_stage_that_it_works_on():
+    with pytest.raises(PassError, match="equalize works on graphs up to the stage canonical, and the graph is fused al"):
+        fxq.prepare(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="fuse"), X)
+    with pytest.raises(PassError, match="equalize works on graphs up to the stage canonical, and the graph is observed"):
+        fxq.quantize(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="insert-observers"), data=[X])
+    fxq.prepare(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="canonicalize"), X)
+
+
 def test_the_stage_moves_forward_only():
     manager = managed(two_linears(), X)
     seen = []
