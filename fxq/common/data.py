@@ -36,6 +36,9 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
+_MORE, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
 def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
     """One batch from what `data` and `example_inputs` hold: a tensor, a tuple or list of positional inputs, or a dict.
 
@@ -49,10 +52,13 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
         return value
     if isinstance(value, Tensor):
         return Batch((value,))
-    names, open_ended, required = _parameters(model)
+    parameters = inspect.signature(model.forward).parameters.values()
+    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names, required = [p.name for p in plain], sum(p.default is p.empty for p in plain)
+    open_ended, any_name = (any(p.kind is kind for p in parameters) for kind in (_MORE, _NAMED))
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str) or (key not in names and not open_ended):
+            if not isinstance(key, str) or (key not in names and not any_name):
                 raise InputError(f"{where}: forward has no argument {key!r}; it has {', '.join(names) or 'none'}.")
         return Batch((), dict(value))
     if isinstance(value, (tuple, list)) and value:
@@ -71,13 +77,6 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
         f"{where}: {type(value).__name__} is no batch of inputs; give a tensor, a tuple or list of positional inputs, "
         "or a dict of keyword inputs."
     )
-
-
-def _parameters(model: nn.Module) -> tuple[list[str], bool, int]:
-    """Names of forward's arguments, whether it takes any number of them, and how many have no default."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return [p.name for p in plain], len(plain) != len(parameters), sum(p.default is p.empty for p in plain)
 
 
 def batches(data: Any, model: nn.Module, may_be_empty: bool = False) -> Iterator[Batch]:

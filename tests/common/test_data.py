@@ -13,6 +13,7 @@ ONE = module(lambda self, x: x)
 TWO = module(lambda self, x, y: x)
 OPTIONAL = module(lambda self, x, scale=None: x)
 OPEN = module(lambda self, *xs, **named: xs)
+MORE, NAMED = module(lambda self, *xs: xs), module(lambda self, x, **named: x)
 
 
 # ---- one batch
@@ -33,6 +34,9 @@ OPEN = module(lambda self, *xs, **named: xs)
         ({"x": X, "scale": Y}, OPTIONAL, (), {"x": X, "scale": Y}),
         ((X, Y), OPEN, (X, Y), {}),
         ({"anything": X}, OPEN, (), {"anything": X}),
+        ((X, Y), MORE, (X, Y), {}),
+        ((X, Y), NAMED, (X,), {}),  # (input, target): only names may follow
+        ({"x": X, "anything": Y}, NAMED, (), {"x": X, "anything": Y}),
     ],
 )
 def test_the_spellings_of_a_batch(value, model, args, kwargs):
@@ -61,6 +65,13 @@ def test_a_batch_is_taken_as_it_is():
 def test_what_is_no_batch(value, message):
     with pytest.raises(InputError, match=message):
         as_batch(value, ONE, "data, batch 3")
+
+
+def test_a_forward_of_any_number_of_inputs_has_no_names_and_one_of_any_names_no_further_inputs():
+    with pytest.raises(InputError, match="forward has no argument 'x'; it has none"):
+        as_batch({"x": X}, MORE)
+    with pytest.raises(InputError, match=r"3 inputs, but forward takes 1 \(x\)"):
+        as_batch((X, X, X), NAMED)
 
 
 def test_a_pair_may_be_a_target_or_an_optional_argument():

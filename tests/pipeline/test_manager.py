@@ -37,9 +37,13 @@ def test_a_pass_that_needs_a_later_stage():
 
 
 def test_a_pass_that_stands_behind_the_last_stage_that_it_works_on():
-    with pytest.raises(PassError, match="equalize works on graphs up to the stage canonical, and the graph is fused al"):
+    with pytest.raises(
+        PassError, match="equalize works on graphs up to the stage canonical, and the graph is fused al"
+    ):
         fxq.prepare(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="fuse"), X)
-    with pytest.raises(PassError, match="equalize works on graphs up to the stage canonical, and the graph is observed"):
+    with pytest.raises(
+        PassError, match="equalize works on graphs up to the stage canonical, and the graph is observed"
+    ):
         fxq.quantize(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="insert-observers"), data=[X])
     fxq.prepare(two_linears(), REFERENCE.insert_pass(fxq.passes.Equalize(), after="canonicalize"), X)
 
