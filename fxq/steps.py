@@ -125,8 +125,11 @@ def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager
 _TRIALS = "Or prepare once for all recipes: fxq.prepare(model, recipe, example_inputs, trials=True)."
 
 
-Known = list[tuple[PassManager, PassManager]]
-"""Graphs, and what the passes that read samples have made of each: they are slow, and backends share most graphs."""
+Known = list[tuple[PassManager, PassManager, Narrowed | None]]
+"""Graphs with observers, what the passes to the qdq graph have made of each, and what has 7 bits in it.
+
+Those passes take long, and backends share most graphs.
+"""
 
 
 def to_qdq(manager: PassManager, known: Known | None = None) -> tuple[PassManager, Narrowed | None, Sequence[Pass]]:
@@ -139,28 +142,20 @@ def to_qdq(manager: PassManager, known: Known | None = None) -> tuple[PassManage
     Returns:
         The manager of the graph to go on with, what has 7 bits in it, and the passes that are left.
     """
-    _, passes, to_kernels = phases(manager.context.recipe)
-    priced = next((i for i, step in enumerate(passes) if isinstance(step, fxq.passes.Fallback)), len(passes))
-    slow = [i for i, step in enumerate(passes[:priced]) if step.samples_read] or [priced]
-    manager, gave_way = narrowed(manager, passes[: slow[0]])
-    manager = _on_samples(manager, passes[slow[0] : slow[-1] + 1], known)
-    manager.run(passes[slow[-1] + 1 : priced])
-    return manager, gave_way, [*passes[priced:], *to_kernels]
-
-
-def _on_samples(manager: PassManager, passes: Sequence[Pass], known: Known | None) -> PassManager:
-    """The manager of a graph behind the passes that read samples; that of an equal graph where one is known."""
-    if known is None:
-        manager.run(passes)
-        return manager
     given = manager.context
-    for before, after in known:
+    _, passes, to_kernels = phases(given.recipe)
+    priced = next((i for i, step in enumerate(passes) if isinstance(step, fxq.passes.Fallback)), len(passes))
+    left = [*passes[priced:], *to_kernels]
+    for before, after, gave_way in known or ():
         if same_graph(before.gm, manager.gm):
-            return after.fork(recipe=given.recipe, backend=given.backend, narrow=given.narrow)
-    before = manager.fork()
-    manager.run(passes)
-    known.append((before, manager.fork()))
-    return manager
+            return after.fork(recipe=given.recipe, backend=given.backend), gave_way, left
+    before = manager if known is None else manager.fork()
+    slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read), priced)
+    after, gave_way = narrowed(manager, passes[:slow])
+    after.run(passes[slow:priced])
+    if known is not None:
+        known.append((before, after.fork(), gave_way))
+    return after, gave_way, left
 
 
 def converted(observed: ObservedModel, recipe: Recipe | None = None, known: Known | None = None) -> QuantizedModel:
