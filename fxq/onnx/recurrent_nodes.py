@@ -109,7 +109,6 @@ def _layer(
     steps, samples, _ = x.shape
     parts: Sequence[Operand]
     if kind == "DynamicQuantizeLSTM":
-        refuse(samples != 1, "it measures one range of the states of all samples: there must be one sample")
         refuse(state_qmax != 255 or state_scale is not None, "its hidden state is on another grid than 0..255")
         x, (parts, grids) = _before_rounding(w, x), _integers(w, weights[:2], order)
     else:

@@ -22,7 +22,7 @@ class Grid:
     Attributes:
         qmax: the largest integer; 0: it is not rounded.
         scale: None: measured, for each sample.
-        affine: whether it has a zero point, measured as well.
+        affine: whether it has a zero point, measured as well, both for all samples together.
     """
 
     qmax: int
@@ -33,10 +33,9 @@ class Grid:
         """A state (N, P) on the grid, in float."""
         if not self.qmax:
             return h
-        rows = b.ints([1])
         if self.affine:
-            low = b.emit("Min", b.emit("ReduceMin", h, rows, keepdims=1), _number(0.0))
-            high = b.emit("Max", b.emit("ReduceMax", h, rows, keepdims=1), _number(0.0))
+            low = b.emit("Min", b.emit("ReduceMin", h, keepdims=0), _number(0.0))
+            high = b.emit("Max", b.emit("ReduceMax", h, keepdims=0), _number(0.0))
             size = b.emit("Div", b.emit("Sub", high, low), _number(self.qmax))
             scale = b.emit("Max", size, _number(SMALLEST))
             zero = b.emit("Neg", b.emit("Round", b.emit("Div", low, scale)))
@@ -44,7 +43,7 @@ class Grid:
             clamped = b.emit("Clip", steps, _number(0.0), _number(self.qmax))
             return b.emit("Mul", b.emit("Sub", clamped, zero), scale)
         if self.scale is None:
-            largest = b.emit("ReduceMax", b.emit("Abs", h), rows, keepdims=1)
+            largest = b.emit("ReduceMax", b.emit("Abs", h), b.ints([1]), keepdims=1)
             by: Operand = b.emit("Div", b.emit("Max", largest, _number(TINY)), _number(self.qmax))
         else:
             by = _number(self.scale)

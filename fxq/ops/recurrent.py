@@ -7,7 +7,7 @@ weight_hr (P, H), a projection, without which P is H. All float32. They return t
 On integers, the product with the hidden state reads that from a grid. With `state_qmax` > 0 it is symmetric, with
 the integers -state_qmax..state_qmax and the scale `state_scale`; None: measured in each step, for each sample of the
 batch. (Kernels keep them unsigned, with the zero point state_qmax + 1.) With `state_affine` it has the integers
-0..state_qmax and a zero point that is measured, too.
+0..state_qmax, and scale and zero point are measured in each step, for all samples together.
 """
 
 from __future__ import annotations
@@ -221,14 +221,14 @@ def on_grid(h: Tensor, qmax: int, scale: float | None) -> Tensor:
 
 
 def on_affine_grid(h: Tensor, qmax: int, scale: float | None = None) -> Tensor:
-    """A hidden state (N, P) rounded to the integers 0..qmax times a scale, from a zero point, both of each sample.
+    """A hidden state (N, P) rounded to the integers 0..qmax times a scale, from a zero point, both of all samples.
 
     Raises:
         ValueError: there is a scale.  Source: ONNX, DynamicQuantizeLinear.
     """
     if scale is not None:
         raise ValueError("a state with a zero point has no scale but the measured one")
-    low, high = measured_range(h, -1)
+    low, high = measured_range(h, None)
     steps = measured_scale(low, high, qmax, symmetric=False)
     zero = measured_zero_point(low, steps, 0, nearest=True)
     return _rounding()(h / steps).add_(zero).clamp_(0, qmax).sub_(zero).mul_(steps)

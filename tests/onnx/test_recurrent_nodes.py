@@ -87,15 +87,17 @@ def integer_lstm(states=False, bias=True, axis=None, steps=255, **options):
 
 
 @needs_vnni
+@pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize(
     "options",
     [{}, {"reverse": True}, {"cell": True}, {"states": True, "cell": True}, {"bias": False}],
     ids=str,
 )
-def test_an_lstm_that_measures_its_ranges(options):
-    """Its integers are those of torch's form: with any other, one step is further off than this."""
+def test_an_lstm_that_measures_its_ranges(options, samples):
+    """Those of all samples together. With any other integers than torch's form, one step is further off than this."""
     gm = integer_lstm(**options)
-    inputs = [normal(6, 1, 3), *([normal(1, H, seed=3), normal(1, H, seed=4)] if options.get("states") else [])]
+    states = [normal(samples, H, seed=3), normal(samples, H, seed=4)] if options.get("states") else []
+    inputs = [normal(6, samples, 3), *states]
     written = write_onnx(gm, inputs)
     assert [node.op_type for node in written.model.graph.node].count("DynamicQuantizeLSTM") == 1
     (got,) = run_onnxruntime(written.model, inputs)
@@ -113,14 +115,13 @@ def test_in_float_an_lstm_that_measures_its_ranges_is_an_lstm():
 
 
 @pytest.mark.parametrize(
-    ("options", "samples", "reason"),
+    ("options", "reason"),
     [
-        ({}, 2, "there must be one sample"),
-        ({"axis": -1, "steps": 254}, 1, "its input is on another grid than 0..255, or on several"),
-        ({"state_qmax": 127}, 1, "its hidden state is on another grid than 0..255"),
-        ({"state_affine": False}, 1, "its hidden state is on a grid"),
+        ({"axis": -1, "steps": 254}, "its input is on another grid than 0..255, or on several"),
+        ({"state_qmax": 127}, "its hidden state is on another grid than 0..255"),
+        ({"state_affine": False}, "its hidden state is on a grid"),
     ],
 )
-def test_an_lstm_that_measures_other_ranges_is_refused(options, samples, reason):
+def test_an_lstm_that_measures_other_ranges_is_refused(options, reason):
     with pytest.raises(NotInOnnx, match=reason):
-        write_onnx(integer_lstm(**options), [normal(6, samples, 3)])
+        write_onnx(integer_lstm(**options), [normal(6, 2, 3)])

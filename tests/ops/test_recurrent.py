@@ -87,10 +87,12 @@ def test_a_grid():
 
 
 def test_a_grid_with_a_zero_point():
-    """By hand: of three steps from -1 to 2; 0 is always among the values."""
-    h = torch.tensor([[-1.0, 0.4, 2.0], [0.0, 0.0, 0.0], [3.0, 2.4, 1.0]])
-    wanted = torch.tensor([[-1.0, 0.0, 2.0], [0.0, 0.0, 0.0], [3.0, 2.0, 1.0]])
+    """By hand: three steps from -1 to 2 for all samples; 0 is always among the values."""
+    h = torch.tensor([[-1.0, 0.4, 0.6], [0.0, 0.0, 0.0], [2.0, 1.4, 1.0]])
+    wanted = torch.tensor([[-1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [2.0, 1.0, 1.0]])
     torch.testing.assert_close(on_affine_grid(h, 3), wanted)
+    torch.testing.assert_close(on_affine_grid(h[2:] + 1, 3), torch.tensor([[3.0, 2.0, 2.0]]))
+    assert torch.equal(on_affine_grid(torch.zeros(2, 3), 3), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="no scale but the measured one"):
         on_affine_grid(h, 3, 0.1)
 
@@ -100,7 +102,7 @@ def test_each_step_reads_a_state_rounded_from_a_zero_point():
     x = torch.randn(2, 4, 3)
     y = call("lstm", x, tensors, state_qmax=7, state_affine=True)
     first, cell = call("lstm", x[:1], tensors, cell=True)
-    low, high = first.amin(1, keepdim=True).clamp(max=0), first.amax(1, keepdim=True).clamp(min=0)
+    low, high = first.amin().clamp(max=0), first.amax().clamp(min=0)
     scale = (high - low) / 7
     zero = (-low / scale).round()
     rounded = (((first / scale).round() + zero).clamp(0, 7) - zero) * scale

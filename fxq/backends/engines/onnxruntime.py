@@ -18,12 +18,12 @@ from fxq.backends.base import Support
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
 from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.request import Request
-from fxq.graph.info import EngineLayer, info
+from fxq.graph.info import EngineLayer
 from fxq.graph.query import constant
 from fxq.graph.unit import Calls, OpCall
 from fxq.onnx.protobuf import onnx_type
 from fxq.ops import OPS
-from fxq.quant.spec import MEASURED_STATE, QuantConfig, TensorSpec
+from fxq.quant.spec import QuantConfig, TensorSpec
 
 
 class OnnxruntimeKernel(EngineKernel):
@@ -149,6 +149,8 @@ class Onnxruntime(EngineBackend):
     def config(self, gm: fx.GraphModule, config: QuantConfig, calls: Calls) -> QuantConfig:
         """As in `Backend`: an LSTM measures one range of its input, and one of each step's state, with zero points.
 
+        They are those of all samples together, so that what a sample gives depends a little on the others.
+
         A scale for each row of the weight that the state is multiplied with takes longer. So there is one for all rows
         of its weights where they have much the same range, of both: they are quantized alike.
         """
@@ -158,7 +160,7 @@ class Onnxruntime(EngineBackend):
         spec = config.weight
         if spec is not None and spec.per == "channel" and all(w is not None and _is_even(w) for w in weights):
             spec = replace(spec, per="tensor")
-        return replace(config, activation=_WHOLE, weight=spec, state=replace(MEASURED_STATE, symmetric=False))
+        return replace(config, activation=_WHOLE, weight=spec, state=_WHOLE)
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """As in `Backend`; with measured ranges, what ONNX Runtime has a quick kernel for that measures so."""
@@ -169,12 +171,8 @@ class Onnxruntime(EngineBackend):
         """Why no kernel runs a layer whose input has a measured range; None: one does, or it is none of `measures`."""
         if config.weight is not None and not config.weight.symmetric:
             return "measures ranges beside symmetric weights only"
-        if call.op.name != "lstm":
-            return None
-        samples = (info(call.tensors["x"]).shape or (0, 1))[1]
-        if samples != 1:
-            return f"measures one range of the states of all samples, and there are {samples}"
-        return "reads the state of an LSTM as integers" if config.state is None else None
+        is_float = call.op.name == "lstm" and config.state is None
+        return "reads the state of an LSTM as integers" if is_float else None
 
     def fuses(self, calls: Calls) -> bool:
         """Where all but the first op are clamps, which the rounding behind them covers."""

@@ -176,12 +176,14 @@ class Recurrent(nn.Module):
         return y, h, c
 
 
+@pytest.mark.parametrize("samples", [1, 5])
 @pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True}, {"bias": False}], ids=str)
-def test_lstms_measure_their_ranges(options, machine, free):
-    """Beside the reference backend, where each token, and each step of the state, has a symmetric range."""
+def test_lstms_measure_their_ranges(options, samples, machine, free):
+    """Beside the reference backend, where each token, and each sample's state, has a symmetric range."""
     count = 4 if options.get("bidirectional") else 2
-    x = torch.randn(1, 12, 24) if options.get("batch_first") else torch.randn(12, 1, 24)
-    inputs, model = (x, torch.randn(count, 1, 32) / 2, torch.randn(count, 1, 32)), Recurrent(**options).eval()
+    x = torch.randn(samples, 12, 24) if options.get("batch_first") else torch.randn(12, samples, 24)
+    states, model = [torch.randn(count, samples, 32) for _ in range(2)], Recurrent(**options).eval()
+    inputs = (x, states[0] / 2, states[1])
     q = dynamic(model, inputs)
     layers = q.ledger.where(op="lstm")
     assert [entry.fate for entry in layers] == ["int8"] * count
@@ -236,7 +238,6 @@ ASYMMETRIC = fxq.TensorSpec(signed=True, per="channel", observer="minmax")
     [
         (nn.Sequential(nn.Conv2d(3, 8, 3)), (1, 3, 8, 8), {}, "measures no ranges at run time for conv2d"),
         (nn.GRU(8, 8), (5, 1, 8), {}, "measures no ranges at run time for gru"),
-        (nn.LSTM(8, 8), (5, 3, 8), {}, "measures one range of the states of all samples, and there are 3"),
         (nn.LSTM(8, 8, proj_size=4), (5, 1, 8), {}, "its hidden state is projected"),
         (nn.LSTM(8, 8), (5, 1, 8), {"state": None}, "reads the state of an LSTM as integers"),
         (nn.Linear(8, 8), (5, 8), {"weight": ASYMMETRIC}, "measures ranges beside symmetric weights only"),
