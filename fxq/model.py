@@ -230,6 +230,7 @@ class QuantizedModel(Quantized):
                 input and axis what a size is called: `{"ids": {0: "batch", 1: "length"}}`.
             check: whether what is written is run and compared. ONNX in ONNX Runtime, where that is installed, node by
                 node as it stands in the file: each value on integers is then within a rounding step of this model's.
+                Where its optimizations change more than that, a warning names the session options that help.
 
         Returns:
             The path.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from fxq.graph.info import info
 from fxq.graph.query import is_op
 from fxq.graph.run import inputs_for
 from fxq.graph.varying_axes import Dynamic
-from fxq.onnx.model_check import differences
+from fxq.onnx.model_check import Difference, ModelCheck
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.whole_model import WrittenModel, write_model
 from fxq.quant.qparams import QParams
@@ -67,9 +68,12 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batch: Batch |
 
     if written.model.ByteSize() >= _LARGEST:
         raise ExportError(f"{path} cannot be written: with 2 GB or more it would be no ONNX file. Use fewer bits.")
+    check, found = None, []
     try:
         onnx.checker.check_model(written.model, full_check=True)
-        found = differences(written, gm, batch) if batch is not None else None
+        if batch is not None and find_spec("onnxruntime") is not None:
+            check = ModelCheck(written, gm, batch)
+            found = check.differences()
     except FxqError:
         raise
     except Exception as error:  # whatever the checker and the runtime raise
@@ -81,12 +85,45 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batch: Batch |
         raise ExportError(
             f"{path}: the model is refused: {type(error).__name__}: {words_of(error)}. {_REPORT}"
         ) from error
-    wrong = [difference for difference in found or () if not difference.is_rounding]
+    wrong = [difference for difference in found if not difference.is_rounding]
     if wrong:
         raise ExportError(
             f"{path}: ONNX Runtime computes something else than the quantized model, and nothing was written: "
-            f"{wrong[0]}, and {len(wrong) - 1} more of {len(found or ())}. {_REPORT}"
+            f"{wrong[0]}, and {len(wrong) - 1} more of {len(found)}. {_REPORT}"
         )
+    if check is not None and path.suffix == ".onnx":
+        _check_optimized(path, check)
+
+
+def _check_optimized(path: Path, check: ModelCheck) -> None:
+    """Warn where a session of ONNX Runtime with default options computes something else, and say which options help."""
+    try:
+        wrong = _wrong(check, {})
+    except Exception as error:  # whatever the runtime raises
+        raise ExportError(
+            f"{path}: ONNX Runtime runs the model as it is written, and not with its optimizations: {words_of(error)}. "
+            f"{_REPORT}"
+        ) from error
+    if not wrong:
+        return
+    right = next((entries for entries in _PRECISE if not _wrong(check, entries)), None)
+    advice = "Without its optimizations it is exact"
+    if right is not None:
+        calls = " and ".join(f'add_session_config_entry("{key}", "{value}")' for key, value in right.items())
+        advice = f"With {calls} of its SessionOptions it is exact"
+    warn(
+        f"{path}: with default options, ONNX Runtime computes something else than the quantized model: "
+        f"{max(wrong, key=lambda one: one.steps)}, and {len(wrong) - 1} more. {advice}."
+    )
+
+
+def _wrong(check: ModelCheck, entries: Mapping[str, str]) -> list[Difference]:
+    return [difference for difference in check.differences(entries) if not difference.is_rounding]
+
+
+_EXACT_SUMS = {"session.x64quantprecision": "1"}  # else products are added in 16 bits on CPUs without VNNI
+_FLOAT_INPUTS = {"session.qdq_matmulnbits_accuracy_level": "1"}  # else what reads weights of 4 or 8 bits is rounded
+_PRECISE = (_EXACT_SUMS, _FLOAT_INPUTS, {**_EXACT_SUMS, **_FLOAT_INPUTS})
 
 
 def _warn_of_narrow_grids(path: Path, gm: fx.GraphModule) -> None:

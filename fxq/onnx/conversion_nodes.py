@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fxq.onnx.dequantized import real_values
 from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx
+from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.quant.measured import SMALLEST
 from fxq.quant.packing import unpack
@@ -70,11 +71,11 @@ def _rows(w: Writer, x: Value, scale: Value, zero: str) -> tuple[tuple[Operand, 
     """Scale, zero point and attributes of a conversion with one scale for the value, or one for each row."""
     if scale.rank == 0 or x.rank == 1:
         return (scale, zero), {}
-    if w.portable and scale.shape[1:] == (1,) * (x.rank - 1) and x.rank > 2:
-        parts = (w.reshaped(Value(name, scale.like), scale.shape[:1]) for name in (scale.name, zero))
-        return (next(parts), next(parts)), {"axis": 0}
-    refuse(scale.shape != (*x.shape[:-1], 1), "its rows have several axes")
-    return (scale, zero), {"axis": -1, "block_size": x.shape[-1]}
+    if scale.shape == (*x.shape[:-1], 1) and not varies(x.shape[-1]):
+        return (scale, zero), {"axis": -1, "block_size": x.shape[-1]}
+    refuse(not w.portable or scale.shape[1:] != (1,) * (x.rank - 1), "its rows have several axes")
+    parts = (w.reshaped(Value(name, scale.like), scale.shape[:1]) for name in (scale.name, zero))
+    return (next(parts), next(parts)), {"axis": 0}
 
 
 def _computed(w: Writer, scale: Any) -> bool:

@@ -8,9 +8,9 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from fxq.errors import ExportError, InputError
+from fxq.errors import ExportError, FxqWarning, InputError
 from fxq.files import model_export
-from fxq.onnx.model_check import Difference
+from fxq.onnx.model_check import Difference, ModelCheck
 from tests.helpers import REFERENCE
 from tests.models import batch, build
 from tests.onnx_runs import onnx, ort
@@ -178,9 +178,59 @@ def test_types_that_onnxruntime_has_no_kernels_for(tmp_path):
 
 def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
     qmodel = fxq.quantize(model(), REFERENCE, data=[X])
-    wrong = [Difference("conv_q", "0", 3.0, 0.5)]
-    monkeypatch.setattr(model_export, "differences", lambda *given: wrong)
+    monkeypatch.setattr(ModelCheck, "differences", lambda self, options=None: [WRONG])
     with pytest.raises(ExportError, match=r"computes something else .* conv_q \(layer '0'\) differs by 3 steps"):
         qmodel.export(tmp_path / "m.onnx")
     assert not (tmp_path / "m.onnx").exists()
     assert qmodel.export(tmp_path / "m.onnx", check=False).exists()
+
+
+WRONG = Difference("conv_q", "0", 3.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("right", "advice"),
+    [
+        (
+            {"session.x64quantprecision": "1"},
+            r'With add_session_config_entry\("session\.x64quantprecision", "1"\) of its',
+        ),
+        (None, r"Without its optimizations it is exact"),
+    ],
+)
+def test_options_with_which_a_runtime_is_exact_are_named(tmp_path, monkeypatch, right, advice):
+    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    monkeypatch.setattr(ModelCheck, "differences", lambda self, options=None: [WRONG] * (options not in (None, right)))
+    with pytest.warns(FxqWarning, match=rf"conv_q \(layer '0'\) differs by 3 steps, and 0 more\. {advice}"):
+        assert qmodel.export(tmp_path / "m.onnx").exists()
+
+
+def test_layers_with_integer_weights_alone_are_rounded_by_a_default_session(tmp_path):
+    qmodel = fxq.quantize(nn.Linear(256, 64), fxq.Recipe.weight_only(bits=4), example_inputs=(torch.rand(8, 256),))
+    with pytest.warns(FxqWarning, match="qdq_matmulnbits_accuracy_level"):
+        path = qmodel.export(tmp_path / "m.onnx")
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    x = torch.rand(8, 256)
+    (y,) = ort.InferenceSession(str(path), options).run(None, {"input": x.numpy()})
+    assert float((torch.from_numpy(y) - qmodel(x)).abs().max()) <= 1e-5  # sums in another order
+
+
+def test_a_model_that_optimizations_break_is_refused(tmp_path, monkeypatch):
+    def fails(self, options=None):
+        if options is not None:
+            raise RuntimeError("a zero point must be a scalar")
+        return []
+
+    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    monkeypatch.setattr(ModelCheck, "differences", fails)
+    with pytest.raises(ExportError, match=r"and not with its optimizations: a zero point must be a scalar"):
+        qmodel.export(tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()
+
+
+def test_without_onnxruntime_nothing_is_run(tmp_path, monkeypatch):
+    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    monkeypatch.setattr(model_export, "find_spec", lambda name: None)
+    monkeypatch.setattr(ModelCheck, "differences", lambda self, options=None: [WRONG])
+    assert qmodel.export(tmp_path / "m.onnx").exists()

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
 import fxq
 from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.data import Batch
 from fxq.graph.run import inputs_for
-from fxq.onnx import model_check
-from fxq.onnx.model_check import differences
+from fxq.onnx.model_check import ModelCheck
 from fxq.onnx.whole_model import write_model
 from tests.helpers import REFERENCE
 from tests.models import batch, build, two_linears
@@ -27,7 +27,7 @@ def made():
 
 def test_a_right_model(made):
     gm, given, written = made
-    found = differences(written, gm, given)
+    found = ModelCheck(written, gm, given).differences()
     assert len(found) > 4 and found[-1].name == "output 0" and all(one.is_rounding for one in found)
 
 
@@ -57,7 +57,7 @@ def other_zero_point(node, constants):
 def test_what_is_wrong_is_found_where_it_is(made, kind, change):
     gm, given, written = made
     changed(written, kind, change)
-    wrong = [one for one in differences(written, gm, given) if not one.is_rounding]
+    wrong = [one for one in ModelCheck(written, gm, given).differences() if not one.is_rounding]
     assert wrong and len(wrong) <= 2  # the values behind it are computed of the graph's integers
     assert "differs by" in str(wrong[0])
 
@@ -66,13 +66,27 @@ def test_a_measured_grid_that_is_wrong_is_named_and_what_is_computed_on_it_is_no
     given = Batch((torch.randn(8, 4),))
     gm = qdq_graph(fxq.quantize(two_linears(), fxq.Recipe.dynamic(backend="reference"), example_inputs=given))
     written = write_model(gm, inputs_for(gm.graph, given), True)
-    assert all(one.is_rounding for one in differences(written, gm, given))
+    assert all(one.is_rounding for one in ModelCheck(written, gm, given).differences())
     next(node for node in written.model.graph.node if node.op_type == "Ceil").op_type = "Floor"
-    (wrong,) = (one for one in differences(written, gm, given) if not one.is_rounding)
+    (wrong,) = (one for one in ModelCheck(written, gm, given).differences() if not one.is_rounding)
     assert wrong.name.endswith("_zero_point") and wrong.steps == 1
 
 
-def test_without_onnxruntime_nothing_is_run(made, monkeypatch):
-    gm, given, written = made
-    monkeypatch.setattr(model_check, "find_spec", lambda name: None)
-    assert differences(written, gm, given) is None
+def test_a_range_of_zeros_has_any_scale():
+    model, given = nn.LSTM(4, 8, batch_first=True), Batch((torch.zeros(3, 2, 4),))
+    recipe = fxq.Recipe.dynamic(backend="onnxruntime", optimize="coverage")
+    gm = qdq_graph(fxq.quantize(model, recipe, example_inputs=given))
+    found = ModelCheck(write_model(gm, inputs_for(gm.graph, given), True), gm, given).differences()
+    assert any(one.name.endswith("_scale") for one in found) and all(one.is_rounding for one in found)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 16), (3, 1, 1, 16), (1, 1, 16)])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_rows_along_one_axis_are_what_a_default_session_computes_too(shape, dynamic):
+    """Its optimizations take scales along the first axis for those of a whole value, with the layer behind."""
+    given = Batch((torch.randn(shape),))
+    recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
+    gm = qdq_graph(fxq.quantize(nn.Linear(16, 8), recipe, example_inputs=given))
+    check = ModelCheck(write_model(gm, inputs_for(gm.graph, given), dynamic), gm, given)
+    for options in (None, {}):
+        assert all(one.is_rounding for one in check.differences(options))

@@ -11,7 +11,7 @@ from fxq.common.data import as_batch
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import InputError
 from fxq.graph.run import inputs_for
-from fxq.onnx.model_check import differences
+from fxq.onnx.model_check import ModelCheck
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.whole_model import write_model
 from tests.helpers import REFERENCE, module
@@ -70,7 +70,7 @@ def test_presets(name, preset):
     gm, given, made = written(qmodel, x)
     onnx.checker.check_model(made.model, full_check=True)
     assert {opset.domain for opset in made.model.opset_import} == {""}
-    found = differences(made, gm, given)
+    found = ModelCheck(made, gm, given).differences()
     assert found and all(one.is_rounding for one in found), [str(one) for one in found if not one.is_rounding]
     if name == "several_inputs":
         return
