@@ -90,8 +90,8 @@ class ChooseGrids(Pass):
 
 def _note_zeros(rewriter: Rewriter, value: fx.Node, observer: Observer | None) -> None:
     if observer is not None and observer.seen_only_zeros:
-        rewriter.describe(value, note="calibration saw nothing but zeros: scale 1")
-        log.warning("%s: calibration saw nothing but zeros; its scale is 1.", observer.name)
+        rewriter.describe(value, note="calibration saw nothing but zeros: its grid is that of values up to 1")
+        log.warning("%s: calibration saw nothing but zeros; its grid is that of values up to 1.", observer.name)
 
 
 class _Chooser:

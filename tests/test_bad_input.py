@@ -328,12 +328,12 @@ def test_nested_data():
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_an_input_that_is_always_zero(backend, caplog):
-    """No error: scale 1, noted."""
+    """No error: the grid of values up to 1, noted."""
     model, zeros = net(), torch.zeros_like(X)
     with untouched(model), caplog.at_level("WARNING", logger="fxq"):
         qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend), data=[zeros])
-    assert qmodel.qparams()["stem"].input_scale == 1.0
-    assert "%x (the input): calibration saw nothing but zeros; its scale is 1." in caplog.text
+    assert qmodel.qparams()["stem"].input_scale == pytest.approx(1 / 255, rel=0.02)
+    assert "%x (the input): calibration saw nothing but zeros; its grid is that of values up to 1." in caplog.text
     assert torch.allclose(qmodel(zeros), model(zeros), atol=0.02)
 
 

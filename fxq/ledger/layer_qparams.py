@@ -199,7 +199,10 @@ def _layer(
     if scale is not None and biases:
         if scale.dim():  # a transposed convolution's groups share the scales of their channels
             scale = scale.repeat(next(iter(biases.values())).numel() // scale.numel())
-        biases = {name: int32_bias(bias, scale) for name, bias in biases.items()}
+        if all(bool(((bias.double() / scale.double()).abs() < 2**31).all()) for bias in biases.values()):
+            biases = {name: int32_bias(bias, scale) for name, bias in biases.items()}
+        else:  # as behind tiny weights
+            scale, reason = None, "it has more steps of input_scale * weight_scale than int32 holds"
     gates = quant.recurrence.gates if quant.recurrence is not None else ()
     size = len(first.values) // max(len(gates), 1)
     return LayerQParams(

@@ -229,8 +229,9 @@ def choose_qparams(
         block: how many entries along `axis` a block has.
 
     Returns:
-        `QParams`. A range that is exactly {0} gets scale 1. Scales too small for float32 division are raised to the
-        smallest normal float32.
+        `QParams`. A range that is exactly {0} gets the largest scale of the others, or where all are, that of a range up
+        to 1: a bias in steps of it is then as fine as those beside it. Scales too small for float32 division are raised
+        to the smallest normal float32.
 
     Raises:
         InputError: `low` or `high` is NaN or infinite, or low > high.
@@ -265,11 +266,13 @@ def scale_and_zero_point(low: Tensor, high: Tensor, qmin: int, qmax: int, symmet
     low, high = low.detach().to(torch.float64).clamp(max=0.0), high.detach().to(torch.float64).clamp(min=0.0)
     if symmetric:
         zero = (qmin + qmax + 1) // 2
-        scale = torch.maximum(-low / (zero - qmin), high / (qmax - zero))
+        scale, of_one = torch.maximum(-low / (zero - qmin), high / (qmax - zero)), 1 / (qmax - zero)
     else:
-        scale = (high - low) / (qmax - qmin)
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale).to(torch.float32)
-    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+        scale, of_one = (high - low) / (qmax - qmin), 1 / (qmax - qmin)
+    if scale.numel():
+        largest = scale.amax()
+        scale = torch.where(scale == 0, torch.where(largest == 0, of_one, largest), scale)
+    scale = scale.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
     if symmetric:
         return scale, torch.full_like(scale, zero, dtype=torch.int32)
     return scale, (qmin - torch.round(low / scale.double())).clamp(qmin, qmax).to(torch.int32)

@@ -188,6 +188,21 @@ def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
 WRONG = Difference("conv_q", "0", 3.0, 0.5)
 
 
+@pytest.mark.parametrize("backend", ["reference", "onnxruntime"])
+@pytest.mark.parametrize("factor", [1.0, 1e-4])
+@pytest.mark.parametrize("dead", [[1], [0, 1, 2, 3]])
+def test_channels_of_zeros(backend, factor, dead, tmp_path):
+    """Their biases are rounded to steps of scales that nothing else asks for."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+    for parameter in layers.parameters():
+        parameter.data *= factor
+    layers[2].weight.data[dead] = 0
+    x = torch.randn(64, 4)
+    qmodel = fxq.quantize(layers, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
+    assert qmodel.ledger.coverage == 1 and sqnr(layers(x), qmodel(x)) > 30
+    assert qmodel.export(tmp_path / "m.onnx", example_inputs=x).exists()
+
+
 @pytest.mark.parametrize(
     ("right", "advice"),
     [

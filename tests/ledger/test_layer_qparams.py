@@ -16,7 +16,7 @@ from fxq.ops import OPS
 from fxq.ops.traits import Quant
 from fxq.quant.qparams import QParams
 from tests.graphs import drawn
-from tests.helpers import module, plain
+from tests.helpers import REFERENCE, module, plain
 
 MINMAX = plain(fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(observer="minmax")))
 
@@ -297,6 +297,15 @@ def test_a_known_scale_gives_the_int32_bias():
     assert layer.bias_scale.tolist() == [0.0625, 0.03125, 0.25]
     assert layer.bias.dtype == torch.int32 and layer.bias.tolist() == [16, -32, 2]
     assert (layer.float_bias_reason, layer.reads, layer.input_zero_point) == ("", "integers", 3)
+
+
+def test_a_bias_that_int32_does_not_hold_is_float_and_says_why():
+    model = nn.Linear(4, 4)
+    model.weight.data[1] *= 1e-12
+    model.bias.data.fill_(0.5)
+    (layer,) = fxq.quantize(model, REFERENCE, data=[torch.randn(8, 4)]).qparams().values()
+    assert torch.equal(layer.bias, model.bias) and layer.bias_scale is None
+    assert layer.float_bias_reason == "it has more steps of input_scale * weight_scale than int32 holds"
 
 
 def test_a_weight_in_blocks_of_4_bits():

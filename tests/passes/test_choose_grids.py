@@ -151,7 +151,7 @@ def test_refuses_a_weight_that_no_observer_watches():
 
 def test_what_is_always_zero_is_noted():
     gm = run_pass(ChooseGrids(), CAT, data=(0 * STEPS, STEPS))
-    assert info(node(gm, "a")).note == "calibration saw nothing but zeros: scale 1"
+    assert info(node(gm, "a")).note == "calibration saw nothing but zeros: its grid is that of values up to 1"
     assert info(node(gm, "b")).note == ""
 
 

@@ -522,7 +522,7 @@ def test_merge_refuses_another_kind():
 def test_seen_only_zeros():
     for name in OBSERVERS:
         observer = observed(name, [torch.zeros(3)])
-        assert observer.seen_only_zeros and observer.qparams().s == 1.0
+        assert observer.seen_only_zeros and observer.qparams().s == pytest.approx(1 / 255)
         observer(torch.tensor([0.0, 1.0]))
         assert not observer.seen_only_zeros
     assert not observed("minmax", [torch.tensor([[0.0, 0.0], [0.0, 1.0]])], axis=0).seen_only_zeros

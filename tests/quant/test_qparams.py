@@ -82,9 +82,14 @@ def test_one_sided_ranges_use_the_whole_affine_grid(high, bits, signed):
 
 
 @given(spec=specs)
-def test_only_zeros_get_scale_one(spec):
-    assert grid_of(0.0, 0.0, spec).s == 1.0
-    assert grid_of(-0.0, 0.0, spec).s == 1.0
+def test_only_zeros_get_the_grid_of_values_up_to_one(spec):
+    wanted = grid_of(0.0, 1.0, spec)
+    assert grid_of(0.0, 0.0, spec).same_as(wanted) and grid_of(-0.0, 0.0, spec).same_as(wanted)
+
+
+def test_a_channel_of_zeros_gets_the_largest_scale_of_the_others():
+    low, high = torch.tensor([0.0, -0.25, 0.0]), torch.tensor([0.0, 0.5, 0.125])
+    assert choose_qparams(low, high, WEIGHT, 0).scale.tolist() == pytest.approx([0.5 / 127, 0.5 / 127, 0.125 / 127])
 
 
 @given(spec=specs, low=st.sampled_from([0.0, -1e-45, -1e-40]), high=st.sampled_from([0.0, 1e-45, 1e-40, 1e-38]))
@@ -110,6 +115,7 @@ def test_huge_ranges(spec):
 
 @given(data=st.lists(ends, min_size=1, max_size=6), spec=specs)
 def test_channels_are_chosen_on_their_own(data, spec):
+    assume(all(any(range_) for range_ in data))
     low, high = torch.tensor([e[0] for e in data]), torch.tensor([e[1] for e in data])
     together = choose_qparams(low, high, spec, axis=1)
     assert together.axis == 1 and together.scale.shape == together.zero_point.shape == low.shape
