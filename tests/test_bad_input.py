@@ -242,10 +242,10 @@ def test_none_among_the_inputs():
 @pytest.mark.parametrize(
     ("value", "shown", "why"),
     [
-        (X[:, :2], "float32 [2, 2, 8, 8]", "to have 3 channels, but got 2"),
-        (X[0, 0, 0], "float32 [8]", "3D (unbatched) or 4D (batched)"),
-        (X.double(), "float64 [2, 3, 8, 8]", "should be the same"),
-        (X.int(), "int32 [2, 3, 8, 8]", "should be the same"),
+        (X[:, :2], "float32[2, 2, 8, 8]", "to have 3 channels, but got 2"),
+        (X[0, 0, 0], "float32[8]", "3D (unbatched) or 4D (batched)"),
+        (X.double(), "float64[2, 3, 8, 8]", "should be the same"),
+        (X.int(), "int32[2, 3, 8, 8]", "should be the same"),
     ],
 )
 def test_the_first_batch_does_not_fit(value, shown, why):

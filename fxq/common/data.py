@@ -26,11 +26,12 @@ class Batch:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        shown = [_describe(a) for a in self.args] + [f"{k}={_describe(v)}" for k, v in self.kwargs.items()]
+        shown = [described(a) for a in self.args] + [f"{k}={described(v)}" for k, v in self.kwargs.items()]
         return f"({', '.join(shown)})"
 
 
-def _describe(value: Any) -> str:
+def described(value: Any) -> str:
+    """An argument in short: the dtype and the shape of a tensor, the type of what is none."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__name__
@@ -59,7 +60,9 @@ def as_batch(value: Any, model: nn.Module, where: str = "data") -> Batch:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or (key not in names and not any_name):
-                raise InputError(f"{where}: forward has no argument {key!r}; it has {', '.join(names) or 'none'}.")
+                advice = f" If {names[0]!r} is a dict itself, give (dict,)." if len(names) == 1 else ""
+                known = ", ".join(names) or "none"
+                raise InputError(f"{where}: forward has no argument {key!r}; it has {known}.{advice}")
         return Batch((), dict(value))
     if isinstance(value, (tuple, list)) and value:
         if len(value) == 2 and len(names) == 1 and not open_ended:
@@ -139,7 +142,7 @@ def check_batch(batch: Batch, model: nn.Module, where: str) -> None:
         if tensor.layout is not torch.strided:
             raise InputError(f"{where}: input {i} is a {tensor.layout} tensor; give a dense one, .to_dense().")
         if tensor.is_floating_point() and not _has_no_nan_or_inf(tensor):
-            raise CalibrationError(f"{where}: input {i} {_describe(tensor)} holds NaN or Inf; clean the data.")
+            raise CalibrationError(f"{where}: input {i} {described(tensor)} holds NaN or Inf; clean the data.")
 
 
 def check_finite(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -157,7 +160,7 @@ def check_finite(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str,
         for tensor in tensors(value):
             if tensor.is_floating_point() and not _has_no_nan_or_inf(tensor):
                 raise InputError(
-                    f"the input {name} {_describe(tensor)} holds NaN or Inf, which integers cannot stand for. Find "
+                    f"the input {name} {described(tensor)} holds NaN or Inf, which integers cannot stand for. Find "
                     "what made it, or take off the recipe's check_inputs: integers are finite in spite of it."
                 )
 

@@ -229,9 +229,9 @@ def choose_qparams(
         block: how many entries along `axis` a block has.
 
     Returns:
-        `QParams`. A range that is exactly {0} gets the largest scale of the others, or where all are, that of a range up
-        to 1: a bias in steps of it is then as fine as those beside it. Scales too small for float32 division are raised
-        to the smallest normal float32.
+        `QParams`. A range that is exactly {0} gets the largest scale of the others, or where all are, that of a range
+        up to 1: a bias in steps of it is then as fine as those beside it. Scales too small for float32 division are
+        raised to the smallest normal float32.
 
     Raises:
         InputError: `low` or `high` is NaN or infinite, or low > high.

@@ -61,8 +61,16 @@ class Pass(ABC):
     latest: ClassVar[Stage | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise `PassError` for a class with an `__init__` of its own: a saved recipe would not have its options."""
+        """Raise `PassError` for stages that are none, or in the wrong order, and for an `__init__` of the class's own.
+
+        A saved recipe would not have the options of such a one.
+        """
         super().__init_subclass__(**kwargs)
+        for key in ("needs", "gives", "latest"):
+            if not isinstance(stage := getattr(cls, key), (Stage, property)) and (key, stage) != ("latest", None):
+                raise PassError(f"{cls.__name__}: {key} is {stage!r}; it must be a stage, as fxq.Stage.CANONICAL is.")
+        if isinstance(cls.needs, Stage) and isinstance(cls.latest, Stage) and cls.latest < cls.needs:
+            raise PassError(f"{cls.__name__}: latest is {cls.latest}, before {cls.needs}, which the pass needs.")
         if "__init__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
             raise PassError(f"{cls.__name__}: a pass is a dataclass(frozen=True): its options are fields, no __init__.")
 

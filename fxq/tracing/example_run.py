@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxq.common.data import described
 from fxq.common.isolation import copied
 from fxq.common.trees import mapped
 from fxq.errors import InputError, TraceError, words_of
@@ -59,7 +60,7 @@ class ExampleRun:
         except TraceError:
             raise
         except Exception as error:
-            shown = [f"{a.dtype} {list(a.shape)}".removeprefix("torch.") for a in values if isinstance(a, Tensor)]
+            shown = map(described, values[kind == "call_method" :])
             layer = f'layer "{path}"' if path else getattr(target, "__name__", str(target))
             line = user_line(self.within)
             place = f"{layer} ({line})" if line else layer

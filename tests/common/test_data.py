@@ -54,7 +54,7 @@ def test_a_batch_is_taken_as_it_is():
     ("value", "message"),
     [
         ((X, Y, Y), r"data, batch 3: 3 inputs, but forward takes 1 \(x\)"),
-        ({"y": X}, "data, batch 3: forward has no argument 'y'; it has x"),
+        ({"y": X}, "data, batch 3: forward has no argument 'y'; it has x. If 'x' is a dict itself"),
         ({1: X}, "forward has no argument 1"),
         ("x", "str is no batch of inputs"),
         (None, "NoneType is no batch of inputs"),
