@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,13 @@ from fxq.backends import cpu
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported
 from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.moves import convert_before_moves
-from fxq.backends.engines.openvino_jit import faster_in_jit, in_jit, layer_times
+from fxq.backends.engines.openvino_tuning import (
+    NO_SNIPPETS,
+    faster_in_jit,
+    faster_without_snippets,
+    in_jit,
+    layer_times,
+)
 from fxq.backends.engines.request import Request
 from fxq.backends.layer_rows import is_depthwise_call
 from fxq.graph.info import EngineLayer, info
@@ -24,6 +31,8 @@ from fxq.graph.unit import Calls
 from fxq.onnx.graph import Written
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig
+
+log = logging.getLogger("fxq")
 
 
 @cache
@@ -35,18 +44,20 @@ class OpenvinoKernel(EngineKernel):
     """A region as OpenVINO compiles it: float32, one stream.
 
     Args:
-        jit: names of convolutions that it does not run in the kernels of its own choice. See `openvino_jit.py`.
+        jit: names of convolutions that it does not run in the kernels of its own choice. See `openvino_tuning.py`.
+        snippets: whether it makes kernels of its own of chains of element-wise ops.
         tensors: as in `RegionKernel`.
     """
 
     name: ClassVar[str] = "openvino.region"
-    options: ClassVar[tuple[str, ...]] = ("jit",)
+    options: ClassVar[tuple[str, ...]] = ("jit", "snippets")
     integer_bias: ClassVar[bool] = False
     jit: tuple[str, ...] = ()
+    snippets: bool = True
 
-    def __init__(self, jit: tuple[str, ...] = (), **tensors: Tensor) -> None:
+    def __init__(self, jit: tuple[str, ...] = (), snippets: bool = True, **tensors: Tensor) -> None:
         super().__init__(**tensors)
-        self.jit = jit
+        self.jit, self.snippets = jit, snippets
 
     @classmethod
     def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
@@ -76,25 +87,33 @@ class OpenvinoKernel(EngineKernel):
                 yield EngineLayer(tuple(names.split(",")), op, dtype, kind, times[node.friendly_name])
 
     def tune(self, *inputs: Any) -> None:
-        """As in `RegionKernel`: find the convolutions that other kernels of oneDNN's run faster."""
+        """As in `RegionKernel`: with snippets or without, and the convolutions that other kernels run faster."""
         if self.form is None:
             return
         model, tensors = self.model_for(self.form.module(self), inputs)
-        compiled = partial(compile_model, model, torch.get_num_threads(), PERF_COUNT=True)
-        self.adopt({"jit": faster_in_jit(_read(model), compiled, [x.numpy() for x in tensors])})
+        arrays, compiled = [x.numpy() for x in tensors], partial(compile_model, model, torch.get_num_threads())
+        snippets = not faster_without_snippets(compiled, arrays)
+        timed = partial(compiled, snippets=snippets, PERF_COUNT=True)
+        self.adopt({"snippets": snippets, "jit": faster_in_jit(_read(model), timed, arrays)})
 
 
-def compile_model(model: Any, threads: int, jit: Sequence[str] = (), **config: Any) -> Any:
+def compile_model(model: Any, threads: int, jit: Sequence[str] = (), snippets: bool = True, **config: Any) -> Any:
     """An `onnx.ModelProto` as OpenVINO compiles it; the convolutions of these names run in kernels of the other kind.
 
-    See `fxq/backends/engines/openvino_jit.py`.
+    See `fxq/backends/engines/openvino_tuning.py`.
     """
     settings = {
         "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32",
         "ENABLE_CPU_PINNING": False,
     }  # fmt: skip
     core, read = _core(), _read(model)
-    return core.compile_model(in_jit(core, read, jit) if jit else read, "CPU", {**settings, **config})
+    told = in_jit(core, read, jit) if jit else read
+    if not snippets:
+        try:
+            return core.compile_model(told, "CPU", {**settings, **NO_SNIPPETS, **config})
+        except RuntimeError as error:  # of a version that does not know the entry
+            log.debug("OpenVINO is not told to do without snippets: %s", error)
+    return core.compile_model(told, "CPU", {**settings, **config})
 
 
 def _read(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The kernels that OpenVINO runs convolutions in."""
+"""What OpenVINO is told of how it runs a model: the kernels of convolutions, and what is joined with them."""
 
 import copy
 
@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.engines import openvino_jit
+from fxq.backends.engines import openvino, openvino_tuning
 from fxq.backends.engines.openvino import OpenvinoKernel, _core, _read, compile_model
-from fxq.backends.engines.openvino_jit import faster_in_jit, in_jit, layer_times
+from fxq.backends.engines.openvino_tuning import faster_in_jit, faster_without_snippets, in_jit, layer_times
 from fxq.graph.query import submodule
 
 pytestmark = [
@@ -83,14 +83,79 @@ def test_what_is_faster_by_more_than_times_vary_is_chosen(made, jit_us, chosen, 
         asked.append(compiled)
         return {first: 10.0, others[0]: 10.0, "relu": 1.0} if kind == "brg" else {first: jit_us, others[0]: 30.0}
 
-    monkeypatch.setattr(openvino_jit, "_times", times)
+    monkeypatch.setattr(openvino_tuning, "_times", times)
     assert faster_in_jit(_read(model), lambda jit=(): jit, []) == ((first,) if chosen else ())
     assert asked[:2] == [(), (first, others[0])]
 
 
 def test_without_two_kinds_of_kernels_nothing_is_chosen(made, monkeypatch):
-    monkeypatch.setattr(openvino_jit, "_times", lambda compiled, inputs, kind: {})
+    monkeypatch.setattr(openvino_tuning, "_times", lambda compiled, inputs, kind: {})
     assert faster_in_jit(_read(made[2][0]), lambda jit=(): jit, []) == ()
+
+
+class Sum(nn.Module):
+    """A convolution and what it is added to, which another layer reads, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(torch.relu(x + self.second(x)))
+
+
+def layer_types(compiled):
+    return [node.get_rt_info()["layerType"].astype(str) for node in compiled.get_runtime_model().get_ordered_ops()]
+
+
+def test_without_snippets_a_convolution_adds_and_the_numbers_are_the_same(tmp_path):
+    x = torch.randn(1, 8, 12, 12)
+    q = fxq.quantize(Sum().eval(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[x])
+    kernel, want = kernel_of(q), q(x)
+    model, _ = kernel.model_for(kernel.form.module(kernel), [x])
+    assert "Subgraph" in layer_types(compile_model(model, 1))
+    assert "Subgraph" not in layer_types(compile_model(model, 1, snippets=False))
+    kernel.adopt({"snippets": False})
+    step = float(q.qparams()["last"].input_scale) * float(q.qparams()["last"].weight.abs().sum(1).max())
+    assert float((q(x) - want).abs().max()) <= step  # sums near a tie may be on its other side
+    for again in (copy.deepcopy(q), fxq.load(q.save(tmp_path / "m.fxq"))):
+        assert not kernel_of(again).snippets and torch.equal(again(x), q(x))
+
+
+class Compiled:
+    """A model of one layer whose requests take so many of a clock's seconds."""
+
+    def __init__(self, clock, seconds, layer="Subgraph"):
+        self.clock, self.seconds, self.layer = clock, seconds, layer
+
+    def get_runtime_model(self):
+        text = type("Text", (), {"astype": lambda _, kind: self.layer})()
+        node = type("Node", (), {"get_rt_info": lambda _: {"layerType": text}})()
+        return type("Model", (), {"get_ordered_ops": lambda _: [node]})()
+
+    def create_infer_request(self):
+        return self
+
+    def infer(self):
+        self.clock[0] += self.seconds
+
+
+@pytest.mark.parametrize(
+    ("layer", "without", "chosen"),
+    [("Subgraph", 0.9, True), ("Subgraph", 0.98, False), ("Subgraph", 1.2, False), ("Convolution", 0.5, False)],
+)
+def test_snippets_go_where_the_whole_model_is_faster_without(layer, without, chosen, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(openvino_tuning.time, "perf_counter", lambda: clock[0])
+    found = faster_without_snippets(lambda snippets=True: Compiled(clock, 1.0 if snippets else without, layer), [])
+    assert found == chosen
+
+
+def test_a_version_that_does_not_know_snippets_compiles_as_it_does(made, monkeypatch):
+    monkeypatch.setattr(openvino, "NO_SNIPPETS", {"NO_SUCH_ENTRY": "DISABLE"})
+    model = made[2][0]
+    assert layer_types(compile_model(model, 1, snippets=False)) == layer_types(compile_model(model, 1))
 
 
 def test_speed_measures_and_coverage_does_not(monkeypatch):

@@ -1,9 +1,13 @@
-"""Which kernels OpenVINO runs convolutions in.
+"""What OpenVINO can be told of how it runs a model: the kernels of convolutions, and what it joins with them.
 
 oneDNN, which is inside of it, has two kinds: convolutions as batches of matrix products ("brgconv"), which OpenVINO
 takes wherever it can, and older ones ("jit"), which are faster at some sizes. What a layer of an OpenVINO model prefers
 can be said in its file, for each layer: the attribute `primitives_priority`, which a version that does not know it, or
 has no such kernel, passes over. Both kinds add integers exactly.
+
+Chains of element-wise ops OpenVINO makes kernels of its own ("snippets"), before it looks which of them a convolution
+can do: such as a sum with a value of integers, where the other summand is a convolution's whose result is not rounded.
+Without snippets, the convolution adds; but other chains are slower then.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+NO_SNIPPETS = {"SNIPPETS_MODE": "DISABLE"}
+"""The entry of a configuration; it is not among those that OpenVINO documents."""
 JIT = "cpu:jit_avx512,cpu:jit_avx2"
 """The older kernels, as `primitives_priority` has them: the first that the machine has."""
 ROUNDS, SECONDS = 3, 10.0
@@ -67,17 +73,52 @@ def faster_in_jit(model: Any, compiled: Callable[..., Any], inputs: Sequence[Any
     return tuple(name for name, us in plain.items() if name in jit and jit[name] < (1 - GAIN) * us)
 
 
+def faster_without_snippets(compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
+    """Whether a model that has snippets runs faster without them.
+
+    Args:
+        compiled: the model compiled; with `snippets=False`, without them.
+        inputs: as for `faster_in_jit`.
+    """
+    found = {True: compiled()}
+    if not any(_layer_type(node) == "Subgraph" for node in found[True].get_runtime_model().get_ordered_ops()):
+        return False
+    found[False] = compiled(snippets=False)
+    requests = {kind: _request(one, inputs) for kind, one in found.items()}
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(_LEAST):  # cold
+        for request in requests.values():
+            request.infer()
+    end = time.perf_counter() + _WHOLE_SECONDS
+    while len(times[True]) < _LEAST or (len(times[True]) < 10 * _MOST and time.perf_counter() < end):
+        for kind, request in requests.items():
+            start = time.perf_counter()
+            request.infer()
+            times[kind].append(time.perf_counter() - start)
+    return min(times[False]) < (1 - GAIN) * min(times[True])
+
+
+def _layer_type(node: Any) -> str:
+    about = node.get_rt_info()
+    return str(about["layerType"].astype(str)) if "layerType" in about else ""
+
+
+def _request(compiled: Any, inputs: Sequence[Any]) -> Any:
+    from openvino import Tensor
+
+    request = compiled.create_infer_request()
+    for i, x in enumerate(inputs):
+        request.set_input_tensor(i, Tensor(x, shared_memory=True))
+    return request
+
+
 def _shortest(known: dict[str, float], found: dict[str, float]) -> None:
     known.update({name: min(us, known.get(name, us)) for name, us in found.items()})
 
 
 def _times(compiled: Any, inputs: Sequence[Any], kind: str) -> dict[str, float]:
     """Microseconds of the layers that run in one kind of kernels, by the names of the ops that each is made of."""
-    from openvino import Tensor
-
-    request = compiled.create_infer_request()
-    for i, x in enumerate(inputs):
-        request.set_input_tensor(i, Tensor(x, shared_memory=True))
+    request = _request(compiled, inputs)
     times, found = layer_times(request), {}
     for node in compiled.get_runtime_model().get_ordered_ops():
         about = {key: value.astype(str) for key, value in node.get_rt_info().items()}
@@ -105,6 +146,8 @@ def layer_times(request: Any) -> dict[str, float]:
 
 _SECONDS, _LEAST, _MOST = 0.1, 3, 100
 """How long a request runs, and how often at least and at most, behind its first run."""
+_WHOLE_SECONDS = 1.0
+"""How long two forms of a whole model are compared."""
 
 
 def _averages(request: Any) -> dict[str, float]:
