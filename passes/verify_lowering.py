@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from fxq.backends.kernel import Kernel
 from fxq.backends.lower_graph import describe_as_run
 from fxq.backends.region_kernel import layers_run
-from fxq.common.data import Batch, first_of
+from fxq.common.data import Batch, first_of, samples_in
 from fxq.common.metrics import tensors
 from fxq.common.source import name_of
 from fxq.errors import BackendError, FxqError, InputError, PassError, warn, words_of
@@ -30,6 +30,9 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import run_model
 
+_VALUES = 2**18
+"""How many values of inputs kernels are verified on: more find nothing new, and take their time in large models."""
+
 
 @dataclass(frozen=True)
 class VerifyLowering(Pass):
@@ -39,7 +42,8 @@ class VerifyLowering(Pass):
     Keeps: every kernel that is right: its integers are those nearest to the real value, up to float32 arithmetic.
     Also: a kernel that would overwrite a residual somebody still reads is told not to; and engines are asked what they
     run: an op that was to run on integers, and does not, is a float op, with that for its reason.
-    Runs the first recorded batch, and its first sample alone where there are samples: kernels plan by input shape.
+    Runs the first recorded batch, of large samples a few, and its first sample alone where there are samples: kernels
+    plan by input shape.
 
     Args:
         tolerance: how much further than half a step an integer may be from the real value, in steps.
@@ -95,6 +99,9 @@ class VerifyLowering(Pass):
         """What is wrong, on one batch and on one sample."""
         context: Context = rewriter.context
         batch = (context.samples or [context.example])[0]
+        if context.divisible:
+            each = sum(tensor.numel() for tensor in tensors((batch.args, batch.kwargs))) // (samples_in(batch) or 1)
+            batch = first_of(batch, max(2, _VALUES // max(each, 1)))
         found = self._compare(rewriter, batch)
         if found is None:  # recorded are the first samples; where the first axis is none of samples, nothing fits them
             batch = context.example

@@ -109,8 +109,8 @@ def searched(recipe: fxq.Recipe, target: float) -> Contender:
 
     def make(part: Part, is_transformer: bool) -> tuple[Call, str]:
         found = fxq.search(part.model, recipe, part.data, target=target, progress=False)
-        qmodel, note = own(found.recipe)(part, is_transformer)
-        return qmodel, note if found.reached else f"{note}, target not reached"
+        call, note = own(found.recipe)(part, is_transformer)
+        return call, note if found.reached else f"{note}, target not reached"
 
     return make
 

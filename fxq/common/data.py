@@ -26,15 +26,24 @@ class Batch:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        shown = [described(a) for a in self.args] + [f"{k}={described(v)}" for k, v in self.kwargs.items()]
-        return f"({', '.join(shown)})"
+        return f"({described_call(self.args, self.kwargs)})"
 
 
 def described(value: Any) -> str:
-    """An argument in short: the dtype and the shape of a tensor, the type of what is none."""
+    """An argument in short: dtype and shape of a tensor, a number itself, what is in a container, else the type."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return type(value).__name__
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {described(part)}' for key, part in value.items())}}}"
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(map(described, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return repr(value) if isinstance(value, (int, float)) else type(value).__name__
+
+
+def described_call(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """The arguments of a call in short."""
+    return ", ".join([*map(described, args), *(f"{key}={described(value)}" for key, value in kwargs.items())])
 
 
 _MORE, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

@@ -34,7 +34,7 @@ class LayerQParams:
         biases: by the name of the op's argument, "bias" but in recurrent layers: int32, (C,), round(bias / bias_scale),
             zero point 0; or float32, see `float_bias_reason`.
         bias_scale: float32, (C,) or (), of the accumulator: input_scale * weight_scale; None where the bias is float.
-        float_bias_reason: why the accumulator has no scale known beforehand, so that the bias is float; else empty.
+        float_bias_reason: why the bias is float; else empty.
         reads: "integers" on a grid known beforehand, integers on a grid that is "measured" at run time, or "float", as
             with weights alone in integers, and inside of a unit (of squeeze-and-excitation).
         input_scale, input_zero_point: of the integers that it reads; None where not known beforehand.

@@ -83,26 +83,27 @@ class ModelCheck:
         self._outputs = dict(zip((output.name for output in written.model.graph.output), tensors(result), strict=True))
         self._model = _cut(written.model, self._values).SerializeToString()
 
-    def differences(self, options: Mapping[str, str] | None = None) -> list[Difference]:
+    def differences(self, optimized: bool = False, entries: Mapping[str, str] | None = None) -> list[Difference]:
         """What ONNX Runtime makes of the model, in order.
 
         Args:
-            options: entries of the configuration of a session that is else a default one, with all optimizations. None:
-                without any, node by node, as the model is written.
+            optimized: with its optimizations, as in a default session, but for those across values on integers, which
+                are inputs and outputs here. Else node by node, as the model is written.
+            entries: of the session's configuration.
         """
         given = {**self._inputs, **{f"{name}/given": value for name, value in self._values.items()}}
         wanted = {**self._values, **self._outputs}
-        got = _run(self._model, given, list(wanted), options)
-        found = [self._difference(name, value, got[name]) for name, value in self._values.items()]
+        got = _run(self._model, given, list(wanted), optimized, entries or {})
+        found = [self._of_integers(name, value, got[name]) for name, value in self._values.items()]
         pairs = ((f"output {i}", value, got[name]) for i, (name, value) in enumerate(self._outputs.items()))
         return [*found, *(_difference(name, "", value, other, on_grid=False) for name, value, other in pairs)]
 
-    def _difference(self, name: str, wanted: Tensor, got: Tensor) -> Difference:
+    def _of_integers(self, name: str, wanted: Tensor, got: Tensor) -> Difference:
         node, path = self._nodes[name], info(self._nodes[name]).path
         if not is_op(node, "choose_scale"):
             return _difference(node.name, path, wanted, got, on_grid=True)
-        if wanted.shape == got.shape:  # of zeros alone, runtimes may choose any scale
-            got = torch.where(wanted <= SMALLEST, wanted, got)
+        if wanted.shape == got.shape:  # each counts by itself; of zeros alone, runtimes may choose any
+            wanted, got = torch.ones_like(wanted), torch.where(wanted <= SMALLEST, 1.0, got / wanted)
         return _difference(node.name, path, wanted, got, on_grid=False)
 
 
@@ -126,16 +127,16 @@ def _cut(model: Any, values: Mapping[str, Tensor]) -> Any:
 
 
 def _run(
-    model: bytes, inputs: Mapping[str, Tensor], outputs: list[str], entries: Mapping[str, str] | None
+    model: bytes, inputs: Mapping[str, Tensor], outputs: list[str], optimized: bool, entries: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """What ONNX Runtime makes of a model."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 4
-    for key, value in (entries or {}).items():
+    for key, value in entries.items():
         options.add_session_config_entry(key, value)
-    if entries is None:
+    if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     given = {name: value.detach().cpu().contiguous().numpy() for name, value in inputs.items()}

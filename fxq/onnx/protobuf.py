@@ -109,9 +109,15 @@ def graph_proto(
     return helper.make_graph(made, "fxq", *declared, [_constant(helper, n, *c) for n, c in constants.items()])
 
 
-def model_proto(graph: Any) -> Any:
-    """The `onnx.ModelProto` of a graph."""
+THREADS = "threads"
+"""What a model's metadata call the number of threads that it may run on at most."""
+
+
+def model_proto(graph: Any, about: Mapping[str, str] | None = None) -> Any:
+    """The `onnx.ModelProto` of a graph, with its metadata."""
     helper = _package().helper
     versions = {"": OPSET, **{node.domain: 1 for node in graph.node if node.domain}}
     opsets = [helper.make_opsetid(domain, version) for domain, version in versions.items()]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="fxq")
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="fxq")
+    helper.set_model_props(model, dict(about or {}))
+    return model

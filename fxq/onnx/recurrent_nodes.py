@@ -111,6 +111,8 @@ def _layer(
     if kind == "DynamicQuantizeLSTM":
         refuse(state_qmax != 255 or state_scale is not None, "its hidden state is on another grid than 0..255")
         x, (parts, grids) = _before_rounding(w, x), _integers(w, weights[:2], order)
+        if samples != 1:  # each thread would measure the state of some samples, not that of all
+            w.threads = 1
     else:
         refuse(state_qmax and not w.floats, "its hidden state is on a grid")
         parts, grids = [_gates(w, x, part, order) for part in weights[:2]], []

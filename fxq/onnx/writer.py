@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fxq.onnx.protobuf import NotInOnnx, OnnxNode, graph_proto, model_proto, onnx_type
+from fxq.onnx.protobuf import THREADS, NotInOnnx, OnnxNode, graph_proto, model_proto, onnx_type
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 
 
@@ -70,6 +70,7 @@ class Writer:
         clamps: by what a clamp makes, what it reads and its bounds.
         weights: the dequantized weights that a layer on integers reads.
         indices: inputs whose values are indices, and what they are below.
+        threads: on how many threads a runtime may run the model at most; None: on any number.
     """
 
     integer_bias: bool = True
@@ -79,6 +80,7 @@ class Writer:
     clamps: dict[str, tuple[str, float, float]] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     indices: dict[str, int] = field(default_factory=dict)
+    threads: int | None = None
     _inputs: list[Value] = field(default_factory=list)
     _nodes: list[OnnxNode] = field(default_factory=list)
     _makers: dict[str, OnnxNode] = field(default_factory=dict)
@@ -238,7 +240,8 @@ class Writer:
 
     def model(self, outputs: Sequence[Value], names: Sequence[str] = (), keep_inputs: bool = False) -> Any:
         """The model as `onnx.ModelProto`; see `graph`."""
-        return model_proto(self.graph(outputs, names, keep_inputs))
+        about = {} if self.threads is None else {THREADS: str(self.threads)}
+        return model_proto(self.graph(outputs, names, keep_inputs), about)
 
     def graph(self, outputs: Sequence[Value], names: Sequence[str] = (), keep_inputs: bool = False) -> Any:
         """What was written as `onnx.GraphProto`; what its outputs do not need is left out.

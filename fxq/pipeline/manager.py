@@ -114,7 +114,7 @@ class PassManager:
         if step.latest is not None and self.stage > step.latest:
             raise PassError(
                 f"{step.name} works on graphs up to the stage {step.latest}, and the graph is {self.stage} already. "
-                "It stands too late: insert it further to the front."
+                "It stands too late: insert it earlier."
             )
         rewriter = Rewriter(self.gm, self.context, step.name, source_of(type(step).run))
         start = time.perf_counter()

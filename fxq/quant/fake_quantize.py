@@ -266,6 +266,7 @@ def use_ranges(quantizers: Sequence[FakeQuantizeValue]) -> None:
     with torch.no_grad():
         for (qmin, qmax, symmetric), same in alike.items():
             low, high = torch.stack([q.low for q in same]), torch.stack([q.high for q in same])
+            high = torch.where((low == 0) & (high == 0), 1.0, high)  # each is a tensor of its own: others say nothing
             scale, zero_point = scale_and_zero_point(low, high, qmin, qmax, symmetric)
             torch._foreach_copy_([q.scale for q in same], scale[:, None].unbind())
             torch._foreach_copy_([q.zero_point for q in same], zero_point[:, None].unbind())

@@ -254,7 +254,7 @@ def scale_and_zero_point(low: Tensor, high: Tensor, qmin: int, qmax: int, symmet
     """What `choose_qparams` gives for ranges that are known to be right: nothing waits for a value of theirs.
 
     Args:
-        low: smallest values, floating point, any shape.
+        low: smallest values of the parts of one tensor, floating point, any shape.
         high: largest values, same shape.
         qmin: smallest integer of the grid.
         qmax: largest integer of the grid.

@@ -63,7 +63,7 @@ class Pass(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise `PassError` for stages that are none, or in the wrong order, and for an `__init__` of the class's own.
 
-        A saved recipe would not have the options of such a one.
+        What such an `__init__` takes would not be in a saved recipe.
         """
         super().__init_subclass__(**kwargs)
         for key in ("needs", "gives", "latest"):

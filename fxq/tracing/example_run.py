@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxq.common.data import described
+from fxq.common.data import described_call
 from fxq.common.isolation import copied
 from fxq.common.trees import mapped
 from fxq.errors import InputError, TraceError, words_of
@@ -60,12 +60,11 @@ class ExampleRun:
         except TraceError:
             raise
         except Exception as error:
-            shown = map(described, values[kind == "call_method" :])
             layer = f'layer "{path}"' if path else getattr(target, "__name__", str(target))
             line = user_line(self.within)
             place = f"{layer} ({line})" if line else layer
             raise InputError(
-                f"the model does not run on the example: {place} got {', '.join(shown)}: {words_of(error)}"
+                f"the model does not run on the example: {place} got {described_call(values, named)}: {words_of(error)}"
             ) from error
         finally:
             self.is_on = outer

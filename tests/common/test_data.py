@@ -45,6 +45,13 @@ def test_the_spellings_of_a_batch(value, model, args, kwargs):
     assert {k: id(v) for k, v in batch.kwargs.items()} == {k: id(v) for k, v in kwargs.items()}
 
 
+def test_a_batch_in_words():
+    batch = Batch(
+        ([torch.zeros(2, 3), (torch.zeros(1, dtype=torch.int64), "a")],), {"k": {"x": torch.ones(())}, "n": 3}
+    )
+    assert str(batch) == "([float32[2, 3], (int64[1], str)], k={'x': float32[]}, n=3)"
+
+
 def test_a_batch_is_taken_as_it_is():
     batch = Batch((X,))
     assert as_batch(batch, ONE) is batch
@@ -81,7 +88,7 @@ def test_a_pair_may_be_a_target_or_an_optional_argument():
 
 
 def test_a_batch_prints_dtypes_and_shapes():
-    assert str(Batch((X, 3), {"mask": Y.bool()})) == "(float32[2, 3], int, mask=bool[2])"
+    assert str(Batch((X, 3), {"mask": Y.bool()})) == "(float32[2, 3], 3, mask=bool[2])"
 
 
 # ---- batches

@@ -1,6 +1,7 @@
 """`QuantizedModel.export`: files that other runtimes load, for all backends, and errors that say what is wrong."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -178,7 +179,7 @@ def test_types_that_onnxruntime_has_no_kernels_for(tmp_path):
 
 def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
     qmodel = fxq.quantize(model(), REFERENCE, data=[X])
-    monkeypatch.setattr(ModelCheck, "differences", lambda self, options=None: [WRONG])
+    monkeypatch.setattr(ModelCheck, "differences", lambda self, optimized=False, entries=None: [WRONG])
     with pytest.raises(ExportError, match=r"computes something else .* conv_q \(layer '0'\) differs by 3 steps"):
         qmodel.export(tmp_path / "m.onnx")
     assert not (tmp_path / "m.onnx").exists()
@@ -203,21 +204,34 @@ def test_channels_of_zeros(backend, factor, dead, tmp_path):
     assert qmodel.export(tmp_path / "m.onnx", example_inputs=x).exists()
 
 
+SUMS, INPUTS = {"session.x64quantprecision": "1"}, {"session.qdq_matmulnbits_accuracy_level": "1"}
+
+
 @pytest.mark.parametrize(
     ("right", "advice"),
     [
-        (
-            {"session.x64quantprecision": "1"},
-            r'With add_session_config_entry\("session\.x64quantprecision", "1"\) of its',
-        ),
-        (None, r"Without its optimizations it is exact"),
+        (SUMS, r'With add_session_config_entry\("session\.x64quantprecision", "1"\) of its SessionOptions it does'),
+        ({**SUMS, **INPUTS}, r'precision", "1"\) and add_session_config_entry\("session\.qdq_matmulnbits.*"1"\) of'),
+        (None, r"Without its graph optimizations it does here, up to rounding"),
     ],
 )
-def test_options_with_which_a_runtime_is_exact_are_named(tmp_path, monkeypatch, right, advice):
+@pytest.mark.parametrize("fails", [False, True])
+def test_options_with_which_a_runtime_computes_the_same_are_named(tmp_path, monkeypatch, right, advice, fails):
+    def differences(self, optimized=False, entries=None):
+        if optimized and entries != right:
+            if fails:
+                raise RuntimeError("a zero point must be a scalar")
+            return [WRONG]
+        return []
+
     qmodel = fxq.quantize(model(), REFERENCE, data=[X])
-    monkeypatch.setattr(ModelCheck, "differences", lambda self, options=None: [WRONG] * (options not in (None, right)))
-    with pytest.warns(FxqWarning, match=rf"conv_q \(layer '0'\) differs by 3 steps, and 0 more\. {advice}"):
+    monkeypatch.setattr(ModelCheck, "differences", differences)
+    what = "it fails: a zero point must be a scalar" if fails else r"conv_q \(layer '0'\) differs by 3 steps"
+    with pytest.warns(FxqWarning, match=rf"does not compute what the quantized model does: {what}.*{advice}"):
         assert qmodel.export(tmp_path / "m.onnx").exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxqWarning)
+        assert qmodel.export(tmp_path / "m.xml").exists()  # which another runtime reads
 
 
 def test_layers_with_integer_weights_alone_are_rounded_by_a_default_session(tmp_path):
@@ -231,21 +245,8 @@ def test_layers_with_integer_weights_alone_are_rounded_by_a_default_session(tmp_
     assert float((torch.from_numpy(y) - qmodel(x)).abs().max()) <= 1e-5  # sums in another order
 
 
-def test_a_model_that_optimizations_break_is_refused(tmp_path, monkeypatch):
-    def fails(self, options=None):
-        if options is not None:
-            raise RuntimeError("a zero point must be a scalar")
-        return []
-
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
-    monkeypatch.setattr(ModelCheck, "differences", fails)
-    with pytest.raises(ExportError, match=r"and not with its optimizations: a zero point must be a scalar"):
-        qmodel.export(tmp_path / "m.onnx")
-    assert not (tmp_path / "m.onnx").exists()
-
-
 def test_without_onnxruntime_nothing_is_run(tmp_path, monkeypatch):
     qmodel = fxq.quantize(model(), REFERENCE, data=[X])
     monkeypatch.setattr(model_export, "find_spec", lambda name: None)
-    monkeypatch.setattr(ModelCheck, "differences", lambda self, options=None: [WRONG])
+    monkeypatch.setattr(ModelCheck, "differences", lambda self, optimized=False, entries=None: [WRONG])
     assert qmodel.export(tmp_path / "m.onnx").exists()

@@ -88,5 +88,27 @@ def test_rows_along_one_axis_are_what_a_default_session_computes_too(shape, dyna
     recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
     gm = qdq_graph(fxq.quantize(nn.Linear(16, 8), recipe, example_inputs=given))
     check = ModelCheck(write_model(gm, inputs_for(gm.graph, given), dynamic), gm, given)
-    for options in (None, {}):
-        assert all(one.is_rounding for one in check.differences(options))
+    for optimized in (False, True):
+        assert all(one.is_rounding for one in check.differences(optimized))
+
+
+def test_rows_whose_length_varies():
+    given = Batch((torch.randn(3, 1, 20),))
+    recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
+    gm = qdq_graph(fxq.quantize(nn.Conv1d(1, 4, 3), recipe, example_inputs=given))
+    written = write_model(gm, inputs_for(gm.graph, given), {"input": {0: "batch", 2: "length"}})
+    for optimized in (False, True):
+        assert all(one.is_rounding for one in ModelCheck(written, gm, given).differences(optimized))
+
+
+def test_the_scale_of_a_small_row_counts_as_that_of_a_large_one():
+    x = torch.randn(4, 16) * torch.tensor([1.0, 1e-4, 1e-4, 1e-4])[:, None]
+    gm = qdq_graph(
+        fxq.quantize(nn.Linear(16, 8), fxq.Recipe.dynamic(backend="reference", optimize="coverage"), example_inputs=x)
+    )
+    written = write_model(gm, inputs_for(gm.graph, Batch((x,))), True)
+    clip = next(node for node in written.model.graph.node if node.op_type == "Clip")
+    least = next(one for one in written.model.graph.initializer if one.name == clip.input[1])
+    least.raw_data = torch.tensor(9e-7 * 1e2).numpy().tobytes()  # above the scales of the small rows
+    (wrong,) = (one for one in ModelCheck(written, gm, Batch((x,))).differences() if not one.is_rounding)
+    assert wrong.name.endswith("_scale")

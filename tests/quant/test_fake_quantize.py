@@ -61,6 +61,15 @@ def test_a_learned_scale_starts_with_its_grid_and_follows_no_range():
     assert quantizer.factor.shape == (1,)  # FSDP takes no 0-d parameters
 
 
+def test_a_value_of_zeros_gets_a_grid_of_its_own():
+    quantizers = [value_quantizer(), value_quantizer()]
+    move_ranges(quantizers, torch.tensor([[0.0, 1000.0], [0.0, 0.0]]))
+    for quantizer in quantizers:
+        quantizer.has_range = True
+    use_ranges(quantizers)
+    assert [float(quantizer.scale) for quantizer in quantizers] == pytest.approx([1000 / 255, 1 / 255])
+
+
 def test_a_learned_factor_below_zero_is_used_without_its_sign():
     quantizer = value_quantizer(fxq.TensorSpec(range="learned", observer="mse"), scale=0.5)
     with torch.no_grad():

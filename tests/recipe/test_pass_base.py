@@ -38,12 +38,14 @@ def test_options_are_fields():
     [
         ({"latest": "canonical"}, r"^Wrong: latest is 'canonical'; it must be a stage, as fxq\.Stage\.CANONICAL is\."),
         ({"needs": None}, "^Wrong: needs is None; it must be a stage"),
+        ({"gives": 3}, "^Wrong: gives is 3; it must be a stage"),
         ({"needs": fxq.Stage.FUSED, "latest": fxq.Stage.CANONICAL}, "^Wrong: latest is canonical, before fused, which"),
     ],
 )
 def test_stages_that_are_none_or_in_the_wrong_order(stages, message):
     with pytest.raises(PassError, match=message):
         type("Wrong", (Pass,), {"name": "wrong", **stages})
+    type("Right", (Pass,), {"name": "right", "gives": property(lambda self: self.needs), "latest": fxq.Stage.QDQ})
 
 
 def test_options_out_of_bounds_are_refused_by_name():

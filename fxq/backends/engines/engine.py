@@ -229,7 +229,10 @@ class EngineBackend(Backend):
         computed = _computed_index(node)
         if computed is not None and self.refusal(gm, computed) is None:  # else the region reads them, and checks them
             return "its indices are computed, and the engine would not say where one is out of range"
-        parts = [(call.op.name, sorted(call.options.items())) for call in calls_of(gm, node)]
+        parts = [
+            (call.op.name, sorted((name, _kind_of_grid(name, value)) for name, value in call.options.items()))
+            for call in calls_of(gm, node)
+        ]
         key = repr((parts, [(len(info(read).shape or ()), info(read).dtype) for read in node.all_input_nodes]))
         if key not in self._refused:
             self._refused[key] = self._refused_alone(gm, node)
@@ -289,6 +292,11 @@ class EngineBackend(Backend):
 
 CONVERSION = 3e-4
 """Microseconds to convert an element, where an engine has joined all conversions with what is before them."""
+
+
+def _kind_of_grid(name: str, value: Any) -> Any:
+    """An option of an op; of a scale or zero point, whether it is a number: an engine takes any, or none."""
+    return type(value) if name in ("scale", "zero_point") else value
 
 
 def _made_up(node: fx.Node) -> Tensor | None:

@@ -21,7 +21,7 @@ from fxq.backends.engines.request import Request
 from fxq.graph.info import EngineLayer
 from fxq.graph.query import constant
 from fxq.graph.unit import Calls, OpCall
-from fxq.onnx.protobuf import onnx_type
+from fxq.onnx.protobuf import THREADS, onnx_type
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig, TensorSpec
 
@@ -63,12 +63,13 @@ def session_of(model: Any, threads: int, profile: str = "") -> Any:
 
     Args:
         model: the model.
-        threads: on how many threads.
+        threads: on how many threads; on fewer where the model says so.
         profile: what the name of a file begins with, where it writes what it has done; empty: nowhere.
     """
     ort = imported("onnxruntime")
     options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4  # it raises what it would log
+    most = next((int(entry.value) for entry in model.metadata_props if entry.key == THREADS), threads)
+    options.intra_op_num_threads, options.log_severity_level = min(threads, most), 4  # it raises what it would log
     if not cpu.has_vnni():
         options.add_session_config_entry("session.x64quantprecision", "1")
     if profile:

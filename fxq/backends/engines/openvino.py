@@ -92,9 +92,9 @@ class OpenvinoKernel(EngineKernel):
             return
         model, tensors = self.model_for(self.form.module(self), inputs)
         arrays, compiled = [x.numpy() for x in tensors], partial(compile_model, model, torch.get_num_threads())
-        snippets = not faster_without_snippets(compiled, arrays)
-        timed = partial(compiled, snippets=snippets, PERF_COUNT=True)
-        self.adopt({"snippets": snippets, "jit": faster_in_jit(_read(model), timed, arrays)})
+        self.adopt({"snippets": not faster_without_snippets(compiled, arrays)})
+        timed = partial(compiled, snippets=self.snippets, PERF_COUNT=True)
+        self.adopt({"jit": faster_in_jit(_read(model), timed, arrays)})
 
 
 def compile_model(model: Any, threads: int, jit: Sequence[str] = (), snippets: bool = True, **config: Any) -> Any:

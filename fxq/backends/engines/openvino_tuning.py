@@ -6,8 +6,8 @@ can be said in its file, for each layer: the attribute `primitives_priority`, wh
 has no such kernel, passes over. Both kinds add integers exactly.
 
 Chains of element-wise ops OpenVINO makes kernels of its own ("snippets"), before it looks which of them a convolution
-can do: such as a sum with a value of integers, where the other summand is a convolution's whose result is not rounded.
-Without snippets, the convolution adds; but other chains are slower then.
+can do. So a residual that is added to what a convolution makes becomes a snippet; without snippets, the convolution
+adds it. Other chains are slower then.
 """
 
 from __future__ import annotations
@@ -81,9 +81,11 @@ def faster_without_snippets(compiled: Callable[..., Any], inputs: Sequence[Any])
         inputs: as for `faster_in_jit`.
     """
     found = {True: compiled()}
-    if not any(_layer_type(node) == "Subgraph" for node in found[True].get_runtime_model().get_ordered_ops()):
+    if not _has_snippets(found[True]):
         return False
     found[False] = compiled(snippets=False)
+    if _has_snippets(found[False]):  # this version cannot be told
+        return False
     requests = {kind: _request(one, inputs) for kind, one in found.items()}
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(_LEAST):  # cold
@@ -98,9 +100,9 @@ def faster_without_snippets(compiled: Callable[..., Any], inputs: Sequence[Any])
     return min(times[False]) < (1 - GAIN) * min(times[True])
 
 
-def _layer_type(node: Any) -> str:
-    about = node.get_rt_info()
-    return str(about["layerType"].astype(str)) if "layerType" in about else ""
+def _has_snippets(compiled: Any) -> bool:
+    nodes = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
+    return any("layerType" in about and about["layerType"].astype(str) == "Subgraph" for about in nodes)
 
 
 def _request(compiled: Any, inputs: Sequence[Any]) -> Any:

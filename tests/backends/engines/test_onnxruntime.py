@@ -11,7 +11,8 @@ import fxq
 from fxq.backends import cpu
 from fxq.backends.engines import onnxruntime
 from fxq.backends.engines.engine import EngineBackend, EngineKernel
-from fxq.backends.engines.onnxruntime import OnnxruntimeKernel, _is_even
+from fxq.backends.engines.onnxruntime import OnnxruntimeKernel, _is_even, session_of
+from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 from tests.machine import quiet
@@ -218,6 +219,22 @@ def test_rows_have_much_the_same_range_while_half_a_decibel_is_lost_at_most(larg
     rounded = [(weight / scale).round() * scale for scale in (weight.abs().amax(1, keepdim=True) / 127, largest / 127)]
     lost = sqnr(weight, rounded[0]) - sqnr(weight, rounded[1])
     assert _is_even(weight) is even is (lost < 0.55)
+
+
+@pytest.mark.parametrize(("samples", "threads"), [(1, 4), (8, 1)])
+def test_samples_of_an_lstm_share_a_range_on_any_number_of_threads(samples, threads, free):
+    x = torch.randn(12, samples, 24)
+    x[:, 1:] *= 0.05  # apart from the first, each sample's states would have a smaller range
+    q = fxq.quantize(nn.LSTM(24, 32), fxq.Recipe.dynamic(backend="onnxruntime", optimize="coverage"), example_inputs=x)
+    want, (kernel,) = qdq_graph(q)(x)[0], [m for m in q.modules() if isinstance(m, OnnxruntimeKernel)]
+    model, _ = kernel.model_for(kernel.form.module(kernel), [x])
+    assert session_of(model, 4).get_session_options().intra_op_num_threads == threads
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        assert float((q(x)[0] - want).abs().max()) <= 0.01 * float(want.abs().max()) / 255
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_lstm_of_a_static_recipe_measures_its_ranges_too(free):

@@ -126,8 +126,8 @@ def test_without_snippets_a_convolution_adds_and_the_numbers_are_the_same(tmp_pa
 class Compiled:
     """A model of one layer whose requests take so many of a clock's seconds."""
 
-    def __init__(self, clock, seconds, layer="Subgraph"):
-        self.clock, self.seconds, self.layer = clock, seconds, layer
+    def __init__(self, clock, seconds, layer="Subgraph", keeps=False):
+        self.clock, self.seconds, self.layer = clock, seconds, layer if keeps or seconds == 1.0 else "Convolution"
 
     def get_runtime_model(self):
         text = type("Text", (), {"astype": lambda _, kind: self.layer})()
@@ -150,6 +150,10 @@ def test_snippets_go_where_the_whole_model_is_faster_without(layer, without, cho
     monkeypatch.setattr(openvino_tuning.time, "perf_counter", lambda: clock[0])
     found = faster_without_snippets(lambda snippets=True: Compiled(clock, 1.0 if snippets else without, layer), [])
     assert found == chosen
+
+
+def test_a_version_that_keeps_its_snippets_is_not_timed():
+    assert not faster_without_snippets(lambda snippets=True: Compiled([0.0], 1.0 if snippets else 0.1, keeps=True), [])
 
 
 def test_a_version_that_does_not_know_snippets_compiles_as_it_does(made, monkeypatch):
