@@ -13,6 +13,7 @@ from torch import fx
 from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.data import Batch
 from fxq.common.files import as_path, replacing, writing
+from fxq.common.isolation import copied
 from fxq.errors import ExportError, FxqError, InputError, unknown, warn, words_of
 from fxq.files.program_export import write_program
 from fxq.graph.grid import grid_of
@@ -41,6 +42,8 @@ def export_model(
     path = as_path(path)
     if path.suffix not in WRITERS:
         raise InputError(f"the suffix of {str(path)!r} says what to write: {unknown('suffix', path.suffix, WRITERS)}")
+    with torch.no_grad():  # what is wrong with the example, the model says best
+        model(*copied(batch).args, **copied(batch).kwargs)
     WRITERS[path.suffix](path, qdq_graph(model), batch, dynamic, check)
     return path
 

@@ -55,11 +55,14 @@ def varying_axes(given: Mapping[str, Tensor], dynamic: Dynamic) -> Axes:
     if isinstance(dynamic, bool):
         batch = next((len(x) for x in inputs.values()), None)
         return {name: {0: "batch"} for name, x in inputs.items() if len(x) == batch} if dynamic else {}
+    if not isinstance(dynamic, Mapping) or not all(isinstance(axes, Mapping) for axes in dynamic.values()):
+        first = next(iter(inputs), "x")
+        raise InputError(f'dynamic: {dynamic!r} is neither True nor False, nor like {{{first!r}: {{0: "batch"}}}}.')
     for name, axes in dynamic.items():
         if name not in inputs:
             raise InputError(f"dynamic: {unknown('input', name, inputs)}")
         for axis, label in axes.items():
-            if not (isinstance(axis, int) and 0 <= axis < inputs[name].dim() and isinstance(label, str)):
+            if not (type(axis) is int and 0 <= axis < inputs[name].dim() and isinstance(label, str)):
                 raise InputError(
                     f"dynamic: {axis!r}: {label!r} is no axis of {name!r} and a name for its size. It has axes 0 to "
                     f'{inputs[name].dim() - 1}; give {{0: "batch"}}, for example.'

@@ -63,7 +63,7 @@ def onnx_type(dtype: torch.dtype) -> int:
 
 
 def _constant(helper: Any, name: str, tensor: Tensor, kind: int) -> Any:
-    values = tensor.detach().cpu().contiguous().flatten()
+    values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
     if kind in (UINT4, INT4):
         values = torch.nn.functional.pad(values.view(torch.uint8) & 15, (0, values.numel() % 2))
         values = values[::2] | values[1::2] << 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -99,7 +100,13 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    """Resize the spatial axes; only the nearest modes are pure data movement."""
+    """Resize the spatial axes; only the nearest modes are pure data movement.
+
+    PyTorch moves integers of 8 bits without a sign alone: others lend it their bits.
+    """
+    if x.dtype is torch.int8:
+        made = F.interpolate(x.view(torch.uint8), size, scale_factor, mode, align_corners, recompute_scale_factor)
+        return made.view(torch.int8)
     return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
 
 

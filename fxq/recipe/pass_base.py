@@ -69,8 +69,10 @@ class Pass(ABC):
         for key in ("needs", "gives", "latest"):
             if not isinstance(stage := getattr(cls, key), (Stage, property)) and (key, stage) != ("latest", None):
                 raise PassError(f"{cls.__name__}: {key} is {stage!r}; it must be a stage, as fxq.Stage.CANONICAL is.")
-        if isinstance(cls.needs, Stage) and isinstance(cls.latest, Stage) and cls.latest < cls.needs:
-            raise PassError(f"{cls.__name__}: latest is {cls.latest}, before {cls.needs}, which the pass needs.")
+            if isinstance(stage, Stage) and isinstance(cls.needs, Stage) and stage < cls.needs:
+                raise PassError(f"{cls.__name__}: {key} is {stage}, before {cls.needs}, which the pass needs.")
+        if not isinstance(cls.name, (str, property)):
+            raise PassError(f"{cls.__name__}: name is {cls.name!r}; it must be a text.")
         if "__init__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
             raise PassError(f"{cls.__name__}: a pass is a dataclass(frozen=True): its options are fields, no __init__.")
 

@@ -234,13 +234,45 @@ def test_options_with_which_a_runtime_computes_the_same_are_named(tmp_path, monk
         assert qmodel.export(tmp_path / "m.xml").exists()  # which another runtime reads
 
 
-def test_layers_with_integer_weights_alone_are_rounded_by_a_default_session(tmp_path):
-    qmodel = fxq.quantize(nn.Linear(256, 64), fxq.Recipe.weight_only(bits=4), example_inputs=(torch.rand(8, 256),))
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        (None, "None is neither True nor False"),
+        ({"input": [0]}, r"is neither True nor False, nor like \{'input': \{0: \"batch\"\}\}"),
+        ({"input": {True: "batch"}}, "True: 'batch' is no axis of 'input'"),
+    ],
+)
+def test_axes_that_are_none_are_refused(dynamic, message, tmp_path):
+    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    with pytest.raises(InputError, match=message):
+        qmodel.export(tmp_path / "m.onnx", dynamic=dynamic)
+
+
+@pytest.mark.parametrize("example", [X.int(), ((X,),), X[:, :2]], ids=["integers", "tuple", "channels"])
+def test_an_example_that_the_model_does_not_take(example, tmp_path):
+    qmodel = fxq.quantize(model(), fxq.Recipe.static(), data=[X])
+    with pytest.raises(InputError, match="takes"):
+        qmodel.export(tmp_path / "m.onnx", example_inputs=example)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(3, 1, 3), nn.ConvTranspose2d(3, 1, 3)], ids=lambda layer: type(layer).__name__
+)
+def test_a_single_output_channel_with_weights_in_blocks(layer, tmp_path):
+    qmodel = fxq.quantize(layer.eval(), fxq.Recipe.weight_only(bits=4), example_inputs=X)
+    path = qmodel.export(tmp_path / "m.onnx", example_inputs=X)
+    (y,) = ort.InferenceSession(str(path)).run(None, {"input": X.numpy()})
+    assert float((torch.from_numpy(y) - qmodel(X)).abs().max()) <= 1e-5  # sums in another order
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_layers_with_integer_weights_alone_are_rounded_by_a_default_session(samples, tmp_path):
+    x = torch.rand(samples, 256)
+    qmodel = fxq.quantize(nn.Linear(256, 32), fxq.Recipe.weight_only(bits=4), example_inputs=x)
     with pytest.warns(FxqWarning, match="qdq_matmulnbits_accuracy_level"):
         path = qmodel.export(tmp_path / "m.onnx")
     options = ort.SessionOptions()
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-    x = torch.rand(8, 256)
     (y,) = ort.InferenceSession(str(path), options).run(None, {"input": x.numpy()})
     assert float((torch.from_numpy(y) - qmodel(x)).abs().max()) <= 1e-5  # sums in another order
 

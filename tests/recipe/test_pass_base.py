@@ -39,7 +39,12 @@ def test_options_are_fields():
         ({"latest": "canonical"}, r"^Wrong: latest is 'canonical'; it must be a stage, as fxq\.Stage\.CANONICAL is\."),
         ({"needs": None}, "^Wrong: needs is None; it must be a stage"),
         ({"gives": 3}, "^Wrong: gives is 3; it must be a stage"),
-        ({"needs": fxq.Stage.FUSED, "latest": fxq.Stage.CANONICAL}, "^Wrong: latest is canonical, before fused, which"),
+        ({"needs": fxq.Stage.FUSED}, "^Wrong: gives is canonical, before fused, which the pass needs"),
+        ({"name": 3}, "^Wrong: name is 3; it must be a text"),
+        (
+            {"needs": fxq.Stage.FUSED, "gives": fxq.Stage.QDQ, "latest": fxq.Stage.CANONICAL},
+            "^Wrong: latest is canonical, before fused, which",
+        ),
     ],
 )
 def test_stages_that_are_none_or_in_the_wrong_order(stages, message):

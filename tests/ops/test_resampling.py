@@ -1,0 +1,17 @@
+"""Ops that read values at other places."""
+
+import pytest
+import torch
+
+from fxq.ops.resampling import interpolate
+
+pytestmark = pytest.mark.any_cpu
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 4, 5), (1, 2, 3, 4, 5)])
+def test_nearest_modes_move_integers_with_a_sign(mode, shape):
+    x = torch.randint(-128, 128, shape).to(torch.int8)
+    for size in ({"scale_factor": 2.0}, {"size": 7}):
+        made = interpolate(x, mode=mode, **size)
+        assert made.dtype == torch.int8 and torch.equal(made.float(), interpolate(x.float(), mode=mode, **size))
