@@ -58,8 +58,8 @@ def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check:
     _warn_of_narrow_grids(path, gm)
     if written.least:
         warn(
-            f"{path}: the model is right for sizes with {', '.join(sorted(set(written.least)))}. For smaller ones, "
-            "which PyTorch refuses, a runtime may give numbers: check sizes before it."
+            f"{path}: the model is right for sizes with {', '.join(sorted(set(written.least)))}. Of others "
+            "a runtime may make numbers where PyTorch refuses them, or makes others: check sizes before it."
         )
     made: bytes = written.model.SerializeToString()
     return made

@@ -86,7 +86,11 @@ class VaryingSizes:
         if isinstance(guard, sympy.Ne):
             return guard.rhs in (0, 1) and self._grows(guard.lhs)
         if isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)):
-            return bool(guard.lts.is_Integer) and self._grows(guard.gts)
+            less, more = guard.lts, guard.gts
+            if less.is_Integer:
+                return self._grows(more)
+            times = more / less  # of sizes and their product, as PyTorch asks where it looks how memory is laid out
+            return self._grows(less) and self._grows(times) and bool(times.xreplace(self._examples) > 1)
         return False
 
     def _grows(self, size: Any) -> bool:
@@ -95,6 +99,9 @@ class VaryingSizes:
 
         if size.is_Integer or size.is_Symbol:
             return True
+        if size.is_Pow:
+            base, power = size.args
+            return bool(power.is_Integer and power > 0 and base.xreplace(self._examples) >= 0) and self._grows(base)
         parts, kind = size.args, type(size).__name__
         if isinstance(size, FloorDiv):
             return bool(parts[1].is_Integer and parts[1] > 0) and self._grows(parts[0])
@@ -107,7 +114,8 @@ class VaryingSizes:
         import sympy
 
         expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
-        return str(expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._names.items()}))
+        named = expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._names.items()})
+        return f"{named.lhs} != {named.rhs}" if isinstance(named, sympy.Ne) else str(named)
 
     def written(self, w: Writer, sizes: Sequence[Any]) -> str:
         """Sizes as a value of the model, int64, 1-d: what it computes of the shapes of its inputs."""

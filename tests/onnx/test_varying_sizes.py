@@ -60,6 +60,9 @@ ENOUGH = [
     lambda n, t: 2 * ((t - 1) // 2) + 1 > 2,
     lambda n, t: torch.sym_max(n - 2, 1) * torch.sym_max(t - 2, 1) != 1,
     lambda n, t: n + t - 4 >= 1,
+    lambda n, t: ((n - 1) // 2 + 1) ** 2 != 1,
+    lambda n, t: t < n * t,
+    lambda n, t: (t - 1) // 2 + 1 < ((n - 1) // 2 + 1) * ((t - 1) // 2 + 1),
 ]
 TOLD = [
     lambda n, t: n == 4,
@@ -68,6 +71,8 @@ TOLD = [
     lambda n, t: n - t != 1,
     lambda n, t: (n - 3) * (t - 8) != 1,
     lambda n, t: n % 2 != 1,
+    lambda n, t: t <= 2 * n,
+    lambda n, t: n < t * t,
     lambda n, t: n != 2,
 ]
 
