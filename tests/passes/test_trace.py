@@ -50,7 +50,7 @@ def test_a_plain_sequential_has_no_line_of_its_own():
     """That of whoever quantizes it would say nothing of the model, and two calls would give two models."""
     gm = graph(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.rand(2, 4), "trace")
     assert [(info(n).path, info(n).source) for n in gm.graph.nodes if n.op == "call_module"] == [("0", ""), ("1", "")]
-    with pytest.raises(fxq.InputError, match=r'layer "0" got float32 \[2, 5\]'):
+    with pytest.raises(fxq.InputError, match=r'layer "0" got float32\[2, 5\]'):
         graph(nn.Sequential(nn.Linear(4, 4)).eval(), torch.rand(2, 5), "trace")
 
 
@@ -142,7 +142,7 @@ def test_a_missing_input_is_named():
 
 def test_an_input_that_does_not_fit_names_the_layer():
     with pytest.raises(
-        fxq.InputError, match=r'layer "stem\.0" \(passes/test_trace\.py:\d+\) got float32 \[1, 5, 8, 8\]'
+        fxq.InputError, match=r'layer "stem\.0" \(passes/test_trace\.py:\d+\) got float32\[1, 5, 8, 8\]'
     ):
         graph(Mixed().eval(), torch.randn(1, 5, 8, 8), "trace")
 
