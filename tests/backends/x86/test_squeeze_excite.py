@@ -34,10 +34,9 @@ def kernel(
 ):
     """The kernel, and what it means: float64 of float64."""
     (q1, p1, w1), (q2, p2, w2) = weight(squeezed, channels, axis=axis), weight(channels, squeezed, axis=axis)
-    w1, w2 = 8 * w1, 8 * w2
     b1, b2 = (torch.randn(squeezed), torch.randn(channels)) if bias else (None, None)
     made = Excite(
-        squeeze=q1, squeeze_scale=8 * p1.scale, squeeze_bias=b1, excite=q2, excite_scale=8 * p2.scale, excite_bias=b2,
+        squeeze=q1, squeeze_scale=p1.scale, squeeze_bias=b1, excite=q2, excite_scale=p2.scale, excite_bias=b2,
         x=x, out=out, function=function, gate=gate,
     )  # fmt: skip
 
