@@ -65,6 +65,15 @@ def has_int_mm() -> bool:
 
 
 @cache
+def has_integer_matmul() -> bool:
+    """Whether oneDNN has a kernel of its own for matrix products of integers: from AVX512 on, or with VNNI.
+
+    Elsewhere its linear layer takes up to three times as long as its convolution with one tap.
+    """
+    return has_avx512() or has_vnni()
+
+
+@cache
 def has_exact_depthwise() -> bool:
     """Whether oneDNN sums the products of a depthwise convolution in int32, also where it does no other's.
 

@@ -168,7 +168,7 @@ class _Prepared:
         if kernel.op == "gru":  # the new gate multiplies what the state gives
             self.bias_new = bias_hh[2 * self.hidden :].clone()
             bias_hh[2 * self.hidden :] = 0
-        self.input = input_product(kernel.weight_ih[rows], scale_ih, bias_ih + bias_hh, kernel.x)
+        self.input = input_product(kernel.weight_ih[rows], scale_ih, bias_ih + bias_hh, kernel.x, kernel.measured)
         self.projection: Product | None = None
         if kernel.weight_hr is not None and kernel.weight_hr_scale is not None:
             scale = kernel.weight_hr_scale.expand(self.width)

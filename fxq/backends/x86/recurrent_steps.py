@@ -24,20 +24,21 @@ class Product(NamedTuple):
     The integers of the state are unsigned.
 
     Attributes:
-        weight: int8, (K, O); in oneDNN's layout where it is that layer.
+        weight: int8, (K, O); in oneDNN's layout where it is that convolution.
         scale: that of the product, float32 (O,), without the state's where that is measured.
-        zeros: int32 (O,): how much of each sum is the zero point's; of oneDNN's layer, which takes that off itself, the
-            zero points of the weight.
-        shift: what has to be added to the product, float32 (O,): the part of the zero point where the scale is fixed.
+        zeros: int32 (O,): how much of each sum is the zero point's.
+        bias: that in float32 with its sign changed: what oneDNN's convolution adds to the product.
+        shift: what has to be added to the product, float32 (O,): the part of the zero point where it is not taken off.
         qmax: how many integers the state has on either side of zero, for which qmax + 1 stands.
         step: the scale of the state; 0: it is measured in each step, for each sample.
         least: the least range that is measured.
-        is_plain: whether it is PyTorch's own product, not oneDNN's layer.
+        is_plain: whether it is PyTorch's own product, not oneDNN's convolution.
     """
 
     weight: Tensor
     scale: Tensor
     zeros: Tensor
+    bias: Tensor
     shift: Tensor
     qmax: int
     step: float
@@ -49,10 +50,12 @@ class State(NamedTuple):
     """A state of N samples, its product, and memory for that.
 
     Attributes:
-        weight, scale, zeros, qmax, step, least, is_plain: as in `Product`, of which TorchScript does not look up each
-            one anew in each step where they stand here.
+        weight, scale, zeros, bias, qmax, step, least, is_plain: as in `Product`, of which TorchScript does not look up
+            each one anew in each step where they stand here.
+        no_zeros: the zero points of the weight, int32 (O,).
         clamps: whether values may lie outside of a grid that is not measured.
         integers, steps: the state, uint8 and float32 (N, K).
+        image: the same integers as an image of one column, (1, K, N, 1), channels-last.
         sums, real: the product, int32 and float32 (N, O).
         many: whether there is a range of each sample: it is measured, and N is not 1.
         ranges: these, float32 (N, 1).
@@ -62,12 +65,15 @@ class State(NamedTuple):
     weight: Tensor
     scale: Tensor
     zeros: Tensor
+    bias: Tensor
+    no_zeros: Tensor
     qmax: int
     step: float
     least: float
     is_plain: bool
     clamps: bool
     integers: Tensor
+    image: Tensor
     steps: Tensor
     sums: Tensor
     real: Tensor
@@ -78,16 +84,21 @@ class State(NamedTuple):
 
 def state_of(product: Product, h: Tensor, gate: Tensor, clamps: bool) -> State:
     """A state like `h`, float32 (N, K), whose product is like `gate`, float32 (N, O)."""
+    integers = torch.empty(h.shape, dtype=torch.uint8)
+    n, k = h.shape
     return State(
         product.weight,
         product.scale,
         product.zeros,
+        product.bias,
+        torch.zeros_like(product.zeros),
         product.qmax,
         product.step,
         product.least,
         product.is_plain,
         clamps,
-        torch.empty_like(h, dtype=torch.uint8),
+        integers,
+        integers.as_strided((1, k, n, 1), (n * k, 1, k, k)),
         torch.empty_like(h),
         torch.empty_like(gate, dtype=torch.int32),
         torch.empty_like(gate),
@@ -119,10 +130,11 @@ def keep(state: State, h: Tensor) -> float:
 def multiply(state: State, size: float, bias: Tensor, out: Tensor) -> None:
     """Write the product and what is added to it, (N, O) or (O,), to `out`, (N, O); `size` is what `keep` returned."""
     if not state.is_plain:
-        y = torch.ops.onednn.qlinear_pointwise(
-            state.integers, 1.0, state.qmax + 1, state.weight, state.scale, state.zeros, None, 1.0, 0,
-            torch.float32, "none", [], "",
+        image = torch.ops.onednn.qconv2d_pointwise(
+            state.image, 1.0, 0, state.weight, state.scale, state.no_zeros, state.bias, [1, 1], [0, 0], [1, 1], 1,
+            1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
+        y = image.as_strided(out.shape, (out.shape[1], 1))
         if state.many:
             torch.addcmul(bias, y, state.ranges, out=out)
         else:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fxq.backends import cpu
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_linear import OnednnLinear
+from fxq.errors import InputError
 from fxq.quant.qparams import QParams
 from tests.kernels import (
     OUTS,
@@ -48,9 +49,16 @@ def test_one_row_is_right_either_way(shape, quick, monkeypatch):
     assert bool(asked) is quick
 
 
+@pytest.fixture(params=[True, False], ids=["matmul", "convolution"])
+def matmul(request, monkeypatch):
+    """Both ways to run a layer of many rows, whichever this CPU would go."""
+    monkeypatch.setattr(cpu, "has_integer_matmul", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("out", [None, *OUTS], ids=str)
 @pytest.mark.parametrize("post", [None, *(name for name in POSTS if name in OnednnLinear.posts)])
-def test_linear(post, out):
+def test_linear(post, out, matmul):
     rule, function = POSTS[post] if post else (None, lambda y: y)
     q, qp, w = weight(40, 33)
     linear = OnednnLinear(LayerSpec(q, qp, torch.ones(40), X, out, post=rule))
@@ -81,6 +89,26 @@ def test_linear_of_one_row_in_float(data):
         agree(linear(row.contiguous().as_strided((1, inputs), strides)), y.view(1, -1), None)
     for other in copies(linear):
         assert not other._packed and torch.equal(other(row), linear(row))
+
+
+@pytest.mark.parametrize("shape", [(33,), (1, 33), (6, 33), (2, 3, 33)], ids=str)
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("out", OUTS, ids=str)
+def test_a_residual_is_overwritten_only_where_it_may_be(out, inplace, shape, matmul):
+    q, qp, w = weight(40, 33)
+    linear = OnednnLinear(LayerSpec(q, qp, None, X, out, residual=RESIDUAL, inplace=inplace))
+    x, residual = activations(*shape), bytes_(*shape[:-1], 40)
+    kept, wanted = residual.clone(), F.linear(real(x, X), w) + real(residual, RESIDUAL)
+    agree(linear(x, residual.clone()), wanted, out)
+    y = linear.bind(x, residual)(x, residual)
+    agree(y, wanted, out)
+    assert (inplace or torch.equal(residual, kept)) and ("conv" in linear._packed.made) is not matmul
+
+
+def test_an_image_of_rows_has_as_many_features_as_the_layer(matmul):
+    linear = OnednnLinear(LayerSpec(*weight(40, 33)[:2], None, X, None))
+    with pytest.raises(InputError, match="the layer takes 33 features"):
+        linear(activations(33, 66))
 
 
 @pytest.mark.parametrize("residual", [None, RESIDUAL], ids=["alone", "residual"])
