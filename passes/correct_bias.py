@@ -17,7 +17,7 @@ from fxq.common.metrics import Agreement, tensors, token_weights
 from fxq.common.progress import progress_bar
 from fxq.graph.info import info
 from fxq.graph.program import Program
-from fxq.graph.query import arguments_of, constant, is_op, op_of
+from fxq.graph.query import arguments_of, constant, is_op, op_of, swapped
 from fxq.graph.run import Modules, Runner
 from fxq.graph.unit import calls_of, unit_of
 from fxq.ledger.output_check import add_output
@@ -340,7 +340,7 @@ def _write(rewriter: Rewriter, node: fx.Node, layer: _Layer) -> None:
     corrected = (factor * layer.bias.double().cpu() + shift.cpu()).to(layer.bias)
     new = rewriter.constant(corrected, f"{name}.bias_corrected", before=node, like=node)
     rewriter.describe(new, stands_for=str(getattr(layer.old, "target", "")))
-    rewriter.update(node, args=fx.node.map_arg(node.args, lambda n: new if n is layer.old else n))
+    rewriter.update(node, args=swapped(node.args, {layer.old: new}))
     if layer.scale is not None:
         weight, scale = layer.weight, layer.scale
         name = str(getattr(weight.args[0], "target", weight.name)).removesuffix("_int8").removeprefix("fxq_data.")

@@ -15,7 +15,6 @@ from fxq.cost import cache as costs
 from fxq.cost.min_cut import Key, PricedValue, conversions_of
 from fxq.cost.prices import (
     choose_by_price,
-    emits_float,
     float_ops,
     priced_ops,
     priced_values,
@@ -27,25 +26,12 @@ from fxq.cost.prices import (
 from fxq.cost.probe import Prober
 from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
-from fxq.graph.grid import grid_of
-from fxq.graph.info import Cost, Decision, DecisionKind, Plan, fate_of, info
-from fxq.graph.query import (
-    CONVERSIONS,
-    MEASURES,
-    flat_nodes,
-    is_op,
-    measures_of,
-    op_of,
-    plan_of,
-    read_attribute,
-    reads_only_metadata,
-    taken_from,
-)
+from fxq.graph.info import Cost, DecisionKind, fate_of, info
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
-from fxq.quant.qparams import QParams
+from fxq.pipeline.in_float import read_float, run_in_float
 from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pins import Pin, Pinned, Place, places_of
@@ -93,7 +79,7 @@ class Fallback(Pass):
         runs = ("float" if fate_of(node) == "float" else "int8" for node in able)
         context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
         for node in rewriter.nodes("quantize"):
-            _read_float(rewriter, node)
+            read_float(rewriter, node)
         rewriter.erase_unused()
 
 
@@ -106,9 +92,9 @@ def _ask_again(rewriter: Rewriter) -> None:
             continue
         support = support_of(backend, rewriter.gm, node, calls, QuantConfig(plan.reads, plan.weight, plan.state))
         if support.ops == 0:
-            with rewriter.attributed("run_in_float", _run_in_float):
+            with rewriter.attributed("run_in_float", run_in_float):
                 reason = f"{info(node).note}; {support.reason}".removeprefix("; ")
-                _run_in_float(rewriter, node, "unsupported", reason, FEWER_MEASURED)
+                run_in_float(rewriter, node, "unsupported", reason, FEWER_MEASURED)
         elif support.ops < (plan.kernel_ops or (len(calls),))[-1]:
             plan = replace(plan, kernel_ops=(support.ops,))
             rewriter.describe(node, plan=plan.decided(kind="unsupported", text=support.reason))
@@ -186,16 +172,16 @@ def _price(rewriter: Rewriter, prober: Prober, choose: bool) -> None:
         if node not in integers:
             kind: DecisionKind = "no integer neighbour" if node in idle else "slower"
             slower = NOT_WORTH_IT if op.int8 > op.real else CONVERTED
-            with rewriter.attributed("run_in_float", _run_in_float):
-                _run_in_float(rewriter, node, kind, UNREAD if node in idle else slower)
+            with rewriter.attributed("run_in_float", run_in_float):
+                run_in_float(rewriter, node, kind, UNREAD if node in idle else slower, COVERAGE)
 
 
 def _try(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:
     """Put these ops into float in a copy of the graph, as this pass does in the end."""
     for node in floats:
-        _run_in_float(rewriter, copies[node], "slower", "")
+        run_in_float(rewriter, copies[node], "slower", "", COVERAGE)
     for node in rewriter.nodes("quantize"):
-        _read_float(rewriter, node)
+        read_float(rewriter, node)
     rewriter.erase_unused()
 
 
@@ -231,8 +217,8 @@ def _obey(rewriter: Rewriter, pinned: Pinned, able: Mapping[fx.Node, Place]) -> 
     """Put into float what a recipe's decisions say, and warn of what is to run on integers and cannot here."""
     for node, place in able.items():
         if pinned.is_float(place):
-            with rewriter.attributed("run_in_float", _run_in_float):
-                _run_in_float(rewriter, node, "excluded by the recipe", DECIDED)
+            with rewriter.attributed("run_in_float", run_in_float):
+                run_in_float(rewriter, node, "excluded by the recipe", DECIDED, COVERAGE)
     lost = pinned.lost(able.values())
     if lost:
         there = {place: node for node, place in places_of(rewriter.gm, rewriter.nodes()).items()}
@@ -249,104 +235,16 @@ def _obey(rewriter: Rewriter, pinned: Pinned, able: Mapping[fx.Node, Place]) -> 
         )
 
 
-DECIDED = "the recipe's decisions say float"
-
-
 def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
     plan = info(node).plan
     assert plan is not None  # an op without one is not measured
     rewriter.describe(node, plan=replace(plan, cost=cost))
 
 
+DECIDED = "the recipe's decisions say float"
 NOT_WORTH_IT = "float is faster at this size on this machine"
 FEWER_MEASURED = (
     'recipe.without_pass("smooth").insert_pass(fxq.passes.Smooth(measure_gain=math.inf), after="insert-qdq")'
 )
 COVERAGE = 'recipe.with_optimize("coverage")'
 CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
-
-
-def _run_in_float(rewriter: Rewriter, node: fx.Node, kind: DecisionKind, reason: str, fix: str = COVERAGE) -> None:
-    """Give an integer op its float weights back; one that moves integers moves floats."""
-    about = info(node)
-    assert about.plan is not None
-    for read in node.all_input_nodes:
-        path = info(read).stands_for
-        if path:
-            weight = rewriter.read(path, read_attribute(rewriter.gm, path), before=node)
-            rewriter.update(node, args=_swap(node.args, {read: weight}))
-    op = op_of(node)
-    if op is not None and op.quant.recurrence is not None:
-        rewriter.update(node, kwargs=op.quant.recurrence.without_grid(node.kwargs))
-    decision = Decision("float", kind, reason, fix, rewriter.name)
-    if grid_of(rewriter.gm, node) is not None:
-        _move_floats(rewriter, node)
-    rewriter.describe(node, plan=Plan(decision, cost=about.plan.cost))
-
-
-def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:
-    """op(q) -> quantize(op(dequantize(q))): the inverse of what propagate does."""
-    about = info(node)
-    qp = grid_of(rewriter.gm, node)
-    assert qp is not None
-    op = op_of(node)
-    assert op is not None
-    read = list(flat_nodes(node.args[: len(op.quant.inputs)]))
-    real = {}
-    for value in dict.fromkeys(read):
-        # one that was brought to this grid for the op had one of its own
-        before: Any = value.args[0] if is_op(value, "requantize") else value
-        own = grid_of(rewriter.gm, before)
-        assert own is not None
-        real[value] = rewriter.call("dequantize", before, before=node, name=f"{before.name}_dq", **_options(own))
-        rewriter.describe(real[value], path=about.path, source=about.source)
-    rewriter.update(node, args=_swap(node.args, real))
-    q = rewriter.call(
-        "quantize", node, after=node, name=f"{node.name}_q", typed=(about.shape, about.dtype),
-        **_options(qp), dtype=qp.dtype,
-    )  # fmt: skip
-    rewriter.describe(q, path=about.path, source=about.source)
-    rewriter.describe(node, dtype=info(next(iter(real.values()))).dtype)
-    rewriter.reroute(node, q, only=lambda user: user is not q)
-
-
-def _options(grid: QParams) -> dict[str, Any]:
-    return {"scale": grid.s, "zero_point": grid.z, "qmin": grid.qmin, "qmax": grid.qmax}
-
-
-def _swap(args: Any, new: dict[fx.Node, fx.Node]) -> Any:
-    return fx.node.map_arg(args, lambda n: new.get(n, n))
-
-
-def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
-    """Let readers of dequantize(quantize(v)) that read floats, and those of its shape, read v, where v is float anyway.
-
-    It is where it is made in float; and where a layer makes it that nobody reads as integers: its kernel emits floats.
-    """
-    value: Any = quantize.args[0]
-    copies = [user for user in quantize.users if is_op(user, "dequantize")]
-    readers = [user for copy in copies for user in copy.users]
-    shapes = [user for user in quantize.users if reads_only_metadata(user)]
-    if not is_float(value) and not measures_of(quantize):  # what measures reads floats
-        read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
-        if not read_alone or not all(map(reads_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
-            return
-    with rewriter.attributed("read_float", _read_float):
-        for copy in copies:
-            if any(map(reads_float, copy.users)):
-                rewriter.reroute(copy, value, only=reads_float)
-        if shapes:
-            rewriter.reroute(quantize, value, only=reads_only_metadata)
-
-
-def reads_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph reads floats: it computes in float, or measures and rounds what it reads."""
-    return is_float(node) or is_op(node, *MEASURES) or (is_op(node, "quantize") and bool(measures_of(node)))
-
-
-def is_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph computes in float: an input or output, or what annotate left in float."""
-    if is_op(node, *CONVERSIONS):
-        return False
-    plan = plan_of(node)
-    return plan is None or plan.in_float

@@ -13,7 +13,17 @@ from fxq.errors import PassError
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Decision, Edge, Plan, info
 from fxq.graph.place import where
-from fxq.graph.query import argument, constant, flat_nodes, made_by, op_of, options_of, reads_only_metadata, submodule
+from fxq.graph.query import (
+    argument,
+    constant,
+    flat_nodes,
+    made_by,
+    op_of,
+    options_of,
+    reads_only_metadata,
+    submodule,
+    swapped,
+)
 from fxq.graph.region import is_weight_only
 from fxq.graph.unit import Wish, calls_of, wishes_of
 from fxq.ops.traits import STATE_MEASURED
@@ -119,7 +129,7 @@ def _bring_together(
         wanted = results.get(wishes[value][0]) if value in wishes else None
         if isinstance(wanted, QParams) and own is not None and not wanted.same_as(own):
             _, dq = on_grid(rewriter, read, read, wanted, value.name, like=node)
-            rewriter.update(node, args=_swap(node.args, read, dq))
+            rewriter.update(node, args=swapped(node.args, {read: dq}))
 
 
 def _put_state_on_a_grid(rewriter: Rewriter, node: fx.Node) -> None:
@@ -173,10 +183,6 @@ def _in_float(rewriter: Rewriter, value: fx.Node, known: dict[fx.Node, fx.Node |
 
 
 _UNREAD = Decision("float", "no integer neighbour", UNREAD, decided_by=InsertQdq.name)
-
-
-def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
-    return fx.node.map_arg(args, lambda n: new if n is old else n)
 
 
 def _convert_weight(

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from fxq.common.metrics import Agreement
 from fxq.graph.info import Decision, Plan, info
+from fxq.graph.query import swapped
 from fxq.ledger.linear_inputs import Form, LinearInput, LinearLayer, seen_inputs
 from fxq.pipeline.float_moves import move_floats
 from fxq.quant.measured import MeasuredGrid
@@ -222,7 +223,7 @@ def _write(rewriter: Rewriter, one: _Input, way: _Way, why: str) -> None:
     value = read if factors is None else _divided(rewriter, read, factors, old, way.strength)
     _, dq = on_grid(rewriter, value, value, grid, f"{value.name}_rows" if way.rows else value.name, like=old)
     for layer in one.layers:
-        rewriter.update(layer.node, args=_swap(layer.node.args, layer.read, dq))
+        rewriter.update(layer.node, args=swapped(layer.node.args, {layer.read: dq}))
         if factors is not None:
             _write_weight(rewriter, layer, factors)
         if way.rows:
@@ -254,7 +255,3 @@ def _write_weight(rewriter: Rewriter, layer: LinearLayer, factors: Tensor) -> No
     rewriter.update(old, args=(integers, *old.args[1:]), kwargs={**old.kwargs, **new})
     rewriter.describe(old, stands_for=str(real.target))
     rewriter.erase(real)
-
-
-def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
-    return fx.node.map_arg(args, lambda n: new if n is old else n)

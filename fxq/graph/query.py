@@ -94,6 +94,11 @@ def states_of(node: fx.Node) -> list[fx.Node]:
     return [node, first] if isinstance(first, fx.Node) else [node]
 
 
+def swapped(values: Any, new: Mapping[fx.Node, Any]) -> Any:
+    """Nested arguments with others in the place of some nodes."""
+    return fx.node.map_arg(values, lambda node: new.get(node, node))
+
+
 def flat_nodes(values: Any) -> Iterator[fx.Node]:
     """Every node inside nested arguments, in order, repetitions kept."""
     found: list[fx.Node] = []

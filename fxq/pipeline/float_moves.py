@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from fxq.graph.info import Decision, Plan, fate_of
-from fxq.graph.query import argument, is_op, measures_of, op_of, plan_of, reads_only_metadata
+from fxq.graph.query import argument, is_op, measures_of, op_of, plan_of, reads_only_metadata, swapped
 from fxq.pipeline.candidates import UNREAD
 from fxq.rewriting.rewriter import Rewriter
 
@@ -29,7 +29,7 @@ def move_floats(rewriter: Rewriter, value: fx.Node) -> None:
         return
     for mover, back in moved.items():
         quantize = back.args[0]
-        rewriter.update(mover, args=_swap(mover.args, back, quantize.args[0]))
+        rewriter.update(mover, args=swapped(mover.args, {back: quantize.args[0]}))
         rewriter.reroute(quantize, quantize.args[0], only=reads_only_metadata)
         decision = Decision("float", "no integer neighbour", UNREAD, decided_by=rewriter.name)
         rewriter.describe(mover, plan=Plan(decision))
@@ -55,7 +55,3 @@ def _is_free(node: fx.Node, back: fx.Node | None = None) -> bool:
 def _is_known(node: fx.Node) -> bool:
     """Whether a node quantizes to a grid that is known before the model runs."""
     return is_op(node, "quantize") and not measures_of(node)
-
-
-def _swap(args: Any, old: fx.Node, new: fx.Node) -> Any:
-    return fx.node.map_arg(args, lambda n: new if n is old else n)

@@ -13,7 +13,7 @@ from fxq.common.source import source_of
 from fxq.errors import PassError
 from fxq.graph.guards import check_fixed
 from fxq.graph.info import info, set_info
-from fxq.graph.query import is_pure, merge_origins, op_of, tensor_meta
+from fxq.graph.query import is_pure, merge_origins, op_of, swapped, tensor_meta
 from fxq.graph.run import Typed, infer
 from fxq.ops import OPS
 from fxq.rewriting.match import Matcher
@@ -196,8 +196,7 @@ class Editor:
             if isinstance(new, fx.Node):
                 user.replace_input_with(old, new)
             else:
-                user.args = fx.node.map_arg(user.args, lambda n: new if n is old else n)
-                user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)
+                user.args, user.kwargs = swapped(user.args, {old: new}), swapped(user.kwargs, {old: new})
             self.touched.add(user)
             self.matcher.note(user)
         if users:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.errors import PassError
 from fxq.graph.info import Plan, info
-from fxq.graph.query import arguments_of, flat_nodes, op_of, taken_part, values_of
+from fxq.graph.query import arguments_of, flat_nodes, op_of, swapped, taken_part, values_of
 from fxq.graph.unit import UNITS, Unit, calls_of, unit_of
 from fxq.rewriting.editor import Editor
 from fxq.rewriting.match import Match, inputs_as_in
@@ -27,12 +27,8 @@ def make_unit(editor: Editor, match: Match, moved: dict[fx.Node, fx.Node] | None
         moved: what stands in the place of nodes that were there when the rule was matched; learns of this unit's.
     """
     moved = {} if moved is None else moved
-
-    def now(value: Any) -> Any:
-        return fx.node.map_arg(value, lambda node: moved.get(node, node))
-
-    bound = {pattern: now(value) for pattern, value in match.bound.items()}
-    given = {name: now(value) for name, value in match.captures.items()}
+    bound = {pattern: swapped(value, moved) for pattern, value in match.bound.items()}
+    given = {name: swapped(value, moved) for name, value in match.captures.items()}
     inside, patterns = match.nodes, {node: pattern for pattern, node in match.bound.items() if pattern.op is not None}
     reads = {node: inputs_as_in(node, patterns[node], bound) for node in inside}
     options = [read for node in inside for read in flat_nodes(node.kwargs) if read not in patterns]
