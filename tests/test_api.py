@@ -236,7 +236,7 @@ def test_the_examples_of_docstrings_run(name):
     globs = {"torch": torch, "nn": nn, "fxq": fxq, **vars(target)}
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     # Not `testmod`: for each docstring, with examples or without, it asks the disk of every file that was read so far.
-    for test in doctest.DocTestFinder(exclude_empty=True).find(target, globs=globs):
+    for test in doctest.DocTestFinder().find(target, globs=globs):
         if test.examples:
             runner.run(test)
     assert runner.summarize(verbose=False).failed == 0

@@ -68,7 +68,7 @@ def has_int_mm() -> bool:
 def has_integer_matmul() -> bool:
     """Whether oneDNN has a kernel of its own for matrix products of integers: from AVX512 on, or with VNNI.
 
-    Elsewhere its linear layer takes up to three times as long as its convolution with one tap.
+    Elsewhere its linear layer takes longer than its convolution with one tap, and much longer for few rows.
     """
     return has_avx512() or has_vnni()
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fxq.backends import cpu
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import InForm
+from fxq.common.isolation import without_autocast
 from fxq.common.metrics import tensors
 from fxq.errors import BackendError, warn, words_of
 from fxq.graph.grid import grid_of
@@ -126,7 +127,7 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
         return None
     values = {node.args[i]: value for i, value in zip(kernel.form.takes, made, strict=True)}
     given = [values[value] for value in node.args]
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         expected = module(*made)
         try:
             got = [run(*_copies(given)) for run in (kernel, kernel.callee(*_copies(given)))]

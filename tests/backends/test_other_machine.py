@@ -193,6 +193,17 @@ def test_a_kernel_that_is_wrong_here_is_found(monkeypatch):
     torch.testing.assert_close(other(X), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
 
 
+def test_autocast_is_no_reason_to_blame_a_kernel(recwarn):
+    mlp = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    qmodel = fxq.quantize(mlp, fxq.Recipe.static(optimize="coverage"), data=[torch.randn(8, 16)])
+    written = pickled_elsewhere(qmodel)
+    recwarn.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        qmodel.verify()
+        other = pickle.loads(written)
+    assert not recwarn.list and not any(isinstance(kernel, InForm) for kernel in kernels(other))
+
+
 def test_a_kernel_without_a_form_is_refused(monkeypatch):
     qmodel = quantized()
     conv = next(k for k in kernels(qmodel) if isinstance(k, OnednnConv))

@@ -159,7 +159,7 @@ class OnednnConv(OnednnLayer):
         """As in `Bindable`: channels-last images go straight to oneDNN."""
         if self._dims != 2 or not is_image(x):
             return self.forward
-        plan = self.planned(x.shape)
+        plan = self._planned(x.shape)
         if self.residual is None:
             return plan.run
         if residual is None or residual.shape != plan.shape or not is_image(residual):
@@ -173,12 +173,12 @@ class OnednnConv(OnednnLayer):
         if not batched and x.dim() != dims + 1:
             check_image(self.name, x.shape, dims, self.weight.shape[1] * self.groups)
         x = _image(x, dims, batched)
-        plan = self.planned(x.shape)
+        plan = self._planned(x.shape)
         y = plan.run(x) if self.residual is None else plan.run(x, self._scratch(residual, plan.shape, batched))
         y = y if dims == 2 else y.squeeze(2)
         return y if batched else y.squeeze(0)
 
-    def planned(self, shape: torch.Size) -> ConvPlan:
+    def _planned(self, shape: torch.Size) -> ConvPlan:
         """The plan for images of a shape."""
         plan: ConvPlan = self._kept_for((shape, torch.get_num_threads()), lambda: self._plan(shape))
         return plan

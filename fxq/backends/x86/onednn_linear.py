@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,31 @@ from fxq.backends import cpu
 from fxq.backends.kernel import numbers
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, epilogue, target
-from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.errors import BackendError, InputError
 
 _onednn = torch.ops.onednn
+_CONV_POSTS = ("none", "relu", "hardtanh", "hardswish", "swish")
+"""Of oneDNN's names of activation functions, those that a convolution has."""
+LARGE = 2**16
+"""From how many integers of the weight on the convolution is the faster one, where that is asked."""
+SINGLE_TAP: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
+"""Stride, padding, dilation and groups of a convolution that is a linear layer."""
+
+
+def packed_taps(weight: Tensor, scale: Tensor) -> Tensor:
+    """A linear layer's weight, int8 (O, I), and its scale (O,) packed for a convolution of any number of pixels."""
+    packed: Tensor = _onednn.qconv_prepack(weight.contiguous()[..., None, None], scale, 1.0, 0, *SINGLE_TAP, None)
+    return packed
+
+
+def image_of(rows: Tensor) -> Tensor:
+    """(..., C) as an image of one column, (1, C, rows, 1), channels-last."""
+    return rows.reshape(1, -1, 1, rows.shape[-1]).permute(0, 3, 1, 2)
+
+
+def rows_of(image: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse: (*shape, C)."""
+    return image.permute(0, 2, 3, 1).view(*shape, -1)
 
 
 class OnednnLinear(OnednnLayer):
@@ -25,8 +46,9 @@ class OnednnLinear(OnednnLayer):
     applied to it: that costs less to call than oneDNN's layer. Not where PyTorch has no quick product
     (`cpu.has_int_mm`). And not of a single feature: there torch 2.13 takes the wrong one of two strides that are alike.
 
-    With AVX2 alone oneDNN has no kernel of its own for a product of integers, but one for a convolution: there rows are
-    an image of one column, and the layer is a convolution with one tap, as far as that has the activation function.
+    Where oneDNN has no kernel of its own for a product of integers (`cpu.has_integer_matmul`), it has one for a
+    convolution: there rows are an image of one column, and a large layer is a convolution with one tap, unless that
+    lacks the activation function.
 
     Args:
         spec: weight (out_features, in_features); post None or one of `posts`, after a residual a clamp.
@@ -44,8 +66,6 @@ class OnednnLinear(OnednnLayer):
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self._epilogue = epilogue(self.post, self.out, fused=self.residual is None)
-        plain = self.post is None or (self.post.name in OnednnConv.posts and self.post.name not in OnednnConv.twice)
-        self._is_conv = plain and not cpu.has_integer_matmul()
         self._emits_sums = self.out is None and self.post is None and self.weight.shape[1] > 1
         self._input, self._output, self._sum = numbers(self.x), target(self.out), numbers(self.residual)
 
@@ -91,35 +111,37 @@ class OnednnLinear(OnednnLayer):
                 return y if is_row else y.view(*x.shape[:-1], -1)
 
             return multiply
-        if self._is_conv:
+        if not cpu.has_integer_matmul() and self.weight.numel() >= LARGE and self._epilogue.name in _CONV_POSTS:
             self._check(x)
-            return self._convolved(x.shape)
+            return self._epilogue.behind(self._convolved())
         packed: PackedWeight = self._kept("", self._pack)
         if self.residual is not None:
             return self._epilogue.behind(lambda x, residual: self._add(x, residual, packed))
         op, rest = _onednn.qlinear_pointwise.default, (*self._input, *packed, *self._output, *self._epilogue[:3])
         return self._epilogue.behind(lambda x: op(x, *rest))
 
-    def _convolved(self, shape: torch.Size) -> Callable[..., Tensor]:
-        """The layer as a convolution, for inputs of this shape."""
-        rows, (outputs, inputs) = shape[:-1].numel(), self.weight.shape
-        plan = self._kept("conv", self._conv).planned(torch.Size((1, inputs, rows, 1)))
-        run, read, added = plan.run, *(((1, n, rows, 1), (rows * n, 1, n, n)) for n in (inputs, outputs))
-        result = (*shape[:-1], outputs)
-        strides = torch.empty(result, device="meta").stride()
+    def _convolved(self) -> Callable[..., Tensor]:
+        """The layer as a convolution; one packed weight does for any number of rows."""
+        *packed, bias = self._kept("taps", self._pack_taps)
+        behind = (*SINGLE_TAP, *self._output)
         if self.residual is None:
-            return lambda x: run(x.contiguous().as_strided(*read)).as_strided(result, strides)
+            rest = (self.x.s, 0, *packed, bias, *behind, *self._epilogue[:3])
+            return lambda x: rows_of(_onednn.qconv2d_pointwise.default(image_of(x), *rest), x.shape[:-1])
 
         def add(x: Tensor, residual: Tensor | None) -> Tensor:
-            given = self._taken(residual, result).as_strided(*added)
-            return run(x.contiguous().as_strided(*read), given).as_strided(result, strides)
+            added = image_of(self._taken(residual, (*x.shape[:-1], self.weight.shape[0])))
+            y = _onednn.qconv2d_pointwise.binary(
+                image_of(x), self.x.s, 0, *packed, added, bias, *behind, *self._sum, "sum", 1.0, *self._epilogue[:3]
+            )
+            return rows_of(y, x.shape[:-1])
 
         return add
 
-    def _conv(self) -> OnednnConv:
-        spec = self.spec()
-        weight, options = spec.weight[..., None, None], {name: getattr(spec, name) for name in self.options}
-        return OnednnConv(LayerSpec(weight, spec.weight_qparams, spec.bias, **options))
+    def _pack_taps(self) -> PackedWeight:
+        """For a convolution, which is told that the input's zero point is 0: see `OnednnConv`."""
+        scale = self.weight_scale.expand(self.weight.shape[0]).contiguous()
+        zeros = torch.zeros(len(scale), dtype=torch.int32, device="cpu")
+        return PackedWeight(packed_taps(self.weight, scale), scale, zeros, self._row()[2])
 
     def _row(self) -> tuple[Tensor, Tensor, Tensor]:
         """The weight (in_features, out_features); scale and bias of the sums, the input's zero point in the bias."""

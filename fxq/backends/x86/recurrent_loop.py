@@ -140,7 +140,7 @@ class RecurrentLoop(Kernel):
         if state.shape != (samples, width):
             given = f"{self.name}: an initial state of shape {tuple(state.shape)}"
             raise InputError(f"{given}; for this input the layer takes ({samples}, {width}).")
-        return as_float32(state)
+        return as_float32(state).contiguous()
 
 
 class _Prepared:
@@ -150,7 +150,7 @@ class _Prepared:
         self.kernel = kernel
         count, self.width = kernel.weight_hh.shape
         self.hidden = count // GATES[kernel.op]
-        rows, factor = torch.arange(count, device="cpu"), torch.ones(count, device="cpu")
+        rows, factor = torch.arange(count, device="cpu"), torch.ones(count, dtype=torch.float32, device="cpu")
         if kernel.op == "lstm":  # the cell gate last, see `recurrent_steps.lstm`
             first, second, third, fourth = rows.chunk(4)
             rows = torch.cat([first, second, fourth, third])
@@ -159,7 +159,7 @@ class _Prepared:
             (s.expand(count)[rows] * factor).contiguous() for s in (kernel.weight_ih_scale, kernel.weight_hh_scale)
         )
         bias_ih, bias_hh = (
-            torch.zeros(count, device="cpu") if b is None else b[rows] * factor
+            torch.zeros(count, dtype=torch.float32, device="cpu") if b is None else b[rows] * factor
             for b in (kernel.bias_ih, kernel.bias_hh)
         )
         qmax, fixed = kernel.state_qmax, kernel.state_scale
@@ -180,11 +180,11 @@ class _Prepared:
         """The hidden states (T, N, P), and the last cell state of an lstm."""
         kernel = self.kernel
         steps, samples, _ = x.shape
-        y = torch.empty(steps, samples, self.width, device="cpu")
-        h = torch.zeros(samples, self.width, device="cpu") if h is None else h
+        y = torch.empty(steps, samples, self.width, dtype=torch.float32, device="cpu")
+        h = torch.zeros(samples, self.width, dtype=torch.float32, device="cpu") if h is None else h
         cell = None
         if kernel.op == "lstm":
-            cell = torch.zeros(samples, self.hidden, device="cpu") if c is None else c.clone()
+            cell = torch.zeros(samples, self.hidden, dtype=torch.float32, device="cpu") if c is None else c.clone()
         if x.numel() == 0:  # oneDNN divides by zero
             return y, cell
         clamps, reverse = not kernel.is_bounded, kernel.reverse

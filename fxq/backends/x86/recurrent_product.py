@@ -9,7 +9,7 @@ from fxq.backends import cpu
 from fxq.backends.kernel import Kernel
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.measured_layer import MeasuredLayer
-from fxq.backends.x86.onednn_linear import OnednnLinear
+from fxq.backends.x86.onednn_linear import OnednnLinear, packed_taps
 from fxq.backends.x86.recurrent_steps import Product
 from fxq.ops.recurrent import TINY
 from fxq.quant.qparams import QParams
@@ -34,7 +34,7 @@ def state_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float |
     """The product of a weight with a state that is rounded to integers anew in each step.
 
     Where PyTorch has a quick integer product it is that (`cpu.has_int_mm`), of the integers as they are; else oneDNN's
-    convolution with one tap, which takes less time for few rows than its linear layer.
+    linear layer, or where that is slow a convolution (`cpu.has_integer_matmul`).
 
     Args:
         weight: int8, (O, K).
@@ -49,7 +49,9 @@ def state_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float |
     if is_plain:
         packed = weight.contiguous().t()
         shift = shift if state_scale is None else -scale * sums
+    elif cpu.has_integer_matmul():
+        packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
     else:
-        taps = weight.contiguous()[..., None, None]
-        packed = torch.ops.onednn.qconv_prepack(taps, scale, 1.0, 0, [1, 1], [0, 0], [1, 1], 1, None)
-    return Product(packed, scale, sums, -scale * sums, shift, qmax, state_scale or 0.0, TINY, is_plain)
+        packed = packed_taps(weight, scale)
+    is_conv = not is_plain and not cpu.has_integer_matmul()
+    return Product(packed, scale, sums, -scale * sums, shift, qmax, state_scale or 0.0, TINY, is_plain, is_conv)

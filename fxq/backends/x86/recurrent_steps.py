@@ -24,15 +24,16 @@ class Product(NamedTuple):
     The integers of the state are unsigned.
 
     Attributes:
-        weight: int8, (K, O); in oneDNN's layout where it is that convolution.
+        weight: int8, (K, O); in oneDNN's layout where that multiplies.
         scale: that of the product, float32 (O,), without the state's where that is measured.
         zeros: int32 (O,): how much of each sum is the zero point's.
-        bias: that in float32 with its sign changed: what oneDNN's convolution adds to the product.
+        bias: -scale * zeros, float32 (O,), which oneDNN adds to the product.
         shift: what has to be added to the product, float32 (O,): the part of the zero point where it is not taken off.
         qmax: how many integers the state has on either side of zero, for which qmax + 1 stands.
         step: the scale of the state; 0: it is measured in each step, for each sample.
         least: the least range that is measured.
-        is_plain: whether it is PyTorch's own product, not oneDNN's convolution.
+        is_plain: whether it is PyTorch's own product.
+        is_conv: whether it is oneDNN's convolution; else, if not PyTorch's own, its linear layer.
     """
 
     weight: Tensor
@@ -44,14 +45,15 @@ class Product(NamedTuple):
     step: float
     least: float
     is_plain: bool
+    is_conv: bool
 
 
 class State(NamedTuple):
     """A state of N samples, its product, and memory for that.
 
     Attributes:
-        weight, scale, zeros, bias, qmax, step, least, is_plain: as in `Product`, of which TorchScript does not look up
-            each one anew in each step where they stand here.
+        weight, scale, zeros, bias, qmax, step, least, is_plain, is_conv: as in `Product`, of which TorchScript does not
+            look up each one anew in each step where they stand here.
         no_zeros: the zero points of the weight, int32 (O,).
         clamps: whether values may lie outside of a grid that is not measured.
         integers, steps: the state, uint8 and float32 (N, K).
@@ -71,6 +73,7 @@ class State(NamedTuple):
     step: float
     least: float
     is_plain: bool
+    is_conv: bool
     clamps: bool
     integers: Tensor
     image: Tensor
@@ -84,8 +87,7 @@ class State(NamedTuple):
 
 def state_of(product: Product, h: Tensor, gate: Tensor, clamps: bool) -> State:
     """A state like `h`, float32 (N, K), whose product is like `gate`, float32 (N, O)."""
-    integers = torch.empty(h.shape, dtype=torch.uint8)
-    n, k = h.shape
+    integers = torch.empty(h.shape, dtype=torch.uint8, device="cpu")
     return State(
         product.weight,
         product.scale,
@@ -96,9 +98,10 @@ def state_of(product: Product, h: Tensor, gate: Tensor, clamps: bool) -> State:
         product.step,
         product.least,
         product.is_plain,
+        product.is_conv,
         clamps,
         integers,
-        integers.as_strided((1, k, n, 1), (n * k, 1, k, k)),
+        integers.view(1, len(h), 1, -1).permute(0, 3, 1, 2),
         torch.empty_like(h),
         torch.empty_like(gate, dtype=torch.int32),
         torch.empty_like(gate),
@@ -130,11 +133,17 @@ def keep(state: State, h: Tensor) -> float:
 def multiply(state: State, size: float, bias: Tensor, out: Tensor) -> None:
     """Write the product and what is added to it, (N, O) or (O,), to `out`, (N, O); `size` is what `keep` returned."""
     if not state.is_plain:
-        image = torch.ops.onednn.qconv2d_pointwise(
-            state.image, 1.0, 0, state.weight, state.scale, state.no_zeros, state.bias, [1, 1], [0, 0], [1, 1], 1,
-            1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
-        y = image.as_strided(out.shape, (out.shape[1], 1))
+        if state.is_conv:
+            image = torch.ops.onednn.qconv2d_pointwise(
+                state.image, 1.0, 0, state.weight, state.scale, state.no_zeros, state.bias, [1, 1], [0, 0], [1, 1], 1,
+                1.0, 0, torch.float32, "none", [], "",
+            )  # fmt: skip
+            y = image.permute(0, 2, 3, 1).view(out.shape)
+        else:
+            y = torch.ops.onednn.qlinear_pointwise(
+                state.integers, 1.0, 0, state.weight, state.scale, state.no_zeros, state.bias, 1.0, 0,
+                torch.float32, "none", [], "",
+            )  # fmt: skip
         if state.many:
             torch.addcmul(bias, y, state.ranges, out=out)
         else:

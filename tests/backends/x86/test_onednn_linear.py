@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fxq.backends import cpu
 from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.x86 import onednn_linear
 from fxq.backends.x86.onednn_linear import OnednnLinear
 from fxq.errors import InputError
 from fxq.quant.qparams import QParams
@@ -53,6 +54,7 @@ def test_one_row_is_right_either_way(shape, quick, monkeypatch):
 def matmul(request, monkeypatch):
     """Both ways to run a layer of many rows, whichever this CPU would go."""
     monkeypatch.setattr(cpu, "has_integer_matmul", lambda: request.param)
+    monkeypatch.setattr(onednn_linear, "LARGE", 0)
     return request.param
 
 
@@ -69,6 +71,9 @@ def test_linear(post, out, matmul):
     assert torch.equal(linear(x), linear(x.contiguous()))
     for other in copies(linear):
         assert torch.equal(other(x), linear(x))
+    assert ("taps" in linear._packed.made) is not (matmul or post in ("gelu", "leaky_relu", "tanh"))
+    linear.weight.neg_()
+    agree(linear(x), function(F.linear(real(x, X), -w, torch.ones(40).double())), out)
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,7 +107,7 @@ def test_a_residual_is_overwritten_only_where_it_may_be(out, inplace, shape, mat
     agree(linear(x, residual.clone()), wanted, out)
     y = linear.bind(x, residual)(x, residual)
     agree(y, wanted, out)
-    assert (inplace or torch.equal(residual, kept)) and ("conv" in linear._packed.made) is not matmul
+    assert (inplace or torch.equal(residual, kept)) and ("taps" in linear._packed.made) is not matmul
 
 
 def test_an_image_of_rows_has_as_many_features_as_the_layer(matmul):

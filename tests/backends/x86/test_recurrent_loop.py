@@ -88,8 +88,8 @@ FLAG = st.booleans()
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     op=st.sampled_from(sorted(GATES)),
-    sizes=st.tuples(st.integers(1, 6), st.integers(1, 4), SIZE, SIZE),
-    flags=st.tuples(*[FLAG] * 8),
+    sizes=st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 70]), SIZE, SIZE),
+    flags=st.tuples(*[FLAG] * 10),
     state=st.sampled_from([None, 1 / STATE, 0.5 / STATE]),
     width=st.sampled_from([None, None, 1, 3]),
     nonlinearity=st.sampled_from(["tanh", "relu"]),
@@ -98,7 +98,7 @@ FLAG = st.booleans()
 def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
     torch.manual_seed(seed)
     steps, samples, inputs, hidden = sizes
-    bias, reverse, cell, measured, shifted, initial, emits, quick = flags
+    bias, reverse, cell, measured, shifted, initial, emits, quick, matmul, scripted = flags
     options = {"reverse": reverse, "measured": measured, "x": UNIT if measured else X, "state_scale": state}
     shifted = shifted and measured
     if shifted:
@@ -111,8 +111,11 @@ def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
     width = width if op == "lstm" and width is not None and width < hidden else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "has_int_mm", lambda: quick)
+        patch.setattr(cpu, "has_integer_matmul", lambda: matmul)
+        if not scripted:
+            patch.setattr(recurrent_loop, "compiled", lambda steps: steps)
         made, real = kernel(op, inputs, hidden, width, bias, given=names if initial else (), **options)
-        h, c = torch.randn(samples, width or hidden), torch.randn(samples, hidden)
+        h, c = torch.randn(width or hidden, samples).t(), torch.randn(samples, hidden)
         q, scale = activations(steps, samples, inputs), torch.rand(steps, samples, 1) / 20
         zero_point = torch.randint(0, 100, scale.shape).float()
         x = (q.double() - (zero_point.double() if shifted else made.x.z)) * (scale.double() if measured else made.x.s)
@@ -145,6 +148,24 @@ def test_copies_and_threads(op):
     for thread in threads:
         thread.join()
     assert all(torch.equal(y, wanted) for y in found)
+
+
+@pytest.mark.parametrize("matmul", [True, False])
+@pytest.mark.parametrize("op", GATES)
+def test_neither_the_default_device_nor_the_default_type_counts(op, matmul, monkeypatch):
+    monkeypatch.setattr(cpu, "has_int_mm", lambda: False)
+    monkeypatch.setattr(cpu, "has_integer_matmul", lambda: matmul)
+    monkeypatch.setattr(recurrent_loop, "compiled", lambda steps: steps)
+    made, _ = kernel(op, 5, 6)
+    x = activations(7, 2, 5)
+    wanted, other = made(x), type(made).from_config(made.config(), dict(made.named_buffers()))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            y = other(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert y.dtype == torch.float32 and torch.equal(y, wanted)
 
 
 def test_an_edited_weight_counts():
@@ -344,7 +365,7 @@ def test_a_wrong_kernel_is_put_back(monkeypatch):
 
     def wrong_product(*args):
         product = right(*args)
-        return product._replace(scale=1.1 * product.scale, shift=1.1 * product.shift)
+        return product._replace(**{name: 1.1 * getattr(product, name) for name in ("scale", "shift", "bias")})
 
     monkeypatch.setattr(recurrent_loop, "state_product", wrong_product)
     _, wrong = quantized(settled(lambda: Net("LSTM")), "static", data())
