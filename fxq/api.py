@@ -150,7 +150,8 @@ def prepare(
 def _observed(model: nn.Module, recipe: Recipe, example_inputs: Any, trials: bool = False) -> ObservedModel:
     if recipe.backend != FASTEST:
         return prepared(model, recipe, example_inputs, trials)
-    return prepare_all(recipe, device_of(unwrapped(model)), lambda one: prepared(model, one, example_inputs, trials))
+    device = device_of(unwrapped(model))
+    return prepare_all(recipe, device, lambda one, known: prepared(model, one, example_inputs, trials, known))
 
 
 def calibrate(

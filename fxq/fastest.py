@@ -21,13 +21,15 @@ from fxq.observed_model import ObservedModel
 from fxq.recipe.recipe import Recipe
 
 
-def prepare_all(recipe: Recipe, device: str, prepare: Callable[[Recipe], ObservedModel]) -> ObservedModel:
+def prepare_all(
+    recipe: Recipe, device: str, prepare: Callable[[Recipe, ObservedModel | None], ObservedModel]
+) -> ObservedModel:
     """The model with observers, for every backend that this machine has: calibrated as one, converted one by one.
 
     Args:
         recipe: with `backend="fastest"`.
         device: type of the device that the model is on.
-        prepare: what prepares the model with a recipe of one backend.
+        prepare: what prepares the model with a recipe of one backend; it is given what it made for another one.
 
     Raises:
         FxqError: no backend prepares the model, or there is none; the first one's error.
@@ -38,7 +40,7 @@ def prepare_all(recipe: Recipe, device: str, prepare: Callable[[Recipe], Observe
     for name in fastest_order():
         why = unavailable(name, device)
         try:
-            made += [prepare(recipe.with_backend(name))] if why is None else []
+            made += [prepare(recipe.with_backend(name), made[0] if made else None)] if why is None else []
         except FxqError as error:
             failed, why = failed or error, words_of(error)
         if why is not None:

@@ -31,7 +31,7 @@ from fxq.observed_model import ObservedModel
 from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
 from fxq.pipeline.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
-from fxq.pipeline.manager import PassManager
+from fxq.pipeline.manager import PassManager, is_own
 from fxq.pipeline.samples import has_enough, record, wanted
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe, as_recipe
@@ -67,19 +67,29 @@ def phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pas
     return line[:calibrated], line[calibrated:lowered], line[lowered:]
 
 
-def prepared(model: nn.Module, recipe: Recipe, example_inputs: Any, trials: bool) -> ObservedModel:
-    """The model with observers, for one backend; see `fxq.prepare`."""
-    manager = manager_for(model, recipe, example_inputs)
+def prepared(
+    model: nn.Module, recipe: Recipe, example_inputs: Any, trials: bool, known: ObservedModel | None = None
+) -> ObservedModel:
+    """The model with observers, for one backend; see `fxq.prepare`.
+
+    Where the same is `known` for another backend, its traced graph serves both: fxq's own passes ask no backend before.
+    """
     before, _, _ = phases(recipe)
-    if not any(step.gives >= Stage.OBSERVED for step in before):
-        left = recipe.pipeline[len(before) :]
-        later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
-        why = f"{left[0].name} needs observers and stands before it" if later else "insert-observers was removed"
-        raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
-    traced, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
-    manager.run(before[:traced])
-    start = manager.fork()
-    manager.run(before[traced:fused])
+    count, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
+    if known is not None and all(map(is_own, before[:count])):
+        start = known.traced
+        backend = get_backend(recipe.backend, device_of(start.context.model))
+        start = start.fork(recipe=recipe, backend=backend, samples=[])
+    else:
+        start = manager_for(model, recipe, example_inputs)
+        if not any(step.gives >= Stage.OBSERVED for step in before):
+            left = recipe.pipeline[len(before) :]
+            later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
+            why = f"{left[0].name} needs observers and stands before it" if later else "insert-observers was removed"
+            raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
+        start.run(before[:count])
+    manager = start.fork()
+    manager.run(before[count:fused])
     unfused = nodes_of(manager.gm.graph)
     configs = (recipe.config, *(config for _, config in recipe.overrides))
     specs = [spec for config in configs for spec in (config.activation, config.state) if spec is not None]

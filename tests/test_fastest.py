@@ -111,7 +111,7 @@ def test_a_backend_that_fails_is_named(net, monkeypatch):
 def test_a_backend_that_does_not_prepare_is_named(net):
     model, x = net
 
-    def prepare(recipe):
+    def prepare(recipe, known):
         if recipe.backend != "fbgemm":
             raise fxq.InputError(f"{recipe.backend} does not like it")
         return fxq.prepare(model, recipe, x)
@@ -121,7 +121,7 @@ def test_a_backend_that_does_not_prepare_is_named(net):
     q = fxq.convert(observed)
     assert q.backend == "fbgemm" and q.attempts.where(backend="x86")[0].why == "x86 does not like it"
     with pytest.raises(fxq.InputError, match="x86 does not like it"):
-        fastest.prepare_all(FASTEST, "cpu", lambda recipe: prepare(recipe.with_backend("x86")))
+        fastest.prepare_all(FASTEST, "cpu", lambda recipe, known: prepare(recipe.with_backend("x86"), known))
 
 
 def test_the_data_is_read_once(net):

@@ -85,7 +85,7 @@ class PassManager:
         passes of their own, which may change numbers on purpose, nothing is checked.
         """
         context = self.context
-        if not all(map(_is_own, context.recipe.pipeline)):
+        if not all(map(is_own, context.recipe.pipeline)):
             return
         given = copied(context.example)
         with untouched(context.model), seeded(), torch.no_grad(), without_autocast(), observers_paused(self.gm):
@@ -121,7 +121,7 @@ class PassManager:
         try:
             step.run(rewriter)
         except FxqError as error:
-            if _is_own(step):
+            if is_own(step):
                 raise
             raise type(error)(f"{step.name} failed: {error}") from error
         except Exception as error:
@@ -130,7 +130,7 @@ class PassManager:
         self.gm = rewriter.gm
         self.stage = max(self.stage, step.gives)
         check(self.gm, self.stage, step.name)
-        if not _is_own(step):
+        if not is_own(step):
             self._try_out(step)
             check(self.gm, self.stage, step.name)  # now it is known which of its nodes are tensors
         self._snapshot(step, rewriter, seconds)
@@ -154,7 +154,7 @@ class PassManager:
                     set_info(node, shape=tuple(value.shape), dtype=value.dtype)
 
     def _snapshot(self, step: Pass, rewriter: Rewriter, seconds: float) -> None:
-        for node in rewriter.touched if _is_own(step) else list(self._views):  # others may edit without the rewriter
+        for node in rewriter.touched if is_own(step) else list(self._views):  # others may edit without the rewriter
             self._views.pop(node, None)
         graph = view(self.gm, step.name, self._views)
         value = self._measure(step) if self.context.recipe.check == "numeric" else None
@@ -179,7 +179,7 @@ class PassManager:
         return value
 
 
-def _is_own(step: Pass) -> bool:
+def is_own(step: Pass) -> bool:
     """Whether a pass is one of fxq's, not of the user's."""
     return type(step).__module__.partition(".")[0] == "fxq"
 
