@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 import fxq.passes
@@ -18,6 +18,7 @@ from fxq.common.data import Batch, as_batch, check_batch, device_of
 from fxq.common.names import check_names, is_writable
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, RecipeError, warn
+from fxq.graph.info import info, set_info
 from fxq.graph.program import Program
 from fxq.graph.text_writer import same_graph
 from fxq.ledger.build import ledger_of
@@ -33,6 +34,7 @@ from fxq.pipeline.context import Context
 from fxq.pipeline.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
 from fxq.pipeline.manager import PassManager, is_own
 from fxq.pipeline.samples import has_enough, record, wanted
+from fxq.quant.spec import TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.tracing.exported_program import Exported
@@ -156,9 +158,17 @@ def to_qdq(manager: PassManager, known: Known | None = None) -> tuple[PassManage
     _, passes, to_kernels = phases(given.recipe)
     priced = next((i for i, step in enumerate(passes) if isinstance(step, fxq.passes.Fallback)), len(passes))
     left = [*passes[priced:], *to_kernels]
+    emits = _emits(manager.gm)
     for before, after, gave_way in known or ():
+        if _emits(before.gm) != emits:
+            if any(shot.name == "smooth" and shot.edits for shot in after.history):
+                continue
+            before = before.fork()
+            _let_emit(before.gm, emits)
         if same_graph(before.gm, manager.gm):
-            return after.fork(recipe=given.recipe, backend=given.backend), gave_way, left
+            shared = after.fork(recipe=given.recipe, backend=given.backend)
+            _let_emit(shared.gm, emits)
+            return shared, gave_way, left
     before = manager if known is None else manager.fork()
     slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read), priced)
     after, gave_way = narrowed(manager, passes[:slow])
@@ -166,6 +176,23 @@ def to_qdq(manager: PassManager, known: Known | None = None) -> tuple[PassManage
     if known is not None:
         known.append((before, after.fork(), gave_way))
     return after, gave_way, left
+
+
+def _emits(gm: fx.GraphModule) -> dict[str, TensorSpec]:
+    """The specs of the results of those kernels that emit nothing but integers, by node.
+
+    Of all that stands in a plan, backends differ in it most often; and only `smooth` asks for it before ops are priced.
+    """
+    plans = {node.name: plan for node in gm.graph.nodes if (plan := info(node).plan) is not None}
+    return {name: plan.emits for name, plan in plans.items() if plan.emits is not None}
+
+
+def _let_emit(gm: fx.GraphModule, emits: Mapping[str, TensorSpec]) -> None:
+    """Let these kernels, and no others, emit nothing but integers."""
+    for node in gm.graph.nodes:
+        plan = info(node).plan
+        if plan is not None and plan.emits != emits.get(node.name):
+            set_info(node, plan=replace(plan, emits=emits.get(node.name)))
 
 
 def converted(observed: ObservedModel, recipe: Recipe | None = None, known: Known | None = None) -> QuantizedModel:

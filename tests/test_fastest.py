@@ -13,6 +13,8 @@ from fxq import fastest
 from fxq.backends.by_name import fastest_order
 from fxq.backends.engines import engine
 from fxq.common.metrics import sqnr
+from fxq.graph.info import info
+from fxq.steps import converted
 from tests.graphs import equal
 
 pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWarning")]
@@ -152,6 +154,38 @@ def test_backends_with_the_same_graph_share_what_it_has_seen(net, monkeypatch, c
         got = fxq.convert(observed)(x)
         alone = fxq.quantize(model, FASTEST.with_backend(fastest_order()[alike[-1]]), data=[x[:2], x[2:]])(x)
     assert equal(got, alone)
+
+
+class Pooled(nn.Module):
+    """ONNX Runtime's global pooling emits nothing but integers, others' emits floats, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Linear(8, 5)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        return self.c(self.pool(torch.relu(self.b(y) + y)).flatten(1))
+
+
+@pytest.mark.parametrize("edits", [(), ("one",)], ids=["smooth did nothing", "smooth has asked"])
+def test_what_a_kernel_emits_makes_no_other_graph(edits):
+    torch.manual_seed(0)
+    model, x = Pooled().eval(), torch.randn(4, 3, 8, 8)
+    observed = fxq.prepare(model, FASTEST, x)
+    observed(x)
+    everyone, known = {m.manager.context.recipe.backend: m for m in (observed, *observed.others)}, []
+    emits = {name: {n.name for n in m.graph.nodes if (p := info(n).plan) and p.emits} for name, m in everyone.items()}
+    assert emits["onnxruntime"] - emits["fbgemm"] == {"pool"}
+    converted(everyone["fbgemm"], None, known)
+    for shot in known[0][1].history.snapshots:
+        object.__setattr__(shot, "edits", edits if shot.name == "smooth" else shot.edits)
+    everyone["onnxruntime"].take_calibration(everyone["fbgemm"])
+    shared = converted(everyone["onnxruntime"], None, known)
+    assert len(known) == 1 + len(edits)
+    alone = fxq.quantize(model, FASTEST.with_backend("onnxruntime"), data=[x])
+    assert equal(shared(x), alone(x)) and shared.history["correct-bias"].graph == alone.history["correct-bias"].graph
 
 
 def test_the_table(net):
