@@ -75,6 +75,14 @@ def integers_are_free():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def times_are_short():
+    """No test depends on how exact a time is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timed_calls, "MOST", 3)
+        yield
+
+
 @pytest.fixture
 def plant(monkeypatch):
     """Plants prices: `plant(price)` with a function from what is measured to microseconds."""
@@ -132,6 +140,4 @@ def resnet50(networks, tmp_path_factory):
 
 def _reported(model, recipe, batch, folder):
     qmodel = fxq.quantize(model, recipe, data=[batch])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timed_calls, "MOST", 2)
-        return qmodel, qmodel.report(folder / "report.html")
+    return qmodel, qmodel.report(folder / "report.html")
