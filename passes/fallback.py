@@ -15,6 +15,7 @@ from fxq.cost import cache as costs
 from fxq.cost.min_cut import Key, PricedValue, conversions_of
 from fxq.cost.prices import (
     choose_by_price,
+    emits_float,
     float_ops,
     priced_ops,
     priced_values,
@@ -27,11 +28,12 @@ from fxq.cost.probe import Prober
 from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
 from fxq.graph.info import Cost, DecisionKind, fate_of, info
+from fxq.graph.query import CONVERSIONS, MEASURES, is_op, measures_of, plan_of, reads_only_metadata, taken_from
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
-from fxq.pipeline.in_float import read_float, run_in_float
+from fxq.pipeline.in_float import run_in_float
 from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pins import Pin, Pinned, Place, places_of
@@ -79,7 +81,7 @@ class Fallback(Pass):
         runs = ("float" if fate_of(node) == "float" else "int8" for node in able)
         context.decided = (*opened, *map(Pin.at, able.values(), runs), *_off_grid(rewriter))
         for node in rewriter.nodes("quantize"):
-            read_float(rewriter, node)
+            _read_float(rewriter, node)
         rewriter.erase_unused()
 
 
@@ -181,7 +183,7 @@ def _try(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.
     for node in floats:
         run_in_float(rewriter, copies[node], "slower", "", COVERAGE)
     for node in rewriter.nodes("quantize"):
-        read_float(rewriter, node)
+        _read_float(rewriter, node)
     rewriter.erase_unused()
 
 
@@ -248,3 +250,37 @@ FEWER_MEASURED = (
 )
 COVERAGE = 'recipe.with_optimize("coverage")'
 CONVERTED = "float is faster at this size on this machine: its conversions cost more than its kernel saves"
+
+
+def _read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
+    """Let readers of dequantize(quantize(v)) that read floats, and those of its shape, read v, where v is float anyway.
+
+    It is where it is made in float; and where a layer makes it that nobody reads as integers: its kernel emits floats.
+    """
+    value: Any = quantize.args[0]
+    copies = [user for user in quantize.users if is_op(user, "dequantize")]
+    readers = [user for copy in copies for user in copy.users]
+    shapes = [user for user in quantize.users if reads_only_metadata(user)]
+    if not _is_float(value) and not measures_of(quantize):  # what measures reads floats
+        read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
+        if not read_alone or not all(map(_reads_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
+            return
+    with rewriter.attributed("read_float", _read_float):
+        for copy in copies:
+            if any(map(_reads_float, copy.users)):
+                rewriter.reroute(copy, value, only=_reads_float)
+        if shapes:
+            rewriter.reroute(quantize, value, only=reads_only_metadata)
+
+
+def _reads_float(node: fx.Node) -> bool:
+    """Whether a node of the qdq graph reads floats: it computes in float, or measures and rounds what it reads."""
+    return _is_float(node) or is_op(node, *MEASURES) or (is_op(node, "quantize") and bool(measures_of(node)))
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Whether a node of the qdq graph computes in float: an input or output, or what annotate left in float."""
+    if is_op(node, *CONVERSIONS):
+        return False
+    plan = plan_of(node)
+    return plan is None or plan.in_float

@@ -1,4 +1,4 @@
-"""Ops of the qdq graph that were to run on integers compute in float, and floats are read where they can be."""
+"""An op of the qdq graph that was to run on integers computes in float."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ from typing import Any
 
 from torch import fx
 
-from fxq.cost.prices import emits_float
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Decision, DecisionKind, Plan, info
 from fxq.graph.query import (
-    CONVERSIONS,
-    MEASURES,
     flat_nodes,
     is_op,
-    measures_of,
     op_of,
-    plan_of,
     read_attribute,
-    reads_only_metadata,
     swapped,
-    taken_from,
 )
 from fxq.quant.qparams import QParams
 from fxq.rewriting.rewriter import Rewriter
@@ -72,37 +65,3 @@ def _move_floats(rewriter: Rewriter, node: fx.Node) -> None:
 
 def _options(grid: QParams) -> dict[str, Any]:
     return {"scale": grid.s, "zero_point": grid.z, "qmin": grid.qmin, "qmax": grid.qmax}
-
-
-def read_float(rewriter: Rewriter, quantize: fx.Node) -> None:
-    """Let readers of dequantize(quantize(v)) that read floats, and those of its shape, read v, where v is float anyway.
-
-    It is where it is made in float; and where a layer makes it that nobody reads as integers: its kernel emits floats.
-    """
-    value: Any = quantize.args[0]
-    copies = [user for user in quantize.users if is_op(user, "dequantize")]
-    readers = [user for copy in copies for user in copy.users]
-    shapes = [user for user in quantize.users if reads_only_metadata(user)]
-    if not _is_float(value) and not measures_of(quantize):  # what measures reads floats
-        read_alone = len(value.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
-        if not read_alone or not all(map(_reads_float, readers)) or not emits_float(rewriter.gm, taken_from(value)):
-            return
-    with rewriter.attributed("read_float", read_float):
-        for copy in copies:
-            if any(map(_reads_float, copy.users)):
-                rewriter.reroute(copy, value, only=_reads_float)
-        if shapes:
-            rewriter.reroute(quantize, value, only=reads_only_metadata)
-
-
-def _reads_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph reads floats: it computes in float, or measures and rounds what it reads."""
-    return _is_float(node) or is_op(node, *MEASURES) or (is_op(node, "quantize") and bool(measures_of(node)))
-
-
-def _is_float(node: fx.Node) -> bool:
-    """Whether a node of the qdq graph computes in float: an input or output, or what annotate left in float."""
-    if is_op(node, *CONVERSIONS):
-        return False
-    plan = plan_of(node)
-    return plan is None or plan.in_float

@@ -83,7 +83,7 @@ def test_what_always_loses_runs_in_float_as_the_model_does(plant):
         head = linear(flat, @head.weight, @e)
         return head
     """)
-    assert info(node(gm, "a")).made_by.startswith("fallback: run_in_float (fxq/pipeline/in_float.py:")
+    assert info(node(gm, "a")).made_by.startswith("fallback: run_in_float (pipeline/in_float.py:")
 
 
 def test_one_small_layer_in_float_costs_its_conversions(plant):
