@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import fxq
-from fxq.graph.info import fate_of, info
+from fxq.graph.info import Decision, fate_of, info
 from fxq.pipeline.in_float import run_in_float
 from tests.graphs import GRID, expected, integer_weight, joined, node, qdq, run_pass, text
 
@@ -44,9 +44,7 @@ def test_a_layer_reads_its_float_weight():
         return flat_dq
     """)
     decision = info(node(gm, "a")).plan.decision
-    assert (decision.fate, decision.reason, decision.fix, decision.decided_by) == (
-        "float", "it is tried out", "none", "back",
-    )  # fmt: skip
+    assert decision == Decision("float", "unsupported", "it is tried out", "none", "back")
     assert fate_of(node(gm, "flat")) == "moves"
 
 
