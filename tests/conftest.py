@@ -1,5 +1,6 @@
 """What holds for every test, and reports that several files of tests open in a browser."""
 
+import gc
 import importlib
 import os
 import sys
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items):
             if seen[test] % mark.args[0]:
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
