@@ -79,9 +79,8 @@ def prepared(
     before, _, _ = phases(recipe)
     count, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
     if known is not None and all(map(is_own, before[:count])):
-        start = known.traced
-        backend = get_backend(recipe.backend, device_of(start.context.model))
-        start = start.fork(recipe=recipe, backend=backend, samples=[])
+        backend = get_backend(recipe.backend, device_of(known.traced.context.model))
+        start = known.traced.fork(recipe=recipe, backend=backend, samples=[])
     else:
         start = manager_for(model, recipe, example_inputs)
         if not any(step.gives >= Stage.OBSERVED for step in before):

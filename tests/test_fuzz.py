@@ -259,21 +259,21 @@ def test_every_spelling_is_drawn_somewhere(op):
 
 
 @needs_x86
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12))
 def test_random_networks(plan):
     check(plan)
 
 
 @needs_x86
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), chosen=st.sampled_from(WITHOUT_DATA))
 def test_random_networks_without_data(plan, chosen):
     check(plan, chosen)
 
 
 @needs_x86
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), prices=st.integers(0, 99))
 def test_random_networks_at_random_prices(plan, prices):
     """Whatever runs on integers: no value is quantized for nobody."""

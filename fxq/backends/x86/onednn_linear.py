@@ -19,13 +19,13 @@ _CONV_POSTS = ("none", "relu", "hardtanh", "hardswish", "swish")
 """Of oneDNN's names of activation functions, those that a convolution has."""
 LARGE = 2**16
 """From how many integers of the weight on the convolution is the faster one, where that is asked."""
-SINGLE_TAP: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
+_SINGLE_TAP: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
 """Stride, padding, dilation and groups of a convolution that is a linear layer."""
 
 
 def packed_taps(weight: Tensor, scale: Tensor) -> Tensor:
     """A linear layer's weight, int8 (O, I), and its scale (O,) packed for a convolution of any number of pixels."""
-    packed: Tensor = _onednn.qconv_prepack(weight.contiguous()[..., None, None], scale, 1.0, 0, *SINGLE_TAP, None)
+    packed: Tensor = _onednn.qconv_prepack(weight.contiguous()[..., None, None], scale, 1.0, 0, *_SINGLE_TAP, None)
     return packed
 
 
@@ -123,7 +123,7 @@ class OnednnLinear(OnednnLayer):
     def _convolved(self) -> Callable[..., Tensor]:
         """The layer as a convolution; one packed weight does for any number of rows."""
         *packed, bias = self._kept("taps", self._pack_taps)
-        behind = (*SINGLE_TAP, *self._output)
+        behind = (*_SINGLE_TAP, *self._output)
         if self.residual is None:
             rest = (self.x.s, 0, *packed, bias, *behind, *self._epilogue[:3])
             return lambda x: rows_of(_onednn.qconv2d_pointwise.default(image_of(x), *rest), x.shape[:-1])

@@ -46,12 +46,12 @@ def state_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float |
     sums, shift = weight.sum(1, dtype=torch.int32).mul_(qmax + 1), torch.zeros_like(scale)
     # Of a single feature torch 2.13 takes the wrong one of two strides that are alike.
     is_plain = cpu.has_int_mm() and weight.shape[1] > 1
+    is_conv = not is_plain and not cpu.has_integer_matmul()
     if is_plain:
         packed = weight.contiguous().t()
         shift = shift if state_scale is None else -scale * sums
-    elif cpu.has_integer_matmul():
-        packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
-    else:
+    elif is_conv:
         packed = packed_taps(weight, scale)
-    is_conv = not is_plain and not cpu.has_integer_matmul()
+    else:
+        packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
     return Product(packed, scale, sums, -scale * sums, shift, qmax, state_scale or 0.0, TINY, is_plain, is_conv)
