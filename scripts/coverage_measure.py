@@ -1,4 +1,4 @@
-"""What coverage.py measures of one model."""
+"""What run_coverage.py measures of one model."""
 
 from __future__ import annotations
 

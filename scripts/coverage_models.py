@@ -1,4 +1,4 @@
-"""The models that coverage.py puts through the pipeline: real architectures, random weights, small inputs.
+"""The models that run_coverage.py puts through the pipeline: real architectures, random weights, small inputs.
 
 One `Subject` per architecture family: torchvision's classification and segmentation networks, the smallest member of
 families of timm, small encoders of HuggingFace transformers. `Subject.build` makes the model in eval mode and its

@@ -1,4 +1,4 @@
-"""How well a model can be quantized by others: where fxq is not near the float model, coverage.py asks them."""
+"""How well a model can be quantized by others: where fxq is not near the float model, run_coverage.py asks them."""
 
 from __future__ import annotations
 

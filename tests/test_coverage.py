@@ -1,4 +1,4 @@
-"""scripts/coverage.py on models of its own: what it measures, and that no model can stop it."""
+"""scripts/run_coverage.py on models of its own: what it measures, and that no model can stop it."""
 
 import importlib.util
 import math
@@ -16,10 +16,10 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 @pytest.fixture(scope="module")
 def scripts():
-    """coverage.py, by its path: there is a package of that name."""
+    """run_coverage.py, by its path: there is a package of that name."""
     sys.path.insert(0, str(SCRIPTS))
     try:
-        spec = importlib.util.spec_from_file_location("coverage_script", SCRIPTS / "coverage.py")
+        spec = importlib.util.spec_from_file_location("coverage_script", SCRIPTS / "run_coverage.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         yield module

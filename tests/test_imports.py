@@ -250,12 +250,15 @@ def test_scripts_use_the_public_api():
     assert breaches(allowed) == []
 
 
+SHARED = ("plain", "jit")
+
+
 def test_backends_stand_on_their_own():
     """What backends share imports none of them, except by name, and they do not import each other."""
 
     def backend(module):
         parts = module.split(".")
-        return parts[2] if within(module, "fxq.backends") and len(parts) > 3 and parts[2] != "plain" else None
+        return parts[2] if within(module, "fxq.backends") and len(parts) > 3 and parts[2] not in SHARED else None
 
     def allowed(name, i):
         return not within(name, "fxq.backends") or backend(i.module) in (None, backend(name))

@@ -73,6 +73,13 @@ class LayerKernel(Kernel):
         """How many axes its result has behind that of the channels."""
         return self.weight.dim() - 2
 
+    def integer_product(self) -> Tensor | None:
+        """The weight, int8 (K, C), of a layer that is no more than `torch._int_mm` of rows with it; else None.
+
+        None, too, where that is not the quickest way.
+        """
+        return None
+
     @classmethod
     def refuses(cls, spec: LayerSpec) -> str | None:
         """Why it cannot run such a layer, or None. Values of the weight are not looked at."""

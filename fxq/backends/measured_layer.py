@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxq.backends.by_name import kernel_named
+from fxq.backends.jit.compiler import loops_for
 from fxq.backends.kernel import Kernel, Post, bounds, decode, refuse
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.backends.layer_spec import LayerSpec
@@ -83,6 +85,9 @@ class MeasuredLayer(Kernel):
     def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: the layer's kernel is bound to its integers."""
         layer, bias, clamp = self._kept("", self._made)
+        in_one_loop = self._in_one_loop(x, scale, zero_point)
+        if in_one_loop is not None:
+            return in_one_loop
         run = layer.bind(x)
         if zero_point is None:
             return lambda x, scale: _scaled(run(x), scale, bias, clamp)
@@ -94,11 +99,54 @@ class MeasuredLayer(Kernel):
 
         Scale and zero point broadcast with the result.
         """
+        in_one_loop = self._in_one_loop(x, scale, zero_point)
+        if in_one_loop is not None:
+            return in_one_loop(x, scale) if zero_point is None else in_one_loop(x, scale, zero_point)
         layer, bias, clamp = self._kept("", self._made)
         y = layer(x)
         if zero_point is not None:
             y = _shifted(y, zero_point, self._ones(layer, x))
         return _scaled(y, scale, bias, clamp)
+
+    def _in_one_loop(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Callable[..., Tensor] | None:
+        """As `forward`: a product of the integers of rows, and one compiled loop over its sums; None where it may not.
+
+        It may where the layer is such a product, and there is one grid for all or one for each row.
+        """
+        weight = self._kept("product", lambda: self._layer().integer_product())
+        if weight is None or x.numel() == 0 or x.shape[-1] != len(weight):
+            return None
+        depth, columns = weight.shape
+        rows = x.numel() // depth
+        grids = [scale] if zero_point is None else [scale, zero_point]
+        each = (*x.shape[:-1], 1)
+        loops = loops_for("row_loops", rows * columns)
+        if loops is None or not all((g.numel() == 1 or g.shape == each) and g.is_contiguous() for g in grids):
+            return None
+        ones, weight_scale, bias, known, least, most = self._kept("loop", lambda: self._for_loop(weight))
+        scale_rows, shape = loops.scale_rows, (*x.shape[:-1], columns)
+        read = ones, weight_scale, bias
+        addresses, numbers = tuple(tensor.data_ptr() for tensor in read), (rows, columns, least, most)
+        scales, zeros = int(scale.numel() > 1), int(zero_point is not None and zero_point.numel() > 1)
+
+        def run(x: Tensor, scale: Tensor, zero_point: Tensor = known) -> Tensor:
+            sums = torch._int_mm(x.reshape(rows, depth), weight)
+            y = torch.empty(shape, dtype=torch.float32, device="cpu")
+            grid = scale.data_ptr(), scales, zero_point.data_ptr(), zeros
+            scale_rows(sums.data_ptr(), *grid, *addresses, y.data_ptr(), *numbers)
+            return y
+
+        run.reads = read  # type: ignore[attr-defined]  # the addresses are theirs
+        return run
+
+    def _for_loop(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
+        """What the loop reads besides: a row of ones' sums, scale, bias and the zero point that is known; the clamp."""
+        layer, bias, clamp = self._kept("", self._made)
+        columns = weight.shape[1]
+        scale = self.weight_scale.expand(columns).contiguous()
+        bias = scale.new_zeros(columns) if bias is None else bias
+        known = scale.new_tensor(float(layer.x.z))
+        return weight.sum(0, dtype=torch.int32), scale, bias, known, *(clamp or (-math.inf, math.inf))
 
     def _ones(self, layer: LayerKernel, x: Tensor) -> Tensor:
         """What the layer makes of one sample of ones; where every pixel has the same of a channel, (C, 1, ...)."""

@@ -74,6 +74,10 @@ class OnednnLinear(OnednnLayer):
         packed = _onednn.qlinear_prepack(self.weight, None)  # with a shape it is no faster, and for some slower
         return PackedWeight(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), self.bias)
 
+    def integer_product(self) -> Tensor | None:
+        """As in `LayerKernel`."""
+        return self.weight.t() if cpu.has_int_mm() and self._emits_sums else None
+
     def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: which of the two ways it goes is decided, and the weights are packed."""
         if x.numel() == 0 or x.shape[-1:] != self.weight.shape[1:]:

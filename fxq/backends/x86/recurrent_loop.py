@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from fxq.backends import cpu
+from fxq.backends.jit.compiler import loops_for
 from fxq.backends.kernel import Kernel, activation_refused, refuse
 from fxq.backends.layer_spec import overflow_refused
 from fxq.backends.plain.converters import quantize
+from fxq.backends.x86.compiled_steps import run_steps
 from fxq.backends.x86.onednn import OnednnLayer
-from fxq.backends.x86.recurrent_product import input_product, state_product
+from fxq.backends.x86.recurrent_product import input_product, row_product, state_product
 from fxq.backends.x86.recurrent_steps import Product, compiled, gru, lstm, rnn
 from fxq.errors import InputError
 from fxq.ops.recurrent import rows_of_cell
@@ -163,8 +167,9 @@ class _Prepared:
             for b in (kernel.bias_ih, kernel.bias_hh)
         )
         qmax, fixed = kernel.state_qmax, kernel.state_scale
-        self.product = state_product(kernel.weight_hh[rows], scale_hh, qmax, fixed)
-        bias_hh = bias_hh + self.product.shift
+        self._state = lambda: (kernel.weight_hh[rows], scale_hh, qmax, fixed)
+        if cpu.has_int_mm():  # else nothing is to be added, and it may not be packed at all
+            bias_hh = bias_hh + self.product.shift
         if kernel.op == "gru":  # the new gate multiplies what the state gives
             self.bias_new = bias_hh[2 * self.hidden :].clone()
             bias_hh[2 * self.hidden :] = 0
@@ -173,6 +178,16 @@ class _Prepared:
         if kernel.weight_hr is not None and kernel.weight_hr_scale is not None:
             scale = kernel.weight_hr_scale.expand(self.width)
             self.projection = state_product(kernel.weight_hr, scale, qmax, 1 / qmax if fixed is not None else None)
+
+    @cached_property
+    def product(self) -> Product:
+        """That of the hidden state, by PyTorch's kernels."""
+        return state_product(*self._state())
+
+    @cached_property
+    def row_product(self) -> Product:
+        """That of the hidden state of one sample, by a loop of our own."""
+        return row_product(*self._state())
 
     def run(
         self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor | None, c: Tensor | None
@@ -190,12 +205,20 @@ class _Prepared:
         clamps, reverse = not kernel.is_bounded, kernel.reverse
         with torch.inference_mode():  # it spares each call what autograd asks; what is handed out was made before
             gates = self.input(x, *grid)
-            if cell is not None:
-                compiled(lstm)(gates, y, h, cell, self.product, self.projection, clamps, reverse)
-            elif kernel.op == "gru":
+            new = None
+            if kernel.op == "gru":
                 new = gates[..., 2 * self.hidden :].clone()
                 gates[..., 2 * self.hidden :] = self.bias_new
+            is_tanh = kernel.nonlinearity == "tanh"
+            loops = loops_for("step_loops", gates[0].numel()) if self.projection is None else None
+            if loops is not None:
+                by_rows = samples == 1 and not cpu.has_int_mm()
+                product = self.row_product if by_rows else self.product
+                run_steps(loops, kernel.op, gates, y, h, product, by_rows, reverse, cell, new, is_tanh)
+            elif cell is not None:
+                compiled(lstm)(gates, y, h, cell, self.product, self.projection, clamps, reverse)
+            elif new is not None:
                 compiled(gru)(gates, new, y, h, self.product, clamps, reverse)
             else:
-                compiled(rnn)(gates, y, h, self.product, kernel.nonlinearity == "tanh", clamps, reverse)
+                compiled(rnn)(gates, y, h, self.product, is_tanh, clamps, reverse)
         return y, cell

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends import cpu
+from fxq.backends.jit import MULTIPLE
 from fxq.backends.kernel import Kernel
 from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.measured_layer import MeasuredLayer
@@ -42,16 +44,26 @@ def state_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float |
         qmax: how many integers the state has on either side of zero.
         state_scale: the scale of the state; None: measured in each step, for each sample.
     """
-    scale = (scale / qmax if state_scale is None else scale * state_scale).contiguous()
-    sums, shift = weight.sum(1, dtype=torch.int32).mul_(qmax + 1), torch.zeros_like(scale)
     # Of a single feature torch 2.13 takes the wrong one of two strides that are alike.
     is_plain = cpu.has_int_mm() and weight.shape[1] > 1
     is_conv = not is_plain and not cpu.has_integer_matmul()
+    product = _unpacked(weight, scale, qmax, state_scale)._replace(is_plain=is_plain, is_conv=is_conv)
     if is_plain:
-        packed = weight.contiguous().t()
-        shift = shift if state_scale is None else -scale * sums
-    elif is_conv:
-        packed = packed_taps(weight, scale)
-    else:
-        packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
-    return Product(packed, scale, sums, -scale * sums, shift, qmax, state_scale or 0.0, TINY, is_plain, is_conv)
+        shift = product.shift if state_scale is None else product.bias
+        return product._replace(weight=product.weight.t(), shift=shift)
+    if is_conv:
+        return product._replace(weight=packed_taps(weight, product.scale))
+    return product._replace(weight=torch.ops.onednn.qlinear_prepack(product.weight, None))
+
+
+def row_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | None) -> Product:
+    """The same for a loop of our own: the weight is (O, K) with zeros behind, so that K is a `MULTIPLE`."""
+    product = _unpacked(weight, scale, qmax, state_scale)
+    return product._replace(weight=F.pad(product.weight, (0, -weight.shape[1] % MULTIPLE)))
+
+
+def _unpacked(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | None) -> Product:
+    scale = (scale / qmax if state_scale is None else scale * state_scale).contiguous()
+    zeros = weight.sum(1, dtype=torch.int32).mul_(qmax + 1)
+    shift, step = torch.zeros_like(scale), state_scale or 0.0
+    return Product(weight.contiguous(), scale, zeros, -scale * zeros, shift, qmax, step, TINY, False, False)

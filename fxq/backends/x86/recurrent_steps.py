@@ -130,20 +130,29 @@ def keep(state: State, h: Tensor) -> float:
     return size
 
 
+def linear_product(integers: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor, bias: Tensor) -> Tensor:
+    """oneDNN's linear layer of uint8 (N, K): the scaled product and the bias, float32 (N, O)."""
+    y: Tensor = torch.ops.onednn.qlinear_pointwise(
+        integers, 1.0, 0, weight, scale, zeros, bias, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return y
+
+
+def conv_product(image: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor, bias: Tensor) -> Tensor:
+    """The same by oneDNN's convolution, of an image of one column, (1, K, N, 1), channels-last."""
+    y: Tensor = torch.ops.onednn.qconv2d_pointwise(
+        image, 1.0, 0, weight, scale, zeros, bias, [1, 1], [0, 0], [1, 1], 1, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return y.permute(0, 2, 3, 1).view(image.shape[2], -1)
+
+
 def multiply(state: State, size: float, bias: Tensor, out: Tensor) -> None:
     """Write the product and what is added to it, (N, O) or (O,), to `out`, (N, O); `size` is what `keep` returned."""
     if not state.is_plain:
         if state.is_conv:
-            image = torch.ops.onednn.qconv2d_pointwise(
-                state.image, 1.0, 0, state.weight, state.scale, state.no_zeros, state.bias, [1, 1], [0, 0], [1, 1], 1,
-                1.0, 0, torch.float32, "none", [], "",
-            )  # fmt: skip
-            y = image.permute(0, 2, 3, 1).view(out.shape)
+            y = conv_product(state.image, state.weight, state.scale, state.no_zeros, state.bias).view(out.shape)
         else:
-            y = torch.ops.onednn.qlinear_pointwise(
-                state.integers, 1.0, 0, state.weight, state.scale, state.no_zeros, state.bias, 1.0, 0,
-                torch.float32, "none", [], "",
-            )  # fmt: skip
+            y = linear_product(state.integers, state.weight, state.scale, state.no_zeros, state.bias)
         if state.many:
             torch.addcmul(bias, y, state.ranges, out=out)
         else:

@@ -1,13 +1,13 @@
 """Put what people use through the whole pipeline: 30 torchvision, 80 timm, 13 HuggingFace architectures.
 
-    python scripts/coverage.py                        everything that is installed, about an hour
-    python scripts/coverage.py --suite torchvision    one suite
-    python scripts/coverage.py --only 'timm/res*'     models by name or glob
-    python scripts/coverage.py --static               the static preset alone, in half of the time
-    python scripts/coverage.py --backend openvino     through an engine, or onnxruntime
-    python scripts/coverage.py --backend reference    SQNR of the static preset in exact arithmetic, and nothing else
-    python scripts/coverage.py --onnx                 which can be written as ONNX files, and what the others lack
-    python scripts/coverage.py --json coverage.json   the results as data too
+    python scripts/run_coverage.py                        everything that is installed, about an hour
+    python scripts/run_coverage.py --suite torchvision    one suite
+    python scripts/run_coverage.py --only 'timm/res*'     models by name or glob
+    python scripts/run_coverage.py --static               the static preset alone, in half of the time
+    python scripts/run_coverage.py --backend openvino     through an engine, or onnxruntime
+    python scripts/run_coverage.py --backend reference    SQNR of the static preset in exact arithmetic, and nothing else
+    python scripts/run_coverage.py --onnx                 which can be written as ONNX files, and what the others lack
+    python scripts/run_coverage.py --json coverage.json   the results as data too
 
 Random weights, so that nothing is downloaded; batch-norm statistics and layer scales as in a trained network. Each
 model runs in a process of its own: one that crashes or takes too long is a row like any other. It needs, beside fxq:

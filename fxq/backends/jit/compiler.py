@@ -1,0 +1,77 @@
+"""Functions of addresses and numbers, compiled to machine code by Numba."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+log = logging.getLogger("fxq")
+_THREADS, _SMALL = 4, 2**17
+"""With more threads than this, PyTorch's ops are as fast as one compiled loop on one thread; on fewer elements not."""
+_TYPES = {"f": ("float32", ctypes.c_float), "i": ("int64", ctypes.c_int64)}
+_OPTIONS: Mapping[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
+"""As in C: nothing is asked before a division, and a product and a sum may be rounded at once."""
+_TARGETS = {"f*": "float32", "u8*": "uint8", "i8*": "int8", "i16*": "int16", "i32*": "int32"}
+
+
+@cache
+def loops(name: str) -> ModuleType | None:
+    """A module of this folder whose functions are compiled; None where Numba is missing or does not work."""
+    try:
+        return import_module(f"fxq.backends.jit.{name}")
+    except Exception as error:  # Numba fails in many ways, and it is only slower
+        log.info("Numba compiles nothing: %s", error)
+        return None
+
+
+def loops_for(name: str, elements: int) -> ModuleType | None:
+    """As `loops`, where one thread is quick enough with so many elements."""
+    return loops(name) if elements <= _SMALL or torch.get_num_threads() <= _THREADS else None
+
+
+def helper(function: Callable[..., object]) -> Callable[..., object]:
+    """What functions that are `compiled` may call, as a decorator. Raises `ImportError`: Numba is not installed."""
+    import numba
+
+    made: Callable[..., object] = numba.njit(**_OPTIONS)(function)
+    return made
+
+
+def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Compile a function, as a decorator. It is called with addresses (`Tensor.data_ptr()`) and numbers.
+
+    Compiled once and kept on disk. Nothing is checked: not the memory behind an address, nor division by zero. A call
+    lets other threads of Python run.
+
+    Args:
+        types: those of the arguments: "f*" is an address of float32, "u8*", "i8*", "i16*" and "i32*" of integers; "f"
+            is a float, "i" an integer.
+
+    Raises:
+        ImportError: Numba is not installed.
+    """
+    import numba
+
+    names = types.split()
+    given = [numba.types.CPointer(getattr(numba.types, _TARGETS[n])) if n in _TARGETS else n for n in names]
+    given = [getattr(numba.types, _TYPES[t][0]) if isinstance(t, str) else t for t in given]
+    taken = [ctypes.c_void_p if n in _TARGETS else _TYPES[n][1] for n in names]
+
+    def compile_(function: Callable[..., None]) -> Callable[..., None]:
+        signature = numba.types.void(*given)
+        try:
+            made = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
+        except RuntimeError:  # there is no folder that it may write to
+            made = numba.cfunc(signature, **_OPTIONS)(function)
+        call = ctypes.CFUNCTYPE(None, *taken)(made.address)
+        call.keeps = made  # type: ignore[attr-defined]  # the code goes with it
+        return call
+
+    return compile_
