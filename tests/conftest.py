@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fxq
+from fxq.backends.jit import compiler
 from fxq.common import timed_calls
 from fxq.cost import cache as costs
 from tests.browser import chromium
@@ -148,3 +149,12 @@ def resnet50(networks, tmp_path_factory):
 def _reported(model, recipe, batch, folder):
     qmodel = fxq.quantize(model, recipe, data=[batch])
     return qmodel, qmodel.report(folder / "report.html")
+
+
+@pytest.fixture(params=["compiled", "ops"])
+def loops(request, monkeypatch):
+    """Once with the loops that Numba compiles, and once without Numba."""
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(compiler, "loops", lambda name: None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxq.backends.kernel import Post
@@ -54,7 +54,8 @@ def check(kernel, spec, inputs, scale, function):
     return found[0], q
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("loops")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_linear_layers(data):
     rows, inside, out = (data.draw(st.integers(1, 40)) for _ in range(3))
@@ -90,6 +91,7 @@ def test_transposed_convolutions_of_signals(batch):
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("loops")
 def test_no_input():
     spec, _, _ = layer(4, 6)
     assert MeasuredLayer.of(OnednnLinear, spec)(activations(0, 6), torch.ones(0, 1)).shape == (0, 4)
@@ -107,6 +109,7 @@ def test_the_edges_of_an_image_are_padded_with_the_zero_point():
         torch.testing.assert_close(made(q, scale, zero_point).double(), wanted, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.usefixtures("loops")
 def test_copies_and_edits():
     spec, w, b = layer(4, 6)
     scale = torch.rand(5, 1)

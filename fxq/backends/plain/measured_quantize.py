@@ -44,7 +44,7 @@ class MeasuredQuantize(Kernel):
         x = x if x.dtype == torch.float32 else as_float32(x)
         loops = loops_for("row_loops", x.numel())
         if loops is not None and x.numel():
-            return self._in_one_loop(dense(x), loops)
+            return self._in_one_loop(x, loops)
         low, high = measured_range(x, self.axis)
         scale = measured_scale(low, high, self._steps, self.symmetric)
         if self.symmetric:
@@ -54,8 +54,9 @@ class MeasuredQuantize(Kernel):
         return scale, zero_point, _rounded(x, scale, zero_point + _MAGIC, last)
 
     def _in_one_loop(self, x: Tensor, loops: ModuleType) -> tuple[Tensor, ...]:
-        """As `forward`, of what has no gaps in memory: then the values of a row lie together, in any order."""
+        """As `forward`. The values of a row have to lie together, in any order: that of a sample is free."""
         whole = self.axis is None
+        x = dense(x) if whole or self.axis == 1 - x.dim() else x.contiguous()
         scale = x.new_empty(() if whole else (*x.shape[: self.axis], *[1] * -(self.axis or 0)))
         zero_point, integers = torch.empty_like(scale), torch.empty_like(x, dtype=torch.uint8)
         kind = loops.SYMMETRIC if self.symmetric else loops.NEAREST if whole else loops.ROW
@@ -64,6 +65,7 @@ class MeasuredQuantize(Kernel):
             *(tensor.data_ptr() for tensor in (x, scale, zero_point, integers)),
             *(rows, x.numel() // rows, kind, self._steps, self.qmin, self.qmax),
         )
+        integers = dense(integers)
         return (scale, integers) if self.symmetric else (scale, zero_point, integers)
 
 

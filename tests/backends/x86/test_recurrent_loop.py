@@ -85,6 +85,7 @@ SIZE = st.sampled_from([1, 2, 3, 7, 16, 17, 33])
 FLAG = st.booleans()
 
 
+@pytest.mark.usefixtures("loops")
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     op=st.sampled_from(sorted(GATES)),
@@ -133,6 +134,7 @@ def test_float64(op, sizes, flags, state, width, nonlinearity, seed):
             agree(other(*given_), wanted, OUT)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("op", GATES)
 def test_copies_and_threads(op):
     made, _ = kernel(op, 5, 6)
@@ -150,6 +152,7 @@ def test_copies_and_threads(op):
     assert all(torch.equal(y, wanted) for y in found)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("matmul", [True, False])
 @pytest.mark.parametrize("op", GATES)
 def test_neither_the_default_device_nor_the_default_type_counts(op, matmul, monkeypatch):
@@ -168,6 +171,7 @@ def test_neither_the_default_device_nor_the_default_type_counts(op, matmul, monk
     assert y.dtype == torch.float32 and torch.equal(y, wanted)
 
 
+@pytest.mark.usefixtures("loops")
 def test_an_edited_weight_counts():
     made, _ = kernel("gru", 5, 6)
     x = activations(7, 2, 5)

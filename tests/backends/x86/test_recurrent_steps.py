@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from fxq.backends.jit import compiler
 from fxq.backends.x86 import recurrent_loop, recurrent_steps
 from fxq.backends.x86.recurrent_loop import GATES
 from tests.backends.x86.test_recurrent_loop import STATE, kernel
@@ -19,7 +20,8 @@ LOOPS = (recurrent_steps.lstm, recurrent_steps.gru, recurrent_steps.rnn)
 
 
 @pytest.fixture(autouse=True)
-def _anew():
+def _anew(monkeypatch):
+    monkeypatch.setattr(compiler, "loops", lambda name: None)
     recurrent_steps.compiled.cache_clear()
     yield
     recurrent_steps.compiled.cache_clear()

@@ -1,0 +1,47 @@
+"""Compiled steps beside those that PyTorch's ops do; against float64 they are tested in test_recurrent_loop.py."""
+
+import pytest
+import torch
+
+from fxq.backends import cpu
+from fxq.backends.jit import compiler
+from fxq.backends.x86 import recurrent_loop
+from fxq.backends.x86.recurrent_loop import GATES
+from tests.backends.x86.test_recurrent_loop import STATE, kernel
+from tests.kernels import activations
+from tests.machine import needs_x86
+
+pytestmark = needs_x86
+pytest.importorskip("numba")
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["int_mm", "rows"])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("scale", [None, 0.5 / STATE])
+@pytest.mark.parametrize("op", GATES)
+def test_as_by_pytorchs_ops(op, scale, samples, quick, monkeypatch):
+    monkeypatch.setattr(cpu, "has_int_mm", lambda: quick)
+    made, _ = kernel(op, 5, 40, state_scale=scale, reverse=samples == 3)
+    x = activations(7, samples, 5)
+    found = made(x)
+    monkeypatch.setattr(compiler, "loops", lambda name: None)
+    torch.testing.assert_close(type(made).from_config(made.config(), dict(made.named_buffers()))(x), found, rtol=0, atol=1e-5)
+
+
+def test_they_run(monkeypatch):
+    """Every op but an lstm with a projection."""
+    ran = []
+    run = recurrent_loop.run_steps
+    monkeypatch.setattr(recurrent_loop, "run_steps", lambda *args: (ran.append(args[1]), run(*args)))
+    for op in GATES:
+        kernel(op, 5, 16)[0](activations(7, 2, 5))
+    kernel("lstm", 5, 16, 8)[0](activations(7, 2, 5))
+    assert ran == list(GATES)
+
+
+def test_a_state_that_is_not_a_number(monkeypatch):
+    made, _ = kernel("gru", 5, 16, given=("h",))
+    h = torch.zeros(2, 16)
+    h[0, 3] = torch.nan
+    y = made(activations(7, 2, 5), h)
+    assert bool(y[-1, 0].isnan().any()) and bool(y[:, 1].isfinite().all())
