@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ POSTS = {
     "leaky_relu": (Post("leaky_relu", (0.1,)), lambda y: F.leaky_relu(y, 0.1)),
     "tanh": (Post("tanh"), torch.tanh),
     "gelu": (Post("gelu", algorithm="none"), F.gelu),
+    "gelu_tanh": (Post("gelu", algorithm="tanh"), partial(F.gelu, approximate="tanh")),
 }
 X = QParams.per_tensor(0.0217, 101, 0, QMAX)
 """A grid of what enters a convolution or a linear layer, see `activations`."""

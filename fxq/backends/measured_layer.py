@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.by_name import kernel_named
-from fxq.backends.jit.compiler import loops_for
 from fxq.backends.kernel import Kernel, Post, bounds, decode, refuse
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.backends.layer_spec import LayerSpec
+from fxq.backends.row_product import RowProduct
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 class MeasuredLayer(Kernel):
-    """A layer on integers in steps of 1, as another kernel runs it; its result is scaled, biased and clamped behind.
+    """A layer on integers in steps of 1, as another kernel runs it; its result is scaled, biased and activated behind.
 
     So the scale is an input: one number, or one for each row. The zero point is known before; or it is an input, too:
     then the other kernel takes it for 0, and what that adds to the result is the zero point times the layer of ones.
@@ -29,7 +30,7 @@ class MeasuredLayer(Kernel):
     Args:
         kernel: the name of the kernel that runs the layer, without bias and activation function.
         settings: that kernel's `config()`.
-        post: None or a clamp.
+        post: None, a clamp or gelu.
         weight, weight_scale: that kernel's.
         bias: float32, (C_out,), or None.
     """
@@ -84,15 +85,15 @@ class MeasuredLayer(Kernel):
 
     def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: the layer's kernel is bound to its integers."""
-        layer, bias, clamp = self._kept("", self._made)
+        layer, bias, post = self._kept("", self._made)
         in_one_loop = self._in_one_loop(x, scale, zero_point)
         if in_one_loop is not None:
             return in_one_loop
         run = layer.bind(x)
         if zero_point is None:
-            return lambda x, scale: _scaled(run(x), scale, bias, clamp)
+            return lambda x, scale: _scaled(run(x), scale, bias, post)
         ones = self._ones(layer, x)
-        return lambda x, scale, zero_point: _scaled(_shifted(run(x), zero_point, ones), scale, bias, clamp)
+        return lambda x, scale, zero_point: _scaled(_shifted(run(x), zero_point, ones), scale, bias, post)
 
     def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
         """uint8 as the layer takes it, its scale (float32) and zero point (float32, whole) -> float32.
@@ -102,51 +103,19 @@ class MeasuredLayer(Kernel):
         in_one_loop = self._in_one_loop(x, scale, zero_point)
         if in_one_loop is not None:
             return in_one_loop(x, scale) if zero_point is None else in_one_loop(x, scale, zero_point)
-        layer, bias, clamp = self._kept("", self._made)
+        layer, bias, post = self._kept("", self._made)
         y = layer(x)
         if zero_point is not None:
             y = _shifted(y, zero_point, self._ones(layer, x))
-        return _scaled(y, scale, bias, clamp)
+        return _scaled(y, scale, bias, post)
 
     def _in_one_loop(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Callable[..., Tensor] | None:
-        """As `forward`: a product of the integers of rows, and one compiled loop over its sums; None where it may not.
-
-        It may where the layer is such a product, and there is one grid for all or one for each row.
-        """
-        weight = self._kept("product", lambda: self._layer().integer_product())
-        if weight is None or x.numel() == 0 or x.shape[-1] != len(weight):
+        """As `forward`, of rows, with one loop over what the layer gives; None where there is none."""
+        layer, _, _ = self._kept("", self._made)
+        if layer.axes:
             return None
-        depth, columns = weight.shape
-        rows = x.numel() // depth
-        grids = [scale] if zero_point is None else [scale, zero_point]
-        each = (*x.shape[:-1], 1)
-        loops = loops_for("row_loops", rows * columns)
-        if loops is None or not all((g.numel() == 1 or g.shape == each) and g.is_contiguous() for g in grids):
-            return None
-        ones, weight_scale, bias, known, least, most = self._kept("loop", lambda: self._for_loop(weight))
-        scale_rows, shape = loops.scale_rows, (*x.shape[:-1], columns)
-        read = ones, weight_scale, bias
-        addresses, numbers = tuple(tensor.data_ptr() for tensor in read), (rows, columns, least, most)
-        scales, zeros = int(scale.numel() > 1), int(zero_point is not None and zero_point.numel() > 1)
-
-        def run(x: Tensor, scale: Tensor, zero_point: Tensor = known) -> Tensor:
-            sums = torch._int_mm(x.reshape(rows, depth), weight)
-            y = torch.empty(shape, dtype=torch.float32, device="cpu")
-            grid = scale.data_ptr(), scales, zero_point.data_ptr(), zeros
-            scale_rows(sums.data_ptr(), *grid, *addresses, y.data_ptr(), *numbers)
-            return y
-
-        run.reads = read  # type: ignore[attr-defined]  # the addresses are theirs
-        return run
-
-    def _for_loop(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
-        """What the loop reads besides: a row of ones' sums, scale, bias and the zero point that is known; the clamp."""
-        layer, bias, clamp = self._kept("", self._made)
-        columns = weight.shape[1]
-        scale = self.weight_scale.expand(columns).contiguous()
-        bias = scale.new_zeros(columns) if bias is None else bias
-        known = scale.new_tensor(float(layer.x.z))
-        return weight.sum(0, dtype=torch.int32), scale, bias, known, *(clamp or (-math.inf, math.inf))
+        product: RowProduct = self._kept("rows", lambda: RowProduct(layer, self.bias, self.post))
+        return product.bound(x, scale, zero_point)
 
     def _ones(self, layer: LayerKernel, x: Tensor) -> Tensor:
         """What the layer makes of one sample of ones; where every pixel has the same of a channel, (C, 1, ...)."""
@@ -160,13 +129,17 @@ class MeasuredLayer(Kernel):
         ones: Tensor = self._kept_for(("ones", shape), make)
         return ones
 
-    def _made(self) -> tuple[LayerKernel, Tensor | None, tuple[float, float] | None]:
-        """The layer, the bias shaped as its result, and the clamp."""
+    def _made(self) -> tuple[LayerKernel, Tensor | None, Callable[[Tensor], Tensor] | None]:
+        """The layer, the bias shaped as its result, and the activation function, which may write to its argument."""
         layer = self._layer()
         bias = self.bias if self.bias is None else self.bias.reshape(-1, *[1] * layer.axes)
-        clamp = bounds(self.post) if self.post is not None else None
-        refuse(self.name, f"{self.post} is no clamp" if self.post is not None and clamp is None else None)
-        return layer, bias, clamp
+        if self.post is None:
+            return layer, bias, None
+        clamp = bounds(self.post)
+        if clamp is not None:
+            return layer, bias, lambda y: y.clamp_(*clamp)
+        refuse(self.name, None if self.post.name == "gelu" else f"{self.post} is no clamp and no gelu")
+        return layer, bias, partial(F.gelu, approximate=self.post.algorithm)
 
 
 def _shifted(y: Tensor, zero_point: Tensor, ones: Tensor) -> Tensor:
@@ -174,10 +147,10 @@ def _shifted(y: Tensor, zero_point: Tensor, ones: Tensor) -> Tensor:
     return y.addcmul_(zero_point, ones, value=-1)
 
 
-def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, clamp: tuple[float, float] | None) -> Tensor:
-    """clamp(y * scale + bias), in the memory of `y`."""
+def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, post: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """post(y * scale + bias), where it can in the memory of `y`."""
     y = y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
-    return y if clamp is None else y.clamp_(*clamp)
+    return y if post is None else post(y)
 
 
 def _bare(spec: LayerSpec) -> LayerSpec:

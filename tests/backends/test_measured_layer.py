@@ -59,7 +59,7 @@ def check(kernel, spec, inputs, scale, function):
 @given(st.data())
 def test_linear_layers(data):
     rows, inside, out = (data.draw(st.integers(1, 40)) for _ in range(3))
-    post = data.draw(st.sampled_from([None, "relu", "relu6", "hardtanh"]))
+    post = data.draw(st.sampled_from([None, "relu", "relu6", "hardtanh", "gelu", "gelu_tanh"]))
     of, function = POSTS[post] if post else (None, lambda y: y)
     spec, w, b = layer(out, inside, bias=data.draw(st.booleans()), post=of)
     per_row = data.draw(st.booleans())
@@ -128,8 +128,8 @@ def test_refusals():
     adds = LayerSpec(spec.weight, spec.weight_qparams, None, STEPS, None, residual=STEPS)
     assert MeasuredLayer.refuses(OnednnLinear, adds) == "it adds a residual to a result whose scale is measured"
     assert "convolution" in MeasuredLayer.refuses(OnednnConv, spec)
-    with pytest.raises(BackendError, match="gelu"):
-        MeasuredLayer.of(OnednnLinear, layer(4, 6, post=POSTS["gelu"][0])[0])(activations(1, 6), torch.ones(1, 1))
+    with pytest.raises(BackendError, match="silu"):
+        MeasuredLayer.of(OnednnLinear, layer(4, 6, post=POSTS["silu"][0])[0])(activations(1, 6), torch.ones(1, 1))
     assert not PackedLinear.emits_float or MeasuredLayer.refuses(PackedLinear, spec) is None
 
 

@@ -15,10 +15,10 @@ import torch
 log = logging.getLogger("fxq")
 _THREADS, _SMALL = 4, 2**17
 """With more threads than this, PyTorch's ops are as fast as one compiled loop on one thread; on fewer elements not."""
-_TYPES = {"f": ("float32", ctypes.c_float), "i": ("int64", ctypes.c_int64)}
 _OPTIONS: Mapping[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
 """As in C: nothing is asked before a division, and a product and a sum may be rounded at once."""
-_TARGETS = {"f*": "float32", "u8*": "uint8", "i8*": "int8", "i16*": "int16", "i32*": "int32"}
+_NUMBERS: Mapping[str, tuple[str, Any]] = {"f": ("float32", ctypes.c_float), "i": ("int64", ctypes.c_int64)}
+_MEMORY = {"f*": "float32", "u8*": "uint8", "i8*": "int8", "i16*": "int16", "i32*": "int32"}
 
 
 @cache
@@ -59,10 +59,11 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     """
     import numba
 
-    names = types.split()
-    given = [numba.types.CPointer(getattr(numba.types, _TARGETS[n])) if n in _TARGETS else n for n in names]
-    given = [getattr(numba.types, _TYPES[t][0]) if isinstance(t, str) else t for t in given]
-    taken = [ctypes.c_void_p if n in _TARGETS else _TYPES[n][1] for n in names]
+    of, names = numba.types, types.split()
+    given = [
+        of.CPointer(getattr(of, _MEMORY[name])) if name in _MEMORY else getattr(of, _NUMBERS[name][0]) for name in names
+    ]
+    taken: list[Any] = [ctypes.c_void_p if name in _MEMORY else _NUMBERS[name][1] for name in names]
 
     def compile_(function: Callable[..., None]) -> Callable[..., None]:
         signature = numba.types.void(*given)
@@ -70,7 +71,8 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
             made = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
         except RuntimeError:  # there is no folder that it may write to
             made = numba.cfunc(signature, **_OPTIONS)(function)
-        call = ctypes.CFUNCTYPE(None, *taken)(made.address)
+        address: Any = made.address
+        call: Callable[..., None] = ctypes.CFUNCTYPE(None, *taken)(address)
         call.keeps = made  # type: ignore[attr-defined]  # the code goes with it
         return call
 

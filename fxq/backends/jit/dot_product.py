@@ -21,7 +21,10 @@ LANES = 16
 
 @intrinsic
 def dot(_typing: Any, _left: Any, _right: Any, _count: Any) -> Any:
-    """dot(left, right, count): the sum of products, int32, of `count` int16 and int8, a multiple of `MULTIPLE`, by their addresses."""
+    """The sum of the products of int16 and int8, int32, by the addresses of both and their count.
+
+    The count is a multiple of `MULTIPLE`.
+    """
     return types.int32(types.int64, types.int64, types.int64), _code
 
 

@@ -7,17 +7,18 @@ lies beyond infinity: with integers, smallest and largest are found many at a ti
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
+from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
-from fxq.backends.jit.compiler import compiled
+from fxq.backends.jit.compiler import compiled, helper
 from fxq.quant.measured import SMALLEST
 
+_f = np.float32
 SYMMETRIC, ROW, NEAREST = 0, 1, 2
 """How a grid is measured: around zero; with a zero point that is rounded up; with the nearest one. See `measured.py`"""
 
 
 @compiled("f* f* f* u8* i i i f i i")
-def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qmax):  # type: ignore[no-untyped-def]
+def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qmax):
     """Measure the grid of each row, and round to it.
 
     Args:
@@ -44,50 +45,78 @@ def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qm
         ends[0], ends[1] = low ^ ((low >> np.int32(31)) & turned), high
         least, most = ends.view(np.float32)
         if most != most or least != least:
-            step = np.float32(np.nan)
+            step = _f(np.nan)
         elif kind == SYMMETRIC:
             step = max(most, -least) / steps
         else:
-            step = most / steps - least * (np.float32(1) / steps)  # most - least may be too large for float32
-        if step < np.float32(SMALLEST):
-            step = np.float32(SMALLEST)
+            step = most / steps - least * (_f(1) / steps)  # most - least may be too large for float32
+        if step < _f(SMALLEST):
+            step = _f(SMALLEST)
         if kind == SYMMETRIC:
-            middle = np.float32((qmin + qmax + 1) // 2)
+            middle = _f((qmin + qmax + 1) // 2)
         elif kind == ROW:
-            middle = np.float32(qmin) + np.ceil(-least / step)
+            middle = _f(qmin) + np.ceil(-least / step)
         else:
-            middle = np.float32(qmin) - np.rint(least / step)
+            middle = _f(qmin) - np.rint(least / step)
         scale[i], zero[i] = step, middle
-        factor, last = np.float32(1) / step, np.int32(qmax)
+        factor, last = _f(1) / step, np.int32(qmax)
         for j in range(columns):  # nothing is below qmin
             integers[i, j] = np.uint8(min(np.int32(np.rint(x[i, j] * factor) + middle), last))
 
 
-@compiled("i32* f* i f* i i32* f* f* f* i i f f")
-def scale_rows(sums, scale, scales, zero, zeros, ones, weight_scale, bias, out, rows, columns, least, most):  # type: ignore[no-untyped-def]
-    """Scale the integer sums of a product of rows whose grids were measured, with bias and clamp.
+@helper
+def _gelu(x):
+    """x * (1 + erf(x / sqrt(2))) / 2, with an erf that is a ratio of polynomials: 1 within rounding from 3.83 on."""
+    a = x * _f(0.7071067811865476)
+    a = _f(3.8325069) if a > _f(3.8325069) else a
+    a = _f(-3.8325069) if a < _f(-3.8325069) else a
+    b = a * a
+    over = _f(2.2905065861350646e-4) * b + _f(3.4082910107109506e-3)
+    over = (over * b + _f(5.0955695062380861e-2)) * b + _f(1.8520832239976145e-1)
+    over = over * b + _f(1.128379143519084)
+    under = _f(-1.1791602954361697e-7) * b + _f(2.3547966471313185e-5)
+    under = (under * b + _f(1.0179625278914885e-3)) * b + _f(1.4070470171167667e-2)
+    under = ((under * b + _f(1.1098505178285362e-1)) * b + _f(4.9746925110067538e-1)) * b + _f(1)
+    return _f(0.5) * x * (_f(1) + a * over / under)
+
+
+def _scale(
+    sums, scale, scales, zero, zeros, ones, weight_scale, bias, biases, out, rows, columns, least, most, is_gelu
+):
+    """Scale the product of rows whose grids were measured, with bias and activation function.
 
     Args:
-        sums: int32 (rows, columns): the product of the integers.
+        sums: int32 or float32 (rows, columns): the product of the integers.
         scale: that of each row, float32 (rows,), or one for all.
         scales: 1, or 0 where it is one.
         zero: the zero point of each row, float32 (rows,), or one for all.
         zeros: 1, or 0 where it is one.
-        ones: what a row of ones gives, int32 (columns,).
+        ones: what a row of ones gives, (columns,), of the type of `sums`.
         weight_scale: float32 (columns,).
-        bias: float32 (columns,).
+        bias: float32 (rows, columns), or (columns,).
+        biases: 1, or 0 where it is one for all rows.
         out: float32 (rows, columns), written.
         rows: how many rows there are.
         columns: how many outputs each has.
         least: no result is below it.
         most: no result is above it.
+        is_gelu: 1: gelu is applied to the result instead.
     """
     sums, out = carray(sums, (rows, columns)), carray(out, (rows, columns))
     scale, zero, ones = carray(scale, rows), carray(zero, rows), carray(ones, columns)
-    weight_scale, bias = carray(weight_scale, columns), carray(bias, columns)
+    weight_scale, bias = carray(weight_scale, columns), carray(bias, (rows, columns))
     for i in range(rows):
-        step, middle = scale[i * scales], np.int32(zero[i * zeros])
-        for j in range(columns):
-            y = np.float32(sums[i, j] - middle * ones[j]) * (step * weight_scale[j]) + bias[j]
-            y = least if y < least else y  # NaN is neither
-            out[i, j] = most if y > most else y
+        added = bias[i * biases]
+        step, middle = scale[i * scales], sums.dtype.type(zero[i * zeros])
+        if is_gelu:
+            for j in range(columns):
+                out[i, j] = _gelu(_f(sums[i, j] - middle * ones[j]) * (step * weight_scale[j]) + added[j])
+        else:
+            for j in range(columns):
+                y = _f(sums[i, j] - middle * ones[j]) * (step * weight_scale[j]) + added[j]
+                y = least if y < least else y  # NaN is neither
+                out[i, j] = most if y > most else y
+
+
+scale_sums = compiled("i32* f* i f* i i32* f* f* i f* i i f f i")(_scale)
+scale_products = compiled("f* f* i f* i f* f* f* i f* i i f f i")(_scale)

@@ -1,4 +1,4 @@
-"""What a step of a recurrent layer does behind its integer product, for all samples: one loop for all of it.
+"""What a step of a recurrent layer does with its gates, for all samples.
 
 Exponentials are powers of two: the whole part of the power goes into the exponent of the float, a polynomial gives the
 rest.
@@ -7,10 +7,12 @@ rest.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
+from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.jit.compiler import compiled, helper
 from fxq.backends.jit.dot_product import dot
+from fxq.backends.jit.row_loops import scale_products as scale_products
+from fxq.backends.jit.row_loops import scale_sums as scale_sums
 
 _f, _i = np.float32, np.int32
 _LOG2E = _f(1.4426950408889634)
@@ -19,7 +21,7 @@ _MOST = _f(120)
 
 
 @helper
-def _sigmoid(x):  # type: ignore[no-untyped-def]
+def _sigmoid(x):
     power = -x * _LOG2E
     power = -_MOST if power < -_MOST else power
     power = _MOST if power > _MOST else power
@@ -37,23 +39,12 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _tanh(x):  # type: ignore[no-untyped-def]
+def _tanh(x):
     return _f(2) * _sigmoid(_f(2) * x) - _f(1)
 
 
 @helper
-def _read(product, sums, is_plain, zeros, scale, size, bias, gate):  # type: ignore[no-untyped-def]
-    """What one sample's product and the input give to its gates; `sums` where it is not scaled yet."""
-    if is_plain:
-        for j in range(len(gate)):
-            gate[j] = _f(sums[j] - zeros[j]) * (scale[j] * size) + bias[j]
-    else:
-        for j in range(len(gate)):
-            gate[j] = product[j] * size + bias[j]
-
-
-@helper
-def _keep(h, integers, qmax, step, least):  # type: ignore[no-untyped-def]
+def _keep(h, integers, qmax, step, least):
     """Round a sample's state, as `recurrent_steps.keep` does; what its integers are to be multiplied with."""
     size = _f(1)
     factor = _f(1) / step
@@ -73,7 +64,7 @@ def _keep(h, integers, qmax, step, least):  # type: ignore[no-untyped-def]
 
 
 @compiled("f* u8* f* i i f f f")
-def keep(h, integers, sizes, samples, width, qmax, step, least):  # type: ignore[no-untyped-def]
+def keep(h, integers, sizes, samples, width, qmax, step, least):
     """Round a state, float32 (samples, width), to uint8, and write what each sample's is multiplied with."""
     h, integers, sizes = carray(h, (samples, width)), carray(integers, (samples, width)), carray(sizes, samples)
     for n in range(samples):
@@ -81,7 +72,7 @@ def keep(h, integers, sizes, samples, width, qmax, step, least):  # type: ignore
 
 
 @compiled("u8* i i16* i i32* i i")
-def multiply(integers, width, wide, weight, sums, count, columns):  # type: ignore[no-untyped-def]
+def multiply(integers, width, wide, weight, sums, count, columns):
     """The product of one sample's state with a weight.
 
     Args:
@@ -101,81 +92,83 @@ def multiply(integers, width, wide, weight, sums, count, columns):  # type: igno
         sums[j] = dot(address, weight + j * columns, columns)
 
 
-@compiled("f* i32* i i32* f* f* f* f* f* u8* f* i i f f f")
-def lstm(  # type: ignore[no-untyped-def]
-    product, sums, is_plain, zeros, scale, bias, gates, cell, h, integers, sizes, samples, hidden, qmax, step, least
-):
-    """One step of an lstm behind its product; for gates and their order see `recurrent_steps.lstm`.
+@compiled("f* f* f* u8* f* i i f f f")
+def lstm(gates, cell, h, integers, sizes, samples, hidden, qmax, step, least):
+    """One step of an lstm, and its state rounded.
 
     Args:
-        product: float32 (samples, 4 * hidden), the product with the state, scaled but for `sizes`.
-        sums: int32 of that shape: the same, not scaled.
-        is_plain: 1 where `sums` is read, else `product` is.
-        zeros: int32 (4 * hidden,), taken off `sums`.
-        scale: float32 (4 * hidden,), that of `sums`.
-        bias: float32 (samples, 4 * hidden), what is added.
-        gates: float32 (4 * hidden,), written over.
+        gates: float32 (samples, 4 * hidden), in the order of `recurrent_steps.lstm`.
         cell: float32 (samples, hidden), written over.
         h: float32 (samples, hidden), written.
         integers: uint8 (samples, hidden), written: `h` rounded.
-        sizes: float32 (samples,), read and then written: what a sample's integers are multiplied with.
+        sizes: float32 (samples,), written: what a sample's integers are multiplied with.
         samples: how many there are.
         hidden: how many values each state has.
         qmax: the integers on either side of zero.
         step: the scale of the state; 0: it is measured for each sample.
         least: the least range that is measured.
     """
-    count = 4 * hidden
-    product, sums, bias = carray(product, (samples, count)), carray(sums, (samples, count)), carray(bias, (samples, count))
-    zeros, scale, gates, sizes = carray(zeros, count), carray(scale, count), carray(gates, count), carray(sizes, samples)
-    cell, h, integers = carray(cell, (samples, hidden)), carray(h, (samples, hidden)), carray(integers, (samples, hidden))
+    shape = (samples, hidden)
+    gates, cell, sizes = carray(gates, (samples, 4 * hidden)), carray(cell, shape), carray(sizes, samples)
+    h, integers = carray(h, shape), carray(integers, shape)
     for n in range(samples):
-        _read(product[n], sums[n], is_plain, zeros, scale, sizes[n], bias[n], gates)
-        i, f, o, g = gates[:hidden], gates[hidden : 2 * hidden], gates[2 * hidden : 3 * hidden], gates[3 * hidden :]
-        c, y = cell[n], h[n]
+        gate, c, y = gates[n], cell[n], h[n]
+        i, f, o, g = gate[:hidden], gate[hidden : 2 * hidden], gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
         for j in range(hidden):
             c[j] = _sigmoid(f[j]) * c[j] + _sigmoid(i[j]) * (_f(1) - _f(2) * _sigmoid(g[j]))
             y[j] = _sigmoid(o[j]) * _tanh(c[j])
         sizes[n] = _keep(y, integers[n], qmax, step, least)
 
 
-@compiled("f* i32* i i32* f* f* f* f* f* f* u8* f* i i f f f")
-def gru(  # type: ignore[no-untyped-def]
-    product, sums, is_plain, zeros, scale, bias, gates, new, last, h, integers, sizes, samples, hidden, qmax, step, least
-):
-    """One step of a gru behind its product. What is not said here is as in `lstm`, with 3 gates.
+@compiled("f* f* f* f* u8* f* i i f f f")
+def gru(gates, new, last, h, integers, sizes, samples, hidden, qmax, step, least):
+    """One step of a gru, and its state rounded.
 
     Args:
+        gates: float32 (samples, 3 * hidden), what the state gives to the new gate the last of them.
         new: float32 (samples, hidden), what the input gives to the new gate.
         last: float32 (samples, hidden), the state before.
+        h: as in `lstm`, and so is what follows.
+        integers: as there.
+        sizes: as there.
+        samples: as there.
+        hidden: as there.
+        qmax: as there.
+        step: as there.
+        least: as there.
     """
-    count = 3 * hidden
-    product, sums, bias = carray(product, (samples, count)), carray(sums, (samples, count)), carray(bias, (samples, count))
-    zeros, scale, gates, sizes = carray(zeros, count), carray(scale, count), carray(gates, count), carray(sizes, samples)
-    new, last = carray(new, (samples, hidden)), carray(last, (samples, hidden))
-    h, integers = carray(h, (samples, hidden)), carray(integers, (samples, hidden))
+    shape = (samples, hidden)
+    gates, new, last = carray(gates, (samples, 3 * hidden)), carray(new, shape), carray(last, shape)
+    h, integers, sizes = carray(h, shape), carray(integers, shape), carray(sizes, samples)
     for n in range(samples):
-        _read(product[n], sums[n], is_plain, zeros, scale, sizes[n], bias[n], gates)
-        reset, update, other = gates[:hidden], gates[hidden : 2 * hidden], gates[2 * hidden :]
-        x, before, y = new[n], last[n], h[n]
+        gate, x, before, y = gates[n], new[n], last[n], h[n]
+        reset, update, other = gate[:hidden], gate[hidden : 2 * hidden], gate[2 * hidden :]
         for j in range(hidden):
             value = _tanh(x[j] + _sigmoid(reset[j]) * other[j])
             y[j] = value + _sigmoid(update[j]) * (before[j] - value)
         sizes[n] = _keep(y, integers[n], qmax, step, least)
 
 
-@compiled("f* i32* i i32* f* f* i f* u8* f* i i f f f")
-def rnn(  # type: ignore[no-untyped-def]
-    product, sums, is_plain, zeros, scale, bias, is_tanh, h, integers, sizes, samples, hidden, qmax, step, least
-):
-    """One step of an rnn behind its product: as in `lstm`, with one gate, whose nonlinearity is tanh or relu."""
+@compiled("f* i f* u8* f* i i f f f")
+def rnn(gates, is_tanh, h, integers, sizes, samples, hidden, qmax, step, least):
+    """One step of an rnn, and its state rounded.
+
+    Args:
+        gates: float32 (samples, hidden).
+        is_tanh: 1: tanh, 0: relu.
+        h: as in `lstm`, and so is what follows.
+        integers: as there.
+        sizes: as there.
+        samples: as there.
+        hidden: as there.
+        qmax: as there.
+        step: as there.
+        least: as there.
+    """
     shape = (samples, hidden)
-    product, sums, bias = carray(product, shape), carray(sums, shape), carray(bias, shape)
-    zeros, scale, sizes = carray(zeros, hidden), carray(scale, hidden), carray(sizes, samples)
-    h, integers = carray(h, shape), carray(integers, shape)
+    gates, h, integers, sizes = carray(gates, shape), carray(h, shape), carray(integers, shape), carray(sizes, samples)
     for n in range(samples):
-        y = h[n]
-        _read(product[n], sums[n], is_plain, zeros, scale, sizes[n], bias[n], y)
+        gate, y = gates[n], h[n]
         for j in range(hidden):
-            y[j] = _tanh(y[j]) if is_tanh else (_f(0) if y[j] < _f(0) else y[j])
+            y[j] = _tanh(gate[j]) if is_tanh else (_f(0) if gate[j] < _f(0) else gate[j])
         sizes[n] = _keep(y, integers[n], qmax, step, least)

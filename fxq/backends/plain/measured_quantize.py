@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import ClassVar
 
@@ -38,13 +40,17 @@ class MeasuredQuantize(Kernel):
         grid = MeasuredGrid(qmin, qmax, torch.uint8, axis, symmetric)
         self._steps, self._middle = grid.steps, torch.tensor(_MAGIC + grid.middle, device="cpu")
 
+    def bind(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """As in `Bindable`: where one loop does all of it, nothing of the shapes is left to compute."""
+        loops = loops_for("row_loops", x.numel())
+        return self.forward if loops is None or x.numel() == 0 else self._in_one_loop(x, loops)
+
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """float32, any shape -> scale, zero point, both float32; uint8 of the shape (4-d: channels-last)."""
-        x = x.detach() if x.requires_grad else x
-        x = x if x.dtype == torch.float32 else as_float32(x)
         loops = loops_for("row_loops", x.numel())
         if loops is not None and x.numel():
-            return self._in_one_loop(x, loops)
+            return self._in_one_loop(x, loops)(x)
+        x = _plain(x)
         low, high = measured_range(x, self.axis)
         scale = measured_scale(low, high, self._steps, self.symmetric)
         if self.symmetric:
@@ -53,20 +59,33 @@ class MeasuredQuantize(Kernel):
         last = _MAGIC + self.qmax if self.axis is None else None
         return scale, zero_point, _rounded(x, scale, zero_point + _MAGIC, last)
 
-    def _in_one_loop(self, x: Tensor, loops: ModuleType) -> tuple[Tensor, ...]:
-        """As `forward`. The values of a row have to lie together, in any order: that of a sample is free."""
-        whole = self.axis is None
-        x = dense(x) if whole or self.axis == 1 - x.dim() else x.contiguous()
-        scale = x.new_empty(() if whole else (*x.shape[: self.axis], *[1] * -(self.axis or 0)))
-        zero_point, integers = torch.empty_like(scale), torch.empty_like(x, dtype=torch.uint8)
-        kind = loops.SYMMETRIC if self.symmetric else loops.NEAREST if whole else loops.ROW
-        rows = scale.numel()
-        loops.quantize_rows(
-            *(tensor.data_ptr() for tensor in (x, scale, zero_point, integers)),
-            *(rows, x.numel() // rows, kind, self._steps, self.qmin, self.qmax),
-        )
-        integers = dense(integers)
-        return (scale, integers) if self.symmetric else (scale, zero_point, integers)
+    def _in_one_loop(self, x: Tensor, loops: ModuleType) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """As `forward`, for inputs like `x`."""
+        whole, symmetric, quantize_rows = self.axis is None, self.symmetric, loops.quantize_rows
+        grids = () if self.axis is None else (*x.shape[: self.axis], *[1] * -self.axis)
+        kind = loops.SYMMETRIC if symmetric else loops.NEAREST if whole else loops.ROW
+        rows = math.prod(grids)
+        numbers = rows, x.numel() // rows, kind, self._steps, self.qmin, self.qmax
+        # The values of a row have to lie together, in any order: where that is a sample, the order is free.
+        is_free = whole or self.axis == 1 - x.dim()
+
+        def run(x: Tensor) -> tuple[Tensor, ...]:
+            x = _plain(x)
+            x = dense(x) if is_free else x.contiguous()
+            scale = torch.empty(grids, dtype=torch.float32, device="cpu")
+            zero_point, integers = torch.empty_like(scale), torch.empty_like(x, dtype=torch.uint8)
+            addresses = x.data_ptr(), scale.data_ptr(), zero_point.data_ptr(), integers.data_ptr()
+            quantize_rows(*addresses, *numbers)
+            integers = dense(integers)
+            return (scale, integers) if symmetric else (scale, zero_point, integers)
+
+        return run
+
+
+def _plain(x: Tensor) -> Tensor:
+    """float32 that no gradient is wanted of. Raises `InputError` for other types."""
+    x = x.detach() if x.requires_grad else x
+    return x if x.dtype == torch.float32 else as_float32(x)
 
 
 def _rounded(x: Tensor, scale: Tensor, zero: Tensor, last: float | None = None) -> Tensor:

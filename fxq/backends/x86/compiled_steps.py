@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 
@@ -51,7 +52,7 @@ def run_steps(
     """Do what `recurrent_steps` has a function for, of which these are the arguments.
 
     Args:
-        loops: the compiled functions, `fxq.backends.jit.step_loops`.
+        loops: compiled functions, `fxq.backends.jit.step_loops`.
         op: "lstm", "gru" or "rnn".
         gates: what is added to the product in each step, float32 (T, N, gates * H).
         y: where the hidden states are written, float32 (T, N, H).
@@ -66,24 +67,27 @@ def run_steps(
     steps, samples, hidden = y.shape
     gates, new = gates.contiguous(), None if new is None else new.contiguous()
     integers = torch.empty(samples, hidden, dtype=torch.uint8, device="cpu")
-    sizes, memory = torch.empty(samples, device="cpu", dtype=torch.float32), torch.empty_like(gates[0, 0])
-    sums = torch.empty(gates.shape[1:], dtype=torch.int32, device="cpu")
-    zeros = product.zeros if by_rows or product.step == 0 else torch.zeros_like(product.zeros)
-    grid = float(product.qmax), product.step, product.least
-    loops.keep(h.data_ptr(), integers.data_ptr(), sizes.data_ptr(), samples, hidden, *grid)
+    sizes = torch.empty(samples, dtype=torch.float32, device="cpu")
+    sums, made = torch.empty(gates.shape[1:], dtype=torch.int32, device="cpu"), torch.empty_like(gates[0])
     multiply = _multiply(loops, product, by_rows, integers, sums)
-    is_plain, scales = int(by_rows or product.is_plain), (zeros.data_ptr(), product.scale.data_ptr())
-    state = integers.data_ptr(), sizes.data_ptr(), samples, hidden, *grid
-    step, last = getattr(loops, op), h.data_ptr()
+    zero, scale, scale_rows = torch.ones_like(sizes), product.scale, loops.scale_sums
+    ones = product.zeros if by_rows or product.step == 0 else torch.zeros_like(product.zeros)
+    if not (by_rows or product.is_plain):  # what multiplies has scaled it
+        scale_rows, ones, scale = loops.scale_products, torch.zeros_like(scale), torch.ones_like(scale)
+    read = sizes.data_ptr(), 1, zero.data_ptr(), 1, ones.data_ptr(), scale.data_ptr()
+    numbers = made.data_ptr(), *made.shape, -math.inf, math.inf, 0
+    grid = samples, hidden, float(product.qmax), product.step, product.least
+    state = integers.data_ptr(), sizes.data_ptr(), *grid
+    loops.keep(h.data_ptr(), *state)
+    step, last, memory = getattr(loops, op), h.data_ptr(), made.data_ptr()
     for t in reversed(range(steps)) if reverse else range(steps):
-        made = multiply()
-        address = made.data_ptr()
+        result = multiply()
+        scale_rows(result.data_ptr(), *read, gates.data_ptr() + 4 * t * sums.numel(), 1, *numbers)
         now = y.data_ptr() + 4 * t * samples * hidden
-        read = address, address, is_plain, *scales, gates.data_ptr() + 4 * t * sums.numel()
         if cell is not None:
-            step(*read, memory.data_ptr(), cell.data_ptr(), now, *state)
+            step(memory, cell.data_ptr(), now, *state)
         elif new is not None:
-            step(*read, memory.data_ptr(), new.data_ptr() + 4 * t * samples * hidden, last, now, *state)
+            step(memory, new.data_ptr() + 4 * t * samples * hidden, last, now, *state)
         else:
-            step(*read, int(is_tanh), now, *state)
+            step(memory, int(is_tanh), now, *state)
         last = now

@@ -25,7 +25,9 @@ def test_as_by_pytorchs_ops(op, scale, samples, quick, monkeypatch):
     x = activations(7, samples, 5)
     found = made(x)
     monkeypatch.setattr(compiler, "loops", lambda name: None)
-    torch.testing.assert_close(type(made).from_config(made.config(), dict(made.named_buffers()))(x), found, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        type(made).from_config(made.config(), dict(made.named_buffers()))(x), found, rtol=0, atol=1e-5
+    )
 
 
 def test_they_run(monkeypatch):

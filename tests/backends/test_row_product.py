@@ -1,0 +1,41 @@
+"""Which products of rows one loop scales; what comes out is tested in test_measured_layer.py, against float64."""
+
+import pytest
+import torch
+
+from fxq.backends.kernel import Post
+from fxq.backends.row_product import RowProduct
+from fxq.backends.x86.onednn_linear import OnednnLinear
+from tests.backends.test_measured_layer import layer
+from tests.kernels import activations
+from tests.machine import needs_x86
+
+pytestmark = needs_x86
+pytest.importorskip("numba")
+
+
+def bound(x, scale, zero_point=None, post=None):
+    spec, _, _ = layer(4, 6, bias=False)
+    return RowProduct(OnednnLinear(spec), None, post).bound(x, scale, zero_point)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2, 3, 1)])
+def test_one_grid_or_one_for_each_row(shape):
+    assert bound(activations(2, 3, 6), torch.ones(shape), torch.ones(shape)) is not None
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (3, 1), (4,)])
+def test_grids_of_other_shapes_are_left_to_ops(shape):
+    assert bound(activations(2, 3, 6), torch.ones(shape)) is None
+
+
+def test_rows_that_do_not_fit_and_none_at_all():
+    assert bound(activations(2, 3, 5), torch.ones(1)) is None
+    assert bound(activations(0, 6), torch.ones(1)) is None
+
+
+def test_of_the_activation_functions_gelu_by_tanh_is_none():
+    x, scale = activations(2, 6), torch.ones(1)
+    assert bound(x, scale, post=Post("gelu", algorithm="tanh")) is None
+    for post in (Post("relu"), Post("hardtanh", (-1.0, 2.0)), Post("gelu", algorithm="none")):
+        assert bound(x, scale, post=post) is not None
