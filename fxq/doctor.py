@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxq.api import quantize
 from fxq.backends import by_name as backends
 from fxq.backends import cpu
+from fxq.backends.jit import compiler
 from fxq.backends.by_name import Trap
 from fxq.common.progress import progress_bar
 from fxq.cost import price_file as prices
@@ -199,6 +200,7 @@ def _machine() -> dict[str, str]:
         "AMX": "yes" if cpu.has_amx() else "no",
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
+        "loops": compiler.description(),
         "Python": platform.python_version(),
         "prices": f"{prices.path()} ({len(read_rounds(prices.path()))} measured; see fxq.prices)",
     }

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fxq.backends import cpu
+from fxq.backends.jit import compiler
 from fxq.common.timed_calls import clock
 
 log = logging.getLogger("fxq")
@@ -221,6 +222,7 @@ def machine() -> dict[str, str]:
         **cpu.machine(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "fxq": version("fxq"),
+        "Numba": compiler.installed(),
         "kernels": kernels_code(),
     }
 

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -22,13 +24,32 @@ _MEMORY = {"f*": "float32", "u8*": "uint8", "i8*": "int8", "i16*": "int16", "i32
 
 
 @cache
-def loops(name: str) -> ModuleType | None:
-    """A module of this folder whose functions are compiled; None where Numba is missing or does not work."""
+def _loaded(name: str) -> ModuleType | str:
+    """A module of this folder, or why there is none. Numba fails in many ways, and without it things are only slower."""
     try:
         return import_module(f"fxq.backends.jit.{name}")
-    except Exception as error:  # Numba fails in many ways, and it is only slower
+    except Exception as error:
         log.info("Numba compiles nothing: %s", error)
-        return None
+        return str(error)
+
+
+def loops(name: str) -> ModuleType | None:
+    """A module of this folder whose functions are compiled; None where Numba is missing or does not work."""
+    found = _loaded(name)
+    return None if isinstance(found, str) else found
+
+
+def installed() -> str:
+    """The version of Numba that is installed; "none"."""
+    return version("numba") if find_spec("numba") is not None else "none"
+
+
+def description() -> str:
+    """What compiles loops, or why PyTorch's ops stand in for them."""
+    found = _loaded("row_loops")
+    if isinstance(found, str):
+        return f"none: dynamic and recurrent layers are slower (pip install fxq[jit]; {found})"
+    return f"compiled by Numba {installed()}"
 
 
 def loops_for(name: str, elements: int) -> ModuleType | None:

@@ -12,9 +12,9 @@ from fxq.backends.jit import compiler
 
 @pytest.fixture
 def anew():
-    compiler.loops.cache_clear()
+    compiler._loaded.cache_clear()
     yield
-    compiler.loops.cache_clear()
+    compiler._loaded.cache_clear()
 
 
 def test_a_function_of_addresses_and_numbers():
@@ -56,6 +56,12 @@ def test_without_numba_there_are_no_loops(monkeypatch):
     for name in ("numba", "fxq.backends.jit.row_loops"):
         monkeypatch.setitem(sys.modules, name, None)  # to import it raises
     assert compiler.loops("row_loops") is None and compiler.loops_for("row_loops", 1) is None
+    assert "pip install fxq[jit]" in compiler.description()
+
+
+def test_what_compiles_is_said():
+    pytest.importorskip("numba")
+    assert compiler.description() == f"compiled by Numba {compiler.installed()}"
 
 
 @pytest.mark.parametrize(("threads", "few", "many"), [(1, True, True), (compiler._THREADS + 1, True, False)])
