@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fxq.api import quantize
 from fxq.backends import by_name as backends
 from fxq.backends import cpu
-from fxq.backends.jit import compiler
 from fxq.backends.by_name import Trap
+from fxq.backends.jit import compiler
 from fxq.common.progress import progress_bar
 from fxq.cost import price_file as prices
 from fxq.cost.cache import measure, read_rounds

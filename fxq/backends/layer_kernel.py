@@ -73,12 +73,9 @@ class LayerKernel(Kernel):
         """How many axes its result has behind that of the channels."""
         return self.weight.dim() - 2
 
-    def integer_product(self) -> Tensor | None:
-        """The weight, int8 (K, C), of a layer that is no more than `torch._int_mm` of rows with it; else None.
-
-        None, too, where that is not the quickest way.
-        """
-        return None
+    def is_integer_product(self, rows: int) -> bool:
+        """Whether it is `torch._int_mm` of so many rows with the weight and no more, and that the quickest way."""
+        return False
 
     @classmethod
     def refuses(cls, spec: LayerSpec) -> str | None:

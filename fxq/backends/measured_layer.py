@@ -114,7 +114,8 @@ class MeasuredLayer(Kernel):
         layer, _, _ = self._kept("", self._made)
         if layer.axes:
             return None
-        product: RowProduct = self._kept("rows", lambda: RowProduct(layer, self.bias, self.post))
+        integers = layer.is_integer_product(x.numel() // max(x.shape[-1], 1))
+        product: RowProduct = self._kept(("rows", integers), lambda: RowProduct(layer, self.bias, self.post, integers))
         return product.bound(x, scale, zero_point)
 
     def _ones(self, layer: LayerKernel, x: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ class RowProduct:
         layer: the kernel of the layer, without bias and activation function.
         bias: float32 (C_out,), or None.
         post: None, a clamp or gelu.
+        integers: whether the product is `torch._int_mm`; else it is what the layer gives, in float32.
     """
 
-    def __init__(self, layer: LayerKernel, bias: Tensor | None, post: Post | None) -> None:
-        self._layer, self._weight = layer, layer.integer_product()
+    def __init__(self, layer: LayerKernel, bias: Tensor | None, post: Post | None, integers: bool) -> None:
+        self._layer, self._weight = layer, layer.weight.t() if integers else None
         self._columns, self._depth = layer.weight.shape
         scale = layer.weight_scale.expand(self._columns).contiguous()
         if self._weight is None:  # the layer has scaled its sums

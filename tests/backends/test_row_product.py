@@ -14,27 +14,32 @@ pytestmark = needs_x86
 pytest.importorskip("numba")
 
 
-def bound(x, scale, zero_point=None, post=None):
+@pytest.fixture(params=[True, False], ids=["integers", "float"])
+def bound(request):
     spec, _, _ = layer(4, 6, bias=False)
-    return RowProduct(OnednnLinear(spec), None, post).bound(x, scale, zero_point)
+
+    def made(x, scale, zero_point=None, post=None):
+        return RowProduct(OnednnLinear(spec), None, post, request.param).bound(x, scale, zero_point)
+
+    return made
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2, 3, 1)])
-def test_one_grid_or_one_for_each_row(shape):
+def test_one_grid_or_one_for_each_row(shape, bound):
     assert bound(activations(2, 3, 6), torch.ones(shape), torch.ones(shape)) is not None
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1), (3, 1), (4,)])
-def test_grids_of_other_shapes_are_left_to_ops(shape):
+def test_grids_of_other_shapes_are_left_to_ops(shape, bound):
     assert bound(activations(2, 3, 6), torch.ones(shape)) is None
 
 
-def test_rows_that_do_not_fit_and_none_at_all():
+def test_rows_that_do_not_fit_and_none_at_all(bound):
     assert bound(activations(2, 3, 5), torch.ones(1)) is None
     assert bound(activations(0, 6), torch.ones(1)) is None
 
 
-def test_of_the_activation_functions_gelu_by_tanh_is_none():
+def test_of_the_activation_functions_gelu_by_tanh_is_none(bound):
     x, scale = activations(2, 6), torch.ones(1)
     assert bound(x, scale, post=Post("gelu", algorithm="tanh")) is None
     for post in (Post("relu"), Post("hardtanh", (-1.0, 2.0)), Post("gelu", algorithm="none")):

@@ -25,7 +25,7 @@ _MEMORY = {"f*": "float32", "u8*": "uint8", "i8*": "int8", "i16*": "int16", "i32
 
 @cache
 def _loaded(name: str) -> ModuleType | str:
-    """A module of this folder, or why there is none. Numba fails in many ways, and without it things are only slower."""
+    """A module of this folder, or why there is none: Numba fails in many ways, and without it fxq is only slower."""
     try:
         return import_module(f"fxq.backends.jit.{name}")
     except Exception as error:

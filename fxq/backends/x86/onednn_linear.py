@@ -19,6 +19,8 @@ _CONV_POSTS = ("none", "relu", "hardtanh", "hardswish", "swish")
 """Of oneDNN's names of activation functions, those that a convolution has."""
 LARGE = 2**16
 """From how many integers of the weight on the convolution is the faster one, where that is asked."""
+PACKED = 2**20
+"""From how many integers of the weight on an integer matrix product with several rows wants it packed before."""
 _SINGLE_TAP: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
 """Stride, padding, dilation and groups of a convolution that is a linear layer."""
 
@@ -74,9 +76,13 @@ class OnednnLinear(OnednnLayer):
         packed = _onednn.qlinear_prepack(self.weight, None)  # with a shape it is no faster, and for some slower
         return PackedWeight(packed, scale, torch.zeros(len(scale), dtype=torch.int32, device="cpu"), self.bias)
 
-    def integer_product(self) -> Tensor | None:
-        """As in `LayerKernel`."""
-        return self.weight.t() if cpu.has_int_mm() and self._emits_sums else None
+    def is_integer_product(self, rows: int) -> bool:
+        """As in `LayerKernel`. It packs the weight in each call: of a large one that takes longer than it gains.
+
+        Nor where tiles are multiplied, which want a packed weight.
+        """
+        is_quick = rows == 1 or (self.weight.numel() < PACKED and not cpu.has_amx())
+        return cpu.has_int_mm() and self._emits_sums and is_quick
 
     def bind(self, x: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor]:
         """As in `Bindable`: which of the two ways it goes is decided, and the weights are packed."""
