@@ -23,7 +23,7 @@ def layer_row(kernel: type[LayerKernel], change: Change = lambda layer: layer) -
     measured = KernelRow(
         lambda unit: MeasuredLayer.of(kernel, change(layer_of(unit))),
         lambda unit: MeasuredLayer.refuses(kernel, change(layer_of(unit))),
-        (*CLAMPS, *(post for post in kernel.posts if post == "gelu")),
+        (*CLAMPS, "gelu"),
         emits_integers=False,
     )
     return KernelRow(

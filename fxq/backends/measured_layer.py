@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.by_name import kernel_named
+from fxq.backends.jit.compiler import loops_for
 from fxq.backends.kernel import Kernel, Post, bounds, decode, refuse
 from fxq.backends.layer_kernel import LayerKernel
 from fxq.backends.layer_spec import LayerSpec
@@ -112,11 +113,13 @@ class MeasuredLayer(Kernel):
     def _in_one_loop(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Callable[..., Tensor] | None:
         """As `forward`, of rows, with one loop over what the layer gives; None where there is none."""
         layer, _, _ = self._kept("", self._made)
-        if layer.axes:
+        rows, columns = x.numel() // self.weight.shape[-1], len(self.weight)
+        loops = loops_for("row_loops", rows * columns, x, scale, zero_point) if rows and not layer.axes else None
+        if loops is None or (self.post is not None and self.post.algorithm == "tanh"):
             return None
-        integers = layer.is_integer_product(x.numel() // max(x.shape[-1], 1))
+        integers = layer.is_integer_product(rows)
         product: RowProduct = self._kept(("rows", integers), lambda: RowProduct(layer, self.bias, self.post, integers))
-        return product.bound(x, scale, zero_point)
+        return product.bound(loops, x, scale, zero_point)
 
     def _ones(self, layer: LayerKernel, x: Tensor) -> Tensor:
         """What the layer makes of one sample of ones; where every pixel has the same of a channel, (C, 1, ...)."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from fxq.backends.jit.compiler import loops_for
 from fxq.backends.kernel import Post, bounds
 from fxq.backends.layer_kernel import LayerKernel
 
@@ -19,14 +19,18 @@ class RowProduct:
     Args:
         layer: the kernel of the layer, without bias and activation function.
         bias: float32 (C_out,), or None.
-        post: None, a clamp or gelu.
+        post: None, a clamp or exact gelu.
         integers: whether the product is `torch._int_mm`; else it is what the layer gives, in float32.
     """
 
     def __init__(self, layer: LayerKernel, bias: Tensor | None, post: Post | None, integers: bool) -> None:
         self._layer, self._weight = layer, layer.weight.t() if integers else None
         self._columns, self._depth = layer.weight.shape
-        scale = layer.weight_scale.expand(self._columns).contiguous()
+        scale, bias = (
+            None if t is None else t.to(torch.float32).resolve_neg().expand(self._columns).contiguous()
+            for t in (layer.weight_scale, bias)
+        )
+        assert scale is not None  # every layer has one
         if self._weight is None:  # the layer has scaled its sums
             ones = layer(torch.ones(1, self._depth, dtype=torch.uint8, device="cpu")).contiguous()
             scale = torch.ones_like(scale)
@@ -34,24 +38,25 @@ class RowProduct:
             ones = self._weight.sum(0, dtype=torch.int32)
         self._read = ones, scale, torch.zeros_like(scale) if bias is None else bias
         self._zero = scale.new_tensor(float(layer.x.z)) if self._weight is not None else scale.new_zeros(())
-        self._by_tanh = post is not None and post.algorithm == "tanh"
         self._numbers = *(bounds(post) or (-math.inf, math.inf)), int(post is not None and post.name == "gelu")
 
-    def bound(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Callable[..., Tensor] | None:
+    def bound(
+        self, loops: ModuleType, x: Tensor, scale: Tensor, zero_point: Tensor | None
+    ) -> Callable[..., Tensor] | None:
         """What does it for inputs like these; None where no loop does.
 
         Args:
+            loops: `fxq.backends.jit.row_loops`.
             x: uint8 (..., C_in).
             scale: float32, of one element, or (..., 1).
             zero_point: likewise; None: it is the layer's.
         """
-        if x.numel() == 0 or x.shape[-1] != self._depth or self._by_tanh:
+        if x.shape[-1:] != (self._depth,):
             return None
         rows, columns, shape = x.numel() // self._depth, self._columns, (*x.shape[:-1], self._columns)
         grids = [scale] if zero_point is None else [scale, zero_point]
         fit = all((g.numel() == 1 or g.shape == (*x.shape[:-1], 1)) and g.is_contiguous() for g in grids)
-        loops = loops_for("row_loops", rows * columns) if fit else None
-        if loops is None:
+        if not fit:
             return None
         scales, zeros = int(scale.numel() > 1), int(zero_point is not None and zero_point.numel() > 1)
         read, weight, depth = self._read, self._weight, self._depth

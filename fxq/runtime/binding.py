@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C import _get_flash_sdp_enabled, _get_math_sdp_enabled, _get_tracing_state
+from torch._C import _get_flash_sdp_enabled, _get_math_sdp_enabled, _get_tracing_state, _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.fx.graph import CodeGen
 from torch.nn.modules import module as every_module
@@ -43,7 +43,7 @@ def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
     """What a bound function depends on; None where a call is out of the ordinary, and nothing is bound for it.
 
     Out of the ordinary: tensors that are not plain ones on the CPU, objects, and whatever watches the call: a compiler,
-    `torch.jit.trace`, `torch.func`, a hook on every module.
+    `torch.jit.trace`, `torch.func`, a dispatch mode, a hook on every module.
     """
     watched = (
         every_module._global_forward_hooks
@@ -53,6 +53,7 @@ def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
         or torch.compiler.is_compiling()
         or _get_tracing_state() is not None
         or peek_interpreter_stack() is not None
+        or _len_torch_dispatch_stack()
     )
     if watched:
         return None
@@ -72,7 +73,7 @@ class _OddError(Exception):
 def _kind(value: Any) -> Hashable:
     cls = type(value)
     if cls is Tensor or cls is nn.Parameter:
-        if value.layout is not torch.strided or not value.is_cpu:
+        if value.layout is not torch.strided or not value.is_cpu or value.is_neg() or value._is_zerotensor():
             raise _OddError
         return value.shape, value.stride(), value.dtype, value.requires_grad
     if value is None or cls in (bool, int, float, str):

@@ -54,17 +54,21 @@ def check(kernel, spec, inputs, scale, function):
     return found[0], q
 
 
+@pytest.mark.parametrize("integers", [True, False], ids=["int_mm", "layer"])
 @pytest.mark.usefixtures("loops")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_linear_layers(data):
+def test_linear_layers(integers, data):
+    """The product by PyTorch's kernel of matrices, and by the layer's, as those of large weights are."""
     rows, inside, out = (data.draw(st.integers(1, 40)) for _ in range(3))
     post = data.draw(st.sampled_from([None, "relu", "relu6", "hardtanh", "gelu", "gelu_tanh"]))
     of, function = POSTS[post] if post else (None, lambda y: y)
     spec, w, b = layer(out, inside, bias=data.draw(st.booleans()), post=of)
     per_row = data.draw(st.booleans())
     scale = torch.rand(2, rows, 1) + 0.1 if per_row else torch.tensor(0.3)
-    check(OnednnLinear, spec, (2, rows, inside), scale, lambda x: function(F.linear(x, w, b)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnednnLinear, "is_integer_product", lambda self, rows: integers and self._emits_sums)
+        check(OnednnLinear, spec, (2, rows, inside), scale, lambda x: function(F.linear(x, w, b)))
 
 
 @pytest.mark.parametrize("options", [{}, {"padding": 1, "stride": 2}, {"groups": 4, "padding": 2, "dilation": 2}])

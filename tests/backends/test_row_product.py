@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fxq.backends.jit import compiler
 from fxq.backends.kernel import Post
 from fxq.backends.row_product import RowProduct
 from fxq.backends.x86.onednn_linear import OnednnLinear
@@ -19,7 +20,8 @@ def bound(request):
     spec, _, _ = layer(4, 6, bias=False)
 
     def made(x, scale, zero_point=None, post=None):
-        return RowProduct(OnednnLinear(spec), None, post, request.param).bound(x, scale, zero_point)
+        loops = compiler.loops("row_loops")
+        return RowProduct(OnednnLinear(spec), None, post, request.param).bound(loops, x, scale, zero_point)
 
     return made
 
@@ -34,13 +36,17 @@ def test_grids_of_other_shapes_are_left_to_ops(shape, bound):
     assert bound(activations(2, 3, 6), torch.ones(shape)) is None
 
 
-def test_rows_that_do_not_fit_and_none_at_all(bound):
+def test_rows_that_do_not_fit_are_left_to_the_layer(bound):
     assert bound(activations(2, 3, 5), torch.ones(1)) is None
-    assert bound(activations(0, 6), torch.ones(1)) is None
 
 
-def test_of_the_activation_functions_gelu_by_tanh_is_none(bound):
-    x, scale = activations(2, 6), torch.ones(1)
-    assert bound(x, scale, post=Post("gelu", algorithm="tanh")) is None
-    for post in (Post("relu"), Post("hardtanh", (-1.0, 2.0)), Post("gelu", algorithm="none")):
-        assert bound(x, scale, post=post) is not None
+@pytest.mark.parametrize("post", [None, Post("relu"), Post("gelu", algorithm="none")])
+def test_a_bias_of_another_type_or_with_gaps_counts(post):
+    """An edited kernel may have one."""
+    spec, _, _ = layer(4, 6)
+    x, scale, loops = activations(2, 6), torch.ones(1), compiler.loops("row_loops")
+    for integers in (True, False):
+        wanted = RowProduct(OnednnLinear(spec), spec.bias, post, integers).bound(loops, x, scale, None)(x, scale)
+        for bias in (spec.bias.double(), torch.stack([spec.bias] * 2, 1)[:, 0], torch._neg_view(-spec.bias)):
+            found = RowProduct(OnednnLinear(spec), bias, post, integers).bound(loops, x, scale, None)(x, scale)
+            assert torch.equal(found, wanted)

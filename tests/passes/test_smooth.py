@@ -305,11 +305,11 @@ def test_channels_that_nothing_reads_and_batches_without_samples(empty):
 
 
 def test_a_unit_of_which_a_layer_that_measures_runs_the_first_op_alone():
-    """GELU behind it has no kernel of measured layers on x86: it runs in float, and so is no unit in qdq form left."""
+    """SiLU behind it has no kernel of measured layers on x86: it runs in float, and so is no unit in qdq form left."""
     if why := unavailable("x86"):
         pytest.skip(why)
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU()).eval(), torch.randn(64, 16, 32)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.SiLU()).eval(), torch.randn(64, 16, 32)
     x[:, 0] *= 20
     made = fxq.quantize(model, fxq.Recipe.static(backend="x86", optimize="coverage"), data=list(x.split(8)))
     assert "choose_scale" in str(made.history["smooth"])

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 
 log = logging.getLogger("fxq")
-_THREADS, _SMALL = 4, 2**17
-"""With more threads than this, PyTorch's ops are as fast as one compiled loop on one thread; on fewer elements not."""
+_THREADS = 4
+"""With more threads, PyTorch's ops are as fast as a loop, which runs on one."""
+_SMALL = 2**17
+"""Up to so many elements the loop is faster with any number of threads: PyTorch's ops take longer to call."""
 _OPTIONS: Mapping[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
 """As in C: nothing is asked before a division, and a product and a sum may be rounded at once."""
 _NUMBERS: Mapping[str, tuple[str, Any]] = {"f": ("float32", ctypes.c_float), "i": ("int64", ctypes.c_int64)}
@@ -52,9 +58,34 @@ def description() -> str:
     return f"compiled by Numba {installed()}"
 
 
-def loops_for(name: str, elements: int) -> ModuleType | None:
-    """As `loops`, where one thread is quick enough with so many elements."""
-    return loops(name) if elements <= _SMALL or torch.get_num_threads() <= _THREADS else None
+def loops_for(name: str, elements: int, *read: Tensor | None) -> ModuleType | None:
+    """As `loops`, where one thread is quick enough, and the memory of tensors is what they say.
+
+    Args:
+        name: of the module.
+        elements: how many it is about.
+        read: tensors whose addresses are to be given to a loop, which nobody who watches PyTorch's ops sees.
+    """
+    if elements > _SMALL and torch.get_num_threads() > _THREADS:
+        return None
+    if _len_torch_dispatch_stack() or not all(x is None or _is_plain(x) for x in read):
+        return None
+    return loops(name)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether it has memory on the CPU that holds its values: no fake, sparse, or lazily negated tensor."""
+    is_dense = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout is torch.strided
+    return is_dense and not x.is_neg() and not x._is_zerotensor()
+
+
+@cache
+def _sources() -> str:
+    """A hash of all that is compiled."""
+    found, package = hashlib.sha256(), Path(__file__).parents[2]
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), package / "quant" / "measured.py"):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def helper(function: Callable[..., object]) -> Callable[..., object]:
@@ -87,10 +118,12 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     taken: list[Any] = [ctypes.c_void_p if name in _MEMORY else _NUMBERS[name][1] for name in names]
 
     def compile_(function: Callable[..., None]) -> Callable[..., None]:
+        # Numba keeps machine code under this name, and looks at the file of the function alone for what has changed.
+        function.__qualname__ = f"{function.__name__}_{_sources()}"
         signature = numba.types.void(*given)
         try:
             made = numba.cfunc(signature, cache=True, **_OPTIONS)(function)
-        except RuntimeError:  # there is no folder that it may write to
+        except Exception:  # a folder that it may not write to, a damaged file: errors of the code come again
             made = numba.cfunc(signature, **_OPTIONS)(function)
         address: Any = made.address
         call: Callable[..., None] = ctypes.CFUNCTYPE(None, *taken)(address)

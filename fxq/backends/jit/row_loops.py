@@ -58,15 +58,21 @@ def quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qm
             middle = _f(qmin) + np.ceil(-least / step)
         else:
             middle = _f(qmin) - np.rint(least / step)
+        if middle != middle:  # a range without an end: nothing of the row is known
+            step = _f(np.nan)
         scale[i], zero[i] = step, middle
-        factor, last = _f(1) / step, np.int32(qmax)
-        for j in range(columns):  # nothing is below qmin
-            integers[i, j] = np.uint8(min(np.int32(np.rint(x[i, j] * factor) + middle), last))
+        factor, first, last = _f(1) / step, np.int32(qmin), np.int32(qmax)
+        for j in range(columns):
+            nearest = np.int32(np.rint(x[i, j] * factor) + middle)
+            integers[i, j] = np.uint8(max(min(nearest, last), first))
 
 
 @helper
 def _gelu(x):
-    """x * (1 + erf(x / sqrt(2))) / 2, with an erf that is a ratio of polynomials: 1 within rounding from 3.83 on."""
+    """x * (1 + erf(x / sqrt(2))) / 2, with an erf that is a ratio of polynomials: 1 within rounding from 3.83 on.
+
+    Source: the erf of float32 in Eigen and XLA.
+    """
     a = x * _f(0.7071067811865476)
     a = _f(3.8325069) if a > _f(3.8325069) else a
     a = _f(-3.8325069) if a < _f(-3.8325069) else a

@@ -40,7 +40,13 @@ def _sigmoid(x):
 
 @helper
 def _tanh(x):
-    return _f(2) * _sigmoid(_f(2) * x) - _f(1)
+    square = x * x
+    # Taylor series of tanh(x) / x up to x**10: near zero the difference would lose all digits.
+    p = -(_f(8.8632353e-3) * square - _f(2.1869489e-2)) * square - _f(5.3968254e-2)
+    p = (p * square + _f(1.3333333e-1)) * square - _f(3.3333333e-1)
+    near = x + x * square * p
+    far = _f(2) * _sigmoid(_f(2) * x) - _f(1)
+    return near if square < _f(0.0625) else far
 
 
 @helper
@@ -115,7 +121,7 @@ def lstm(gates, cell, h, integers, sizes, samples, hidden, qmax, step, least):
         gate, c, y = gates[n], cell[n], h[n]
         i, f, o, g = gate[:hidden], gate[hidden : 2 * hidden], gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
         for j in range(hidden):
-            c[j] = _sigmoid(f[j]) * c[j] + _sigmoid(i[j]) * (_f(1) - _f(2) * _sigmoid(g[j]))
+            c[j] = _sigmoid(f[j]) * c[j] + _sigmoid(i[j]) * _tanh(_f(-0.5) * g[j])
             y[j] = _sigmoid(o[j]) * _tanh(c[j])
         sizes[n] = _keep(y, integers[n], qmax, step, least)
 
@@ -124,18 +130,8 @@ def lstm(gates, cell, h, integers, sizes, samples, hidden, qmax, step, least):
 def gru(gates, new, last, h, integers, sizes, samples, hidden, qmax, step, least):
     """One step of a gru, and its state rounded.
 
-    Args:
-        gates: float32 (samples, 3 * hidden), what the state gives to the new gate the last of them.
-        new: float32 (samples, hidden), what the input gives to the new gate.
-        last: float32 (samples, hidden), the state before.
-        h: as in `lstm`, and so is what follows.
-        integers: as there.
-        sizes: as there.
-        samples: as there.
-        hidden: as there.
-        qmax: as there.
-        step: as there.
-        least: as there.
+    The gates are (samples, 3 * hidden), what the state gives to the new gate the last of them. `new` is what the input
+    gives to that, `last` the state before, both float32 (samples, hidden). All else is as in `lstm`.
     """
     shape = (samples, hidden)
     gates, new, last = carray(gates, (samples, 3 * hidden)), carray(new, shape), carray(last, shape)
@@ -153,17 +149,7 @@ def gru(gates, new, last, h, integers, sizes, samples, hidden, qmax, step, least
 def rnn(gates, is_tanh, h, integers, sizes, samples, hidden, qmax, step, least):
     """One step of an rnn, and its state rounded.
 
-    Args:
-        gates: float32 (samples, hidden).
-        is_tanh: 1: tanh, 0: relu.
-        h: as in `lstm`, and so is what follows.
-        integers: as there.
-        sizes: as there.
-        samples: as there.
-        hidden: as there.
-        qmax: as there.
-        step: as there.
-        least: as there.
+    The gates are (samples, hidden), their function is tanh, or relu where `is_tanh` is 0. All else is as in `lstm`.
     """
     shape = (samples, hidden)
     gates, h, integers, sizes = carray(gates, shape), carray(h, shape), carray(integers, shape), carray(sizes, samples)

@@ -42,12 +42,12 @@ class MeasuredQuantize(Kernel):
 
     def bind(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """As in `Bindable`: where one loop does all of it, nothing of the shapes is left to compute."""
-        loops = loops_for("row_loops", x.numel())
+        loops = loops_for("row_loops", x.numel(), x)
         return self.forward if loops is None or x.numel() == 0 else self._in_one_loop(x, loops)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """float32, any shape -> scale, zero point, both float32; uint8 of the shape (4-d: channels-last)."""
-        loops = loops_for("row_loops", x.numel())
+        loops = loops_for("row_loops", x.numel(), x)
         if loops is not None and x.numel():
             return self._in_one_loop(x, loops)(x)
         x = _plain(x)

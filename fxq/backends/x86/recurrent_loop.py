@@ -13,10 +13,10 @@ from fxq.backends.jit.compiler import loops_for
 from fxq.backends.kernel import Kernel, activation_refused, refuse
 from fxq.backends.layer_spec import overflow_refused
 from fxq.backends.plain.converters import quantize
-from fxq.backends.x86.compiled_steps import run_steps
+from fxq.backends.x86.jit_steps import run_steps
 from fxq.backends.x86.onednn import OnednnLayer
 from fxq.backends.x86.recurrent_product import input_product, row_product, state_product
-from fxq.backends.x86.recurrent_steps import Product, compiled, gru, lstm, rnn
+from fxq.backends.x86.recurrent_steps import Product, gru, lstm, rnn, scripted
 from fxq.errors import InputError
 from fxq.ops.recurrent import rows_of_cell
 from fxq.quant.qparams import QParams, as_float32
@@ -160,15 +160,16 @@ class _Prepared:
             rows = torch.cat([first, second, fourth, third])
             factor[3 * self.hidden :] = -2
         scale_ih, scale_hh = (
-            (s.expand(count)[rows] * factor).contiguous() for s in (kernel.weight_ih_scale, kernel.weight_hh_scale)
+            (s.to(torch.float32).expand(count)[rows] * factor).contiguous()
+            for s in (kernel.weight_ih_scale, kernel.weight_hh_scale)
         )
         bias_ih, bias_hh = (
             torch.zeros(count, dtype=torch.float32, device="cpu") if b is None else b[rows] * factor
             for b in (kernel.bias_ih, kernel.bias_hh)
         )
         qmax, fixed = kernel.state_qmax, kernel.state_scale
-        self._state = lambda: (kernel.weight_hh[rows], scale_hh, qmax, fixed)
-        if cpu.has_int_mm():  # else nothing is to be added, and it may not be packed at all
+        self._state = kernel.weight_hh[rows], scale_hh, qmax, fixed
+        if cpu.has_int_mm():  # else the shift is zero, and what is packed for it may never be needed
             bias_hh = bias_hh + self.product.shift
         if kernel.op == "gru":  # the new gate multiplies what the state gives
             self.bias_new = bias_hh[2 * self.hidden :].clone()
@@ -182,12 +183,12 @@ class _Prepared:
     @cached_property
     def product(self) -> Product:
         """That of the hidden state, by PyTorch's kernels."""
-        return state_product(*self._state())
+        return state_product(*self._state)
 
     @cached_property
     def row_product(self) -> Product:
         """That of the hidden state of one sample, by a loop of our own."""
-        return row_product(*self._state())
+        return row_product(*self._state)
 
     def run(
         self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor | None, c: Tensor | None
@@ -210,15 +211,14 @@ class _Prepared:
                 new = gates[..., 2 * self.hidden :].clone()
                 gates[..., 2 * self.hidden :] = self.bias_new
             is_tanh = kernel.nonlinearity == "tanh"
-            loops = loops_for("step_loops", gates[0].numel()) if self.projection is None else None
+            loops = loops_for("step_loops", gates[0].numel(), x, h, c) if self.projection is None else None
             if loops is not None:
-                by_rows = samples == 1 and not cpu.has_int_mm()
-                product = self.row_product if by_rows else self.product
-                run_steps(loops, kernel.op, gates, y, h, product, by_rows, reverse, cell, new, is_tanh)
+                product = self.row_product if samples == 1 and not cpu.has_int_mm() else self.product
+                run_steps(loops, kernel.op, gates, y, h, product, reverse, cell, new, is_tanh)
             elif cell is not None:
-                compiled(lstm)(gates, y, h, cell, self.product, self.projection, clamps, reverse)
+                scripted(lstm)(gates, y, h, cell, self.product, self.projection, clamps, reverse)
             elif new is not None:
-                compiled(gru)(gates, new, y, h, self.product, clamps, reverse)
+                scripted(gru)(gates, new, y, h, self.product, clamps, reverse)
             else:
-                compiled(rnn)(gates, y, h, self.product, is_tanh, clamps, reverse)
+                scripted(rnn)(gates, y, h, self.product, is_tanh, clamps, reverse)
         return y, cell

@@ -59,11 +59,11 @@ def state_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float |
 def row_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | None) -> Product:
     """The same for a loop of our own: the weight is (O, K) with zeros behind, so that K is a `MULTIPLE`."""
     product = _unpacked(weight, scale, qmax, state_scale)
-    return product._replace(weight=F.pad(product.weight, (0, -weight.shape[1] % MULTIPLE)))
+    return product._replace(by_rows=True, weight=F.pad(product.weight, (0, -weight.shape[1] % MULTIPLE)))
 
 
 def _unpacked(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | None) -> Product:
     scale = (scale / qmax if state_scale is None else scale * state_scale).contiguous()
     zeros = weight.sum(1, dtype=torch.int32).mul_(qmax + 1)
     shift, step = torch.zeros_like(scale), state_scale or 0.0
-    return Product(weight.contiguous(), scale, zeros, -scale * zeros, shift, qmax, step, TINY, False, False)
+    return Product(weight.contiguous(), scale, zeros, -scale * zeros, shift, qmax, step, TINY, False, False, False)

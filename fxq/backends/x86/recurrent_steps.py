@@ -34,6 +34,8 @@ class Product(NamedTuple):
         least: the least range that is measured.
         is_plain: whether it is PyTorch's own product.
         is_conv: whether it is oneDNN's convolution; else, if not PyTorch's own, its linear layer.
+        by_rows: whether it is a compiled loop of our own, for one sample (see `jit_steps.py`); nothing here runs it, and
+            the weight is (O, K or more).
     """
 
     weight: Tensor
@@ -46,6 +48,7 @@ class Product(NamedTuple):
     least: float
     is_plain: bool
     is_conv: bool
+    by_rows: bool
 
 
 class State(NamedTuple):
@@ -273,7 +276,7 @@ def rnn(gates: Tensor, y: Tensor, h: Tensor, product: Product, is_tanh: bool, cl
 
 
 @cache
-def compiled(steps: Callable[..., None]) -> Callable[..., None]:
+def scripted(steps: Callable[..., None]) -> Callable[..., None]:
     """One of these functions as TorchScript runs it; as it stands where PyTorch or Python has that no more."""
     try:
         with warnings.catch_warnings():

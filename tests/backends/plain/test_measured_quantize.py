@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.errors import InputError
@@ -45,6 +46,10 @@ def test_the_same_integers_and_grids(bits, symmetric, shape, axis, size, middle,
     # Near a half, which integer is the nearest follows from how the scale is rounded, and so does a zero point.
     for found, by_ops in [*zip(grid[1:], wanted_grid[1:], strict=True), (q, wanted)]:
         assert found.shape == by_ops.shape and bool(((found.int() - by_ops.int()).abs() <= 1).all())
+    zero = grid[1].double() if grid[1:] else 2.0 ** (bits - 1)
+    off = ((q.double() - zero) * grid[0].double() - x.double()).abs()
+    ends = 1.0 if axis is None and not symmetric else 0.5  # in steps; the nearest zero point cuts an end off
+    assert bool((off <= (ends + 1e-4) * grid[0].double()).all())
 
 
 def test_the_ends_of_a_range_are_on_the_grid():
@@ -71,6 +76,35 @@ def test_all_finite_values_up_to_the_ends_of_float32(axis, symmetric, rows):
     low, high = (end.double() for end in measured_range(x, axis))
     size = torch.maximum(high, -low) if symmetric else high - low
     assert bool(((scale.double() / (size / grid.steps).clamp(min=SMALLEST) - 1).abs() < 3e-7).all())
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_the_smallest_value_at_a_half_step_is_the_first_integer(bits):
+    """The zero point is rounded to one side there, and the value to the other."""
+    qmax = 2**bits - 1
+    n = torch.arange(1, qmax - 1).float().repeat_interleave(50)
+    most = torch.rand(len(n), generator=torch.Generator().manual_seed(0)) + 0.1
+    for low, high in zip(-(n + 0.5) * most / (qmax - 0.5 - n), most, strict=True):
+        x = torch.stack([low, high, torch.zeros_like(low)])
+        _, zero_point, q = MeasuredQuantize(0, qmax, None, symmetric=False)(x)
+        assert q[0] <= 1 and q[1] >= qmax - 1 and q[2] == zero_point
+
+
+def test_infinity_is_lost_with_its_row():
+    for symmetric in (True, False):
+        scale, *_ = MeasuredQuantize(0, 255, -1, symmetric)(torch.tensor([[1.0, -torch.inf], [1.0, 2.0]]))
+        assert not scale[0].isfinite() and scale[1].isfinite()
+
+
+def test_what_has_no_memory_of_its_own_values():
+    """Negated when it is read; on no device; watched."""
+    kernel, x = MeasuredQuantize(0, 255, -1, symmetric=False), torch.randn(3, 5)
+    wanted = kernel(x)
+    for run in (kernel, kernel.bind(torch._neg_view(-x))):
+        assert all(map(torch.equal, run(torch._neg_view(-x)), wanted))
+    assert all(y.is_meta for y in kernel(x.to("meta")))
+    made = make_fx(kernel)(x)
+    assert all(map(torch.equal, made(2 * x), kernel(2 * x)))
 
 
 def test_zeros_and_ties():

@@ -22,9 +22,9 @@ LOOPS = (recurrent_steps.lstm, recurrent_steps.gru, recurrent_steps.rnn)
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     monkeypatch.setattr(compiler, "loops", lambda name: None)
-    recurrent_steps.compiled.cache_clear()
+    recurrent_steps.scripted.cache_clear()
     yield
-    recurrent_steps.compiled.cache_clear()
+    recurrent_steps.scripted.cache_clear()
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="TorchScript does not know newer Pythons")
@@ -32,7 +32,7 @@ def _anew(monkeypatch):
 def test_torchscript_runs_them_and_nobody_is_warned(steps):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert isinstance(recurrent_steps.compiled(steps), torch.jit.ScriptFunction)
+        assert isinstance(recurrent_steps.scripted(steps), torch.jit.ScriptFunction)
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -42,7 +42,7 @@ def test_python_runs_them_alike(op, scale, samples, monkeypatch):
     made, _ = kernel(op, 5, 16, state_scale=scale)
     x = activations(7, samples, 5)
     wanted = made(x)
-    monkeypatch.setattr(recurrent_loop, "compiled", lambda steps: steps)
+    monkeypatch.setattr(recurrent_loop, "scripted", lambda steps: steps)
     torch.testing.assert_close(made(x), wanted, rtol=0, atol=1e-6)
 
 
@@ -51,7 +51,7 @@ def test_without_torchscript_python_runs_them(monkeypatch):
         raise RuntimeError("there is no TorchScript")
 
     monkeypatch.setattr(torch.jit, "script", refuse)
-    assert all(recurrent_steps.compiled(steps) is steps for steps in LOOPS)
+    assert all(recurrent_steps.scripted(steps) is steps for steps in LOOPS)
 
 
 def test_under_autocast_they_compute_in_float32():

@@ -14,10 +14,10 @@ from fxq.backends.x86.recurrent_steps import Product, conv_product, linear_produ
 Multiply = Callable[[], Tensor]
 
 
-def _multiply(loops: ModuleType, product: Product, by_rows: bool, integers: Tensor, sums: Tensor) -> Multiply:
+def _multiply(loops: ModuleType, product: Product, integers: Tensor, sums: Tensor) -> Multiply:
     """What multiplies the state, whose integers change: `sums`, or float32 of its shape, scaled but for their range."""
     weight, scale, bias = product.weight, product.scale, product.bias
-    if by_rows:
+    if product.by_rows:
         wide = torch.zeros(weight.shape[1], dtype=torch.int16, device="cpu")
         memory, width = (integers, weight, wide, sums), integers.shape[1]
 
@@ -43,7 +43,6 @@ def run_steps(
     y: Tensor,
     h: Tensor,
     product: Product,
-    by_rows: bool,
     reverse: bool,
     cell: Tensor | None = None,
     new: Tensor | None = None,
@@ -58,7 +57,6 @@ def run_steps(
         y: where the hidden states are written, float32 (T, N, H).
         h: the first of them, float32 (N, H).
         product: of the hidden state.
-        by_rows: whether it is a `row_product`; for one sample.
         reverse: whether the last entry is the first step.
         cell: the cell state of an lstm, (N, H), written over.
         new: what the input gives to the new gate of a gru, (T, N, H).
@@ -69,10 +67,10 @@ def run_steps(
     integers = torch.empty(samples, hidden, dtype=torch.uint8, device="cpu")
     sizes = torch.empty(samples, dtype=torch.float32, device="cpu")
     sums, made = torch.empty(gates.shape[1:], dtype=torch.int32, device="cpu"), torch.empty_like(gates[0])
-    multiply = _multiply(loops, product, by_rows, integers, sums)
+    multiply = _multiply(loops, product, integers, sums)
     zero, scale, scale_rows = torch.ones_like(sizes), product.scale, loops.scale_sums
-    ones = product.zeros if by_rows or product.step == 0 else torch.zeros_like(product.zeros)
-    if not (by_rows or product.is_plain):  # what multiplies has scaled it
+    ones = product.zeros if product.by_rows or product.step == 0 else torch.zeros_like(product.zeros)
+    if not (product.by_rows or product.is_plain):  # what multiplies has scaled it
         scale_rows, ones, scale = loops.scale_products, torch.zeros_like(scale), torch.ones_like(scale)
     read = sizes.data_ptr(), 1, zero.data_ptr(), 1, ones.data_ptr(), scale.data_ptr()
     numbers = made.data_ptr(), *made.shape, -math.inf, math.inf, 0
