@@ -34,8 +34,8 @@ class Product(NamedTuple):
         least: the least range that is measured.
         is_plain: whether it is PyTorch's own product.
         is_conv: whether it is oneDNN's convolution; else, if not PyTorch's own, its linear layer.
-        by_rows: whether it is a compiled loop of our own, for one sample (see `jit_steps.py`); nothing here runs it, and
-            the weight is (O, K or more).
+        by_rows: whether it is a compiled loop of our own, for one sample (see `jit_steps.py`); nothing here runs it,
+            and the weight is (O, K or more).
     """
 
     weight: Tensor
