@@ -113,14 +113,17 @@ def _scale(
     weight_scale, bias = carray(weight_scale, columns), carray(bias, (rows, columns))
     for i in range(rows):
         added = bias[i * biases]
-        step, middle = scale[i * scales], sums.dtype.type(zero[i * zeros])
+        kind = sums.dtype.type  # without it Numba would compute integers with 64 bits
+        step, middle = scale[i * scales], kind(zero[i * zeros])
         if is_gelu:
             for j in range(columns):
-                out[i, j] = _gelu(_f(sums[i, j] - middle * ones[j]) * (step * weight_scale[j]) + added[j])
-        else:
+                out[i, j] = _gelu(_f(kind(sums[i, j] - kind(middle * ones[j]))) * (step * weight_scale[j]) + added[j])
+            continue
+        for j in range(columns):
+            out[i, j] = _f(kind(sums[i, j] - kind(middle * ones[j]))) * (step * weight_scale[j]) + added[j]
+        if least > -np.inf or most < np.inf:
             for j in range(columns):
-                y = _f(sums[i, j] - middle * ones[j]) * (step * weight_scale[j]) + added[j]
-                y = least if y < least else y  # NaN is neither
+                y = least if out[i, j] < least else out[i, j]  # NaN is neither
                 out[i, j] = most if y > most else y
 
 
