@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxq.backends.jit import compiler
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.errors import InputError
 from fxq.ops.conversions import choose_scale, choose_zero_point, quantize
@@ -43,6 +44,11 @@ def test_the_same_integers_and_grids(bits, symmetric, shape, axis, size, middle,
     *wanted_grid, wanted = by_definition(x, bits, axis, symmetric)
     assert len(grid) == 2 - symmetric and q.dtype == torch.uint8
     torch.testing.assert_close(grid[0], wanted_grid[0], rtol=2e-7, atol=0)  # a scale is rounded twice
+    if compiler.loops("row_loops") is None:  # the same ops
+        assert all(map(torch.equal, grid, wanted_grid))
+        assert (
+            torch.equal(q, wanted) or not symmetric
+        )  # a half goes to the even integer before the zero point, or behind
     # Near a half, which integer is the nearest follows from how the scale is rounded, and so does a zero point.
     for found, by_ops in [*zip(grid[1:], wanted_grid[1:], strict=True), (q, wanted)]:
         assert found.shape == by_ops.shape and bool(((found.int() - by_ops.int()).abs() <= 1).all())
