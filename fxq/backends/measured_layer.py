@@ -101,14 +101,8 @@ class MeasuredLayer(Kernel):
 
         Scale and zero point broadcast with the result.
         """
-        in_one_loop = self._in_one_loop(x, scale, zero_point)
-        if in_one_loop is not None:
-            return in_one_loop(x, scale) if zero_point is None else in_one_loop(x, scale, zero_point)
-        layer, bias, post = self._kept("", self._made)
-        y = layer(x)
-        if zero_point is not None:
-            y = _shifted(y, zero_point, self._ones(layer, x))
-        return _scaled(y, scale, bias, post)
+        given = (x, scale) if zero_point is None else (x, scale, zero_point)
+        return self.bind(*given)(*given)
 
     def _in_one_loop(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Callable[..., Tensor] | None:
         """As `forward`, of rows, with one loop over what the layer gives; None where there is none."""
