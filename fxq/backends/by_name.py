@@ -15,6 +15,7 @@ _BACKENDS = {
     "x86": "fxq.backends.x86.x86:X86",
     "fbgemm": "fxq.backends.packed.fbgemm:Fbgemm",
     "qnnpack": "fxq.backends.packed.qnnpack:Qnnpack",
+    "jit": "fxq.backends.engines.jit_engine:Jit",
     "openvino": "fxq.backends.engines.openvino:Openvino",
     "onnxruntime": "fxq.backends.engines.onnxruntime:Onnxruntime",
 }

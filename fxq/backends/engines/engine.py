@@ -1,4 +1,4 @@
-"""What all engines have in common: regions become ONNX models, which the engine compiles for the inputs that come."""
+"""What all engines have in common: a region runs as a whole, made ready for the inputs that come."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Prices, Support
-from fxq.backends.engines.engine_layers import of_nodes, shares
-from fxq.backends.engines.request import EngineCall, Request
+from fxq.backends.engines.engine_layers import shares
 from fxq.backends.kernel import Kernel
 from fxq.backends.region_kernel import RegionKernel
 from fxq.common.data import Batch
@@ -27,7 +26,6 @@ from fxq.graph.partition import connected_regions
 from fxq.graph.query import CONVERSIONS, is_op, op_of
 from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.unit import Calls, calls_of
-from fxq.onnx.graph import TO_LAST, Written, refusal, write_onnx
 from fxq.quant.spec import QuantConfig
 
 log = logging.getLogger("fxq")
@@ -50,40 +48,20 @@ class EngineKernel(RegionKernel):
     _was_compiled = False
 
     @classmethod
-    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
-        """A region as the ONNX model that the engine gets; `gm` may be edited for that. See `write_onnx`."""
-        return write_onnx(gm, inputs, integer_bias=cls.integer_bias, **options)
+    @abstractmethod
+    def try_out(cls, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Raise whatever the engine raises for a region that it does not take."""
+
+    @abstractmethod
+    def prepared(self, form: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) -> Callable[..., Any]:
+        """What runs the region for inputs like these; `last` says which are images that lie channels-last."""
 
     @classmethod
     @abstractmethod
-    def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
-        """What the engine makes of an `onnx.ModelProto`, with the options of a kernel: makes requests."""
-
-    @classmethod
-    @abstractmethod
-    def profile(cls, model: Any, inputs: Sequence[Tensor], **options: Any) -> Iterable[EngineLayer]:
-        """What the engine does to run an `onnx.ModelProto`, with the options of a kernel, in order.
-
-        Of a layer, the nodes are those of the model, in any order, and its kind is "int8", "float" or "convert".
-        """
-
-    @classmethod
-    def model_for(cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False) -> tuple[Any, Sequence[Tensor]]:
-        """A region as an `onnx.ModelProto`, in qdq form, or with `floats` without conversions; and what that reads."""
-        given = [x.float() if floats and x.dtype in (torch.uint8, torch.int8) else x for x in inputs]
-        last = [_is_channels_last(x) for x in given]
-        written = cls.written(gm, given, channels_last=last, floats=floats)
-        tensors = [(given[i].permute(TO_LAST) if last[i] else given[i]).contiguous() for i in written.reads]
-        return written.model, tensors
-
-    @classmethod
     def profiled(
         cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False, **options: Any
     ) -> list[EngineLayer]:
-        """What the engine does to run a region, with the options of a kernel. See `model_for`."""
-        layers = cls.profile(*cls.model_for(gm, inputs, floats), **options)
-        nodes = {node.name: node for node in gm.graph.nodes if node.op != "placeholder"}
-        return [of_nodes(layer, nodes) for layer in layers]
+        """What the engine does to run a region, with the options of a kernel; with `floats`, without conversions."""
 
     def layers(self, *inputs: Any) -> tuple[EngineLayer, ...]:
         """As in `RegionKernel`."""
@@ -108,11 +86,9 @@ class EngineKernel(RegionKernel):
         form = self.form.module(self)
         for node, x in zip(form.graph.find_nodes(op="placeholder"), inputs, strict=True):
             self._check(info(node).dtype, x)
-        last = [_is_channels_last(x) for x in inputs]
+        last = [is_channels_last(x) for x in inputs]
         try:
-            written = self.written(form, inputs, channels_last=last)
-            requests = type(self).compiled(written.model, torch.get_num_threads(), **self.config())
-            made = EngineCall(written, requests, inputs, last)
+            made = self.prepared(form, inputs, last)
         except Exception as error:  # whatever an engine raises
             why = f"{self.name}: the engine does not take the region: {type(error).__name__}: {words_of(error)}"
             if not self._was_compiled:
@@ -147,33 +123,21 @@ class EngineKernel(RegionKernel):
 def _kind(value: Any) -> Hashable:
     if not isinstance(value, Tensor):
         return value
-    return value.shape, value.dtype, value.device.type, value.layout, _is_channels_last(value)
+    return value.shape, value.dtype, value.device.type, value.layout, is_channels_last(value)
 
 
-def _is_channels_last(value: Any) -> bool:
+def is_channels_last(value: Any) -> bool:
     """Whether an image lies in memory channel by channel of each pixel, and not otherwise as well."""
     if not isinstance(value, Tensor) or value.dim() != 4 or value.layout is not torch.strided:
         return False
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
-def _computed_index(node: fx.Node) -> fx.Node | None:
-    """The op that computes the indices that a node reads; None where an input or a constant has them, moved or not."""
-    if not is_op(node, "embedding", "embedding_bag", "index_select"):
-        return None
-    read = node.args[1 if is_op(node, "index_select") else 0]
-    while isinstance(read, fx.Node) and (op := op_of(read)) is not None:
-        if op.name != "cast" and (not op.quant.view or op.quant.selects):
-            break
-        read = read.args[0]
-    return read if isinstance(read, fx.Node) and read.op not in ("placeholder", "get_attr") else None
-
-
 class EngineBackend(Backend):
     """An engine with an interpreter, or a compiler, of whole models.
 
     Attributes:
-        package: what it is imported as; the extra of fxq that installs it has its name.
+        packages: what it needs; the extra of fxq that installs it has the backend's name.
         kernel: the class of its kernels.
         layers: ops with weights that it runs on integers, where they begin a unit.
         others: further ops that compute on integers, beside those that only move them.
@@ -183,7 +147,7 @@ class EngineBackend(Backend):
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
-    package: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
     kernel: ClassVar[type[EngineKernel]]
     layers: ClassVar[frozenset[str]]
     others: ClassVar[frozenset[str]]
@@ -196,7 +160,7 @@ class EngineBackend(Backend):
 
     def available(self) -> str | None:
         """As in `Backend`."""
-        missing = [package for package in (self.package, "onnx") if find_spec(package) is None]
+        missing = [package for package in self.packages if find_spec(package) is None]
         what = f"{(missing or [''])[0]} is not installed: pip install fxq[{self.name}]."
         return f'{what} Use backend="auto", which needs no more than PyTorch.' if missing else None
 
@@ -222,30 +186,31 @@ class EngineBackend(Backend):
         return Support(len(calls), emits_float=measured or first.op.name not in self.rounding)
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
-        """Why the engine does not take a node of the graph; None: it does. One of each kind is compiled alone."""
-        reason = refusal(gm, node)
-        if reason is not None:
-            return reason
-        computed = _computed_index(node)
-        if computed is not None and self.refusal(gm, computed) is None:  # else the region reads them, and checks them
-            return "its indices are computed, and the engine would not say where one is out of range"
-        parts = [
-            (call.op.name, sorted((name, _kind_of_grid(name, value)) for name, value in call.options.items()))
-            for call in calls_of(gm, node)
-        ]
-        key = repr((parts, [(len(info(read).shape or ()), info(read).dtype) for read in node.all_input_nodes]))
+        """Why the engine does not take a node of the graph; None: it does. One of each kind is tried out alone."""
+        key = self.key(gm, node)
         if key not in self._refused:
             self._refused[key] = self._refused_alone(gm, node)
         return self._refused[key]
 
+    def key(self, gm: fx.GraphModule, node: fx.Node) -> str:
+        """What decides whether the engine takes a node: its ops, and the ranks and types of what they read."""
+        parts = [
+            (call.op.name, sorted((name, _kind_of_grid(name, value)) for name, value in call.options.items()))
+            for call in calls_of(gm, node)
+        ]
+        return repr((parts, [(self.kind_of(read), info(read).dtype) for read in node.all_input_nodes]))
+
+    def kind_of(self, value: fx.Node) -> Any:
+        """What of the shape of a value decides that: how many axes it has."""
+        return len(info(value).shape or ())
+
     def _refused_alone(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         region = region_of([node])
-        inputs = [_made_up(read) for read in region.inputs]
+        inputs = [made_up(read) for read in region.inputs]
         if any(x is None for x in inputs) or not region.outputs:
             return None
         try:
-            alone = fx.GraphModule(gm, region.to_graph())
-            self.kernel.compiled(self.kernel.written(alone, inputs).model, 1)
+            self.kernel.try_out(fx.GraphModule(gm, region.to_graph()), inputs)
         except Exception as error:  # whatever an engine raises
             return f"the engine refuses it: {words_of(error)}"
         return None
@@ -272,7 +237,7 @@ class EngineBackend(Backend):
         converting, converted = 0.0, 0
         for region in self.regions(gm):
             inside = fx.GraphModule(gm, region.to_graph())
-            inputs = [_made_up(node) for node in region.inputs]
+            inputs = [made_up(node) for node in region.inputs]
             if any(x is None for x in inputs):
                 continue
             taken = {node.name: node for node in region.nodes}
@@ -299,7 +264,7 @@ def _kind_of_grid(name: str, value: Any) -> Any:
     return type(value) if name in ("scale", "zero_point") else value
 
 
-def _made_up(node: fx.Node) -> Tensor | None:
+def made_up(node: fx.Node) -> Tensor | None:
     """Values of the shape and dtype of a node, images channels-last; None where those are not known."""
     shape, dtype = info(node).shape, info(node).dtype
     if shape is None or dtype is None:

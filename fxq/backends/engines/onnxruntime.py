@@ -15,8 +15,9 @@ from torch import Tensor, fx
 
 from fxq.backends import cpu
 from fxq.backends.base import Support
-from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported, repeated
+from fxq.backends.engines.engine import EngineKernel, imported, repeated
 from fxq.backends.engines.engine_layers import kind_of
+from fxq.backends.engines.onnx_engine import OnnxBackend, OnnxKernel
 from fxq.backends.engines.request import Request
 from fxq.graph.info import EngineLayer
 from fxq.graph.query import constant
@@ -26,19 +27,19 @@ from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig, TensorSpec
 
 
-class OnnxruntimeKernel(EngineKernel):
+class OnnxruntimeKernel(OnnxKernel):
     """A region as ONNX Runtime compiles it for the CPU."""
 
     name: ClassVar[str] = "onnxruntime.region"
 
     @classmethod
     def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
-        """As in `EngineKernel`. A session runs in several threads; each has a binding of its own to memory."""
+        """As in `OnnxKernel`. A session runs in several threads; each has a binding of its own to memory."""
         return partial(OnnxruntimeRequest, session_of(model, threads))
 
     @classmethod
     def profile(cls, model: Any, inputs: Sequence[Tensor], **options: Any) -> Iterable[EngineLayer]:
-        """As in `EngineKernel`: from the file that a session writes when it is told to."""
+        """As in `OnnxKernel`: from the file that a session writes when it is told to."""
         with tempfile.TemporaryDirectory() as folder:
             session = session_of(model, torch.get_num_threads(), profile=str(Path(folder, "profile")))
             given = {arg.name: x.numpy() for arg, x in zip(session.get_inputs(), inputs, strict=True)}
@@ -135,11 +136,11 @@ def _is_even(weight: Tensor) -> bool:
     return bool(squares.max() <= _EVEN * squares.mean())
 
 
-class Onnxruntime(EngineBackend):
+class Onnxruntime(OnnxBackend):
     """ONNX Runtime's CPU provider. uint8 activations, int8 weights per channel; of some LSTMs, per tensor."""
 
     name: ClassVar[str] = "onnxruntime"
-    package: ClassVar[str] = "onnxruntime"
+    packages: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnx")
     kernel: ClassVar[type[EngineKernel]] = OnnxruntimeKernel
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), "linear"})
     others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends import cpu
-from fxq.backends.engines.engine import EngineBackend, EngineKernel, imported
+from fxq.backends.engines.engine import EngineKernel, imported
 from fxq.backends.engines.engine_layers import kind_of
 from fxq.backends.engines.moves import convert_before_moves
+from fxq.backends.engines.onnx_engine import OnnxBackend, OnnxKernel
 from fxq.backends.engines.openvino_tuning import (
     NO_SNIPPETS,
     faster_in_jit,
@@ -40,7 +41,7 @@ def _core() -> Any:
     return imported("openvino").Core()
 
 
-class OpenvinoKernel(EngineKernel):
+class OpenvinoKernel(OnnxKernel):
     """A region as OpenVINO compiles it: float32, one stream.
 
     Args:
@@ -61,18 +62,18 @@ class OpenvinoKernel(EngineKernel):
 
     @classmethod
     def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
-        """As in `EngineKernel`."""
+        """As in `OnnxKernel`."""
         convert_before_moves(gm)
         return super().written(gm, inputs, **options)
 
     @classmethod
     def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
-        """As in `EngineKernel`. Each thread has a request of its own: one serves a single call at a time."""
+        """As in `OnnxKernel`. Each thread has a request of its own: one serves a single call at a time."""
         return partial(OpenvinoRequest, compile_model(model, threads, **options))
 
     @classmethod
     def profile(cls, model: Any, inputs: Sequence[Tensor], **options: Any) -> Iterable[EngineLayer]:
-        """As in `EngineKernel`."""
+        """As in `OnnxKernel`."""
         compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True, **options)
         request = OpenvinoRequest(compiled)
         for i, x in enumerate(inputs):
@@ -145,14 +146,14 @@ def _torch_name(dtype: str) -> str:
     return re.sub("^(bf|f|i|u)(?=[0-9])", lambda found: kinds[found[0]], dtype)
 
 
-class Openvino(EngineBackend):
+class Openvino(OnnxBackend):
     """OpenVINO's CPU plugin. uint8 activations, int8 per-channel weights.
 
     Without VNNI it adds pairs of products in 16 bits, as oneDNN does, which is inside of it.
     """
 
     name: ClassVar[str] = "openvino"
-    package: ClassVar[str] = "openvino"
+    packages: ClassVar[tuple[str, ...]] = ("openvino", "onnx")
     kernel: ClassVar[type[EngineKernel]] = OpenvinoKernel
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *OPS.family("conv_transpose"), "linear"})
     others: ClassVar[frozenset[str]] = frozenset(
@@ -160,7 +161,7 @@ class Openvino(EngineBackend):
     )
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
-        """As in `EngineBackend`; nor floats other than float32, which it computes in.
+        """As in `OnnxBackend`; nor floats other than float32, which it computes in.
 
         Nor what makes other than floats of integers of 64 bits, which it makes 32 of.
         """

@@ -26,7 +26,7 @@ _SMALL = 2**17
 _OPTIONS: Mapping[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
 """As in C: nothing is asked before a division, and a product and a sum may be rounded at once."""
 _NUMBERS: Mapping[str, tuple[str, Any]] = {"f": ("float32", ctypes.c_float), "i": ("int64", ctypes.c_int64)}
-_MEMORY = {"f*": "float32", "u8*": "uint8", "i8*": "int8", "i16*": "int16", "i32*": "int32"}
+_MEMORY = {"f*": "float32", "u8*": "uint8", "i8*": "int8", "i16*": "int16", "i32*": "int32", "i64*": "int64"}
 
 
 @cache
@@ -68,9 +68,12 @@ def loops_for(name: str, elements: int, *read: Tensor | None) -> ModuleType | No
     """
     if elements > _SMALL and torch.get_num_threads() > _THREADS:
         return None
-    if _len_torch_dispatch_stack() or not all(x is None or _is_plain(x) for x in read):
-        return None
-    return loops(name)
+    return loops(name) if has_memory(*read) else None
+
+
+def has_memory(*read: Tensor | None) -> bool:
+    """Whether the memory of tensors holds their values, and nobody watches PyTorch's ops."""
+    return not _len_torch_dispatch_stack() and all(x is None or _is_plain(x) for x in read)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -103,8 +106,8 @@ def compiled(types: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     lets other threads of Python run.
 
     Args:
-        types: those of the arguments: "f*" is an address of float32, "u8*", "i8*", "i16*" and "i32*" of integers; "f"
-            is a float, "i" an integer.
+        types: those of the arguments: "f*" is an address of float32, "u8*", "i8*", "i16*", "i32*" and "i64*" are of
+            integers; "f" is a float, "i" an integer.
 
     Raises:
         ImportError: Numba is not installed.

@@ -1,0 +1,160 @@
+"""The jit backend: regions run as programs of fxq's own, whose loops Numba has compiled."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, fx
+
+from fxq.backends.engines.engine import EngineBackend, EngineKernel, made_up, repeated
+from fxq.backends.jit.compiler import description, has_memory, loops
+from fxq.backends.kernel import Kernel
+from fxq.backends.programs.layer_steps import Linear
+from fxq.backends.programs.plan import ROWS, NotPlannedError, planned
+from fxq.backends.programs.program import Program
+from fxq.backends.programs.steps import Pointwise, Quantize, Step
+from fxq.common.data import Batch
+from fxq.errors import BackendError
+from fxq.graph.info import EngineLayer, info
+from fxq.graph.query import CONVERSIONS, is_op
+from fxq.graph.region import Region, is_weight, region_of
+from fxq.graph.run import Runner
+from fxq.graph.unit import Calls, calls_of
+
+log = logging.getLogger("fxq")
+
+
+class JitKernel(EngineKernel):
+    """A region as a program: memory that is laid out once, and one call of compiled code for all of its steps.
+
+    It runs on one thread.
+    """
+
+    name: ClassVar[str] = "jit.region"
+
+    @classmethod
+    def try_out(cls, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """As in `EngineKernel`: an op that reads floats counts as one that will read integers."""
+        planned(gm, inputs, trial=True)
+
+    def prepared(self, form: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) -> Callable[..., Any]:
+        """As in `EngineKernel`."""
+        return _program(form, inputs, last)
+
+    def forward(self, *inputs: Any) -> Any:
+        """As the region; for tensors that are watched, or have no memory of their own, in qdq form."""
+        plain = all(isinstance(x, Tensor) for x in inputs) and has_memory(*inputs)
+        return super().forward(*inputs) if plain or self.form is None else self.form.runner(self)(*inputs)
+
+    @classmethod
+    def profiled(
+        cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False, **options: Any
+    ) -> list[EngineLayer]:
+        """As in `EngineKernel`; in float, each op alone, by PyTorch."""
+        if floats:
+            return _in_float(gm, inputs)
+        timed = _program(gm, inputs, [False] * len(inputs)).timed(inputs, repeated())
+        return [
+            EngineLayer((step.name,), type(step).__name__, "float32" if kind == "float" else "uint8", kind, us)
+            for step, us in timed
+            for kind in [_kind_of(step)]
+        ]
+
+
+def _program(gm: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) -> Program:
+    compiled = loops("program_loops")
+    if compiled is None:
+        raise BackendError(f"no loops are compiled: {description()}")
+    return Program(compiled, gm, inputs, last)
+
+
+def _kind_of(step: Step) -> Literal["int8", "float", "convert"]:
+    if isinstance(step, Quantize) or (isinstance(step, Pointwise) and step.is_conversion):
+        return "convert"
+    all_float = isinstance(step, Linear) or (bool(step.out.is_float) and all(x.is_float for x in step.reads))
+    return "float" if all_float else "int8"
+
+
+def _in_float(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[EngineLayer]:
+    """What PyTorch takes for each op of a region in float."""
+    runner, found = Runner(gm, Batch(tuple(inputs), {})), dict[fx.Node, float]()
+    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    with torch.no_grad():
+        for _ in range(_ROUNDS):
+            for node in gm.graph.nodes:
+                start = time.perf_counter()
+                runner.step(node)
+                found[node] = min(found.get(node, 1.0e9), time.perf_counter() - start)
+    return [
+        EngineLayer((node.name,), "", "float32", "float", 1e6 * found[node])
+        for node in nodes
+        if not is_op(node, *CONVERSIONS) and calls_of(gm, node)
+    ]
+
+
+_ROUNDS = 4
+
+
+def _refused(gm: fx.GraphModule, region: Region) -> str | None:
+    """Why a region is no program; None: it is one."""
+    inputs = [made_up(read) for read in region.inputs]
+    if any(x is None for x in inputs) or not region.outputs:
+        return "its shapes are not known"
+    try:
+        planned(fx.GraphModule(gm, region.to_graph()), inputs)
+    except NotPlannedError as error:
+        return str(error)
+    return None
+
+
+class Jit(EngineBackend):
+    """fxq's own loops. uint8 activations, int8 weights per channel; all sums are exact on any CPU."""
+
+    name: ClassVar[str] = "jit"
+    packages: ClassVar[tuple[str, ...]] = ("numba",)
+    kernel: ClassVar[type[EngineKernel]] = JitKernel
+    layers: ClassVar[frozenset[str]] = frozenset({"conv2d", "conv_transpose2d", "linear"})
+    others: ClassVar[frozenset[str]] = frozenset(
+        {"add", "mul", "mean", "avg_pool2d", "adaptive_avg_pool2d", "batch_norm"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: dict[str, bool] = {}
+
+    def available(self) -> str | None:
+        """As in `Backend`; not where Numba is there and compiles nothing."""
+        missing = super().available()
+        if missing is None and loops("program_loops") is None:
+            return f'Numba compiles nothing here: {description()}. Use backend="auto".'
+        return missing
+
+    def kind_of(self, value: fx.Node) -> Any:
+        """As in `EngineBackend`: its shape."""
+        return info(value).shape
+
+    def takes(self, gm: fx.GraphModule, node: fx.Node) -> bool:
+        """As in `EngineBackend`: what a step computes of the integers, or floats, that the node reads."""
+        calls, plan = calls_of(gm, node), info(node).plan
+        if not calls or (plan is not None and plan.fate == "weight-only"):
+            return False
+        integers = [read for read in node.all_input_nodes if is_op(read, "dequantize") and not is_weight(read)]
+        key = repr((self.key(gm, node), [read in integers for read in node.all_input_nodes]))
+        if key not in self._taken:
+            self._taken[key] = _refused(gm, region_of([*dict.fromkeys(integers), node])) is None
+        return self._taken[key]
+
+    def lower(self, gm: fx.GraphModule, region: Region) -> Kernel:
+        """As in `Backend`."""
+        reason = _refused(gm, region)
+        if reason is not None:
+            raise BackendError(f"{self.name}: {reason}")
+        return super().lower(gm, region)
+
+    def fuses(self, calls: Calls) -> bool:
+        """As in `Backend`: what steps compute."""
+        return all(call.op.name in ROWS for call in calls)

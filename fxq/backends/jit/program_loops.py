@@ -1,0 +1,56 @@
+"""The loops of a program: a network, or a part of one, as a list of steps that one call runs.
+
+A step is a row of whole numbers: its code, then its fields, in the order in which its loop reads them. Memory is
+(base, offset): one of the addresses that the call is given, and bytes from there. The first address is 0, for what lies
+where it lies; the second is the memory of the program; then come its inputs and outputs.
+
+Images are (N, H, W, C) in memory, whatever PyTorch calls their axes; anything else is an image of one row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
+
+from fxq.backends.jit.compiler import compiled
+from fxq.backends.jit.image_loops import CHUNK, move, norm, pointwise, pool, quantize
+from fxq.backends.jit.layer_loops import depthwise, linear, product
+from fxq.backends.jit.machine_code import GROUP as GROUP
+from fxq.backends.jit.machine_code import HAS_VNNI as HAS_VNNI
+from fxq.backends.jit.machine_code import WIDE as WIDE
+from fxq.backends.jit.memory_loops import NAMES as NAMES
+from fxq.backends.jit.memory_loops import NOTHING as NOTHING
+
+LARGE = 1 << 17
+"""Bytes of an input that a product reads again for the next columns, from the second cache."""
+WIDTH = 32
+"""Numbers of a step, at most."""
+QUANTIZE, PRODUCT, DEPTHWISE, POINTWISE, POOL, LINEAR, NORM, MOVE = range(8)
+"""The codes of steps."""
+
+
+@compiled("i64* i i64*")
+def run(steps, count, bases):
+    """Run steps, int64 (count, WIDTH), on memory at these addresses."""
+    steps = carray(steps, (count, WIDTH))
+    scratch = np.empty(2 * CHUNK, np.float32)
+    memory = scratch.ctypes.data
+    for k in range(count):
+        step = steps[k]
+        code = step[0]
+        if code == PRODUCT:
+            product(step, bases)
+        elif code == DEPTHWISE:
+            depthwise(step, bases)
+        elif code == POINTWISE:
+            pointwise(step, bases, memory)
+        elif code == QUANTIZE:
+            quantize(step, bases)
+        elif code == POOL:
+            pool(step, bases)
+        elif code == NORM:
+            norm(step, bases, memory)
+        elif code == MOVE:
+            move(step, bases)
+        else:
+            linear(step, bases, memory)

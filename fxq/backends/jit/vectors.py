@@ -1,0 +1,139 @@
+"""Pieces of machine code for 16 numbers at a time, as LLVM has them for any vector unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 16
+"""How many numbers a piece of code computes at once."""
+INT8, INT32, INT64, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT, LANES)
+
+_LOG2E = 1.4426950408889634
+_MOST = 120.0
+"""Powers of two are kept within 2**-120 and 2**120: a sigmoid with these is 1 or 0."""
+_ROUNDS = 12582912.0
+"""1.5 * 2**23: a float that this was added to has the nearest integer in its lowest bits."""
+
+
+def number(value: int) -> Any:
+    """An integer of 64 bits."""
+    return ir.Constant(INT64, value)
+
+
+def splat(b: Any, value: Any, lanes: int = LANES) -> Any:
+    """A number in all lanes: a value of the code, or a Python float."""
+    if isinstance(value, float):
+        return ir.Constant(ir.VectorType(FLOAT, lanes), [value] * lanes)
+    nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = b.insert_element(nothing, value, ir.Constant(INT32, 0))
+    return b.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))
+
+
+def load(b: Any, address: Any, kind: Any, offset: int = 0) -> Any:
+    """What lies at an address, some bytes on."""
+    place = b.add(address, number(offset)) if offset else address
+    found = b.load(b.inttoptr(place, kind.as_pointer()))
+    found.align = 1
+    return found
+
+
+def store(b: Any, value: Any, address: Any) -> None:
+    """Write a value to an address."""
+    b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
+
+
+def intrinsic_of(b: Any, name: str, result: Any, values: Sequence[Any]) -> Any:
+    """The value of an instruction that LLVM knows by name."""
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
+
+
+def fused(b: Any, x: Any, factor: Any, added: Any) -> Any:
+    """x * factor + added, of floats."""
+    values = [value if not isinstance(value, float) else splat(b, value) for value in (x, factor, added)]
+    return intrinsic_of(b, "llvm.fmuladd.v16f32", FLOATS, values)
+
+
+def clamped(b: Any, x: Any, low: Any, high: Any) -> Any:
+    """x within two bounds; NaN becomes the lower one."""
+    x = b.select(b.fcmp_ordered(">", x, low), x, low)
+    return b.select(b.fcmp_ordered("<", x, high), x, high)
+
+
+def nearest(b: Any, x: Any) -> Any:
+    """Floats of 0 to 255 as integers of 32 bits, the nearest ones."""
+    bits = b.bitcast(b.fadd(x, splat(b, _ROUNDS)), INTS)
+    return b.and_(bits, ir.Constant(INTS, [0xFF] * LANES))
+
+
+def rounded(b: Any, x: Any) -> Any:
+    """Floats of 0 to 255 as bytes, the nearest ones."""
+    return b.trunc(nearest(b, x), ir.VectorType(INT8, LANES))
+
+
+def bounds(b: Any, numbers: Any) -> list[Any]:
+    """The two floats at an address, each in all lanes."""
+    return [splat(b, load(b, numbers, FLOAT, 4 * k)) for k in (0, 1)]
+
+
+def _polynomial(b: Any, x: Any, first: float, *others: float) -> Any:
+    y = splat(b, first)
+    for coefficient in others:
+        y = fused(b, y, x, coefficient)
+    return y
+
+
+def sigmoid(b: Any, x: Any) -> Any:
+    """1 / (1 + exp(-x)). The power of two has its whole part in the exponent of the float; a polynomial is the rest."""
+    power = clamped(b, b.fmul(x, splat(b, -_LOG2E)), splat(b, -_MOST), splat(b, _MOST))
+    whole = intrinsic_of(b, "llvm.rint.v16f32", FLOATS, [power])
+    # Taylor series of 2**r up to r**6: |r| <= 1/2
+    p = _polynomial(
+        b, b.fsub(power, whole), 1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0
+    )
+    exponent = b.shl(b.add(b.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES)), ir.Constant(INTS, [23] * LANES))
+    return b.fdiv(splat(b, 1.0), fused(b, p, b.bitcast(exponent, FLOATS), 1.0))
+
+
+def silu(b: Any, x: Any) -> Any:
+    """x * sigmoid(x)."""
+    return b.fmul(x, sigmoid(b, x))
+
+
+def tanh(b: Any, x: Any) -> Any:
+    """2 * sigmoid(2 x) - 1: with an error near 1e-7, also where it is itself as small."""
+    return fused(b, sigmoid(b, b.fadd(x, x)), 2.0, -1.0)
+
+
+def hardsigmoid(b: Any, x: Any) -> Any:
+    """x / 6 + 1/2, within 0 and 1."""
+    return clamped(b, fused(b, x, 1 / 6, 0.5), splat(b, 0.0), splat(b, 1.0))
+
+
+def hardswish(b: Any, x: Any) -> Any:
+    """x * hardsigmoid(x)."""
+    return b.fmul(x, hardsigmoid(b, x))
+
+
+def gelu(b: Any, x: Any) -> Any:
+    """x * (1 + erf(x / sqrt(2))) / 2, with an erf that is a ratio of polynomials: 1 within rounding from 3.83 on.
+
+    Source: the erf of float32 in Eigen and XLA.
+    """
+    a = clamped(b, b.fmul(x, splat(b, 0.7071067811865476)), splat(b, -3.8325069), splat(b, 3.8325069))
+    square = b.fmul(a, a)
+    over = _polynomial(
+        b, square,
+        2.2905065861350646e-4, 3.4082910107109506e-3, 5.0955695062380861e-2, 1.8520832239976145e-1, 1.128379143519084,
+    )  # fmt: skip
+    under = _polynomial(
+        b, square,
+        -1.1791602954361697e-7, 2.3547966471313185e-5, 1.0179625278914885e-3, 1.4070470171167667e-2,
+        1.1098505178285362e-1, 4.9746925110067538e-1, 1.0,
+    )  # fmt: skip
+    return b.fmul(b.fmul(x, splat(b, 0.5)), b.fadd(splat(b, 1.0), b.fdiv(b.fmul(a, over), under)))

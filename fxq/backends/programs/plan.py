@@ -1,0 +1,365 @@
+"""A region of the qdq graph becomes the steps of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, LANES, Area, Grid
+from fxq.backends.programs.layer_steps import Product
+from fxq.backends.programs.steps import CLAMP, Function, Pointwise, Quantize, Step
+from fxq.graph.query import arguments_of, op_of, read_attribute
+from fxq.graph.region import is_weight
+from fxq.graph.unit import Unit, unit_of
+
+
+class NotPlannedError(Exception):
+    """A node that no step computes; the message says why."""
+
+
+def refuse(when: Any, reason: str) -> None:
+    """Raise `NotPlannedError` with this reason, if there is one."""
+    if when:
+        raise NotPlannedError(reason)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight, int8, and its scale, float32 (O,) along an axis, or 0-d; or float32 without one."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    axis: int = 0
+
+    @property
+    def real(self) -> Tensor:
+        """Its values in float32."""
+        if self.scale is None:
+            return self.values.float()
+        by_axis = [-1 if k == self.axis else 1 for k in range(self.values.dim())]
+        return self.values.float() * (self.scale.reshape(by_axis) if self.scale.dim() else self.scale)
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the region.
+
+    Attributes:
+        area: where it lies.
+        rank: how many axes it has.
+        axis: which of them has the channels: the last one, or of an image perhaps the second.
+        grid: of integers that stand for floats; integers without one count for themselves.
+        step: what makes it, where it is not decided yet whether it is float; None: it is.
+    """
+
+    area: Area
+    rank: int
+    axis: int
+    grid: Grid | None = None
+    step: Step | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as PyTorch has it."""
+        n, h, w, c = self.area.shape
+        if self.rank == 4:
+            return (n, c, h, w) if self.axis == 1 else (n, h, w, c)
+        return (n, w, c) if self.rank == 3 else (n, c)
+
+
+def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
+    """The (N, H, W, C) of a shape; see `Value`."""
+    if len(shape) == 4:
+        n, a, b, c = shape
+        return (n, b, c, a) if axis == 1 else (n, a, b, c)
+    if len(shape) == 3:
+        return shape[0], 1, shape[1], shape[2]
+    refuse(len(shape) != 2, f"it has {len(shape)} axes")
+    return shape[0], 1, 1, shape[1]
+
+
+def planned(gm: fx.GraphModule, inputs: Sequence[Any], trial: bool = False) -> Plan:
+    """The steps of a region. Inputs of four axes are images (N, C, H, W), or if it cannot be so (N, H, W, C).
+
+    Raises:
+        NotPlannedError: as `Plan`.
+    """
+    refuse(not all(isinstance(x, Tensor) for x in inputs), "it takes a value that is no tensor")
+    last = [x.dim() - 1 for x in inputs]
+    try:
+        return Plan(gm, inputs, [1 if axis == 3 else axis for axis in last], trial)
+    except NotPlannedError as error:
+        if 3 in last:
+            with suppress(NotPlannedError):
+                return Plan(gm, inputs, last, trial)
+        raise error
+
+
+class Plan:
+    """The steps of a region, for inputs of one kind.
+
+    Args:
+        gm: the region in qdq form.
+        inputs: what it takes, of which shapes and dtypes count, and whether an image lies channels-last.
+        axes: of each input, which axis has the channels.
+        trial: whether layers count as layers on integers that are none yet: it cannot run then.
+
+    Attributes:
+        steps: in order.
+        outputs: what it returns.
+        several: whether that is a tuple.
+        constants: what steps read where it lies.
+
+    Raises:
+        NotPlannedError: no step computes a node.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Tensor], axes: Sequence[int], trial: bool = False) -> None:
+        self.steps: list[Step] = []
+        self.constants: list[Tensor] = []
+        self._given, self._axes, self._trial = inputs, axes, trial
+        self._read: set[int] = set()  # inputs that steps read as they are
+        self._inside = False
+        known: dict[fx.Node, Any] = {}
+        for i, (node, x) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+            known[node] = self._input(i, x, axes[i])
+        self._scope = ""
+        self._run(gm, gm.graph, known)
+        returned = arguments_of(gm.graph.output_node(), known)[0][0]
+        self.several = isinstance(returned, (tuple, list))
+        values = list(returned) if self.several else [returned]
+        self.outputs = [self._output(i, value) for i, value in enumerate(values)]
+
+    def _input(self, i: int, x: Tensor, axis: int) -> Value:
+        refuse(x.dtype not in (torch.float32, torch.uint8), f"it takes {x.dtype}")
+        shape = as_images(x.shape, axis)
+        area = Area(shape, x.dtype == torch.float32, room=shape[3], base=GIVEN + i)
+        return Value(area, x.dim(), axis)
+
+    def _output(self, i: int, value: Any) -> Value:
+        refuse(not isinstance(value, Value), "it returns what is no tensor that it computes")
+        area = Area(value.area.shape, None, room=value.area.shape[3], base=GIVEN + len(self._given) + i)
+        step = value.step
+        if step is not None and step.dense:
+            step.out = area
+            self.settle(value, None)
+            area.is_float = True
+            return replace(value, area=area)
+        self.settle(value, None)
+        grid = RAW if not value.area.is_float and value.grid is None else None
+        area.is_float = grid is None
+        self.steps.append(Pointwise("copy", area, grid=grid, x=value.area, x_grid=value.grid or grid))
+        self._reads(value.area)
+        return replace(value, area=area)
+
+    def _reads(self, area: Area) -> None:
+        """A step reads an area; of an input, the channels of a pixel lie side by side then."""
+        if area.base >= GIVEN:
+            self._read.add(area.base - GIVEN)
+
+    def format(self, i: int) -> torch.memory_format:
+        """How steps read an input: an image in the order of its pixels, or as that lies which this was made for."""
+        given = self._given[i]
+        last = self._axes[i] == 1 if i in self._read else not given.is_contiguous()
+        return torch.channels_last if last and given.dim() == 4 else torch.contiguous_format
+
+    def _strides(self, i: int) -> Sequence[int]:
+        """Elements of an input from a sample, channel, row and pixel to the next."""
+        by = self._given[i].contiguous(memory_format=self.format(i)).stride()
+        if len(by) == 4:
+            return by if self._axes[i] == 1 else (by[0], by[3], by[1], by[2])
+        return (by[0], by[2], 0, by[1]) if len(by) == 3 else (by[0], by[1], 0, 0)
+
+    def _run(self, gm: fx.GraphModule, graph: fx.Graph, known: dict[fx.Node, Any]) -> None:
+        for node in graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            known[node] = self._node(gm, node, known)
+
+    def _node(self, gm: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+        if node.op == "get_attr":
+            return Weight(read_attribute(gm, str(node.target)).detach())
+        args, kwargs = arguments_of(node, known)
+        unit = unit_of(gm, node)
+        if unit is not None:
+            value = self._unit(node.name, unit, args)
+        else:
+            op = op_of(node)
+            refuse(op is None or op.name not in ROWS, f"no step computes {op.name if op is not None else node.target}")
+            assert op is not None
+            if not self._inside:
+                self._scope = node.name
+            if is_weight(node):
+                return _dequantized_weight(*args, **kwargs)
+            value = ROWS[op.name](self, *args, **{**op.options, **kwargs})
+        if isinstance(value, Value) and value.step is not None and len(node.users) != 1:
+            self.settle(value, None)
+        return value
+
+    def _unit(self, name: str, unit: Unit, args: Sequence[Any]) -> Any:
+        self._scope, self._inside = name, True
+        known = dict(zip(unit.graph.find_nodes(op="placeholder"), args, strict=True))
+        self._run(unit, unit.graph, known)
+        self._inside = False
+        return arguments_of(unit.graph.output_node(), known)[0][0]
+
+    # ---- what rows do
+
+    def add(self, kind: type[Step], like: Value, shape: tuple[int, int, int, int] | None = None, **about: Any) -> Value:
+        """A further step, and the value that it makes, of the axes of another one."""
+        area = Area(shape or like.area.shape)
+        step = kind(self._scope, area, **about)
+        self.steps.append(step)
+        for read in step.reads:
+            refuse(read.is_float is None, "it reads what is not decided")
+            if kind is not Quantize:
+                self._reads(read)
+        return Value(area, like.rank, like.axis, None, step)
+
+    def settle(self, value: Value, grid: Grid | None) -> Value:
+        """Decide how a value is written: as integers on a grid, or as floats; once."""
+        if value.step is not None:
+            value.step.grid, value.area = grid, value.step.out
+            value.area.is_float, value.area.zero = grid is None, grid.zero if grid is not None else 0
+            value.step = None
+        return value
+
+    def read(self, value: Any) -> Value:
+        """A value that a step reads, as integers with a grid or floats."""
+        refuse(not isinstance(value, Value), "it reads what is no tensor that it computes")
+        self.settle(value, None)
+        refuse(not value.area.is_float and value.grid is None, "it computes with integers")
+        return value
+
+    def integers(self, x: Any) -> Value:
+        """A value that counts as the integers that it is, or that stands for floats on a grid."""
+        refuse(not isinstance(x, Value) or x.step is not None, "it reads what is no tensor, or not decided")
+        if self._trial and x.area.is_float:
+            return self.quantize(x, RAW)
+        refuse(bool(x.area.is_float), "it reads no integers")
+        return self.inside(x)
+
+    def layer(self, x: Any, weight: Any) -> tuple[Value, Weight]:
+        """What a layer reads: integers and an int8 weight with its scale; or floats, and its weight in any form."""
+        refuse(not isinstance(weight, Weight), "its weight is no constant")
+        x = self.read(x)
+        if self._trial:
+            x = self.integers_of(x)
+            weight = weight if weight.scale is not None else Weight(weight.values.to(torch.int8), torch.tensor(1.0))
+        refuse(not x.area.is_float and weight.scale is None, "its weight is in float")
+        return x, weight
+
+    def inside(self, value: Value) -> Value:
+        """The same in the memory of the program, if it was given."""
+        if value.area.base < GIVEN:
+            return value
+        raw = None if value.area.is_float else RAW
+        made = self.settle(self.add(Pointwise, value, x=value.area, x_grid=raw), raw)
+        made.grid = value.grid
+        return made
+
+    def per_channel(self, weight: Weight, like: Value) -> Tensor:
+        """A constant of a number for each channel of a value, or of one for all: float32 (C,)."""
+        real = weight.real
+        shape = [1] * (like.rank - real.dim()) + list(real.shape)
+        refuse(len(shape) != like.rank or any(n != 1 for k, n in enumerate(shape) if k != like.axis), "it varies")
+        return real.reshape(-1).expand(like.area.shape[3])
+
+    def constant(self, weight: Weight, like: Value) -> Area:
+        """The same as a pixel of each sample."""
+        made = self.per_channel(weight, like)
+        self.constants.append(F.pad(made, (0, -len(made) % LANES)).contiguous())
+        samples = like.area.shape[0]
+        return Area((samples, 1, 1, len(made)), True, base=ABSOLUTE, offset=self.constants[-1].data_ptr())
+
+    def apply(self, value: Any, function: Function) -> Value:
+        """A function of each element: by the step that makes it, where that computes none yet."""
+        refuse(not isinstance(value, Value), "it reads what is no tensor that it computes")
+        per_channel = function.slope is not None and function.slope.numel() > 1
+        step = value.step
+        if (
+            step is not None
+            and step.function == CLAMP
+            and step.bends
+            and (isinstance(step, Product) or not per_channel)
+        ):
+            step.function = function
+            return value
+        refuse(per_channel, "its slopes differ, and no layer is before it")
+        x = self.read(value)
+        made = self.add(Pointwise, x, x=x.area, x_grid=x.grid)
+        assert made.step is not None
+        made.step.function = function
+        return made
+
+    def adds(self, value: Any, residual: Any) -> bool:
+        """Whether the layer that makes a value can add integers: they are there before it runs."""
+        if not isinstance(value, Value) or not isinstance(residual, Value) or value.step is None:
+            return False
+        step, area = value.step, residual.area
+        alike = value.area.shape == area.shape and (value.rank, value.axis) == (residual.rank, residual.axis)
+        known = residual.step is None and residual.grid is not None and area.base == ARENA
+        later = self.steps[self.steps.index(step) :]
+        free = isinstance(step, Product) and step.folds and not any(other.out.root is area.root for other in later)
+        return alike and known and free
+
+    def copy(self, area: Area, to: Area) -> None:
+        """Write integers to another place, too."""
+        self.steps.append(Pointwise(self._scope, to, grid=RAW, x=area, x_grid=RAW))
+
+    def integers_of(self, x: Any) -> Value:
+        """A value that a layer reads as integers on a grid."""
+        x = self.read(x)
+        if self._trial and x.area.is_float:
+            x = replace(self.quantize(x, RAW), grid=RAW)
+        refuse(x.area.is_float, "it reads floats")
+        return self.inside(x)
+
+    def quantize(self, value: Any, grid: Grid) -> Value:
+        """A value rounded to a grid."""
+        refuse(not isinstance(value, Value), "it reads what is no tensor that it computes")
+        if value.step is not None:
+            return self.settle(value, grid)
+        area = value.area
+        if area.base >= GIVEN and area.is_float:
+            made = self.add(Quantize, value, x=area, strides=partial(self._strides, area.base - GIVEN))
+            if area.shape[3] < LANES:
+                made.area.room = area.shape[3]  # so that windows of few channels are runs
+            return self.settle(made, grid)
+        x = self.read(value)
+        return self.settle(self.add(Pointwise, x, x=x.area, x_grid=x.grid), grid)
+
+
+RAW = Grid(1.0, 0)
+"""Of integers that are taken for what they are."""
+
+Row = TypeVar("Row", bound=Callable[..., Any])
+ROWS: dict[str, Callable[..., Any]] = {}
+"""What computes each op, by its name: takes the plan, the op's tensors in order, and its options by name."""
+
+
+def plans(*names: str) -> Callable[[Row], Row]:
+    """Decorator: the function below plans the ops of these names."""
+
+    def register(function: Row) -> Row:
+        ROWS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def _dequantized_weight(
+    q: Weight, *, scale: Any, zero_point: Any, axis: int | None = None, block: Any = None, packed: Any = None, **_: Any
+) -> Weight:
+    refuse(block is not None or packed is not None or q.values.dtype != torch.int8, "its weight is not of int8")
+    zero = zero_point.values if isinstance(zero_point, Weight) else torch.tensor(zero_point)
+    refuse(bool(zero.any()), "its weight has zero points")
+    of = scale.values if isinstance(scale, Weight) else torch.tensor(float(scale))
+    return Weight(q.values, of.reshape(-1) if of.numel() > 1 else of.reshape(()), axis or 0)
