@@ -255,7 +255,7 @@ def machine(cpu_time: bool) -> dict[str, str]:
     """What the numbers were measured on, and how."""
     about = fxq.doctor(["reference"], progress=False).machine
     found = {name: about[name] for name in ("CPU", "vectors", "VNNI", "AMX", "torch")}
-    for package in ("openvino", "onnxruntime", "nncf"):
+    for package in ("numba", "openvino", "onnxruntime", "nncf"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

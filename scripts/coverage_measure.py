@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 import fxq
 
-ENGINES = ("openvino", "onnxruntime")
+ENGINES = ("jit", "openvino", "onnxruntime")
 EXACT = "reference"
 """The backend without kernels. Others are not asked beside it: what the passes do is quickly seen."""
 CALIBRATION, FRESH = 2, 3

@@ -221,5 +221,5 @@ CONTENDERS: dict[str, Contender] = {
     "torch.ao": torch_ao_best,
     "onnxruntime quantizer": onnxruntime_own,
     "nncf": nncf_openvino,
-    **{f"fxq {backend}": own(backend) for backend in ("x86", "openvino", "onnxruntime", "fastest")},
+    **{f"fxq {backend}": own(backend) for backend in ("x86", "jit", "openvino", "onnxruntime", "fastest")},
 }

@@ -4,7 +4,7 @@
     python scripts/run_coverage.py --suite torchvision    one suite
     python scripts/run_coverage.py --only 'timm/res*'     models by name or glob
     python scripts/run_coverage.py --static               the static preset alone, in half of the time
-    python scripts/run_coverage.py --backend openvino     through an engine, or onnxruntime
+    python scripts/run_coverage.py --backend openvino     through an engine, or onnxruntime, jit
     python scripts/run_coverage.py --backend reference    SQNR of the static preset in exact arithmetic, no more
     python scripts/run_coverage.py --onnx                 which can be written as ONNX files, and what the others lack
     python scripts/run_coverage.py --json coverage.json   the results as data too

@@ -89,11 +89,11 @@ class Twice(nn.Module):
         return self.second(torch.asinh(self.first(x)))
 
 
-@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("engine", ["jit", "openvino", "onnxruntime"])
 @pytest.mark.any_cpu
 def test_an_engine_and_what_it_leaves(scripts, monkeypatch, engine):
     """In this process: threads of an engine that ran before would not be in another one that is forked."""
-    pytest.importorskip(engine)
+    pytest.importorskip("numba" if engine == "jit" else engine)
     import coverage_measure
 
     monkeypatch.setattr("coverage_models.load", lambda suite: None)

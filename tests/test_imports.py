@@ -250,7 +250,7 @@ def test_scripts_use_the_public_api():
     assert breaches(allowed) == []
 
 
-SHARED = ("plain", "jit")
+SHARED = ("plain", "jit", "programs")
 
 
 def test_backends_stand_on_their_own():

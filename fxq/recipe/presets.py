@@ -41,8 +41,8 @@ def static(
     """Post-training static quantization: activations by calibration, weights per channel. Needs data.
 
     Args:
-        backend: "auto", "x86", "fbgemm", "qnnpack", "openvino", "onnxruntime" or "reference"; "fastest" tries all
-            that are installed; or one of your own, see `with_backend`.
+        backend: "auto", "x86", "fbgemm", "qnnpack", "jit", "openvino", "onnxruntime" or "reference"; "fastest" tries
+            all that are installed; or one of your own, see `with_backend`.
         activation: spec of all activations; the default is uint8 affine with the histogram observer.
         weight: spec of all weights; the default is int8 symmetric per channel.
         optimize: "speed": what is faster in float on this machine stays in float (measured at the shapes of the

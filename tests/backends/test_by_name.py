@@ -37,9 +37,9 @@ def test_auto_takes_the_first_that_is_available(monkeypatch):
 
 def test_fastest_tries_all_that_may_win_here(monkeypatch):
     monkeypatch.setattr(cpu, "is_x86", lambda: True)
-    assert fastest_order() == ("x86", "fbgemm", "openvino", "onnxruntime")
+    assert fastest_order() == ("x86", "fbgemm", "jit", "openvino", "onnxruntime")
     monkeypatch.setattr(cpu, "is_x86", lambda: False)
-    assert fastest_order() == ("qnnpack", "openvino", "onnxruntime")
+    assert fastest_order() == ("qnnpack", "jit", "openvino", "onnxruntime")
 
 
 def test_an_unknown_name():

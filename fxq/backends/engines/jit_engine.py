@@ -96,7 +96,7 @@ def _in_float(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[EngineLayer]:
     ]
 
 
-_ROUNDS = 4
+_ROUNDS = 2
 
 
 def _refused(gm: fx.GraphModule, region: Region) -> str | None:

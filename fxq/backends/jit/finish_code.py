@@ -57,14 +57,13 @@ def round_floats(b, x, factor, numbers, out):
 @on_addresses
 def bend(b, x, slope):
     """16 floats in place: those below zero times the slope of each."""
-    y = load(b, x, FLOATS)
-    store(b, b.select(b.fcmp_ordered("<", y, splat(b, 0.0)), b.fmul(y, load(b, slope, FLOATS)), y), x)
+    store(b, vectors.bent(b, load(b, x, FLOATS), load(b, slope, FLOATS)), x)
 
 
 @on_addresses
 def bound(b, x, numbers):
     """16 floats in place, within two bounds."""
-    store(b, vectors.clamped(b, load(b, x, FLOATS), *vectors.bounds(b, numbers)), x)
+    store(b, vectors.within(b, load(b, x, FLOATS), *vectors.bounds(b, numbers)), x)
 
 
 def _applied(function: Callable[..., Any]) -> Any:

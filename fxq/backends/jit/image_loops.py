@@ -81,8 +81,9 @@ def pointwise(step, bases, scratch):
     """A function of each element of a value, or of two.
 
     Fields: of the first and the second (base, offset, strides by sample, row and pixel in bytes, whether it is float,
-    the address of scale and shift), of the result (base, offset, strides), then as they are named here; `count` says
-    how many are read, 3 that they are multiplied.
+    the address of scale and shift), of the result (base, offset, strides), then as they are named here. `count` says
+    how many are read, 3 that they are multiplied; `period`, of how many elements the second one is, if it is a pixel
+    for all of a sample, and the elements of others are in runs of whole rows.
     """
     x, y, out = at(bases, step, 1), at(bases, step, 8), at(bases, step, 15)
     samples, rows, columns, run = step[20], step[21], step[22], step[23]
@@ -94,19 +95,25 @@ def pointwise(step, bases, scratch):
         step[28],
     )  # count: how many are read
     x_grid, y_grid = carray(floats(step[7]), 2), carray(floats(step[14]), 2)
-    second = scratch + 4 * CHUNK
+    period, second, chunk = step[29], scratch + 4 * CHUNK, CHUNK
+    if period:
+        chunk = CHUNK // period * period
     x_size, y_size, out_size = 4 if step[6] else 1, 4 if step[13] else 1, 4 if to_floats else 1
     for n in range(samples):
+        if period:
+            for first in range(0, chunk, period):
+                read(y + n * step[10], step[13], y_grid[0], y_grid[1], second + 4 * first, period)
         for i in range(rows):
             for c in range(columns):
                 a = x + n * step[3] + i * step[4] + c * step[5]
                 b = y + n * step[10] + i * step[11] + c * step[12]
                 made = out + n * step[17] + i * step[18] + c * step[19]
-                for first in range(0, run, CHUNK):
-                    size = min(CHUNK, run - first)
+                for first in range(0, run, chunk):
+                    size = min(chunk, run - first)
                     read(a + x_size * first, step[6], x_grid[0], x_grid[1], scratch, size)
                     if count > 1:
-                        read(b + y_size * first, step[13], y_grid[0], y_grid[1], second, size)
+                        if not period:
+                            read(b + y_size * first, step[13], y_grid[0], y_grid[1], second, size)
                         _combined(scratch, second, count == 3, size)
                     if kind != NOTHING:
                         apply(kind, scratch, size, slope, numbers)

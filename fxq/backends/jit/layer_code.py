@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -148,12 +148,30 @@ def _woven(b: Any, one: Any, other: Any, size: int, half: int) -> Any:
     return b.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, WIDE), order))
 
 
-def _put_rounded(b: Any, sums: Sequence[Any], scale: Any, bias: Any, numbers: Any, out: Any, to: Any) -> None:
-    """Sums of 16 columns of each pixel times a scale plus a bias, rounded, to where `to` says, from `out`."""
+def _put_rounded(b: Any, sums: Sequence[Any], lines: Sequence[Any], scale: Any, bias: Any, numbers: Any) -> None:
+    """Sums of 16 columns of each pixel times a scale plus a bias, rounded within two bounds, to where each belongs."""
     by, added, (low, high) = load(b, scale, FLOATS), load(b, bias, FLOATS), vectors.bounds(b, numbers)
-    for line, total in zip(_lines(b, out, to, len(sums)), sums, strict=True):
+    for total, line in zip(sums, lines, strict=True):
         y = vectors.fused(b, b.sitofp(total, FLOATS), by, added)
         store(b, vectors.rounded(b, vectors.clamped(b, y, low, high)), line)
+
+
+def _put_finished(
+    b: Any,
+    sums: Sequence[Any],
+    lines: Sequence[Any],
+    scale: Any,
+    bias: Any,
+    numbers: Any,
+    finish: Callable[[int, Any], Any],
+) -> None:
+    """The same, with what `finish(pixel, y)` makes of each; then the two numbers behind the bounds put it on a grid."""
+    by, added, (low, high) = load(b, scale, FLOATS), load(b, bias, FLOATS), vectors.bounds(b, numbers)
+    factor, zero = (splat(b, load(b, numbers, vectors.FLOAT, 4 * k)) for k in (2, 3))
+    for p, (total, line) in enumerate(zip(sums, lines, strict=True)):
+        y = finish(p, vectors.fused(b, b.sitofp(total, FLOATS), by, added))
+        y = vectors.clamped(b, vectors.fused(b, y, factor, zero), low, high)
+        store(b, vectors.rounded(b, y), line)
 
 
 def _layer_tile(pixels: int) -> Any:
@@ -167,9 +185,43 @@ def _layer_tile(pixels: int) -> Any:
 def _rounded_layer_tile(pixels: int) -> Any:
     def code(b, x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to):
         totals = _layer_sums(b, pixels, x, places, runs, many, groups, weight, start)
-        _put_rounded(b, totals, scale, bias, numbers, out, to)
+        _put_rounded(b, totals, _lines(b, out, to, pixels), scale, bias, numbers)
 
     return on_addresses(code)
+
+
+def _tile_with(function: Callable[[Any, Any], Any]) -> Any:
+    """A large tile whose results go through a function before they are rounded."""
+
+    def code(b, x, places, runs, many, groups, weight, start, scale, bias, numbers, out, to):
+        totals = _layer_sums(b, PIXELS, x, places, runs, many, groups, weight, start)
+        lines = _lines(b, out, to, PIXELS)
+        _put_finished(b, totals, lines, scale, bias, numbers, lambda _, y: function(b, y))
+
+    return on_addresses(code)
+
+
+@on_addresses
+def bend_many(b, x, places, runs, many, groups, weight, start, scale, bias, slope, numbers, out, to):
+    """A large tile whose results below zero are multiplied with the slope of their column."""
+    totals = _layer_sums(b, PIXELS, x, places, runs, many, groups, weight, start)
+    slopes = load(b, slope, FLOATS)
+    lines = _lines(b, out, to, PIXELS)
+    _put_finished(b, totals, lines, scale, bias, numbers, lambda _, y: vectors.bent(b, y, slopes))
+
+
+@on_addresses
+def add_many(b, x, places, runs, many, groups, weight, start, scale, bias, other, others, grid, numbers, out, to):
+    """A large tile to which integers are added, uint8, on the grid of two numbers at `grid`."""
+    totals = _layer_sums(b, PIXELS, x, places, runs, many, groups, weight, start)
+    read, lines = _lines(b, other, others, PIXELS), _lines(b, out, to, PIXELS)
+    step, shift = vectors.bounds(b, grid)
+
+    def added(p: int, y: Any) -> Any:
+        real = b.uitofp(load(b, read[p], ir.VectorType(INT8, LANES)), FLOATS)
+        return b.fadd(y, vectors.fused(b, real, step, shift))
+
+    _put_finished(b, totals, lines, scale, bias, numbers, added)
 
 
 def _depthwise_tile(pixels: int) -> Any:
@@ -197,3 +249,4 @@ many_pixels, four_pixels, one_pixel = (_layer_tile(pixels) for pixels in (PIXELS
 round_many, round_four, round_one = (_rounded_layer_tile(pixels) for pixels in (PIXELS, 4, 1))
 four_deep, one_deep = (_depthwise_tile(pixels) for pixels in (4, 1))
 four_wide, one_wide = (_wide_tile(pixels) for pixels in (4, 1))
+silu_many, hardswish_many, gelu_many = map(_tile_with, (vectors.silu, vectors.hardswish, vectors.gelu))

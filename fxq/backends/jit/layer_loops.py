@@ -8,9 +8,13 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.jit.compiler import helper
 from fxq.backends.jit.finish_code import add_integers, pack_wide, round_floats, scale_sums
 from fxq.backends.jit.layer_code import (
+    add_many,
+    bend_many,
     four_deep,
     four_pixels,
     four_wide,
+    gelu_many,
+    hardswish_many,
     many_pixels,
     one_deep,
     one_pixel,
@@ -18,11 +22,15 @@ from fxq.backends.jit.layer_code import (
     round_four,
     round_many,
     round_one,
+    silu_many,
 )
 from fxq.backends.jit.machine_code import PIXELS
-from fxq.backends.jit.memory_loops import CLAMP, NOTHING, apply, at, floats, ints, write
+from fxq.backends.jit.memory_loops import CLAMP, HARDSWISH, NOTHING, PRELU, SILU, apply, at, floats, ints, write
 
 _MOST = PIXELS
+BY_SUMS, ROUNDED, ADDED, BENT, FUSED = range(5)
+"""What becomes of the sums of a tile: they are stored, and `_finish` does it; they are clamped and rounded; a residual
+is added before, or another function computed. Small tiles are stored where there is more to do than to round."""
 
 
 @helper
@@ -85,7 +93,8 @@ def _finish(sums, tile, pixels, kind, scale, bias, slope, numbers, to_floats, ou
 def product(step, bases):
     """A layer. Fields: x, out, then as they are named here.
 
-    Where a clamp of integers is all there is behind the sums, scale and bias have the grid of the result.
+    `way` says what becomes of the sums of a tile. Where it is rounded at once, scale and bias have the grid of the
+    result.
     """
     x, out = at(bases, step, 1), at(bases, step, 3)
     places, to, pixels, runs, many = step[5], step[6], step[7], step[8], step[9]
@@ -94,14 +103,14 @@ def product(step, bases):
     kind, to_floats, channels, block_bytes, at_once = step[18], step[19], step[20], step[21], step[22]
     is_depthwise, skip, spread = step[23], step[24], step[25]  # of a depthwise layer, a block reads its 16 channels
     residual, residual_places, residual_grid = at(bases, step, 26), step[28], step[29]
-    is_rounded = step[30]
+    way = step[30]
     sums, tile = np.empty(16 * _MOST, np.int32), np.empty(16 * _MOST, np.float32)
     s, t = sums.ctypes.data, tile.ctypes.data
     for first in range(0, pixels, at_once):
         last = min(first + at_once, pixels)
         for k in range(blocks):
             w, begin, line, skipped = weight + k * block_bytes, start + 64 * k, x + k * skip, 64 * k
-            written = out + (64 * k if to_floats else 16 * k)
+            written = out if spread else out + (64 * k if to_floats else 16 * k)
             count, p = min(16, channels - 16 * k), first
             by, added = scale + skipped, bias + skipped
             while p < last:
@@ -114,40 +123,44 @@ def product(step, bases):
                         one_deep(line, here, runs, many, 16 * blocks, w, begin, s)
                 elif left >= _MOST:
                     size = _MOST
-                    if is_rounded:
+                    if way == ROUNDED:
                         round_many(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
+                    elif way == ADDED:
+                        other, others = residual + 16 * k, residual_places + 4 * p
+                        add_many(
+                            line, here, runs, many, groups, w, begin, by, added, other, others, residual_grid, numbers,
+                            written, there,
+                        )  # fmt: skip
+                    elif way == BENT:
+                        bends = slope + skipped
+                        bend_many(line, here, runs, many, groups, w, begin, by, added, bends, numbers, written, there)
+                    elif way == FUSED and kind == SILU:
+                        silu_many(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
+                    elif way == FUSED and kind == HARDSWISH:
+                        hardswish_many(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
+                    elif way == FUSED:
+                        gelu_many(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
                     else:
                         many_pixels(line, here, runs, many, groups, w, begin, s)
                 elif left >= 4:
                     size = 4
-                    if is_rounded:
+                    if way == ROUNDED:
                         round_four(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
                     else:
                         four_pixels(line, here, runs, many, groups, w, begin, s)
                 else:
                     size = 1
-                    if is_rounded:
+                    if way == ROUNDED:
                         round_one(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
                     else:
                         one_pixel(line, here, runs, many, groups, w, begin, s)
-                if is_depthwise or not is_rounded:
+                if way == BY_SUMS or (way != ROUNDED and size < _MOST):
                     kept = (residual + 16 * k if residual_places else 0, residual_places + 4 * p, residual_grid)
+                    aside = spread + skipped if spread else 0
                     _finish(
-                        s,
-                        t,
-                        size,
-                        kind,
-                        by,
-                        added,
-                        slope + skipped,
-                        numbers,
-                        to_floats,
-                        written,
-                        there,
-                        count,
-                        spread,
+                        s, t, size, kind, by, added, slope + skipped, numbers, to_floats, written, there, count, aside,
                         kept,
-                    )
+                    )  # fmt: skip
                 p += size
 
 
@@ -172,7 +185,10 @@ def depthwise(step, bases):
                 four_wide(x + 64 * k, places + 4 * p, runs, many, w, begin, by, added, t)
             else:
                 one_wide(x + 64 * k, places + 4 * p, runs, many, w, begin, by, added, t)
-            if kind != CLAMP:
+            if kind == PRELU:
+                for v in range(4 * size):
+                    apply(kind, t + 64 * v, 16, slope + 256 * k + 64 * (v % 4), numbers)
+            elif kind != CLAMP:
                 apply(kind, t, 64 * size, slope, numbers)
             for q in range(size):
                 pack_wide(t + 256 * q, numbers + 8, numbers, out + 64 * k + where[p + q])

@@ -19,6 +19,8 @@ def _features() -> str:
     return "" if name else str(llvmlite.binding.get_host_cpu_features().flatten())  # of another CPU nothing is known
 
 
+HAS_AVX512 = "+avx512f" in _features()
+"""Whether vectors have 512 bits."""
 HAS_VNNI = "+avx512vnni" in _features()
 """Whether one instruction adds four products to each of 16 sums."""
 GROUP = 4 if HAS_VNNI else 2

@@ -13,7 +13,13 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.jit.compiler import compiled
-from fxq.backends.jit.image_loops import CHUNK, move, norm, pointwise, pool, quantize
+from fxq.backends.jit.image_loops import CHUNK as CHUNK
+from fxq.backends.jit.image_loops import move, norm, pointwise, pool, quantize
+from fxq.backends.jit.layer_loops import ADDED as ADDED
+from fxq.backends.jit.layer_loops import BENT as BENT
+from fxq.backends.jit.layer_loops import BY_SUMS as BY_SUMS
+from fxq.backends.jit.layer_loops import FUSED as FUSED
+from fxq.backends.jit.layer_loops import ROUNDED as ROUNDED
 from fxq.backends.jit.layer_loops import depthwise, linear, product
 from fxq.backends.jit.machine_code import GROUP as GROUP
 from fxq.backends.jit.machine_code import HAS_VNNI as HAS_VNNI

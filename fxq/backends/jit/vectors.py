@@ -8,6 +8,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from fxq.backends.jit.machine_code import HAS_AVX512
+
 LANES = 16
 """How many numbers a piece of code computes at once."""
 INT8, INT32, INT64, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -65,6 +67,17 @@ def clamped(b: Any, x: Any, low: Any, high: Any) -> Any:
     return b.select(b.fcmp_ordered("<", x, high), x, high)
 
 
+def within(b: Any, x: Any, low: Any, high: Any) -> Any:
+    """The same, and NaN stays."""
+    x = b.select(b.fcmp_ordered("<", x, low), low, x)
+    return b.select(b.fcmp_ordered(">", x, high), high, x)
+
+
+def bent(b: Any, x: Any, slope: Any) -> Any:
+    """x, and where it is below zero x * slope."""
+    return b.select(b.fcmp_ordered("<", x, splat(b, 0.0)), b.fmul(x, slope), x)
+
+
 def nearest(b: Any, x: Any) -> Any:
     """Floats of 0 to 255 as integers of 32 bits, the nearest ones."""
     bits = b.bitcast(b.fadd(x, splat(b, _ROUNDS)), INTS)
@@ -81,6 +94,15 @@ def bounds(b: Any, numbers: Any) -> list[Any]:
     return [splat(b, load(b, numbers, FLOAT, 4 * k)) for k in (0, 1)]
 
 
+def _inverse(b: Any, x: Any) -> Any:
+    """1 / x of floats from 1 to 2**121; with AVX512 an estimate and a step of Newton, which take less than division."""
+    if not HAS_AVX512:
+        return b.fdiv(splat(b, 1.0), x)
+    all_lanes = ir.Constant(ir.IntType(16), -1)
+    y = intrinsic_of(b, "llvm.x86.avx512.rcp14.ps.512", FLOATS, [x, splat(b, 0.0), all_lanes])
+    return fused(b, y, fused(b, b.fneg(x), y, 1.0), y)
+
+
 def _polynomial(b: Any, x: Any, first: float, *others: float) -> Any:
     y = splat(b, first)
     for coefficient in others:
@@ -90,14 +112,14 @@ def _polynomial(b: Any, x: Any, first: float, *others: float) -> Any:
 
 def sigmoid(b: Any, x: Any) -> Any:
     """1 / (1 + exp(-x)). The power of two has its whole part in the exponent of the float; a polynomial is the rest."""
-    power = clamped(b, b.fmul(x, splat(b, -_LOG2E)), splat(b, -_MOST), splat(b, _MOST))
+    power = within(b, b.fmul(x, splat(b, -_LOG2E)), splat(b, -_MOST), splat(b, _MOST))
     whole = intrinsic_of(b, "llvm.rint.v16f32", FLOATS, [power])
     # Taylor series of 2**r up to r**6: |r| <= 1/2
     p = _polynomial(
         b, b.fsub(power, whole), 1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0
     )
     exponent = b.shl(b.add(b.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES)), ir.Constant(INTS, [23] * LANES))
-    return b.fdiv(splat(b, 1.0), fused(b, p, b.bitcast(exponent, FLOATS), 1.0))
+    return _inverse(b, fused(b, p, b.bitcast(exponent, FLOATS), 1.0))
 
 
 def silu(b: Any, x: Any) -> Any:
@@ -112,7 +134,7 @@ def tanh(b: Any, x: Any) -> Any:
 
 def hardsigmoid(b: Any, x: Any) -> Any:
     """x / 6 + 1/2, within 0 and 1."""
-    return clamped(b, fused(b, x, 1 / 6, 0.5), splat(b, 0.0), splat(b, 1.0))
+    return within(b, fused(b, x, 1 / 6, 0.5), splat(b, 0.0), splat(b, 1.0))
 
 
 def hardswish(b: Any, x: Any) -> Any:
@@ -136,4 +158,4 @@ def gelu(b: Any, x: Any) -> Any:
         -1.1791602954361697e-7, 2.3547966471313185e-5, 1.0179625278914885e-3, 1.4070470171167667e-2,
         1.1098505178285362e-1, 4.9746925110067538e-1, 1.0,
     )  # fmt: skip
-    return b.fmul(b.fmul(x, splat(b, 0.5)), b.fadd(splat(b, 1.0), b.fdiv(b.fmul(a, over), under)))
+    return b.fmul(b.fmul(x, splat(b, 0.5)), fused(b, b.fmul(a, over), _inverse(b, under), 1.0))

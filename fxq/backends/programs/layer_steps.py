@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import ClassVar
 
 import torch
@@ -95,8 +96,7 @@ class Product(Step):
         packed, runs, groups = self._packed(weight, rows.loops.GROUP, blocks)
         places = self._places(x, self.first, self.stride, first if depthwise else 0)
         to = self._places(out, (self.placed[0] + at[0], self.placed[1] + at[1]), self.placed[2:], first + at[2])
-        rounds = not depthwise and self.grid is not None and self.residual is None and not spread
-        rounds = rounds and self.function.name == "clamp"
+        way = rows.loops.BY_SUMS if depthwise or spread else self._way(rows.loops)
         at_once = max(LANES * 12, rows.loops.LARGE // (x.wide * self.stride[1] * self.stride[0]))
         kept = [0, 0, 0, 0]
         if self.residual is not None:
@@ -106,10 +106,20 @@ class Product(Step):
         return [
             rows.loops.PRODUCT, *x.start, *out.start, rows.constant(places), rows.constant(to),
             len(places), rows.constant(runs), len(runs), groups, rows.constant(packed), blocks,
-            *self._by_column(rows, which, blocks * LANES, rounds), self.kind(rows), int(self.grid is None), columns,
-            LANES if depthwise else packed.numel() // blocks, at_once, int(depthwise), LANES if depthwise else 0,
-            spread, *kept, int(rounds),
+            *self._by_column(rows, which, blocks * LANES, way == rows.loops.ROUNDED), self.kind(rows),
+            int(self.grid is None), columns, LANES if depthwise else packed.numel() // blocks, at_once, int(depthwise),
+            LANES if depthwise else 0, spread, *kept, way,
         ]  # fmt: skip
+
+    def _way(self, loops: ModuleType) -> int:
+        """What becomes of the sums of a large tile before it is stored."""
+        if self.grid is None:
+            return int(loops.BY_SUMS)
+        if self.residual is not None:
+            return int(loops.ADDED if self.function.name == "clamp" else loops.BY_SUMS)
+        ways = {"clamp": loops.ROUNDED, "prelu": loops.BENT}
+        ways.update(dict.fromkeys(("silu", "hardswish", "gelu"), loops.FUSED))
+        return int(ways.get(self.function.name, loops.BY_SUMS))
 
     def _wide_part(self, rows: Rows, columns: int) -> list[int]:
         """The numbers for the first columns of a depthwise layer, in the order in which many are computed at once."""
@@ -181,6 +191,7 @@ class Linear(Step):
     """A layer in float, of few rows: weight float32 (O, I), bias (O,)."""
 
     dense: ClassVar[bool] = False
+    rounds: ClassVar[bool] = False
     x: Area = field(kw_only=True)
     weight: Tensor = field(kw_only=True)
     bias: Tensor | None = field(kw_only=True)
@@ -194,7 +205,7 @@ class Linear(Step):
         room = self.out.wide - columns
         bias = torch.zeros(columns) if self.bias is None else self.bias
         weight = F.pad(self.weight.t(), (0, room)).contiguous()
-        numbers, slopes = rows.floats(*self.numbers()), rows.constant(torch.ones(LANES))
+        numbers, slopes = rows.floats(*self.numbers()), self.slopes(rows)
         kind = rows.loops.NOTHING if self.function == CLAMP else self.kind(rows)
         return [[
             rows.loops.LINEAR, *self.x.origin, self.x.strides[0], *self.out.origin, self.out.strides[0],

@@ -270,6 +270,7 @@ class Plan:
         real = weight.real
         shape = [1] * (like.rank - real.dim()) + list(real.shape)
         refuse(len(shape) != like.rank or any(n != 1 for k, n in enumerate(shape) if k != like.axis), "it varies")
+        refuse(real.numel() not in (1, like.area.shape[3]), "its shape is larger")
         return real.reshape(-1).expand(like.area.shape[3])
 
     def constant(self, weight: Weight, like: Value) -> Area:
@@ -325,8 +326,9 @@ class Plan:
     def quantize(self, value: Any, grid: Grid) -> Value:
         """A value rounded to a grid."""
         refuse(not isinstance(value, Value), "it reads what is no tensor that it computes")
-        if value.step is not None:
+        if value.step is not None and value.step.rounds:
             return self.settle(value, grid)
+        self.settle(value, None)
         area = value.area
         if area.base >= GIVEN and area.is_float:
             made = self.add(Quantize, value, x=area, strides=partial(self._strides, area.base - GIVEN))

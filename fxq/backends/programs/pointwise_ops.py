@@ -90,6 +90,7 @@ def leaky_relu(plan: Plan, x: Any, *, negative_slope: float) -> Value:
 @plans("prelu")
 def prelu(plan: Plan, x: Any, weight: Any) -> Value:
     refuse(not isinstance(weight, Weight), "its slopes are no constant")
+    refuse(weight.values.numel() > 1 and isinstance(x, Value) and x.axis != 1, "its slopes are those of another axis")
     return plan.apply(x, Function("prelu", slope=weight.real.reshape(-1)))
 
 

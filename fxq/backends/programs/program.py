@@ -16,7 +16,7 @@ import fxq.backends.programs.image_ops
 import fxq.backends.programs.layer_ops
 import fxq.backends.programs.pointwise_ops  # noqa: F401  (register what computes each op)
 from fxq.backends.programs.areas import ARENA, GIVEN, laid_out
-from fxq.backends.programs.plan import planned
+from fxq.backends.programs.plan import Value, planned
 from fxq.backends.programs.steps import Rows, Step
 
 
@@ -26,8 +26,8 @@ class Program:
     Args:
         loops: compiled functions, `fxq.backends.jit.program_loops`.
         gm: the region in qdq form.
-        inputs: those that it was made for, float32 or uint8, without gaps, images perhaps channels-last.
-        last: which of them are.
+        inputs: those that it was made for, float32 or uint8.
+        last: which of them are images that lie channels-last. Then so do those that it returns.
 
     Raises:
         NotPlannedError: a node of it has no step.
@@ -65,10 +65,12 @@ class Program:
         run, steps, many, where = self._loops.run, self._rows.data_ptr(), len(self._rows), bases.data_ptr()
         reads = [(GIVEN + i, self.plan.format(i)) for i in range(self._count)]
         makes = [
-            (GIVEN + self._count + k, value.area.shape, torch.float32 if value.area.is_float else torch.uint8, value)
+            (GIVEN + self._count + k, *_strided(value), torch.empty((), dtype=dtype, device="cpu").new_empty_strided)
             for k, value in enumerate(self.plan.outputs)
+            for dtype in [torch.float32 if value.area.is_float else torch.uint8]
         ]
-        addresses, several, last = bases.numpy(), self.plan.several, self._last
+        addresses, several = bases.numpy(), self.plan.several
+        turns = not self._last and any(value.rank == 4 and value.axis == 1 for value in self.plan.outputs)
 
         def call(inputs: Sequence[Tensor], held: list[Tensor] | None = None) -> Any:
             alive, values = [], []
@@ -76,13 +78,13 @@ class Program:
                 x = (x.detach() if x.requires_grad else x).contiguous(memory_format=form).resolve_neg()
                 alive.append(x)
                 addresses[i] = x.data_ptr()
-            for i, shape, dtype, _ in makes:
-                values.append(torch.empty(shape, dtype=dtype, device="cpu"))
+            for i, shape, strides, empty in makes:
+                values.append(empty(shape, strides))
                 addresses[i] = values[-1].data_ptr()
             run(steps, many, where)
             if held is not None:
                 held += [*alive, *values]
-            values = [_viewed(y, value, last) for y, (_, _, _, value) in zip(values, makes, strict=True)]
+            values = [y.contiguous() for y in values] if turns else values
             return tuple(values) if several else values[0]
 
         call.keeps = memory, self  # type: ignore[attr-defined]  # the addresses are theirs
@@ -115,11 +117,8 @@ class Program:
 _FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 
-def _viewed(out: Tensor, value: Any, last: bool) -> Tensor:
-    """What lies in memory as (N, H, W, C), as PyTorch has it; images channels-last only where an input was."""
-    if value.rank != 4:
-        return out.view(value.shape)
-    if value.axis != 1:
-        return out
-    out = out.permute(0, 3, 1, 2)
-    return out if last else out.contiguous()
+def _strided(value: Value) -> tuple[Sequence[int], Sequence[int]]:
+    """The shape and strides of an output, whose pixels lie one behind the other."""
+    _, h, w, c = value.area.shape
+    by_axis = {4: (h * w * c, w * c, c, 1), 3: (w * c, c, 1), 2: (c, 1)}[value.rank]
+    return value.shape, (by_axis[0], 1, *by_axis[1:3]) if value.rank == 4 and value.axis == 1 else by_axis

