@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends.jit import compiler
-from fxq.backends.programs.areas import ABSOLUTE, LANES, SLACK
-from fxq.backends.programs.steps import Rows
+from fxq.backends.programs.areas import ABSOLUTE, LANES, SCRATCH, SLACK
+from fxq.backends.programs.program_steps import StepRows
 
 EXACT = {
     "silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu,
@@ -62,9 +62,11 @@ def made(steps, given):
         area = step.out
         _pixels(may_change, area, area.shape[3] if area.room else -(-area.shape[3] // LANES) * LANES)[:] = True
     loops = compiler.loops("program_loops")
-    rows = Rows(loops)
+    rows = StepRows(loops)
     table = [row + [0] * (loops.WIDTH - len(row)) for step in steps for row in step.rows(rows)]
-    table, bases = torch.tensor(table), torch.tensor([0] + [memory.data_ptr()] * 8)
+    scratch = torch.randint(0, 256, (loops.SCRATCH + 8 * max(area.wide for area in areas),), dtype=torch.uint8)
+    table, bases = torch.tensor(table), torch.tensor([memory.data_ptr()] * 8)
+    bases[ABSOLUTE], bases[SCRATCH] = 0, scratch.data_ptr()
     loops.run(table.data_ptr(), len(table), bases.data_ptr())
     assert torch.equal(memory[~may_change], before[~may_change])
     return _values(memory, steps[-1].out).clone()

@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 import fxq
 from fxq.backends.engines.engine import EngineBackend
 from fxq.backends.engines.jit_engine import JitKernel
-from fxq.backends.programs.plan import NotPlannedError, Plan, planned
-from fxq.backends.programs.program import Program
-from fxq.backends.programs.steps import Step
+from fxq.backends.programs.plan import NotPlannedError, ProgramPlan, planned
+from fxq.backends.programs.program_steps import ProgramStep
+from fxq.backends.programs.region_program import RegionProgram
 from fxq.graph.query import submodule
 from fxq.ops import OPS
 from tests.helpers import plain
@@ -131,9 +131,9 @@ def is_last(x: Tensor) -> bool:
     return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=LAST)
 
 
-def program(form: fx.GraphModule, inputs: Sequence[Tensor]) -> Program:
+def program(form: fx.GraphModule, inputs: Sequence[Tensor]) -> RegionProgram:
     """The program of a region for inputs like these."""
-    return Program(LOOPS, form, inputs, [is_last(x) for x in inputs])
+    return RegionProgram(LOOPS, form, inputs, [is_last(x) for x in inputs])
 
 
 FEW = 1 / 200
@@ -155,7 +155,7 @@ def compare(got: Any, wanted: Any, share: float = FEW) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * max(1.0, wanted.abs().max().item()))
 
 
-def check(draft: Draft, *outputs: fx.Node, share: float = FEW) -> Program:
+def check(draft: Draft, *outputs: fx.Node, share: float = FEW) -> RegionProgram:
     """Compare a program with its region, for inputs that lie row by row and channels-last; the last program."""
     form = draft.form(*outputs)
     wanted = form(*draft.inputs)
@@ -174,13 +174,13 @@ def check_both(draft: Draft, x: fx.Node) -> None:
     check(draft, draft.quantize(x))
 
 
-def plan_of(draft: Draft, *outputs: fx.Node) -> Plan:
+def plan_of(draft: Draft, *outputs: fx.Node) -> ProgramPlan:
     return planned(draft.form(*outputs), draft.inputs)
 
 
-def kinds(made: Plan | Program) -> list[str]:
+def kinds(made: ProgramPlan | RegionProgram) -> list[str]:
     """The steps by the names of their classes."""
-    plan = made.plan if isinstance(made, Program) else made
+    plan = made.plan if isinstance(made, RegionProgram) else made
     return [type(step).__name__ for step in plan.steps]
 
 
@@ -221,7 +221,7 @@ def whole(model: nn.Module, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphMo
     return q, kernel.form.module(kernel)
 
 
-def steps_of(made: Plan | Program, kind: type[Step]) -> list[Any]:
+def steps_of(made: ProgramPlan | RegionProgram, kind: type[ProgramStep]) -> list[Any]:
     """The steps of a class."""
-    plan = made.plan if isinstance(made, Program) else made
+    plan = made.plan if isinstance(made, RegionProgram) else made
     return [step for step in plan.steps if isinstance(step, kind)]

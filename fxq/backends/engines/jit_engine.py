@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx
 
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, made_up, repeated
-from fxq.backends.jit.compiler import description, has_memory, loops
-from fxq.backends.kernel import Kernel
-from fxq.backends.programs.layer_steps import Linear
+from fxq.backends.jit.compiler import has_memory, loops, missing
+from fxq.backends.programs.layer_steps import LinearStep
 from fxq.backends.programs.plan import ROWS, NotPlannedError, planned
-from fxq.backends.programs.program import Program
-from fxq.backends.programs.steps import Pointwise, Quantize, Step
+from fxq.backends.programs.program_steps import PointwiseStep, ProgramStep, QuantizeStep
+from fxq.backends.programs.region_program import RegionProgram
 from fxq.common.data import Batch
 from fxq.errors import BackendError
 from fxq.graph.info import EngineLayer, info
@@ -47,8 +46,12 @@ class JitKernel(EngineKernel):
 
     def forward(self, *inputs: Any) -> Any:
         """As the region; for tensors that are watched, or have no memory of their own, in qdq form."""
-        plain = all(isinstance(x, Tensor) for x in inputs) and has_memory(*inputs)
-        return super().forward(*inputs) if plain or self.form is None else self.form.runner(self)(*inputs)
+        if self.form is None or (all(isinstance(x, Tensor) for x in inputs) and has_memory(*inputs)):
+            return super().forward(*inputs)
+        for x in inputs:
+            if isinstance(x, Tensor) and x.layout is not torch.strided:
+                self._check(None, x)
+        return self.form.runner(self)(*inputs)
 
     @classmethod
     def profiled(
@@ -59,32 +62,39 @@ class JitKernel(EngineKernel):
             return _in_float(gm, inputs)
         timed = _program(gm, inputs, [False] * len(inputs)).timed(inputs, repeated())
         return [
-            EngineLayer((step.name,), type(step).__name__, "float32" if kind == "float" else "uint8", kind, us)
+            EngineLayer(
+                (step.name,),
+                type(step).__name__.removesuffix("Step"),
+                "float32" if kind == "float" else "uint8",
+                kind,
+                us,
+            )
             for step, us in timed
             for kind in [_kind_of(step)]
         ]
 
 
-def _program(gm: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) -> Program:
+def _program(gm: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) -> RegionProgram:
     compiled = loops("program_loops")
     if compiled is None:
-        raise BackendError(f"no loops are compiled: {description()}")
-    return Program(compiled, gm, inputs, last)
+        raise BackendError(f"no loops are compiled: {missing('program_loops')} (pip install fxq[jit])")
+    return RegionProgram(compiled, gm, inputs, last)
 
 
-def _kind_of(step: Step) -> Literal["int8", "float", "convert"]:
-    if isinstance(step, Quantize) or (isinstance(step, Pointwise) and step.is_conversion):
+def _kind_of(step: ProgramStep) -> Literal["int8", "float", "convert"]:
+    if isinstance(step, QuantizeStep) or (isinstance(step, PointwiseStep) and step.is_conversion):
         return "convert"
-    all_float = isinstance(step, Linear) or (bool(step.out.is_float) and all(x.is_float for x in step.reads))
+    all_float = isinstance(step, LinearStep) or (bool(step.out.is_float) and all(x.is_float for x in step.reads))
     return "float" if all_float else "int8"
 
 
 def _in_float(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[EngineLayer]:
     """What PyTorch takes for each op of a region in float."""
-    runner, found = Runner(gm, Batch(tuple(inputs), {})), dict[fx.Node, float]()
+    found = dict[fx.Node, float]()
     nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     with torch.no_grad():
         for _ in range(_ROUNDS):
+            runner = Runner(gm, Batch(tuple(inputs), {}))
             for node in gm.graph.nodes:
                 start = time.perf_counter()
                 runner.step(node)
@@ -99,15 +109,15 @@ def _in_float(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[EngineLayer]:
 _ROUNDS = 2
 
 
-def _refused(gm: fx.GraphModule, region: Region) -> str | None:
+def _refused(gm: fx.GraphModule, region: Region) -> NotPlannedError | None:
     """Why a region is no program; None: it is one."""
     inputs = [made_up(read) for read in region.inputs]
     if any(x is None for x in inputs) or not region.outputs:
-        return "its shapes are not known"
+        return NotPlannedError("its shapes are not known")
     try:
         planned(fx.GraphModule(gm, region.to_graph()), inputs)
     except NotPlannedError as error:
-        return str(error)
+        return error
     return None
 
 
@@ -125,13 +135,14 @@ class Jit(EngineBackend):
     def __init__(self) -> None:
         super().__init__()
         self._taken: dict[str, bool] = {}
+        self._left: set[fx.Node] = set()
 
     def available(self) -> str | None:
         """As in `Backend`; not where Numba is there and compiles nothing."""
-        missing = super().available()
-        if missing is None and loops("program_loops") is None:
-            return f'Numba compiles nothing here: {description()}. Use backend="auto".'
-        return missing
+        absent = super().available()
+        if absent is None and loops("program_loops") is None:
+            return f'Numba does not compile its loops here: {missing("program_loops")}. Use backend="auto".'
+        return absent
 
     def kind_of(self, value: fx.Node) -> Any:
         """As in `EngineBackend`: its shape."""
@@ -140,7 +151,7 @@ class Jit(EngineBackend):
     def takes(self, gm: fx.GraphModule, node: fx.Node) -> bool:
         """As in `EngineBackend`: what a step computes of the integers, or floats, that the node reads."""
         calls, plan = calls_of(gm, node), info(node).plan
-        if not calls or (plan is not None and plan.fate == "weight-only"):
+        if not calls or node in self._left or (plan is not None and plan.fate == "weight-only"):
             return False
         integers = [read for read in node.all_input_nodes if is_op(read, "dequantize") and not is_weight(read)]
         key = repr((self.key(gm, node), [read in integers for read in node.all_input_nodes]))
@@ -148,12 +159,20 @@ class Jit(EngineBackend):
             self._taken[key] = _refused(gm, region_of([*dict.fromkeys(integers), node])) is None
         return self._taken[key]
 
-    def lower(self, gm: fx.GraphModule, region: Region) -> Kernel:
-        """As in `Backend`."""
-        reason = _refused(gm, region)
-        if reason is not None:
-            raise BackendError(f"{self.name}: {reason}")
-        return super().lower(gm, region)
+    def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
+        """As in `EngineBackend`, without the ops that no step computes among their neighbours; of integers."""
+        while (found := self._refusing(gm)) is not None:
+            self._left.add(found)
+        return (region for region in super().regions(gm) if any(is_op(node, *CONVERSIONS) for node in region.nodes))
+
+    def _refusing(self, gm: fx.GraphModule) -> fx.Node | None:
+        """A node because of which a region is no program."""
+        for region in super().regions(gm):
+            reason = _refused(gm, region)
+            if reason is not None:
+                nodes = {node.name: node for node in region.nodes}
+                return nodes.get(reason.node, region.nodes[-1])
+        return None
 
     def fuses(self, calls: Calls) -> bool:
         """As in `Backend`: what steps compute."""

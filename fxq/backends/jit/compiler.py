@@ -45,6 +45,12 @@ def loops(name: str) -> ModuleType | None:
     return None if isinstance(found, str) else found
 
 
+def missing(name: str) -> str:
+    """Why there is no such module; empty where there is one."""
+    found = _loaded(name)
+    return found if isinstance(found, str) else ""
+
+
 def installed() -> str:
     """The version of Numba that is installed; "none"."""
     return version("numba") if find_spec("numba") is not None else "none"

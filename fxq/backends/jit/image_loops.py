@@ -7,7 +7,7 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.jit.compiler import helper
 from fxq.backends.jit.finish_code import add_squares, add_up, normalize
-from fxq.backends.jit.memory_loops import NOTHING, apply, at, bytes_, floats, read, write
+from fxq.backends.jit.memory_loops import NOTHING, apply, at, bytes_, floats, ints, read, scratch_of, write
 
 _f, _i = np.float32, np.int32
 CHUNK = 512
@@ -77,7 +77,7 @@ def _combined(x, y, multiplies, count):
 
 
 @helper
-def pointwise(step, bases, scratch):
+def pointwise(step, bases):
     """A function of each element of a value, or of two.
 
     Fields: of the first and the second (base, offset, strides by sample, row and pixel in bytes, whether it is float,
@@ -95,6 +95,7 @@ def pointwise(step, bases, scratch):
         step[28],
     )  # count: how many are read
     x_grid, y_grid = carray(floats(step[7]), 2), carray(floats(step[14]), 2)
+    scratch = scratch_of(bases)
     period, second, chunk = step[29], scratch + 4 * CHUNK, CHUNK
     if period:
         chunk = CHUNK // period * period
@@ -133,8 +134,8 @@ def pool(step, bases):
     )  # fmt: skip
     takes_mean, counts_padding, numbers, to_floats, is_float = step[23], step[24], step[25], step[26], step[27]
     about = carray(floats(numbers), 6)
-    sums = np.empty(channels, np.int32)
-    reals = np.empty(channels, np.float32)
+    means = scratch_of(bases)
+    sums, reals = carray(ints(means + 4 * channels), channels), carray(floats(means), channels)
     for n in range(samples):
         for i in range(rows):
             for j in range(columns):
@@ -163,7 +164,7 @@ def pool(step, bases):
                     for c in range(channels):
                         value = reals[c] if is_float else _f(sums[c] - _i(inside) * _i(about[5])) * about[4]
                         reals[c] = value / _f(size)
-                    write(reals.ctypes.data, to_floats, numbers, made, channels)
+                    write(means, to_floats, numbers, made, channels)
                 else:
                     best = carray(bytes_(made), channels)
                     for c in range(channels):
@@ -176,7 +177,7 @@ def pool(step, bases):
 
 
 @helper
-def norm(step, bases, scratch):
+def norm(step, bases):
     """Each pixel normalized.
 
     Fields: x, its strides by sample, row and pixel in bytes, whether it is float, its grid, out, its strides, then as
@@ -186,9 +187,8 @@ def norm(step, bases, scratch):
     grid = carray(floats(step[7]), 2)
     samples, rows, columns, channels = step[13], step[14], step[15], step[16]
     weight, bias, eps, numbers, to_floats = step[17], step[18], step[19], step[20], step[21]
-    memory = np.empty(channels + 32, np.float32)
-    line = memory.ctypes.data
-    about = carray(floats(scratch), 2)
+    scratch = scratch_of(bases)
+    line, about = scratch + 64, carray(floats(scratch), 2)
     for n in range(samples):
         for i in range(rows):
             for j in range(columns):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.jit.compiler import helper
@@ -25,7 +24,19 @@ from fxq.backends.jit.layer_code import (
     silu_many,
 )
 from fxq.backends.jit.machine_code import PIXELS
-from fxq.backends.jit.memory_loops import CLAMP, HARDSWISH, NOTHING, PRELU, SILU, apply, at, floats, ints, write
+from fxq.backends.jit.memory_loops import (
+    CLAMP,
+    HARDSWISH,
+    NOTHING,
+    PRELU,
+    SILU,
+    apply,
+    at,
+    floats,
+    ints,
+    scratch_of,
+    write,
+)
 
 _MOST = PIXELS
 BY_SUMS, ROUNDED, ADDED, BENT, FUSED = range(5)
@@ -104,8 +115,8 @@ def product(step, bases):
     is_depthwise, skip, spread = step[23], step[24], step[25]  # of a depthwise layer, a block reads its 16 channels
     residual, residual_places, residual_grid = at(bases, step, 26), step[28], step[29]
     way = step[30]
-    sums, tile = np.empty(16 * _MOST, np.int32), np.empty(16 * _MOST, np.float32)
-    s, t = sums.ctypes.data, tile.ctypes.data
+    s = scratch_of(bases)
+    t = s + 64 * _MOST
     for first in range(0, pixels, at_once):
         last = min(first + at_once, pixels)
         for k in range(blocks):
@@ -173,8 +184,7 @@ def depthwise(step, bases):
         step[10], step[11], step[12], step[13], step[14], step[15], step[16],
     )  # fmt: skip
     kind = step[17]
-    tile = np.empty(64 * 4, np.float32)
-    t = tile.ctypes.data
+    t = scratch_of(bases)
     where = carray(ints(to), pixels)
     for k in range(blocks):
         w, begin, by, added = weight + 256 * many * k, start + 256 * k, scale + 256 * k, bias + 256 * k
@@ -196,7 +206,7 @@ def depthwise(step, bases):
 
 
 @helper
-def linear(step, bases, scratch):
+def linear(step, bases):
     """A layer in float, of few rows. Fields: x, its stride by row in bytes, out, its stride, then as they are named."""
     x, out = at(bases, step, 1), at(bases, step, 4)
     rows, depth, columns, weight, bias = step[7], step[8], step[9], step[10], step[11]

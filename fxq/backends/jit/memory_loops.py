@@ -42,6 +42,12 @@ def at(bases, step, k):
 
 
 @helper
+def scratch_of(bases):
+    """Memory of a step while it runs."""
+    return bases[2]
+
+
+@helper
 def read(x, is_float, scale, shift, out, count):
     """Integers or floats as floats."""
     y = carray(floats(out), count)

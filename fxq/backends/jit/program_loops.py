@@ -2,14 +2,14 @@
 
 A step is a row of whole numbers: its code, then its fields, in the order in which its loop reads them. Memory is
 (base, offset): one of the addresses that the call is given, and bytes from there. The first address is 0, for what lies
-where it lies; the second is the memory of the program; then come its inputs and outputs.
+where it lies; the second is the memory of values; the third that of a step while it runs (see `SCRATCH`): an
+array of Numba's own would be freed once only its address is used. Then come inputs and outputs.
 
 Images are (N, H, W, C) in memory, whatever PyTorch calls their axes; anything else is an image of one row.
 """
 
 from __future__ import annotations
 
-import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.jit.compiler import compiled
@@ -29,6 +29,8 @@ from fxq.backends.jit.memory_loops import NOTHING as NOTHING
 
 LARGE = 1 << 17
 """Bytes of an input that a product reads again for the next columns, from the second cache."""
+SCRATCH = 8 * CHUNK
+"""Bytes of memory of a step while it runs, besides that for its channels."""
 WIDTH = 32
 """Numbers of a step, at most."""
 QUANTIZE, PRODUCT, DEPTHWISE, POINTWISE, POOL, LINEAR, NORM, MOVE = range(8)
@@ -39,8 +41,6 @@ QUANTIZE, PRODUCT, DEPTHWISE, POINTWISE, POOL, LINEAR, NORM, MOVE = range(8)
 def run(steps, count, bases):
     """Run steps, int64 (count, WIDTH), on memory at these addresses."""
     steps = carray(steps, (count, WIDTH))
-    scratch = np.empty(2 * CHUNK, np.float32)
-    memory = scratch.ctypes.data
     for k in range(count):
         step = steps[k]
         code = step[0]
@@ -49,14 +49,14 @@ def run(steps, count, bases):
         elif code == DEPTHWISE:
             depthwise(step, bases)
         elif code == POINTWISE:
-            pointwise(step, bases, memory)
+            pointwise(step, bases)
         elif code == QUANTIZE:
             quantize(step, bases)
         elif code == POOL:
             pool(step, bases)
         elif code == NORM:
-            norm(step, bases, memory)
+            norm(step, bases)
         elif code == MOVE:
             move(step, bases)
         else:
-            linear(step, bases, memory)
+            linear(step, bases)

@@ -17,7 +17,7 @@ INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT, LANES)
 
 _LOG2E = 1.4426950408889634
 _MOST = 120.0
-"""Powers of two are kept within 2**-120 and 2**120: a sigmoid with these is 1 or 0."""
+"""Powers of two are kept within 2**-120 and 2**120: a sigmoid with these is 1 and 0."""
 _ROUNDS = 12582912.0
 """1.5 * 2**23: a float that this was added to has the nearest integer in its lowest bits."""
 
@@ -119,7 +119,8 @@ def sigmoid(b: Any, x: Any) -> Any:
         b, b.fsub(power, whole), 1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0
     )
     exponent = b.shl(b.add(b.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES)), ir.Constant(INTS, [23] * LANES))
-    return _inverse(b, fused(b, p, b.bitcast(exponent, FLOATS), 1.0))
+    y = _inverse(b, fused(b, p, b.bitcast(exponent, FLOATS), 1.0))
+    return b.select(b.fcmp_ordered(">=", power, splat(b, _MOST)), splat(b, 0.0), y)
 
 
 def silu(b: Any, x: Any) -> Any:
@@ -147,7 +148,8 @@ def gelu(b: Any, x: Any) -> Any:
 
     Source: the erf of float32 in Eigen and XLA.
     """
-    a = clamped(b, b.fmul(x, splat(b, 0.7071067811865476)), splat(b, -3.8325069), splat(b, 3.8325069))
+    scaled, end = b.fmul(x, splat(b, 0.7071067811865476)), 3.8325069
+    a = clamped(b, scaled, splat(b, -end), splat(b, end))
     square = b.fmul(a, a)
     over = _polynomial(
         b, square,
@@ -158,4 +160,6 @@ def gelu(b: Any, x: Any) -> Any:
         -1.1791602954361697e-7, 2.3547966471313185e-5, 1.0179625278914885e-3, 1.4070470171167667e-2,
         1.1098505178285362e-1, 4.9746925110067538e-1, 1.0,
     )  # fmt: skip
-    return b.fmul(b.fmul(x, splat(b, 0.5)), fused(b, b.fmul(a, over), _inverse(b, under), 1.0))
+    both = fused(b, b.fmul(a, over), _inverse(b, under), 1.0)
+    both = b.select(b.fcmp_ordered("<", scaled, splat(b, -end)), splat(b, 0.0), both)
+    return b.fmul(b.fmul(x, splat(b, 0.5)), both)

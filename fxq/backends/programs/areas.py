@@ -6,15 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-ABSOLUTE, ARENA, GIVEN = range(3)
-"""Bases of addresses: memory that lies where it lies, that of the program, and from there on inputs, then outputs."""
+ABSOLUTE, ARENA, SCRATCH, GIVEN = range(4)
+"""Bases of addresses: memory that lies where it lies, that of values, that of a step while it runs, and from there on
+inputs, then outputs."""
 LANES = 16
 """So many channels are written at once: each pixel has room for a multiple of them."""
 SLACK = 64
 """Bytes behind a value that may be read, and count for nothing."""
 
 
-class Grid(NamedTuple):
+class ByteGrid(NamedTuple):
     """What integers stand for: (q - zero) * scale, from `qmin` to `qmax`."""
 
     scale: float

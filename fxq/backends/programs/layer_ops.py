@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from fxq.backends.kernel import pair
-from fxq.backends.programs.areas import LANES
-from fxq.backends.programs.layer_steps import Linear, Product
-from fxq.backends.programs.plan import Plan, Value, Weight, plans, refuse
+from fxq.backends.programs.layer_steps import LinearStep, ProductStep
+from fxq.backends.programs.plan import PlannedValue, PlannedWeight, ProgramPlan, plans, refuse
 from fxq.backends.programs.pointwise_ops import binary
 from fxq.ops.convolution import conv_padding
 
 
 @plans("linear")
-def linear(plan: Plan, x: Any, weight: Any, bias: Any = None) -> Value:
+def linear(plan: ProgramPlan, x: Any, weight: Any, bias: Any = None) -> PlannedValue:
     x, weight = plan.layer(x, weight)
     if x.area.is_float:
         return _float_layer(plan, x, weight, bias)
@@ -25,13 +24,13 @@ def linear(plan: Plan, x: Any, weight: Any, bias: Any = None) -> Value:
     refuse(weight.axis != 0, "its weight has scales of another axis")
     n, h, w, _ = x.area.shape
     columns, depth = weight.values.shape
-    whole = Weight(weight.values.view(columns, 1, depth), weight.scale)
+    whole = PlannedWeight(weight.values.view(columns, 1, depth), weight.scale)
     return _product(plan, x, whole, bias, (n, h, w, columns), taps=[(0, 0)], windows=(h, w))
 
 
 @plans("conv2d")
 def conv2d(
-    plan: Plan,
+    plan: ProgramPlan,
     x: Any,
     weight: Any,
     bias: Any = None,
@@ -41,7 +40,7 @@ def conv2d(
     dilation: Any,
     groups: int,
     padding_mode: str,
-) -> Value:
+) -> PlannedValue:
     x, weight = plan.layer(x, weight)
     refuse(x.rank != 4 or x.axis != 1, "its input is no image")
     if x.area.is_float:
@@ -65,14 +64,14 @@ def conv2d(
         values = weight.values.permute(0, 2, 3, 1).reshape(columns, tall * wide, channels)
     else:
         refuse(groups != channels or columns != channels, "it has groups of several channels")
-        refuse(x.area.wide % LANES, "its input has too few channels")
+        x.area.root.room = 0  # 16 channels are read at once
         values = weight.values.reshape(columns, tall * wide)
-    return _product(plan, x, Weight(values, weight.scale), bias, (n, *windows, columns), **about)
+    return _product(plan, x, PlannedWeight(values, weight.scale), bias, (n, *windows, columns), **about)
 
 
 @plans("conv_transpose2d")
 def conv_transpose2d(
-    plan: Plan,
+    plan: ProgramPlan,
     x: Any,
     weight: Any,
     bias: Any = None,
@@ -82,7 +81,7 @@ def conv_transpose2d(
     output_padding: Any,
     dilation: Any,
     groups: int,
-) -> Value:
+) -> PlannedValue:
     """Each result of a window of `stride` pixels reads the taps of its own: they are so many layers in one."""
     x, weight = plan.layer(x, weight)
     refuse(x.area.is_float, "it is a layer in float")
@@ -109,18 +108,22 @@ def conv_transpose2d(
     scale = weight.scale.expand(columns)
     many = down * right
     spread = [(r, s, c) for r in range(down) for s in range(right) for c in range(columns)]
-    repeated = None if bias is None else Weight(bias.values.repeat(many)) if isinstance(bias, Weight) else bias
+    repeated = (
+        None if bias is None else PlannedWeight(bias.values.repeat(many)) if isinstance(bias, PlannedWeight) else bias
+    )
     return _product(
-        plan, x, Weight(values.view(many * columns, len(taps), channels), scale.repeat(many)), repeated,
+        plan, x, PlannedWeight(values.view(many * columns, len(taps), channels), scale.repeat(many)), repeated,
         (n, high, broad, columns), taps=taps, windows=(high // down, broad // right),
         first=(top // down, left // right), placed=(0, 0, down, right), spread=spread,
     )  # fmt: skip
 
 
 @plans("batch_norm")
-def batch_norm(plan: Plan, x: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *, eps: float) -> Value:
+def batch_norm(
+    plan: ProgramPlan, x: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *, eps: float
+) -> PlannedValue:
     """On integers a depthwise layer with one tap, whose weight is 1, and whose scale is that of the norm."""
-    refuse(not isinstance(mean, Weight) or not isinstance(var, Weight), "it has no statistics")
+    refuse(not isinstance(mean, PlannedWeight) or not isinstance(var, PlannedWeight), "it has no statistics")
     scale, added = torch.rsqrt(var.real + eps), torch.zeros_like(mean.real)
     if weight is not None:
         scale = scale * weight.real
@@ -132,36 +135,45 @@ def batch_norm(plan: Plan, x: Any, mean: Any, var: Any, weight: Any = None, bias
     refuse(x.rank not in (2, 4) or (x.rank == 4 and x.axis != 1), "its input has other channels")
     if x.area.is_float:
         shape = (1, -1, 1, 1) if x.rank == 4 else (1, -1)
-        x = plan.settle(binary(plan, x, Weight(scale.view(shape)), multiplies=True), None)
-        return binary(plan, x, Weight(added.view(shape)), multiplies=False)
+        x = plan.settle(binary(plan, x, PlannedWeight(scale.view(shape)), multiplies=True), None)
+        return binary(plan, x, PlannedWeight(added.view(shape)), multiplies=False)
     x = plan.inside(x)
-    refuse(x.area.wide % LANES, "it has few channels")
-    ones = Weight(torch.ones(channels, 1, dtype=torch.int8), scale)
-    return _product(plan, x, ones, Weight(added), x.area.shape, taps=[(0, 0)], windows=x.area.shape[1:3])
+    x.area.root.room = 0  # 16 channels are read at once
+    ones = PlannedWeight(torch.ones(channels, 1, dtype=torch.int8), scale)
+    return _product(plan, x, ones, PlannedWeight(added), x.area.shape, taps=[(0, 0)], windows=x.area.shape[1:3])
 
 
-def _float_layer(plan: Plan, x: Value, weight: Weight, bias: Any) -> Value:
+def _float_layer(plan: ProgramPlan, x: PlannedValue, weight: PlannedWeight, bias: Any) -> PlannedValue:
     """A layer in float, where each sample has one pixel."""
     refuse(x.area.shape[1:3] != (1, 1), "it is a layer in float of several pixels")
+    refuse(x.area.shape[0] > _ROWS, "it is a layer in float of many rows")
     real = weight.real.flatten(1)
     columns, depth = real.shape
     refuse(depth != x.area.shape[3], "it is a layer in float with windows or groups")
-    added = bias.values.float() if isinstance(bias, Weight) else None
+    added = bias.values.float() if isinstance(bias, PlannedWeight) else None
     refuse(bias is not None and added is None, "its bias is no constant")
     x = plan.inside(x)
-    return plan.add(Linear, x, (x.area.shape[0], 1, 1, columns), x=x.area, weight=real, bias=added)
+    return plan.add(LinearStep, x, (x.area.shape[0], 1, 1, columns), x=x.area, weight=real, bias=added)
 
 
-def _product(plan: Plan, x: Any, weight: Weight, bias: Any, shape: tuple[int, int, int, int], **about: Any) -> Value:
+_ROWS = 16
+"""Of more rows, PyTorch computes a layer in float faster."""
+
+
+def _product(
+    plan: ProgramPlan, x: Any, weight: PlannedWeight, bias: Any, shape: tuple[int, int, int, int], **about: Any
+) -> PlannedValue:
     """A layer on integers; the weight as the step has it, with its scale."""
     assert x.grid is not None and weight.scale is not None
     columns = len(weight.values)
     depth = math.prod(weight.values.shape[1:])
     refuse(depth * 255 * 128 > 2**31 - 1, f"its sums of {depth} products leave int32")
-    added = bias.values.float() if isinstance(bias, Weight) else None
+    added = bias.values.float() if isinstance(bias, PlannedWeight) else None
     refuse(bias is not None and added is None, "its bias is no constant")
     scale = weight.scale.float().expand(columns)
-    made = plan.add(Product, x, shape, x=x.area, x_grid=x.grid, weight=weight.values, scale=scale, bias=added, **about)
-    assert isinstance(made.step, Product)
+    made = plan.add(
+        ProductStep, x, shape, x=x.area, x_grid=x.grid, weight=weight.values, scale=scale, bias=added, **about
+    )
+    assert isinstance(made.step, ProductStep)
     x.area.widen(made.step.border())
     return made

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.programs.areas import LANES, Area, Grid
-from fxq.backends.programs.steps import CLAMP, Rows, Step
+from fxq.backends.programs.areas import LANES, Area, ByteGrid
+from fxq.backends.programs.program_steps import CLAMP, ProgramStep, StepRows
 
 
 @dataclass(eq=False)
-class Product(Step):
+class ProductStep(ProgramStep):
     """A layer on integers.
 
     Attributes:
@@ -37,7 +37,7 @@ class Product(Step):
     """
 
     x: Area = field(kw_only=True)
-    x_grid: Grid = field(kw_only=True)
+    x_grid: ByteGrid = field(kw_only=True)
     weight: Tensor = field(kw_only=True)
     taps: Sequence[tuple[int, int]] = field(kw_only=True)
     scale: Tensor = field(kw_only=True)
@@ -48,7 +48,7 @@ class Product(Step):
     placed: tuple[int, int, int, int] = (0, 0, 1, 1)
     spread: Sequence[tuple[int, int, int]] | None = None
     residual: Area | None = None
-    residual_grid: Grid | None = None
+    residual_grid: ByteGrid | None = None
 
     @property
     def reads(self) -> list[Area]:
@@ -74,7 +74,7 @@ class Product(Step):
             max(ends[0] + max(rows) - high + 1, 0), max(ends[1] + max(columns) - broad + 1, 0),
         )  # fmt: skip
 
-    def rows(self, rows: Rows) -> list[list[int]]:
+    def rows(self, rows: StepRows) -> list[list[int]]:
         columns, wide = len(self.weight), rows.loops.WIDE
         if self.spread is not None and columns // self.placed[2] // self.placed[3] % LANES == 0:
             each = columns // self.placed[2] // self.placed[3]
@@ -88,7 +88,7 @@ class Product(Step):
             return [*parts, self._part(rows, slice(first, columns))] if first < columns else parts
         return [self._part(rows, slice(columns))]
 
-    def _part(self, rows: Rows, which: slice, spread: int = 0, at: tuple[int, int, int] = (0, 0, 0)) -> list[int]:
+    def _part(self, rows: StepRows, which: slice, spread: int = 0, at: tuple[int, int, int] = (0, 0, 0)) -> list[int]:
         """The numbers for some of the columns, whose results begin at a pixel and a channel of the first ones."""
         weight, depthwise, x, out = self.weight[which], self.weight.dim() == 2, self.x, self.out
         columns, first = len(weight), which.start if self.spread is None and which.start else 0
@@ -121,7 +121,7 @@ class Product(Step):
         ways.update(dict.fromkeys(("silu", "hardswish", "gelu"), loops.FUSED))
         return int(ways.get(self.function.name, loops.BY_SUMS))
 
-    def _wide_part(self, rows: Rows, columns: int) -> list[int]:
+    def _wide_part(self, rows: StepRows, columns: int) -> list[int]:
         """The numbers for the first columns of a depthwise layer, in the order in which many are computed at once."""
         x, wide = self.x, rows.loops.WIDE
         blocks, fours = columns // wide, -(-len(self.taps) // 4)
@@ -136,7 +136,7 @@ class Product(Step):
             *self._by_column(rows, slice(columns), columns, False, wide), self.kind(rows),
         ]  # fmt: skip
 
-    def _by_column(self, rows: Rows, which: slice, room: int, rounds: bool, wide: int = 0) -> list[int]:
+    def _by_column(self, rows: StepRows, which: slice, room: int, rounds: bool, wide: int = 0) -> list[int]:
         """The addresses of what each column has, start of sums, scale, bias and slope, and of bounds and the grid."""
         real = self.x_grid.scale * self.scale[which]
         bias = torch.zeros_like(real) if self.bias is None else self.bias[which]
@@ -144,7 +144,7 @@ class Product(Step):
         if rounds:
             real, bias = real * factor, bias * factor + zero
         sums = -self.x_grid.zero * self.weight[which].flatten(1).sum(1, dtype=torch.int32)
-        slope = torch.zeros(1) if self.function.slope is None else self.function.slope
+        slope = torch.zeros(1, dtype=torch.float32) if self.function.slope is None else self.function.slope
         slope = slope.repeat(len(self.weight) // slope.numel())[which]
         found = [F.pad(t, (0, room - len(t))) for t in (sums, real, bias, slope)]
         if wide:
@@ -187,7 +187,7 @@ def _turned(by_channel: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Linear(Step):
+class LinearStep(ProgramStep):
     """A layer in float, of few rows: weight float32 (O, I), bias (O,)."""
 
     dense: ClassVar[bool] = False
@@ -200,10 +200,10 @@ class Linear(Step):
     def reads(self) -> list[Area]:
         return [self.x]
 
-    def rows(self, rows: Rows) -> list[list[int]]:
+    def rows(self, rows: StepRows) -> list[list[int]]:
         columns, depth = self.weight.shape
         room = self.out.wide - columns
-        bias = torch.zeros(columns) if self.bias is None else self.bias
+        bias = torch.zeros(columns, dtype=torch.float32) if self.bias is None else self.bias
         weight = F.pad(self.weight.t(), (0, room)).contiguous()
         numbers, slopes = rows.floats(*self.numbers()), self.slopes(rows)
         kind = rows.loops.NOTHING if self.function == CLAMP else self.kind(rows)

@@ -12,16 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, LANES, Area, Grid
-from fxq.backends.programs.layer_steps import Product
-from fxq.backends.programs.steps import CLAMP, Function, Pointwise, Quantize, Step
+from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, LANES, Area, ByteGrid
+from fxq.backends.programs.layer_steps import ProductStep
+from fxq.backends.programs.program_steps import CLAMP, Function, PointwiseStep, ProgramStep, QuantizeStep
 from fxq.graph.query import arguments_of, op_of, read_attribute
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
 
 
 class NotPlannedError(Exception):
-    """A node that no step computes; the message says why."""
+    """A node that no step computes; the message says why.
+
+    Attributes:
+        node: its name in the region; empty where it is none alone.
+    """
+
+    node: str = ""
 
 
 def refuse(when: Any, reason: str) -> None:
@@ -31,7 +37,7 @@ def refuse(when: Any, reason: str) -> None:
 
 
 @dataclass(frozen=True)
-class Weight:
+class PlannedWeight:
     """A weight, int8, and its scale, float32 (O,) along an axis, or 0-d; or float32 without one."""
 
     values: Tensor
@@ -48,7 +54,7 @@ class Weight:
 
 
 @dataclass(eq=False)
-class Value:
+class PlannedValue:
     """A tensor of the region.
 
     Attributes:
@@ -62,8 +68,8 @@ class Value:
     area: Area
     rank: int
     axis: int
-    grid: Grid | None = None
-    step: Step | None = None
+    grid: ByteGrid | None = None
+    step: ProgramStep | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,7 +81,7 @@ class Value:
 
 
 def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
-    """The (N, H, W, C) of a shape; see `Value`."""
+    """The (N, H, W, C) of a shape; see `PlannedValue`."""
     if len(shape) == 4:
         n, a, b, c = shape
         return (n, b, c, a) if axis == 1 else (n, a, b, c)
@@ -85,24 +91,24 @@ def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
     return shape[0], 1, 1, shape[1]
 
 
-def planned(gm: fx.GraphModule, inputs: Sequence[Any], trial: bool = False) -> Plan:
+def planned(gm: fx.GraphModule, inputs: Sequence[Any], trial: bool = False) -> ProgramPlan:
     """The steps of a region. Inputs of four axes are images (N, C, H, W), or if it cannot be so (N, H, W, C).
 
     Raises:
-        NotPlannedError: as `Plan`.
+        NotPlannedError: as `ProgramPlan`.
     """
     refuse(not all(isinstance(x, Tensor) for x in inputs), "it takes a value that is no tensor")
     last = [x.dim() - 1 for x in inputs]
     try:
-        return Plan(gm, inputs, [1 if axis == 3 else axis for axis in last], trial)
+        return ProgramPlan(gm, inputs, [1 if axis == 3 else axis for axis in last], trial)
     except NotPlannedError as error:
         if 3 in last:
             with suppress(NotPlannedError):
-                return Plan(gm, inputs, last, trial)
+                return ProgramPlan(gm, inputs, last, trial)
         raise error
 
 
-class Plan:
+class ProgramPlan:
     """The steps of a region, for inputs of one kind.
 
     Args:
@@ -122,7 +128,7 @@ class Plan:
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Tensor], axes: Sequence[int], trial: bool = False) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
         self.constants: list[Tensor] = []
         self._given, self._axes, self._trial = inputs, axes, trial
         self._read: set[int] = set()  # inputs that steps read as they are
@@ -137,14 +143,14 @@ class Plan:
         values = list(returned) if self.several else [returned]
         self.outputs = [self._output(i, value) for i, value in enumerate(values)]
 
-    def _input(self, i: int, x: Tensor, axis: int) -> Value:
+    def _input(self, i: int, x: Tensor, axis: int) -> PlannedValue:
         refuse(x.dtype not in (torch.float32, torch.uint8), f"it takes {x.dtype}")
         shape = as_images(x.shape, axis)
         area = Area(shape, x.dtype == torch.float32, room=shape[3], base=GIVEN + i)
-        return Value(area, x.dim(), axis)
+        return PlannedValue(area, x.dim(), axis)
 
-    def _output(self, i: int, value: Any) -> Value:
-        refuse(not isinstance(value, Value), "it returns what is no tensor that it computes")
+    def _output(self, i: int, value: Any) -> PlannedValue:
+        refuse(not isinstance(value, PlannedValue), "it returns what is no tensor that it computes")
         area = Area(value.area.shape, None, room=value.area.shape[3], base=GIVEN + len(self._given) + i)
         step = value.step
         if step is not None and step.dense:
@@ -155,7 +161,7 @@ class Plan:
         self.settle(value, None)
         grid = RAW if not value.area.is_float and value.grid is None else None
         area.is_float = grid is None
-        self.steps.append(Pointwise("copy", area, grid=grid, x=value.area, x_grid=value.grid or grid))
+        self.steps.append(PointwiseStep("copy", area, grid=grid, x=value.area, x_grid=value.grid or grid))
         self._reads(value.area)
         return replace(value, area=area)
 
@@ -181,11 +187,15 @@ class Plan:
         for node in graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            known[node] = self._node(gm, node, known)
+            try:
+                known[node] = self._node(gm, node, known)
+            except NotPlannedError as error:
+                error.node = node.name  # that of the region is the last to say so
+                raise
 
     def _node(self, gm: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
-            return Weight(read_attribute(gm, str(node.target)).detach())
+            return PlannedWeight(read_attribute(gm, str(node.target)).detach())
         args, kwargs = arguments_of(node, known)
         unit = unit_of(gm, node)
         if unit is not None:
@@ -199,7 +209,7 @@ class Plan:
             if is_weight(node):
                 return _dequantized_weight(*args, **kwargs)
             value = ROWS[op.name](self, *args, **{**op.options, **kwargs})
-        if isinstance(value, Value) and value.step is not None and len(node.users) != 1:
+        if isinstance(value, PlannedValue) and value.step is not None and len(node.users) != 1:
             self.settle(value, None)
         return value
 
@@ -212,18 +222,20 @@ class Plan:
 
     # ---- what rows do
 
-    def add(self, kind: type[Step], like: Value, shape: tuple[int, int, int, int] | None = None, **about: Any) -> Value:
+    def add(
+        self, kind: type[ProgramStep], like: PlannedValue, shape: tuple[int, int, int, int] | None = None, **about: Any
+    ) -> PlannedValue:
         """A further step, and the value that it makes, of the axes of another one."""
         area = Area(shape or like.area.shape)
         step = kind(self._scope, area, **about)
         self.steps.append(step)
         for read in step.reads:
             refuse(read.is_float is None, "it reads what is not decided")
-            if kind is not Quantize:
+            if kind is not QuantizeStep:
                 self._reads(read)
-        return Value(area, like.rank, like.axis, None, step)
+        return PlannedValue(area, like.rank, like.axis, None, step)
 
-    def settle(self, value: Value, grid: Grid | None) -> Value:
+    def settle(self, value: PlannedValue, grid: ByteGrid | None) -> PlannedValue:
         """Decide how a value is written: as integers on a grid, or as floats; once."""
         if value.step is not None:
             value.step.grid, value.area = grid, value.step.out
@@ -231,41 +243,43 @@ class Plan:
             value.step = None
         return value
 
-    def read(self, value: Any) -> Value:
+    def read(self, value: Any) -> PlannedValue:
         """A value that a step reads, as integers with a grid or floats."""
-        refuse(not isinstance(value, Value), "it reads what is no tensor that it computes")
+        refuse(not isinstance(value, PlannedValue), "it reads what is no tensor that it computes")
         self.settle(value, None)
         refuse(not value.area.is_float and value.grid is None, "it computes with integers")
         return value
 
-    def integers(self, x: Any) -> Value:
+    def integers(self, x: Any) -> PlannedValue:
         """A value that counts as the integers that it is, or that stands for floats on a grid."""
-        refuse(not isinstance(x, Value) or x.step is not None, "it reads what is no tensor, or not decided")
+        refuse(not isinstance(x, PlannedValue) or x.step is not None, "it reads what is no tensor, or not decided")
         if self._trial and x.area.is_float:
             return self.quantize(x, RAW)
         refuse(bool(x.area.is_float), "it reads no integers")
         return self.inside(x)
 
-    def layer(self, x: Any, weight: Any) -> tuple[Value, Weight]:
+    def layer(self, x: Any, weight: Any) -> tuple[PlannedValue, PlannedWeight]:
         """What a layer reads: integers and an int8 weight with its scale; or floats, and its weight in any form."""
-        refuse(not isinstance(weight, Weight), "its weight is no constant")
+        refuse(not isinstance(weight, PlannedWeight), "its weight is no constant")
         x = self.read(x)
         if self._trial:
             x = self.integers_of(x)
-            weight = weight if weight.scale is not None else Weight(weight.values.to(torch.int8), torch.tensor(1.0))
+            weight = (
+                weight if weight.scale is not None else PlannedWeight(weight.values.to(torch.int8), torch.tensor(1.0))
+            )
         refuse(not x.area.is_float and weight.scale is None, "its weight is in float")
         return x, weight
 
-    def inside(self, value: Value) -> Value:
+    def inside(self, value: PlannedValue) -> PlannedValue:
         """The same in the memory of the program, if it was given."""
         if value.area.base < GIVEN:
             return value
         raw = None if value.area.is_float else RAW
-        made = self.settle(self.add(Pointwise, value, x=value.area, x_grid=raw), raw)
+        made = self.settle(self.add(PointwiseStep, value, x=value.area, x_grid=raw), raw)
         made.grid = value.grid
         return made
 
-    def per_channel(self, weight: Weight, like: Value) -> Tensor:
+    def per_channel(self, weight: PlannedWeight, like: PlannedValue) -> Tensor:
         """A constant of a number for each channel of a value, or of one for all: float32 (C,)."""
         real = weight.real
         shape = [1] * (like.rank - real.dim()) + list(real.shape)
@@ -273,49 +287,49 @@ class Plan:
         refuse(real.numel() not in (1, like.area.shape[3]), "its shape is larger")
         return real.reshape(-1).expand(like.area.shape[3])
 
-    def constant(self, weight: Weight, like: Value) -> Area:
+    def constant(self, weight: PlannedWeight, like: PlannedValue) -> Area:
         """The same as a pixel of each sample."""
         made = self.per_channel(weight, like)
         self.constants.append(F.pad(made, (0, -len(made) % LANES)).contiguous())
         samples = like.area.shape[0]
         return Area((samples, 1, 1, len(made)), True, base=ABSOLUTE, offset=self.constants[-1].data_ptr())
 
-    def apply(self, value: Any, function: Function) -> Value:
+    def apply(self, value: Any, function: Function) -> PlannedValue:
         """A function of each element: by the step that makes it, where that computes none yet."""
-        refuse(not isinstance(value, Value), "it reads what is no tensor that it computes")
+        refuse(not isinstance(value, PlannedValue), "it reads what is no tensor that it computes")
         per_channel = function.slope is not None and function.slope.numel() > 1
         step = value.step
         if (
             step is not None
             and step.function == CLAMP
             and step.bends
-            and (isinstance(step, Product) or not per_channel)
+            and (isinstance(step, ProductStep) or not per_channel)
         ):
             step.function = function
             return value
         refuse(per_channel, "its slopes differ, and no layer is before it")
         x = self.read(value)
-        made = self.add(Pointwise, x, x=x.area, x_grid=x.grid)
+        made = self.add(PointwiseStep, x, x=x.area, x_grid=x.grid)
         assert made.step is not None
         made.step.function = function
         return made
 
     def adds(self, value: Any, residual: Any) -> bool:
         """Whether the layer that makes a value can add integers: they are there before it runs."""
-        if not isinstance(value, Value) or not isinstance(residual, Value) or value.step is None:
+        if not isinstance(value, PlannedValue) or not isinstance(residual, PlannedValue) or value.step is None:
             return False
         step, area = value.step, residual.area
         alike = value.area.shape == area.shape and (value.rank, value.axis) == (residual.rank, residual.axis)
         known = residual.step is None and residual.grid is not None and area.base == ARENA
         later = self.steps[self.steps.index(step) :]
-        free = isinstance(step, Product) and step.folds and not any(other.out.root is area.root for other in later)
+        free = isinstance(step, ProductStep) and step.folds and not any(other.out.root is area.root for other in later)
         return alike and known and free
 
     def copy(self, area: Area, to: Area) -> None:
         """Write integers to another place, too."""
-        self.steps.append(Pointwise(self._scope, to, grid=RAW, x=area, x_grid=RAW))
+        self.steps.append(PointwiseStep(self._scope, to, grid=RAW, x=area, x_grid=RAW))
 
-    def integers_of(self, x: Any) -> Value:
+    def integers_of(self, x: Any) -> PlannedValue:
         """A value that a layer reads as integers on a grid."""
         x = self.read(x)
         if self._trial and x.area.is_float:
@@ -323,23 +337,23 @@ class Plan:
         refuse(x.area.is_float, "it reads floats")
         return self.inside(x)
 
-    def quantize(self, value: Any, grid: Grid) -> Value:
+    def quantize(self, value: Any, grid: ByteGrid) -> PlannedValue:
         """A value rounded to a grid."""
-        refuse(not isinstance(value, Value), "it reads what is no tensor that it computes")
+        refuse(not isinstance(value, PlannedValue), "it reads what is no tensor that it computes")
         if value.step is not None and value.step.rounds:
             return self.settle(value, grid)
         self.settle(value, None)
         area = value.area
         if area.base >= GIVEN and area.is_float:
-            made = self.add(Quantize, value, x=area, strides=partial(self._strides, area.base - GIVEN))
+            made = self.add(QuantizeStep, value, x=area, strides=partial(self._strides, area.base - GIVEN))
             if area.shape[3] < LANES:
                 made.area.room = area.shape[3]  # so that windows of few channels are runs
             return self.settle(made, grid)
         x = self.read(value)
-        return self.settle(self.add(Pointwise, x, x=x.area, x_grid=x.grid), grid)
+        return self.settle(self.add(PointwiseStep, x, x=x.area, x_grid=x.grid), grid)
 
 
-RAW = Grid(1.0, 0)
+RAW = ByteGrid(1.0, 0)
 """Of integers that are taken for what they are."""
 
 Row = TypeVar("Row", bound=Callable[..., Any])
@@ -358,10 +372,17 @@ def plans(*names: str) -> Callable[[Row], Row]:
 
 
 def _dequantized_weight(
-    q: Weight, *, scale: Any, zero_point: Any, axis: int | None = None, block: Any = None, packed: Any = None, **_: Any
-) -> Weight:
+    q: PlannedWeight,
+    *,
+    scale: Any,
+    zero_point: Any,
+    axis: int | None = None,
+    block: Any = None,
+    packed: Any = None,
+    **_: Any,
+) -> PlannedWeight:
     refuse(block is not None or packed is not None or q.values.dtype != torch.int8, "its weight is not of int8")
-    zero = zero_point.values if isinstance(zero_point, Weight) else torch.tensor(zero_point)
+    zero = zero_point.values if isinstance(zero_point, PlannedWeight) else torch.tensor(zero_point)
     refuse(bool(zero.any()), "its weight has zero points")
-    of = scale.values if isinstance(scale, Weight) else torch.tensor(float(scale))
-    return Weight(q.values, of.reshape(-1) if of.numel() > 1 else of.reshape(()), axis or 0)
+    of = scale.values if isinstance(scale, PlannedWeight) else torch.tensor(float(scale))
+    return PlannedWeight(q.values, of.reshape(-1) if of.numel() > 1 else of.reshape(()), axis or 0)

@@ -7,32 +7,32 @@ from typing import Any
 
 import torch
 
-from fxq.backends.programs.areas import Grid
-from fxq.backends.programs.layer_steps import Product
-from fxq.backends.programs.plan import Plan, Value, Weight, plans, refuse
-from fxq.backends.programs.steps import Function, Pointwise
+from fxq.backends.programs.areas import ByteGrid
+from fxq.backends.programs.layer_steps import ProductStep
+from fxq.backends.programs.plan import PlannedValue, PlannedWeight, ProgramPlan, plans, refuse
+from fxq.backends.programs.program_steps import Function, PointwiseStep
 
 
 @plans("quantize")
 def quantize(
-    plan: Plan, x: Any, *, scale: Any, zero_point: Any, qmin: int, qmax: int, dtype: Any, axis: Any, block: Any
-) -> Value:
+    plan: ProgramPlan, x: Any, *, scale: Any, zero_point: Any, qmin: int, qmax: int, dtype: Any, axis: Any, block: Any
+) -> PlannedValue:
     refuse(not isinstance(scale, float) or dtype != torch.uint8, "it rounds to other grids than one of uint8")
     refuse(axis is not None or block is not None, "it rounds to several grids")
-    return plan.quantize(x, Grid(scale, int(zero_point), qmin, qmax))
+    return plan.quantize(x, ByteGrid(scale, int(zero_point), qmin, qmax))
 
 
 @plans("dequantize")
-def dequantize(plan: Plan, x: Value, *, scale: Any, zero_point: Any, **_: Any) -> Value:
-    refuse(not isinstance(scale, float) or not isinstance(x, Value), "its grid is no constant")
+def dequantize(plan: ProgramPlan, x: PlannedValue, *, scale: Any, zero_point: Any, **_: Any) -> PlannedValue:
+    refuse(not isinstance(scale, float) or not isinstance(x, PlannedValue), "its grid is no constant")
     refuse(bool(x.area.is_float) or x.step is not None, "it reads no integers")
     x = plan.inside(x)
     x.area.zero = int(zero_point)
-    return Value(x.area, x.rank, x.axis, Grid(scale, int(zero_point)))
+    return PlannedValue(x.area, x.rank, x.axis, ByteGrid(scale, int(zero_point)))
 
 
 @plans("add")
-def add(plan: Plan, x: Any, other: Any, *, alpha: float) -> Value:
+def add(plan: ProgramPlan, x: Any, other: Any, *, alpha: float) -> PlannedValue:
     refuse(alpha != 1, "it multiplies what it adds")
     for value, residual in ((x, other), (other, x)):
         if plan.adds(value, residual):
@@ -42,21 +42,26 @@ def add(plan: Plan, x: Any, other: Any, *, alpha: float) -> Value:
 
 
 @plans("mul")
-def mul(plan: Plan, x: Any, other: Any) -> Value:
-    x, other = (other, x) if isinstance(x, Weight) else (x, other)
-    if isinstance(other, Weight) and isinstance(x, Value) and isinstance(x.step, Product) and x.step.folds:
+def mul(plan: ProgramPlan, x: Any, other: Any) -> PlannedValue:
+    x, other = (other, x) if isinstance(x, PlannedWeight) else (x, other)
+    if (
+        isinstance(other, PlannedWeight)
+        and isinstance(x, PlannedValue)
+        and isinstance(x.step, ProductStep)
+        and x.step.folds
+    ):
         x.step.scaled(plan.per_channel(other, x))
         return x
     return binary(plan, x, other, True)
 
 
-def binary(plan: Plan, x: Any, y: Any, multiplies: bool) -> Value:
-    if isinstance(x, Weight):
+def binary(plan: ProgramPlan, x: Any, y: Any, multiplies: bool) -> PlannedValue:
+    if isinstance(x, PlannedWeight):
         x, y = y, x
-    if isinstance(y, Weight):
+    if isinstance(y, PlannedWeight):
         x = plan.read(x)
         made = plan.constant(y, x)
-        return plan.add(Pointwise, x, x=x.area, x_grid=x.grid, y=made, multiplies=multiplies)
+        return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=made, multiplies=multiplies)
     x, y = plan.read(x), plan.read(y)
     if math.prod(x.shape) < math.prod(y.shape):
         x, y = y, x
@@ -64,38 +69,41 @@ def binary(plan: Plan, x: Any, y: Any, multiplies: bool) -> Value:
     same = x.area.shape == y.area.shape
     one = y.area.shape == (x.area.shape[0], 1, 1, x.area.shape[3])
     refuse(not same and not one, "their shapes differ")
-    return plan.add(Pointwise, x, x=x.area, x_grid=x.grid, y=y.area, y_grid=y.grid, multiplies=multiplies)
+    return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=y.area, y_grid=y.grid, multiplies=multiplies)
 
 
 @plans("relu")
-def relu(plan: Plan, x: Any) -> Value:
+def relu(plan: ProgramPlan, x: Any) -> PlannedValue:
     return plan.apply(x, Function("clamp", 0.0))
 
 
 @plans("relu6")
-def relu6(plan: Plan, x: Any) -> Value:
+def relu6(plan: ProgramPlan, x: Any) -> PlannedValue:
     return plan.apply(x, Function("clamp", 0.0, 6.0))
 
 
 @plans("hardtanh")
-def hardtanh(plan: Plan, x: Any, *, min_val: float, max_val: float) -> Value:
+def hardtanh(plan: ProgramPlan, x: Any, *, min_val: float, max_val: float) -> PlannedValue:
     return plan.apply(x, Function("clamp", float(min_val), float(max_val)))
 
 
 @plans("leaky_relu")
-def leaky_relu(plan: Plan, x: Any, *, negative_slope: float) -> Value:
-    return plan.apply(x, Function("prelu", slope=torch.tensor([float(negative_slope)])))
+def leaky_relu(plan: ProgramPlan, x: Any, *, negative_slope: float) -> PlannedValue:
+    return plan.apply(x, Function("prelu", slope=torch.tensor([float(negative_slope)], dtype=torch.float32)))
 
 
 @plans("prelu")
-def prelu(plan: Plan, x: Any, weight: Any) -> Value:
-    refuse(not isinstance(weight, Weight), "its slopes are no constant")
-    refuse(weight.values.numel() > 1 and isinstance(x, Value) and x.axis != 1, "its slopes are those of another axis")
+def prelu(plan: ProgramPlan, x: Any, weight: Any) -> PlannedValue:
+    refuse(not isinstance(weight, PlannedWeight), "its slopes are no constant")
+    refuse(
+        weight.values.numel() > 1 and isinstance(x, PlannedValue) and x.axis != 1,
+        "its slopes are those of another axis",
+    )
     return plan.apply(x, Function("prelu", slope=weight.real.reshape(-1)))
 
 
 @plans("gelu")
-def gelu(plan: Plan, x: Any, *, approximate: str) -> Value:
+def gelu(plan: ProgramPlan, x: Any, *, approximate: str) -> PlannedValue:
     refuse(approximate != "none", "it is an approximation")
     return plan.apply(x, Function("gelu"))
 

@@ -184,7 +184,7 @@ def test_inputs_without_an_end(value):
 
 REFUSED = {
     "groups": (nn.Conv2d(20, 20, 3, groups=4), "conv2d", "it has groups of several channels"),
-    "windows_that_end_outside": (nn.MaxPool2d(3, 2, ceil_mode=True), "max_pool2d", "its windows end outside"),
+    "windows_with_gaps": (nn.MaxPool2d(3, 2, dilation=2), "max_pool2d", "its windows have gaps"),
     "padding": (nn.ConvTranspose2d(20, 20, 3, 2, 1), "conv_transpose2d", "its padding is no multiple of its stride"),
     "windows_of_several_sizes": (nn.AdaptiveAvgPool2d(3), "adaptive_avg_pool2d", "its windows have several sizes"),
     "mish": (nn.Mish(), "mish", "jit has no integer kernel for mish"),
@@ -246,10 +246,13 @@ def test_where_numba_compiles_nothing(monkeypatch, tmp_path):
     q = quantized(model, x)
     q.save(tmp_path / "q.fxq")
     monkeypatch.setattr(jit_engine, "loops", lambda name: None)
-    with pytest.raises(fxq.BackendError, match=r'Numba compiles nothing here: .*Use backend="auto"'):
+    monkeypatch.setattr(jit_engine, "missing", lambda name: "broken")
+    with pytest.raises(fxq.BackendError, match=r'does not compile its loops here: broken\. Use backend="auto"'):
         quantized(model, x)
     loaded = fxq.load(tmp_path / "q.fxq")
-    with pytest.raises(fxq.BackendError, match=r"jit\.region.*no loops are compiled"):
+    with pytest.raises(
+        fxq.BackendError, match=r"jit\.region.*no loops are compiled: broken \(pip install fxq\[jit\]\)"
+    ):
         loaded(x)
 
 

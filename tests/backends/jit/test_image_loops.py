@@ -8,13 +8,21 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.programs.areas import ABSOLUTE, Area, Grid
-from fxq.backends.programs.steps import CLAMP, Function, Move, Norm, Pointwise, Pool, Quantize
+from fxq.backends.programs.areas import ABSOLUTE, Area, ByteGrid
+from fxq.backends.programs.program_steps import (
+    CLAMP,
+    Function,
+    MoveStep,
+    NormStep,
+    PointwiseStep,
+    PoolStep,
+    QuantizeStep,
+)
 from tests.program_runs import EXACT, applied, distance, made, real
 
 image_loops = pytest.importorskip("fxq.backends.jit.image_loops", reason="needs Numba", exc_type=ImportError)
 
-GRIDS = st.sampled_from([None, Grid(0.0271, 100), Grid(0.05, 3, 2, 201)])
+GRIDS = st.sampled_from([None, ByteGrid(0.0271, 100), ByteGrid(0.05, 3, 2, 201)])
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(1, 5), st.integers(1, 40))
 SEEDS = st.integers(0, 99)
 FUNCTIONS = [
@@ -45,7 +53,7 @@ def quantized(x, grid, room=0):
     """Floats (N, H, W, C) as integers; they are read where they lie."""
     n, h, w, c = x.stride()
     area = Area(tuple(x.shape), True, base=ABSOLUTE, offset=x.data_ptr())
-    return made([Quantize("q", Area(area.shape, False, room), grid=grid, x=area, strides=lambda: (n, c, h, w))], {})
+    return made([QuantizeStep("q", Area(area.shape, False, room), grid=grid, x=area, strides=lambda: (n, c, h, w))], {})
 
 
 def laid_out(x, layout):
@@ -57,7 +65,8 @@ def laid_out(x, layout):
 @settings(deadline=None)
 @given(
     shape=SHAPES, layout=st.sampled_from(["channels first", "channels last", "with gaps"]), dense=st.booleans(),
-    grid=st.sampled_from([Grid(0.25, 0), Grid(2**-5, 100), Grid(2**-6, 255), Grid(0.125, 17, 3, 100)]), seed=SEEDS,
+    grid=st.sampled_from([ByteGrid(0.25, 0), ByteGrid(2**-5, 100), ByteGrid(2**-6, 255), ByteGrid(0.125, 17, 3, 100)]),
+    seed=SEEDS,
 )  # fmt: skip
 def test_quantize(shape, layout, dense, grid, seed):
     """Scales are powers of two, so that everything is exact, and halves become even."""
@@ -70,7 +79,7 @@ def test_quantize(shape, layout, dense, grid, seed):
 @pytest.mark.parametrize("layout", ["channels first", "channels last"])
 def test_quantize_what_has_no_integer(layout):
     x = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45]).repeat(1, 1, 4, 1)
-    found = quantized(laid_out(x, layout), Grid(0.1, 20, 5, 250))
+    found = quantized(laid_out(x, layout), ByteGrid(0.1, 20, 5, 250))
     assert found[0, 0].tolist() == [[5, 5, 250, 250, 5, 20]] * 4
 
 
@@ -88,7 +97,7 @@ def test_pointwise(shape, grids, op, other, function, rooms, border, seed):
     n, _, _, c = shape
     room = [c if dense else 0 for dense in rooms]
     x, out = Area(shape, grids[0] is None, room[0]), Area(shape, grids[2] is None, room[2], border=(border, 0, 0, 1))
-    step = Pointwise("f", out, function, grids[2], x=x, x_grid=grids[0])
+    step = PointwiseStep("f", out, function, grids[2], x=x, x_grid=grids[0])
     memory = {x: values(shape, grids[0])}
     exact = real(memory[x], grids[0])
     if op != "alone":
@@ -107,13 +116,13 @@ def test_pointwise(shape, grids, op, other, function, rooms, border, seed):
 
 
 @pytest.mark.parametrize("count", [1, 0, -1])
-@pytest.mark.parametrize("grid", [None, Grid(0.0271, 100)], ids=["floats", "integers"])
+@pytest.mark.parametrize("grid", [None, ByteGrid(0.0271, 100)], ids=["floats", "integers"])
 def test_rows_longer_than_what_is_computed_at_once(grid, count):
     shape = (2, 1, 3, 2 * image_loops.CHUNK + count)
     for room in (0, shape[3]):
         x, y, out = Area(shape, grid is None, room), Area(shape, False), Area(shape, True, room)
-        step = Pointwise("f", out, Function("tanh"), None, x=x, x_grid=grid, y=y, y_grid=Grid(0.01, 9))
-        memory = {x: values(shape, grid), y: values(shape, Grid(0.01, 9))}
+        step = PointwiseStep("f", out, Function("tanh"), None, x=x, x_grid=grid, y=y, y_grid=ByteGrid(0.01, 9))
+        memory = {x: values(shape, grid), y: values(shape, ByteGrid(0.01, 9))}
         exact = torch.tanh(real(memory[x], grid) + real(memory[y], step.y_grid))
         check(made([step], memory), exact, None, 3e-6)
 
@@ -131,8 +140,8 @@ def test_a_pixel_for_all_of_a_long_row(channels, is_constant):
             pixel = pixel[:1].expand(2, 1, 1, channels)
             padded = F.pad(pixel[0, 0, 0], (0, 15))
             y.base, y.offset = ABSOLUTE, padded.data_ptr()
-        step = Pointwise("f", out, Function("clamp", -1.0), x=x, x_grid=Grid(0.01, 100), y=y, multiplies=True)
-        memory = {x: values(shape, Grid(0.01, 100)), **({} if is_constant else {y: pixel})}
+        step = PointwiseStep("f", out, Function("clamp", -1.0), x=x, x_grid=ByteGrid(0.01, 100), y=y, multiplies=True)
+        memory = {x: values(shape, ByteGrid(0.01, 100)), **({} if is_constant else {y: pixel})}
         check(made([step], memory), (real(memory[x], step.x_grid) * pixel.double()).clamp(min=-1), None, 1e-6)
 
 
@@ -142,18 +151,18 @@ def test_conversions(room):
     shape = (1, 3, 5, 7)
     x, y = Area(shape, False, room), Area(shape, False)
     q = torch.randint(0, 256, shape, dtype=torch.uint8)
-    for grid in (Grid(1.0, 0), Grid(0.0271, 100), Grid(3e-5, 255)):
-        assert torch.equal(made([Pointwise("copy", y, grid=grid, x=x, x_grid=grid)], {x: q}), q)
+    for grid in (ByteGrid(1.0, 0), ByteGrid(0.0271, 100), ByteGrid(3e-5, 255)):
+        assert torch.equal(made([PointwiseStep("copy", y, grid=grid, x=x, x_grid=grid)], {x: q}), q)
     x, y = Area(shape, True, room), Area(shape, True)
     f = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 3e38, 1e-45, 1.0]).expand(shape)
-    found = made([Pointwise("copy", y, x=x, x_grid=None)], {x: f})
+    found = made([PointwiseStep("copy", y, x=x, x_grid=None)], {x: f})
     assert torch.equal(found.view(torch.int32), f.contiguous().view(torch.int32))
 
 
 def test_floats_that_have_no_integer():
     x, out = Area((1, 1, 1, 6), True), Area((1, 1, 1, 6), False)
     f = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45]).view(1, 1, 1, 6)
-    found = made([Pointwise("q", out, grid=Grid(0.1, 20, 5, 250), x=x, x_grid=None)], {x: f})
+    found = made([PointwiseStep("q", out, grid=ByteGrid(0.1, 20, 5, 250), x=x, x_grid=None)], {x: f})
     assert found.flatten().tolist() == [5, 5, 250, 250, 5, 20]
 
 
@@ -171,10 +180,10 @@ def test_pools(shape, kernel, stride, pads, grids, takes_mean, counts_padding, d
     torch.manual_seed(seed)
     padding = tuple(size // 2 if pads else 0 for size in kernel)
     windows = [(a + 2 * p - k) // s + 1 for a, p, k, s in zip(shape[1:3], padding, kernel, stride, strict=True)]
-    x_grid, grid = grids if takes_mean else (Grid(1.0, 0), Grid(1.0, 0))
+    x_grid, grid = grids if takes_mean else (ByteGrid(1.0, 0), ByteGrid(1.0, 0))
     x = Area(shape, x_grid is None, shape[3] if dense else 0)
     out = Area((shape[0], *windows, shape[3]), grid is None, 0 if dense else shape[3])
-    step = Pool(
+    step = PoolStep(
         "pool", out, grid=grid, x=x, x_grid=x_grid, kernel=kernel, stride=stride, padding=padding,
         takes_mean=takes_mean, counts_padding=counts_padding,
     )  # fmt: skip
@@ -191,10 +200,10 @@ def test_pools(shape, kernel, stride, pads, grids, takes_mean, counts_padding, d
 @pytest.mark.parametrize("value", [0, 255])
 def test_the_mean_of_a_large_image(value):
     """The sum of its integers is exact."""
-    shape, grid = (1, 300, 200, 3), Grid(0.5, 128)
+    shape, grid = (1, 300, 200, 3), ByteGrid(0.5, 128)
     x, out = Area(shape, False), Area((1, 1, 1, 3), False)
     about = {"kernel": shape[1:3], "stride": shape[1:3], "x_grid": grid}
-    found = made([Pool("pool", out, grid=grid, x=x, **about)], {x: torch.full(shape, value, dtype=torch.uint8)})
+    found = made([PoolStep("pool", out, grid=grid, x=x, **about)], {x: torch.full(shape, value, dtype=torch.uint8)})
     assert found.flatten().tolist() == [value] * 3
 
 
@@ -211,7 +220,7 @@ def test_norms(shape, grids, dense, seed):
     c = shape[3]
     x, out = Area(shape, grids[0] is None, c if dense else 0), Area(shape, grids[1] is None, 0 if dense else c)
     weight, bias, eps = torch.randn(c), torch.randn(c), 1e-3
-    step = Norm("norm", out, grid=grids[1], x=x, x_grid=grids[0], weight=weight, bias=bias, eps=eps)
+    step = NormStep("norm", out, grid=grids[1], x=x, x_grid=grids[0], weight=weight, bias=bias, eps=eps)
     memory = {x: values(shape, grids[0])}
     exact = F.layer_norm(real(memory[x], grids[0]), (c,), weight.double(), bias.double(), eps)
     check(made([step], memory), exact, grids[1], 2e-5)
@@ -223,7 +232,7 @@ def test_norms_of_equal_channels(channels):
     shape = (1, 1, 3, channels)
     x, out, bias = Area(shape, True), Area(shape, True), torch.randn(channels)
     f = torch.tensor([2.0, math.nan, -7.0])[:, None].expand(shape)
-    step = Norm("norm", out, x=x, x_grid=None, weight=torch.ones(channels), bias=bias, eps=1e-5)
+    step = NormStep("norm", out, x=x, x_grid=None, weight=torch.ones(channels), bias=bias, eps=1e-5)
     found = made([step], {x: f})[0, 0]
     torch.testing.assert_close(found[::2], bias.expand(2, channels), rtol=0, atol=1e-3)
     assert bool(found[1].isnan().all())
@@ -234,7 +243,7 @@ def test_norms_far_from_zero():
     shape = (1, 1, 4, 48)
     x, out = Area(shape, True), Area(shape, True)
     f = 1000 + torch.randn(shape)
-    step = Norm("norm", out, x=x, x_grid=None, weight=torch.ones(48), bias=torch.zeros(48), eps=1e-5)
+    step = NormStep("norm", out, x=x, x_grid=None, weight=torch.ones(48), bias=torch.zeros(48), eps=1e-5)
     check(made([step], {x: f}), F.layer_norm(f.double(), (48,)), None, 1e-3)
 
 
@@ -249,6 +258,6 @@ def test_moves(shape, is_float, dense, border, seed):
     n, h, w, c = shape
     x = Area(shape, is_float, c if dense else 0, border=(border, border, 0, border))
     out = Area((n, 1, 1, c * h * w), is_float)
-    given = values(shape, None if is_float else Grid(1.0, 0))
-    found = made([Move("move", out, x=x, by=(out.wide, w, 1, h * w))], {x: given})
+    given = values(shape, None if is_float else ByteGrid(1.0, 0))
+    found = made([MoveStep("move", out, x=x, by=(w, 1, h * w))], {x: given})
     assert torch.equal(found.flatten(1), given.permute(0, 3, 1, 2).flatten(1))

@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.programs.areas import Area, Grid
-from fxq.backends.programs.layer_steps import Linear, Product
-from fxq.backends.programs.steps import CLAMP, Function
+from fxq.backends.programs.areas import Area, ByteGrid
+from fxq.backends.programs.layer_steps import LinearStep, ProductStep
+from fxq.backends.programs.program_steps import CLAMP, Function
 from tests.program_runs import applied, distance, made, real
 
 pytest.importorskip("fxq.backends.jit.program_loops", reason="needs Numba", exc_type=ImportError)
 
 RELU, RELU6 = Function("clamp", 0.0), Function("clamp", 0.0, 6.0)
 FUNCTIONS = [CLAMP, RELU, RELU6, *map(Function, ("silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid"))]
-X_GRID, GRID = Grid(0.02, 37), Grid(0.11, 98)
-GRIDS = st.sampled_from([None, GRID, Grid(0.05, 3, 2, 201), Grid(0.4, 128, 0, 127)])
+X_GRID, GRID = ByteGrid(0.02, 37), ByteGrid(0.11, 98)
+GRIDS = st.sampled_from([None, GRID, ByteGrid(0.05, 3, 2, 201), ByteGrid(0.4, 128, 0, 127)])
 
 
 def pixels(*shape):
@@ -51,7 +51,7 @@ def conv(
     scale, bias = (torch.rand(columns) + 0.5) / (20 * math.prod(weight.shape[1:])), torch.randn(columns)
     area, out = Area(shape, False, room, zero=X_GRID.zero), Area((n, *windows, columns), grid is None, border=border)
     values = weight.flatten(1) if depthwise else weight.permute(0, 2, 3, 1).reshape(columns, len(taps), channels)
-    step = Product(
+    step = ProductStep(
         "layer", out, function, grid, x=area, x_grid=X_GRID, weight=values, taps=taps, scale=scale, bias=bias,
         windows=windows, first=(-padding[0], -padding[1]), stride=stride,
     )  # fmt: skip
@@ -76,7 +76,7 @@ def conv(
     columns=st.integers(1, 40), size=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     stride=st.tuples(st.integers(1, 2), st.integers(1, 3)), padding=st.tuples(st.integers(0, 1), st.integers(0, 2)),
     dilation=st.tuples(st.just(1), st.integers(1, 2)), function=st.sampled_from(FUNCTIONS), grid=GRIDS,
-    residual=st.sampled_from([None, Grid(0.07, 9)]), dense=st.booleans(), border=st.integers(0, 1),
+    residual=st.sampled_from([None, ByteGrid(0.07, 9)]), dense=st.booleans(), border=st.integers(0, 1),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_convolutions(
@@ -95,7 +95,7 @@ def test_convolutions(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 6), st.integers(1, 6)),
     channels=st.sampled_from([1, 15, 16, 20, 63, 64, 65, 79, 80, 128, 130]),
     size=st.tuples(st.integers(1, 3), st.integers(1, 3)), stride=st.integers(1, 2),
-    function=st.sampled_from(FUNCTIONS), grid=GRIDS, residual=st.sampled_from([None, Grid(0.07, 9)]),
+    function=st.sampled_from(FUNCTIONS), grid=GRIDS, residual=st.sampled_from([None, ByteGrid(0.07, 9)]),
     border=st.integers(0, 1), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_depthwise_convolutions(shape, channels, size, stride, function, grid, residual, border, seed):
@@ -158,7 +158,7 @@ def test_several_pixels_of_each_window(shape, columns, function, grid, seed):
         function = Function("prelu", slope=torch.randn(columns))
     area, out = Area(shape, False), Area((n, down * h, right * w, columns), grid is None)
     many = down * right
-    step = Product(
+    step = ProductStep(
         "layer", out, function, grid, x=area, x_grid=X_GRID,
         weight=weight.permute(2, 3, 1, 0).reshape(many * columns, 1, channels), taps=[(0, 0)], scale=scale.repeat(many),
         bias=bias.repeat(many), windows=(h, w), placed=(0, 0, down, right),
@@ -178,7 +178,7 @@ def test_among_the_channels_of_others():
     x.become_part(read, 32)
     y.become_part(written, 16)
     weight, scale = weights(17, 1, 20), torch.rand(17) / 100
-    step = Product(
+    step = ProductStep(
         "layer", y, grid=GRID, x=x, x_grid=X_GRID, weight=weight, taps=[(0, 0)], scale=scale, bias=None, windows=(3, 3)
     )
     values = pixels(2, 3, 3, 20)
@@ -196,7 +196,7 @@ def test_layers_in_float(rows, depth, columns, function, bias, seed):
     torch.manual_seed(seed)
     x, out = Area((rows, 1, 1, depth), True), Area((rows, 1, 1, columns), True)
     weight, added = torch.randn(columns, depth), torch.randn(columns)
-    step = Linear("layer", out, function, x=x, weight=weight, bias=added if bias else None)
+    step = LinearStep("layer", out, function, x=x, weight=weight, bias=added if bias else None)
     values = torch.randn(rows, 1, 1, depth)
     exact = applied(function, F.linear(values.double(), weight.double(), added.double() if bias else None))
     torch.testing.assert_close(made([step], {x: values}).double(), exact, rtol=1e-5, atol=1e-5)
@@ -207,6 +207,6 @@ def test_a_row_in_float_that_is_not_a_number():
     x, out = Area((3, 1, 1, 5), True), Area((3, 1, 1, 18), True)
     values = torch.ones(3, 1, 1, 5)
     values[1, 0, 0, 2] = math.nan
-    step = Linear("layer", out, x=x, weight=torch.ones(18, 5), bias=None)
+    step = LinearStep("layer", out, x=x, weight=torch.ones(18, 5), bias=None)
     found = made([step], {x: values})
     assert bool(found[1].isnan().all()) and bool((found[[0, 2]] == 5).all())

@@ -7,14 +7,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxq.backends.programs.areas import ARENA, GIVEN, Area, Grid
-from fxq.backends.programs.layer_steps import Linear, Product
-from fxq.backends.programs.steps import Function, Move, Norm, Pointwise, Pool, Quantize, Rows
+from fxq.backends.programs.areas import ARENA, GIVEN, Area, ByteGrid
+from fxq.backends.programs.layer_steps import LinearStep, ProductStep
+from fxq.backends.programs.program_steps import (
+    Function,
+    MoveStep,
+    NormStep,
+    PointwiseStep,
+    PoolStep,
+    QuantizeStep,
+    StepRows,
+)
 from tests.program_runs import distance, made, real
 
 loops = pytest.importorskip("fxq.backends.jit.program_loops", reason="needs Numba", exc_type=ImportError)
 
-GRID, OTHER = Grid(0.02, 37), Grid(0.07, 98)
+GRID, OTHER = ByteGrid(0.02, 37), ByteGrid(0.07, 98)
 
 
 def table(*rows):
@@ -23,8 +31,9 @@ def table(*rows):
 
 
 def run(rows, *bases):
-    """Run rows; the first base is 0."""
-    rows, bases = table(*rows), torch.tensor([0, *bases])
+    """Run rows on the memory of values, and then inputs and outputs."""
+    scratch = torch.empty(loops.SCRATCH + 8 * 64, dtype=torch.uint8)
+    rows, bases = table(*rows), torch.tensor([0, *bases[:1], *[0] * (not bases), scratch.data_ptr(), *bases[1:]])
     loops.run(rows.data_ptr(), len(rows), bases.data_ptr())
 
 
@@ -48,7 +57,8 @@ def test_steps_run_in_order():
 
 def test_only_as_many_steps_as_are_asked_for():
     memory = torch.tensor([1] * 5 + [0] * 10, dtype=torch.uint8)
-    rows, bases = table(copied(ARENA, ARENA, out=5), copied(ARENA, ARENA, out=10)), torch.tensor([0, memory.data_ptr()])
+    rows = table(copied(ARENA, ARENA, out=5), copied(ARENA, ARENA, out=10))
+    bases = torch.tensor([0, memory.data_ptr(), 0])
     loops.run(rows.data_ptr(), 1, bases.data_ptr())
     assert memory.tolist() == [1] * 10 + [0] * 5
 
@@ -64,18 +74,18 @@ def test_no_step_has_more_numbers_than_a_row():
     f, g, pixel = Area(x.shape, True), Area((1, 1, 1, 256), True), Area((1, 1, 1, 256), True)
     about = {"x": x, "x_grid": GRID}
     ones = {"scale": torch.ones(64), "bias": None, "windows": (2, 2), "taps": [(0, 0)]}
-    layer = Product("layer", out, grid=GRID, weight=torch.ones(64, 1, 64, dtype=torch.int8), **ones, **about)
+    layer = ProductStep("layer", out, grid=GRID, weight=torch.ones(64, 1, 64, dtype=torch.int8), **ones, **about)
     layer.residual, layer.residual_grid = y, GRID
     steps = {
-        loops.PRODUCT: [layer, Product("layer", f, weight=torch.ones(64, 1, dtype=torch.int8), **ones, **about)],
-        loops.POINTWISE: [Pointwise("f", out, grid=GRID, y=y, y_grid=GRID, **about)],
-        loops.POOL: [Pool("pool", f, kernel=(1, 1), stride=(1, 1), **about)],
-        loops.NORM: [Norm("norm", f, weight=torch.ones(64), bias=torch.ones(64), eps=0.1, **about)],
-        loops.LINEAR: [Linear("layer", g, x=pixel, weight=torch.ones(256, 256), bias=None)],
-        loops.MOVE: [Move("move", g, x=f, by=(1, 1, 1, 1))],
-        loops.QUANTIZE: [Quantize("q", out, grid=GRID, x=f, strides=lambda: (1, 1, 1, 1))],
+        loops.PRODUCT: [layer, ProductStep("layer", f, weight=torch.ones(64, 1, dtype=torch.int8), **ones, **about)],
+        loops.POINTWISE: [PointwiseStep("f", out, grid=GRID, y=y, y_grid=GRID, **about)],
+        loops.POOL: [PoolStep("pool", f, kernel=(1, 1), stride=(1, 1), **about)],
+        loops.NORM: [NormStep("norm", f, weight=torch.ones(64), bias=torch.ones(64), eps=0.1, **about)],
+        loops.LINEAR: [LinearStep("layer", g, x=pixel, weight=torch.ones(256, 256), bias=None)],
+        loops.MOVE: [MoveStep("move", g, x=f, by=(1, 1, 1))],
+        loops.QUANTIZE: [QuantizeStep("q", out, grid=GRID, x=f, strides=lambda: (1, 1, 1, 1))],
     }
-    rows = Rows(loops)
+    rows = StepRows(loops)
     for code, all_of_it in steps.items():
         for step in all_of_it:
             for row in step.rows(rows):
@@ -101,18 +111,18 @@ def network(shape):
     last, added = torch.randn(5, c), torch.randn(5)
     float_mean = Area((n, 1, 1, c), True)
     steps = [
-        Quantize("q", q, grid=GRID, x=read, strides=lambda: (h * w * c, 1, w * c, c)),
-        Product(
+        QuantizeStep("q", q, grid=GRID, x=read, strides=lambda: (h * w * c, 1, w * c, c)),
+        ProductStep(
             "deep", deep, Function("hardswish"), GRID, x=q, x_grid=GRID, weight=weight, taps=taps, scale=scale,
             bias=bias, windows=(h, w), first=(-1, -1),
         ),
-        Pool("mean", mean, grid=GRID, x=deep, x_grid=GRID, kernel=(h, w), stride=(h, w)),
-        Product(
+        PoolStep("mean", mean, grid=GRID, x=deep, x_grid=GRID, kernel=(h, w), stride=(h, w)),
+        ProductStep(
             "wide", out, Function("clamp", 0.0), OTHER, x=deep, x_grid=GRID, weight=one, taps=[(0, 0)], scale=by,
             bias=None, windows=(h, w),
         ),
-        Pointwise("real", float_mean, x=mean, x_grid=GRID),
-        Linear("last", real_out, x=float_mean, weight=last, bias=added),
+        PointwiseStep("real", float_mean, x=mean, x_grid=GRID),
+        LinearStep("last", real_out, x=float_mean, weight=last, bias=added),
     ]  # fmt: skip
     q.widen(steps[1].border())
 
@@ -151,8 +161,8 @@ def test_the_same_integers_again():
 def test_threads_run_steps_at_once():
     """Each in memory of its own; what steps need on the way is theirs, too."""
     x, out = Area((1, 20, 20, 48), True, base=ARENA), Area((1, 20, 20, 48), True, base=GIVEN)
-    step = Norm("norm", out, x=x, x_grid=None, weight=torch.ones(48), bias=torch.zeros(48), eps=1e-5)
-    rows = Rows(loops)
+    step = NormStep("norm", out, x=x, x_grid=None, weight=torch.ones(48), bias=torch.zeros(48), eps=1e-5)
+    rows = StepRows(loops)
     program, wrong = step.rows(rows), []
 
     def call(seed):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.programs.layer_steps import Product
+from fxq.backends.programs.layer_steps import ProductStep
 from tests.programs import Draft, check, check_both, kinds, plan_of, refused, steps_of
 
 PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
@@ -57,7 +57,7 @@ def test_sums_that_leave_int32(depth, fits):
     draft = Draft()
     y = draft.op("linear", draft.image(1, depth), draft.weight(1, depth))
     if fits:
-        assert kinds(plan_of(draft, y)) == ["Quantize", "Product"]
+        assert kinds(plan_of(draft, y)) == ["QuantizeStep", "ProductStep"]
     else:
         assert refused(draft, y) == "its sums of 65794 products leave int32"
 
@@ -112,10 +112,11 @@ def test_groups_of_several_channels_are_refused(channels, columns, groups):
     assert refused(draft, y) == "it has groups of several channels"
 
 
-def test_depthwise_layers_of_few_channels_are_refused_where_an_input_is_read():
+def test_depthwise_layers_of_few_channels():
+    """Room is made for 16, also behind an input, and beside a layer that reads its pixels side by side."""
     draft = Draft()
     x = draft.image(2, 3, 5, 5)
-    assert refused(draft, draft.conv(x, 3, 3, groups=3)) == "its input has too few channels"
+    check_both(draft, draft.conv(x, 3, 3, groups=3))
     check_both(draft, draft.conv(draft.qdq(draft.conv(x, 3, 1)), 3, 3, groups=3))
 
 
@@ -168,7 +169,7 @@ def transposed(draft, x, columns, size, stride, padding=0, output_padding=0, has
 def test_transposed_convolutions(channels, columns, size, stride, padding, output_padding, has_bias):
     draft = Draft()
     y = transposed(draft, draft.image(2, channels, 5, 4), columns, size, stride, padding, output_padding, has_bias)
-    assert kinds(check(draft, y)) == ["Quantize", "Product"]
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep"]
     check(draft, draft.quantize(y))
     check(draft, draft.quantize(draft.op("silu", y)))
 
@@ -195,7 +196,7 @@ def test_a_transposed_convolution_adds_nothing_and_is_not_scaled():
     skip = draft.qdq(draft.input(draft.normal(2, 16, 8, 8)))
     y = draft.op("add", transposed(draft, x, 16, 2, 2), skip)
     made = check(draft, draft.quantize(y))
-    assert kinds(made)[-2:] == ["Pointwise", "Pointwise"]  # the sum, and the copy to what is returned
+    assert kinds(made)[-2:] == ["PointwiseStep", "PointwiseStep"]  # the sum, and the copy to what is returned
     factor = draft.constant(torch.rand(1, 16, 1, 1))
     check_both(draft, draft.op("mul", transposed(draft, x, 16, 2, 2), factor))
 
@@ -238,7 +239,7 @@ def norm(draft, x, has_weight=True):
 def test_norms_of_integers(shape, has_weight):
     draft = Draft()
     y = norm(draft, draft.image(*shape), has_weight)
-    assert kinds(check(draft, y)) == ["Quantize", "Product"]
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep"]
     check(draft, draft.quantize(draft.op("relu", y)))
 
 
@@ -249,9 +250,9 @@ def test_norms_of_floats(shape):
     check_both(draft, norm(draft, draft.op("tanh", draft.image(*shape))))
 
 
-def test_norms_of_few_channels_are_refused():
+def test_norms_of_few_channels():
     draft = Draft()
-    assert refused(draft, norm(draft, draft.image(2, 3, 5, 4))) == "it has few channels"
+    check_both(draft, norm(draft, draft.image(2, 3, 5, 4)))
 
 
 def test_norms_of_sequences_are_refused():
@@ -264,5 +265,5 @@ def test_a_norm_and_what_its_result_is_added_to():
     draft = Draft()
     x = draft.image(2, 32, 4, 4)
     made = check(draft, draft.quantize(draft.op("relu", draft.op("add", norm(draft, x), x))))
-    (step,) = steps_of(made, Product)
+    (step,) = steps_of(made, ProductStep)
     assert step.residual is step.x

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.programs.areas import Area, Grid
-from fxq.backends.programs.layer_steps import Linear, Product
-from fxq.backends.programs.steps import Function, Rows
+from fxq.backends.programs.areas import Area, ByteGrid
+from fxq.backends.programs.layer_steps import LinearStep, ProductStep
+from fxq.backends.programs.program_steps import Function, StepRows
 from tests.programs import LOOPS, Draft, check, check_both, kinds, plan_of, program, steps_of
 
 CHANNELS = st.sampled_from([1, 3, 5, 16, 17, 33, 64])
@@ -64,7 +64,7 @@ def test_depthwise_convolutions_of_any_window(batch, channels, kernel, stride, d
 def test_functions_of_layers(function, groups):
     draft = Draft()
     y = draft.op(function, draft.conv(draft.image(2, 80, 5, 5), 80, 3, groups=groups))
-    assert kinds(check(draft, y)) == ["Quantize", "Product"]
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep"]
     check(draft, draft.quantize(y))
 
 
@@ -74,7 +74,7 @@ def test_slopes_of_each_channel(channels, is_depthwise):
     draft = Draft()
     y = draft.conv(draft.image(2, channels, 5, 5), channels, 3, groups=channels if is_depthwise else 1)
     y = draft.op("prelu", y, draft.constant(torch.rand(channels)))
-    assert kinds(check(draft, y)) == ["Quantize", "Product"]
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep"]
     check(draft, draft.quantize(y))  # with VNNI, 64 depthwise channels are computed at once
 
 
@@ -134,7 +134,7 @@ def product(shape, taps, windows, first=(0, 0), stride=(1, 1)):
     weight = torch.ones(16, len(taps), shape[3], dtype=torch.int8)
     area, scale = Area(shape, False), torch.ones(16)
     about = {"taps": taps, "windows": windows, "first": first, "stride": stride, "scale": scale, "bias": None}
-    return Product("conv", Area((1, *windows, 16)), x=area, x_grid=Grid(1.0, 0), weight=weight, **about)
+    return ProductStep("conv", Area((1, *windows, 16)), x=area, x_grid=ByteGrid(1.0, 0), weight=weight, **about)
 
 
 def test_borders():
@@ -173,9 +173,9 @@ def test_a_row_of_numbers_fits():
     y = draft.op("add", draft.conv(x, 80, 3), draft.qdq(draft.conv(x, 80)))
     form = draft.form(draft.qdq(y), draft.quantize(draft.conv(x, 80, 3, groups=80)))
     made = program(form, draft.inputs)
-    rows = [row for step in made.plan.steps for row in step.rows(Rows(LOOPS))]
+    rows = [row for step in made.plan.steps for row in step.rows(StepRows(LOOPS))]
     assert max(map(len, rows)) <= LOOPS.WIDTH and len(rows) == len(made._steps)
-    wide = [step for step in steps_of(made, Product) if step.weight.dim() == 2]
+    wide = [step for step in steps_of(made, ProductStep) if step.weight.dim() == 2]
     assert sum(step is wide[0] for step in made._steps) == (2 if LOOPS.HAS_VNNI else 1)  # 64 channels, and 16
 
 
@@ -188,7 +188,7 @@ def test_layers_in_float(shape, columns):
     draft = Draft()
     x, weight = draft.input(draft.normal(*shape)), draft.constant(draft.normal(columns, shape[1]))
     y = draft.op("linear", x, weight, draft.vector(columns))
-    assert "Linear" in kinds(check(draft, y))
+    assert "LinearStep" in kinds(check(draft, y))
     check(draft, draft.op("linear", x, draft.weight(columns, shape[1])))  # integers that count as floats
 
 
@@ -213,13 +213,15 @@ def test_two_layers_in_float():
     x = draft.op("relu", draft.op("linear", x, draft.constant(draft.normal(9, 16)), draft.vector(9)))
     x = draft.op("linear", x, draft.constant(draft.normal(40, 9)))
     made = check(draft, draft.op("sigmoid", x))
-    assert [step.out.is_float for step in steps_of(made, Linear)] == [True, True]
+    assert [step.out.is_float for step in steps_of(made, LinearStep)] == [True, True]
 
 
 def test_a_convolution_of_one_pixel_in_float():
     draft = Draft()
     x = draft.input(draft.normal(2, 16, 1, 1))
-    assert kinds(check(draft, draft.op("conv2d", x, draft.constant(draft.normal(5, 16, 1, 1))))).count("Linear") == 1
+    assert (
+        kinds(check(draft, draft.op("conv2d", x, draft.constant(draft.normal(5, 16, 1, 1))))).count("LinearStep") == 1
+    )
 
 
 # ---- residuals
@@ -234,7 +236,7 @@ def test_a_layer_adds_integers(channels, function):
     y = draft.op("add", draft.conv(x, channels, 3), x)
     slopes = [draft.constant(torch.rand(channels))] if function == "prelu" else []
     y = draft.op(function, y, *slopes) if function else y
-    assert kinds(plan_of(draft, draft.qdq(y)))[:2] == ["Quantize", "Product"]
+    assert kinds(plan_of(draft, draft.qdq(y)))[:2] == ["QuantizeStep", "ProductStep"]
     check_both(draft, y)
     check_both(draft, draft.op("add", x, draft.conv(x, channels)))
 

@@ -4,10 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from fxq.backends.programs.areas import GIVEN, Grid
-from fxq.backends.programs.layer_steps import Product
-from fxq.backends.programs.plan import ROWS, NotPlannedError, Plan, Weight, as_images, planned, plans, refuse
-from fxq.backends.programs.steps import Pointwise, Pool
+from fxq.backends.programs.areas import GIVEN, ByteGrid
+from fxq.backends.programs.layer_steps import ProductStep
+from fxq.backends.programs.plan import (
+    ROWS,
+    NotPlannedError,
+    PlannedWeight,
+    ProgramPlan,
+    as_images,
+    planned,
+    plans,
+    refuse,
+)
+from fxq.backends.programs.program_steps import PointwiseStep, PoolStep
 from fxq.ops import OPS
 from tests.programs import LAST, Draft, check, compare, kinds, plan_of, program, refused, regions, steps_of, whole
 
@@ -45,7 +54,7 @@ def test_shapes_as_images_and_back(shape, axis, wanted):
     assert as_images(shape, axis) == wanted
     draft = Draft()
     x = draft.input(draft.normal(*shape))
-    plan = Plan(draft.form(draft.op("relu", x)), draft.inputs, [axis])
+    plan = ProgramPlan(draft.form(draft.op("relu", x)), draft.inputs, [axis])
     assert plan.outputs[0].shape == shape and plan.outputs[0].area.shape == wanted
 
 
@@ -59,10 +68,10 @@ def test_values_of_other_ranks_are_refused(shape):
 def test_a_weight_in_float32():
     values = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8)
     scale = torch.tensor([0.5, 2.0])
-    assert Weight(values, scale, 0).real.tolist() == [[0.5, 1], [6, 8]]
-    assert Weight(values, scale, 1).real.tolist() == [[0.5, 4], [1.5, 8]]
-    assert Weight(values, torch.tensor(3.0)).real.tolist() == [[3, 6], [9, 12]]
-    assert Weight(values).real.dtype == torch.float32
+    assert PlannedWeight(values, scale, 0).real.tolist() == [[0.5, 1], [6, 8]]
+    assert PlannedWeight(values, scale, 1).real.tolist() == [[0.5, 4], [1.5, 8]]
+    assert PlannedWeight(values, torch.tensor(3.0)).real.tolist() == [[3, 6], [9, 12]]
+    assert PlannedWeight(values).real.dtype == torch.float32
 
 
 # ---- inputs
@@ -134,7 +143,7 @@ def test_a_constant_is_no_result():
 def test_a_layer_writes_to_the_output():
     draft = Draft()
     plan = plan_of(draft, draft.conv(draft.image(2, 3, 4, 5), 17))
-    assert kinds(plan) == ["Quantize", "Product"]
+    assert kinds(plan) == ["QuantizeStep", "ProductStep"]
     assert plan.steps[1].out is plan.outputs[0].area and plan.outputs[0].area.base == GIVEN + 1
     assert plan.outputs[0].area.wide == 17 and not plan.several
 
@@ -142,7 +151,7 @@ def test_a_layer_writes_to_the_output():
 def test_integers_are_copied_to_the_output():
     draft = Draft()
     plan = plan_of(draft, draft.quantize(draft.conv(draft.image(2, 3, 4, 5), 17)))
-    assert kinds(plan) == ["Quantize", "Product", "Pointwise"]
+    assert kinds(plan) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
     assert plan.outputs[0].area.is_float is False and plan.steps[2].is_conversion
 
 
@@ -163,7 +172,7 @@ def test_an_output_that_is_read_inside():
     check(draft, draft.quantize(z), y, x)
     check(draft, y, draft.dequantize(y), draft.quantize(z))
     made = check(draft, z, draft.op("tanh", z))
-    assert kinds(made) == ["Quantize", "Product", "Product", "Pointwise", "Pointwise"]
+    assert kinds(made) == ["QuantizeStep", "ProductStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
 
 
 def test_inputs_that_are_returned():
@@ -180,9 +189,9 @@ def test_a_value_is_written_as_what_reads_it():
     draft = Draft()
     x = draft.conv(draft.image(2, 16, 4, 5), 16, 3)
     plan = plan_of(draft, draft.quantize(draft.conv(draft.qdq(x, (0.02, 100)), 16)))
-    assert steps_of(plan, Product)[0].grid == Grid(0.02, 100)
+    assert steps_of(plan, ProductStep)[0].grid == ByteGrid(0.02, 100)
     plan = plan_of(draft, draft.qdq(x), draft.op("silu", x))
-    assert [step.out.is_float for step in steps_of(plan, Product)] == [True]
+    assert [step.out.is_float for step in steps_of(plan, ProductStep)] == [True]
 
 
 def test_two_grids_of_one_value():
@@ -190,16 +199,16 @@ def test_two_grids_of_one_value():
     x = draft.conv(draft.image(2, 3, 4, 5), 16, 3)
     y = draft.conv(draft.qdq(x, (0.02, 100)), 16, 3), draft.conv(draft.qdq(x, (0.05, 60)), 16, 5)
     made = check(draft, *map(draft.quantize, y))
-    assert [step.out.zero for step in steps_of(made, Pointwise)[:2]] == [100, 60]
+    assert [step.out.zero for step in steps_of(made, PointwiseStep)[:2]] == [100, 60]
 
 
 def test_a_second_use_keeps_a_function_out_of_the_layer():
     draft = Draft()
     x = draft.conv(draft.image(2, 3, 4, 5), 16)
     plan = plan_of(draft, draft.op("relu", x), x)
-    assert kinds(plan)[:3] == ["Quantize", "Product", "Pointwise"]
+    assert kinds(plan)[:3] == ["QuantizeStep", "ProductStep", "PointwiseStep"]
     plan = plan_of(draft, draft.op("relu", draft.op("mul", draft.op("relu", x), draft.vector(1))))
-    assert kinds(plan) == ["Quantize", "Product", "Pointwise"]
+    assert kinds(plan) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
 
 
 def test_integers_with_no_grid_are_not_computed_with():
@@ -222,7 +231,7 @@ def test_a_unit_is_planned_op_by_op():
     x = torch.randn(2, 3, 9, 9)
     q, form = whole(model, x)
     made = program(form, [x])
-    assert kinds(made) == ["Quantize", "Product", "Product"]
+    assert kinds(made) == ["QuantizeStep", "ProductStep", "ProductStep"]
     assert made.plan.steps[1].name.endswith("relu") and made.plan.steps[1].function.low == 0
     compare(made(x), form(x))
     assert torch.equal(q(x), made(x)) and len(regions(q)) == 1
@@ -238,8 +247,8 @@ def test_a_trial_takes_floats_for_integers():
     layer = draft.op("conv2d", x, draft.constant(draft.normal(8, 16, 3, 3)), draft.vector(8))
     grouped = draft.op("conv2d", x, draft.constant(draft.normal(8, 4, 3, 3)), groups=4)
     pool = draft.op("max_pool2d", x, kernel_size=(2, 2), stride=(2, 2))
-    assert kinds(planned(draft.form(layer), draft.inputs, trial=True)) == ["Quantize", "Product"]
-    assert isinstance(planned(draft.form(pool), draft.inputs, trial=True).steps[1], Pool)
+    assert kinds(planned(draft.form(layer), draft.inputs, trial=True)) == ["QuantizeStep", "ProductStep"]
+    assert isinstance(planned(draft.form(pool), draft.inputs, trial=True).steps[1], PoolStep)
     with pytest.raises(NotPlannedError, match="it has groups of several channels"):
         planned(draft.form(grouped), draft.inputs, trial=True)
     for y in (layer, pool):

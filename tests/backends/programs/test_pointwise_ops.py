@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fxq.backends.programs.areas import Grid
-from fxq.backends.programs.layer_steps import Product
-from fxq.backends.programs.steps import Pointwise
+from fxq.backends.programs.areas import ByteGrid
+from fxq.backends.programs.layer_steps import ProductStep
+from fxq.backends.programs.program_steps import PointwiseStep
 from tests.programs import Draft, check, check_both, kinds, plan_of, program, refused, steps_of
 
 FUNCTIONS = {
@@ -39,7 +39,7 @@ def test_functions_of_an_input(name, shape):
 def test_a_layer_computes_its_function(name, columns):
     draft = Draft()
     y = draft.op(name, draft.conv(draft.image(2, 16, 5, 4), columns, 3), **FUNCTIONS[name])
-    assert kinds(check(draft, y)) == ["Quantize", "Product"]
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep"]
     check(draft, draft.quantize(y))
 
 
@@ -55,23 +55,23 @@ def test_functions_of_large_and_small_values(name):
 def test_a_second_function_is_a_step_of_its_own():
     draft = Draft()
     y = draft.op("sigmoid", draft.op("silu", draft.conv(draft.image(2, 3, 5, 4), 16)))
-    assert kinds(check(draft, y)) == ["Quantize", "Product", "Pointwise"]
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
 
 
 def test_a_function_of_what_is_read_twice_is_a_step_of_its_own():
     draft = Draft()
     x = draft.conv(draft.image(2, 3, 5, 4), 16)
     made = check(draft, draft.quantize(draft.op("mul", x, draft.op("sigmoid", x))))
-    assert kinds(made)[:4] == ["Quantize", "Product", "Pointwise", "Pointwise"]
+    assert kinds(made)[:4] == ["QuantizeStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
 
 
 def test_slopes():
     draft = Draft()
     x = draft.image(2, 16, 5, 4)
     one = draft.op("prelu", x, draft.constant(torch.tensor([0.3])))
-    assert kinds(check(draft, draft.quantize(one))) == ["Quantize", "Pointwise", "Pointwise"]
+    assert kinds(check(draft, draft.quantize(one))) == ["QuantizeStep", "PointwiseStep", "PointwiseStep"]
     y = draft.op("prelu", draft.conv(x, 33), draft.constant(torch.rand(33)))
-    assert kinds(check(draft, y)) == ["Quantize", "Product"]
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep"]
     several = draft.op("prelu", x, draft.constant(torch.rand(16)))
     assert refused(draft, several) == "its slopes differ, and no layer is before it"
 
@@ -103,8 +103,8 @@ def test_a_layer_adds_integers_that_are_there():
     x = draft.image(2, 16, 5, 4)
     for one, other in ((draft.conv(x, 16, 3), x), (x, draft.conv(x, 16, 3))):
         made = check(draft, draft.quantize(draft.op("relu", draft.op("add", one, other))))
-        assert kinds(made) == ["Quantize", "Product", "Pointwise"]
-        (step,) = steps_of(made, Product)
+        assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
+        (step,) = steps_of(made, ProductStep)
         assert step.residual is step.x and step.function.low == 0
 
 
@@ -115,8 +115,8 @@ def test_a_layer_does_not_add_what_is_made_later():
     first = draft.conv(x, 32, 3)
     shortcut = draft.qdq(draft.conv(x, 32))
     made = check(draft, draft.quantize(draft.op("relu", draft.op("add", first, shortcut))))
-    assert kinds(made) == ["Quantize", "Product", "Product", "Pointwise", "Pointwise"]
-    assert [step.residual for step in steps_of(made, Product)] == [None, None]
+    assert kinds(made) == ["QuantizeStep", "ProductStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
+    assert [step.residual for step in steps_of(made, ProductStep)] == [None, None]
 
 
 def test_a_layer_does_not_add_a_union_that_is_not_whole_yet():
@@ -127,7 +127,7 @@ def test_a_layer_does_not_add_a_union_that_is_not_whole_yet():
     b = draft.quantize(draft.conv(x, 16), (0.02, 120))
     whole = draft.dequantize(draft.op("cat", [a, b], dim=1))
     made = check(draft, draft.quantize(draft.op("add", first, whole)))
-    assert all(step.residual is None for step in steps_of(made, Product))
+    assert all(step.residual is None for step in steps_of(made, ProductStep))
 
 
 def test_a_layer_adds_a_union():
@@ -136,7 +136,7 @@ def test_a_layer_adds_a_union():
     parts = [draft.quantize(draft.conv(x, 16), (0.02, 120)) for _ in range(2)]
     whole = draft.dequantize(draft.op("cat", parts, dim=1))
     made = check(draft, draft.quantize(draft.op("add", draft.conv(whole, 32, 3), whole)))
-    assert steps_of(made, Product)[-1].residual is not None
+    assert steps_of(made, ProductStep)[-1].residual is not None
 
 
 def test_a_layer_adds_a_value_with_a_border():
@@ -145,8 +145,8 @@ def test_a_layer_adds_a_value_with_a_border():
     a = draft.qdq(draft.conv(x, 16, 5))
     y = draft.qdq(draft.op("add", draft.conv(a, 16, 3), a))
     made = check(draft, draft.quantize(draft.conv(y, 16, 7)))
-    assert steps_of(made, Product)[1].residual.border == (1, 1, 1, 1)
-    assert steps_of(made, Product)[1].out.border == (3, 3, 3, 3)
+    assert steps_of(made, ProductStep)[1].residual.border == (1, 1, 1, 1)
+    assert steps_of(made, ProductStep)[1].out.border == (3, 3, 3, 3)
 
 
 def test_sums_of_one_value():
@@ -163,7 +163,7 @@ def test_a_layer_adds_one_residual():
     other = draft.qdq(draft.op("relu", x))
     y = draft.op("add", draft.op("add", draft.conv(x, 16), x), other)
     made = check(draft, draft.quantize(y))
-    assert kinds(made) == ["Quantize", "Pointwise", "Product", "Pointwise", "Pointwise"]
+    assert kinds(made) == ["QuantizeStep", "PointwiseStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
 
 
 def test_floats_are_added_by_a_step():
@@ -183,7 +183,7 @@ def test_a_layer_multiplies_by_constants(shape, swapped):
     draft = Draft()
     y, factor = draft.conv(draft.image(2, 3, 5, 4), 33), draft.constant(-2 * torch.rand(shape))
     y = draft.op("mul", factor, y) if swapped else draft.op("mul", y, factor)
-    assert kinds(check(draft, y)) == ["Quantize", "Product"]
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep"]
     check(draft, draft.quantize(y))
 
 
@@ -192,11 +192,11 @@ def test_the_order_of_factors_and_summands_stays():
     x, factor = draft.image(2, 16, 5, 4), draft.constant(torch.rand(1, 16, 1, 1))
     y = draft.conv(x, 16, 3)
     made = check(draft, draft.quantize(draft.op("add", draft.op("mul", y, factor), x)))
-    assert kinds(made) == ["Quantize", "Product", "Pointwise"]
+    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
     made = check(draft, draft.quantize(draft.op("mul", draft.op("add", y, x), factor)))
-    assert kinds(made) == ["Quantize", "Product", "Pointwise", "Pointwise"]
+    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
     made = check(draft, draft.quantize(draft.op("mul", draft.op("relu", y), factor)))
-    assert kinds(made) == ["Quantize", "Product", "Pointwise", "Pointwise"]
+    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep", "PointwiseStep"]
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])
@@ -265,8 +265,8 @@ def test_conversions():
     again = draft.quantize(draft.dequantize(q), (0.05, 60))
     check(draft, again)
     made = plan_of(draft, draft.quantize(draft.conv(draft.dequantize(again), 16)))
-    assert made.steps[2].x_grid == Grid(0.05, 60)
-    assert all(step.is_conversion for step in made.steps if isinstance(step, Pointwise))
+    assert made.steps[2].x_grid == ByteGrid(0.05, 60)
+    assert all(step.is_conversion for step in made.steps if isinstance(step, PointwiseStep))
 
 
 def test_integers_that_come_in():

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxq.backends.programs.areas import Area, Grid
-from fxq.backends.programs.steps import CLAMP, Function, Pointwise, Pool, Rows
+from fxq.backends.programs.areas import Area, ByteGrid
+from fxq.backends.programs.program_steps import CLAMP, Function, PointwiseStep, PoolStep, StepRows
 from tests.programs import LAST, LOOPS, Draft, check, check_both, compare, kinds, program
 
 CHANNELS = st.sampled_from([1, 3, 5, 15, 16, 17, 32, 33, 40])
@@ -17,7 +17,9 @@ quick = settings(max_examples=25, deadline=None)
 @given(st.floats(0.001, 1.0), st.integers(0, 255), st.floats(-9, 9), st.floats(-9, 9))
 def test_bounds_of_integers_are_those_of_floats_rounded(scale, zero, one, other):
     low, high = sorted((one, other))
-    step = Pointwise("clamp", Area((1, 1, 1, 1)), Function("clamp", low, high), Grid(scale, zero), x=None, x_grid=None)
+    step = PointwiseStep(
+        "clamp", Area((1, 1, 1, 1)), Function("clamp", low, high), ByteGrid(scale, zero), x=None, x_grid=None
+    )
     least, most, factor, added = step.numbers()
     x = torch.linspace(-12, 12, 500, dtype=torch.float64)
     rounded = (x * factor).round() + added
@@ -26,14 +28,16 @@ def test_bounds_of_integers_are_those_of_floats_rounded(scale, zero, one, other)
 
 
 def test_bounds_of_a_grid_of_fewer_integers():
-    step = Pointwise("relu", Area((1, 1, 1, 1)), Function("clamp", 0.0), Grid(0.5, 20, 10, 127), x=None, x_grid=None)
+    step = PointwiseStep(
+        "relu", Area((1, 1, 1, 1)), Function("clamp", 0.0), ByteGrid(0.5, 20, 10, 127), x=None, x_grid=None
+    )
     assert step.numbers() == (20.0, 127.0, 2.0, 20.0)
     step.function = CLAMP
     assert step.numbers()[:2] == (10.0, 127.0)
 
 
 def test_constants_stay_where_they_are():
-    rows = Rows(LOOPS)
+    rows = StepRows(LOOPS)
     addresses = [rows.constant(torch.full((1000,), float(i))[::2]) for i in range(20)]
     assert [t.data_ptr() for t in rows.constants] == addresses
     assert [t[499].item() for t in rows.constants] == list(range(20))
@@ -41,10 +45,10 @@ def test_constants_stay_where_they_are():
 
 def test_a_conversion_is_what_computes_nothing():
     x = Area((1, 1, 1, 1))
-    assert Pointwise("copy", x, x=x, x_grid=None).is_conversion
-    assert not Pointwise("relu", x, Function("clamp", 0.0), x=x, x_grid=None).is_conversion
-    assert not Pointwise("add", x, x=x, x_grid=None, y=x).is_conversion
-    assert [step.bends for step in (Pointwise, Pool)] == [True, False]
+    assert PointwiseStep("copy", x, x=x, x_grid=None).is_conversion
+    assert not PointwiseStep("relu", x, Function("clamp", 0.0), x=x, x_grid=None).is_conversion
+    assert not PointwiseStep("add", x, x=x, x_grid=None, y=x).is_conversion
+    assert [step.bends for step in (PointwiseStep, PoolStep)] == [True, False]
 
 
 # ---- Quantize
@@ -54,7 +58,7 @@ def test_a_conversion_is_what_computes_nothing():
 @given(SIZES, st.integers(0, 2**16))
 def test_an_input_is_rounded(size, seed):
     draft = Draft(seed)
-    assert kinds(check(draft, draft.quantize(draft.input(draft.normal(*size))))) == ["Quantize", "Pointwise"]
+    assert kinds(check(draft, draft.quantize(draft.input(draft.normal(*size))))) == ["QuantizeStep", "PointwiseStep"]
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (2, 5, 7), (1, 1, 16), (2, 16)])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.programs.areas import ABSOLUTE, LANES, Area, Grid
+from fxq.backends.programs.areas import ABSOLUTE, LANES, Area, ByteGrid
 
 _INF = math.inf
 
@@ -34,7 +34,7 @@ class Function(NamedTuple):
 CLAMP = Function("clamp")
 
 
-class Rows:
+class StepRows:
     """What the rows of steps are made with: the loops that read them, and the constants that they point to."""
 
     def __init__(self, loops: ModuleType) -> None:
@@ -51,13 +51,13 @@ class Rows:
         """The address of a few float32."""
         return self.constant(torch.tensor(values, dtype=torch.float32, device="cpu"))
 
-    def grid(self, area: Area, grid: Grid | None) -> int:
+    def grid(self, area: Area, grid: ByteGrid | None) -> int:
         """The address of what makes real values of integers: scale and shift."""
         return self.floats(grid.scale, -grid.zero * grid.scale) if grid is not None else self.floats(1.0, 0.0)
 
 
 @dataclass(eq=False)
-class Step(ABC):
+class ProgramStep(ABC):
     """One step.
 
     Attributes:
@@ -76,7 +76,7 @@ class Step(ABC):
     name: str
     out: Area
     function: Function = CLAMP
-    grid: Grid | None = None
+    grid: ByteGrid | None = None
 
     @property
     @abstractmethod
@@ -84,7 +84,7 @@ class Step(ABC):
         """What it reads."""
 
     @abstractmethod
-    def rows(self, rows: Rows) -> list[list[int]]:
+    def rows(self, rows: StepRows) -> list[list[int]]:
         """Its numbers, once everything has its place: a row for each of its parts."""
 
     def numbers(self) -> tuple[float, float, float, float]:
@@ -98,18 +98,18 @@ class Step(ABC):
         )
         return float(low), float(high), 1 / scale, float(zero)
 
-    def slopes(self, rows: Rows) -> int:
+    def slopes(self, rows: StepRows) -> int:
         """The address of what each of 16 results below zero is multiplied with, where that is the function."""
         slope = self.function.slope
-        return rows.constant(torch.ones(LANES) if slope is None else slope.expand(LANES))
+        return rows.constant(torch.ones(LANES, dtype=torch.float32) if slope is None else slope.expand(LANES))
 
-    def kind(self, rows: Rows) -> int:
+    def kind(self, rows: StepRows) -> int:
         """The number of its function."""
         return int(rows.loops.NAMES.index(self.function.name))
 
 
 @dataclass(eq=False)
-class Quantize(Step):
+class QuantizeStep(ProgramStep):
     """Rounds an input of the program, as it lies, to a grid."""
 
     x: Area = field(kw_only=True)
@@ -120,7 +120,7 @@ class Quantize(Step):
     def reads(self) -> list[Area]:
         return [self.x]
 
-    def rows(self, rows: Rows) -> list[list[int]]:
+    def rows(self, rows: StepRows) -> list[list[int]]:
         assert self.grid is not None
         scale, zero, qmin, qmax = self.grid
         numbers = rows.floats(1 / scale, zero, qmin - zero, qmax - zero)
@@ -131,13 +131,13 @@ class Quantize(Step):
 
 
 @dataclass(eq=False)
-class Pointwise(Step):
+class PointwiseStep(ProgramStep):
     """A function of each element of a value, or of two, which may have one pixel for all."""
 
     x: Area = field(kw_only=True)
-    x_grid: Grid | None = field(kw_only=True)
+    x_grid: ByteGrid | None = field(kw_only=True)
     y: Area | None = None
-    y_grid: Grid | None = None
+    y_grid: ByteGrid | None = None
     multiplies: bool = False
 
     @property
@@ -149,7 +149,7 @@ class Pointwise(Step):
         """Whether it does nothing but write a value in another type."""
         return self.y is None and self.function == CLAMP
 
-    def rows(self, rows: Rows) -> list[list[int]]:
+    def rows(self, rows: StepRows) -> list[list[int]]:
         samples, high, broad, channels = self.x.shape
         out, read, period = self.out, list[int](), 0
         for area, grid in ((self.x, self.x_grid), (self.y or self.x, self.y_grid)):
@@ -172,12 +172,12 @@ class Pointwise(Step):
 
 
 @dataclass(eq=False)
-class Pool(Step):
+class PoolStep(ProgramStep):
     """The largest value of windows, or their mean."""
 
     bends: ClassVar[bool] = False
     x: Area = field(kw_only=True)
-    x_grid: Grid | None = field(kw_only=True)
+    x_grid: ByteGrid | None = field(kw_only=True)
     kernel: tuple[int, int] = field(kw_only=True)
     stride: tuple[int, int] = field(kw_only=True)
     padding: tuple[int, int] = (0, 0)
@@ -188,7 +188,7 @@ class Pool(Step):
     def reads(self) -> list[Area]:
         return [self.x]
 
-    def rows(self, rows: Rows) -> list[list[int]]:
+    def rows(self, rows: StepRows) -> list[list[int]]:
         scale, zero = (1.0, 0) if self.x_grid is None else self.x_grid[:2]
         numbers = rows.floats(*self.numbers(), scale, zero)
         _, high, broad, _ = self.x.shape
@@ -200,12 +200,12 @@ class Pool(Step):
 
 
 @dataclass(eq=False)
-class Norm(Step):
+class NormStep(ProgramStep):
     """Each pixel's channels with the mean 0 and the variance 1, times a weight plus a bias, float32 (C,)."""
 
     bends: ClassVar[bool] = False
     x: Area = field(kw_only=True)
-    x_grid: Grid | None = field(kw_only=True)
+    x_grid: ByteGrid | None = field(kw_only=True)
     weight: Tensor = field(kw_only=True)
     bias: Tensor = field(kw_only=True)
     eps: float = field(kw_only=True)
@@ -214,7 +214,7 @@ class Norm(Step):
     def reads(self) -> list[Area]:
         return [self.x]
 
-    def rows(self, rows: Rows) -> list[list[int]]:
+    def rows(self, rows: StepRows) -> list[list[int]]:
         room = -len(self.weight) % LANES
         return [[
             rows.loops.NORM, *self.x.origin, *self.x.strides, int(bool(self.x.is_float)),
@@ -225,20 +225,21 @@ class Norm(Step):
 
 
 @dataclass(eq=False)
-class Move(Step):
-    """The same values in another order: those of the result by strides (n, h, w, c) of what is read, in elements."""
+class MoveStep(ProgramStep):
+    """The same values in another order."""
 
     bends: ClassVar[bool] = False
     x: Area = field(kw_only=True)
     by: Sequence[int] = field(kw_only=True)
-    """Elements of the result from a sample, row, column and channel of what is read to the next."""
+    """Elements of the result from a row, pixel and channel of what is read to the next."""
 
     @property
     def reads(self) -> list[Area]:
         return [self.x]
 
-    def rows(self, rows: Rows) -> list[list[int]]:
+    def rows(self, rows: StepRows) -> list[list[int]]:
         read = [self.x.sample, self.x.pitch, self.x.wide]
         return [[
-            rows.loops.MOVE, *self.x.origin, *read, *self.out.origin, *self.by, *self.x.shape, self.x.size,
+            rows.loops.MOVE, *self.x.origin, *read, *self.out.origin, self.out.sample, *self.by, *self.x.shape,
+            self.x.size,
         ]]  # fmt: skip

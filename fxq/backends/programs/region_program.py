@@ -15,12 +15,12 @@ from torch import Tensor, fx
 import fxq.backends.programs.image_ops
 import fxq.backends.programs.layer_ops
 import fxq.backends.programs.pointwise_ops  # noqa: F401  (register what computes each op)
-from fxq.backends.programs.areas import ARENA, GIVEN, laid_out
-from fxq.backends.programs.plan import Value, planned
-from fxq.backends.programs.steps import Rows, Step
+from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, SCRATCH, laid_out
+from fxq.backends.programs.plan import PlannedValue, ProgramPlan, planned, refuse
+from fxq.backends.programs.program_steps import ProgramStep, StepRows
 
 
-class Program:
+class RegionProgram:
     """Runs a region for inputs of one kind.
 
     Args:
@@ -35,33 +35,42 @@ class Program:
 
     def __init__(self, loops: ModuleType, gm: fx.GraphModule, inputs: Sequence[Tensor], last: Sequence[bool]) -> None:
         given = [x.contiguous(memory_format=_FORMATS[image]) for x, image in zip(inputs, last, strict=True)]
-        self.plan = plan = planned(gm, given)
+        with torch.device("cpu"):
+            self._make(loops, planned(gm, given))
+        self._count, self._last = len(given), any(last)
+        self._thread = threading.local()
+
+    def _make(self, loops: ModuleType, plan: ProgramPlan) -> None:
+        """Lay out memory, and write the steps down."""
+        self.plan = plan
+        areas = [area for step in plan.steps for area in (step.out, *step.reads)]
+        refuse(any(area.shape[0] * area.sample >= _INT32 for area in areas), "its values are too many for 32 bits")
         for i, step in reversed(list(enumerate(plan.steps))):
             step.out.root.first = i
             for area in (step.out.root, *(read.root for read in step.reads)):
                 area.last = max(area.last, i)
         self._arena = laid_out(step.out for step in plan.steps if step.out.base == ARENA)
-        rows = Rows(loops)
+        rows = StepRows(loops)
         made = [(step, row) for step in plan.steps for row in step.rows(rows)]
         self._steps = [step for step, _ in made]
         self._rows = torch.zeros(len(made), loops.WIDTH, dtype=torch.int64)
         for i, (_, row) in enumerate(made):
             self._rows[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
         self._constants, self._loops = [*rows.constants, *plan.constants], loops
-        self._count = len(given)
-        self._last = any(last)
-        self._thread = threading.local()
+        channels = max((area.wide for area in areas if area.base != ABSOLUTE), default=0)
+        self._scratch = loops.SCRATCH + 8 * channels
 
     def _for_thread(self) -> Callable[..., Any]:
         """A function of the inputs, for one thread. What it needs it has at hand."""
         with torch.inference_mode(False):
-            memory = torch.zeros(self._arena.nbytes + 64, dtype=torch.uint8, device="cpu")
+            memory = torch.zeros(self._arena.nbytes + self._scratch + 128, dtype=torch.uint8, device="cpu")
             offset = -memory.data_ptr() % 64
             for start, count, value in self._arena.filled:
                 memory[offset + start : offset + start + count] = value
             count = GIVEN + self._count + len(self.plan.outputs)
             bases = torch.zeros(count, dtype=torch.int64, device="cpu")
             bases[ARENA] = memory.data_ptr() + offset
+            bases[SCRATCH] = bases[ARENA] + -(-self._arena.nbytes // 64) * 64
         run, steps, many, where = self._loops.run, self._rows.data_ptr(), len(self._rows), bases.data_ptr()
         reads = [(GIVEN + i, self.plan.format(i)) for i in range(self._count)]
         makes = [
@@ -87,7 +96,7 @@ class Program:
             values = [y.contiguous() for y in values] if turns else values
             return tuple(values) if several else values[0]
 
-        call.keeps = memory, self  # type: ignore[attr-defined]  # the addresses are theirs
+        call.keeps = memory, self._rows, self._constants  # type: ignore[attr-defined]  # the addresses are theirs
         call.bases = bases  # type: ignore[attr-defined]
         return call
 
@@ -98,7 +107,7 @@ class Program:
             call = self._thread.call = self._for_thread()
         return call(inputs)
 
-    def timed(self, inputs: Sequence[Tensor], rounds: Iterable[object]) -> list[tuple[Step, float]]:
+    def timed(self, inputs: Sequence[Tensor], rounds: Iterable[object]) -> list[tuple[ProgramStep, float]]:
         """Its steps, and the microseconds that each takes: the least of some rounds."""
         self(*inputs)
         held: list[Tensor] = []  # else what is written and read would be gone
@@ -114,10 +123,11 @@ class Program:
         return [(step, 1e6 * max(t - least[-1], 0.0)) for step, t in zip(self._steps, least, strict=False)]
 
 
+_INT32 = 2**31
 _FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 
-def _strided(value: Value) -> tuple[Sequence[int], Sequence[int]]:
+def _strided(value: PlannedValue) -> tuple[Sequence[int], Sequence[int]]:
     """The shape and strides of an output, whose pixels lie one behind the other."""
     _, h, w, c = value.area.shape
     by_axis = {4: (h * w * c, w * c, c, 1), 3: (w * c, c, 1), 2: (c, 1)}[value.rank]

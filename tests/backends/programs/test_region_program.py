@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends.programs.layer_steps import Linear, Product
-from fxq.backends.programs.program import Program
+from fxq.backends.programs.layer_steps import LinearStep, ProductStep
+from fxq.backends.programs.region_program import RegionProgram
 from fxq.common.metrics import sqnr
 from tests.models import settled
 from tests.programs import LAST, LOOPS, Draft, compare, kinds, program, quantized, regions, steps_of, whole
@@ -54,7 +54,7 @@ def test_inputs_in_any_layout(layout, batch, channels, last):
     draft = Draft()
     form = draft.form(*small(draft, draft.input(draft.normal(batch, channels, 8, 7))))
     x = LAYOUTS[layout](draft.inputs[0])
-    got = Program(LOOPS, form, [x], [last])(x)
+    got = RegionProgram(LOOPS, form, [x], [last])(x)
     near(got, form(x.detach().contiguous()))
     assert got[0].is_contiguous(memory_format=LAST if last else torch.contiguous_format)
     assert not any(t.requires_grad for t in got)
@@ -68,7 +68,7 @@ def test_shapes_of_which_the_layout_cannot_be_told(shape):
     form = draft.form(*outputs)
     for t in (draft.inputs[0], draft.inputs[0].contiguous(memory_format=LAST)):
         for last in (False, True):
-            compare(Program(LOOPS, form, [t], [last])(t), form(t))
+            compare(RegionProgram(LOOPS, form, [t], [last])(t), form(t))
 
 
 def test_results_are_the_callers():
@@ -383,7 +383,7 @@ def test_residuals_are_added_by_layers():
     model, x = settled(NETWORKS["residual"][0]), torch.randn(2, 3, 8, 8)
     _, form = whole(model, x)
     made = program(form, [x])
-    residuals = [step.residual is not None for step in steps_of(made, Product)]
+    residuals = [step.residual is not None for step in steps_of(made, ProductStep)]
     assert residuals.count(True) >= 1
 
 
@@ -415,4 +415,4 @@ def test_what_no_step_computes_stays_outside():
 def test_steps_of_a_network():
     model, x = settled(ConvNext), torch.randn(2, 3, 16, 16)
     _, form = whole(model, x)
-    assert "Move" not in kinds(program(form, [x])) and steps_of(program(form, [x]), Linear) == []
+    assert "MoveStep" not in kinds(program(form, [x])) and steps_of(program(form, [x]), LinearStep) == []
