@@ -56,8 +56,8 @@ def max_pool2d(
 ) -> PlannedValue:
     refuse(pair(dilation) != (1, 1), "its windows have gaps")
     x = plan.integers(x)
-    read, about = replace(x, grid=RAW), {"padding": tuple(padding), "takes_mean": False}
-    made = plan.settle(_pooled(plan, read, kernel_size, stride, ceil_mode=ceil_mode, **about), RAW)
+    about: Any = {"padding": tuple(padding), "takes_mean": False, "ceil_mode": ceil_mode}
+    made = plan.settle(_pooled(plan, replace(x, grid=RAW), kernel_size, stride, **about), RAW)
     made.grid, made.area.zero = x.grid, x.area.zero
     return made
 

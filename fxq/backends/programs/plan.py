@@ -142,6 +142,12 @@ class ProgramPlan:
         self.several = isinstance(returned, (tuple, list))
         values = list(returned) if self.several else [returned]
         self.outputs = [self._output(i, value) for i, value in enumerate(values)]
+        refuse(any(area.shape[0] * area.sample >= 2**31 for area in self.areas), "its values are too many for 32 bits")
+
+    @property
+    def areas(self) -> list[Area]:
+        """What steps read and write."""
+        return list(dict.fromkeys(area for step in self.steps for area in (*step.reads, step.out)))
 
     def _input(self, i: int, x: Tensor, axis: int) -> PlannedValue:
         refuse(x.dtype not in (torch.float32, torch.uint8), f"it takes {x.dtype}")

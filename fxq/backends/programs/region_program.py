@@ -16,7 +16,7 @@ import fxq.backends.programs.image_ops
 import fxq.backends.programs.layer_ops
 import fxq.backends.programs.pointwise_ops  # noqa: F401  (register what computes each op)
 from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, SCRATCH, laid_out
-from fxq.backends.programs.plan import PlannedValue, ProgramPlan, planned, refuse
+from fxq.backends.programs.plan import PlannedValue, ProgramPlan, planned
 from fxq.backends.programs.program_steps import ProgramStep, StepRows
 
 
@@ -43,8 +43,6 @@ class RegionProgram:
     def _make(self, loops: ModuleType, plan: ProgramPlan) -> None:
         """Lay out memory, and write the steps down."""
         self.plan = plan
-        areas = [area for step in plan.steps for area in (step.out, *step.reads)]
-        refuse(any(area.shape[0] * area.sample >= _INT32 for area in areas), "its values are too many for 32 bits")
         for i, step in reversed(list(enumerate(plan.steps))):
             step.out.root.first = i
             for area in (step.out.root, *(read.root for read in step.reads)):
@@ -57,7 +55,7 @@ class RegionProgram:
         for i, (_, row) in enumerate(made):
             self._rows[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
         self._constants, self._loops = [*rows.constants, *plan.constants], loops
-        channels = max((area.wide for area in areas if area.base != ABSOLUTE), default=0)
+        channels = max((area.wide for area in plan.areas if area.base != ABSOLUTE), default=0)
         self._scratch = loops.SCRATCH + 8 * channels
 
     def _for_thread(self) -> Callable[..., Any]:
@@ -123,7 +121,6 @@ class RegionProgram:
         return [(step, 1e6 * max(t - least[-1], 0.0)) for step, t in zip(self._steps, least, strict=False)]
 
 
-_INT32 = 2**31
 _FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 

@@ -22,6 +22,8 @@ from tests.graphs import equal
 from tests.machine import quiet
 from tests.models import settled
 
+pytestmark = pytest.mark.any_cpu
+
 pytest.importorskip("numba")
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from fxq.backends.jit.compiler import compiled
 from tests.program_runs import EXACT
 
+pytestmark = pytest.mark.any_cpu
+
 finish_code = pytest.importorskip("fxq.backends.jit.finish_code", reason="needs Numba", exc_type=ImportError)
 machine_code = pytest.importorskip("fxq.backends.jit.machine_code")
 

@@ -20,6 +20,8 @@ from fxq.backends.programs.program_steps import (
 )
 from tests.program_runs import EXACT, applied, distance, made, real
 
+pytestmark = pytest.mark.any_cpu
+
 image_loops = pytest.importorskip("fxq.backends.jit.image_loops", reason="needs Numba", exc_type=ImportError)
 
 GRIDS = st.sampled_from([None, ByteGrid(0.0271, 100), ByteGrid(0.05, 3, 2, 201)])

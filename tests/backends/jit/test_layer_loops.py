@@ -13,6 +13,8 @@ from fxq.backends.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.programs.program_steps import CLAMP, Function
 from tests.program_runs import applied, distance, made, real
 
+pytestmark = pytest.mark.any_cpu
+
 pytest.importorskip("fxq.backends.jit.program_loops", reason="needs Numba", exc_type=ImportError)
 
 RELU, RELU6 = Function("clamp", 0.0), Function("clamp", 0.0, 6.0)

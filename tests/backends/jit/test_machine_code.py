@@ -8,6 +8,8 @@ import pytest
 
 from fxq.backends.jit.compiler import compiled
 
+pytestmark = pytest.mark.any_cpu
+
 numba = pytest.importorskip("numba")
 machine_code = pytest.importorskip("fxq.backends.jit.machine_code")
 vectors = pytest.importorskip("fxq.backends.jit.vectors")

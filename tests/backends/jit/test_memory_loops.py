@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from fxq.backends.jit.compiler import compiled
 from tests.program_runs import EXACT
 
+pytestmark = pytest.mark.any_cpu
+
 memory_loops = pytest.importorskip("fxq.backends.jit.memory_loops", reason="needs Numba", exc_type=ImportError)
 
 apply, at, read, write = memory_loops.apply, memory_loops.at, memory_loops.read, memory_loops.write

@@ -20,6 +20,8 @@ from fxq.backends.programs.program_steps import (
 )
 from tests.program_runs import distance, made, real
 
+pytestmark = pytest.mark.any_cpu
+
 loops = pytest.importorskip("fxq.backends.jit.program_loops", reason="needs Numba", exc_type=ImportError)
 
 GRID, OTHER = ByteGrid(0.02, 37), ByteGrid(0.07, 98)

@@ -9,6 +9,8 @@ import torch
 from fxq.backends.jit.compiler import compiled
 from tests.program_runs import EXACT
 
+pytestmark = pytest.mark.any_cpu
+
 vectors = pytest.importorskip("fxq.backends.jit.vectors", reason="needs Numba", exc_type=ImportError)
 on_addresses = pytest.importorskip("fxq.backends.jit.machine_code").on_addresses
 

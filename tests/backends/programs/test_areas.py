@@ -1,10 +1,13 @@
 """Where values lie: addresses in images with borders and parts, and memory that values share one after the other."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends.programs.areas import ARENA, LANES, SLACK, Area, laid_out
+
+pytestmark = pytest.mark.any_cpu
 
 BORDERS = st.tuples(*[st.integers(0, 3)] * 4)
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.integers(1, 40))

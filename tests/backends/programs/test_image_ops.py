@@ -9,6 +9,8 @@ from fxq.backends.programs.layer_steps import ProductStep
 from fxq.backends.programs.program_steps import MoveStep, NormStep, PointwiseStep, PoolStep
 from tests.programs import Draft, check, check_both, kinds, plan_of, program, refused, steps_of
 
+pytestmark = pytest.mark.any_cpu
+
 TWO, ONE, NONE = (2, 2), (1, 1), (0, 0)
 WINDOW = {"kernel_size": (3, 3), "stride": TWO, "padding": ONE}
 

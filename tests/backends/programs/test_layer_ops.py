@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from fxq.backends.programs.layer_steps import ProductStep
 from tests.programs import Draft, check, check_both, kinds, plan_of, refused, steps_of
 
+pytestmark = pytest.mark.any_cpu
+
 PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 

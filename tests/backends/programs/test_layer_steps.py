@@ -10,6 +10,8 @@ from fxq.backends.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.programs.program_steps import Function, StepRows
 from tests.programs import LOOPS, Draft, check, check_both, kinds, plan_of, program, steps_of
 
+pytestmark = pytest.mark.any_cpu
+
 CHANNELS = st.sampled_from([1, 3, 5, 16, 17, 33, 64])
 PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
 quick = settings(max_examples=60, deadline=None)

@@ -20,6 +20,8 @@ from fxq.backends.programs.program_steps import PointwiseStep, PoolStep
 from fxq.ops import OPS
 from tests.programs import LAST, Draft, check, compare, kinds, plan_of, program, refused, regions, steps_of, whole
 
+pytestmark = pytest.mark.any_cpu
+
 
 def test_refusals():
     refuse(False, "no reason")

@@ -9,6 +9,8 @@ from fxq.backends.programs.areas import Area, ByteGrid
 from fxq.backends.programs.program_steps import CLAMP, Function, PointwiseStep, PoolStep, StepRows
 from tests.programs import LAST, LOOPS, Draft, check, check_both, compare, kinds, program
 
+pytestmark = pytest.mark.any_cpu
+
 CHANNELS = st.sampled_from([1, 3, 5, 15, 16, 17, 32, 33, 40])
 SIZES = st.tuples(st.sampled_from([1, 2, 5]), CHANNELS, st.integers(1, 7), st.integers(1, 7))
 quick = settings(max_examples=25, deadline=None)

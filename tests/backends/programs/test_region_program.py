@@ -16,6 +16,8 @@ from fxq.common.metrics import sqnr
 from tests.models import settled
 from tests.programs import LAST, LOOPS, Draft, compare, kinds, program, quantized, regions, steps_of, whole
 
+pytestmark = pytest.mark.any_cpu
+
 # ---- inputs and outputs
 
 
