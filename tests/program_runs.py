@@ -52,7 +52,7 @@ def made(steps, given):
     memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
     for area in areas:
         if any(area.border):
-            memory[area.offset : area.offset + area.nbytes] = area.zero
+            memory[area.offset : area.offset + area.nbytes] = area.zero or 0
             room = _pixels(memory, area, area.wide)
             room[:] = torch.randint(0, 256, room.shape, dtype=torch.uint8)
     for area, value in given.items():

@@ -44,7 +44,6 @@ class EngineKernel(RegionKernel):
     """
 
     sizes_kept: ClassVar[int] = 8
-    integer_bias: ClassVar[bool] = True
     _was_compiled = False
 
     @classmethod
@@ -100,8 +99,8 @@ class EngineKernel(RegionKernel):
         if len(self._packed_now().of_sizes) == self.sizes_kept:
             said = (
                 f"{self.name}: inputs come in more than {self.sizes_kept} sizes, batch sizes included. What was made "
-                "for others goes, and is compiled again when they come back. Pad inputs to fewer sizes, or take "
-                'backend="auto", which compiles nothing.'
+                "for others goes, and is made again when they come back. Pad inputs to fewer sizes, or take "
+                'backend="auto", which makes nothing for a size.'
             )
             self._kept("sizes", partial(warn, said))  # once
         return made

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx
 
-from fxq.backends.engines.engine import EngineBackend, EngineKernel, made_up, repeated
+from fxq.backends.engines.engine import EngineBackend, EngineKernel, repeated
 from fxq.backends.jit.compiler import has_memory, loops, missing
 from fxq.backends.programs.layer_steps import LinearStep
 from fxq.backends.programs.plan import ROWS, NotPlannedError, planned
@@ -61,17 +61,14 @@ class JitKernel(EngineKernel):
         if floats:
             return _in_float(gm, inputs)
         timed = _program(gm, inputs, [False] * len(inputs)).timed(inputs, repeated())
-        return [
-            EngineLayer(
-                (step.name,),
-                type(step).__name__.removesuffix("Step"),
-                "float32" if kind == "float" else "uint8",
-                kind,
-                us,
-            )
-            for step, us in timed
-            for kind in [_kind_of(step)]
-        ]
+        return [_layer(step, us) for step, us in timed]
+
+
+def _layer(step: ProgramStep, us: float) -> EngineLayer:
+    """A step as the layer that an engine runs."""
+    kind = _kind_of(step)
+    op, dtype = type(step).__name__.removesuffix("Step"), "float32" if kind == "float" else "uint8"
+    return EngineLayer((step.name,), op, dtype, kind, us)
 
 
 def _program(gm: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) -> RegionProgram:
@@ -109,12 +106,18 @@ def _in_float(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[EngineLayer]:
 _ROUNDS = 2
 
 
+def _plain(options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Options without the numbers and tensors of grids."""
+    return [(name, "" if name in ("scale", "zero_point") else repr(value)) for name, value in options.items()]
+
+
 def _refused(gm: fx.GraphModule, region: Region) -> NotPlannedError | None:
     """Why a region is no program; None: it is one."""
-    inputs = [made_up(read) for read in region.inputs]
-    if any(x is None for x in inputs) or not region.outputs:
+    about = [(info(read).shape, info(read).dtype) for read in region.inputs]
+    if any(shape is None or dtype is None for shape, dtype in about) or not region.outputs:
         return NotPlannedError("its shapes are not known")
     try:
+        inputs = [torch.empty(shape or (), dtype=dtype, device="meta") for shape, dtype in about]
         planned(fx.GraphModule(gm, region.to_graph()), inputs)
     except NotPlannedError as error:
         return error
@@ -154,7 +157,8 @@ class Jit(EngineBackend):
         if not calls or node in self._left or (plan is not None and plan.fate == "weight-only"):
             return False
         integers = [read for read in node.all_input_nodes if is_op(read, "dequantize") and not is_weight(read)]
-        key = repr((self.key(gm, node), [read in integers for read in node.all_input_nodes]))
+        about = [(read in integers, is_weight(read), sorted(_plain(read.kwargs))) for read in node.all_input_nodes]
+        key = repr((self.key(gm, node), about))
         if key not in self._taken:
             self._taken[key] = _refused(gm, region_of([*dict.fromkeys(integers), node])) is None
         return self._taken[key]

@@ -212,13 +212,18 @@ def linear(step, bases):
     rows, depth, columns, weight, bias = step[7], step[8], step[9], step[10], step[11]
     kind, slope, numbers = step[12], step[13], step[14]
     by, added = carray(floats(weight), (depth, columns)), carray(floats(bias), columns)
-    for n in range(rows):
-        read, y = carray(floats(x + n * step[3]), depth), carray(floats(out + n * step[6]), columns)
-        for j in range(columns):
-            y[j] = added[j]
-        for k in range(depth):
-            value, line = read[k], by[k]
+    for first in range(0, rows, 8):  # the weight is read once for some
+        last = min(first + 8, rows)
+        for n in range(first, last):
+            y = carray(floats(out + n * step[6]), columns)
             for j in range(columns):
-                y[j] += value * line[j]
+                y[j] = added[j]
+        for k in range(depth):
+            line = by[k]
+            for n in range(first, last):
+                value, y = carray(floats(x + n * step[3]), depth)[k], carray(floats(out + n * step[6]), columns)
+                for j in range(columns):
+                    y[j] += value * line[j]
+    for n in range(rows):
         if kind != NOTHING:
             apply(kind, out + n * step[6], columns, slope, numbers)

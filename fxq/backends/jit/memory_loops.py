@@ -13,7 +13,7 @@ from fxq.backends.jit.finish_code import bend, bound, gelu, hardsigmoid, hardswi
 
 _f, _i = np.float32, np.int32
 NAMES = ("clamp", "prelu", "silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid")
-"""What is computed of results, by its number."""
+"""What is computed of results, by its number, as below."""
 CLAMP, PRELU, SILU, HARDSWISH, GELU, SIGMOID, TANH, HARDSIGMOID = range(len(NAMES))
 NOTHING = -1
 """No function, and no bounds but those of integers."""
@@ -63,7 +63,7 @@ def read(x, is_float, scale, shift, out, count):
 
 @helper
 def write(x, to_floats, numbers, out, count):
-    """Floats to memory, or rounded to integers; 16 bytes are written at a time where the memory has that."""
+    """Floats to memory, or rounded to integers."""
     real = carray(floats(x), count)
     if to_floats:
         y = carray(floats(out), count)

@@ -33,7 +33,7 @@ class Area:
         is_float: whether it is float32, and not uint8; None: not decided yet.
         room: how many elements there are from a pixel to the next; 0: as many as can be written at once.
         base: from where `offset` counts.
-        zero: the byte of the border.
+        zero: the byte of the border; None: nobody reads it.
         border: rows above, pixels on the left, rows below and pixels on the right.
         first: the step that writes it.
         last: the last step that reads it.
@@ -46,7 +46,7 @@ class Area:
     is_float: bool | None = None
     room: int = 0
     base: int = ARENA
-    zero: int = 0
+    zero: int | None = None
     border: tuple[int, int, int, int] = (0, 0, 0, 0)
     first: int = 0
     last: int = 0
@@ -113,15 +113,21 @@ class Area:
 
     def become_part(self, whole: Area, channel: int) -> None:
         """Lie among the channels of another area, which has its border from now on."""
-        whole.widen(self.border)
+        whole.widen(self.border, self.zero)
         self.whole, self.channel = whole, channel
 
-    def widen(self, border: Iterable[int]) -> None:
-        """Have a border as wide as this at least."""
+    def widen(self, border: Iterable[int], zero: int | None = None) -> bool:
+        """Have a border as wide as this at least, of this byte; whether that can be: not if it is of another one."""
         if self.whole is not None:
-            return self.whole.widen(border)
+            return self.whole.widen(border, zero)
+        if not any(border):
+            return True
+        if None not in (self.zero, zero) and self.zero != zero:
+            return False
         first, second, third, fourth = map(max, self.border, border)
         self.border = first, second, third, fourth
+        self.zero = self.zero if zero is None else zero
+        return True
 
 
 @dataclass
@@ -157,7 +163,7 @@ def laid_out(areas: Iterable[Area]) -> Arena:
             area.offset = arena.nbytes
             arena.nbytes += room
             if bordered:
-                arena.filled.append((area.offset, room, area.zero))
+                arena.filled.append((area.offset, room, area.zero or 0))
         else:
             places.remove(fit)
             area.offset = fit[1]

@@ -58,7 +58,7 @@ def max_pool2d(
     x = plan.integers(x)
     about: Any = {"padding": tuple(padding), "takes_mean": False, "ceil_mode": ceil_mode}
     made = plan.settle(_pooled(plan, replace(x, grid=RAW), kernel_size, stride, **about), RAW)
-    made.grid, made.area.zero = x.grid, x.area.zero
+    made.grid = x.grid
     return made
 
 
@@ -100,11 +100,13 @@ def cat(plan: ProgramPlan, tensors: Sequence[Any], *, dim: int) -> PlannedValue:
     refuse(any((p.rank, p.axis, p.grid) != (first.rank, first.axis, first.grid) for p in parts), "its parts differ")
     refuse(dim % first.rank != first.axis, "it joins other axes than the channels")
     n, h, w, _ = first.area.shape
-    whole = Area((n, h, w, sum(p.area.shape[3] for p in parts)), False, zero=first.area.zero)
+    whole = Area((n, h, w, sum(p.area.shape[3] for p in parts)), False)
     channel = 0
     for part in parts:
         area, channels = part.area, part.area.shape[3]
-        if area.whole is None and area.base == ARENA and not channels % LANES and not channel % LANES:
+        fits = area.whole is None and area.base == ARENA
+        fits = fits and (None in (area.zero, whole.zero) or area.zero == whole.zero)
+        if fits and not channels % LANES and not channel % LANES:
             area.become_part(whole, channel)
         else:
             slot = Area(area.shape, False)
@@ -124,7 +126,6 @@ def flatten(plan: ProgramPlan, x: Any, *, start_dim: int, end_dim: int) -> Plann
         return PlannedValue(x.area, 2, 1, x.grid)
     raw = None if x.area.is_float else RAW
     made = plan.settle(plan.add(MoveStep, x, (n, 1, 1, c * h * w), x=x.area, by=(w, 1, h * w)), raw)
-    made.area.zero = x.area.zero
     return PlannedValue(made.area, 2, 1, x.grid)
 
 

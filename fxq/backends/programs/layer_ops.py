@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxq.backends.kernel import pair
 from fxq.backends.programs.layer_steps import LinearStep, ProductStep
@@ -18,6 +19,7 @@ from fxq.ops.convolution import conv_padding
 @plans("linear")
 def linear(plan: ProgramPlan, x: Any, weight: Any, bias: Any = None) -> PlannedValue:
     x, weight = plan.layer(x, weight)
+    refuse(x.axis != x.rank - 1, "its input has the channels elsewhere")
     if x.area.is_float:
         return _float_layer(plan, x, weight, bias)
     refuse(x.axis != x.rank - 1, "its input has the channels elsewhere")
@@ -45,14 +47,16 @@ def conv2d(
     refuse(x.rank != 4 or x.axis != 1, "its input is no image")
     if x.area.is_float:
         plain = groups == 1 and weight.values.shape[2:] == (1, 1)
-        refuse(not plain or any(pair(padding)), "it is a layer in float with windows or groups")
+        padded = plain and any(conv_padding(weight.values.shape, padding, pair(dilation)))
+        refuse(not plain or padded, "it is a layer in float with windows or groups")
         return _float_layer(plan, x, weight, bias)
     refuse(padding_mode != "zeros", f"it pads with {padding_mode}")
     refuse(weight.axis != 0, "its weight has scales of another axis")
     stride, dilation = pair(stride), pair(dilation)
     left, right, top, bottom = conv_padding(weight.values.shape, padding, dilation)
     n, h, w, channels = x.area.shape
-    columns, _, tall, wide = weight.values.shape
+    columns, depth, tall, wide = weight.values.shape
+    refuse(depth * groups != channels, f"its input has {channels} channels, its weight {depth * groups}")
     windows = (
         (h + top + bottom - dilation[0] * (tall - 1) - 1) // stride[0] + 1,
         (w + left + right - dilation[1] * (wide - 1) - 1) // stride[1] + 1,
@@ -88,6 +92,7 @@ def conv_transpose2d(
     refuse(x.rank != 4 or x.axis != 1, "its input is no image")
     refuse(groups != 1 or pair(dilation) != (1, 1), "it has groups, or a dilation")
     n, h, w, channels = x.area.shape
+    refuse(len(weight.values) != channels, f"its input has {channels} channels, its weight {len(weight.values)}")
     _, columns, tall, wide = weight.values.shape
     down, right = pair(stride)
     top, left = pair(padding)
@@ -133,6 +138,7 @@ def batch_norm(
     x = plan.read(x)
     channels = x.area.shape[3]
     refuse(x.rank not in (2, 4) or (x.rank == 4 and x.axis != 1), "its input has other channels")
+    refuse(len(scale) != channels, f"its input has {channels} channels, its statistics {len(scale)}")
     if x.area.is_float:
         shape = (1, -1, 1, 1) if x.rank == 4 else (1, -1)
         x = plan.settle(binary(plan, x, PlannedWeight(scale.view(shape)), multiplies=True), None)
@@ -146,18 +152,18 @@ def batch_norm(
 def _float_layer(plan: ProgramPlan, x: PlannedValue, weight: PlannedWeight, bias: Any) -> PlannedValue:
     """A layer in float, where each sample has one pixel."""
     refuse(x.area.shape[1:3] != (1, 1), "it is a layer in float of several pixels")
-    refuse(x.area.shape[0] > _ROWS, "it is a layer in float of many rows")
     real = weight.real.flatten(1)
     columns, depth = real.shape
     refuse(depth != x.area.shape[3], "it is a layer in float with windows or groups")
-    added = bias.values.float() if isinstance(bias, PlannedWeight) else None
-    refuse(bias is not None and added is None, "its bias is no constant")
+    added = _bias(bias)
     x = plan.inside(x)
     return plan.add(LinearStep, x, (x.area.shape[0], 1, 1, columns), x=x.area, weight=real, bias=added)
 
 
-_ROWS = 16
-"""Of more rows, PyTorch computes a layer in float faster."""
+def _bias(bias: Any) -> Tensor | None:
+    """What a layer adds, float32."""
+    refuse(bias is not None and not isinstance(bias, PlannedWeight), "its bias is no constant")
+    return None if bias is None else bias.real
 
 
 def _product(
@@ -165,15 +171,16 @@ def _product(
 ) -> PlannedValue:
     """A layer on integers; the weight as the step has it, with its scale."""
     assert x.grid is not None and weight.scale is not None
-    columns = len(weight.values)
+    columns, channels = len(weight.values), x.area.shape[3]
+    wanted = columns if weight.values.dim() == 2 else weight.values.shape[2]
+    refuse(wanted != channels, f"its input has {channels} channels, its weight {wanted}")
     depth = math.prod(weight.values.shape[1:])
     refuse(depth * 255 * 128 > 2**31 - 1, f"its sums of {depth} products leave int32")
-    added = bias.values.float() if isinstance(bias, PlannedWeight) else None
-    refuse(bias is not None and added is None, "its bias is no constant")
+    added = _bias(bias)
     scale = weight.scale.float().expand(columns)
     made = plan.add(
         ProductStep, x, shape, x=x.area, x_grid=x.grid, weight=weight.values, scale=scale, bias=added, **about
     )
     assert isinstance(made.step, ProductStep)
-    x.area.widen(made.step.border())
+    refuse(not x.area.widen(made.step.border(), x.grid.zero), "what it reads has two zero points at its border")
     return made

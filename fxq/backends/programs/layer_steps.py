@@ -102,7 +102,7 @@ class ProductStep(ProgramStep):
         if self.residual is not None:
             where = self._places(self.residual, self.placed[:2], self.placed[2:], 0)
             kept = [*self.residual.start, rows.constant(where)]
-            kept.append(rows.grid(self.residual, self.residual_grid))
+            kept.append(rows.grid(self.residual_grid))
         return [
             rows.loops.PRODUCT, *x.start, *out.start, rows.constant(places), rows.constant(to),
             len(places), rows.constant(runs), len(runs), groups, rows.constant(packed), blocks,
@@ -180,7 +180,7 @@ class ProductStep(ProgramStep):
 def _turned(by_channel: Tensor) -> Tensor:
     """What 64 channels have, (blocks, 64, ...), in the order of four vectors of sums, (blocks, 4, 16, ...).
 
-    Of each 16 channels, the first vector has the first four, and so on; see `_wide_sums` in `tiles.py`.
+    Of each 16 channels, the first vector has the first four, and so on; see `_wide_sums` in `jit/layer_code.py`.
     """
     blocks, _, *others = by_channel.shape
     return by_channel.reshape(blocks, 4, 4, 4, *others).transpose(1, 2).reshape(blocks, 4, 16, *others)

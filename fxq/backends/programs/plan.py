@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, LANES, Area, ByteGrid
 from fxq.backends.programs.layer_steps import ProductStep
 from fxq.backends.programs.program_steps import CLAMP, Function, PointwiseStep, ProgramStep, QuantizeStep
+from fxq.errors import words_of
 from fxq.graph.query import arguments_of, op_of, read_attribute
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
@@ -198,6 +199,10 @@ class ProgramPlan:
             except NotPlannedError as error:
                 error.node = node.name  # that of the region is the last to say so
                 raise
+            except (ArithmeticError, RuntimeError, ValueError) as error:  # what PyTorch, too, does not compute
+                refused = NotPlannedError(words_of(error))
+                refused.node = node.name
+                raise refused from error
 
     def _node(self, gm: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
@@ -245,7 +250,7 @@ class ProgramPlan:
         """Decide how a value is written: as integers on a grid, or as floats; once."""
         if value.step is not None:
             value.step.grid, value.area = grid, value.step.out
-            value.area.is_float, value.area.zero = grid is None, grid.zero if grid is not None else 0
+            value.area.is_float = grid is None
             value.step = None
         return value
 
@@ -269,7 +274,7 @@ class ProgramPlan:
         refuse(not isinstance(weight, PlannedWeight), "its weight is no constant")
         x = self.read(x)
         if self._trial:
-            x = self.integers_of(x)
+            x = x if not x.area.is_float else replace(self.quantize(x, RAW), grid=RAW)
             weight = (
                 weight if weight.scale is not None else PlannedWeight(weight.values.to(torch.int8), torch.tensor(1.0))
             )
@@ -288,6 +293,7 @@ class ProgramPlan:
     def per_channel(self, weight: PlannedWeight, like: PlannedValue) -> Tensor:
         """A constant of a number for each channel of a value, or of one for all: float32 (C,)."""
         real = weight.real
+        refuse(weight.scale is None and weight.values.dtype != torch.float32, "a constant of it is not in float32")
         shape = [1] * (like.rank - real.dim()) + list(real.shape)
         refuse(len(shape) != like.rank or any(n != 1 for k, n in enumerate(shape) if k != like.axis), "it varies")
         refuse(real.numel() not in (1, like.area.shape[3]), "its shape is larger")
@@ -334,14 +340,6 @@ class ProgramPlan:
     def copy(self, area: Area, to: Area) -> None:
         """Write integers to another place, too."""
         self.steps.append(PointwiseStep(self._scope, to, grid=RAW, x=area, x_grid=RAW))
-
-    def integers_of(self, x: Any) -> PlannedValue:
-        """A value that a layer reads as integers on a grid."""
-        x = self.read(x)
-        if self._trial and x.area.is_float:
-            x = replace(self.quantize(x, RAW), grid=RAW)
-        refuse(x.area.is_float, "it reads floats")
-        return self.inside(x)
 
     def quantize(self, value: Any, grid: ByteGrid) -> PlannedValue:
         """A value rounded to a grid."""

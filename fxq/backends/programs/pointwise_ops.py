@@ -27,7 +27,6 @@ def dequantize(plan: ProgramPlan, x: PlannedValue, *, scale: Any, zero_point: An
     refuse(not isinstance(scale, float) or not isinstance(x, PlannedValue), "its grid is no constant")
     refuse(bool(x.area.is_float) or x.step is not None, "it reads no integers")
     x = plan.inside(x)
-    x.area.zero = int(zero_point)
     return PlannedValue(x.area, x.rank, x.axis, ByteGrid(scale, int(zero_point)))
 
 

@@ -51,7 +51,7 @@ class StepRows:
         """The address of a few float32."""
         return self.constant(torch.tensor(values, dtype=torch.float32, device="cpu"))
 
-    def grid(self, area: Area, grid: ByteGrid | None) -> int:
+    def grid(self, grid: ByteGrid | None) -> int:
         """The address of what makes real values of integers: scale and shift."""
         return self.floats(grid.scale, -grid.zero * grid.scale) if grid is not None else self.floats(1.0, 0.0)
 
@@ -156,7 +156,7 @@ class PointwiseStep(ProgramStep):
             is_constant = area.base == ABSOLUTE
             is_pixel = is_constant or area.shape[1:3] != (high, broad)
             steps = [0 if is_constant else area.strides[0], 0, 0] if is_pixel else area.strides
-            read += [*area.origin, *steps, int(bool(area.is_float)), rows.grid(area, grid)]
+            read += [*area.origin, *steps, int(bool(area.is_float)), rows.grid(grid)]
             period = out.wide if is_pixel else period
         whole = all(area.whole is None and area.wide == out.wide for area in (*self.reads, out))
         whole = whole and period <= rows.loops.CHUNK
@@ -218,7 +218,7 @@ class NormStep(ProgramStep):
         room = -len(self.weight) % LANES
         return [[
             rows.loops.NORM, *self.x.origin, *self.x.strides, int(bool(self.x.is_float)),
-            rows.grid(self.x, self.x_grid), *self.out.origin, *self.out.strides, *self.x.shape,
+            rows.grid(self.x_grid), *self.out.origin, *self.out.strides, *self.x.shape,
             rows.constant(F.pad(self.weight, (0, room))), rows.constant(F.pad(self.bias, (0, room))),
             rows.floats(self.eps), rows.floats(*self.numbers()), int(bool(self.out.is_float)),
         ]]  # fmt: skip
