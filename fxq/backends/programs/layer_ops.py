@@ -113,9 +113,8 @@ def conv_transpose2d(
     scale = weight.scale.expand(columns)
     many = down * right
     spread = [(r, s, c) for r in range(down) for s in range(right) for c in range(columns)]
-    repeated = (
-        None if bias is None else PlannedWeight(bias.values.repeat(many)) if isinstance(bias, PlannedWeight) else bias
-    )
+    added = _bias(bias)
+    repeated = None if added is None else PlannedWeight(added.repeat(many))
     return _product(
         plan, x, PlannedWeight(values.view(many * columns, len(taps), channels), scale.repeat(many)), repeated,
         (n, high, broad, columns), taps=taps, windows=(high // down, broad // right),

@@ -333,3 +333,12 @@ def test_what_changes_nothing():
     y = draft.op("identity", draft.op("identity", draft.conv(draft.image(2, 3, 4, 5), 16)))
     made = check(draft, draft.quantize(draft.op("relu", y)))
     assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep"] and len(steps_of(made, PointwiseStep)) == 1
+
+
+def test_the_border_of_a_part():
+    """The first part has no zero point of its own: the border is that of what is read with one."""
+    draft = Draft()
+    given = draft.input(torch.randint(0, 256, (2, 16, 5, 5), dtype=torch.uint8))
+    part = draft.quantize(draft.conv(draft.image(2, 3, 5, 5), 16), (0.05, 77))
+    joined = draft.op("cat", [given, part], dim=1)
+    check(draft, joined, draft.conv(draft.dequantize(part, (0.05, 77)), 4, 3), share=0.1)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends.programs.layer_steps import ProductStep
+from fxq.backends.programs.plan import NotPlannedError, planned
 from tests.programs import Draft, check, check_both, kinds, plan_of, refused, steps_of
 
 pytestmark = pytest.mark.any_cpu
@@ -269,3 +270,48 @@ def test_a_norm_and_what_its_result_is_added_to():
     made = check(draft, draft.quantize(draft.op("relu", draft.op("add", norm(draft, x), x))))
     (step,) = steps_of(made, ProductStep)
     assert step.residual is step.x
+
+
+# ---- what does not fit
+
+
+@pytest.mark.parametrize(("features", "given"), [(16, 20), (20, 16)])
+def test_linear_layers_of_other_features(features, given):
+    """As it comes when a loaded model is given images of another size."""
+    draft = Draft()
+    y = draft.op("linear", draft.image(2, 5, features), draft.weight(7, features), draft.vector(7))
+    with pytest.raises(NotPlannedError, match=f"its input has {given} channels, its weight {features}"):
+        planned(draft.form(y), [draft.normal(2, 5, given)])
+
+
+def test_transposed_layers_of_other_channels():
+    draft = Draft()
+    y = draft.op("conv_transpose2d", draft.image(2, 1, 3, 3), draft.weight(1, 4, 2, 2, axis=1), stride=(2, 2))
+    with pytest.raises(NotPlannedError, match="its input has 3 channels, its weight 1"):
+        planned(draft.form(y), [draft.normal(2, 3, 3, 3)])
+
+
+def test_convolutions_and_norms_of_other_channels():
+    draft = Draft()
+    x = draft.image(2, 3, 5, 4)
+    for y in (draft.conv(x, 4, 3), norm(draft, x)):
+        with pytest.raises(NotPlannedError, match="its input has 6 channels"):
+            planned(draft.form(y), [draft.normal(2, 6, 5, 4)])
+
+
+def test_a_bias_of_integers():
+    draft = Draft()
+    values = draft.constant(torch.tensor([100, -100, 3, 90], dtype=torch.int8))
+    bias = draft.op("dequantize", values, scale=draft.constant(torch.tensor(0.01)), zero_point=0)
+    x = draft.image(2, 3, 5, 4)
+    check_both(draft, draft.op("conv2d", x, draft.weight(4, 3, 1, 1), bias))
+    check_both(draft, draft.op("conv_transpose2d", x, draft.weight(3, 4, 2, 2, axis=1), bias, stride=(2, 2)))
+
+
+def test_integers_on_two_grids():
+    """Both convolutions read around the same pixels, which cannot be two zero points."""
+    draft = Draft()
+    x = draft.quantize(draft.input(draft.normal(1, 3, 5, 5)), (0.02, 100))
+    parts = [draft.conv(draft.dequantize(x, (0.02, zero)), 4, 3) for zero in (100, 90)]
+    assert refused(draft, *parts) == "what it reads has two zero points at its border"
+    check(draft, *(draft.conv(draft.dequantize(x, (0.02, zero)), 4, 1) for zero in (100, 90)))

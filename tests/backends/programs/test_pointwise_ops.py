@@ -297,3 +297,10 @@ def test_conversions_that_are_refused():
     several = draft.op("quantize", x, scale=scale, zero_point=zero, axis=1)
     assert refused(draft, several) == "it rounds to other grids than one of uint8"
     assert refused(draft, draft.op("dequantize", x, scale=0.1, zero_point=0)) == "it reads no integers"
+
+
+def test_constants_of_another_type():
+    """PyTorch computes in float64 then."""
+    draft = Draft()
+    y = draft.op("mul", draft.image(2, 3, 5, 5), draft.constant(draft.normal(3, 1, 1).double()))
+    assert refused(draft, y) == "a constant of it is not in float32"
