@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 import fxq
 from fxq.backends.engines.engine import EngineBackend
 from fxq.backends.engines.jit_engine import JitKernel
-from fxq.backends.programs.plan import NotPlannedError, ProgramPlan, planned
+from fxq.backends.programs.plan import ProgramPlan, planned
+from fxq.backends.programs.planned_values import NotPlannedError
 from fxq.backends.programs.program_steps import ProgramStep
 from fxq.backends.programs.region_program import RegionProgram
 from fxq.graph.query import submodule

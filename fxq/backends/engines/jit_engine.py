@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, repeated
 from fxq.backends.jit.compiler import has_memory, loops, missing
 from fxq.backends.programs.layer_steps import LinearStep
-from fxq.backends.programs.plan import ROWS, NotPlannedError, planned
+from fxq.backends.programs.plan import planned
+from fxq.backends.programs.planned_values import ROWS, NotPlannedError
 from fxq.backends.programs.program_steps import PointwiseStep, ProgramStep, QuantizeStep
 from fxq.backends.programs.region_program import RegionProgram
 from fxq.common.data import Batch

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from fxq.backends.kernel import pair
 from fxq.backends.programs.areas import ARENA, LANES, Area
-from fxq.backends.programs.plan import RAW, NotPlannedError, PlannedValue, ProgramPlan, plans, refuse
+from fxq.backends.programs.plan import ProgramPlan
+from fxq.backends.programs.planned_values import RAW, NotPlannedError, PlannedValue, plans, refuse
 from fxq.backends.programs.program_steps import MoveStep, NormStep, PoolStep
 
 

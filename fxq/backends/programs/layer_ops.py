@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fxq.backends.kernel import pair
 from fxq.backends.programs.layer_steps import LinearStep, ProductStep
-from fxq.backends.programs.plan import PlannedValue, PlannedWeight, ProgramPlan, plans, refuse
+from fxq.backends.programs.plan import ProgramPlan
+from fxq.backends.programs.planned_values import PlannedValue, PlannedWeight, plans, refuse
 from fxq.backends.programs.pointwise_ops import binary
 from fxq.ops.convolution import conv_padding
 

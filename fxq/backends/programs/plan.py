@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,82 +14,21 @@ from torch import Tensor, fx
 
 from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, LANES, Area, ByteGrid
 from fxq.backends.programs.layer_steps import ProductStep
+from fxq.backends.programs.planned_values import (
+    RAW,
+    ROWS,
+    NotPlannedError,
+    PlannedValue,
+    PlannedWeight,
+    as_images,
+    dequantized_weight,
+    refuse,
+)
 from fxq.backends.programs.program_steps import CLAMP, Function, PointwiseStep, ProgramStep, QuantizeStep
 from fxq.errors import words_of
 from fxq.graph.query import arguments_of, op_of, read_attribute
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
-
-
-class NotPlannedError(Exception):
-    """A node that no step computes; the message says why.
-
-    Attributes:
-        node: its name in the region; empty where it is none alone.
-    """
-
-    node: str = ""
-
-
-def refuse(when: Any, reason: str) -> None:
-    """Raise `NotPlannedError` with this reason, if there is one."""
-    if when:
-        raise NotPlannedError(reason)
-
-
-@dataclass(frozen=True)
-class PlannedWeight:
-    """A weight, int8, and its scale, float32 (O,) along an axis, or 0-d; or float32 without one."""
-
-    values: Tensor
-    scale: Tensor | None = None
-    axis: int = 0
-
-    @property
-    def real(self) -> Tensor:
-        """Its values in float32."""
-        if self.scale is None:
-            return self.values.float()
-        by_axis = [-1 if k == self.axis else 1 for k in range(self.values.dim())]
-        return self.values.float() * (self.scale.reshape(by_axis) if self.scale.dim() else self.scale)
-
-
-@dataclass(eq=False)
-class PlannedValue:
-    """A tensor of the region.
-
-    Attributes:
-        area: where it lies.
-        rank: how many axes it has.
-        axis: which of them has the channels: the last one, or of an image perhaps the second.
-        grid: of integers that stand for floats; integers without one count for themselves.
-        step: what makes it, where it is not decided yet whether it is float; None: it is.
-    """
-
-    area: Area
-    rank: int
-    axis: int
-    grid: ByteGrid | None = None
-    step: ProgramStep | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape as PyTorch has it."""
-        n, h, w, c = self.area.shape
-        if self.rank == 4:
-            return (n, c, h, w) if self.axis == 1 else (n, h, w, c)
-        return (n, w, c) if self.rank == 3 else (n, c)
-
-
-def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
-    """The (N, H, W, C) of a shape; see `PlannedValue`."""
-    if len(shape) == 4:
-        n, a, b, c = shape
-        return (n, b, c, a) if axis == 1 else (n, a, b, c)
-    if len(shape) == 3:
-        return shape[0], 1, shape[1], shape[2]
-    refuse(len(shape) != 2, f"it has {len(shape)} axes")
-    return shape[0], 1, 1, shape[1]
 
 
 def planned(gm: fx.GraphModule, inputs: Sequence[Any], trial: bool = False) -> ProgramPlan:
@@ -218,7 +157,7 @@ class ProgramPlan:
             if not self._inside:
                 self._scope = node.name
             if is_weight(node):
-                return _dequantized_weight(*args, **kwargs)
+                return dequantized_weight(*args, **kwargs)
             value = ROWS[op.name](self, *args, **{**op.options, **kwargs})
         if isinstance(value, PlannedValue) and value.step is not None and len(node.users) != 1:
             self.settle(value, None)
@@ -355,38 +294,3 @@ class ProgramPlan:
             return self.settle(made, grid)
         x = self.read(value)
         return self.settle(self.add(PointwiseStep, x, x=x.area, x_grid=x.grid), grid)
-
-
-RAW = ByteGrid(1.0, 0)
-"""Of integers that are taken for what they are."""
-
-Row = TypeVar("Row", bound=Callable[..., Any])
-ROWS: dict[str, Callable[..., Any]] = {}
-"""What computes each op, by its name: takes the plan, the op's tensors in order, and its options by name."""
-
-
-def plans(*names: str) -> Callable[[Row], Row]:
-    """Decorator: the function below plans the ops of these names."""
-
-    def register(function: Row) -> Row:
-        ROWS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def _dequantized_weight(
-    q: PlannedWeight,
-    *,
-    scale: Any,
-    zero_point: Any,
-    axis: int | None = None,
-    block: Any = None,
-    packed: Any = None,
-    **_: Any,
-) -> PlannedWeight:
-    refuse(block is not None or packed is not None or q.values.dtype != torch.int8, "its weight is not of int8")
-    zero = zero_point.values if isinstance(zero_point, PlannedWeight) else torch.tensor(zero_point)
-    refuse(bool(zero.any()), "its weight has zero points")
-    of = scale.values if isinstance(scale, PlannedWeight) else torch.tensor(float(scale))
-    return PlannedWeight(q.values, of.reshape(-1) if of.numel() > 1 else of.reshape(()), axis or 0)

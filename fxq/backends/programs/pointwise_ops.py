@@ -9,7 +9,8 @@ import torch
 
 from fxq.backends.programs.areas import ByteGrid
 from fxq.backends.programs.layer_steps import ProductStep
-from fxq.backends.programs.plan import PlannedValue, PlannedWeight, ProgramPlan, plans, refuse
+from fxq.backends.programs.plan import ProgramPlan
+from fxq.backends.programs.planned_values import PlannedValue, PlannedWeight, plans, refuse
 from fxq.backends.programs.program_steps import Function, PointwiseStep
 
 

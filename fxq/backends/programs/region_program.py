@@ -16,7 +16,8 @@ import fxq.backends.programs.image_ops
 import fxq.backends.programs.layer_ops
 import fxq.backends.programs.pointwise_ops  # noqa: F401  (register what computes each op)
 from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, SCRATCH, laid_out
-from fxq.backends.programs.plan import PlannedValue, ProgramPlan, planned
+from fxq.backends.programs.plan import ProgramPlan, planned
+from fxq.backends.programs.planned_values import PlannedValue
 from fxq.backends.programs.program_steps import ProgramStep, StepRows
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 import fxq
 from fxq.backends.engines.engine import EngineBackend
-from fxq.backends.programs.plan import NotPlannedError, planned
+from fxq.backends.programs.plan import planned
+from fxq.backends.programs.planned_values import NotPlannedError
 from fxq.backends.programs.region_program import RegionProgram
 from fxq.common.metrics import sqnr
 from tests.backends.engines.test_jit_engine import convs, form, image, kernels, quantized

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends.programs.layer_steps import ProductStep
-from fxq.backends.programs.plan import NotPlannedError, planned
+from fxq.backends.programs.plan import planned
+from fxq.backends.programs.planned_values import NotPlannedError
 from tests.programs import Draft, check, check_both, kinds, plan_of, refused, steps_of
 
 pytestmark = pytest.mark.any_cpu

@@ -6,16 +6,8 @@ from torch import nn
 
 from fxq.backends.programs.areas import GIVEN, ByteGrid
 from fxq.backends.programs.layer_steps import ProductStep
-from fxq.backends.programs.plan import (
-    ROWS,
-    NotPlannedError,
-    PlannedWeight,
-    ProgramPlan,
-    as_images,
-    planned,
-    plans,
-    refuse,
-)
+from fxq.backends.programs.plan import ProgramPlan, planned
+from fxq.backends.programs.planned_values import ROWS, NotPlannedError, PlannedWeight, as_images, plans, refuse
 from fxq.backends.programs.program_steps import PointwiseStep, PoolStep
 from fxq.ops import OPS
 from tests.programs import LAST, Draft, check, compare, kinds, plan_of, program, refused, regions, steps_of, whole
@@ -34,7 +26,7 @@ def test_every_row_is_of_an_op():
 
 
 def test_rows_are_registered_by_name(monkeypatch):
-    monkeypatch.setattr("fxq.backends.programs.plan.ROWS", rows := {})
+    monkeypatch.setattr("fxq.backends.programs.planned_values.ROWS", rows := {})
 
     @plans("one", "other")
     def row(plan, x):
