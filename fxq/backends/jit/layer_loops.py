@@ -101,6 +101,33 @@ def _finish(sums, tile, pixels, kind, scale, bias, slope, numbers, to_floats, ou
 
 
 @helper
+def _sum_depthwise(size, line, here, runs, many, stride, weight, begin, sums):
+    """A tile of four pixels, or of one, of 16 channels."""
+    if size == 4:
+        four_deep(line, here, runs, many, stride, weight, begin, sums)
+    else:
+        one_deep(line, here, runs, many, stride, weight, begin, sums)
+
+
+@helper
+def _sum_small(size, line, here, runs, many, groups, weight, begin, sums):
+    """The same of 16 columns."""
+    if size == 4:
+        four_pixels(line, here, runs, many, groups, weight, begin, sums)
+    else:
+        one_pixel(line, here, runs, many, groups, weight, begin, sums)
+
+
+@helper
+def _round_small(size, line, here, runs, many, groups, weight, begin, scale, bias, numbers, out, there):
+    """The same, rounded at once."""
+    if size == 4:
+        round_four(line, here, runs, many, groups, weight, begin, scale, bias, numbers, out, there)
+    else:
+        round_one(line, here, runs, many, groups, weight, begin, scale, bias, numbers, out, there)
+
+
+@helper
 def product(step, bases):
     """A layer. Fields: x, out, then as they are named here.
 
@@ -126,14 +153,10 @@ def product(step, bases):
             by, added = scale + skipped, bias + skipped
             while p < last:
                 here, there, left = places + 4 * p, to + 4 * p, last - p
+                size = _MOST if left >= _MOST and not is_depthwise else 4 if left >= 4 else 1
                 if is_depthwise:
-                    size = 4 if left >= 4 else 1
-                    if size == 4:
-                        four_deep(line, here, runs, many, 16 * blocks, w, begin, s)
-                    else:
-                        one_deep(line, here, runs, many, 16 * blocks, w, begin, s)
-                elif left >= _MOST:
-                    size = _MOST
+                    _sum_depthwise(size, line, here, runs, many, 16 * blocks, w, begin, s)
+                elif size == _MOST:
                     if way == ROUNDED:
                         round_many(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
                     elif way == ADDED:
@@ -153,18 +176,10 @@ def product(step, bases):
                         gelu_many(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
                     else:
                         many_pixels(line, here, runs, many, groups, w, begin, s)
-                elif left >= 4:
-                    size = 4
-                    if way == ROUNDED:
-                        round_four(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
-                    else:
-                        four_pixels(line, here, runs, many, groups, w, begin, s)
+                elif way == ROUNDED:
+                    _round_small(size, line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
                 else:
-                    size = 1
-                    if way == ROUNDED:
-                        round_one(line, here, runs, many, groups, w, begin, by, added, numbers, written, there)
-                    else:
-                        one_pixel(line, here, runs, many, groups, w, begin, s)
+                    _sum_small(size, line, here, runs, many, groups, w, begin, s)
                 if way == BY_SUMS or (way != ROUNDED and size < _MOST):
                     kept = (residual + 16 * k if residual_places else 0, residual_places + 4 * p, residual_grid)
                     aside = spread + skipped if spread else 0

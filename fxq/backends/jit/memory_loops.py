@@ -79,6 +79,22 @@ def write(x, to_floats, numbers, out, count):
         y[j] = np.uint8(_i(np.rint(value)))
 
 
+def _each(function: Any) -> Any:
+    """A function of 16 floats in place, for as many as there are."""
+
+    @helper
+    def each(x, count):
+        for j in range(0, count, 16):
+            function(x + 4 * j)
+
+    return each
+
+
+_silu, _hardswish, _gelu, _sigmoid, _tanh, _hardsigmoid = map(
+    _each, (silu, hardswish, gelu, sigmoid, tanh, hardsigmoid)
+)
+
+
 @helper
 def apply(kind, x, count, slope, numbers):
     """A function of floats in place, 16 at a time; `slope` has that of each of the 16, `numbers` two bounds."""
@@ -89,20 +105,14 @@ def apply(kind, x, count, slope, numbers):
         for j in range(0, count, 16):
             bend(x + 4 * j, slope)
     elif kind == SILU:
-        for j in range(0, count, 16):
-            silu(x + 4 * j)
+        _silu(x, count)
     elif kind == HARDSWISH:
-        for j in range(0, count, 16):
-            hardswish(x + 4 * j)
+        _hardswish(x, count)
     elif kind == GELU:
-        for j in range(0, count, 16):
-            gelu(x + 4 * j)
+        _gelu(x, count)
     elif kind == SIGMOID:
-        for j in range(0, count, 16):
-            sigmoid(x + 4 * j)
+        _sigmoid(x, count)
     elif kind == TANH:
-        for j in range(0, count, 16):
-            tanh(x + 4 * j)
+        _tanh(x, count)
     else:
-        for j in range(0, count, 16):
-            hardsigmoid(x + 4 * j)
+        _hardsigmoid(x, count)

@@ -45,7 +45,9 @@ def copied(base, to, x=0, out=0):
 
 
 def test_no_steps():
-    run([])
+    memory = torch.arange(40).byte()
+    run([], memory.data_ptr())
+    assert memory.tolist() == list(range(40))
 
 
 def test_steps_run_in_order():
