@@ -12,9 +12,9 @@ from torch import nn
 
 import fxq
 from fxq.backends.engines import engine
-from fxq.backends.engines.engine import EngineBackend, EngineKernel
+from fxq.backends.engines.engine import EngineBackend
 from fxq.common.metrics import sqnr
-from fxq.graph.query import submodule
+from tests.engine_models import kernels
 from tests.graphs import equal
 from tests.machine import OF_THE_MACHINE, quiet, told
 from tests.models import NETWORKS, batch, build, call
@@ -63,10 +63,6 @@ def net(name):
     model, x = Net().eval(), torch.randn(4, 3, 16, 16)
     with quiet():
         return fxq.quantize(model, recipe(name), data=[x]), x, model
-
-
-def kernels(q):
-    return [submodule(q, n) for n in q.graph.nodes if isinstance(submodule(q, n), EngineKernel)]
 
 
 @pytest.mark.one_in(2)

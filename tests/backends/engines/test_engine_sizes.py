@@ -10,10 +10,10 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import backend_type
-from fxq.backends.engines.engine import EngineBackend, EngineKernel
+from fxq.backends.engines.engine import EngineBackend
 from fxq.backends.engines.request import Request
 from fxq.common.metrics import sqnr
-from fxq.graph.query import submodule
+from tests.engine_models import kernels, recipe
 from tests.graphs import equal
 from tests.machine import quiet
 
@@ -29,14 +29,6 @@ def name(request):
 def free(monkeypatch):
     """Integers cost nothing, so that no test depends on how fast the machine is."""
     monkeypatch.setattr(EngineBackend, "prices", lambda self, gm, example: fxq.Prices({}, 0.0))
-
-
-def recipe(name):
-    return fxq.Recipe.static(backend=name, optimize="coverage").with_min_sqnr(None)
-
-
-def kernels(q):
-    return [submodule(q, n) for n in q.graph.nodes if isinstance(submodule(q, n), EngineKernel)]
 
 
 class Heads(nn.Module):
