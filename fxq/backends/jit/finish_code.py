@@ -84,10 +84,7 @@ def _summed(b: Any, blocks: Any, about: Any, term: Callable[[Any], Any]) -> None
     b.store(splat(b, 0.0), totals)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
         b.store(b.fadd(b.load(totals), term(b.mul(block.index, number(4 * LANES)))), totals)
-    values = [b.extract_element(b.load(totals), ir.Constant(INT32, k)) for k in range(LANES)]
-    while len(values) > 1:
-        values = [b.fadd(one, other) for one, other in zip(values[::2], values[1::2], strict=True)]
-    store(b, values[0], about)
+    store(b, vectors.joined(b, b.load(totals), b.fadd), about)
 
 
 @on_addresses

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
+from fxq.backends.jit.attention_code import COLUMNS as COLUMNS
+from fxq.backends.jit.attention_code import ROWS as ROWS
+from fxq.backends.jit.attention_loops import attention
 from fxq.backends.jit.compiler import compiled
 from fxq.backends.jit.image_loops import CHUNK as CHUNK
 from fxq.backends.jit.image_loops import move, norm, pointwise, pool, quantize
@@ -30,10 +33,10 @@ from fxq.backends.jit.memory_loops import NOTHING as NOTHING
 LARGE = 1 << 17
 """Bytes of an input that a product reads again for the next columns, from the second cache."""
 SCRATCH = 8 * CHUNK
-"""Bytes of memory of a step while it runs, besides that for its channels."""
+"""Bytes of memory of a step while it runs, besides that for its channels; some want more."""
 WIDTH = 32
 """Numbers of a step, at most."""
-QUANTIZE, PRODUCT, DEPTHWISE, POINTWISE, POOL, LINEAR, NORM, MOVE = range(8)
+QUANTIZE, PRODUCT, DEPTHWISE, POINTWISE, POOL, LINEAR, NORM, MOVE, ATTENTION = range(9)
 """The codes of steps."""
 
 
@@ -58,5 +61,7 @@ def run(steps, count, bases):
             norm(step, bases)
         elif code == MOVE:
             move(step, bases)
+        elif code == ATTENTION:
+            attention(step, bases)
         else:
             linear(step, bases)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -15,7 +15,8 @@ LANES = 16
 INT8, INT32, INT64, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT, LANES)
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
+"""exp(x) is 2**(x * LOG2E)."""
 _MOST = 120.0
 """Powers of two are kept within 2**-120 and 2**120: a sigmoid with these is 1 and 0."""
 _ROUNDS = 12582912.0
@@ -89,6 +90,14 @@ def rounded(b: Any, x: Any) -> Any:
     return b.trunc(nearest(b, x), ir.VectorType(INT8, LANES))
 
 
+def joined(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """All lanes as one number."""
+    values = [b.extract_element(x, ir.Constant(INT32, k)) for k in range(LANES)]
+    while len(values) > 1:
+        values = [join(one, other) for one, other in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
 def bounds(b: Any, numbers: Any) -> list[Any]:
     """The two floats at an address, each in all lanes."""
     return [splat(b, load(b, numbers, FLOAT, 4 * k)) for k in (0, 1)]
@@ -110,16 +119,27 @@ def _polynomial(b: Any, x: Any, first: float, *others: float) -> Any:
     return y
 
 
-def sigmoid(b: Any, x: Any) -> Any:
-    """1 / (1 + exp(-x)). The power of two has its whole part in the exponent of the float; a polynomial is the rest."""
-    power = within(b, b.fmul(x, splat(b, -_LOG2E)), splat(b, -_MOST), splat(b, _MOST))
+def _factors(b: Any, x: Any) -> tuple[Any, Any]:
+    """Two numbers whose product is 2**x: the whole part of x is the exponent of one; a polynomial is the other."""
+    power = within(b, x, splat(b, -_MOST), splat(b, _MOST))
     whole = intrinsic_of(b, "llvm.rint.v16f32", FLOATS, [power])
     # Taylor series of 2**r up to r**6: |r| <= 1/2
     p = _polynomial(
         b, b.fsub(power, whole), 1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0
     )
     exponent = b.shl(b.add(b.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES)), ir.Constant(INTS, [23] * LANES))
-    y = _inverse(b, fused(b, p, b.bitcast(exponent, FLOATS), 1.0))
+    return p, b.bitcast(exponent, FLOATS)
+
+
+def power_of_two(b: Any, x: Any) -> Any:
+    """2**x, within 2**-120 and 2**120."""
+    return b.fmul(*_factors(b, x))
+
+
+def sigmoid(b: Any, x: Any) -> Any:
+    """1 / (1 + exp(-x))."""
+    power = b.fmul(x, splat(b, -LOG2E))
+    y = _inverse(b, fused(b, *_factors(b, power), 1.0))
     return b.select(b.fcmp_ordered(">=", power, splat(b, _MOST)), splat(b, 0.0), y)
 
 

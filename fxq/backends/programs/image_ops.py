@@ -1,4 +1,4 @@
-"""Which steps compute ops that read several elements of images, or move them."""
+"""Which steps compute ops that read several elements of images, or join them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxq.backends.kernel import pair
 from fxq.backends.programs.areas import ARENA, LANES, Area
 from fxq.backends.programs.plan import ProgramPlan
 from fxq.backends.programs.planned_values import RAW, NotPlannedError, PlannedValue, plans, refuse
-from fxq.backends.programs.program_steps import MoveStep, NormStep, PoolStep
+from fxq.backends.programs.program_steps import NormStep, PoolStep
 
 
 @plans("adaptive_avg_pool2d")
@@ -115,31 +115,3 @@ def cat(plan: ProgramPlan, tensors: Sequence[Any], *, dim: int) -> PlannedValue:
             plan.copy(area, slot)
         channel += channels
     return PlannedValue(whole, first.rank, first.axis, first.grid)
-
-
-@plans("flatten")
-def flatten(plan: ProgramPlan, x: Any, *, start_dim: int, end_dim: int) -> PlannedValue:
-    refuse(not isinstance(x, PlannedValue) or x.rank != 4 or x.axis != 1, "its input is no image")
-    refuse(start_dim % x.rank != 1 or end_dim % x.rank != 3, "it joins other axes than those of a sample")
-    plan.settle(x, None)
-    n, h, w, c = x.area.shape
-    if (h, w) == (1, 1):
-        return PlannedValue(x.area, 2, 1, x.grid)
-    raw = None if x.area.is_float else RAW
-    made = plan.settle(plan.add(MoveStep, x, (n, 1, 1, c * h * w), x=x.area, by=(w, 1, h * w)), raw)
-    return PlannedValue(made.area, 2, 1, x.grid)
-
-
-@plans("permute")
-def permute(plan: ProgramPlan, x: Any, *, dims: Any) -> PlannedValue:
-    refuse(not isinstance(x, PlannedValue) or x.rank != 4, "its input is no image")
-    turned = {(1, (0, 2, 3, 1)): 3, (3, (0, 3, 1, 2)): 1}.get((x.axis, tuple(d % 4 for d in dims)))
-    refuse(turned is None, "it moves values")
-    assert turned is not None
-    plan.settle(x, None)
-    return PlannedValue(x.area, 4, turned, x.grid)
-
-
-@plans("identity")
-def identity(plan: ProgramPlan, x: PlannedValue) -> PlannedValue:
-    return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -211,4 +212,45 @@ class LinearStep(ProgramStep):
             rows.loops.LINEAR, *self.x.origin, self.x.strides[0], *self.out.origin, self.out.strides[0],
             self.x.shape[0], depth, self.out.wide, rows.constant(weight), rows.constant(F.pad(bias, (0, room))), kind,
             slopes, numbers,
+        ]]  # fmt: skip
+
+
+@dataclass(eq=False)
+class AttentionStep(ProgramStep):
+    """softmax(query @ key.T * scale) @ value in float, of heads that lie side by side among the channels.
+
+    Attributes:
+        query: float32, a row of pixels for each sample.
+        key: likewise.
+        value: likewise.
+        heads: how many.
+        scale: what scores are multiplied with.
+        is_causal: whether a pixel reads only those up to its own place.
+    """
+
+    bends: ClassVar[bool] = False
+    query: Area = field(kw_only=True)
+    key: Area = field(kw_only=True)
+    value: Area = field(kw_only=True)
+    heads: int = field(kw_only=True)
+    scale: float = field(kw_only=True)
+    is_causal: bool = False
+
+    @property
+    def reads(self) -> list[Area]:
+        return [self.query, self.key, self.value]
+
+    def scratch(self, loops: ModuleType) -> int:
+        depth, others = self.key.shape[3] // self.heads, self.key.shape[2]
+        scored, wide = (-(-count // loops.COLUMNS) * loops.COLUMNS for count in (others, depth))
+        return 64 + 4 * (depth * scored + others * wide + loops.ROWS * (scored + wide))
+
+    def rows(self, rows: StepRows) -> list[list[int]]:
+        areas = [*self.reads, self.out]
+        strides = [step for area in areas for step in (area.strides[0], area.strides[2])]
+        samples, _, length, channels = self.query.shape
+        return [[
+            rows.loops.ATTENTION, *(number for area in areas for number in area.origin), *strides, samples, length,
+            self.key.shape[2], self.heads, channels // self.heads, int(self.is_causal),
+            rows.floats(self.scale * math.log2(math.e)), rows.floats(*self.numbers()), int(self.grid is None),
         ]]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,13 +18,14 @@ from fxq.backends.programs.planned_values import (
     RAW,
     ROWS,
     NotPlannedError,
+    PlannedHeads,
     PlannedValue,
     PlannedWeight,
     as_images,
     dequantized_weight,
     refuse,
 )
-from fxq.backends.programs.program_steps import CLAMP, Function, PointwiseStep, ProgramStep, QuantizeStep
+from fxq.backends.programs.program_steps import CLAMP, Function, MoveStep, PointwiseStep, ProgramStep, QuantizeStep
 from fxq.errors import words_of
 from fxq.graph.query import arguments_of, op_of, read_attribute
 from fxq.graph.region import is_weight
@@ -96,6 +97,7 @@ class ProgramPlan:
         return PlannedValue(area, x.dim(), axis)
 
     def _output(self, i: int, value: Any) -> PlannedValue:
+        value = self._rows(value) if isinstance(value, PlannedHeads) else value
         refuse(not isinstance(value, PlannedValue), "it returns what is no tensor that it computes")
         area = Area(value.area.shape, None, room=value.area.shape[3], base=GIVEN + len(self._given) + i)
         step = value.step
@@ -110,6 +112,12 @@ class ProgramPlan:
         self.steps.append(PointwiseStep("copy", area, grid=grid, x=value.area, x_grid=value.grid or grid))
         self._reads(value.area)
         return replace(value, area=area)
+
+    def _rows(self, x: PlannedHeads) -> PlannedValue:
+        """Heads as a value of four axes, where they lie as these say."""
+        return self.moved(
+            x.whole, 4, x.shape, lambda to: (to.pitch, to.wide, 1) if x.turned else (to.wide, to.pitch, 1), x.heads
+        )
 
     def _reads(self, area: Area) -> None:
         """A step reads an area; of an input, the channels of a pixel lie side by side then."""
@@ -159,8 +167,9 @@ class ProgramPlan:
             if is_weight(node):
                 return dequantized_weight(*args, **kwargs)
             value = ROWS[op.name](self, *args, **{**op.options, **kwargs})
-        if isinstance(value, PlannedValue) and value.step is not None and len(node.users) != 1:
-            self.settle(value, None)
+        whole = value.whole if isinstance(value, PlannedHeads) else value
+        if isinstance(whole, PlannedValue) and len(node.users) != 1:
+            self.settle(whole, None)
         return value
 
     def _unit(self, name: str, unit: Unit, args: Sequence[Any]) -> Any:
@@ -275,6 +284,21 @@ class ProgramPlan:
         later = self.steps[self.steps.index(step) :]
         free = isinstance(step, ProductStep) and step.folds and not any(other.out.root is area.root for other in later)
         return alike and known and free
+
+    def moved(
+        self,
+        x: PlannedValue,
+        rank: int,
+        shape: tuple[int, int, int, int],
+        by: Callable[[Area], tuple[int, int, int]],
+        heads: int = 1,
+    ) -> PlannedValue:
+        """The same values elsewhere, their channels last; see `MoveStep`."""
+        self.settle(x, None)
+        made = self.add(MoveStep, replace(x, rank=rank, axis=rank - 1), shape, x=x.area, by=by, heads=heads)
+        if not x.area.is_float:
+            self.settle(made, RAW).grid = x.grid
+        return made
 
     def copy(self, area: Area, to: Area) -> None:
         """Write integers to another place, too."""

@@ -73,6 +73,22 @@ class PlannedValue:
         return (n, w, c) if self.rank == 3 else (n, c)
 
 
+@dataclass(eq=False)
+class PlannedHeads:
+    """A tensor (N, L, C) seen as (N, L, heads, C / heads), or with `turned` as (N, heads, L, C / heads)."""
+
+    whole: PlannedValue
+    heads: int
+    turned: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Its shape as PyTorch has it."""
+        n, _, length, channels = self.whole.area.shape
+        middle = (self.heads, length) if self.turned else (length, self.heads)
+        return n, *middle, channels // self.heads
+
+
 def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
     """The (N, H, W, C) of a shape; see `PlannedValue`."""
     if len(shape) == 4:

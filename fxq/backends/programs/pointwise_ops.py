@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,25 +11,27 @@ import torch
 from fxq.backends.programs.areas import ByteGrid
 from fxq.backends.programs.layer_steps import ProductStep
 from fxq.backends.programs.plan import ProgramPlan
-from fxq.backends.programs.planned_values import PlannedValue, PlannedWeight, plans, refuse
+from fxq.backends.programs.planned_values import PlannedHeads, PlannedValue, PlannedWeight, plans, refuse
 from fxq.backends.programs.program_steps import Function, PointwiseStep
 
 
 @plans("quantize")
 def quantize(
     plan: ProgramPlan, x: Any, *, scale: Any, zero_point: Any, qmin: int, qmax: int, dtype: Any, axis: Any, block: Any
-) -> PlannedValue:
+) -> Any:
     refuse(not isinstance(scale, float) or dtype != torch.uint8, "it rounds to other grids than one of uint8")
     refuse(axis is not None or block is not None, "it rounds to several grids")
-    return plan.quantize(x, ByteGrid(scale, int(zero_point), qmin, qmax))
+    grid = ByteGrid(scale, int(zero_point), qmin, qmax)
+    return replace(x, whole=plan.quantize(x.whole, grid)) if isinstance(x, PlannedHeads) else plan.quantize(x, grid)
 
 
 @plans("dequantize")
-def dequantize(plan: ProgramPlan, x: PlannedValue, *, scale: Any, zero_point: Any, **_: Any) -> PlannedValue:
+def dequantize(plan: ProgramPlan, x: Any, *, scale: Any, zero_point: Any, **_: Any) -> Any:
+    if isinstance(x, PlannedHeads):
+        return replace(x, whole=dequantize(plan, x.whole, scale=scale, zero_point=zero_point))
     refuse(not isinstance(scale, float) or not isinstance(x, PlannedValue), "its grid is no constant")
     refuse(bool(x.area.is_float) or x.step is not None, "it reads no integers")
-    x = plan.inside(x)
-    return PlannedValue(x.area, x.rank, x.axis, ByteGrid(scale, int(zero_point)))
+    return replace(plan.inside(x), grid=ByteGrid(scale, int(zero_point)))
 
 
 @plans("add")

@@ -103,6 +103,10 @@ class ProgramStep(ABC):
         slope = self.function.slope
         return rows.constant(torch.ones(LANES, dtype=torch.float32) if slope is None else slope.expand(LANES))
 
+    def scratch(self, loops: ModuleType) -> int:
+        """Bytes of memory that it wants while it runs, where that is more than for its channels."""
+        return 0
+
     def kind(self, rows: StepRows) -> int:
         """The number of its function."""
         return int(rows.loops.NAMES.index(self.function.name))
@@ -226,20 +230,31 @@ class NormStep(ProgramStep):
 
 @dataclass(eq=False)
 class MoveStep(ProgramStep):
-    """The same values in another order."""
+    """The same values in another order.
+
+    Attributes:
+        x: what it reads, of one row if it has heads.
+        by: of what is written, the elements from a row, pixel and channel of what is read to the next.
+        heads: of how many equal parts the channels of a pixel are. With more than one, each part is a row.
+    """
 
     bends: ClassVar[bool] = False
+    rounds: ClassVar[bool] = False
     x: Area = field(kw_only=True)
-    by: Sequence[int] = field(kw_only=True)
-    """Elements of the result from a row, pixel and channel of what is read to the next."""
+    by: Callable[[Area], tuple[int, int, int]] = field(kw_only=True)
+    heads: int = 1
 
     @property
     def reads(self) -> list[Area]:
         return [self.x]
 
     def rows(self, rows: StepRows) -> list[list[int]]:
-        read = [self.x.sample, self.x.pitch, self.x.wide]
+        samples, high, broad, channels = self.x.shape
+        depth, x = channels // self.heads, self.x
+        strides, counts = [x.sample, x.pitch, x.wide], [samples, high, broad, channels]
+        if self.heads > 1:
+            strides, counts = [x.sample, depth, x.wide], [samples, self.heads, broad, depth]
         return [[
-            rows.loops.MOVE, *self.x.origin, *read, *self.out.origin, self.out.sample, *self.by, *self.x.shape,
-            self.x.size,
+            rows.loops.MOVE, *x.origin, *strides, *self.out.origin, self.out.sample, *self.by(self.out), *counts,
+            x.size,
         ]]  # fmt: skip
