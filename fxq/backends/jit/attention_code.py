@@ -53,12 +53,16 @@ many_rows, four_rows, one_row = (_float_tile(rows) for rows in (ROWS, 4, 1))
 @on_addresses
 def exponentials(b, x, blocks, total):
     """2**(y - the largest y) of floats y in place, 16 in each block, and their sum."""
+
+    def larger(one: Any, other: Any) -> Any:
+        return b.select(b.fcmp_ordered(">", one, other), one, other)
+
     largest = cgutils.alloca_once(b, FLOATS)
     b.store(splat(b, _LOWEST), largest)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
         y, most = load(b, b.add(x, b.mul(block.index, number(4 * LANES))), FLOATS), b.load(largest)
-        b.store(b.select(b.fcmp_unordered(">", y, most), y, most), largest)
-    most = splat(b, vectors.joined(b, b.load(largest), lambda one, other: _larger(b, one, other)))
+        b.store(larger(y, most), largest)
+    most = splat(b, vectors.joined(b, b.load(largest), larger))
     sums = cgutils.alloca_once(b, FLOATS)
     b.store(splat(b, 0.0), sums)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
@@ -67,11 +71,6 @@ def exponentials(b, x, blocks, total):
         store(b, y, place)
         b.store(b.fadd(b.load(sums), y), sums)
     store(b, vectors.joined(b, b.load(sums), b.fadd), total)
-
-
-def _larger(b: Any, one: Any, other: Any) -> Any:
-    """The larger of two numbers; NaN if one of them is none."""
-    return b.select(b.fcmp_unordered(">", one, other), one, b.select(b.fcmp_unordered("uno", other, other), other, other))
 
 
 @on_addresses

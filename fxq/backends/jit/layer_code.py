@@ -68,6 +68,7 @@ def _layer_sums(
     bases = _lines(b, x, places, pixels)
     read = cgutils.alloca_once(b, INT64)
     b.store(weight, read)
+    ahead = b.mul(b.mul(many, groups), number(LANES * GROUP))
     with cgutils.for_range(b, many, intp=INT64) as run:
         skip = _run(b, runs, run.index)
         lines = [b.add(base, skip) for base in bases]
@@ -75,6 +76,7 @@ def _layer_sums(
             at = b.load(read)
             columns = load(b, at, kind)
             b.store(b.add(at, number(LANES * GROUP)), read)
+            vectors.prefetch(b, b.add(at, ahead))
             along = b.mul(group.index, number(GROUP))
             for line, (total,) in zip(lines, totals, strict=True):
                 values = load(b, b.add(line, along), ir.IntType(8 * GROUP))

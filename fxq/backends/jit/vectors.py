@@ -45,6 +45,14 @@ def load(b: Any, address: Any, kind: Any, offset: int = 0) -> Any:
     return found
 
 
+def prefetch(b: Any, address: Any) -> None:
+    """Bring the line of an address near, which is read soon."""
+    kind, flag = INT8.as_pointer(), ir.IntType(32)
+    made = ir.FunctionType(ir.VoidType(), [kind, flag, flag, flag])
+    function = cgutils.get_or_insert_function(b.module, made, "llvm.prefetch.p0i8")
+    b.call(function, [b.inttoptr(address, kind), *(ir.Constant(flag, value) for value in (0, 3, 1))])
+
+
 def store(b: Any, value: Any, address: Any) -> None:
     """Write a value to an address."""
     b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
@@ -92,10 +100,12 @@ def rounded(b: Any, x: Any) -> Any:
 
 def joined(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
     """All lanes as one number."""
-    values = [b.extract_element(x, ir.Constant(INT32, k)) for k in range(LANES)]
-    while len(values) > 1:
-        values = [join(one, other) for one, other in zip(values[::2], values[1::2], strict=True)]
-    return values[0]
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        order = ir.VectorType(INT32, lanes)
+        x = join(*(b.shuffle_vector(x, x, ir.Constant(order, [k + half for k in range(lanes)])) for half in (0, lanes)))
+    return b.extract_element(x, ir.Constant(INT32, 0))
 
 
 def bounds(b: Any, numbers: Any) -> list[Any]:
@@ -119,27 +129,23 @@ def _polynomial(b: Any, x: Any, first: float, *others: float) -> Any:
     return y
 
 
-def _factors(b: Any, x: Any) -> tuple[Any, Any]:
-    """Two numbers whose product is 2**x: the whole part of x is the exponent of one; a polynomial is the other."""
+def power_of_two(b: Any, x: Any) -> Any:
+    """2**x, within 2**-120 and 2**120. The whole part of x is the exponent of the float; a polynomial is the rest."""
     power = within(b, x, splat(b, -_MOST), splat(b, _MOST))
     whole = intrinsic_of(b, "llvm.rint.v16f32", FLOATS, [power])
-    # Taylor series of 2**r up to r**6: |r| <= 1/2
-    p = _polynomial(
-        b, b.fsub(power, whole), 1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0
-    )
+    # 2**r for |r| <= 1/2 with the least relative error, 9.2e-8, of those that are 1 at 0
+    y = _polynomial(b, b.fsub(power, whole), 1.3264726e-3, 9.6715130e-3, 5.5507336e-2, 2.4022242e-1, 6.9314700e-1, 1.0)
+    if HAS_AVX512:
+        all_lanes, mode = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)  # rounded as everything is
+        return intrinsic_of(b, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [y, whole, y, all_lanes, mode])
     exponent = b.shl(b.add(b.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES)), ir.Constant(INTS, [23] * LANES))
-    return p, b.bitcast(exponent, FLOATS)
-
-
-def power_of_two(b: Any, x: Any) -> Any:
-    """2**x, within 2**-120 and 2**120."""
-    return b.fmul(*_factors(b, x))
+    return b.fmul(y, b.bitcast(exponent, FLOATS))
 
 
 def sigmoid(b: Any, x: Any) -> Any:
     """1 / (1 + exp(-x))."""
     power = b.fmul(x, splat(b, -LOG2E))
-    y = _inverse(b, fused(b, *_factors(b, power), 1.0))
+    y = _inverse(b, b.fadd(power_of_two(b, power), splat(b, 1.0)))
     return b.select(b.fcmp_ordered(">=", power, splat(b, _MOST)), splat(b, 0.0), y)
 
 
