@@ -10,7 +10,7 @@ from numba.core import cgutils
 
 from fxq.backends.jit import vectors
 from fxq.backends.jit.machine_code import HAS_VNNI, WIDE, on_addresses
-from fxq.backends.jit.vectors import FLOATS, INT8, INT32, INT64, INTS, LANES, load, number, splat, store
+from fxq.backends.jit.vectors import FLOATS, INT8, INT64, INTS, LANES, load, number, splat, store
 
 
 def _packed(b: Any, floats: Sequence[Any], low: Any, high: Any) -> Any:

@@ -27,7 +27,7 @@ from fxq.backends.programs.planned_values import (
 )
 from fxq.backends.programs.program_steps import CLAMP, Function, MoveStep, PointwiseStep, ProgramStep, QuantizeStep
 from fxq.errors import words_of
-from fxq.graph.query import arguments_of, op_of, read_attribute
+from fxq.graph.query import arguments_of, is_size, op_of, read_attribute
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
 
@@ -90,8 +90,9 @@ class ProgramPlan:
         """What steps read and write."""
         return list(dict.fromkeys(area for step in self.steps for area in (*step.reads, step.out)))
 
-    def _input(self, i: int, x: Tensor, axis: int) -> PlannedValue:
-        refuse(x.dtype not in (torch.float32, torch.uint8), f"it takes {x.dtype}")
+    def _input(self, i: int, x: Tensor, axis: int) -> PlannedValue | Tensor:
+        if x.dtype not in (torch.float32, torch.uint8):
+            return x  # of which no more than sizes can be read
         shape = as_images(x.shape, axis)
         area = Area(shape, x.dtype == torch.float32, room=shape[3], base=GIVEN + i)
         return PlannedValue(area, x.dim(), axis)
@@ -155,6 +156,8 @@ class ProgramPlan:
         if node.op == "get_attr":
             return PlannedWeight(read_attribute(gm, str(node.target)).detach())
         args, kwargs = arguments_of(node, known)
+        if is_size(node):
+            return _size(node, args, kwargs)
         unit = unit_of(gm, node)
         if unit is not None:
             value = self._unit(node.name, unit, args)
@@ -318,3 +321,13 @@ class ProgramPlan:
             return self.settle(made, grid)
         x = self.read(value)
         return self.settle(self.add(PointwiseStep, x, x=x.area, x_grid=x.grid), grid)
+
+
+def _size(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Sizes of values, and what is computed with sizes."""
+    is_value = (PlannedValue, PlannedHeads, PlannedWeight)
+    args = [torch.empty(x.shape, device="meta") if isinstance(x, is_value) else x for x in args]
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)

@@ -38,6 +38,11 @@ class PlannedWeight:
     axis: int = 0
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.values.shape)
+
+    @property
     def real(self) -> Tensor:
         """Its values in float32."""
         if self.scale is None:

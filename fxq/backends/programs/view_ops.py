@@ -66,8 +66,8 @@ def permute(plan: ProgramPlan, x: Any, *, dims: Any) -> PlannedValue | PlannedHe
     return PlannedValue(x.area, 4, turned, x.grid)
 
 
-@plans("identity")
-def identity(plan: ProgramPlan, x: Any) -> Any:
+@plans("identity", "contiguous")
+def identity(plan: ProgramPlan, x: Any, **_: Any) -> Any:
     return x
 
 
