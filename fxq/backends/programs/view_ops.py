@@ -93,4 +93,3 @@ def _joined(plan: ProgramPlan, x: Any) -> PlannedValue:
 def _split(plan: ProgramPlan, x: PlannedValue, sizes: Sequence[int]) -> PlannedHeads:
     refuse(len(sizes) != 2, f"it splits an axis into {len(sizes)}")
     return PlannedHeads(plan.settle(x, None), sizes[0])
-
