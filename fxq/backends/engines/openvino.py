@@ -69,12 +69,12 @@ class OpenvinoKernel(OnnxKernel):
     @classmethod
     def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
         """As in `OnnxKernel`. Each thread has a request of its own: one serves a single call at a time."""
-        return partial(OpenvinoRequest, compile_model(model, threads, **options))
+        return partial(OpenvinoRequest, compile_model(_read(model), threads, **options))
 
     @classmethod
     def profile(cls, model: Any, inputs: Sequence[Tensor], **options: Any) -> Iterable[EngineLayer]:
         """As in `OnnxKernel`."""
-        compiled = compile_model(model, torch.get_num_threads(), PERF_COUNT=True, **options)
+        compiled = compile_model(_read(model), torch.get_num_threads(), PERF_COUNT=True, **options)
         request = OpenvinoRequest(compiled)
         for i, x in enumerate(inputs):
             request.set_input(i, x)
@@ -91,15 +91,16 @@ class OpenvinoKernel(OnnxKernel):
         """As in `RegionKernel`: with snippets or without, and the convolutions that other kernels run faster."""
         if self.form is None:
             return
-        model, tensors = self.model_for(self.form.module(self), inputs)
-        arrays, compiled = [x.numpy() for x in tensors], partial(compile_model, model, torch.get_num_threads())
+        written, tensors = self.model_for(self.form.module(self), inputs)
+        model, arrays = _read(written), [x.numpy() for x in tensors]
+        compiled = partial(compile_model, model, torch.get_num_threads())
         self.adopt({"snippets": not faster_without_snippets(compiled, arrays)})
         timed = partial(compiled, snippets=self.snippets, PERF_COUNT=True)
-        self.adopt({"jit": faster_in_jit(_read(model), timed, arrays)})
+        self.adopt({"jit": faster_in_jit(model, timed, arrays)})
 
 
 def compile_model(model: Any, threads: int, jit: Sequence[str] = (), snippets: bool = True, **config: Any) -> Any:
-    """An `onnx.ModelProto` as OpenVINO compiles it; the convolutions of these names run in kernels of the other kind.
+    """An `openvino.Model`, compiled; the convolutions of these names run in kernels of the other kind.
 
     See `fxq/backends/engines/openvino_tuning.py`.
     """
@@ -107,8 +108,8 @@ def compile_model(model: Any, threads: int, jit: Sequence[str] = (), snippets: b
         "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32",
         "ENABLE_CPU_PINNING": False,
     }  # fmt: skip
-    core, read = _core(), _read(model)
-    told = in_jit(core, read, jit) if jit else read
+    core = _core()
+    told = in_jit(core, model, jit) if jit else model
     if not snippets:
         try:
             return core.compile_model(told, "CPU", {**settings, **NO_SNIPPETS, **config})
@@ -118,6 +119,7 @@ def compile_model(model: Any, threads: int, jit: Sequence[str] = (), snippets: b
 
 
 def _read(model: Any) -> Any:
+    """An `onnx.ModelProto` as an `openvino.Model`."""
     return _core().read_model(model.SerializeToString())
 
 

@@ -25,7 +25,7 @@ NO_SNIPPETS = {"SNIPPETS_MODE": "DISABLE"}
 """The entry of a configuration; it is not among those that OpenVINO documents."""
 JIT = "cpu:jit_avx512,cpu:jit_avx2"
 """The older kernels, as `primitives_priority` has them: the first that the machine has."""
-ROUNDS, SECONDS = 3, 6.0
+ROUNDS, SECONDS = 3, 2.0
 """How often either kind is compiled and timed, and after which time no more: where memory lies makes a difference."""
 GAIN = 0.03
 """A kernel that is faster by less is not another choice: times are not more exact than that."""
