@@ -38,7 +38,8 @@ def distance(found, exact, grid):
 def made(steps, given):
     """What the last step makes, (N, H, W, C), after the ones before it.
 
-    All lies among random bytes. None may change but those of results and of the room behind their channels.
+    All lies among random bytes. None may change but those of results and of the room behind their channels. Steps that
+    ask for memory while they run have as much as that, and no more.
 
     Args:
         steps: in order.
@@ -64,11 +65,13 @@ def made(steps, given):
     loops = compiler.loops("program_loops")
     rows = StepRows(loops)
     table = [row + [0] * (loops.WIDTH - len(row)) for step in steps for row in step.rows(rows)]
-    scratch = torch.randint(0, 256, (loops.SCRATCH + 8 * max(area.wide for area in areas),), dtype=torch.uint8)
+    usual = loops.SCRATCH + 8 * max(area.wide for area in areas)
+    scratch = torch.randint(0, 256, (max(step.scratch(loops) or usual for step in steps) + 64,), dtype=torch.uint8)
+    behind = scratch[-64:].clone()
     table, bases = torch.tensor(table), torch.tensor([memory.data_ptr()] * 8)
     bases[ABSOLUTE], bases[SCRATCH] = 0, scratch.data_ptr()
     loops.run(table.data_ptr(), len(table), bases.data_ptr())
-    assert torch.equal(memory[~may_change], before[~may_change])
+    assert torch.equal(memory[~may_change], before[~may_change]) and torch.equal(scratch[-64:], behind)
     return _values(memory, steps[-1].out).clone()
 
 

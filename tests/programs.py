@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from fxq.backends.programs.plan import ProgramPlan, planned
 from fxq.backends.programs.planned_values import NotPlannedError
 from fxq.backends.programs.program_steps import ProgramStep
 from fxq.backends.programs.region_program import RegionProgram
+from fxq.graph.info import set_info
 from fxq.graph.query import submodule
 from fxq.ops import OPS
 from tests.helpers import plain
@@ -76,6 +77,15 @@ class Draft:
         node = self.graph.call_function(OPS[name].target, args, options)
         read = fx.map_arg((args, options), lambda n: self.values[n])
         self.values[node] = OPS[name].target(*read[0], **read[1])
+        return node
+
+    def size(self, target: str | Callable[..., Any], *args: Any) -> fx.Node:
+        """Sizes of a value, or what is computed with them: a method of a tensor by its name, or a function."""
+        is_method = isinstance(target, str)
+        node = self.graph.create_node("call_method" if is_method else "call_function", target, args)
+        set_info(node)
+        first, *others = fx.map_arg(args, lambda n: self.values[n])
+        self.values[node] = getattr(first, target)(*others) if is_method else target(first, *others)
         return node
 
     def quantize(self, x: fx.Node, grid: tuple[float, int] | None = None) -> fx.Node:

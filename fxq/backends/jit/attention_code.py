@@ -15,7 +15,8 @@ COLUMNS = 2 * LANES if HAS_AVX512 else LANES
 """Of how many columns a tile is."""
 ROWS = 12 if HAS_AVX512 else 4
 """Of how many rows a large tile is. Small ones are of 4, or of one."""
-_LOWEST = -3.0e38
+_LOWEST, _NONE = -3.0e38, -120.0
+"""Less than any number; the exponent from which on a power of two counts as 0."""
 
 
 def _float_tile(rows: int) -> Any:
@@ -52,7 +53,7 @@ many_rows, four_rows, one_row = (_float_tile(rows) for rows in (ROWS, 4, 1))
 
 @on_addresses
 def exponentials(b, x, blocks, total):
-    """2**(y - the largest y) of floats y in place, 16 in each block, and their sum."""
+    """2**(y - the largest y) of floats y in place, 16 in each block, and their sum. Those below 2**-120 are 0."""
 
     def larger(one: Any, other: Any) -> Any:
         return b.select(b.fcmp_ordered(">", one, other), one, other)
@@ -67,7 +68,8 @@ def exponentials(b, x, blocks, total):
     b.store(splat(b, 0.0), sums)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
         place = b.add(x, b.mul(block.index, number(4 * LANES)))
-        y = vectors.power_of_two(b, b.fsub(load(b, place, FLOATS), most))
+        power = b.fsub(load(b, place, FLOATS), most)
+        y = b.select(b.fcmp_unordered(">", power, splat(b, _NONE)), vectors.power_of_two(b, power), splat(b, 0.0))
         store(b, y, place)
         b.store(b.fadd(b.load(sums), y), sums)
     store(b, vectors.joined(b, b.load(sums), b.fadd), total)

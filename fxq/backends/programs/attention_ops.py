@@ -27,9 +27,8 @@ def scaled_dot_product_attention(
     enable_gqa: bool,
 ) -> PlannedHeads:
     refuse(attn_mask is not None or dropout_p, "it has a mask, or drops values")
-    query, key, value = (heads_of(plan, part) for part in (x, key, value))
+    query, key, value = (heads_of(plan, part, turned=True) for part in (x, key, value))
     n, heads, _, depth = query.shape
-    refuse(not (query.turned and key.turned and value.turned), "its heads are not its second axis")
     refuse(key.shape != value.shape or key.shape[:2] != (n, heads) or key.shape[3] != depth, "its heads differ")
     areas = [_floats(plan, part) for part in (query, key, value)]
     scale = 1 / math.sqrt(depth) if scale is None else scale

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fxq.backends.kernel import pair
 from fxq.backends.programs.areas import ARENA, LANES, Area
 from fxq.backends.programs.plan import ProgramPlan
-from fxq.backends.programs.planned_values import RAW, NotPlannedError, PlannedValue, plans, refuse
+from fxq.backends.programs.planned_values import RAW, NotPlannedError, PlannedValue, constant_of, plans, refuse
 from fxq.backends.programs.program_steps import NormStep, PoolStep
 
 
@@ -88,8 +88,9 @@ def layer_norm(
     x = plan.read(x)
     channels = x.area.shape[3]
     refuse(x.axis != x.rank - 1 or tuple(normalized_shape) != (channels,), "it norms other axes than the channels")
-    by = torch.ones(channels, dtype=torch.float32) if weight is None else weight.real
-    added = torch.zeros(channels, dtype=torch.float32) if bias is None else bias.real
+    by, added = constant_of(weight, "weight"), constant_of(bias, "bias")
+    by = torch.ones(channels, dtype=torch.float32) if by is None else by
+    added = torch.zeros(channels, dtype=torch.float32) if added is None else added
     return plan.add(NormStep, x, x=x.area, x_grid=x.grid, weight=by, bias=added, eps=eps)
 
 

@@ -7,12 +7,11 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fxq.backends.kernel import pair
 from fxq.backends.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.programs.plan import ProgramPlan
-from fxq.backends.programs.planned_values import PlannedValue, PlannedWeight, plans, refuse
+from fxq.backends.programs.planned_values import PlannedValue, PlannedWeight, constant_of, plans, refuse
 from fxq.backends.programs.pointwise_ops import binary
 from fxq.ops.convolution import conv_padding
 
@@ -114,7 +113,7 @@ def conv_transpose2d(
     scale = weight.scale.expand(columns)
     many = down * right
     spread = [(r, s, c) for r in range(down) for s in range(right) for c in range(columns)]
-    added = _bias(bias)
+    added = constant_of(bias, "bias")
     repeated = None if added is None else PlannedWeight(added.repeat(many))
     return _product(
         plan, x, PlannedWeight(values.view(many * columns, len(taps), channels), scale.repeat(many)), repeated,
@@ -129,12 +128,9 @@ def batch_norm(
 ) -> PlannedValue:
     """On integers a depthwise layer with one tap, whose weight is 1, and whose scale is that of the norm."""
     refuse(not isinstance(mean, PlannedWeight) or not isinstance(var, PlannedWeight), "it has no statistics")
-    scale, added = torch.rsqrt(var.real + eps), torch.zeros_like(mean.real)
-    if weight is not None:
-        scale = scale * weight.real
-    if bias is not None:
-        added = added + bias.real
-    added = added - mean.real * scale
+    scale, by, added = torch.rsqrt(var.real + eps), constant_of(weight, "weight"), constant_of(bias, "bias")
+    scale = scale if by is None else scale * by
+    added = (0.0 if added is None else added) - mean.real * scale
     x = plan.read(x)
     channels = x.area.shape[3]
     refuse(x.rank not in (2, 4) or (x.rank == 4 and x.axis != 1), "its input has other channels")
@@ -155,15 +151,9 @@ def _float_layer(plan: ProgramPlan, x: PlannedValue, weight: PlannedWeight, bias
     real = weight.real.flatten(1)
     columns, depth = real.shape
     refuse(depth != x.area.shape[3], "it is a layer in float with windows or groups")
-    added = _bias(bias)
+    added = constant_of(bias, "bias")
     x = plan.inside(x)
     return plan.add(LinearStep, x, (x.area.shape[0], 1, 1, columns), x=x.area, weight=real, bias=added)
-
-
-def _bias(bias: Any) -> Tensor | None:
-    """What a layer adds, float32."""
-    refuse(bias is not None and not isinstance(bias, PlannedWeight), "its bias is no constant")
-    return None if bias is None else bias.real
 
 
 def _product(
@@ -176,7 +166,7 @@ def _product(
     refuse(wanted != channels, f"its input has {channels} channels, its weight {wanted}")
     depth = math.prod(weight.values.shape[1:])
     refuse(depth * 255 * 128 > 2**31 - 1, f"its sums of {depth} products leave int32")
-    added = _bias(bias)
+    added = constant_of(bias, "bias")
     scale = weight.scale.float().expand(columns)
     made = plan.add(
         ProductStep, x, shape, x=x.area, x_grid=x.grid, weight=weight.values, scale=scale, bias=added, **about

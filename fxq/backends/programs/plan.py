@@ -98,7 +98,7 @@ class ProgramPlan:
         return PlannedValue(area, x.dim(), axis)
 
     def _output(self, i: int, value: Any) -> PlannedValue:
-        value = self._rows(value) if isinstance(value, PlannedHeads) else value
+        value = self.rows(value) if isinstance(value, PlannedHeads) else value
         refuse(not isinstance(value, PlannedValue), "it returns what is no tensor that it computes")
         area = Area(value.area.shape, None, room=value.area.shape[3], base=GIVEN + len(self._given) + i)
         step = value.step
@@ -113,12 +113,6 @@ class ProgramPlan:
         self.steps.append(PointwiseStep("copy", area, grid=grid, x=value.area, x_grid=value.grid or grid))
         self._reads(value.area)
         return replace(value, area=area)
-
-    def _rows(self, x: PlannedHeads) -> PlannedValue:
-        """Heads as a value of four axes, where they lie as these say."""
-        return self.moved(
-            x.whole, 4, x.shape, lambda to: (to.pitch, to.wide, 1) if x.turned else (to.wide, to.pitch, 1), x.heads
-        )
 
     def _reads(self, area: Area) -> None:
         """A step reads an area; of an input, the channels of a pixel lie side by side then."""
@@ -302,6 +296,12 @@ class ProgramPlan:
         if not x.area.is_float:
             self.settle(made, RAW).grid = x.grid
         return made
+
+    def rows(self, x: PlannedHeads) -> PlannedValue:
+        """Heads as a value of four axes, where they lie as these say."""
+        return self.moved(
+            x.whole, 4, x.shape, lambda to: (to.pitch, to.wide, 1) if x.turned else (to.wide, to.pitch, 1), x.heads
+        )
 
     def copy(self, area: Area, to: Area) -> None:
         """Write integers to another place, too."""

@@ -105,6 +105,12 @@ def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
     return shape[0], 1, 1, shape[1]
 
 
+def constant_of(value: Any, what: str) -> Tensor | None:
+    """A constant that an op reads, in float32; None where it has none."""
+    refuse(value is not None and not isinstance(value, PlannedWeight), f"its {what} is no constant")
+    return None if value is None else value.real
+
+
 def dequantized_weight(
     q: PlannedWeight,
     *,

@@ -15,7 +15,7 @@ from fxq.backends.programs.planned_values import PlannedHeads, PlannedValue, pla
 @plans("flatten")
 def flatten(plan: ProgramPlan, x: Any, *, start_dim: int, end_dim: int) -> PlannedValue:
     if (start_dim % 4, end_dim % 4) == (2, 3):
-        return _joined(plan, x)
+        return heads_of(plan, x, turned=False).whole
     refuse(not isinstance(x, PlannedValue) or x.rank != 4 or x.axis != 1, "its input is no image")
     refuse(start_dim % x.rank != 1 or end_dim % x.rank != 3, "it joins other axes than those of a sample")
     plan.settle(x, None)
@@ -37,8 +37,8 @@ def reshape(plan: ProgramPlan, x: Any, *, shape: Sequence[Any]) -> Any:
     wanted = tuple(torch.empty(x.shape, device="meta").reshape(shape).shape)
     if wanted == x.shape:
         return x
-    if len(x.shape) == 4 and wanted[:2] == x.shape[:2]:
-        return _joined(plan, x)
+    if len(x.shape) == 4 and wanted == (*x.shape[:2], math.prod(x.shape[2:])):
+        return heads_of(plan, x, turned=False).whole
     refuse(not isinstance(x, PlannedValue), "it splits or joins other axes than the last ones")
     if x.rank == 4 and wanted == (x.shape[0], math.prod(x.shape[1:])):
         return flatten(plan, x, start_dim=1, end_dim=-1)
@@ -48,7 +48,7 @@ def reshape(plan: ProgramPlan, x: Any, *, shape: Sequence[Any]) -> Any:
 
 @plans("transpose")
 def transpose(plan: ProgramPlan, x: Any, *, dim0: int, dim1: int) -> PlannedHeads:
-    x = heads_of(plan, x)
+    x = x if isinstance(x, PlannedHeads) else heads_of(plan, x, turned=True)
     refuse({dim0 % 4, dim1 % 4} != {1, 2}, "it moves values")
     return PlannedHeads(x.whole, x.heads, not x.turned)
 
@@ -71,23 +71,21 @@ def identity(plan: ProgramPlan, x: Any, **_: Any) -> Any:
     return x
 
 
-def heads_of(plan: ProgramPlan, x: Any, turned: bool = True) -> PlannedHeads:
-    """A value as heads; one of four axes that was none of them yet is moved."""
+def heads_of(plan: ProgramPlan, x: Any, turned: bool) -> PlannedHeads:
+    """A value of four axes as heads, whose number is its second axis if they are turned, else the third one.
+
+    Unless it is such heads already, it is moved.
+    """
     if isinstance(x, PlannedHeads):
-        return x
+        if x.turned == turned:
+            return x
+        x = plan.rows(x)
     refuse(not isinstance(x, PlannedValue) or x.rank != 4 or x.axis != 3, "its input has no heads")
     n, heads, length, depth = x.shape if turned else (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
     whole = plan.moved(
         x, 3, (n, 1, length, heads * depth), lambda out: (depth, out.wide, 1) if turned else (out.wide, depth, 1)
     )
     return PlannedHeads(whole, heads, turned)
-
-
-def _joined(plan: ProgramPlan, x: Any) -> PlannedValue:
-    """(N, L, heads, D) as (N, L, heads * D)."""
-    x = heads_of(plan, x, turned=False)
-    refuse(x.turned, "it joins other axes than those of heads")
-    return x.whole
 
 
 def _split(plan: ProgramPlan, x: PlannedValue, sizes: Sequence[int]) -> PlannedHeads:

@@ -261,5 +261,26 @@ def test_moves(shape, is_float, dense, border, seed):
     x = Area(shape, is_float, c if dense else 0, border=(border, border, 0, border))
     out = Area((n, 1, 1, c * h * w), is_float)
     given = values(shape, None if is_float else ByteGrid(1.0, 0))
-    found = made([MoveStep("move", out, x=x, by=(w, 1, h * w))], {x: given})
+    found = made([MoveStep("move", out, x=x, by=lambda _: (w, 1, h * w))], {x: given})
     assert torch.equal(found.flatten(1), given.permute(0, 3, 1, 2).flatten(1))
+
+
+@settings(deadline=None)
+@given(
+    batch=st.integers(1, 2), length=st.integers(1, 5), heads=st.integers(1, 4), depth=st.integers(1, 20),
+    is_turned=st.booleans(), is_float=st.booleans(), dense=st.booleans(), seed=SEEDS,
+)  # fmt: skip
+def test_moves_of_heads(batch, length, heads, depth, is_turned, is_float, dense, seed):
+    """The parts of each pixel become pixels, or with `is_turned` rows; what is written has a border, and room."""
+    torch.manual_seed(seed)
+    x = Area((batch, 1, length, heads * depth), is_float, heads * depth if dense else 0)
+    shape = (batch, heads, length, depth) if is_turned else (batch, length, heads, depth)
+    out = Area(shape, is_float, border=(1, 0, 0, 2))
+    given = values(x.shape, None if is_float else ByteGrid(1.0, 0))
+
+    def by(to):
+        return (to.pitch, to.wide, 1) if is_turned else (to.wide, to.pitch, 1)
+
+    found = made([MoveStep("move", out, x=x, by=by, heads=heads)], {x: given})
+    wanted = given[:, 0].unflatten(-1, (heads, depth))
+    assert torch.equal(found, wanted.transpose(1, 2) if is_turned else wanted)

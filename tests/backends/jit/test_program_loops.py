@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fxq.backends.programs.areas import ARENA, GIVEN, Area, ByteGrid
-from fxq.backends.programs.layer_steps import LinearStep, ProductStep
+from fxq.backends.programs.layer_steps import AttentionStep, LinearStep, ProductStep
 from fxq.backends.programs.program_steps import (
     Function,
     MoveStep,
@@ -86,7 +86,8 @@ def test_no_step_has_more_numbers_than_a_row():
         loops.POOL: [PoolStep("pool", f, kernel=(1, 1), stride=(1, 1), **about)],
         loops.NORM: [NormStep("norm", f, weight=torch.ones(64), bias=torch.ones(64), eps=0.1, **about)],
         loops.LINEAR: [LinearStep("layer", g, x=pixel, weight=torch.ones(256, 256), bias=None)],
-        loops.MOVE: [MoveStep("move", g, x=f, by=(1, 1, 1))],
+        loops.MOVE: [MoveStep("move", g, x=f, by=lambda _: (1, 1, 1))],
+        loops.ATTENTION: [AttentionStep("heads", f, query=f, key=f, value=f, heads=4, scale=1.0)],
         loops.QUANTIZE: [QuantizeStep("q", out, grid=GRID, x=f, strides=lambda: (1, 1, 1, 1))],
     }
     rows = StepRows(loops)
@@ -94,7 +95,7 @@ def test_no_step_has_more_numbers_than_a_row():
         for step in all_of_it:
             for row in step.rows(rows):
                 assert row[0] == code and len(row) <= loops.WIDTH and all(type(value) is int for value in row)
-    assert len({*steps, loops.DEPTHWISE}) == 8
+    assert len({*steps, loops.DEPTHWISE}) == 9
 
 
 def network(shape):

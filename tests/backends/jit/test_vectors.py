@@ -46,6 +46,35 @@ def pieces(b, x, numbers, out):
         vectors.store(b, value, place)
 
 
+@on_addresses
+def powers(b, x, out):
+    """2**x of 16 floats."""
+    vectors.store(b, vectors.power_of_two(b, vectors.load(b, x, vectors.FLOATS)), out)
+
+
+@on_addresses
+def joins(b, x, out):
+    """16 floats joined by sums, by the larger of two, and by differences."""
+
+    def larger(one, other):
+        return b.select(b.fcmp_ordered(">", one, other), one, other)
+
+    y = vectors.load(b, x, vectors.FLOATS)
+    for k, join in enumerate((b.fadd, larger, b.fsub)):
+        vectors.store(b, vectors.joined(b, y, join), b.add(out, vectors.number(4 * k)))
+
+
+@compiled("i i i")
+def run_powers(x, blocks, out):
+    for k in range(blocks):
+        powers(x + 64 * k, out + 64 * k)
+
+
+@compiled("i i")
+def run_joins(x, out):
+    joins(x, out)
+
+
 @compiled("i i i")
 def run_functions(x, blocks, out):
     for k in range(blocks):
@@ -102,6 +131,64 @@ def test_near_zero():
 @pytest.mark.parametrize("name", ["silu", "hardswish", "gelu"])
 def test_what_is_not_a_number_stays_that(name):
     assert bool(found(torch.full((16,), math.nan))[name].isnan().all())
+
+
+# ---- powers of two
+
+
+def powers_of_two(x):
+    """float32 of any count."""
+    padded = torch.cat([x, torch.zeros(-len(x) % 16)])
+    out = torch.empty_like(padded)
+    run_powers(padded.data_ptr(), len(padded) // 16, out.data_ptr())
+    return out[: len(x)]
+
+
+def test_powers_near_float64():
+    x = torch.cat([torch.linspace(-120, 120, 50001), torch.linspace(-2, 2, 20001), torch.linspace(-1e-4, 1e-4, 2001)])
+    torch.testing.assert_close(powers_of_two(x).double(), 2 ** x.double(), rtol=2e-7, atol=0)
+
+
+def test_powers_of_integers_are_exact():
+    whole = torch.arange(-120.0, 121)
+    assert torch.equal(powers_of_two(whole).double(), 2 ** whole.double())
+
+
+def test_powers_that_are_too_large_or_small():
+    """What is not a number stays so."""
+    found = powers_of_two(torch.tensor([120.01, 128, 1e4, 3e38, math.inf, -120.01, -150, -3e38, -math.inf, math.nan]))
+    assert found[:9].tolist() == [2.0**120] * 5 + [2.0**-120] * 4 and math.isnan(found[9])
+
+
+def test_powers_of_halves():
+    """And of the floats next to them: they are as far from a whole number as any."""
+    half = np.arange(-119, 120, dtype=np.float32) + np.float32(0.5)
+    x = torch.from_numpy(np.concatenate([np.nextafter(half, np.float32(to)) for to in (-999, 999)] + [half]))
+    torch.testing.assert_close(powers_of_two(x).double(), 2 ** x.double(), rtol=2e-7, atol=0)
+
+
+# ---- all lanes as one number
+
+
+def joined_lanes(x):
+    """The sum, the largest, and the difference."""
+    x, out = np.array(x, np.float32), np.zeros(3, np.float32)
+    run_joins(x.ctypes.data, out.ctypes.data)
+    return out.tolist()
+
+
+@pytest.mark.parametrize("lane", range(16))
+def test_each_lane_is_joined(lane):
+    x = np.full(16, -2.0)
+    x[lane] = 5
+    total, largest, difference = joined_lanes(x)
+    sign = (-1) ** lane.bit_count()
+    assert (total, largest, difference) == (-25, 5, 7 * sign)
+
+
+def test_lanes_of_several_sizes():
+    total, largest, _ = joined_lanes([2.0**k for k in range(16)])
+    assert (total, largest) == (2**16 - 1, 2**15)
 
 
 # ---- the others

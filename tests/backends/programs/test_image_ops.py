@@ -1,4 +1,4 @@
-"""Which ops on images become steps: pools, means, joined channels, other orders of axes, norms."""
+"""Which ops on images become steps: pools, means, joined channels, norms."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxq.backends.programs.layer_steps import ProductStep
-from fxq.backends.programs.program_steps import MoveStep, NormStep, PointwiseStep, PoolStep
+from fxq.backends.programs.program_steps import NormStep, PoolStep
 from tests.programs import Draft, check, check_both, kinds, plan_of, program, refused, steps_of
 
 pytestmark = pytest.mark.any_cpu
@@ -223,43 +223,7 @@ def test_unions_of_any_parts(parts, data):
     check(draft, *made[-2:], share=0.1)  # a value that is rounded otherwise changes what several layers make of it
 
 
-# ---- flatten
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (5, 16, 1, 1), (2, 17, 2, 1), (1, 64, 3, 3)])
-def test_what_is_flattened_is_read_by_a_layer(shape):
-    draft = Draft()
-    x = draft.op("flatten", draft.quantize(draft.op("relu", draft.image(*shape))), start_dim=1)
-    features = draft.values[x].shape[1]
-    y = draft.op("linear", draft.dequantize(x), draft.weight(10, features), draft.vector(10))
-    made = check(draft, draft.quantize(y))
-    assert len(steps_of(made, MoveStep)) == (shape[2:] != (1, 1))
-
-
-def test_axes_that_are_not_flattened():
-    draft = Draft()
-    x = draft.quantize(draft.input(draft.normal(2, 3, 4, 5)))
-    assert refused(draft, draft.op("flatten", x, start_dim=2)) == "it joins other axes than those of a sample"
-    assert refused(draft, draft.op("flatten", x, start_dim=0)) == "it joins other axes than those of a sample"
-    draft = Draft()
-    x = draft.quantize(draft.input(draft.normal(2, 3, 4)))
-    assert refused(draft, draft.op("flatten", x, start_dim=1)) == "its input is no image"
-
-
-def test_a_result_in_float_that_is_flattened():
-    draft = Draft()
-    check_both(draft, draft.op("flatten", draft.conv(draft.image(2, 3, 4, 5), 16), start_dim=1))
-
-
-def test_joined_behind_flattening():
-    """The samples of a part lie as far apart as those of the whole."""
-    draft = Draft()
-    x = draft.image(3, 3, 4, 5)
-    parts = [draft.op("flatten", draft.qdq(draft.conv(x, 16), (0.05, 100)), start_dim=1) for _ in range(2)]
-    check_both(draft, draft.qdq(draft.op("cat", parts, dim=1), (0.05, 100)))
-
-
-# ---- permute and layer_norm
+# ---- layer_norm
 
 
 @pytest.mark.parametrize("channels", [5, 16, 96])
@@ -308,31 +272,10 @@ def test_norms_of_values_that_lie_far_from_zero():
     torch.testing.assert_close(program(form, draft.inputs)(*draft.inputs), form(*draft.inputs), rtol=0, atol=1e-4)
 
 
-def test_a_turned_result():
+def test_norms_that_are_refused():
     draft = Draft()
-    x = draft.conv(draft.image(2, 3, 4, 5), 7)
-    turned = draft.op("permute", x, dims=(0, 2, 3, 1))
-    made = check(draft, turned)
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep"]
-    check(draft, draft.op("permute", turned, dims=(0, -1, 1, 2)))
-
-
-def test_permutations_and_norms_that_are_refused():
-    draft = Draft()
-    x = draft.image(2, 3, 4, 5)
-    assert refused(draft, draft.op("permute", x, dims=(0, 1, 3, 2))) == "it moves values"
-    y = draft.op("layer_norm", x, normalized_shape=(4, 5))
+    y = draft.op("layer_norm", draft.image(2, 3, 4, 5), normalized_shape=(4, 5))
     assert refused(draft, y) == "it norms other axes than the channels"
-    draft = Draft()
-    sequence = draft.image(2, 3, 4)
-    assert refused(draft, draft.op("permute", sequence, dims=(0, 2, 1))) == "its input is no image"
-
-
-def test_what_changes_nothing():
-    draft = Draft()
-    y = draft.op("identity", draft.op("identity", draft.conv(draft.image(2, 3, 4, 5), 16)))
-    made = check(draft, draft.quantize(draft.op("relu", y)))
-    assert kinds(made) == ["QuantizeStep", "ProductStep", "PointwiseStep"] and len(steps_of(made, PointwiseStep)) == 1
 
 
 def test_the_border_of_a_part():
