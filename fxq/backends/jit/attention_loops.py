@@ -17,10 +17,13 @@ from fxq.backends.jit.attention_code import (
     transpose_floats,
 )
 from fxq.backends.jit.compiler import helper
-from fxq.backends.jit.memory_loops import at, floats, scratch_of, write
+from fxq.backends.jit.memory_loops import at, bytes_, floats, scratch_of, write
+from fxq.backends.jit.vectors import LOG2E
 
 _f, _ROWS = np.float32, ROWS
-_NOTHING = _f(-math.inf)
+_LOG2E, _NOTHING = _f(LOG2E), _f(-math.inf)
+NO_MASK, CAUSAL, FLOAT_MASK, BOOL_MASK = range(4)
+"""Which scores count: all; those up to the place of the query; all, with floats added; those where a byte is not 0."""
 
 
 @helper
@@ -64,15 +67,17 @@ def _multiply(rows, x, by_row, weight, wide, depth, out):
 
 @helper
 def attention(step, bases):
-    """softmax(query @ key.T * scale) @ value, of each head.
+    """softmax(query @ key.T * scale + mask) @ value, of each head.
 
-    Fields: query, key, value, out, the strides of each by sample and row in bytes, then as they are named here. Heads
-    lie side by side in a row. `factor` is the address of the scale, for powers of two.
+    Fields: query, key, value, out, the mask, the strides of the first four by sample and row, those of the mask by
+    sample, head, query and key, all in bytes, then as they are named here. Heads lie side by side in a row. `factor` is
+    the address of the scale, for powers of two.
     """
     query, key, value, out = at(bases, step, 1), at(bases, step, 3), at(bases, step, 5), at(bases, step, 7)
-    by_query, by_key, by_value, by_out = step[10], step[12], step[14], step[16]
-    samples, length, others, heads, depth = step[17], step[18], step[19], step[20], step[21]
-    is_causal, factor, numbers, to_floats = step[22], step[23], step[24], step[25]
+    mask = at(bases, step, 9)
+    by_query, by_key, by_value, by_out = step[12], step[14], step[16], step[18]
+    samples, length, others, heads, depth = step[23], step[24], step[25], step[26], step[27]
+    which, factor, numbers, to_floats = step[28], step[29], step[30], step[31]
     size = 4 if to_floats else 1
     scored, wide = -(-others // COLUMNS) * COLUMNS, -(-depth // COLUMNS) * COLUMNS
     total = scratch_of(bases)
@@ -82,32 +87,47 @@ def attention(step, bases):
     mixed = scores + 4 * _ROWS * scored
     for n in range(samples):
         for head in range(heads):
-            q, skip = query + n * step[9] + 4 * head * depth, 4 * head * depth
-            _transpose(key + n * step[11] + skip, by_key, others, depth, factor, keys, scored)
-            _copy(value + n * step[13] + skip, by_value, others, depth, values, wide)
+            q, skip = query + n * step[11] + 4 * head * depth, 4 * head * depth
+            _transpose(key + n * step[13] + skip, by_key, others, depth, factor, keys, scored)
+            _copy(value + n * step[15] + skip, by_value, others, depth, values, wide)
             i = 0
             while i < length:
                 rows = _ROWS if length - i >= _ROWS else 4 if length - i >= 4 else 1
                 _multiply(rows, q + i * by_query, by_query, keys, scored, depth, scores)
                 for r in range(rows):
-                    scores_of = carray(floats(scores + 4 * r * scored), scored)
-                    for j in range(min(i + r + 1, others) if is_causal else others, scored):
-                        scores_of[j] = _NOTHING
+                    masked = mask + n * step[19] + head * step[20] + (i + r) * step[21]
+                    count = min(i + r + 1, others) if which == CAUSAL else others
+                    _mask(scores + 4 * r * scored, count, scored, which, masked, step[22])
                 _mix(rows, scores, scored, others, values, wide, mixed, total)
                 for r in range(rows):
-                    made = out + n * step[15] + (i + r) * by_out + size * head * depth
+                    made = out + n * step[17] + (i + r) * by_out + size * head * depth
                     write(mixed + 4 * r * wide, to_floats, numbers, made, depth)
                 i += rows
 
 
 @helper
+def _mask(scores, count, wide, which, mask, between):
+    """Apply a mask, whose numbers are `between` bytes apart, to `count` scores of a query. No others count."""
+    scores = carray(floats(scores), wide)
+    if which == FLOAT_MASK:
+        for j in range(count):
+            scores[j] += carray(floats(mask + j * between), 1)[0] * _LOG2E
+    elif which == BOOL_MASK:
+        for j in range(count):
+            if carray(bytes_(mask + j * between), 1)[0] == 0:
+                scores[j] = _NOTHING
+    for j in range(count, wide):
+        scores[j] = _NOTHING
+
+
+@helper
 def _mix(rows, scores, scored, others, values, wide, mixed, total):
-    """Rows of values, each the mean by the powers of two of its scores."""
+    """Rows of values, each the mean by the powers of two of its scores; of no scores 0."""
     sums = carray(floats(total), _ROWS)
     for r in range(rows):
         exponentials(scores + 4 * r * scored, scored // 16, total + 4 * r)
     _multiply(rows, scores, 4 * scored, values, wide, others, mixed)
     for r in range(rows):
-        row, by = carray(floats(mixed + 4 * r * wide), wide), _f(1) / sums[r]
+        row, by = carray(floats(mixed + 4 * r * wide), wide), _f(0) if sums[r] == 0 else _f(1) / sums[r]
         for j in range(wide):
             row[j] *= by

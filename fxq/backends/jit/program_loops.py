@@ -14,6 +14,10 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.jit.attention_code import COLUMNS as COLUMNS
 from fxq.backends.jit.attention_code import ROWS as ROWS
+from fxq.backends.jit.attention_loops import BOOL_MASK as BOOL_MASK
+from fxq.backends.jit.attention_loops import CAUSAL as CAUSAL
+from fxq.backends.jit.attention_loops import FLOAT_MASK as FLOAT_MASK
+from fxq.backends.jit.attention_loops import NO_MASK as NO_MASK
 from fxq.backends.jit.attention_loops import attention
 from fxq.backends.jit.compiler import compiled
 from fxq.backends.jit.image_loops import CHUNK as CHUNK

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.programs.areas import LANES, Area, ByteGrid
+from fxq.backends.programs.areas import ABSOLUTE, LANES, Area, ByteGrid
 from fxq.backends.programs.program_steps import CLAMP, ProgramStep, StepRows
 
 
@@ -217,7 +217,7 @@ class LinearStep(ProgramStep):
 
 @dataclass(eq=False)
 class AttentionStep(ProgramStep):
-    """softmax(query @ key.T * scale) @ value in float, of heads that lie side by side among the channels.
+    """softmax(query @ key.T * scale + mask) @ value in float, of heads that lie side by side among the channels.
 
     Attributes:
         query: float32, a row of pixels for each sample.
@@ -226,6 +226,8 @@ class AttentionStep(ProgramStep):
         heads: how many.
         scale: what scores are multiplied with.
         is_causal: whether a pixel reads only those up to its own place.
+        mask: float32, what is added to scores; or bytes, 0 where a score does not count; or None.
+        by_mask: elements of the mask from a sample, head, query and key to the next.
     """
 
     bends: ClassVar[bool] = False
@@ -235,10 +237,12 @@ class AttentionStep(ProgramStep):
     heads: int = field(kw_only=True)
     scale: float = field(kw_only=True)
     is_causal: bool = False
+    mask: Area | None = None
+    by_mask: Sequence[int] = (0, 0, 0, 0)
 
     @property
     def reads(self) -> list[Area]:
-        return [self.query, self.key, self.value]
+        return [self.query, self.key, self.value] + ([] if self.mask is None else [self.mask])
 
     def scratch(self, loops: ModuleType) -> int:
         depth, others = self.key.shape[3] // self.heads, self.key.shape[2]
@@ -246,11 +250,16 @@ class AttentionStep(ProgramStep):
         return 64 + 4 * (depth * scored + others * wide + loops.ROWS * (scored + wide))
 
     def rows(self, rows: StepRows) -> list[list[int]]:
-        areas = [*self.reads, self.out]
+        loops, areas, mask = rows.loops, [self.query, self.key, self.value, self.out], self.mask
         strides = [step for area in areas for step in (area.strides[0], area.strides[2])]
+        which = loops.CAUSAL if self.is_causal else loops.NO_MASK
+        masked = [ABSOLUTE, 0, 0, 0, 0, 0]
+        if mask is not None:
+            which = loops.FLOAT_MASK if mask.is_float else loops.BOOL_MASK
+            masked = [*mask.origin, *(step * mask.size for step in self.by_mask)]
         samples, _, length, channels = self.query.shape
         return [[
-            rows.loops.ATTENTION, *(number for area in areas for number in area.origin), *strides, samples, length,
-            self.key.shape[2], self.heads, channels // self.heads, int(self.is_causal),
+            loops.ATTENTION, *(number for area in areas for number in area.origin), *masked[:2], *strides,
+            *masked[2:], samples, length, self.key.shape[2], self.heads, channels // self.heads, which,
             rows.floats(self.scale * math.log2(math.e)), rows.floats(*self.numbers()), int(self.grid is None),
         ]]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -76,7 +77,7 @@ class ProgramPlan:
         self._inside = False
         known: dict[fx.Node, Any] = {}
         for i, (node, x) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
-            known[node] = self._input(i, x, axes[i])
+            known[node] = self._input(i, x)
         self._scope = ""
         self._run(gm, gm.graph, known)
         returned = arguments_of(gm.graph.output_node(), known)[0][0]
@@ -90,12 +91,32 @@ class ProgramPlan:
         """What steps read and write."""
         return list(dict.fromkeys(area for step in self.steps for area in (*step.reads, step.out)))
 
-    def _input(self, i: int, x: Tensor, axis: int) -> PlannedValue | Tensor:
+    def _input(self, i: int, x: Tensor) -> PlannedValue | Tensor:
         if x.dtype not in (torch.float32, torch.uint8):
-            return x  # of which no more than sizes can be read
-        shape = as_images(x.shape, axis)
-        area = Area(shape, x.dtype == torch.float32, room=shape[3], base=GIVEN + i)
-        return PlannedValue(area, x.dim(), axis)
+            return x  # of which no more than sizes can be read, or a mask
+        return self._given_as(i, x.dtype == torch.float32)
+
+    def _given_as(self, i: int, is_float: bool) -> PlannedValue:
+        """An input as floats, or as bytes."""
+        rank, axis = self._given[i].dim(), self._axes[i]
+        shape = as_images(self._given[i].shape, axis)
+        return PlannedValue(Area(shape, is_float, room=shape[3], base=GIVEN + i), rank, axis)
+
+    def mask(self, x: Any) -> PlannedValue | None:
+        """A mask of attention: float32, or bytes that are 0 where it is False; None where there is none."""
+        if x is None or (isinstance(x, PlannedValue) and self.read(x).area.is_float):
+            return x
+        if isinstance(x, Tensor) and x.dtype == torch.bool:
+            return self._given_as(next(i for i, given in enumerate(self._given) if given is x), False)
+        refuse(not isinstance(x, PlannedWeight), "its mask is neither bool nor float32")
+        values = x.values
+        if values.dtype == torch.bool:
+            values = torch.zeros(values.shape, dtype=torch.float32).masked_fill(~values, -math.inf)
+        refuse(values.dtype != torch.float32, "its mask is neither bool nor float32")
+        self.constants.append(values.contiguous())
+        shape = as_images(values.shape, values.dim() - 1)
+        area = Area(shape, True, room=shape[3], base=ABSOLUTE, offset=self.constants[-1].data_ptr())
+        return PlannedValue(area, values.dim(), values.dim() - 1)
 
     def _output(self, i: int, value: Any) -> PlannedValue:
         value = self.rows(value) if isinstance(value, PlannedHeads) else value

@@ -165,11 +165,7 @@ def test_heads_that_are_returned(heads, depth):
 def test_attention_that_is_refused():
     draft = Draft()
     parts = [split(draft, draft.image(2, 6, 32), 4) for _ in range(3)]
-    mask = draft.constant(torch.zeros(6, 6))
-    reason = "it has a mask, or drops values"
-    assert refused(draft, attend(draft, *parts, mask)) == reason
-    assert refused(draft, attend(draft, *parts, draft.input(torch.zeros(6, 6)))) == reason
-    assert refused(draft, attend(draft, *parts, dropout_p=0.5)) == reason
+    assert refused(draft, attend(draft, *parts, dropout_p=0.5)) == "it drops values"
 
 
 def test_places_that_attend_by_themselves():
