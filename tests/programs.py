@@ -79,13 +79,13 @@ class Draft:
         self.values[node] = OPS[name].target(*read[0], **read[1])
         return node
 
-    def size(self, target: str | Callable[..., Any], *args: Any) -> fx.Node:
+    def size(self, target: str | Callable[..., Any], *args: Any, **options: Any) -> fx.Node:
         """Sizes of a value, or what is computed with them: a method of a tensor by its name, or a function."""
         is_method = isinstance(target, str)
-        node = self.graph.create_node("call_method" if is_method else "call_function", target, args)
+        node = self.graph.create_node("call_method" if is_method else "call_function", target, args, options)
         set_info(node)
-        first, *others = fx.map_arg(args, lambda n: self.values[n])
-        self.values[node] = getattr(first, target)(*others) if is_method else target(first, *others)
+        args, options = fx.map_arg((args, options), lambda n: self.values[n])
+        self.values[node] = getattr(args[0], target)(*args[1:]) if is_method else target(*args, **options)
         return node
 
     def quantize(self, x: fx.Node, grid: tuple[float, int] | None = None) -> fx.Node:

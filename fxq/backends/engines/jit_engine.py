@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxq.backends.engines.engine import EngineBackend, EngineKernel, repeated
 from fxq.backends.jit.compiler import has_memory, loops, missing
-from fxq.backends.programs.layer_steps import LinearStep
+from fxq.backends.programs.layer_steps import AttentionStep, LinearStep
 from fxq.backends.programs.plan import planned
 from fxq.backends.programs.planned_values import ROWS, NotPlannedError
 from fxq.backends.programs.program_steps import PointwiseStep, ProgramStep, QuantizeStep
@@ -82,7 +82,9 @@ def _program(gm: fx.GraphModule, inputs: Sequence[Any], last: Sequence[bool]) ->
 def _kind_of(step: ProgramStep) -> Literal["int8", "float", "convert"]:
     if isinstance(step, QuantizeStep) or (isinstance(step, PointwiseStep) and step.is_conversion):
         return "convert"
-    all_float = isinstance(step, LinearStep) or (bool(step.out.is_float) and all(x.is_float for x in step.reads))
+    all_float = isinstance(step, (LinearStep, AttentionStep)) or (
+        bool(step.out.is_float) and all(x.is_float for x in step.reads)
+    )
     return "float" if all_float else "int8"
 
 

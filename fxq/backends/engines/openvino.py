@@ -69,12 +69,12 @@ class OpenvinoKernel(OnnxKernel):
     @classmethod
     def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
         """As in `OnnxKernel`. Each thread has a request of its own: one serves a single call at a time."""
-        return partial(OpenvinoRequest, compile_model(_read(model), threads, **options))
+        return partial(OpenvinoRequest, compile_model(read_model(model), threads, **options))
 
     @classmethod
     def profile(cls, model: Any, inputs: Sequence[Tensor], **options: Any) -> Iterable[EngineLayer]:
         """As in `OnnxKernel`."""
-        compiled = compile_model(_read(model), torch.get_num_threads(), PERF_COUNT=True, **options)
+        compiled = compile_model(read_model(model), torch.get_num_threads(), PERF_COUNT=True, **options)
         request = OpenvinoRequest(compiled)
         for i, x in enumerate(inputs):
             request.set_input(i, x)
@@ -92,7 +92,7 @@ class OpenvinoKernel(OnnxKernel):
         if self.form is None:
             return
         written, tensors = self.model_for(self.form.module(self), inputs)
-        model, arrays = _read(written), [x.numpy() for x in tensors]
+        model, arrays = read_model(written), [x.numpy() for x in tensors]
         compiled = partial(compile_model, model, torch.get_num_threads())
         self.adopt({"snippets": not faster_without_snippets(compiled, arrays)})
         timed = partial(compiled, snippets=self.snippets, PERF_COUNT=True)
@@ -118,7 +118,7 @@ def compile_model(model: Any, threads: int, jit: Sequence[str] = (), snippets: b
     return core.compile_model(told, "CPU", {**settings, **config})
 
 
-def _read(model: Any) -> Any:
+def read_model(model: Any) -> Any:
     """An `onnx.ModelProto` as an `openvino.Model`."""
     return _core().read_model(model.SerializeToString())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -11,23 +12,23 @@ from fxq.backends.jit import vectors
 from fxq.backends.jit.machine_code import HAS_AVX512, on_addresses
 from fxq.backends.jit.vectors import FLOAT, FLOATS, INT32, INT64, LANES, load, number, splat, store
 
-COLUMNS = 2 * LANES if HAS_AVX512 else LANES
+TILE_COLUMNS = 2 * LANES if HAS_AVX512 else LANES
 """Of how many columns a tile is."""
-ROWS = 12 if HAS_AVX512 else 4
+TILE_ROWS = 12 if HAS_AVX512 else 4
 """Of how many rows a large tile is. Small ones are of 4, or of one."""
-_LOWEST, _NONE = -3.0e38, -120.0
-"""Less than any number; the exponent from which on a power of two counts as 0."""
+_LOWEST, _NONE = -3.4028234663852886e38, -120.0
+"""The lowest float32; the exponent from which on a power of two counts as 0."""
 
 
 def _float_tile(rows: int) -> Any:
-    """A product of some rows and `COLUMNS` columns.
+    """A product of some rows and `TILE_COLUMNS` columns.
 
     Of the code: `x` float32 (rows, depth), each row `by_row` bytes behind the one before; `weight` (depth, columns),
     each `by_depth` behind; `out` (rows, columns), each `to_row` behind.
     """
 
     def code(b, x, by_row, weight, by_depth, depth, out, to_row):
-        parts = range(COLUMNS // LANES)
+        parts = range(TILE_COLUMNS // LANES)
         totals = [[cgutils.alloca_once(b, FLOATS) for _ in parts] for _ in range(rows)]
         for row in totals:
             for total in row:
@@ -48,22 +49,18 @@ def _float_tile(rows: int) -> Any:
     return on_addresses(code)
 
 
-many_rows, four_rows, one_row = (_float_tile(rows) for rows in (ROWS, 4, 1))
+many_rows, four_rows, one_row = (_float_tile(rows) for rows in (TILE_ROWS, 4, 1))
 
 
 @on_addresses
 def exponentials(b, x, blocks, total):
-    """2**(y - the largest y) of floats y in place, 16 in each block, and their sum. Those below 2**-120 are 0."""
-
-    def larger(one: Any, other: Any) -> Any:
-        return b.select(b.fcmp_ordered(">", one, other), one, other)
-
+    """2**(y - the largest y) of float32 y (blocks, 16) in place, those below 2**-120 as 0, and their sum to `total`."""
     largest = cgutils.alloca_once(b, FLOATS)
     b.store(splat(b, _LOWEST), largest)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
         y, most = load(b, b.add(x, b.mul(block.index, number(4 * LANES))), FLOATS), b.load(largest)
-        b.store(larger(y, most), largest)
-    most = splat(b, vectors.joined(b, b.load(largest), larger))
+        b.store(vectors.larger(b, y, most), largest)
+    most = splat(b, vectors.reduced(b, b.load(largest), partial(vectors.larger, b)))
     sums = cgutils.alloca_once(b, FLOATS)
     b.store(splat(b, 0.0), sums)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
@@ -72,7 +69,7 @@ def exponentials(b, x, blocks, total):
         y = b.select(b.fcmp_unordered(">", power, splat(b, _NONE)), vectors.power_of_two(b, power), splat(b, 0.0))
         store(b, y, place)
         b.store(b.fadd(b.load(sums), y), sums)
-    store(b, vectors.joined(b, b.load(sums), b.fadd), total)
+    store(b, vectors.reduced(b, b.load(sums), b.fadd), total)
 
 
 @on_addresses
@@ -92,6 +89,6 @@ def transpose_floats(b, x, by_row, factor, out, to_row):
 
 
 def _exchanged(b: Any, one: Any, other: Any, size: int, half: int) -> Any:
-    """Of each two parts of a row, the first with that of the other row behind it, or the second ones."""
+    """Of each 2 * `size` columns of two rows, the first halves side by side, or with `half` the second ones."""
     lanes = [k - k % (2 * size) + half * size + k % size + (LANES if k & size else 0) for k in range(LANES)]
     return b.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, LANES), lanes))

@@ -8,8 +8,8 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.jit.attention_code import (
-    COLUMNS,
-    ROWS,
+    TILE_COLUMNS,
+    TILE_ROWS,
     exponentials,
     four_rows,
     many_rows,
@@ -20,15 +20,22 @@ from fxq.backends.jit.compiler import helper
 from fxq.backends.jit.memory_loops import at, bytes_, floats, scratch_of, write
 from fxq.backends.jit.vectors import LOG2E
 
-_f, _ROWS = np.float32, ROWS
-_LOG2E, _NOTHING = _f(LOG2E), _f(-math.inf)
+_f = np.float32
+_LOG2E, _MASKED = _f(LOG2E), _f(-math.inf)
 NO_MASK, CAUSAL, FLOAT_MASK, BOOL_MASK = range(4)
-"""Which scores count: all; those up to the place of the query; all, with floats added; those where a byte is not 0."""
+"""Which keys count for a query: all; those up to its own place; all, with floats added to their scores; those where a
+byte is not 0."""
+
+
+def attention_scratch(keys: int, depth: int) -> int:
+    """Bytes of memory that attention needs while it runs: sums, keys, values, scores and results of some queries."""
+    padded_keys, padded_depth = (-(-n // TILE_COLUMNS) * TILE_COLUMNS for n in (keys, depth))
+    return 64 + 4 * (depth * padded_keys + keys * padded_depth + TILE_ROWS * (padded_keys + padded_depth))
 
 
 @helper
 def _transpose(x, by_row, rows, columns, factor, out, wide):
-    """Rows of floats, `by_row` bytes from one to the next, as columns of a matrix whose rows have `wide` floats.
+    """float32 (rows, columns), rows `by_row` bytes apart, to (columns, rows), rows `wide` floats apart.
 
     All are multiplied with the float at `factor`.
     """
@@ -45,7 +52,7 @@ def _transpose(x, by_row, rows, columns, factor, out, wide):
 
 @helper
 def _copy(x, by_row, rows, columns, out, wide):
-    """Rows of floats, to rows of `wide` floats."""
+    """float32 (rows, columns), rows `by_row` bytes apart, to rows `wide` floats apart."""
     for i in range(rows):
         row, made = carray(floats(x + i * by_row), columns), carray(floats(out + 4 * i * wide), columns)
         for j in range(columns):
@@ -53,11 +60,14 @@ def _copy(x, by_row, rows, columns, out, wide):
 
 
 @helper
-def _multiply(rows, x, by_row, weight, wide, depth, out):
-    """Some rows of floats times a matrix of rows of `wide` floats."""
-    for j in range(0, wide, COLUMNS):
+def _multiply(rows, x, by_row, weight, wide, columns, depth, out):
+    """float32 (rows, depth), rows `by_row` bytes apart, times (depth, columns), whose rows are `wide` floats apart.
+
+    So are those of results. Columns are a multiple of those of a tile, rows one of its sizes.
+    """
+    for j in range(0, columns, TILE_COLUMNS):
         w, made = weight + 4 * j, out + 4 * j
-        if rows == _ROWS:
+        if rows == TILE_ROWS:
             many_rows(x, by_row, w, 4 * wide, depth, made, 4 * wide)
         elif rows == 4:
             four_rows(x, by_row, w, 4 * wide, depth, made, 4 * wide)
@@ -67,67 +77,67 @@ def _multiply(rows, x, by_row, weight, wide, depth, out):
 
 @helper
 def attention(step, bases):
-    """softmax(query @ key.T * scale + mask) @ value, of each head.
+    """softmax(query @ key.T * scale + mask) @ value, of each head. Heads lie side by side among the channels.
 
-    Fields: query, key, value, out, the mask, the strides of the first four by sample and row, those of the mask by
-    sample, head, query and key, all in bytes, then as they are named here. Heads lie side by side in a row. `factor` is
-    the address of the scale, for powers of two.
+    Fields: query, key, value, out, mask, the strides of the first four by sample and pixel, those of the mask by
+    sample, head, query and key, all in bytes, then as they are named here. `factor` is the address of the scale times
+    log2(e), since softmax is computed with powers of two.
     """
     query, key, value, out = at(bases, step, 1), at(bases, step, 3), at(bases, step, 5), at(bases, step, 7)
     mask = at(bases, step, 9)
     by_query, by_key, by_value, by_out = step[12], step[14], step[16], step[18]
-    samples, length, others, heads, depth = step[23], step[24], step[25], step[26], step[27]
+    samples, queries, keys, heads, depth = step[23], step[24], step[25], step[26], step[27]
     which, factor, numbers, to_floats = step[28], step[29], step[30], step[31]
     size = 4 if to_floats else 1
-    scored, wide = -(-others // COLUMNS) * COLUMNS, -(-depth // COLUMNS) * COLUMNS
-    total = scratch_of(bases)
-    keys = total + 64
-    values = keys + 4 * depth * scored
-    scores = values + 4 * others * wide
-    mixed = scores + 4 * _ROWS * scored
+    wide, wide_value = -(-keys // TILE_COLUMNS) * TILE_COLUMNS, -(-depth // TILE_COLUMNS) * TILE_COLUMNS
+    sums = scratch_of(bases)
+    all_keys = sums + 64
+    all_values = all_keys + 4 * depth * wide
+    scores = all_values + 4 * keys * wide_value
+    made = scores + 4 * TILE_ROWS * wide
     for n in range(samples):
         for head in range(heads):
             q, skip = query + n * step[11] + 4 * head * depth, 4 * head * depth
-            _transpose(key + n * step[13] + skip, by_key, others, depth, factor, keys, scored)
-            _copy(value + n * step[15] + skip, by_value, others, depth, values, wide)
+            _transpose(key + n * step[13] + skip, by_key, keys, depth, factor, all_keys, wide)
+            _copy(value + n * step[15] + skip, by_value, keys, depth, all_values, wide_value)
             i = 0
-            while i < length:
-                rows = _ROWS if length - i >= _ROWS else 4 if length - i >= 4 else 1
-                _multiply(rows, q + i * by_query, by_query, keys, scored, depth, scores)
+            while i < queries:
+                rows = TILE_ROWS if queries - i >= TILE_ROWS else 4 if queries - i >= 4 else 1
+                seen = min(i + rows, keys) if which == CAUSAL else keys
+                columns = -(-seen // TILE_COLUMNS) * TILE_COLUMNS
+                _multiply(rows, q + i * by_query, by_query, all_keys, wide, columns, depth, scores)
                 for r in range(rows):
                     masked = mask + n * step[19] + head * step[20] + (i + r) * step[21]
-                    count = min(i + r + 1, others) if which == CAUSAL else others
-                    _mask(scores + 4 * r * scored, count, scored, which, masked, step[22])
-                _mix(rows, scores, scored, others, values, wide, mixed, total)
+                    count = min(i + r + 1, seen) if which == CAUSAL else seen
+                    _mask(scores + 4 * r * wide, count, columns, which, masked, step[22])
+                    exponentials(scores + 4 * r * wide, columns // 16, sums + 4 * r)
+                _multiply(rows, scores, 4 * wide, all_values, wide_value, wide_value, seen, made)
                 for r in range(rows):
-                    made = out + n * step[17] + (i + r) * by_out + size * head * depth
-                    write(mixed + 4 * r * wide, to_floats, numbers, made, depth)
+                    _divide(made + 4 * r * wide_value, depth, sums + 4 * r)
+                    to = out + n * step[17] + (i + r) * by_out + size * head * depth
+                    write(made + 4 * r * wide_value, to_floats, numbers, to, depth)
                 i += rows
 
 
 @helper
-def _mask(scores, count, wide, which, mask, between):
+def _mask(scores, count, columns, which, mask, between):
     """Apply a mask, whose numbers are `between` bytes apart, to `count` scores of a query. No others count."""
-    scores = carray(floats(scores), wide)
+    scores = carray(floats(scores), columns)
     if which == FLOAT_MASK:
         for j in range(count):
             scores[j] += carray(floats(mask + j * between), 1)[0] * _LOG2E
     elif which == BOOL_MASK:
         for j in range(count):
             if carray(bytes_(mask + j * between), 1)[0] == 0:
-                scores[j] = _NOTHING
-    for j in range(count, wide):
-        scores[j] = _NOTHING
+                scores[j] = _MASKED
+    for j in range(count, columns):
+        scores[j] = _MASKED
 
 
 @helper
-def _mix(rows, scores, scored, others, values, wide, mixed, total):
-    """Rows of values, each the mean by the powers of two of its scores; of no scores 0."""
-    sums = carray(floats(total), _ROWS)
-    for r in range(rows):
-        exponentials(scores + 4 * r * scored, scored // 16, total + 4 * r)
-    _multiply(rows, scores, 4 * scored, values, wide, others, mixed)
-    for r in range(rows):
-        row, by = carray(floats(mixed + 4 * r * wide), wide), _f(0) if sums[r] == 0 else _f(1) / sums[r]
-        for j in range(wide):
-            row[j] *= by
+def _divide(x, count, total):
+    """Floats in place, by the float at `total`; by 0, where no key counts, they become 0."""
+    x, by = carray(floats(x), count), carray(floats(total), 1)[0]
+    by = _f(0) if by == 0 else _f(1) / by
+    for j in range(count):
+        x[j] *= by

@@ -84,7 +84,7 @@ def _summed(b: Any, blocks: Any, about: Any, term: Callable[[Any], Any]) -> None
     b.store(splat(b, 0.0), totals)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
         b.store(b.fadd(b.load(totals), term(b.mul(block.index, number(4 * LANES)))), totals)
-    store(b, vectors.joined(b, b.load(totals), b.fadd), about)
+    store(b, vectors.reduced(b, b.load(totals), b.fadd), about)
 
 
 @on_addresses

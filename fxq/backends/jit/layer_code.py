@@ -68,6 +68,7 @@ def _layer_sums(
     bases = _lines(b, x, places, pixels)
     read = cgutils.alloca_once(b, INT64)
     b.store(weight, read)
+    # The weight of the next 16 columns lies behind that of these.
     ahead = b.mul(b.mul(many, groups), number(LANES * GROUP))
     with cgutils.for_range(b, many, intp=INT64) as run:
         skip = _run(b, runs, run.index)

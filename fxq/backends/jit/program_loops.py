@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
-from fxq.backends.jit.attention_code import COLUMNS as COLUMNS
-from fxq.backends.jit.attention_code import ROWS as ROWS
 from fxq.backends.jit.attention_loops import BOOL_MASK as BOOL_MASK
 from fxq.backends.jit.attention_loops import CAUSAL as CAUSAL
 from fxq.backends.jit.attention_loops import FLOAT_MASK as FLOAT_MASK
 from fxq.backends.jit.attention_loops import NO_MASK as NO_MASK
 from fxq.backends.jit.attention_loops import attention
+from fxq.backends.jit.attention_loops import attention_scratch as attention_scratch
 from fxq.backends.jit.compiler import compiled
 from fxq.backends.jit.image_loops import CHUNK as CHUNK
 from fxq.backends.jit.image_loops import move, norm, pointwise, pool, quantize
@@ -33,11 +32,12 @@ from fxq.backends.jit.machine_code import HAS_VNNI as HAS_VNNI
 from fxq.backends.jit.machine_code import WIDE as WIDE
 from fxq.backends.jit.memory_loops import NAMES as NAMES
 from fxq.backends.jit.memory_loops import NOTHING as NOTHING
+from fxq.backends.jit.vectors import LOG2E as LOG2E
 
 LARGE = 1 << 17
 """Bytes of an input that a product reads again for the next columns, from the second cache."""
 SCRATCH = 8 * CHUNK
-"""Bytes of memory of a step while it runs, besides that for its channels; some want more."""
+"""Bytes of memory of a step while it runs, besides that for its channels; attention needs other memory."""
 WIDTH = 32
 """Numbers of a step, at most."""
 QUANTIZE, PRODUCT, DEPTHWISE, POINTWISE, POOL, LINEAR, NORM, MOVE, ATTENTION = range(9)

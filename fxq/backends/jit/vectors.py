@@ -45,14 +45,6 @@ def load(b: Any, address: Any, kind: Any, offset: int = 0) -> Any:
     return found
 
 
-def prefetch(b: Any, address: Any) -> None:
-    """Bring the line of an address near, which is read soon."""
-    kind, flag = INT8.as_pointer(), ir.IntType(32)
-    made = ir.FunctionType(ir.VoidType(), [kind, flag, flag, flag])
-    function = cgutils.get_or_insert_function(b.module, made, "llvm.prefetch.p0i8")
-    b.call(function, [b.inttoptr(address, kind), *(ir.Constant(flag, value) for value in (0, 3, 1))])
-
-
 def store(b: Any, value: Any, address: Any) -> None:
     """Write a value to an address."""
     b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
@@ -62,6 +54,13 @@ def intrinsic_of(b: Any, name: str, result: Any, values: Sequence[Any]) -> Any:
     """The value of an instruction that LLVM knows by name."""
     kind = ir.FunctionType(result, [value.type for value in values])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
+
+
+def prefetch(b: Any, address: Any) -> None:
+    """Fetch the cache line of an address, which is read soon, into the first cache. It may be any address."""
+    to_read, first, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
+    place = b.inttoptr(address, INT8.as_pointer())
+    intrinsic_of(b, "llvm.prefetch.p0i8", ir.VoidType(), [place, to_read, first, data])
 
 
 def fused(b: Any, x: Any, factor: Any, added: Any) -> Any:
@@ -82,6 +81,11 @@ def within(b: Any, x: Any, low: Any, high: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, high), high, x)
 
 
+def larger(b: Any, x: Any, y: Any) -> Any:
+    """The larger of two; y where one of them is NaN."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
 def bent(b: Any, x: Any, slope: Any) -> Any:
     """x, and where it is below zero x * slope."""
     return b.select(b.fcmp_ordered("<", x, splat(b, 0.0)), b.fmul(x, slope), x)
@@ -98,8 +102,8 @@ def rounded(b: Any, x: Any) -> Any:
     return b.trunc(nearest(b, x), ir.VectorType(INT8, LANES))
 
 
-def joined(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
-    """All lanes as one number."""
+def reduced(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """All lanes as one number, which halves of them are joined to."""
     lanes = LANES
     while lanes > 1:
         lanes //= 2
@@ -133,8 +137,10 @@ def power_of_two(b: Any, x: Any) -> Any:
     """2**x, within 2**-120 and 2**120. The whole part of x is the exponent of the float; a polynomial is the rest."""
     power = within(b, x, splat(b, -_MOST), splat(b, _MOST))
     whole = intrinsic_of(b, "llvm.rint.v16f32", FLOATS, [power])
-    # 2**r for |r| <= 1/2 with the least relative error, 9.2e-8, of those that are 1 at 0
-    y = _polynomial(b, b.fsub(power, whole), 1.3264726e-3, 9.6715130e-3, 5.5507336e-2, 2.4022242e-1, 6.9314700e-1, 1.0)
+    # of those that are 1 at 0, the one with the least relative error for |r| <= 1/2, which a linear program finds
+    y = _polynomial(
+        b, b.fsub(power, whole), 1.32546024e-3, 9.67199918e-3, 5.55077932e-2, 2.40222319e-1, 6.93146930e-1, 1.0
+    )
     if HAS_AVX512:
         all_lanes, mode = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)  # rounded as everything is
         return intrinsic_of(b, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [y, whole, y, all_lanes, mode])

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 from fxq.backends.kernel import pair
 from fxq.backends.programs.areas import ARENA, LANES, Area
-from fxq.backends.programs.plan import ProgramPlan
 from fxq.backends.programs.planned_values import RAW, NotPlannedError, PlannedValue, constant_of, plans, refuse
 from fxq.backends.programs.program_steps import NormStep, PoolStep
+from fxq.backends.programs.step_builder import StepBuilder
 
 
 @plans("adaptive_avg_pool2d")
-def adaptive_avg_pool2d(plan: ProgramPlan, x: Any, *, output_size: Sequence[int]) -> PlannedValue:
+def adaptive_avg_pool2d(plan: StepBuilder, x: Any, *, output_size: Sequence[int]) -> PlannedValue:
     x = plan.read(x)
     size = x.area.shape[1:3]
     wanted = [a if b is None else b for a, b in zip(size, output_size, strict=True)]
@@ -28,7 +28,7 @@ def adaptive_avg_pool2d(plan: ProgramPlan, x: Any, *, output_size: Sequence[int]
 
 @plans("avg_pool2d")
 def avg_pool2d(
-    plan: ProgramPlan,
+    plan: StepBuilder,
     x: Any,
     *,
     kernel_size: Any,
@@ -43,7 +43,7 @@ def avg_pool2d(
 
 
 @plans("mean")
-def mean(plan: ProgramPlan, x: Any, *, dim: Any, keepdim: bool) -> PlannedValue:
+def mean(plan: StepBuilder, x: Any, *, dim: Any, keepdim: bool) -> PlannedValue:
     x = plan.read(x)
     axes = sorted(axis % x.rank for axis in ([dim] if isinstance(dim, int) else dim))
     refuse(x.rank != 4 or x.axis != 1 or axes != [2, 3], "it is the mean of other axes than those of images")
@@ -53,7 +53,7 @@ def mean(plan: ProgramPlan, x: Any, *, dim: Any, keepdim: bool) -> PlannedValue:
 
 @plans("max_pool2d")
 def max_pool2d(
-    plan: ProgramPlan, x: Any, *, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    plan: StepBuilder, x: Any, *, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> PlannedValue:
     refuse(pair(dilation) != (1, 1), "its windows have gaps")
     x = plan.integers(x)
@@ -64,7 +64,7 @@ def max_pool2d(
 
 
 def _pooled(
-    plan: ProgramPlan, x: Any, kernel: Any, stride: Any, rank: int | None = None, ceil_mode: bool = False, **about: Any
+    plan: StepBuilder, x: Any, kernel: Any, stride: Any, rank: int | None = None, ceil_mode: bool = False, **about: Any
 ) -> PlannedValue:
     """Windows of a value; with `rank`, one of them, and the value has that many axes."""
     x = plan.read(x)
@@ -83,7 +83,7 @@ def _pooled(
 
 @plans("layer_norm")
 def layer_norm(
-    plan: ProgramPlan, x: Any, weight: Any = None, bias: Any = None, *, normalized_shape: Any, eps: float
+    plan: StepBuilder, x: Any, weight: Any = None, bias: Any = None, *, normalized_shape: Any, eps: float
 ) -> PlannedValue:
     x = plan.read(x)
     channels = x.area.shape[3]
@@ -95,7 +95,7 @@ def layer_norm(
 
 
 @plans("cat")
-def cat(plan: ProgramPlan, tensors: Sequence[Any], *, dim: int) -> PlannedValue:
+def cat(plan: StepBuilder, tensors: Sequence[Any], *, dim: int) -> PlannedValue:
     """Integers of one grid side by side: what makes them writes them there, where it can."""
     parts = [plan.integers(x) for x in tensors]
     first = parts[0]

@@ -10,14 +10,14 @@ import torch
 
 from fxq.backends.kernel import pair
 from fxq.backends.programs.layer_steps import LinearStep, ProductStep
-from fxq.backends.programs.plan import ProgramPlan
 from fxq.backends.programs.planned_values import PlannedValue, PlannedWeight, constant_of, plans, refuse
 from fxq.backends.programs.pointwise_ops import binary
+from fxq.backends.programs.step_builder import StepBuilder
 from fxq.ops.convolution import conv_padding
 
 
 @plans("linear")
-def linear(plan: ProgramPlan, x: Any, weight: Any, bias: Any = None) -> PlannedValue:
+def linear(plan: StepBuilder, x: Any, weight: Any, bias: Any = None) -> PlannedValue:
     x, weight = plan.layer(x, weight)
     refuse(x.axis != x.rank - 1, "its input has the channels elsewhere")
     if x.area.is_float:
@@ -32,7 +32,7 @@ def linear(plan: ProgramPlan, x: Any, weight: Any, bias: Any = None) -> PlannedV
 
 @plans("conv2d")
 def conv2d(
-    plan: ProgramPlan,
+    plan: StepBuilder,
     x: Any,
     weight: Any,
     bias: Any = None,
@@ -75,7 +75,7 @@ def conv2d(
 
 @plans("conv_transpose2d")
 def conv_transpose2d(
-    plan: ProgramPlan,
+    plan: StepBuilder,
     x: Any,
     weight: Any,
     bias: Any = None,
@@ -124,7 +124,7 @@ def conv_transpose2d(
 
 @plans("batch_norm")
 def batch_norm(
-    plan: ProgramPlan, x: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *, eps: float
+    plan: StepBuilder, x: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *, eps: float
 ) -> PlannedValue:
     """On integers a depthwise layer with one tap, whose weight is 1, and whose scale is that of the norm."""
     refuse(not isinstance(mean, PlannedWeight) or not isinstance(var, PlannedWeight), "it has no statistics")
@@ -145,7 +145,7 @@ def batch_norm(
     return _product(plan, x, ones, PlannedWeight(added), x.area.shape, taps=[(0, 0)], windows=x.area.shape[1:3])
 
 
-def _float_layer(plan: ProgramPlan, x: PlannedValue, weight: PlannedWeight, bias: Any) -> PlannedValue:
+def _float_layer(plan: StepBuilder, x: PlannedValue, weight: PlannedWeight, bias: Any) -> PlannedValue:
     """A layer in float, where each sample has one pixel."""
     refuse(x.area.shape[1:3] != (1, 1), "it is a layer in float of several pixels")
     real = weight.real.flatten(1)
@@ -157,7 +157,7 @@ def _float_layer(plan: ProgramPlan, x: PlannedValue, weight: PlannedWeight, bias
 
 
 def _product(
-    plan: ProgramPlan, x: Any, weight: PlannedWeight, bias: Any, shape: tuple[int, int, int, int], **about: Any
+    plan: StepBuilder, x: Any, weight: PlannedWeight, bias: Any, shape: tuple[int, int, int, int], **about: Any
 ) -> PlannedValue:
     """A layer on integers; the weight as the step has it, with its scale."""
     assert x.grid is not None and weight.scale is not None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import ClassVar
@@ -220,14 +219,13 @@ class AttentionStep(ProgramStep):
     """softmax(query @ key.T * scale + mask) @ value in float, of heads that lie side by side among the channels.
 
     Attributes:
-        query: float32, a row of pixels for each sample.
-        key: likewise.
-        value: likewise.
+        query: float32 (N, 1, L, heads * depth).
+        key, value: float32 (N, 1, S, heads * depth).
         heads: how many.
         scale: what scores are multiplied with.
-        is_causal: whether a pixel reads only those up to its own place.
+        is_causal: whether a query reads only keys up to its own place.
         mask: float32, what is added to scores; or bytes, 0 where a score does not count; or None.
-        by_mask: elements of the mask from a sample, head, query and key to the next.
+        by_mask: gives elements of the mask from a sample, head, query and key to the next, once it has its place.
     """
 
     bends: ClassVar[bool] = False
@@ -238,16 +236,14 @@ class AttentionStep(ProgramStep):
     scale: float = field(kw_only=True)
     is_causal: bool = False
     mask: Area | None = None
-    by_mask: Sequence[int] = (0, 0, 0, 0)
+    by_mask: Callable[[], Sequence[int]] = tuple
 
     @property
     def reads(self) -> list[Area]:
         return [self.query, self.key, self.value] + ([] if self.mask is None else [self.mask])
 
     def scratch(self, loops: ModuleType) -> int:
-        depth, others = self.key.shape[3] // self.heads, self.key.shape[2]
-        scored, wide = (-(-count // loops.COLUMNS) * loops.COLUMNS for count in (others, depth))
-        return 64 + 4 * (depth * scored + others * wide + loops.ROWS * (scored + wide))
+        return int(loops.attention_scratch(self.key.shape[2], self.key.shape[3] // self.heads))
 
     def rows(self, rows: StepRows) -> list[list[int]]:
         loops, areas, mask = rows.loops, [self.query, self.key, self.value, self.out], self.mask
@@ -256,10 +252,10 @@ class AttentionStep(ProgramStep):
         masked = [ABSOLUTE, 0, 0, 0, 0, 0]
         if mask is not None:
             which = loops.FLOAT_MASK if mask.is_float else loops.BOOL_MASK
-            masked = [*mask.origin, *(step * mask.size for step in self.by_mask)]
+            masked = [*mask.origin, *(step * mask.size for step in self.by_mask())]
         samples, _, length, channels = self.query.shape
         return [[
             loops.ATTENTION, *(number for area in areas for number in area.origin), *masked[:2], *strides,
             *masked[2:], samples, length, self.key.shape[2], self.heads, channels // self.heads, which,
-            rows.floats(self.scale * math.log2(math.e)), rows.floats(*self.numbers()), int(self.grid is None),
+            rows.floats(self.scale * loops.LOG2E), rows.floats(*self.numbers()), int(self.grid is None),
         ]]  # fmt: skip

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
-from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, LANES, Area, ByteGrid
-from fxq.backends.programs.layer_steps import ProductStep
+from fxq.backends.programs.areas import GIVEN, Area
 from fxq.backends.programs.planned_values import (
     RAW,
     ROWS,
@@ -22,11 +19,11 @@ from fxq.backends.programs.planned_values import (
     PlannedHeads,
     PlannedValue,
     PlannedWeight,
-    as_images,
     dequantized_weight,
     refuse,
 )
-from fxq.backends.programs.program_steps import CLAMP, Function, MoveStep, PointwiseStep, ProgramStep, QuantizeStep
+from fxq.backends.programs.program_steps import PointwiseStep
+from fxq.backends.programs.step_builder import StepBuilder
 from fxq.errors import words_of
 from fxq.graph.query import arguments_of, is_size, op_of, read_attribute
 from fxq.graph.region import is_weight
@@ -50,35 +47,27 @@ def planned(gm: fx.GraphModule, inputs: Sequence[Any], trial: bool = False) -> P
         raise error
 
 
-class ProgramPlan:
+class ProgramPlan(StepBuilder):
     """The steps of a region, for inputs of one kind.
 
     Args:
         gm: the region in qdq form.
-        inputs: what it takes, of which shapes and dtypes count, and whether an image lies channels-last.
-        axes: of each input, which axis has the channels.
-        trial: whether layers count as layers on integers that are none yet: it cannot run then.
+        inputs, axes, trial: as of `StepBuilder`.
 
     Attributes:
-        steps: in order.
         outputs: what it returns.
         several: whether that is a tuple.
-        constants: what steps read where it lies.
 
     Raises:
         NotPlannedError: no step computes a node.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Tensor], axes: Sequence[int], trial: bool = False) -> None:
-        self.steps: list[ProgramStep] = []
-        self.constants: list[Tensor] = []
-        self._given, self._axes, self._trial = inputs, axes, trial
-        self._read: set[int] = set()  # inputs that steps read as they are
+        super().__init__(inputs, axes, trial)
         self._inside = False
         known: dict[fx.Node, Any] = {}
         for i, (node, x) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
             known[node] = self._input(i, x)
-        self._scope = ""
         self._run(gm, gm.graph, known)
         returned = arguments_of(gm.graph.output_node(), known)[0][0]
         self.several = isinstance(returned, (tuple, list))
@@ -94,32 +83,10 @@ class ProgramPlan:
     def _input(self, i: int, x: Tensor) -> PlannedValue | Tensor:
         if x.dtype not in (torch.float32, torch.uint8):
             return x  # of which no more than sizes can be read, or a mask
-        return self._given_as(i, x.dtype == torch.float32)
-
-    def _given_as(self, i: int, is_float: bool) -> PlannedValue:
-        """An input as floats, or as bytes."""
-        rank, axis = self._given[i].dim(), self._axes[i]
-        shape = as_images(self._given[i].shape, axis)
-        return PlannedValue(Area(shape, is_float, room=shape[3], base=GIVEN + i), rank, axis)
-
-    def mask(self, x: Any) -> PlannedValue | None:
-        """A mask of attention: float32, or bytes that are 0 where it is False; None where there is none."""
-        if x is None or (isinstance(x, PlannedValue) and self.read(x).area.is_float):
-            return x
-        if isinstance(x, Tensor) and x.dtype == torch.bool:
-            return self._given_as(next(i for i, given in enumerate(self._given) if given is x), False)
-        refuse(not isinstance(x, PlannedWeight), "its mask is neither bool nor float32")
-        values = x.values
-        if values.dtype == torch.bool:
-            values = torch.zeros(values.shape, dtype=torch.float32).masked_fill(~values, -math.inf)
-        refuse(values.dtype != torch.float32, "its mask is neither bool nor float32")
-        self.constants.append(values.contiguous())
-        shape = as_images(values.shape, values.dim() - 1)
-        area = Area(shape, True, room=shape[3], base=ABSOLUTE, offset=self.constants[-1].data_ptr())
-        return PlannedValue(area, values.dim(), values.dim() - 1)
+        return self.given_as(i, x.dtype == torch.float32)
 
     def _output(self, i: int, value: Any) -> PlannedValue:
-        value = self.rows(value) if isinstance(value, PlannedHeads) else value
+        value = self.materialized(value) if isinstance(value, PlannedHeads) else value
         refuse(not isinstance(value, PlannedValue), "it returns what is no tensor that it computes")
         area = Area(value.area.shape, None, room=value.area.shape[3], base=GIVEN + len(self._given) + i)
         step = value.step
@@ -132,26 +99,8 @@ class ProgramPlan:
         grid = RAW if not value.area.is_float and value.grid is None else None
         area.is_float = grid is None
         self.steps.append(PointwiseStep("copy", area, grid=grid, x=value.area, x_grid=value.grid or grid))
-        self._reads(value.area)
+        self.reads(value.area)
         return replace(value, area=area)
-
-    def _reads(self, area: Area) -> None:
-        """A step reads an area; of an input, the channels of a pixel lie side by side then."""
-        if area.base >= GIVEN:
-            self._read.add(area.base - GIVEN)
-
-    def format(self, i: int) -> torch.memory_format:
-        """How steps read an input: an image in the order of its pixels, or as that lies which this was made for."""
-        given = self._given[i]
-        last = self._axes[i] == 1 if i in self._read else not given.is_contiguous()
-        return torch.channels_last if last and given.dim() == 4 else torch.contiguous_format
-
-    def _strides(self, i: int) -> Sequence[int]:
-        """Elements of an input from a sample, channel, row and pixel to the next."""
-        by = self._given[i].contiguous(memory_format=self.format(i)).stride()
-        if len(by) == 4:
-            return by if self._axes[i] == 1 else (by[0], by[3], by[1], by[2])
-        return (by[0], by[2], 0, by[1]) if len(by) == 3 else (by[0], by[1], 0, 0)
 
     def _run(self, gm: fx.GraphModule, graph: fx.Graph, known: dict[fx.Node, Any]) -> None:
         for node in graph.nodes:
@@ -162,7 +111,13 @@ class ProgramPlan:
             except NotPlannedError as error:
                 error.node = node.name  # that of the region is the last to say so
                 raise
-            except (ArithmeticError, RuntimeError, ValueError) as error:  # what PyTorch, too, does not compute
+            except (
+                ArithmeticError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:  # what PyTorch, too, does not compute
                 refused = NotPlannedError(words_of(error))
                 refused.node = node.name
                 raise refused from error
@@ -181,174 +136,40 @@ class ProgramPlan:
             refuse(op is None or op.name not in ROWS, f"no step computes {op.name if op is not None else node.target}")
             assert op is not None
             if not self._inside:
-                self._scope = node.name
+                self.scope = node.name
             if is_weight(node):
                 return dequantized_weight(*args, **kwargs)
             value = ROWS[op.name](self, *args, **{**op.options, **kwargs})
-        whole = value.whole if isinstance(value, PlannedHeads) else value
-        if isinstance(whole, PlannedValue) and len(node.users) != 1:
-            self.settle(whole, None)
+        self._settle_shared(node, value)
         return value
 
+    def _settle_shared(self, node: fx.Node, value: Any) -> None:
+        """Decide that a value is float, unless a single node reads more than its sizes."""
+        value = value.joined if isinstance(value, PlannedHeads) else value
+        if isinstance(value, PlannedValue) and sum(not is_size(user) for user in node.users) != 1:
+            self.settle(value, None)
+
     def _unit(self, name: str, unit: Unit, args: Sequence[Any]) -> Any:
-        self._scope, self._inside = name, True
+        self.scope, self._inside = name, True
         known = dict(zip(unit.graph.find_nodes(op="placeholder"), args, strict=True))
+        for node, value in known.items():
+            self._settle_shared(node, value)
         self._run(unit, unit.graph, known)
         self._inside = False
         return arguments_of(unit.graph.output_node(), known)[0][0]
 
-    # ---- what rows do
-
-    def add(
-        self, kind: type[ProgramStep], like: PlannedValue, shape: tuple[int, int, int, int] | None = None, **about: Any
-    ) -> PlannedValue:
-        """A further step, and the value that it makes, of the axes of another one."""
-        area = Area(shape or like.area.shape)
-        step = kind(self._scope, area, **about)
-        self.steps.append(step)
-        for read in step.reads:
-            refuse(read.is_float is None, "it reads what is not decided")
-            if kind is not QuantizeStep:
-                self._reads(read)
-        return PlannedValue(area, like.rank, like.axis, None, step)
-
-    def settle(self, value: PlannedValue, grid: ByteGrid | None) -> PlannedValue:
-        """Decide how a value is written: as integers on a grid, or as floats; once."""
-        if value.step is not None:
-            value.step.grid, value.area = grid, value.step.out
-            value.area.is_float = grid is None
-            value.step = None
-        return value
-
-    def read(self, value: Any) -> PlannedValue:
-        """A value that a step reads, as integers with a grid or floats."""
-        refuse(not isinstance(value, PlannedValue), "it reads what is no tensor that it computes")
-        self.settle(value, None)
-        refuse(not value.area.is_float and value.grid is None, "it computes with integers")
-        return value
-
-    def integers(self, x: Any) -> PlannedValue:
-        """A value that counts as the integers that it is, or that stands for floats on a grid."""
-        refuse(not isinstance(x, PlannedValue) or x.step is not None, "it reads what is no tensor, or not decided")
-        if self._trial and x.area.is_float:
-            return self.quantize(x, RAW)
-        refuse(bool(x.area.is_float), "it reads no integers")
-        return self.inside(x)
-
-    def layer(self, x: Any, weight: Any) -> tuple[PlannedValue, PlannedWeight]:
-        """What a layer reads: integers and an int8 weight with its scale; or floats, and its weight in any form."""
-        refuse(not isinstance(weight, PlannedWeight), "its weight is no constant")
-        x = self.read(x)
-        if self._trial:
-            x = x if not x.area.is_float else replace(self.quantize(x, RAW), grid=RAW)
-            weight = (
-                weight if weight.scale is not None else PlannedWeight(weight.values.to(torch.int8), torch.tensor(1.0))
-            )
-        refuse(not x.area.is_float and weight.scale is None, "its weight is in float")
-        return x, weight
-
-    def inside(self, value: PlannedValue) -> PlannedValue:
-        """The same in the memory of the program, if it was given."""
-        if value.area.base < GIVEN:
-            return value
-        raw = None if value.area.is_float else RAW
-        made = self.settle(self.add(PointwiseStep, value, x=value.area, x_grid=raw), raw)
-        made.grid = value.grid
-        return made
-
-    def per_channel(self, weight: PlannedWeight, like: PlannedValue) -> Tensor:
-        """A constant of a number for each channel of a value, or of one for all: float32 (C,)."""
-        real = weight.real
-        refuse(weight.scale is None and weight.values.dtype != torch.float32, "a constant of it is not in float32")
-        shape = [1] * (like.rank - real.dim()) + list(real.shape)
-        refuse(len(shape) != like.rank or any(n != 1 for k, n in enumerate(shape) if k != like.axis), "it varies")
-        refuse(real.numel() not in (1, like.area.shape[3]), "its shape is larger")
-        return real.reshape(-1).expand(like.area.shape[3])
-
-    def constant(self, weight: PlannedWeight, like: PlannedValue) -> Area:
-        """The same as a pixel of each sample."""
-        made = self.per_channel(weight, like)
-        self.constants.append(F.pad(made, (0, -len(made) % LANES)).contiguous())
-        samples = like.area.shape[0]
-        return Area((samples, 1, 1, len(made)), True, base=ABSOLUTE, offset=self.constants[-1].data_ptr())
-
-    def apply(self, value: Any, function: Function) -> PlannedValue:
-        """A function of each element: by the step that makes it, where that computes none yet."""
-        refuse(not isinstance(value, PlannedValue), "it reads what is no tensor that it computes")
-        per_channel = function.slope is not None and function.slope.numel() > 1
-        step = value.step
-        if (
-            step is not None
-            and step.function == CLAMP
-            and step.bends
-            and (isinstance(step, ProductStep) or not per_channel)
-        ):
-            step.function = function
-            return value
-        refuse(per_channel, "its slopes differ, and no layer is before it")
-        x = self.read(value)
-        made = self.add(PointwiseStep, x, x=x.area, x_grid=x.grid)
-        assert made.step is not None
-        made.step.function = function
-        return made
-
-    def adds(self, value: Any, residual: Any) -> bool:
-        """Whether the layer that makes a value can add integers: they are there before it runs."""
-        if not isinstance(value, PlannedValue) or not isinstance(residual, PlannedValue) or value.step is None:
-            return False
-        step, area = value.step, residual.area
-        alike = value.area.shape == area.shape and (value.rank, value.axis) == (residual.rank, residual.axis)
-        known = residual.step is None and residual.grid is not None and area.base == ARENA
-        later = self.steps[self.steps.index(step) :]
-        free = isinstance(step, ProductStep) and step.folds and not any(other.out.root is area.root for other in later)
-        return alike and known and free
-
-    def moved(
-        self,
-        x: PlannedValue,
-        rank: int,
-        shape: tuple[int, int, int, int],
-        by: Callable[[Area], tuple[int, int, int]],
-        heads: int = 1,
-    ) -> PlannedValue:
-        """The same values elsewhere, their channels last; see `MoveStep`."""
-        self.settle(x, None)
-        made = self.add(MoveStep, replace(x, rank=rank, axis=rank - 1), shape, x=x.area, by=by, heads=heads)
-        if not x.area.is_float:
-            self.settle(made, RAW).grid = x.grid
-        return made
-
-    def rows(self, x: PlannedHeads) -> PlannedValue:
-        """Heads as a value of four axes, where they lie as these say."""
-        return self.moved(
-            x.whole, 4, x.shape, lambda to: (to.pitch, to.wide, 1) if x.turned else (to.wide, to.pitch, 1), x.heads
-        )
-
-    def copy(self, area: Area, to: Area) -> None:
-        """Write integers to another place, too."""
-        self.steps.append(PointwiseStep(self._scope, to, grid=RAW, x=area, x_grid=RAW))
-
-    def quantize(self, value: Any, grid: ByteGrid) -> PlannedValue:
-        """A value rounded to a grid."""
-        refuse(not isinstance(value, PlannedValue), "it reads what is no tensor that it computes")
-        if value.step is not None and value.step.rounds:
-            return self.settle(value, grid)
-        self.settle(value, None)
-        area = value.area
-        if area.base >= GIVEN and area.is_float:
-            made = self.add(QuantizeStep, value, x=area, strides=partial(self._strides, area.base - GIVEN))
-            if area.shape[3] < LANES:
-                made.area.room = area.shape[3]  # so that windows of few channels are runs
-            return self.settle(made, grid)
-        x = self.read(value)
-        return self.settle(self.add(PointwiseStep, x, x=x.area, x_grid=x.grid), grid)
-
 
 def _size(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Sizes of values, and what is computed with sizes."""
-    is_value = (PlannedValue, PlannedHeads, PlannedWeight)
-    args = [torch.empty(x.shape, device="meta") if isinstance(x, is_value) else x for x in args]
+    read = node.args[1] if node.target is getattr else node.target
+    refuse(read in ("stride", "device"), "it asks where values lie")
+    args, kwargs = map_aggregate((args, kwargs), _without_values)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def _without_values(x: Any) -> Any:
+    is_value = isinstance(x, (PlannedValue, PlannedHeads, PlannedWeight))
+    return torch.empty(x.shape, device="meta") if is_value else x

@@ -80,17 +80,23 @@ class PlannedValue:
 
 @dataclass(eq=False)
 class PlannedHeads:
-    """A tensor (N, L, C) seen as (N, L, heads, C / heads), or with `turned` as (N, heads, L, C / heads)."""
+    """A tensor whose channels are split into heads; it lies in memory as before.
 
-    whole: PlannedValue
+    Attributes:
+        joined: (N, L, heads * depth).
+        heads: how many.
+        transposed: whether it is (N, heads, L, depth), and not (N, L, heads, depth).
+    """
+
+    joined: PlannedValue
     heads: int
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Its shape as PyTorch has it."""
-        n, _, length, channels = self.whole.area.shape
-        middle = (self.heads, length) if self.turned else (length, self.heads)
+        n, _, length, channels = self.joined.area.shape
+        middle = (self.heads, length) if self.transposed else (length, self.heads)
         return n, *middle, channels // self.heads
 
 

@@ -10,32 +10,32 @@ import torch
 
 from fxq.backends.programs.areas import ByteGrid
 from fxq.backends.programs.layer_steps import ProductStep
-from fxq.backends.programs.plan import ProgramPlan
 from fxq.backends.programs.planned_values import PlannedHeads, PlannedValue, PlannedWeight, plans, refuse
 from fxq.backends.programs.program_steps import Function, PointwiseStep
+from fxq.backends.programs.step_builder import StepBuilder
 
 
 @plans("quantize")
 def quantize(
-    plan: ProgramPlan, x: Any, *, scale: Any, zero_point: Any, qmin: int, qmax: int, dtype: Any, axis: Any, block: Any
+    plan: StepBuilder, x: Any, *, scale: Any, zero_point: Any, qmin: int, qmax: int, dtype: Any, axis: Any, block: Any
 ) -> Any:
     refuse(not isinstance(scale, float) or dtype != torch.uint8, "it rounds to other grids than one of uint8")
     refuse(axis is not None or block is not None, "it rounds to several grids")
     grid = ByteGrid(scale, int(zero_point), qmin, qmax)
-    return replace(x, whole=plan.quantize(x.whole, grid)) if isinstance(x, PlannedHeads) else plan.quantize(x, grid)
+    return replace(x, joined=plan.quantize(x.joined, grid)) if isinstance(x, PlannedHeads) else plan.quantize(x, grid)
 
 
 @plans("dequantize")
-def dequantize(plan: ProgramPlan, x: Any, *, scale: Any, zero_point: Any, **_: Any) -> Any:
+def dequantize(plan: StepBuilder, x: Any, *, scale: Any, zero_point: Any, **_: Any) -> Any:
     if isinstance(x, PlannedHeads):
-        return replace(x, whole=dequantize(plan, x.whole, scale=scale, zero_point=zero_point))
+        return replace(x, joined=dequantize(plan, x.joined, scale=scale, zero_point=zero_point))
     refuse(not isinstance(scale, float) or not isinstance(x, PlannedValue), "its grid is no constant")
     refuse(bool(x.area.is_float) or x.step is not None, "it reads no integers")
     return replace(plan.inside(x), grid=ByteGrid(scale, int(zero_point)))
 
 
 @plans("add")
-def add(plan: ProgramPlan, x: Any, other: Any, *, alpha: float) -> PlannedValue:
+def add(plan: StepBuilder, x: Any, other: Any, *, alpha: float) -> PlannedValue:
     refuse(alpha != 1, "it multiplies what it adds")
     for value, residual in ((x, other), (other, x)):
         if plan.adds(value, residual):
@@ -45,7 +45,7 @@ def add(plan: ProgramPlan, x: Any, other: Any, *, alpha: float) -> PlannedValue:
 
 
 @plans("mul")
-def mul(plan: ProgramPlan, x: Any, other: Any) -> PlannedValue:
+def mul(plan: StepBuilder, x: Any, other: Any) -> PlannedValue:
     x, other = (other, x) if isinstance(x, PlannedWeight) else (x, other)
     if (
         isinstance(other, PlannedWeight)
@@ -58,7 +58,7 @@ def mul(plan: ProgramPlan, x: Any, other: Any) -> PlannedValue:
     return binary(plan, x, other, True)
 
 
-def binary(plan: ProgramPlan, x: Any, y: Any, multiplies: bool) -> PlannedValue:
+def binary(plan: StepBuilder, x: Any, y: Any, multiplies: bool) -> PlannedValue:
     if isinstance(x, PlannedWeight):
         x, y = y, x
     if isinstance(y, PlannedWeight):
@@ -76,27 +76,27 @@ def binary(plan: ProgramPlan, x: Any, y: Any, multiplies: bool) -> PlannedValue:
 
 
 @plans("relu")
-def relu(plan: ProgramPlan, x: Any) -> PlannedValue:
+def relu(plan: StepBuilder, x: Any) -> PlannedValue:
     return plan.apply(x, Function("clamp", 0.0))
 
 
 @plans("relu6")
-def relu6(plan: ProgramPlan, x: Any) -> PlannedValue:
+def relu6(plan: StepBuilder, x: Any) -> PlannedValue:
     return plan.apply(x, Function("clamp", 0.0, 6.0))
 
 
 @plans("hardtanh")
-def hardtanh(plan: ProgramPlan, x: Any, *, min_val: float, max_val: float) -> PlannedValue:
+def hardtanh(plan: StepBuilder, x: Any, *, min_val: float, max_val: float) -> PlannedValue:
     return plan.apply(x, Function("clamp", float(min_val), float(max_val)))
 
 
 @plans("leaky_relu")
-def leaky_relu(plan: ProgramPlan, x: Any, *, negative_slope: float) -> PlannedValue:
+def leaky_relu(plan: StepBuilder, x: Any, *, negative_slope: float) -> PlannedValue:
     return plan.apply(x, Function("prelu", slope=torch.tensor([float(negative_slope)], dtype=torch.float32)))
 
 
 @plans("prelu")
-def prelu(plan: ProgramPlan, x: Any, weight: Any) -> PlannedValue:
+def prelu(plan: StepBuilder, x: Any, weight: Any) -> PlannedValue:
     refuse(not isinstance(weight, PlannedWeight), "its slopes are no constant")
     refuse(
         weight.values.numel() > 1 and isinstance(x, PlannedValue) and x.axis != 1,
@@ -106,7 +106,7 @@ def prelu(plan: ProgramPlan, x: Any, weight: Any) -> PlannedValue:
 
 
 @plans("gelu")
-def gelu(plan: ProgramPlan, x: Any, *, approximate: str) -> PlannedValue:
+def gelu(plan: StepBuilder, x: Any, *, approximate: str) -> PlannedValue:
     refuse(approximate != "none", "it is an approximation")
     return plan.apply(x, Function("gelu"))
 

@@ -104,8 +104,8 @@ class ProgramStep(ABC):
         return rows.constant(torch.ones(LANES, dtype=torch.float32) if slope is None else slope.expand(LANES))
 
     def scratch(self, loops: ModuleType) -> int:
-        """Bytes of memory that it wants while it runs, where that is more than for its channels."""
-        return 0
+        """Bytes of memory that it needs while it runs."""
+        return int(loops.SCRATCH) + 8 * max(area.wide for area in (*self.reads, self.out) if area.base != ABSOLUTE)
 
     def kind(self, rows: StepRows) -> int:
         """The number of its function."""
@@ -233,9 +233,9 @@ class MoveStep(ProgramStep):
     """The same values in another order.
 
     Attributes:
-        x: what it reads, of one row if it has heads.
+        x: what it reads; with heads (N, 1, L, C).
         by: of what is written, the elements from a row, pixel and channel of what is read to the next.
-        heads: of how many equal parts the channels of a pixel are. With more than one, each part is a row.
+        heads: how many parts of a pixel's channels count as so many rows of what is read; 1: none.
     """
 
     bends: ClassVar[bool] = False

@@ -17,7 +17,7 @@ import fxq.backends.programs.image_ops
 import fxq.backends.programs.layer_ops
 import fxq.backends.programs.pointwise_ops
 import fxq.backends.programs.view_ops  # noqa: F401  (register what computes each op)
-from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, SCRATCH, laid_out
+from fxq.backends.programs.areas import ARENA, GIVEN, SCRATCH, laid_out
 from fxq.backends.programs.plan import ProgramPlan, planned
 from fxq.backends.programs.planned_values import PlannedValue
 from fxq.backends.programs.program_steps import ProgramStep, StepRows
@@ -58,9 +58,7 @@ class RegionProgram:
         for i, (_, row) in enumerate(made):
             self._rows[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
         self._constants, self._loops = [*rows.constants, *plan.constants], loops
-        channels = max((area.wide for area in plan.areas if area.base != ABSOLUTE), default=0)
-        wanted = [step.scratch(loops) for step in plan.steps]
-        self._scratch = max(loops.SCRATCH + 8 * channels, *wanted, 0)
+        self._scratch = max((step.scratch(loops) for step in plan.steps), default=0)
 
     def _for_thread(self) -> Callable[..., Any]:
         """A function of the inputs, for one thread. What it needs it has at hand."""

@@ -8,7 +8,7 @@ from torch import nn
 
 import fxq
 from fxq.backends import cpu
-from fxq.backends.engines.openvino import Openvino, OpenvinoKernel, compile_model
+from fxq.backends.engines.openvino import Openvino, OpenvinoKernel, compile_model, read_model
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 
@@ -57,7 +57,7 @@ def test_a_transposed_convolution_behind_negative_values_runs_on_integers():
         assert sqnr(model(x), q(x)) > 25
     kernel = next(module for module in q.modules() if isinstance(module, OpenvinoKernel))
     written = write_onnx(kernel.graph_inside(), [x], integer_bias=False)
-    ops = compile_model(written.model, 1).get_runtime_model().get_ordered_ops()
+    ops = compile_model(read_model(written.model), 1).get_runtime_model().get_ordered_ops()
     about = [op.get_rt_info() for op in ops]
     kinds = [a["primitiveType"].astype(str) for a in about if "ConvTranspose" in a["originalLayersNames"].astype(str)]
     assert any(kind.lower().endswith("i8") and not kind.startswith("reorder") for kind in kinds), kinds

@@ -8,7 +8,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.engines import openvino, openvino_tuning
-from fxq.backends.engines.openvino import OpenvinoKernel, _core, _read, compile_model
+from fxq.backends.engines.openvino import OpenvinoKernel, _core, compile_model, read_model
 from fxq.backends.engines.openvino_tuning import faster_in_jit, faster_without_snippets, in_jit, layer_times
 from fxq.graph.query import submodule
 
@@ -38,7 +38,7 @@ def made():
 
 
 def names(model):
-    return [op.friendly_name for op in _read(model).get_ordered_ops() if "Convolution" in op.get_type_name()]
+    return [op.friendly_name for op in read_model(model).get_ordered_ops() if "Convolution" in op.get_type_name()]
 
 
 def kinds(compiled):
@@ -51,10 +51,10 @@ def test_layers_run_in_the_kernels_that_they_prefer_with_the_same_numbers(made):
     q, x, (model, _) = made
     found = names(model)
     assert len(found) == 3
-    if "brgconv" not in kinds(compile_model(model, 1)):
+    if "brgconv" not in kinds(compile_model(read_model(model), 1)):
         pytest.skip("this CPU has one kind of kernels")
-    assert set(kinds(compile_model(model, 1, jit=found))) == {"jit"}
-    assert kinds(compile_model(model, 1, jit=found[:1])).count("jit") == 1
+    assert set(kinds(compile_model(read_model(model), 1, jit=found))) == {"jit"}
+    assert kinds(compile_model(read_model(model), 1, jit=found[:1])).count("jit") == 1
     other, want = copy.deepcopy(q), q(x)
     kernel_of(other).adopt({"jit": tuple(found)})
     assert torch.equal(other(x), want)
@@ -62,8 +62,8 @@ def test_layers_run_in_the_kernels_that_they_prefer_with_the_same_numbers(made):
 
 def test_names_that_the_model_has_not_are_passed_over(made):
     model = made[2][0]
-    found, core = kinds(compile_model(model, 1)), _core()
-    assert kinds(core.compile_model(in_jit(core, _read(model), ["no such layer"]), "CPU")) == found
+    found, core = kinds(compile_model(read_model(model), 1)), _core()
+    assert kinds(core.compile_model(in_jit(core, read_model(model), ["no such layer"]), "CPU")) == found
 
 
 def test_a_copy_a_pickle_and_a_file_keep_the_choice(made, tmp_path):
@@ -84,13 +84,13 @@ def test_what_is_faster_by_more_than_times_vary_is_chosen(made, jit_us, chosen, 
         return {first: 10.0, others[0]: 10.0, "relu": 1.0} if kind == "brg" else {first: jit_us, others[0]: 30.0}
 
     monkeypatch.setattr(openvino_tuning, "_times", times)
-    assert faster_in_jit(_read(model), lambda jit=(): jit, []) == ((first,) if chosen else ())
+    assert faster_in_jit(read_model(model), lambda jit=(): jit, []) == ((first,) if chosen else ())
     assert asked[:2] == [(), (first, others[0])]
 
 
 def test_without_two_kinds_of_kernels_nothing_is_chosen(made, monkeypatch):
     monkeypatch.setattr(openvino_tuning, "_times", lambda compiled, inputs, kind: {})
-    assert faster_in_jit(_read(made[2][0]), lambda jit=(): jit, []) == ()
+    assert faster_in_jit(read_model(made[2][0]), lambda jit=(): jit, []) == ()
 
 
 class Sum(nn.Module):
@@ -114,8 +114,8 @@ def test_without_snippets_a_convolution_adds_and_the_numbers_are_the_same(tmp_pa
     q = fxq.quantize(Sum().eval(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[x])
     kernel, want = kernel_of(q), q(x)
     model, _ = kernel.model_for(kernel.form.module(kernel), [x])
-    assert "Subgraph" in layer_types(compile_model(model, 1))
-    assert "Subgraph" not in layer_types(compile_model(model, 1, snippets=False))
+    assert "Subgraph" in layer_types(compile_model(read_model(model), 1))
+    assert "Subgraph" not in layer_types(compile_model(read_model(model), 1, snippets=False))
     kernel.adopt({"snippets": False})
     step = float(q.qparams()["last"].input_scale) * float(q.qparams()["last"].weight.abs().sum(1).max())
     assert float((q(x) - want).abs().max()) <= step  # sums near a tie may be on its other side
@@ -159,7 +159,9 @@ def test_a_version_that_keeps_its_snippets_is_not_timed():
 def test_a_version_that_does_not_know_snippets_compiles_as_it_does(made, monkeypatch):
     monkeypatch.setattr(openvino, "NO_SNIPPETS", {"NO_SUCH_ENTRY": "DISABLE"})
     model = made[2][0]
-    assert layer_types(compile_model(model, 1, snippets=False)) == layer_types(compile_model(model, 1))
+    assert layer_types(compile_model(read_model(model), 1, snippets=False)) == layer_types(
+        compile_model(read_model(model), 1)
+    )
 
 
 def test_speed_measures_and_coverage_does_not(monkeypatch):

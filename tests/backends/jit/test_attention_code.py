@@ -16,8 +16,8 @@ machine_code = pytest.importorskip("fxq.backends.jit.machine_code")
 
 many_rows, four_rows, one_row = attention_code.many_rows, attention_code.four_rows, attention_code.one_row
 exponentials, transpose_floats = attention_code.exponentials, attention_code.transpose_floats
-COLUMNS, LANES = attention_code.COLUMNS, 16
-SIZES = (attention_code.ROWS, 4, 1)
+TILE_COLUMNS, LANES = attention_code.TILE_COLUMNS, 16
+SIZES = (attention_code.TILE_ROWS, 4, 1)
 """The rows of the tiles."""
 SEEDS = st.integers(0, 99)
 
@@ -53,7 +53,7 @@ def normal(seed, *shape):
 
 
 def test_tiles_fit_what_the_cpu_can_do():
-    assert (COLUMNS, SIZES[0]) == ((32, 12) if machine_code.HAS_AVX512 else (16, 4))
+    assert (TILE_COLUMNS, SIZES[0]) == ((32, 12) if machine_code.HAS_AVX512 else (16, 4))
 
 
 # ---- products
@@ -62,7 +62,7 @@ def test_tiles_fit_what_the_cpu_can_do():
 def products(which, x, weight, depth):
     """A tile of arrays that may have more columns, and whose result lies among others that stay."""
     rows = SIZES[which]
-    out = np.full((rows + 2, COLUMNS + 3), 77, np.float32)
+    out = np.full((rows + 2, TILE_COLUMNS + 3), 77, np.float32)
     run(product, which, x, x.strides[0], weight, weight.strides[0], depth, out[1:, 2:], out.strides[0])
     inside = out[1:-1, 2:-1].copy()
     out[1:-1, 2:-1] = 77
@@ -73,23 +73,23 @@ def products(which, x, weight, depth):
 @settings(deadline=None)
 @given(which=st.integers(0, 2), depth=st.integers(0, 70), gaps=st.tuples(*[st.integers(0, 5)] * 2), seed=SEEDS)
 def test_products(which, depth, gaps, seed):
-    x, weight = normal(seed, SIZES[which], depth + gaps[0]), normal(seed + 1, depth, COLUMNS + gaps[1])
+    x, weight = normal(seed, SIZES[which], depth + gaps[0]), normal(seed + 1, depth, TILE_COLUMNS + gaps[1])
     found = products(which, x, weight, depth)
-    one, other = x[:, :depth].astype(np.float64), weight[:, :COLUMNS].astype(np.float64)
+    one, other = x[:, :depth].astype(np.float64), weight[:, :TILE_COLUMNS].astype(np.float64)
     assert bool((np.abs(found - one @ other) <= 1e-6 * (np.abs(one) @ np.abs(other))).all())
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_sums_of_integers_are_exact(which):
     random = np.random.default_rng(0)
-    x, weight = (random.integers(-100, 100, s).astype(np.float32) for s in ((SIZES[which], 64), (64, COLUMNS)))
+    x, weight = (random.integers(-100, 100, s).astype(np.float32) for s in ((SIZES[which], 64), (64, TILE_COLUMNS)))
     assert products(which, x, weight, 64).tolist() == (x.astype(int) @ weight.astype(int)).tolist()
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_row_and_column(which, value):
-    x, weight = np.ones((SIZES[which], 5), np.float32), np.ones((5, COLUMNS), np.float32)
+    x, weight = np.ones((SIZES[which], 5), np.float32), np.ones((5, TILE_COLUMNS), np.float32)
     x[-1, 2] = weight[3, 7] = value
     found = products(which, x, weight, 5)
     wanted = np.full_like(found, 5)

@@ -61,7 +61,7 @@ def joins(b, x, out):
 
     y = vectors.load(b, x, vectors.FLOATS)
     for k, join in enumerate((b.fadd, larger, b.fsub)):
-        vectors.store(b, vectors.joined(b, y, join), b.add(out, vectors.number(4 * k)))
+        vectors.store(b, vectors.reduced(b, y, join), b.add(out, vectors.number(4 * k)))
 
 
 @compiled("i i i")

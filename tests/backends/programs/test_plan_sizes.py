@@ -7,7 +7,7 @@ import torch
 
 from fxq.backends.programs.plan import planned
 from fxq.backends.programs.planned_values import NotPlannedError
-from tests.programs import LAST, Draft, check, compare, program
+from tests.programs import LAST, Draft, check, compare, kinds, plan_of, program
 
 pytestmark = pytest.mark.any_cpu
 
@@ -122,3 +122,38 @@ def test_a_size_that_does_not_fit_is_refused():
     with pytest.raises(NotPlannedError, match="shape") as caught:
         planned(form, [draft.inputs[0], torch.zeros(5, 3)])
     assert caught.value.node == "unflatten"
+
+
+@pytest.mark.parametrize(("target", "args"), [("stride", (2,)), (getattr, ("device",))])
+def test_where_values_lie_is_not_known(target, args):
+    """In PyTorch a transposed value has other strides than here."""
+    draft = Draft()
+    x = draft.image(2, 6, 24)
+    heads = draft.op("transpose", draft.op("unflatten", x, dim=2, sizes=(4, 6)), dim0=1, dim1=2)
+    form = draft.form(draft.op("relu", x), draft.size(target, heads, *args))
+    with pytest.raises(NotPlannedError, match="it asks where values lie"):
+        planned(form, draft.inputs)
+
+
+def test_a_size_by_keyword():
+    draft = Draft()
+    x = draft.image(2, 6, 24)
+    count = draft.size(torch.numel, input=x)
+    check(draft, draft.op("reshape", x, shape=(2, 6, 4, draft.size(operator.floordiv, count, 48))))
+
+
+def test_an_axis_that_is_not_there():
+    """An example of another rank, for which PyTorch raises, too."""
+    draft = Draft()
+    x, other = draft.image(2, 6, 24), draft.input(torch.ones(4, 4, dtype=torch.int64))
+    y = draft.op("unflatten", x, dim=2, sizes=(draft.size("size", other, 1), -1))
+    with pytest.raises(NotPlannedError, match="out of range"):
+        planned(draft.form(y), [draft.inputs[0], torch.ones(4, dtype=torch.int64)])
+
+
+def test_who_reads_a_size_does_not_keep_a_function_out_of_a_layer():
+    draft = Draft()
+    y = draft.op("linear", draft.image(2, 6, 24), draft.weight(32, 24), draft.vector(32))
+    heads = draft.op("unflatten", draft.quantize(draft.op("relu", y)), dim=2, sizes=(draft.size("size", y, 0), -1))
+    assert kinds(check(draft, heads))[:2] == ["QuantizeStep", "ProductStep"]
+    assert kinds(plan_of(draft, heads)).count("PointwiseStep") == 1  # to the output

@@ -37,7 +37,7 @@ def test_axes_that_are_not_flattened():
         assert refused(draft, y) == "it joins other axes than those of a sample"
     draft = Draft()
     y = draft.conv(draft.image(2, 3, 4, 5), 16)
-    assert refused(draft, draft.op("flatten", y, start_dim=2)) == "its input has no heads"
+    assert refused(draft, draft.op("flatten", y, start_dim=2)) == "it joins other axes than those of a sample"
     draft = Draft()
     x = draft.quantize(draft.input(draft.normal(2, 3, 4)))
     assert refused(draft, draft.op("flatten", x, start_dim=1)) == "its input is no image"
@@ -204,12 +204,53 @@ def test_heads_that_are_refused():
     for dims in ((1, 3), (-1, -2), (0, 1), (1, 1)):
         y = draft.op("transpose", heads, dim0=dims[0], dim1=dims[1])
         assert refused(draft, y) == "it moves values"
-    assert refused(draft, draft.op("transpose", x, dim0=1, dim1=2)) == "its input has no heads"
+    assert refused(draft, draft.op("transpose", x, dim0=1, dim1=2)) == "it moves values"
     assert refused(draft, draft.op("permute", turned, dims=(0, 2, 3, 1))) == "its input is no image"
-    assert refused(draft, draft.op("flatten", heads, start_dim=1, end_dim=2)) == "its input is no image"
+    reason = "it joins other axes than those of heads"
+    assert refused(draft, draft.op("flatten", heads, start_dim=1, end_dim=2)) == reason
+    reason = "it reads values that are split into heads"
     for op in ("relu", "gelu"):
-        assert refused(draft, draft.op(op, heads)) == "it reads what is no tensor that it computes"
-    assert refused(draft, draft.op("add", heads, heads)) == "it reads what is no tensor that it computes"
+        assert refused(draft, draft.op(op, heads)) == reason
+    assert refused(draft, draft.op("add", heads, heads)) == reason
+
+
+# ---- chunk and split
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 48), (2, 48), (2, 48, 3, 4)])
+@pytest.mark.parametrize("is_integer", [True, False])
+@pytest.mark.parametrize(
+    ("op", "about"), [("chunk", {"chunks": 3}), ("split", {"sizes": (16, 30, 2)}), ("split", {"sizes": 20})]
+)
+def test_parts_of_channels(shape, is_integer, op, about):
+    """Each is read where it lies."""
+    draft = Draft()
+    x = draft.op("relu", draft.image(*shape))
+    x = draft.quantize(x) if is_integer else x
+    axis = 1 if len(shape) != 3 else 2
+    parts = [draft.op(op, x, dim=dim, index=k, **about) for k, dim in enumerate((axis, axis, axis - len(shape)))]
+    check(draft, *(draft.op("gelu", draft.dequantize(part) if is_integer else part) for part in parts))
+
+
+def test_layers_of_parts():
+    draft = Draft()
+    x = draft.quantize(draft.image(2, 5, 48))
+    parts = [draft.dequantize(draft.op("chunk", x, chunks=3, dim=-1, index=k)) for k in (-1, 1)]
+    check_both(draft, draft.op("add", *(layer(draft, part) for part in parts)))
+
+
+def test_parts_of_an_input():
+    draft = Draft()
+    x = draft.input(draft.normal(2, 5, 20))
+    check(draft, *(draft.op("chunk", x, chunks=3, dim=2, index=k) for k in range(3)))
+
+
+def test_parts_of_other_axes_are_refused():
+    draft = Draft()
+    x = draft.image(2, 6, 48)
+    reason = "it cuts another axis than the channels"
+    assert refused(draft, draft.op("chunk", x, chunks=3, dim=1, index=0)) == reason
+    assert refused(draft, draft.op("split", x, sizes=1, dim=0, index=1)) == reason
 
 
 def test_splits_that_are_refused():
