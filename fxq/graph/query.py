@@ -223,7 +223,8 @@ def is_pure(gm: fx.GraphModule, node: fx.Node) -> bool:
         return getattr(module, "pure", False) is True
     if node.target is operator.getitem and (makes_no_tensor(node) or _is_pure_module(gm, node.args[0])):
         return True
-    return node.op == "get_attr" or op_of(node) is not None or (reads_only_metadata(node) and not is_check(node))
+    reads_sizes = is_size(node) or (reads_only_metadata(node) and not is_check(node))
+    return node.op == "get_attr" or op_of(node) is not None or reads_sizes
 
 
 def _is_pure_module(gm: fx.GraphModule, value: Any) -> bool:

@@ -117,6 +117,12 @@ def test_what_may_go_when_nobody_reads_it():
     assert not is_pure(gm, node(gm, "x"))
 
 
+def test_sizes_may_go_when_nobody_reads_them():
+    """Also those that are computed."""
+    gm = graph(module(lambda self, x: x.view(x.size(0) * 2, -1)), X)
+    assert is_pure(gm, node(gm, "size")) and is_pure(gm, node(gm, "mul"))
+
+
 def test_observers_and_conversions_are_seen_through():
     gm = graph(model(), X, until="insert-observers")
     watches = [n for n in gm.graph.nodes if n.op == "call_module" and isinstance(gm.get_submodule(n.target), Observer)]

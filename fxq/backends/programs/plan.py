@@ -85,9 +85,14 @@ class ProgramPlan(StepBuilder):
             return x  # of which no more than sizes can be read, or a mask
         return self.given_as(i, x.dtype == torch.float32)
 
-    def _output(self, i: int, value: Any) -> PlannedValue:
-        value = self.materialized(value) if isinstance(value, PlannedHeads) else value
+    def _output(self, i: int, value: Any) -> PlannedValue | PlannedHeads:
+        """A value as it is returned; of heads, the tensor that they are a view of."""
+        if isinstance(value, PlannedHeads):
+            return replace(value, joined=self._written(i, value.joined))
         refuse(not isinstance(value, PlannedValue), "it returns what is no tensor that it computes")
+        return self._written(i, value)
+
+    def _written(self, i: int, value: PlannedValue) -> PlannedValue:
         area = Area(value.area.shape, None, room=value.area.shape[3], base=GIVEN + len(self._given) + i)
         step = value.step
         if step is not None and step.dense:

@@ -93,6 +93,11 @@ class PlannedHeads:
     transposed: bool = False
 
     @property
+    def area(self) -> Area:
+        """Where it lies."""
+        return self.joined.area
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """Its shape as PyTorch has it."""
         n, _, length, channels = self.joined.area.shape

@@ -19,7 +19,7 @@ import fxq.backends.programs.pointwise_ops
 import fxq.backends.programs.view_ops  # noqa: F401  (register what computes each op)
 from fxq.backends.programs.areas import ARENA, GIVEN, SCRATCH, laid_out
 from fxq.backends.programs.plan import ProgramPlan, planned
-from fxq.backends.programs.planned_values import PlannedValue
+from fxq.backends.programs.planned_values import PlannedHeads, PlannedValue
 from fxq.backends.programs.program_steps import ProgramStep, StepRows
 
 
@@ -79,7 +79,8 @@ class RegionProgram:
             for dtype in [torch.float32 if value.area.is_float else torch.uint8]
         ]
         addresses, several = bases.numpy(), self.plan.several
-        turns = not self._last and any(value.rank == 4 and value.axis == 1 for value in self.plan.outputs)
+        images = [y for y in self.plan.outputs if isinstance(y, PlannedValue) and y.rank == 4 and y.axis == 1]
+        turns = bool(images) and not self._last
 
         def call(inputs: Sequence[Tensor], held: list[Tensor] | None = None) -> Any:
             alive, values = [], []
@@ -126,8 +127,12 @@ class RegionProgram:
 _FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 
-def _strided(value: PlannedValue) -> tuple[Sequence[int], Sequence[int]]:
+def _strided(value: PlannedValue | PlannedHeads) -> tuple[Sequence[int], Sequence[int]]:
     """The shape and strides of an output, whose pixels lie one behind the other."""
+    if isinstance(value, PlannedHeads):
+        _, length, channels = value.joined.shape
+        head, place = channels // value.heads, channels
+        return value.shape, (length * channels, *((head, place) if value.transposed else (place, head)), 1)
     _, h, w, c = value.area.shape
     by_axis = {4: (h * w * c, w * c, c, 1), 3: (w * c, c, 1), 2: (c, 1)}[value.rank]
     return value.shape, (by_axis[0], 1, *by_axis[1:3]) if value.rank == 4 and value.axis == 1 else by_axis

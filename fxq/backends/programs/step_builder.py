@@ -211,14 +211,6 @@ class StepBuilder:
             self.settle(made, RAW).grid = x.grid
         return made
 
-    def materialized(self, x: PlannedHeads) -> PlannedValue:
-        """Heads as a value of four axes, where they lie as these say."""
-
-        def by(to: Area) -> tuple[int, int, int]:
-            return (to.pitch, to.wide, 1) if x.transposed else (to.wide, to.pitch, 1)
-
-        return self.moved(x.joined, 4, x.shape, by, x.heads)
-
     def copy(self, area: Area, to: Area) -> None:
         """Write integers to another place, too."""
         self.steps.append(PointwiseStep(self.scope, to, grid=RAW, x=area, x_grid=RAW))

@@ -147,3 +147,40 @@ def test_programs_that_are_dropped_are_freed():
         assert sum(type(o) is RegionProgram for o in gc.get_objects()) < 20
     finally:
         gc.enable()
+
+
+class Unread(nn.Module):
+    """Heads that nobody reads, whose number is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = self.first(x)
+        n, length, channels = y.shape
+        y.view(n, length, 4, channels // 4).transpose(1, 2)
+        return self.second(y)
+
+
+def test_sizes_that_nobody_reads():
+    x = torch.randn(2, 9, 32)
+    q = quantized(Unread().eval(), x)
+    assert len(kernels(q)) == 1 and "floordiv" not in str(q.graph)
+
+
+class Strided(nn.Module):
+    """Attention that is read as it lies in memory in PyTorch: place by place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x):
+        q = self.layer(x).view(2, 9, 4, 8).transpose(1, 2)
+        return torch.as_strided(F.scaled_dot_product_attention(q, q, q), (2, 9, 32), (288, 32, 1))
+
+
+def test_heads_lie_as_in_pytorch():
+    model, x = Strided().eval(), torch.randn(2, 9, 32)
+    assert sqnr(model(x), quantized(model, x)(x)) > 30

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fxq.backends.programs.areas import GIVEN, ByteGrid
-from fxq.backends.programs.planned_values import NotPlannedError, PlannedHeads, PlannedValue
+from fxq.backends.programs.planned_values import NotPlannedError, PlannedHeads
 from fxq.backends.programs.program_steps import Function, PointwiseStep
 from fxq.backends.programs.step_builder import StepBuilder
 from fxq.graph.unit import Unit
@@ -60,14 +60,6 @@ def test_values_that_are_split_into_heads_are_not_computed_with():
     for compute in (plan.read, lambda x: plan.apply(x, Function("silu"))):
         with pytest.raises(NotPlannedError, match="it reads values that are split into heads"):
             compute(heads)
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-def test_heads_as_values_of_four_axes(transposed):
-    plan = builder(torch.zeros(2, 3, 20))
-    heads = PlannedHeads(plan.given_as(0, True), 4, transposed)
-    made = plan.materialized(heads)
-    assert isinstance(made, PlannedValue) and (made.shape, made.axis) == (heads.shape, 3)
 
 
 def test_what_a_unit_reads_twice_is_decided_before():
