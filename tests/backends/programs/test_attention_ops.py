@@ -10,7 +10,19 @@ from torch import nn
 from fxq.backends.programs.layer_steps import AttentionStep
 from fxq.common.metrics import sqnr
 from tests.models import settled
-from tests.programs import Draft, check, check_both, kinds, plan_of, program, refused, steps_of, whole
+from tests.programs import (
+    Draft,
+    check,
+    check_both,
+    kinds,
+    plan_of,
+    program,
+    quantized,
+    refused,
+    regions,
+    steps_of,
+    whole,
+)
 
 pytestmark = pytest.mark.any_cpu
 
@@ -263,3 +275,15 @@ def test_two_blocks_are_one_region():
     model, x = settled(Two), torch.randn(2, 11, 32)
     q, form = whole(model, x)
     assert sqnr(form(x), q(x)) > 45 and kinds(program(form, [x])).count("AttentionStep") == 2
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_layer_of_pytorch_is_one_region(norm_first):
+    """One layer makes its queries, keys and values, which are cut."""
+    model = settled(lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first))
+    x = torch.randn(4, 9, 32)
+    q = quantized(model, x)
+    (kernel,) = regions(q)
+    assert "scaled_dot_product_attention" in str(kernel.form.module(kernel).graph)
+    assert [node.op for node in q.graph.nodes if node.op == "call_module"] == ["call_module"]
+    assert sqnr(model(x), q(x)) > 30
