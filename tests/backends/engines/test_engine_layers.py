@@ -10,7 +10,7 @@ from fxq.backends.by_name import backend_type
 from fxq.backends.engines.engine import EngineBackend, EngineKernel
 from fxq.backends.engines.engine_layers import kind_of, of_nodes
 from fxq.backends.engines.onnxruntime import session_of
-from fxq.backends.engines.openvino import Openvino, compile_model
+from fxq.backends.engines.openvino import Openvino, compile_model, read_model
 from fxq.common.metrics import sqnr
 from fxq.graph.info import EngineLayer, info
 from fxq.graph.query import submodule
@@ -168,7 +168,9 @@ def test_what_openvino_runs_in_float_is_float_in_the_ledger(monkeypatch):
     )
     (node,) = regions(q)
     written = write_onnx(submodule(q, node).graph_inside(), [x], integer_bias=False)
-    about = [op.get_rt_info() for op in compile_model(written.model, 1).get_runtime_model().get_ordered_ops()]
+    about = [
+        op.get_rt_info() for op in compile_model(read_model(written.model), 1).get_runtime_model().get_ordered_ops()
+    ]
     kinds = {a["layerType"].astype(str): a["primitiveType"].astype(str) for a in about}
     assert kinds["Deconvolution"].endswith("_f32")
 
