@@ -54,7 +54,7 @@ many_rows, four_rows, one_row = (_float_tile(rows) for rows in (TILE_ROWS, 4, 1)
 
 @on_addresses
 def exponentials(b, x, blocks, total):
-    """2**(y - the largest y) of float32 y (blocks, 16) in place, those below 2**-120 as 0, and their sum to `total`."""
+    """exp(y - the largest y) of float32 y (blocks, 16) in place, those below 2**-120 as 0, and their sum to `total`."""
     largest = cgutils.alloca_once(b, FLOATS)
     b.store(splat(b, _LOWEST), largest)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
@@ -65,7 +65,7 @@ def exponentials(b, x, blocks, total):
     b.store(splat(b, 0.0), sums)
     with cgutils.for_range(b, blocks, intp=INT64) as block:
         place = b.add(x, b.mul(block.index, number(4 * LANES)))
-        power = b.fsub(load(b, place, FLOATS), most)
+        power = b.fmul(b.fsub(load(b, place, FLOATS), most), splat(b, vectors.LOG2E))
         y = b.select(b.fcmp_unordered(">", power, splat(b, _NONE)), vectors.power_of_two(b, power), splat(b, 0.0))
         store(b, y, place)
         b.store(b.fadd(b.load(sums), y), sums)

@@ -18,10 +18,9 @@ from fxq.backends.jit.attention_code import (
 )
 from fxq.backends.jit.compiler import helper
 from fxq.backends.jit.memory_loops import at, bytes_, floats, scratch_of, write
-from fxq.backends.jit.vectors import LOG2E
 
 _f = np.float32
-_LOG2E, _MASKED = _f(LOG2E), _f(-math.inf)
+_MASKED = _f(-math.inf)
 NO_MASK, CAUSAL, FLOAT_MASK, BOOL_MASK = range(4)
 """Which keys count for a query: all; those up to its own place; all, with floats added to their scores; those where a
 byte is not 0."""
@@ -80,8 +79,7 @@ def attention(step, bases):
     """softmax(query @ key.T * scale + mask) @ value, of each head. Heads lie side by side among the channels.
 
     Fields: query, key, value, out, mask, the strides of the first four by sample and pixel, those of the mask by
-    sample, head, query and key, all in bytes, then as they are named here. `factor` is the address of the scale times
-    log2(e), since softmax is computed with powers of two.
+    sample, head, query and key, all in bytes, then as they are named here. `factor` is the address of the scale.
     """
     query, key, value, out = at(bases, step, 1), at(bases, step, 3), at(bases, step, 5), at(bases, step, 7)
     mask = at(bases, step, 9)
@@ -125,7 +123,7 @@ def _mask(scores, count, columns, which, mask, between):
     scores = carray(floats(scores), columns)
     if which == FLOAT_MASK:
         for j in range(count):
-            scores[j] += carray(floats(mask + j * between), 1)[0] * _LOG2E
+            scores[j] += carray(floats(mask + j * between), 1)[0]
     elif which == BOOL_MASK:
         for j in range(count):
             if carray(bytes_(mask + j * between), 1)[0] == 0:

@@ -32,7 +32,6 @@ from fxq.backends.jit.machine_code import HAS_VNNI as HAS_VNNI
 from fxq.backends.jit.machine_code import WIDE as WIDE
 from fxq.backends.jit.memory_loops import NAMES as NAMES
 from fxq.backends.jit.memory_loops import NOTHING as NOTHING
-from fxq.backends.jit.vectors import LOG2E as LOG2E
 
 LARGE = 1 << 17
 """Bytes of an input that a product reads again for the next columns, from the second cache."""

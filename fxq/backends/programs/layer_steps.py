@@ -257,5 +257,5 @@ class AttentionStep(ProgramStep):
         return [[
             loops.ATTENTION, *(number for area in areas for number in area.origin), *masked[:2], *strides,
             *masked[2:], samples, length, self.key.shape[2], self.heads, channels // self.heads, which,
-            rows.floats(self.scale * loops.LOG2E), rows.floats(*self.numbers()), int(self.grid is None),
+            rows.floats(self.scale), rows.floats(*self.numbers()), int(self.grid is None),
         ]]  # fmt: skip

@@ -16,6 +16,7 @@ from fxq.backends.programs.planned_values import (
     RAW,
     ROWS,
     NotPlannedError,
+    OtherInput,
     PlannedHeads,
     PlannedValue,
     PlannedWeight,
@@ -80,9 +81,9 @@ class ProgramPlan(StepBuilder):
         """What steps read and write."""
         return list(dict.fromkeys(area for step in self.steps for area in (*step.reads, step.out)))
 
-    def _input(self, i: int, x: Tensor) -> PlannedValue | Tensor:
+    def _input(self, i: int, x: Tensor) -> PlannedValue | OtherInput:
         if x.dtype not in (torch.float32, torch.uint8):
-            return x  # of which no more than sizes can be read, or a mask
+            return OtherInput(i, tuple(x.shape), x.dtype)
         return self.given_as(i, x.dtype == torch.float32)
 
     def _output(self, i: int, value: Any) -> PlannedValue | PlannedHeads:
@@ -176,5 +177,5 @@ def _size(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _without_values(x: Any) -> Any:
-    is_value = isinstance(x, (PlannedValue, PlannedHeads, PlannedWeight))
+    is_value = isinstance(x, (PlannedValue, PlannedHeads, PlannedWeight, OtherInput))
     return torch.empty(x.shape, device="meta") if is_value else x

@@ -105,6 +105,19 @@ class PlannedHeads:
         return n, *middle, channels // self.heads
 
 
+@dataclass(frozen=True)
+class OtherInput:
+    """An input of a type that steps do not compute with. Its sizes are read, or it is a mask.
+
+    Attributes:
+        index: which input.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
     """The (N, H, W, C) of a shape; see `PlannedValue`."""
     if len(shape) == 4:

@@ -16,6 +16,7 @@ from fxq.backends.programs.areas import ABSOLUTE, ARENA, GIVEN, LANES, Area, Byt
 from fxq.backends.programs.layer_steps import ProductStep
 from fxq.backends.programs.planned_values import (
     RAW,
+    OtherInput,
     PlannedHeads,
     PlannedValue,
     PlannedWeight,
@@ -58,8 +59,8 @@ class StepBuilder:
         """A mask of attention: float32, or bytes that are 0 where it is False; None where there is none."""
         if x is None or (isinstance(x, PlannedValue) and self.read(x).area.is_float):
             return x
-        if isinstance(x, Tensor) and x.dtype == torch.bool:
-            return self.given_as(next(i for i, given in enumerate(self._given) if given is x), False)
+        if isinstance(x, OtherInput) and x.dtype == torch.bool:
+            return self.given_as(x.index, False)
         refuse(not isinstance(x, PlannedWeight), "its mask is neither bool nor float32")
         values = x.values
         if values.dtype == torch.bool:

@@ -100,8 +100,8 @@ def test_what_is_not_finite_stays_in_its_row_and_column(which, value):
 # ---- exponentials
 
 
-def powers(x):
-    """Powers of floats less their largest, in place, and their sum. Nothing around them changes."""
+def exponentials_of(x):
+    """Exponentials of floats less their largest, in place, and their sum. Nothing around them changes."""
     memory, total = np.full(len(x) + 2, 77, np.float32), np.full(3, 77, np.float32)
     memory[1:-1] = x
     run(run_exponentials, memory[1:], len(x) // LANES, total[1:])
@@ -111,8 +111,8 @@ def powers(x):
 
 def exact(x):
     """The same in float64; those below 2**-120 are 0."""
-    powers = (x - x.max()).astype(np.float64)
-    return np.where(powers > -120, 2.0**powers, 0.0)
+    y = np.exp((x - x.max()).astype(np.float64))
+    return np.where(y > 2.0**-120, y, 0.0)
 
 
 @settings(deadline=None)
@@ -126,22 +126,22 @@ def test_exponentials(blocks, wide, about, left_out, seed):
     if left_out:
         x[np.random.default_rng(seed).random(len(x)) < 0.4] = -math.inf
         x[seed % len(x)] = np.float32(about)
-    y, total = powers(x)
-    np.testing.assert_allclose(y, exact(x), rtol=3e-7)
-    np.testing.assert_allclose(total, exact(x).sum(), rtol=5e-7)
+    y, total = exponentials_of(x)
+    np.testing.assert_allclose(y, exact(x), rtol=6e-6, atol=2.0**-119)  # a step of an exponent near -120, times ln(2)
+    np.testing.assert_allclose(total, exact(x).sum(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("lane", range(LANES))
 def test_one_of_them_is_the_largest(lane):
     x = np.full(2 * LANES, -math.inf, np.float32)
     x[LANES + lane] = 3e38
-    y, total = powers(x)
+    y, total = exponentials_of(x)
     assert total == 1 and y[LANES + lane] == 1 and bool((np.delete(y, LANES + lane) == 0).all())
 
 
 @pytest.mark.parametrize("value", [0.0, -1e4, 1e4, -1e38])
 def test_equal_floats(value):
-    y, total = powers(np.full(48, value, np.float32))
+    y, total = exponentials_of(np.full(48, value, np.float32))
     assert y.tolist() == [1] * 48 and total == 48
 
 
@@ -149,10 +149,10 @@ def test_equal_floats(value):
 def test_a_sum_with_what_is_not_a_number(lane):
     x = normal(0, 32)
     x[lane] = math.nan
-    y, total = powers(x)
+    y, total = exponentials_of(x)
     assert math.isnan(total) and math.isnan(y[lane])
     others = np.delete(x, lane)
-    np.testing.assert_allclose(np.delete(y, lane), exact(others), rtol=3e-7)
+    np.testing.assert_allclose(np.delete(y, lane), exact(others), rtol=1e-6)
 
 
 # ---- columns of rows

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.backends.programs.test_attention_ops import attend, joined, projected, split
 from tests.models import settled
-from tests.programs import Draft, check, check_both, program, quantized, refused, regions
+from tests.programs import Draft, check, check_both, compare, program, quantized, refused, regions
 
 pytestmark = pytest.mark.any_cpu
 
@@ -93,6 +93,30 @@ def test_a_query_without_keys_gives_zeros(is_bool):
     made = program(draft.form(y), draft.inputs)(*draft.inputs)
     assert bool((made[1, 2] == 0).all()) and not bool((made[1, 1] == 0).any())
     check(draft, y)
+
+
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e30, -1e9, 1e30, 3e38])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_large_numbers_in_masks(value, everywhere):
+    """As transformers of libraries have them: where all keys have the same one, all count alike."""
+    draft = Draft()
+    mask = torch.zeros(N, 1, 1, KEYS)
+    mask[1, ..., 0 if everywhere else 4 :] = value
+    masked(draft, draft.input(mask))
+
+
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_one_tensor_as_two_masks(is_bool):
+    """A program that is made for it takes two others as well."""
+    draft = Draft()
+    x = draft.image(N, LENGTH, 32)
+    masks = [draft.input(drawn(draft, (LENGTH, LENGTH), is_bool)) for _ in range(2)]
+    for mask in masks:
+        x = joined(draft, attend(draft, *[split(draft, x, 2)] * 3, mask))
+    form = draft.form(x)
+    given_x, first, second = draft.inputs
+    made = program(form, [given_x, first, first])
+    compare(made(given_x, first, second), form(given_x, first, second))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
