@@ -14,6 +14,9 @@ import torch
 SECONDS, MOST = 0.7, 30
 """Seconds of all rounds together, and how many rounds at most. A call that takes longer is timed once, after one to
 warm up."""
+LEAST, LONGEST = 3, 4.0
+"""How many rounds at least where the least time is asked for, unless they take longer than so many seconds: the first
+calls of large models are slower."""
 TURN = 0.04
 """Seconds that a call is repeated in its turn, where the least time is asked for. Threads of the call before it, which
 wait for more to do, hold the first calls of a turn up; the later ones show its own time. Of many calls, turns are
@@ -51,7 +54,7 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in calls}
     names, order = list(calls), random.Random(0)
     turn = min(TURN, SECONDS / (4 * max(len(calls), 1))) if least else 0.0
-    for _ in rounds():
+    for _ in rounds(LEAST if least else 1):
         order.shuffle(names)
         for name in names:
             end = time.perf_counter() + turn
@@ -63,12 +66,13 @@ def interleaved(
     return {name: 1e6 * min(found) if least else median(found) for name, found in times.items()}
 
 
-def rounds() -> Iterator[int]:
-    """Goes on for `SECONDS` or `MOST` rounds; one at least."""
-    end = time.perf_counter() + SECONDS
-    for i in range(MOST):
-        yield i
-        if time.perf_counter() >= end:
+def rounds(least: int = 1) -> Iterator[int]:
+    """Goes on for `SECONDS` or `MOST` rounds; for so many at least, unless they take longer than `LONGEST`."""
+    start = time.perf_counter()
+    for i in range(1, MOST + 1):
+        yield i - 1
+        spent = time.perf_counter() - start
+        if spent >= SECONDS and (i >= least or spent >= LONGEST):
             return
 
 

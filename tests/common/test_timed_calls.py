@@ -43,6 +43,22 @@ def test_the_shortest_time_of_a_call_that_is_held_up_once(monkeypatch):
     assert interleaved({"a": call}, lambda: None) == {"a": pytest.approx(5.0)}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "least", "count"), [(1.0, True, 3), (3.0, True, 2), (5.0, True, 1), (1.0, False, 1)]
+)
+def test_the_shortest_time_of_slow_calls_is_that_of_a_few(monkeypatch, seconds, least, count):
+    now, calls = [0.0], []
+    monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timed_calls, "clock", lambda every_thread: lambda: now[0])
+
+    def call():
+        now[0] += seconds
+        calls.append(0)
+
+    interleaved({"a": call}, lambda: None, least=least)
+    assert len(calls) == count
+
+
 @pytest.mark.parametrize(("turn", "least"), [(0.04, 3000.0), (0.0, 9000.0)])
 def test_who_is_held_up_by_the_calls_before_it_is_repeated_in_its_turn(monkeypatch, turn, least):
     """Only the third call in a row takes its own time."""
