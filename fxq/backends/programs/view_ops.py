@@ -17,10 +17,11 @@ from fxq.backends.programs.step_builder import StepBuilder
 @plans("flatten")
 def flatten(plan: StepBuilder, x: Any, *, start_dim: int, end_dim: int) -> PlannedValue:
     axes = start_dim % len(x.shape), end_dim % len(x.shape)
-    if isinstance(x, PlannedHeads) or (len(x.shape) == 4 and axes == (2, 3) and x.axis == 3):
+    is_image = isinstance(x, PlannedValue) and x.rank == 4 and x.axis == 1
+    if isinstance(x, PlannedHeads) or (len(x.shape) == 4 and axes == (2, 3) and not is_image):
         refuse(axes != (2, 3), "it joins other axes than those of heads")
         return heads_of(plan, x, transposed=False).joined
-    refuse(not isinstance(x, PlannedValue) or x.rank != 4 or x.axis != 1, "its input is no image")
+    refuse(not is_image, "its input is no image")
     refuse(axes != (1, 3), "it joins other axes than those of a sample")
     n, h, w, c = x.area.shape
     if (h, w) == (1, 1):

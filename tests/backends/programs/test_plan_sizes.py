@@ -40,6 +40,16 @@ def test_nothing_computes_with_inputs_of_other_types(dtype, reader):
     assert with_other(build, shape, dtype) == "it reads what is no tensor that it computes"
 
 
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_axes_of_inputs_of_other_types_are_not_moved(dtype):
+    for op, about in (
+        ("flatten", {"start_dim": 2}), ("transpose", {"dim0": 1, "dim1": 2}), ("permute", {"dims": (0, 2, 1, 3)}),
+        ("permute", {"dims": (0, 2, 3, 1)}), ("chunk", {"chunks": 2, "dim": 1}), ("split", {"sizes": 1, "dim": 3}),
+        ("flatten", {"start_dim": 1}), ("unflatten", {"dim": 3, "sizes": (2, 2)}),
+    ):  # fmt: skip
+        assert with_other(lambda draft, x, other, op=op, about=about: draft.op(op, other, **about), (2, 3, 4, 4), dtype)
+
+
 def test_inputs_of_other_types_are_no_constants_of_a_layer():
     def layer(draft, x, other):
         return draft.op("linear", x, draft.weight(5, 4), other)
