@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,8 @@ from fxq.cost.prices import (
 from fxq.cost.probe import Prober
 from fxq.cost.whole import quickest
 from fxq.errors import RecipeError, warn
-from fxq.graph.info import Cost, DecisionKind, fate_of, info
+from fxq.graph.info import Cost, DecisionKind, Plan, fate_of, info
+from fxq.graph.integer_sums import INT32, beyond_int32, node_largest_sum
 from fxq.graph.query import CONVERSIONS, MEASURES, is_op, measures_of, plan_of, reads_only_metadata, taken_from
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
@@ -63,6 +65,7 @@ class Fallback(Pass):
         choose = context.recipe.optimize == "speed"
         pinned = Pinned(context.recipe.decided) if context.recipe.optimize == "decided" else None
         _ask_again(rewriter)
+        _bound_sums(rewriter)
         prober = None
         if context.backend.has_kernels and pinned is None:
             prober = Prober(context.backend, context.recipe, costs.machine_costs())
@@ -100,6 +103,30 @@ def _ask_again(rewriter: Rewriter) -> None:
         elif support.ops < (plan.kernel_ops or (len(calls),))[-1]:
             plan = replace(plan, kernel_ops=(support.ops,))
             rewriter.describe(node, plan=plan.decided(kind="unsupported", text=support.reason))
+
+
+def _bound_sums(rewriter: Rewriter) -> None:
+    """Let layers whose integer sums could leave int32 run in float, whatever the backend: files are bounded, too."""
+    for node in rewriter.nodes():
+        plan, largest = info(node).plan, 0.0
+        if plan is not None and plan.fate == "int8":
+            largest = node_largest_sum(rewriter.gm, node)
+        reason = beyond_int32(largest)
+        if reason is not None and plan is not None:
+            with rewriter.attributed("run_in_float", run_in_float):
+                run_in_float(rewriter, node, "unsupported", reason, _fewer_bits(rewriter, node, plan, largest))
+
+
+def _fewer_bits(rewriter: Rewriter, node: fx.Node, plan: Plan, largest: float) -> str:
+    """The line of a recipe with which the integer sums of a layer fit, or empty: each bit less halves them."""
+    call, spec = calls_of(rewriter.gm, node)[0], plan.reads
+    bits = (spec.bits if spec is not None else 0) - math.ceil(math.log2(largest / INT32))
+    if spec is None or bits < FEWEST_BITS or call.rounds_its_state:
+        return ""
+    measured = f', per="{spec.per}", range="measured"' if spec.range == "measured" else ""
+    path = (info(node).paths or (info(node).path,))[0]
+    config = f"fxq.QuantConfig(activation=fxq.TensorSpec(bits={bits}{measured}))"
+    return rewriter.context.override_line(path, call.op.name, config)
 
 
 def _ask_backend(rewriter: Rewriter, prober: Prober) -> None:
@@ -245,6 +272,8 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
 
 DECIDED = "the recipe's decisions say float"
 NOT_WORTH_IT = "float is faster at this size on this machine"
+FEWEST_BITS = 4
+"""Of an activation, in what is proposed to a user: with fewer, float is the better choice."""
 FEWER_MEASURED = (
     'recipe.without_pass("smooth").insert_pass(fxq.passes.Smooth(measure_gain=math.inf), after="insert-qdq")'
 )

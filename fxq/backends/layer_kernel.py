@@ -10,12 +10,11 @@ from torch import Tensor
 
 from fxq.backends.kernel import Kernel, Post, decode, first_reason, refuse
 from fxq.backends.layer_spec import LayerSpec, is_depthwise, overflow_refused, post_refused, weight_refused
+from fxq.graph.integer_sums import beyond_int32, largest_sum
 from fxq.quant.qparams import QParams
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_INT32 = 2**31 - 1
 
 
 class LayerKernel(Kernel):
@@ -27,7 +26,7 @@ class LayerKernel(Kernel):
         spec: the layer.
 
     Raises:
-        BackendError: for what `refuses` names, or the products would overflow on this machine.
+        BackendError: for what `refuses` names, or the products would overflow on this machine, or their sums anywhere.
     """
 
     layer: ClassVar[str] = "convolution"
@@ -67,6 +66,7 @@ class LayerKernel(Kernel):
             self.register_buffer(name, None if tensor is None else tensor.detach().to(torch.float32, copy=True))
         for name in self.options:
             setattr(self, name, getattr(spec, name))
+        refuse(self.name, beyond_int32(self._largest_sum()))
 
     @property
     def axes(self) -> int:
@@ -123,28 +123,12 @@ class LayerKernel(Kernel):
         qparams = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), -128, 127, torch.int8, axis)
         return LayerSpec(weight, qparams, tensors.get("bias"), slope=tensors.get("slope"), **options)
 
-    def check(self) -> None:
-        """As in `Kernel`; weights may have been edited, so that sums are bounded again."""
-        super().check()
-        refuse(self.name, sums_refused(self))
-
-
-def sums_refused(kernel: LayerKernel) -> str | None:
-    """Why sums of the kernel's products could leave int32 for inputs on its grid; None where they cannot.
-
-    The kernels sum products with the integers of the input as they are, or less their zero point.
-    """
-    weight, x, axis = kernel.weight, kernel.x, kernel.channel_axis
-    parts = weight.unflatten(0, (kernel.groups if axis else 1, -1)).movedim(1 + axis, 1).flatten(2)
-    if not kernel.sums_bias and 128 * x.qmax * parts.shape[2] <= _INT32:
-        return None  # whatever the weights: nearly all layers, without a copy of them in float64
-    parts = parts.double()
-    above, below = parts.clamp(min=0).sum(2), parts.clamp(max=0).sum(2).neg()  # (groups or 1, C)
-    up, down = x.qmax - x.z, x.z - x.qmin
-    shifted = torch.maximum(above * up + below * down, above * down + below * up)
-    most = torch.maximum(torch.maximum(above, below) * x.qmax, shifted)
-    if kernel.bias is not None and kernel.sums_bias:
-        bias = kernel.bias.double().abs() / (kernel.weight_scale.double() * x.s)
-        most = most + bias.reshape(most.shape if bias.numel() == most.numel() else (1, -1))
-    largest = float(most.max()) if most.numel() else 0.0
-    return f"its sums can reach {largest:.2g}, beyond int32 (2.1e+09)" if largest > _INT32 else None
+    def _largest_sum(self) -> float:
+        """The largest magnitude of its integer sums, with the bias where that goes into them."""
+        axis = self.channel_axis
+        rows = self.weight.unflatten(0, (self.groups if axis else 1, -1)).movedim(1 + axis, 1).flatten(2)
+        bias = None
+        if self.bias is not None and self.sums_bias:
+            bias = self.bias.double() / (self.weight_scale.double() * self.x.s)
+            bias = bias.reshape(rows.shape[:2] if bias.numel() == rows.shape[0] * rows.shape[1] else (1, -1))
+        return largest_sum(rows, self.x, bias)

@@ -16,6 +16,7 @@ from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import Form
 from fxq.errors import BackendError, InputError
 from fxq.graph.info import Decision, EngineLayer, Fate, Plan, info, set_info
+from fxq.graph.integer_sums import node_refused
 from fxq.graph.query import CONVERSIONS, is_op, is_size, made_by, op_of, submodule
 from fxq.graph.region import Region, UnitRegion, read_region
 from fxq.graph.unit import calls_of
@@ -37,6 +38,9 @@ def lower_graph(rewriter: Rewriter) -> None:
 def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
     """Replace a region by its kernel. Of a unit that has none, the first op is tried alone."""
     try:
+        for node in region.nodes:
+            if (reason := node_refused(rewriter.gm, node)) is not None:
+                raise BackendError(reason if len(region.nodes) == 1 else f"%{node.name}: {reason}")
         kernel = backend.lower(rewriter.gm, region)
     except BackendError as error:
         if isinstance(region, UnitRegion) and len(region.calls) > 1:

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from fxq.backends.base import Backend, Support
 from fxq.backends.kernel import Kernel, refuse
 from fxq.backends.kernel_table import QUANTIZING, Fit, FusedUnit, KernelRow, fits
-from fxq.backends.layer_kernel import LayerKernel, sums_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.measured_quantize import MeasuredQuantize
 from fxq.backends.plain.stored_weight import StoredWeight
@@ -177,9 +176,6 @@ def _kernel(gm: fx.GraphModule, region: UnitRegion, fit: Fit) -> Kernel:
         raise BackendError("not every one of its outputs is read, or one is taken twice")
     assert fit.row.make is not None  # else it runs as it stands
     kernel = fit.row.make(FusedUnit(captures, out_grids(gm, region), region.calls))
-    reason = sums_refused(kernel) if isinstance(kernel, LayerKernel) else None
-    if reason is not None:
-        raise BackendError(reason)
     if inputs != region.inputs:  # it reads one of them twice, or in another order
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, fx
 from typing_extensions import Self
 
-from fxq.backends.kernel import Kernel
+from fxq.backends.kernel import Kernel, refuse
 from fxq.backends.qdq_form import Form, Part, constants_of
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
 from fxq.errors import BackendError
 from fxq.graph.info import EngineLayer
+from fxq.graph.integer_sums import node_refused
 from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region
 from fxq.graph.run import Runner
@@ -74,6 +75,16 @@ class RegionKernel(Kernel):
 
     def graph_inside(self) -> fx.GraphModule | None:
         return self.form.module(self) if self.form is not None else None
+
+    def check(self) -> None:
+        """As in `Kernel`; weights may have been edited, so that integer sums are bounded again."""
+        super().check()
+        inside = self.graph_inside()
+        if inside is None:
+            return
+        for node in inside.graph.nodes:
+            reason = node_refused(inside, node)
+            refuse(self.name, None if reason is None else f"{node.name}: {reason}")
 
     def build(self, form: fx.GraphModule) -> Callable[..., Any]:
         """What runs the region: takes its inputs and returns its value, or a tuple of several.

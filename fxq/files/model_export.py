@@ -18,13 +18,15 @@ from fxq.errors import ExportError, FxqError, InputError, unknown, warn, words_o
 from fxq.files.program_export import write_program
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
+from fxq.graph.integer_sums import node_refused
 from fxq.graph.query import is_op
+from fxq.graph.region import integer_weight
 from fxq.graph.run import inputs_for
 from fxq.graph.varying_axes import Dynamic
 from fxq.onnx.model_check import ModelCheck
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.whole_model import WrittenModel, write_model
-from fxq.quant.qparams import QParams
+from fxq.quant.qparams import QParams, dequantize
 
 
 def export_model(
@@ -44,8 +46,34 @@ def export_model(
         raise InputError(f"the suffix of {str(path)!r} says what to write: {unknown('suffix', path.suffix, WRITERS)}")
     with torch.no_grad():  # what is wrong with the example, the model says best
         model(*copied(batch).args, **copied(batch).kwargs)
-    WRITERS[path.suffix](path, qdq_graph(model), batch, dynamic, check)
+    gm = qdq_graph(model)
+    if path.suffix != ".pt2":  # which has products of floats alone
+        _leave_products_in_float(path, gm)
+    WRITERS[path.suffix](path, gm, batch, dynamic, check)
     return path
+
+
+def _leave_products_in_float(path: Path, gm: fx.GraphModule) -> None:
+    """Write the weights of layers as floats whose integer sums could leave int32, and warn of them.
+
+    `fallback` has left such layers in float before, unless weights were edited since then, or the pass was left out.
+    """
+    for node in list(gm.graph.nodes):
+        reason = node_refused(gm, node)
+        weights = {read: w for read in node.all_input_nodes if (w := integer_weight(gm, read)) is not None}
+        if reason is None or not weights:
+            continue
+        for read, weight in weights.items():
+            gm.register_buffer(name := f"{read.name}_float", dequantize(weight.values, weight.qparams))
+            with gm.graph.inserting_before(node):
+                real = gm.graph.get_attr(name)
+            real.meta = dict(read.meta)
+            node.replace_input_with(read, real)
+            if not read.users:
+                gm.graph.erase_node(read)
+        where = info(node).path or node.name
+        warn(f"{path}: {where} is in float in the file: {reason}, in which runtimes add up products of integers.")
+    gm.recompile()
 
 
 def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> bytes:

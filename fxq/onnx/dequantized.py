@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxq.graph.integer_sums import INT32, largest_sum
 from fxq.onnx.protobuf import INT4, UINT4, OnnxNode
 from fxq.onnx.writer import MOVES, Operand, Value, Writer
+from fxq.quant.qparams import QParams
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,16 @@ def real_values(q: Tensor, scale: Tensor, zero: Tensor, axis: int | None, block:
     return made
 
 
-_INT32 = 2**31 - 1
+def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None, axis: int = 0) -> Operand:
+    """A bias; in int32 with the scale of the accumulator, where input and weight are of integers and that holds it.
 
-
-def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None) -> Operand:
-    """A bias; in int32 with the scale of the accumulator, where input and weight are of integers and it fits."""
+    Args:
+        w: what it is written by.
+        x: the input of the layer.
+        weight: its weight.
+        bias: its bias, if there is one.
+        axis: that of the output channels in the weight.
+    """
     real = w.value_of(bias.name) if bias is not None else None
     grids = [dequantized(w, x), dequantized(w, weight)]
     if real is None or not w.integer_bias or any(g is None or g.node.attributes.get("block_size") for g in grids):
@@ -107,9 +114,14 @@ def bias_for(w: Writer, x: Value, weight: Value, bias: Value | None) -> Operand:
         return bias  # a transposed convolution in groups has fewer scales than channels
     scale = scale.expand(real.shape).contiguous()
     steps = (real.detach().double() / scale.double()).round()
-    if not bool((steps.abs() <= _INT32).all()):
+    q = w.value_of(grids[1].node.reads[0]) if grids[1] is not None else None
+    rows = torch.empty(1, 0) if q is None else q.movedim(axis, 0).flatten(1)
+    if not largest_sum(rows, _ANY_GRID, steps.abs().max()) <= INT32:  # steps that are no numbers neither
         return bias
     return w.emit("DequantizeLinear", steps.to(torch.int32), scale, axis=0)
+
+
+_ANY_GRID = QParams.per_tensor(1.0, 0, 0, 255)
 
 
 def transposed(w: Writer, matrix: Value | Tensor) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from fxq.onnx.dequantized import bias_for, dequantized, measured, transposed, weight_for
+from fxq.graph.integer_sums import ANY, INT32
+from fxq.onnx.dequantized import bias_for, dequantized, is_of_integers, measured, transposed, weight_for
 from fxq.onnx.padding_nodes import onnx_pads, padded
 from fxq.onnx.protobuf import INT4, UINT4, NotInOnnx, OnnxNode
+from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.ops import OPS
 from fxq.ops.convolution import conv_padding
@@ -54,7 +57,7 @@ def conv_transpose(
 ) -> str:
     refuse(x.rank != weight.rank, "its input has no batch axis")
     return w.emit(
-        "ConvTranspose", x, weight_for(w, x, weight), bias_for(w, x, weight, bias), strides=list(stride),
+        "ConvTranspose", x, weight_for(w, x, weight), bias_for(w, x, weight, bias, 1), strides=list(stride),
         group=groups, dilations=list(dilation), pads=[*padding, *padding], output_padding=list(output_padding),
         kernel_shape=list(weight.shape[2:]),
     )  # fmt: skip
@@ -143,12 +146,19 @@ def _measured_linear(w: Writer, x: Value, made: OnnxNode, weight: Value, bias: V
 
 @writes("matmul")
 def matmul(w: Writer, x: Value, other: Value) -> str:
-    return w.emit("MatMul", x, other)
+    """A product of activations. Runtimes multiply what is dequantized on integers: in parts, so that int32 holds it."""
+    depth, most = x.shape[-1], INT32 // ANY**2
+    if varies(depth) or depth <= most or not (is_of_integers(w, x) and is_of_integers(w, other)):
+        return w.emit("MatMul", x, other)
+    axis = max(other.rank - 2, 0)
+    parts = [(i, min(i + most, depth)) for i in range(0, depth, most)]
+    products = [w.emit("MatMul", w.cut(x, x.rank - 1, *part), w.cut(other, axis, *part)) for part in parts]
+    return reduce(partial(w.emit, "Add"), products)
 
 
 @writes("addmm", "baddbmm")
 def add_product(w: Writer, bias: Value, x: Value, other: Value, *, beta: float, alpha: float) -> str:
-    product: Operand = w.emit("MatMul", x, other)
+    product: Operand = matmul(w, x, other)
     product = product if alpha == 1 else w.emit("Mul", product, w.number(alpha, x))
     added: Operand = bias if beta == 1 else w.emit("Mul", bias, w.number(beta, bias))
     return w.emit("Add", product, added)

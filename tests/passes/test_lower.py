@@ -8,14 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
-from fxq.backends import layer_kernel as kernel_module
-from fxq.backends.layer_kernel import LayerKernel, sums_refused
-from fxq.backends.layer_spec import LayerSpec
 from fxq.backends.packed import quantized_tensors as packed
 from fxq.common.metrics import sqnr
 from fxq.common.metrics import tensors as tensors_of
 from fxq.passes import Lower
-from fxq.quant.qparams import QParams
 from tests.graphs import GRID, MINMAX, drawn, expected, integer_weight, joined, kinds, qdq, run_pass, text
 from tests.machine import X86, needs_x86
 from tests.models import call, settled
@@ -224,37 +220,6 @@ def test_sums_stay_within_int32(layer, inputs, backend):
         warnings.filterwarnings("ignore", message="nothing runs on integers")
         quantized = fxq.quantize(model, recipe, data=[torch.rand(inputs), ones])
     assert sqnr(model(ones), quantized(ones)) > 25
-
-
-class Layer(LayerKernel):
-    """A layer whose sums are to be bounded."""
-
-    name = "layer"
-    options = ("x", "groups")
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_the_bound_of_the_sums(groups, transposed):
-    """Against the sums of the worst inputs, in float64: those at either end of the grid by the weight's sign."""
-    weight = torch.randint(-127, 128, (8, 8 // groups, 3, 3), dtype=torch.int8)
-    x = QParams.per_tensor(0.1, 40)
-    qparams = QParams(torch.ones(()), torch.zeros((), dtype=torch.int32), -127, 127, torch.int8)
-    kernel = Layer(LayerSpec(weight, qparams, None, x, None, groups=groups))
-    kernel.channel_axis = int(transposed)
-    rows = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1) if transposed else weight
-    rows = rows.double().flatten(1)
-    ends = [(0.0, 255.0), (-40.0, 215.0)]
-    worst = max(
-        float((rows.clamp(min=0) * a + rows.clamp(max=0) * b).sum(1).abs().max())
-        for low, high in ends
-        for a, b in ((low, high), (high, low))
-    )
-    assert sums_refused(kernel) is None
-    for limit, refused in ((worst, False), (worst - 1, True)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel_module, "_INT32", limit)
-            assert (sums_refused(kernel) is not None) is refused
 
 
 def test_a_bias_that_is_summed_as_int32_is_within_it():

@@ -22,6 +22,7 @@ from fxq.backends.region_kernel import RegionKernel
 from fxq.common.data import Batch
 from fxq.errors import BackendError, InputError, warn, words_of
 from fxq.graph.info import Cost, EngineLayer, info
+from fxq.graph.integer_sums import node_refused
 from fxq.graph.partition import connected_regions
 from fxq.graph.query import CONVERSIONS, is_op, op_of
 from fxq.graph.region import Region, is_weight, region_of
@@ -219,7 +220,7 @@ class EngineBackend(Backend):
         plan = info(node).plan
         calls = calls_of(gm, node)
         kept = plan is not None and plan.fate == "weight-only" and calls[0].op.name not in self.tables
-        return bool(calls) and not kept and self.refusal(gm, node) is None
+        return bool(calls) and not kept and node_refused(gm, node) is None and self.refusal(gm, node) is None
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
         """As in `Backend`: connected ones, as large as can be, of which one op at least computes."""

@@ -20,6 +20,7 @@ from fxq.backends.programs.region_program import RegionProgram
 from fxq.common.data import Batch
 from fxq.errors import BackendError
 from fxq.graph.info import EngineLayer, info
+from fxq.graph.integer_sums import node_refused
 from fxq.graph.query import CONVERSIONS, is_op
 from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.run import Runner
@@ -158,6 +159,8 @@ class Jit(EngineBackend):
         """As in `EngineBackend`: what a step computes of the integers, or floats, that the node reads."""
         calls, plan = calls_of(gm, node), info(node).plan
         if not calls or node in self._left or (plan is not None and plan.fate == "weight-only"):
+            return False
+        if node_refused(gm, node) is not None:
             return False
         integers = [read for read in node.all_input_nodes if is_op(read, "dequantize") and not is_weight(read)]
         about = [(read in integers, is_weight(read), sorted(_plain(read.kwargs))) for read in node.all_input_nodes]

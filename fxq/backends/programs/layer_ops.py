@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from fxq.backends.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.programs.planned_values import PlannedValue, PlannedWeight, constant_of, plans, refuse
 from fxq.backends.programs.pointwise_ops import binary
 from fxq.backends.programs.step_builder import StepBuilder
+from fxq.graph.integer_sums import beyond_int32, largest_sum
 from fxq.ops.convolution import conv_padding
 
 
@@ -164,8 +164,8 @@ def _product(
     columns, channels = len(weight.values), x.area.shape[3]
     wanted = columns if weight.values.dim() == 2 else weight.values.shape[2]
     refuse(wanted != channels, f"its input has {channels} channels, its weight {wanted}")
-    depth = math.prod(weight.values.shape[1:])
-    refuse(depth * 255 * 128 > 2**31 - 1, f"its sums of {depth} products leave int32")
+    beyond = beyond_int32(largest_sum(weight.values.flatten(1), x.grid))
+    refuse(beyond is not None, beyond or "")
     added = constant_of(bias, "bias")
     scale = weight.scale.float().expand(columns)
     made = plan.add(

@@ -18,10 +18,10 @@ from fxq.backends.x86.onednn import OnednnLayer
 from fxq.backends.x86.recurrent_product import input_product, row_product, state_product
 from fxq.backends.x86.recurrent_steps import Product, gru, lstm, rnn, scripted
 from fxq.errors import InputError
+from fxq.graph.integer_sums import beyond_int32, largest_sum
 from fxq.ops.recurrent import rows_of_cell
 from fxq.quant.qparams import QParams, as_float32
 
-_INT32 = 2**31 - 1
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
@@ -45,7 +45,7 @@ class RecurrentLoop(Kernel):
         reverse, cell, nonlinearity, state_qmax, state_scale: as in `fxq/ops/recurrent.py`.
 
     Raises:
-        BackendError: the products would overflow on this machine, or the state is on no grid.
+        BackendError: the products would overflow on this machine, or their sums, or the state is on no grid.
     """
 
     name: ClassVar[str] = "x86.recurrent"
@@ -104,14 +104,13 @@ class RecurrentLoop(Kernel):
         state = QParams.per_tensor(1.0, self.state_qmax + 1, 1, 2 * self.state_qmax + 1)
         read = {"weight_ih": self.x, "weight_hh": state, "weight_hr": state}
         weights = [(w, grid) for name, grid in read.items() if (w := self._buffers[name]) is not None]
-        longest = max(weight.shape[1] for weight, _ in weights)
         overflows = OnednnLayer.adds_in_int16(False)
         refuse(
             self.name,
             activation_refused("the input", self.x),
             activation_refused("the output", self.out),
             None if 1 <= self.state_qmax <= 127 else "its hidden state is on no grid",
-            f"its sums of {longest} products leave int32" if longest * 255 * 128 > _INT32 else None,
+            *(beyond_int32(largest_sum(weight, grid)) for weight, grid in weights),
             *(overflow_refused(grid, weight) for weight, grid in weights if overflows),
         )
 

@@ -56,14 +56,17 @@ def test_a_bias_that_is_computed():
     assert refused(draft, draft.op("linear", x, draft.weight(5, 16), bias)) == "its bias is no constant"
 
 
-@pytest.mark.parametrize(("depth", "fits"), [(65_793, True), (65_794, False)])
-def test_sums_that_leave_int32(depth, fits):
+@pytest.mark.parametrize(("value", "fits"), [(127, True), (-128, False)])
+def test_sums_that_leave_int32(value, fits):
+    """66,311 * 255 * 127 is within int32."""
     draft = Draft()
-    y = draft.op("linear", draft.image(1, depth), draft.weight(1, depth))
+    weight = draft.constant(torch.full((1, 66_311), value, dtype=torch.int8))
+    weight = draft.op("dequantize", weight, scale=0.1, zero_point=0)
+    y = draft.op("linear", draft.image(1, 66_311), weight)
     if fits:
         assert kinds(plan_of(draft, y)) == ["QuantizeStep", "ProductStep"]
     else:
-        assert refused(draft, y) == "its sums of 65794 products leave int32"
+        assert refused(draft, y) == "its sums can reach 2.2e+09, beyond int32 (2.1e+09)"
 
 
 @pytest.mark.parametrize(
