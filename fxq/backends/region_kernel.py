@@ -79,12 +79,15 @@ class RegionKernel(Kernel):
     def check(self) -> None:
         """As in `Kernel`; weights may have been edited, so that integer sums are bounded again."""
         super().check()
+        refuse(self.name, self.sums_refused())
+
+    def sums_refused(self) -> str | None:
+        """Why integer sums of the region could leave int32; None where they cannot."""
         inside = self.graph_inside()
         if inside is None:
-            return
-        for node in inside.graph.nodes:
-            reason = node_refused(inside, node)
-            refuse(self.name, None if reason is None else f"{node.name}: {reason}")
+            return None
+        reasons = ((node, node_refused(inside, node)) for node in inside.graph.nodes)
+        return next((f"{node.name}: {reason}" for node, reason in reasons if reason is not None), None)
 
     def build(self, form: fx.GraphModule) -> Callable[..., Any]:
         """What runs the region: takes its inputs and returns its value, or a tuple of several.

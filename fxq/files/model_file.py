@@ -24,10 +24,11 @@ from fxq.backends.qdq_form import InForm
 from fxq.common.attributes import MOST, FloatAttributes
 from fxq.common.files import as_path
 from fxq.common.source import import_path, imported, without_imports
-from fxq.errors import BackendError, FileError, FxqError, InputError, unknown, words_of
+from fxq.errors import BackendError, FileError, FxqError, InputError, unknown, warn, words_of
 from fxq.files.container import read_container, read_json, write_container
 from fxq.files.kernel_forms import StoredForm, attach_forms, write_forms
 from fxq.files.records import from_plain, to_plain
+from fxq.graph.info import info
 from fxq.graph.query import op_of, submodule
 from fxq.graph.text_reader import read
 from fxq.graph.text_values import parsed, read_value, value_text
@@ -165,12 +166,26 @@ def _read(
     unformed = next((k for _, k in kernels_of(gm) if isinstance(k, InForm) and "form" not in vars(k)), None)
     if unformed is not None:
         raise BackendError(f"{unformed.described.name}: {unformed.reason}")
+    _warn_of_refused(gm, about)
     parts = {key: getattr(about, key) for key in ("backend", "ledger", "record", "kinds_kept", "attempts")}
     parts["_decided"], parts["recipe"] = about.decided, Recipe.from_dict(read_json(texts["recipe"]))
     values = {name: read_value(_expression(text), {}) for name, text in about.handed.items()}
     parts["_handed"] = FloatAttributes(values, dict(about.left))
     parts["history"] = history_from(read_json(texts["history"]))
     return gm, parts, about.made_on
+
+
+def _warn_of_refused(gm: fx.GraphModule, about: StoredModel) -> None:
+    """Warn of kernels that this version of fxq refuses on the machine that they were made on; `fit` asks others."""
+    known = {form.kernel for form in about.forms.values() if form.reason}
+    found = [(n, k) for n, k in kernels_of(gm) if isinstance(k, InForm) and str(n.target) not in known]
+    if found and about.made_on == cpu.machine():
+        node, kernel = found[0]
+        warn(
+            f"{len(found)} kernels of this file are refused, {info(node).path or node.name!r} for one: "
+            f"{kernel.reason.rstrip('.')}. They run in q/dq form, which is right and slow. Quantize the float model "
+            "again."
+        )
 
 
 class _Kind:

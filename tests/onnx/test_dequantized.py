@@ -124,3 +124,17 @@ def test_integers_that_were_moved_are_integers_still():
     assert is_of_integers(w, Value(real, LIKE)) and is_of_integers(w, Value(moved, LIKE))
     for name in ("x", q, w.emit("Relu", real)):
         assert not is_of_integers(w, Value(name, LIKE))
+
+
+def test_a_bias_leaves_room_for_the_products():
+    """Four products of 127 and 255 and the bias are just within int32; with a step more they are not, nor turned."""
+    room = 2**31 - 1 - 4 * 127 * 255
+    for steps, kinds in ((room, "DequantizeLinear"), (room + 1, "constant")):
+        w = Writer()
+        q, scale = torch.full((3, 4), -127, dtype=torch.int8), torch.full((3,), 2.0**-20)
+        zero = torch.zeros(3, dtype=torch.int8)
+        matrix = Value(w.emit("DequantizeLinear", q, scale, zero, axis=0), torch.empty(3, 4, device="meta"))
+        turned = Value(w.emit("DequantizeLinear", q.t().contiguous(), scale, zero, axis=1), matrix.like.t())
+        bias = named(w, torch.tensor([0, -steps, 5], dtype=torch.float64) * 2.0**-20)
+        x = activation(w, 1.0)
+        assert [kind(w, bias_for(w, x, matrix, bias)), kind(w, bias_for(w, x, turned, bias, 1))] == [kinds, kinds]

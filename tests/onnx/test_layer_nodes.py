@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import fx
 
+import fxq
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.measured import measured_range
 from tests.machine import needs_vnni
-from tests.onnx_runs import call, in_both, normal, run_onnxruntime, same, single, weight
+from tests.onnx_runs import ENGINES, call, in_both, normal, run_onnxruntime, same, single, weight
 
 pytestmark = pytest.mark.any_cpu
 
@@ -162,3 +163,27 @@ def test_rows_of_a_table_of_integers(axis, block, scales):
         wanted = ((gm.q.float() - real[1]) * real[0])[ids]
         same(run_onnxruntime(written.model, [ids], optimized=True)[0], wanted, 1e-6)
         assert [node.op_type for node in written.model.graph.node].count("DequantizeLinear") == 1
+
+
+@pytest.mark.parametrize("op", ["matmul", "addmm"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_products_of_integers_stay_within_int32(engine, op):
+    """An engine that multiplies the integers gets no more of them at once than int32 holds the sum of."""
+    program = """
+        x: uint8[2, 40000] = input()
+        y: uint8[40000, 3] = input()
+        b: float32[3] = input()
+        x_dq: float32[2, 40000] = dequantize(x, scale=0.5, zero_point=0, qmax=255)
+        y_dq: float32[40000, 3] = dequantize(y, scale=0.5, zero_point=0, qmax=255)
+        z = addmm(b, x_dq, y_dq)
+        return z
+    """
+    inputs = [torch.full((2, 40000), 255, dtype=torch.uint8), torch.full((40000, 3), 255, dtype=torch.uint8)]
+    if op == "matmul":
+        program = program.replace("        b: float32[3] = input()\n", "").replace("addmm(b, ", "matmul(")
+    else:
+        inputs.append(torch.zeros(3))
+    written = write_onnx(fxq.read_graph(program, {}), inputs)
+    options = {"optimized": True} if engine == "onnxruntime" else {}
+    (got,) = ENGINES[engine](written.model, [inputs[i] for i in written.reads], **options)
+    same(got, torch.full((2, 3), 40000 * 127.5**2), 3e-5)  # of sums in float

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fxq
 from fxq.onnx.graph import write_onnx
 from fxq.onnx.protobuf import NotInOnnx
-from tests.onnx_runs import call, in_both, normal, single
+from tests.onnx_runs import call, in_both, normal, run_onnxruntime, single
 
 pytestmark = pytest.mark.any_cpu
 
@@ -76,3 +77,18 @@ def test_an_engine_gives_what_torch_gives(call, engine):
 def test_refusals(refused, reason):
     with pytest.raises(NotInOnnx, match=reason):
         write_onnx(single(refused.op, *refused.values, **refused.options), refused.inputs)
+
+
+@pytest.mark.parametrize("side", [2901, 2902])
+def test_means_of_integers_stay_within_int32(side):
+    """ONNX Runtime adds integers in int32 for the mean of all pixels: more than it holds are added in float."""
+    program = f"""
+        x: uint8[1, 1, {side}, {side}] = input()
+        x_dq: float32[1, 1, {side}, {side}] = dequantize(x, scale=0.5, zero_point=0, qmax=255)
+        y = mean(x_dq, dim=(2, 3))
+        y_q = quantize(y, scale=0.5, zero_point=0, qmin=0, qmax=255)
+        return y_q
+    """
+    x = torch.full((1, 1, side, side), 255, dtype=torch.uint8)
+    (got,) = run_onnxruntime(write_onnx(fxq.read_graph(program, {}), [x]).model, [x], optimized=True)
+    assert got.tolist() == [[255]]

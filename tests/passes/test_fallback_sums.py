@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.by_name import get_backend
+from fxq.backends import cpu
+from fxq.backends.by_name import unavailable
 from tests.graphs import MINMAX
 from tests.machine import needs_vnni
 
 NAMES = ("reference", "auto", "x86", "jit", "openvino", "onnxruntime", "fbgemm", "qnnpack")
-BACKENDS = [name for name in NAMES if name == "auto" or get_backend(name).available() is None]
+BACKENDS = [name for name in NAMES if name == "auto" or unavailable(name) is None]
 MEASURING = [name for name in BACKENDS if name in ("reference", "auto", "x86", "onnxruntime")]
 FITS = (2**31 - 1) // (127 * 255)
 """66,311 products of the largest integers are within int32."""
@@ -47,9 +48,10 @@ def signs(depth, outputs=4):
     return model, sign.expand(2, -1).contiguous()
 
 
-def static(model, data, backend, **options):
-    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", activation=MINMAX, **options)
-    return quantized(model, recipe, data=[data])
+def static(model, data, backend, *later):
+    """With the ranges of some batches, of which kernels are verified on the first."""
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", activation=MINMAX)
+    return quantized(model, recipe, data=[data, *later])
 
 
 def quantized(model, recipe, **given):
@@ -62,10 +64,10 @@ def quantized(model, recipe, **given):
 @pytest.mark.parametrize("case", [lambda: linear(150_000), conv], ids=["linear", "conv2d"])
 def test_static(case, backend):
     model, data = case()
-    q = static(model, data, backend)
     x = torch.full_like(data, 0.98)
-    # In float, to rounding; where activations have 7 bits the convolution fits, and is off by a step of weight or grid.
-    near = 1e-3 if q.ledger[0].fate == "float" else 0.02
+    q = static(model, data, backend, x)
+    # In float, to its own rounding in 100,000 sums; where activations have 7 bits the convolution fits, to two steps.
+    near = 2e-3 if q.ledger[0].fate == "float" else 0.02
     torch.testing.assert_close(q(x), torch.full_like(model(x), 0.98), rtol=0, atol=near)
 
 
@@ -73,10 +75,9 @@ def test_static(case, backend):
 def test_measured(backend):
     model, x = signs(150_000)
     q = quantized(model, fxq.Recipe.dynamic(backend=backend, optimize="coverage"), example_inputs=x)
-    torch.testing.assert_close(q(x), torch.ones(2, 4), rtol=0, atol=1e-3)
-    assert [(entry.fate, entry.reason) for entry in q.ledger] == [
-        ("float", "its sums can reach 2.4e+09, beyond int32 (2.1e+09)")
-    ]
+    torch.testing.assert_close(q(x), torch.ones(2, 4), rtol=0, atol=2e-3)
+    if cpu.has_vnni():  # else activations of some backends have 7 bits, and it fits
+        assert (q.ledger[0].fate, q.ledger[0].reason) == ("float", "its sums can reach 2.4e+09, beyond int32 (2.1e+09)")
 
 
 @needs_vnni
@@ -165,19 +166,39 @@ def test_files(case, value, tmp_path):
         q, x = static(model, data, "reference"), torch.full_like(data, value)
     for (suffix, runtime), run in runners().items():
         got = run(q.export(tmp_path / f"m{suffix}"), x)
-        torch.testing.assert_close(got, torch.full_like(got, value), rtol=0, atol=1e-3, msg=f"{suffix} in {runtime}")
+        torch.testing.assert_close(got, torch.full_like(got, value), rtol=0, atol=2e-3, msg=f"{suffix} in {runtime}")
+
+
+@needs_vnni
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("auto", "reference")])
+def test_kernels_of_edited_weights(backend, tmp_path):
+    """They refuse, and so do those of a file; there the form runs."""
+    q, x = grown(backend)
+    with pytest.raises(fxq.errors.BackendError, match=r"its sums can reach 3.2e\+09, beyond int32"):
+        q(x)
+    with pytest.warns(
+        fxq.FxqWarning, match=r"its sums can reach 3.2e\+09, beyond int32.*Quantize the float model again"
+    ):
+        got = fxq.load(q.save(tmp_path / "m.fxq"))(x)
+    largest = 0.98 * 127 * float(q.qparams()["0"].weight_scale[0]) * 100_000
+    torch.testing.assert_close(got, torch.full((2, 4), largest), rtol=0.005, atol=0)  # half a step
+
+
+def grown(backend):
+    """A model of integers that fit, whose weights have grown since; and an input."""
+    model, data = linear(100_000)
+    with torch.no_grad():
+        model[0].weight[:, 1:].mul_(0.5)  # integers of 64, but one
+    x = torch.full_like(data, 0.98)
+    q = static(model, data, backend, 2 * x)
+    assert q.ledger[0].fate == "int8"
+    next(tensor for _, tensor in q.named_buffers() if tensor.dtype == torch.int8).fill_(127)
+    return q, x
 
 
 def test_files_of_edited_weights(tmp_path):
     """Weights that have grown since: the file has the layer in float, and says so."""
-    model, data = linear(100_000)
-    with torch.no_grad():
-        model[0].weight[:, 1:].mul_(0.5)  # integers of 64, but one
-    q = static(model, data, "reference")
-    assert q.ledger[0].fate == "int8"
-    buffer = next(tensor for _, tensor in q.named_buffers() if tensor.dtype == torch.int8)
-    buffer.fill_(127)
-    x = torch.full_like(data, 0.98)
+    q, x = grown("reference")
     for (suffix, runtime), run in runners().items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

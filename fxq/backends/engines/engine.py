@@ -84,6 +84,11 @@ class EngineKernel(RegionKernel):
         if self.form is None or any(isinstance(x, Tensor) and x.numel() == 0 for x in inputs):
             return super().forward
         form = self.form.module(self)
+        beyond = self.sums_refused()
+        if beyond is not None:  # of a file that was written before sums were bounded
+            said = f"{self.name}: {beyond}. It runs in qdq form, which is slow. Quantize the float model again."
+            self._kept("sums", partial(warn, said))  # once
+            return super().forward
         for node, x in zip(form.graph.find_nodes(op="placeholder"), inputs, strict=True):
             self._check(info(node).dtype, x)
         last = [is_channels_last(x) for x in inputs]
