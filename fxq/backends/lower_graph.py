@@ -40,7 +40,7 @@ def _lower(rewriter: Rewriter, backend: Backend, region: Region) -> None:
     try:
         for node in region.nodes:
             if (reason := node_refused(rewriter.gm, node)) is not None:
-                raise BackendError(reason if len(region.nodes) == 1 else f"%{node.name}: {reason}")
+                raise BackendError(reason if isinstance(region, UnitRegion) else f"%{node.name}: {reason}")
         kernel = backend.lower(rewriter.gm, region)
     except BackendError as error:
         if isinstance(region, UnitRegion) and len(region.calls) > 1:

@@ -115,12 +115,13 @@ def _of_weight(gm: fx.GraphModule, call: OpCall, name: str, x: QParams) -> float
 
 def _added(call: OpCall) -> int:
     """How many elements at most are added for a result of a pool or a reduction."""
-    value = call.tensors[call.op.quant.inputs[0]]
-    shape, options = info(value).shape or (), call.options
+    shape, options = info(call.tensors[call.op.quant.inputs[0]]).shape, call.options
+    if shape is None:
+        return 0
     if "kernel_size" in options:
         return math.prod(options["kernel_size"])
     if "output_size" in options:
         sizes = options["output_size"]
         return math.prod(-(-n // m) + bool(n % m) for n, m in zip(shape[-len(sizes) :], sizes, strict=False) if m)
-    dims = options.get("dim") or range(len(shape))
+    dims = options["dim"]
     return math.prod(shape[d] for d in ((dims,) if isinstance(dims, int) else dims))

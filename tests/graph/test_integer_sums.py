@@ -128,6 +128,11 @@ def test_products_and_sums_of_activations(call, most):
         assert (node_refused(gm, node) is None) is (depth == most)
 
 
+def test_what_is_not_added_does_not_count():
+    gm, node = of(TWO.format(depth=10**9, call="mean(x_dq, dim=0)"))
+    assert node_largest_sum(gm, node) == 2 * 255
+
+
 def test_what_reads_floats_adds_none():
     gm, node = of(TWO.format(depth=10**6, call="matmul(x_dq, other)"))
     assert node_largest_sum(gm, node) == 0.0
