@@ -104,6 +104,30 @@ def test_at_the_bound_of_measured_ranges(backend):
             torch.testing.assert_close(q(y), model(y), rtol=0, atol=0.005)
 
 
+class FirstStates(nn.Module):
+    """The hidden states of an LSTM whose products with the input are all of the largest integers."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.lstm = nn.LSTM(depth, 2)
+        with torch.no_grad():
+            self.lstm.weight_ih_l0.fill_(1 / depth)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+@needs_vnni
+@pytest.mark.parametrize("backend", MEASURING)
+def test_at_the_bound_of_recurrent_layers(backend):
+    for depth, fate in ((FITS, "int8"), (FITS + 1, "float")):
+        model, x = FirstStates(depth).eval(), torch.ones(2, 1, depth)
+        q = quantized(model, fxq.Recipe.dynamic(backend=backend, optimize="coverage"), example_inputs=0.5 * x)
+        assert q.ledger[0].fate == fate
+        with torch.no_grad():
+            torch.testing.assert_close(q(x), model(x), rtol=0, atol=0.005)
+
+
 @needs_vnni
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 def test_the_ledger_names_the_bits_that_fit(preset):
