@@ -95,21 +95,38 @@ def has_exact_depthwise() -> bool:
 
 
 @cache
+def has_avx2_vnni() -> bool:
+    """Whether oneDNN runs its kernels for VNNI in vectors of 256 bits, as on client CPUs of Intel."""
+    return has_vnni() and not has_avx512()
+
+
+@cache
 def has_amx() -> bool:
-    """Whether the CPU multiplies tiles of integers, and oneDNN may use them (`ONEDNN_MAX_CPU_ISA`)."""
+    """Whether the CPU multiplies tiles of integers, and oneDNN may use them (`onednn_isa`)."""
     return _flag("_is_amx_tile_supported") and _onednn_may_use("AMX")
 
 
 @cache
 def has_avx512() -> bool:
-    """Whether the CPU has vectors of 512 bits, and oneDNN may use them (`ONEDNN_MAX_CPU_ISA`)."""
+    """Whether the CPU has vectors of 512 bits, and oneDNN may use them (`onednn_isa`)."""
     return _flag("_is_avx512_supported") and _onednn_may_use("AVX512", "AVX10_1_512", "AMX")
+
+
+def onednn_isa() -> str:
+    """The highest instruction set that oneDNN may use, such as "AVX2"; "DEFAULT": all that the CPU has.
+
+    As oneDNN reads it: the first of its two environment variables that is not empty (`DNNL_` is the older prefix). What
+    is no instruction set limits nothing.
+    """
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    word = next((value.upper() for value in map(os.environ.get, names) if value), "")
+    return word if word.startswith(("SSE", "AVX")) else "DEFAULT"
 
 
 def _onednn_may_use(*names: str) -> bool:
     """Whether the highest instruction set that oneDNN may use is unlimited, or has one of these in its name."""
-    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
-    return allowed in ("DEFAULT", "ALL") or any(name in allowed for name in names)
+    allowed = onednn_isa()
+    return allowed == "DEFAULT" or any(name in allowed for name in names)
 
 
 @cache
@@ -125,7 +142,7 @@ def machine() -> dict[str, str]:
         "CPU": cpu_name(),
         "VNNI": "yes" if has_vnni() else "no",
         "AMX": "yes" if has_amx() else "no",
-        "oneDNN's instructions": os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper(),
+        "oneDNN's instructions": onednn_isa(),
         "torch": str(torch.__version__),
     }
 
