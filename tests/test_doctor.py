@@ -88,12 +88,14 @@ def test_auto_and_why(few, monkeypatch):
     monkeypatch.setattr("fxq.backends.packed.packed_kernels.has_engine", lambda name: name == "fbgemm")
     found = fxq.doctor(["x86", "qnnpack"])
     assert found.auto == "fbgemm"
-    assert found.why.startswith("the first of x86, fbgemm, reference that runs here; x86: ")
+    assert found.why.startswith("the first of x86, fbgemm, jit, openvino, onnxruntime, reference that runs here; x86: ")
     assert [(r.probe, r.verdict) for r in found.rows] == [("(all)", "float")] * 2
     assert "needs an x86-64 CPU" in found.rows[0].why
     monkeypatch.setattr(cpu, "is_x86", lambda: False)
+    assert backends.auto_order() == ("qnnpack", "jit", "openvino", "onnxruntime", "reference")
+    for name in backends.auto_order()[1:-1]:
+        monkeypatch.setattr(backends.backend_type(name), "available", lambda self: "not here")
     assert fxq.doctor([]).auto == "reference"
-    assert backends.auto_order() == ("qnnpack", "reference")
 
 
 def test_an_unknown_backend():

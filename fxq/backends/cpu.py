@@ -35,13 +35,23 @@ def has_vnni() -> bool:
     """
     if not has_onednn_int8():
         return _has_avx512_vnni()
-    rows, columns, depth = 4, 16, 64
-    weight = torch.full((columns, depth), 127, dtype=torch.int8, device="cpu")
+    return bool((_products(255, 127) == 255 * 127 * _DEPTH).all())
+
+
+_DEPTH = 64
+"""How many products `_products` sums."""
+
+
+def _products(activation: int, weight: int) -> torch.Tensor:
+    """What oneDNN's linear layer makes of activations and weights that are all alike."""
+    rows, columns = 4, 16
+    weights = torch.full((columns, _DEPTH), weight, dtype=torch.int8, device="cpu")
     scale, zero = torch.ones(columns, device="cpu"), torch.zeros(columns, dtype=torch.int32, device="cpu")
-    packed = torch.ops.onednn.qlinear_prepack(weight, [rows, depth])
-    x = torch.full((rows, depth), 255, dtype=torch.uint8, device="cpu")
-    y = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], "")
-    return bool((y == 255 * 127 * depth).all())
+    packed = torch.ops.onednn.qlinear_prepack(weights, [rows, _DEPTH])
+    x = torch.full((rows, _DEPTH), activation, dtype=torch.uint8, device="cpu")
+    after = (None, 1.0, 0, torch.float32, "none", [], "")
+    made: torch.Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, *after)
+    return made
 
 
 def without_vnni() -> str | None:
@@ -131,9 +141,14 @@ def _onednn_may_use(*names: str) -> bool:
 
 @cache
 def has_onednn_int8() -> bool:
-    """Whether this build of PyTorch has the oneDNN int8 kernels on plain tensors."""
+    """Whether this build of PyTorch has the oneDNN int8 kernels on plain tensors, and a linear layer runs."""
     ops = ("qconv2d_pointwise", "qconv_prepack", "qlinear_pointwise", "qlinear_prepack")
-    return bool(torch.backends.mkldnn.is_available()) and all(hasattr(torch.ops.onednn, op) for op in ops)
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.onednn, op) for op in ops):
+        return False
+    try:
+        return bool((_products(1, 1) == _DEPTH).all())
+    except (NotImplementedError, RuntimeError):  # an op may be there by name alone
+        return False
 
 
 def machine() -> dict[str, str]:
