@@ -49,7 +49,7 @@ def _products(activation: int, weight: int) -> torch.Tensor:
     scale, zero = torch.ones(columns, device="cpu"), torch.zeros(columns, dtype=torch.int32, device="cpu")
     packed = torch.ops.onednn.qlinear_prepack(weights, [rows, _DEPTH])
     x = torch.full((rows, _DEPTH), activation, dtype=torch.uint8, device="cpu")
-    after = (None, 1.0, 0, torch.float32, "none", [], "")
+    after: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
     made: torch.Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, *after)
     return made
 

@@ -75,7 +75,7 @@ class LayerKernel(Kernel):
         """How many axes its result has behind that of the channels."""
         return self.weight.dim() - 2
 
-    def at_other_sizes(self, x: Tensor, *residual: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    def at_other_sizes(self, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """As in `Kernel`: results of two rows, narrower than what kernels compute at once, and wider than two of that.
 
         The values are those of the first sample, cut off or again from the start.
@@ -91,7 +91,7 @@ class LayerKernel(Kernel):
                     wanted = (size + 2 * pad - extent) // self.stride[axis - 2] + 1
                 sizes.append(size)
                 results.append(wanted)
-            yield (_resized(x, sizes), *(_resized(r, results) for r in residual))
+            yield tuple(_resized(x, sizes if i == 0 else results) for i, x in enumerate(inputs))
 
     def is_integer_product(self, rows: int) -> bool:
         """Whether it is `torch._int_mm` of so many rows with the weight and no more, and that the quickest way."""

@@ -50,7 +50,7 @@ class Window(NamedTuple):
             first, end = max(-(start // self.stride), 0), min((size - 1 - start) // self.stride + 1, count)
             if first < end:
                 parts.append(_Part(first, end - first, first * self.stride + start))
-        return sorted(parts, key=lambda part: part.count < count)
+        return sorted(parts, key=lambda part: part.windows < count)
 
 
 class _Part(NamedTuple):
@@ -58,12 +58,12 @@ class _Part(NamedTuple):
 
     Attributes:
         first: the number of the first window in which the tap is inside.
-        count: of how many it is.
+        windows: of how many it is.
         start: where its value for the first of them is.
     """
 
     first: int
-    count: int
+    windows: int
     start: int
 
 
@@ -98,7 +98,7 @@ def _along(shape: Sequence[int], axis: int, window: Window) -> Callable[[Tensor]
     outer, size, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     count, parts = window.count(size), window.parts(size)
     steps = size * inner, window.stride * inner, 1
-    whole = [part.start * inner for part in parts if part.count == count]
+    whole = [part.start * inner for part in parts if part.windows == count]
     if len(whole) == window.kernel > 2 and (inner >= _LONG or window.kernel > _MANY):
         sizes = outer, count, window.kernel, inner
         strides = (*steps[:2], window.dilation * inner, 1)
