@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 from fxq.tracing.fidelity import run_model
 
+_SHAPES = 2
+"""How many other shapes of recorded samples kernels are verified on."""
 _VALUES = 2**18
 """How many values of inputs kernels are verified on: more find nothing new, and take their time in large models."""
 
@@ -43,7 +46,8 @@ class VerifyLowering(Pass):
     Also: a kernel that would overwrite a residual somebody still reads is told not to; and engines are asked what they
     run: an op that was to run on integers, and does not, is a float op, with that for its reason.
     Runs the first recorded batch, of large samples a few, and its first sample alone where there are samples: kernels
-    plan by input shape.
+    plan by input shape. Where recorded samples have other shapes, one each of the first two others. And a kernel that
+    chooses code by the size of images also runs alone on two other sizes, cut from its inputs or repeated.
 
     Args:
         tolerance: how much further than half a step an integer may be from the real value, in steps.
@@ -102,20 +106,21 @@ class VerifyLowering(Pass):
         if context.divisible:
             each = sum(tensor.numel() for tensor in tensors((batch.args, batch.kwargs))) // (samples_in(batch) or 1)
             batch = first_of(batch, max(2, _VALUES // max(each, 1)))
-        found = self._compare(rewriter, batch)
+        found = self._compare(rewriter, batch, resizes=True)
         if found is None:  # recorded are the first samples; where the first axis is none of samples, nothing fits them
             batch = context.example
-            found = self._compare(rewriter, batch, certain=True) or _Found()
-        one = first_of(batch, 1) if context.divisible else batch
-        if str(one) != str(batch):
+            found = self._compare(rewriter, batch, certain=True, resizes=True) or _Found()
+        ones = [first_of(sample, 1) if context.divisible else sample for sample in (batch, *context.samples)]
+        others = {str(one): one for one in ones if str(one) != str(batch)}  # what a batch is called tells its shapes
+        for one in [*others.values()][: 1 + _SHAPES]:
             more = self._compare(rewriter, one) or _Found()
             found.wrong.update({k: v for k, v in more.wrong.items() if k not in found.wrong})
             found.overwrites.update(more.overwrites)
         return found
 
-    def _compare(self, rewriter: Rewriter, batch: Batch, certain: bool = False) -> _Found | None:
+    def _compare(self, rewriter: Rewriter, batch: Batch, certain: bool = False, resizes: bool = False) -> _Found | None:
         """What is wrong on one batch; None where the graph does not run on it (an error if it is `certain` to)."""
-        verifier = _Verifier(rewriter.gm, batch, rewriter.context.regions, self)
+        verifier = _Verifier(rewriter.gm, batch, rewriter.context.regions, self, resizes)
         try:
             with torch.no_grad():
                 verifier.run()
@@ -180,11 +185,20 @@ class _Verifier(Runner):
 
     Attributes:
         found: what is wrong so far.
+        resizes: whether kernels also run alone on other sizes.
         lasting: what lives longer than a run, by the address of its memory: inputs and weights.
     """
 
-    def __init__(self, gm: fx.GraphModule, batch: Batch, regions: dict[fx.Node, Region], rules: VerifyLowering) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        batch: Batch,
+        regions: dict[fx.Node, Region],
+        rules: VerifyLowering,
+        resizes: bool,
+    ) -> None:
         super().__init__(gm, batch)
+        self.resizes = resizes
         self.regions, self.rules, self.found = regions, rules, _Found()
         lasting = {"a weight": [*gm.parameters(), *gm.buffers()], "an input of the model": list(self.values.values())}
         self.lasting = {_memory(tensor): name for name, values in lasting.items() for tensor in tensors(values)}
@@ -207,10 +221,37 @@ class _Verifier(Runner):
         if why is None and not all(map(_same, tensors(later), tensors(got))):
             why = "bound to the kind of its inputs it returns something else"
         if why is None:
+            why = self._wrong_at_other_sizes(node, region)
+        if why is None:
             return got
         self.found.wrong.setdefault(node, _Wrong(why, largest_value(self.gm, region, values)))
         right = tuple(result.value for result in expected)
         return right if len(right) > 1 else right[0]
+
+    def _wrong_at_other_sizes(self, node: fx.Node, region: Region) -> str | None:
+        """How the kernel's result differs on inputs of other sizes; None where it does not, or its inputs have none."""
+        kernel = submodule(self.gm, node)
+        if not self.resizes or not isinstance(kernel, Kernel) or node.kwargs:
+            return None
+        inputs = [self.values[a] for a in node.args if isinstance(a, fx.Node)]
+        if len(inputs) != len(node.args) or not all(isinstance(x, Tensor) for x in inputs):
+            return None
+        for resized in kernel.at_other_sizes(*inputs):
+            of_node = dict(zip(node.args, resized, strict=True))
+            values = {read: of_node[now] for read, now in inputs_now(self.gm, node, region).items()}
+            try:
+                expected = run_region(self.gm, region, values)
+            except Exception:  # the layer cannot have this size: whatever torch raises then
+                continue
+            try:
+                got = copy.deepcopy(kernel)(*(x.clone() for x in resized))  # it keeps weights packed for its own sizes
+                why = difference(self.gm, region, values, expected, got, self.rules)
+            except Exception as error:
+                why = f"it raised {type(error).__name__}: {words_of(error)}"
+            if why is not None:
+                sizes = " and ".join(dict.fromkeys(str(tuple(x.shape)) for x in resized))
+                return f"on inputs cut or repeated to {sizes}: {why}"
+        return None
 
     def _run_kernel(self, node: fx.Node) -> Any:
         """The kernel's value. A residual that it overwrites is a copy, so that the others still see the right one."""

@@ -12,6 +12,7 @@ import fxq
 from fxq import fastest
 from fxq.backends.by_name import fastest_order
 from fxq.backends.engines import engine
+from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.steps import converted
@@ -20,6 +21,7 @@ from tests.graphs import equal
 pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWarning")]
 FASTEST = fxq.Recipe.static(backend="fastest", optimize="coverage")
 TRIED = len(fastest_order())
+needs_fbgemm = pytest.mark.skipif(not has_engine("fbgemm"), reason="PyTorch is built without fbgemm")
 
 
 class Net(nn.Module):
@@ -49,6 +51,7 @@ def planted(monkeypatch, times):
     monkeypatch.setattr(fastest, "interleaved", interleaved)
 
 
+@needs_fbgemm
 @pytest.mark.parametrize("first", range(TRIED))
 def test_the_quickest_is_chosen(net, monkeypatch, first):
     model, x = net
@@ -60,6 +63,7 @@ def test_the_quickest_is_chosen(net, monkeypatch, first):
     assert sqnr(model(x), q(x)) > 20
 
 
+@needs_fbgemm
 @pytest.mark.parametrize("far", [3.0, float("nan")])
 def test_what_is_far_from_float_loses(net, monkeypatch, far):
     model, x = net
@@ -111,6 +115,7 @@ def test_a_backend_that_fails_is_named(net, monkeypatch):
         fastest.convert_all(observed, never)
 
 
+@needs_fbgemm
 def test_a_backend_that_does_not_prepare_is_named(net):
     model, x = net
 
@@ -127,6 +132,7 @@ def test_a_backend_that_does_not_prepare_is_named(net):
         fastest.prepare_all(FASTEST, "cpu", lambda recipe, known: prepare(recipe.with_backend("x86"), known))
 
 
+@needs_fbgemm
 def test_the_data_is_read_once(net):
     model, _ = net
     seen = []
@@ -140,6 +146,7 @@ def test_the_data_is_read_once(net):
     assert seen == [0, 1, 2] and len(q.attempts.where(lambda a: a.us is not None)) == TRIED
 
 
+@needs_fbgemm
 @pytest.mark.parametrize("copies", [False, True])
 def test_backends_with_the_same_graph_share_what_it_has_seen(net, monkeypatch, copies):
     model, x = net
@@ -170,6 +177,7 @@ class Pooled(nn.Module):
         return self.c(self.pool(torch.relu(self.b(y) + y)).flatten(1))
 
 
+@needs_fbgemm
 @pytest.mark.parametrize("edits", [(), ("one",)], ids=["smooth did nothing", "smooth has asked"])
 def test_what_a_kernel_emits_makes_no_other_graph(edits):
     torch.manual_seed(0)

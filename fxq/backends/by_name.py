@@ -31,9 +31,11 @@ def auto_order() -> tuple[str, ...]:
     """The backends that "auto" tries, best first.
 
     On x86-64, x86 is the fastest and emits float; fbgemm does where PyTorch is built without oneDNN. qnnpack is made
-    for ARM: it runs on x86, too, but slower than float.
+    for ARM: it runs on x86, too, but slower than float. fxq's own loops and engines follow, for a PyTorch that has no
+    int8 kernels (any more); reference runs nothing on integers.
     """
-    return ("x86", "fbgemm", "reference") if cpu.is_x86() else ("qnnpack", "reference")
+    ours = ("x86", "fbgemm") if cpu.is_x86() else ("qnnpack",)
+    return (*ours, "jit", "openvino", "onnxruntime", "reference")
 
 
 def known() -> tuple[str, ...]:
@@ -64,7 +66,8 @@ def get_backend(name: str, device: str = "cpu") -> Backend:
             if candidate == "reference":
                 warn(
                     f"fxq has no int8 kernels for a model on {device} of this machine. It is quantized for the "
-                    'reference backend: exact, and slower than float. backend="reference" says so without a warning.'
+                    'reference backend: exact, and slower than float. backend="reference" says so without a warning; '
+                    "pip install 'fxq[jit]' adds kernels for CPUs."
                 )
             return get_backend(candidate, device)
     reason = unavailable(name, device)

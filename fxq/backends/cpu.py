@@ -35,13 +35,23 @@ def has_vnni() -> bool:
     """
     if not has_onednn_int8():
         return _has_avx512_vnni()
-    rows, columns, depth = 4, 16, 64
-    weight = torch.full((columns, depth), 127, dtype=torch.int8, device="cpu")
+    return bool((_products(255, 127) == 255 * 127 * _DEPTH).all())
+
+
+_DEPTH = 64
+"""How many products `_products` sums."""
+
+
+def _products(activation: int, weight: int) -> torch.Tensor:
+    """What oneDNN's linear layer makes of activations and weights that are all alike."""
+    rows, columns = 4, 16
+    weights = torch.full((columns, _DEPTH), weight, dtype=torch.int8, device="cpu")
     scale, zero = torch.ones(columns, device="cpu"), torch.zeros(columns, dtype=torch.int32, device="cpu")
-    packed = torch.ops.onednn.qlinear_prepack(weight, [rows, depth])
-    x = torch.full((rows, depth), 255, dtype=torch.uint8, device="cpu")
-    y = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], "")
-    return bool((y == 255 * 127 * depth).all())
+    packed = torch.ops.onednn.qlinear_prepack(weights, [rows, _DEPTH])
+    x = torch.full((rows, _DEPTH), activation, dtype=torch.uint8, device="cpu")
+    after: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
+    made: torch.Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scale, zero, *after)
+    return made
 
 
 def without_vnni() -> str | None:
@@ -95,28 +105,50 @@ def has_exact_depthwise() -> bool:
 
 
 @cache
+def has_avx2_vnni() -> bool:
+    """Whether oneDNN runs its kernels for VNNI in vectors of 256 bits, as on client CPUs of Intel."""
+    return has_vnni() and not has_avx512()
+
+
+@cache
 def has_amx() -> bool:
-    """Whether the CPU multiplies tiles of integers, and oneDNN may use them (`ONEDNN_MAX_CPU_ISA`)."""
+    """Whether the CPU multiplies tiles of integers, and oneDNN may use them (`onednn_isa`)."""
     return _flag("_is_amx_tile_supported") and _onednn_may_use("AMX")
 
 
 @cache
 def has_avx512() -> bool:
-    """Whether the CPU has vectors of 512 bits, and oneDNN may use them (`ONEDNN_MAX_CPU_ISA`)."""
+    """Whether the CPU has vectors of 512 bits, and oneDNN may use them (`onednn_isa`)."""
     return _flag("_is_avx512_supported") and _onednn_may_use("AVX512", "AVX10_1_512", "AMX")
+
+
+def onednn_isa() -> str:
+    """The highest instruction set that oneDNN may use, such as "AVX2"; "DEFAULT": all that the CPU has.
+
+    As oneDNN reads it: the first of its two environment variables that is not empty (`DNNL_` is the older prefix). What
+    is no instruction set limits nothing.
+    """
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    word = next((value.upper() for value in map(os.environ.get, names) if value), "")
+    return word if word.startswith(("SSE", "AVX")) else "DEFAULT"
 
 
 def _onednn_may_use(*names: str) -> bool:
     """Whether the highest instruction set that oneDNN may use is unlimited, or has one of these in its name."""
-    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
-    return allowed in ("DEFAULT", "ALL") or any(name in allowed for name in names)
+    allowed = onednn_isa()
+    return allowed == "DEFAULT" or any(name in allowed for name in names)
 
 
 @cache
 def has_onednn_int8() -> bool:
-    """Whether this build of PyTorch has the oneDNN int8 kernels on plain tensors."""
+    """Whether this build of PyTorch has the oneDNN int8 kernels on plain tensors, and a linear layer runs."""
     ops = ("qconv2d_pointwise", "qconv_prepack", "qlinear_pointwise", "qlinear_prepack")
-    return bool(torch.backends.mkldnn.is_available()) and all(hasattr(torch.ops.onednn, op) for op in ops)
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.onednn, op) for op in ops):
+        return False
+    try:
+        return bool((_products(1, 1) == _DEPTH).all())
+    except (NotImplementedError, RuntimeError):  # an op may be there by name alone
+        return False
 
 
 def machine() -> dict[str, str]:
@@ -125,7 +157,7 @@ def machine() -> dict[str, str]:
         "CPU": cpu_name(),
         "VNNI": "yes" if has_vnni() else "no",
         "AMX": "yes" if has_amx() else "no",
-        "oneDNN's instructions": os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper(),
+        "oneDNN's instructions": onednn_isa(),
         "torch": str(torch.__version__),
     }
 

@@ -145,6 +145,10 @@ class Kernel(Bindable):
         """Inverse of `config()` and `dict(kernel.named_buffers())`."""
         return cls(**{name: decode(value) for name, value in config.items()}, **tensors)
 
+    def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Inputs like these of other sizes, to verify it on: none where the size of inputs does not choose its code."""
+        return ()
+
     def _kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What was made once of the tensors, or is made now.
 

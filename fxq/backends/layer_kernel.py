@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,6 +15,9 @@ from fxq.quant.qparams import QParams
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+OTHER_COLUMNS = (3, 29)
+"""Widths of results that kernels are verified at, besides that of the calibration data."""
 
 
 class LayerKernel(Kernel):
@@ -72,6 +75,24 @@ class LayerKernel(Kernel):
     def axes(self) -> int:
         """How many axes its result has behind that of the channels."""
         return self.weight.dim() - 2
+
+    def at_other_sizes(self, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """As in `Kernel`: results of two rows, narrower than what kernels compute at once, and wider than two of that.
+
+        The values are those of the first sample, cut off or again from the start.
+        """
+        dims = self.axes
+        for columns in OTHER_COLUMNS if dims else ():
+            sizes, results = [], []
+            for axis, wanted in enumerate([2] * (dims - 1) + [columns], 2):
+                size = wanted
+                if not self.channel_axis:
+                    extent, pad = self.dilation[axis - 2] * (self.weight.shape[axis] - 1) + 1, self.padding[axis - 2]
+                    size = max((wanted - 1) * self.stride[axis - 2] + extent - 2 * pad, 1)
+                    wanted = (size + 2 * pad - extent) // self.stride[axis - 2] + 1
+                sizes.append(size)
+                results.append(wanted)
+            yield tuple(_resized(x, sizes if i == 0 else results) for i, x in enumerate(inputs))
 
     def is_integer_product(self, rows: int) -> bool:
         """Whether it is `torch._int_mm` of so many rows with the weight and no more, and that the quickest way."""
@@ -132,3 +153,11 @@ class LayerKernel(Kernel):
             bias = self.bias.double() / (self.weight_scale.double() * self.x.s)
             bias = bias.reshape(rows.shape[:2] if bias.numel() == rows.shape[0] * rows.shape[1] else (1, -1))
         return largest_sum(rows, self.x, bias)
+
+
+def _resized(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The first sample of `x` (N, C, *sizes), or `x` (C, *sizes), cut or repeated to other sizes."""
+    x = x[:1] if x.dim() == len(sizes) + 2 else x
+    for axis, size in enumerate(sizes, x.dim() - len(sizes)):
+        x = x.index_select(axis, torch.arange(size, device=x.device) % x.shape[axis])
+    return x

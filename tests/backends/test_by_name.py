@@ -4,7 +4,16 @@ import pytest
 
 import fxq
 from fxq.backends import by_name, cpu
-from fxq.backends.by_name import auto_order, devices_of, fastest_order, get_backend, kernel_named, known, unavailable
+from fxq.backends.by_name import (
+    auto_order,
+    backend_type,
+    devices_of,
+    fastest_order,
+    get_backend,
+    kernel_named,
+    known,
+    unavailable,
+)
 from fxq.backends.kernel import Kernel, known_kernels
 from fxq.errors import BackendError
 
@@ -31,6 +40,10 @@ def test_auto_takes_the_first_that_is_available(monkeypatch):
     monkeypatch.setattr(cpu, "is_x86", lambda: False)
     monkeypatch.setattr("fxq.backends.packed.packed_kernels.has_engine", lambda name: False)
     assert "needs an x86-64 CPU" in unavailable("x86")
+    for taken in ("jit", "openvino", "onnxruntime"):  # before the one that runs nothing on integers
+        if unavailable(taken) is None:
+            assert get_backend("auto").name == taken
+        monkeypatch.setattr(backend_type(taken), "available", lambda self: "not here")
     with pytest.warns(fxq.FxqWarning, match="no int8 kernels"):
         assert get_backend("auto").name == "reference"
 

@@ -9,12 +9,12 @@ import pytest
 from fxq.backends import cpu
 
 
-def asked_under(isa):
+def asked_under(isa, name="ONEDNN_MAX_CPU_ISA"):
     """has_vnni() and has_amx() in a process where oneDNN may use no more than `isa`."""
     code = "from fxq.backends import cpu; print(cpu.has_vnni(), cpu.has_amx())"
     run = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "ONEDNN_MAX_CPU_ISA": isa},
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "", "DNNL_MAX_CPU_ISA": "", name: isa},
         capture_output=True,
         text=True,
         check=True,
@@ -29,7 +29,27 @@ def test_cpu_questions_have_answers():
 
 @pytest.mark.skipif(not (cpu.is_x86() and cpu.has_onednn_int8()), reason="needs the oneDNN int8 kernels")
 def test_onednn_can_be_told_to_be_an_older_cpu():
-    assert asked_under("AVX2") == ["False", "False"]
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        assert asked_under("AVX2", name) == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("onednn", "dnnl", "isa"),
+    [
+        ("", "", "DEFAULT"),
+        ("avx2", "", "AVX2"),
+        ("", "AVX2", "AVX2"),
+        ("AVX512_CORE_VNNI", "AVX2", "AVX512_CORE_VNNI"),
+        ("DEFAULT", "AVX2", "DEFAULT"),
+        ("ALL", "", "DEFAULT"),
+        ("no such set", "AVX2", "DEFAULT"),
+    ],
+)
+def test_which_of_onednns_two_variables_counts(monkeypatch, onednn, dnnl, isa):
+    """Read off oneDNN 3.12's own line in `ONEDNN_VERBOSE=1`."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", onednn)
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", dnnl)
+    assert cpu.onednn_isa() == isa
 
 
 @pytest.mark.skipif(not cpu.has_vnni(), reason="needs a CPU with VNNI")

@@ -10,6 +10,7 @@ import fxq
 from fxq.backends.by_name import kernel_named
 from fxq.graph.text_modules import declaration, read_module
 from fxq.quant.observers import MinMax, observer_for
+from tests.machine import needs_x86
 
 pytestmark = pytest.mark.any_cpu
 
@@ -31,9 +32,10 @@ def test_an_observer_keeps_what_it_has_seen():
     assert made(declaration("a.b", observer, None), dict(observer.named_buffers("a.b"))).paused
 
 
+@needs_x86
 def test_a_kernel_is_its_options_and_tensors():
     model, x = nn.Sequential(nn.Linear(4, 4)).eval(), torch.rand(2, 4)
-    recipe = fxq.Recipe.static(backend="fbgemm", optimize="coverage")
+    recipe = fxq.Recipe.static(backend="x86", optimize="coverage")
     qmodel = fxq.quantize(model, recipe, data=[x])
     path, kernel = next((p, m) for p, m in qmodel.named_modules() if isinstance(m, fxq.Kernel) and list(m.buffers()))
     line = declaration(path, kernel, None)

@@ -11,7 +11,7 @@ from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.passes.verify_lowering import _Verifier
 from tests.graphs import kinds
 from tests.kernels import planted
-from tests.machine import X86, needs_x86
+from tests.machine import X86, needs_x86, quiet
 from tests.models import batch, build
 
 
@@ -71,3 +71,46 @@ def test_a_kernel_that_is_wrong_for_one_sample_only(monkeypatch):
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong"):
         quantized = fxq.quantize(build("residual"), X86, data=[batch("residual")])
     assert "x86.conv" not in kinds(quantized)
+
+
+class Sizes(nn.Module):
+    """Layers that images of any size pass through, with a residual, and a signal's."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=8)
+        self.up, self.c = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv1d(4, 4, 3)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.c(self.up(torch.relu(self.b(y) + y)).flatten(2))
+
+
+@needs_x86
+@pytest.mark.parametrize("shape", [(4, 3, 8, 8), (1, 3, 9, 5)], ids=str)
+def test_kernels_that_are_right_at_other_sizes_stay(shape):
+    sizes = []
+    forward = OnednnConv.forward
+    with pytest.MonkeyPatch.context() as patch, quiet():
+        patch.setattr(OnednnConv, "forward", lambda self, x, *r: sizes.append(x.shape[-1]) or forward(self, x, *r))
+        quantized = fxq.quantize(Sizes().eval(), X86.with_optimize("coverage"), data=[torch.randn(shape)])
+    assert {3, 29} <= set(sizes) and 57 in sizes  # as wide as results, and with stride 2
+    assert kinds(quantized).count("x86.conv") == 3
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        (lambda y: y.shape[-1] > 14, r"on inputs cut or repeated to \(1, 3, 3, 57\): off by"),
+        (lambda y: y.shape[-1] < 4, r"on inputs cut or repeated to \(1, 3, 3, 5\): off by"),
+        (lambda y: y.shape[-1] == 6, "off by up to"),
+    ],
+)
+def test_a_kernel_that_is_wrong_for_images_of_another_size(monkeypatch, wrong, where):
+    """Sizes of their own choice are tried on kernels alone, and those of the calibration data on the network."""
+    planted(monkeypatch, OnednnConv, lambda y: y + 2 if wrong(y) else y)
+    data = [torch.randn(2, 3, 8, 8), torch.randn(2, 3, 12, 12)]
+    with pytest.warns(fxq.FxqWarning, match=f"a.*kernel is wrong on this machine: {where}"):
+        quantized = fxq.quantize(Sizes().eval(), X86.with_optimize("coverage"), data=data)
+    assert kinds(quantized).count("x86.conv") < 3

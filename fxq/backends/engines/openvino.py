@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -191,9 +190,12 @@ class Openvino(OnnxBackend):
 
     def available(self) -> str | None:
         """As in `Backend`; not where oneDNN, which is inside of it, may use less than its other kernels do."""
-        isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-        if isa not in ("ALL", "DEFAULT"):
-            return f'OpenVINO crashes where ONEDNN_MAX_CPU_ISA is {isa}: unset it. Use backend="auto".'
+        isa = cpu.onednn_isa()
+        if isa != "DEFAULT":
+            return (
+                f"OpenVINO crashes where oneDNN is limited to {isa}: unset ONEDNN_MAX_CPU_ISA and DNNL_MAX_CPU_ISA. "
+                'Use backend="auto".'
+            )
         return super().available()
 
     def drawback(self) -> str | None:

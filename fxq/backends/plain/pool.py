@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from fxq.backends.kernel import Kernel, activation_refused, numbers, pair, refuse
 from fxq.backends.plain.converters import MAGIC, dense, is_image
-from fxq.errors import BackendError
+from fxq.backends.plain.windows import Window, largest
+from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
 
 
@@ -24,7 +26,7 @@ class MaxPool2d(Kernel):
         padding: int or one per spatial dimension.
         dilation: int or one per spatial dimension.
         ceil_mode: as in `torch.nn.MaxPool2d`.
-        dims: 1 or 2.
+        dims: how many spatial dimensions, 1 to 3.
     """
 
     name: ClassVar[str] = "cpu.max_pool2d"
@@ -40,52 +42,43 @@ class MaxPool2d(Kernel):
         dims: int = 2,
     ) -> None:
         super().__init__()
-        refuse(self.name, f"{dims}-d max pooling has no kernel" if dims not in (1, 2) else None)
+        refuse(self.name, f"{dims}-d max pooling has no kernel" if dims not in (1, 2, 3) else None)
         self.kernel_size, self.padding = pair(kernel_size, dims), pair(padding, dims)
         self.stride = self.kernel_size if stride is None else pair(stride, dims)
         self.dilation, self.ceil_mode, self.dims = pair(dilation, dims), ceil_mode, dims
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
-        """As in `Bindable`: channels-last images go straight to the op."""
-        if self.dims != 2 or x.numel() == 0 or not is_image(x):
+        """As in `Bindable`: channels-last images are read as they are."""
+        if self.dims != 2 or not is_image(x):
             return self.forward
-        op, window = torch.ops.quantized.max_pool2d, self._window()
-        return lambda x: op(x, *window)
+        run = self._largest((x.shape[0], *x.shape[2:], x.shape[1]))
+        return lambda x: run(x).permute(0, 3, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """uint8 (N, C, H, W), (C, H, W), (N, C, L) or (C, L) -> uint8, channels-last."""
+        """uint8 (N, C, *sizes) or (C, *sizes), any strides -> uint8, channels last in memory."""
         batched = x.dim() == self.dims + 2
-        x = x if batched else x.unsqueeze(0)
-        x = x if self.dims == 2 else x.unsqueeze(2)
-        # The op refuses an empty batch; one image of zeros gives the shape.
-        y = self._pool(x) if x.shape[0] else self._pool(x.new_zeros((1, *x.shape[1:])))[:0]
-        y = y if self.dims == 2 else y.squeeze(2)
+        if not batched and x.dim() != self.dims + 1:
+            raise InputError(f"{self.name}: an input of shape {tuple(x.shape)}; it takes {self.dims} sizes.")
+        x = (x if batched else x.unsqueeze(0)).movedim(1, -1).contiguous()
+        y = self._largest(x.shape)(x).movedim(-1, 1)
         return y if batched else y.squeeze(0)
 
-    def _pool(self, x: Tensor) -> Tensor:
-        pooled: Tensor = torch.ops.quantized.max_pool2d(dense(x), *self._window())
-        return pooled
-
-    def _window(self) -> tuple[list[int], list[int], list[int], list[int], bool]:
-        """Size, stride, padding and dilation of the window, and `ceil_mode`: the op's arguments."""
-        ones, zeros = [1] * (2 - self.dims), [0] * (2 - self.dims)
-        return (
-            ones + list(self.kernel_size),
-            ones + list(self.stride),
-            zeros + list(self.padding),
-            ones + list(self.dilation),
-            self.ceil_mode,
-        )
+    def _largest(self, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """The function for images of `shape` (N, *sizes, C)."""
+        sizes = zip(self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        make = partial(largest, shape, [Window(*size, self.ceil_mode) for size in sizes])
+        run: Callable[[Tensor], Tensor] = self._kept_for(tuple(shape), make)
+        return run
 
 
-class MaxPool3d(Kernel):
-    """max_pool3d: a 2-d pooling of every plane, then the largest of each window's planes; same grid in and out.
+class MaxPool3d(MaxPool2d):
+    """max_pool3d: the same of three dimensions.
 
     The arguments are those of `MaxPool2d`.
     """
 
     name: ClassVar[str] = "cpu.max_pool3d"
-    options: ClassVar[tuple[str, ...]] = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+    options: ClassVar[tuple[str, ...]] = MaxPool2d.options[:-1]
 
     def __init__(
         self,
@@ -95,34 +88,7 @@ class MaxPool3d(Kernel):
         dilation: int | Sequence[int] = 1,
         ceil_mode: bool = False,
     ) -> None:
-        super().__init__()
-        self.kernel_size, self.padding = pair(kernel_size, 3), pair(padding, 3)
-        self.stride = self.kernel_size if stride is None else pair(stride, 3)
-        self.dilation, self.ceil_mode = pair(dilation, 3), ceil_mode
-        self._plane = MaxPool2d(
-            self.kernel_size[1:], self.stride[1:], self.padding[1:], self.dilation[1:], ceil_mode=ceil_mode
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """uint8 (N, C, D, H, W) or (C, D, H, W) -> uint8, channels-last."""
-        batched = x.dim() == 5
-        x = (x if batched else x.unsqueeze(0)).transpose(1, 2)
-        y = self._plane(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        planes = y.movedim(2, -1)
-        y = torch.stack([planes[:, under].amax(1) for under in self._windows(x.shape[1])], 1).movedim(-1, 1)
-        return y if batched else y.squeeze(0)
-
-    def _windows(self, depth: int) -> list[slice]:
-        """The planes under each window: padding is never the largest, so it is left out."""
-        stride, pad, step = self.stride[0], self.padding[0], self.dilation[0]
-        reach = step * (self.kernel_size[0] - 1) + 1
-        last = depth + 2 * pad - reach
-        starts = range(-pad, last - pad + 1, stride)
-        if (
-            self.ceil_mode and last % stride and starts[-1] + stride < depth
-        ):  # one that begins in the right padding goes
-            starts = range(-pad, starts[-1] + stride + 1, stride)
-        return [slice(start if start >= 0 else start % step, max(start + reach, 0), step) for start in starts]
+        super().__init__(kernel_size, stride, padding, dilation, ceil_mode, 3)
 
 
 class AdaptiveMaxPool(Kernel):

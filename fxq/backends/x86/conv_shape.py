@@ -59,7 +59,8 @@ def geometry(
     """
     fill = 4 - weight.dim()
     weight, groups = _join(weight if fill == 0 else weight.unsqueeze(2), groups)
-    steps, spread = [1] * fill + list(stride), [1] * fill + list(dilation)
+    steps = [1] * fill + list(stride)
+    spread = [d if taps > 1 else 1 for taps, d in zip(weight.shape[2:], [1] * fill + list(dilation), strict=True)]
     (top, left), (height, width) = [0] * fill + list(padding), shape[2:]
     extent_h, extent_w = _extent(weight, spread)
     sizes = (height + 2 * top - extent_h) // steps[0] + 1, (width + 2 * left - extent_w) // steps[1] + 1
@@ -120,3 +121,12 @@ def misread(weight: Tensor, dilation: Sequence[int]) -> bool:
     channels, height, width = weight.shape[1:]
     row, spread = (channels * width, dilation[1]) if width > 1 else (channels * height, dilation[0])
     return channels % 4 == 0 and channels < 64 and spread == 1 and row >= 128 and row % 64 == 0
+
+
+def sum_is_misread(weight: Tensor, dilation: Sequence[int], groups: int) -> bool:
+    """Whether oneDNN may add a residual wrongly to a convolution with a weight (C_out, C_in / groups, kh, kw) here.
+
+    torch 2.13 does with AVX2-VNNI, for depthwise convolutions with dilation whose output has the zero point 0: by the
+    number of channels and the width of the image. Right: without a residual, and all else of 2,500 random shapes.
+    """
+    return cpu.has_avx2_vnni() and is_depthwise(weight.shape, groups) and max(dilation) > 1

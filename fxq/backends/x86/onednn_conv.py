@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fxq.backends.kernel import numbers
 from fxq.backends.layer_spec import LayerSpec, is_depthwise
-from fxq.backends.plain.converters import is_image
+from fxq.backends.plain.converters import dequantize, is_image, quantize
 from fxq.backends.x86.conv_padding import Padding
-from fxq.backends.x86.conv_shape import Geometry, geometry
+from fxq.backends.x86.conv_shape import Geometry, geometry, sum_is_misread
 from fxq.backends.x86.onednn import OnednnLayer, PackedWeight, check_image, epilogue, target
 from fxq.errors import BackendError
 
@@ -49,7 +49,7 @@ class OnednnConv(OnednnLayer):
     as 35 output channels in each of 3 groups, or padding wider than the kernel; and it is slower.
 
     With AMX, a kernel that `conv_shape.misread` names gets one more row or column, of zeros: oneDNN is wrong for it as
-    it is.
+    it is. With AVX2-VNNI, the residual is added to a float result where `conv_shape.sum_is_misread`.
 
     `prelu` and `leaky_relu` are not among oneDNN's. With slopes a <= 1, prelu(y) = max(y, a * y), and rounding is
     monotone: y and a * y are both computed by the convolution, as twice as many channels (one after the other where
@@ -105,8 +105,18 @@ class OnednnConv(OnednnLayer):
         if self.residual is None:
             op, rest = _onednn.qconv2d_pointwise.default, (*before, *after, *self._epilogue[:3])
             return lambda x: op(x, *rest)
+        if sum_is_misread(found.weight, found.arguments[2], found.arguments[3]):
+            return self._added_in_float((*before, bias, *found.arguments))
         add, behind = _onednn.qconv2d_pointwise.binary, (*after, *self._sum, "sum", 1.0, *self._epilogue[:3])
         return lambda x, residual: add(x, *before, residual, *behind)
+
+    def _added_in_float(self, arguments: tuple[Any, ...]) -> Callable[..., Tensor]:
+        """oneDNN's convolution with a float result, to which the residual is added."""
+        assert self.out is not None  # no kernel adds a residual and emits float32
+        op, rest = _onednn.qconv2d_pointwise.default, (*arguments, *target(None), "none", [], "")
+        lowest = self.out.z if self._epilogue.name == "relu" else 0
+        grid = self.out.s, self.out.z, 255, lowest
+        return lambda x, residual: quantize(op(x, *rest).add_(dequantize(residual, *self._sum)), *grid)
 
     @property
     def _slopes(self) -> Tensor | None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import fxq
 from fxq.backends.kernel import Kernel
-from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool3d, Mean
+from fxq.backends.plain.pool import AdaptiveMaxPool, MaxPool2d, MaxPool3d, Mean
 from fxq.common.metrics import sqnr
-from fxq.errors import BackendError
+from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
 from tests.kernels import (
     BYTE,
@@ -70,6 +70,35 @@ def test_3d(depth, kernel, stride, padding, dilation, ceil, wide):
         assert y.dtype == torch.uint8 and y.shape == (*x.shape[:-4], *shape[1:])
         if len(x):  # of an empty batch torch's own op has no values either
             assert torch.equal(y.float(), F.max_pool3d(x.float(), *options))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_1d_and_2d(data):
+    """Also where a window is as long as the image, and where one tap or all are in the padding of most windows."""
+    dims, channels = data.draw(st.integers(1, 2)), data.draw(st.sampled_from((1, 3, 256)))
+    options = []
+    for _ in range(dims):
+        kernel, dilation = data.draw(st.integers(1, 10)), data.draw(st.integers(1, 2))
+        padding = data.draw(st.integers(0, min(kernel, dilation * (kernel - 1) + 1) // 2))
+        options.append((kernel, data.draw(st.integers(1, 3)), padding, dilation))
+    ceil = data.draw(st.booleans())
+    sizes = [dilation * (kernel - 1) + 1 + data.draw(st.integers(0, 9)) for kernel, _, _, dilation in options]
+    kernel, stride, padding, dilation = zip(*options, strict=True)
+    pool, function = MaxPool2d(kernel, stride, padding, dilation, ceil, dims), (F.max_pool1d, F.max_pool2d)[dims - 1]
+    for x in layouts(torch.randint(0, 256, (2, channels, *sizes[:-1], 2 * sizes[-1]), dtype=torch.uint8)):
+        y = pool(x)
+        assert y.dtype == torch.uint8
+        if len(x):  # of an empty batch torch's own op has no values either
+            assert torch.equal(y.float(), function(x.float(), kernel, stride, padding, dilation, ceil))
+            assert torch.equal(pool.bind(x)(x), y)
+
+
+def test_images_smaller_than_the_window_are_refused():
+    with pytest.raises(InputError, match=r"3 values along an axis are fewer than a pooling window of 4 takes"):
+        MaxPool2d(4)(torch.zeros(1, 2, 8, 3, dtype=torch.uint8))
+    with pytest.raises(InputError, match="takes 2 sizes"):
+        MaxPool2d(2)(torch.zeros(4, 4, dtype=torch.uint8))
 
 
 OPS = [
