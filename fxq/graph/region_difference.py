@@ -29,6 +29,14 @@ LARGE = FLOAT32 / 2**24
 """Values from which on a kernel may leave float32: it may multiply an int32 sum by a scale, a 127th of the largest."""
 
 
+EXACT_TERMS = 256
+"""Terms of a float32 sum whose rounding `Limits.sum_tolerance` covers; that of longer sums grows with their length.
+
+PyTorch's products add up at least 16 partial sums, so the error is at most K / 16 * 2**-24 of the terms' magnitudes.
+Source: Higham 1993, section 3.
+"""
+
+
 class Limits(Protocol):
     """How far a kernel may be off, see `fxq.passes.VerifyLowering`."""
 
@@ -113,10 +121,19 @@ def _rounded_otherwise(
 
 def largest_value(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> float:
     """The largest absolute value, infinity aside, among the floats that a region reads and computes."""
-    computed = dict(values)
+    return _largest_float(_computed(gm, region, values))
+
+
+def _computed(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """The values that a region reads and computes, by node."""
+    env = dict(values)
     for step in region.steps:
-        computed[step.node] = value_of(gm, step, computed)
-    real = [v for v in computed.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        env[step.node] = value_of(gm, step, env)
+    return env
+
+
+def _largest_float(env: Mapping[fx.Node, Any]) -> float:
+    real = [v for v in env.values() if isinstance(v, Tensor) and v.is_floating_point()]
     return max((largest(_finite(value)) for value in real), default=0.0)
 
 
@@ -125,10 +142,11 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
 
     That is what float32 rounds: terms that cancel leave the rounding of what they were. A kernel may add up the
     integers as they are and take the zero point away behind, in the padding as well. Of a region of several units, the
-    largest value that it computes with.
+    largest value that it computes with. Sums of more than `EXACT_TERMS` terms count in proportion to their length.
     """
     if not isinstance(region, UnitRegion):
-        return largest_value(gm, region, values)
+        env = _computed(gm, region, values)
+        return _largest_float(env) * max(1.0, _longest_sum(region, env) / EXACT_TERMS)
     if is_op(region.node, *CONVERSIONS):
         return 0.0
     call, env = region.calls[0], {node: _size_of(value) for node, value in values.items()}
@@ -144,8 +162,7 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
             env[step.node] += zero
     read, most = call.tensors.get(call.op.quant.weight or ""), 0.0
     if isinstance(read, fx.Node):
-        weight = env[read]
-        rows = weight.movedim(call.op.quant.axis or 0, 0).flatten(1).sum(1)
+        rows = env[read].movedim(call.op.quant.axis or 0, 0).flatten(1).sum(1)
         most = zeros.get(call.tensors[call.op.quant.inputs[0]], 0.0) * largest(rows)
     for sign in (1, -1):  # of a sum and of a difference
         tensors = {name: fx.node.map_arg(value, env.__getitem__) for name, value in call.tensors.items()}
@@ -153,7 +170,14 @@ def magnitude(gm: fx.GraphModule, region: Region, values: Mapping[fx.Node, Any])
             tensors[call.op.quant.inputs[1]] = sign * tensors[call.op.quant.inputs[1]]
         most = max(most, largest(call.op.target(**tensors, **call.options)))
     others = [read.node for read in inputs_of(region.calls) if read.call > 0 and read.role == "activation"]
-    return most + sum(largest(env[node]) for node in dict.fromkeys(others))
+    length = max(1.0, _longest_sum(region, env) / EXACT_TERMS)
+    return length * most + sum(largest(env[node]) for node in dict.fromkeys(others))
+
+
+def _longest_sum(region: Region, env: Mapping[fx.Node, Any]) -> int:
+    """The most products that one element of a layer's result adds up, of all layers with a scale per channel."""
+    weights = [(env[s.node], s.kwargs["axis"]) for s in region.steps if is_op(s, "dequantize") and "axis" in s.kwargs]
+    return max((weight.numel() // max(weight.shape[axis], 1) for weight, axis in weights), default=1)
 
 
 def _size_of(value: Any) -> Any:
