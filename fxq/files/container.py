@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
 
+from fxq.common.file_kinds import kind_of
 from fxq.common.files import replacing
 from fxq.errors import FileError, InputError
 from fxq.files.mapped_file import MappedFile
@@ -149,6 +150,9 @@ def read_container(path: Path) -> Container:
         mapped.check()
         return made
     except (OSError, MemoryError, SafetensorError, InputError, ValueError, RuntimeError, LookupError) as error:
+        what, _ = kind_of(path)
+        if what:
+            raise FileError(f"cannot load {str(path)!r}: it is {what}, and fxq loads what qmodel.save wrote.") from None
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
 
 
