@@ -84,7 +84,7 @@ def set_own_tensors(gm: fx.GraphModule, tensors: Mapping[str, Any], named: Mappi
         owner = _container(gm, parent)
         if hasattr(owner, name):
             raise InputError(f"it has two values of the name {path!r}.")
-        if kind == "parameter":
+        if isinstance(tensor, nn.Parameter):
             owner.register_parameter(name, tensor)
         else:
             owner.register_buffer(name, tensor, persistent=kind == "buffer")
