@@ -207,8 +207,8 @@ def _told(error: Exception) -> str:
 def _called(path: str, what: str, makes: Callable[[Any], bool]) -> Any:
     """What an import path names; where that `makes` it, what it returns."""
     if ":" not in path:
-        if what == "model" and Path(path).is_file():
-            raise InputError(no_module(path))
+        if what == "model" and (why := no_module(path)):
+            raise InputError(why)
         raise InputError(f"the {what} is written package.module:name, not {path!r}.")
     try:
         found = imported(path)

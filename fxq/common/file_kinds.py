@@ -52,6 +52,4 @@ def no_module(value: Any) -> str:
     what, how = kind_of(Path(value))
     if Path(value).suffix == ".onnx":
         what, how = _ONNX
-    if what:
-        return f"the model is the path of {what}, and fxq takes modules: {how}."
-    return f"the model is {os.fspath(value)!r}, and fxq takes modules: make it, and load its weights."
+    return f"the model is the path of {what}, and fxq takes modules: {how}." if what else ""
