@@ -53,7 +53,7 @@ def test_every_backend_runs_what_it_says():
 def check_that_it_is_put_back(row):
     """Quantizing the layer of a row warns of the wrong kernel, and the result is the float layer's, within 20 dB."""
     assert "failed verification" in row.why
-    probe = next(probe for probe in doctor.PROBES if probe.name == row.probe)
+    probe = next(probe for probe in diagnosis.PROBES if probe.name == row.probe)
     torch.manual_seed(0)
     model, inputs = probe.make().eval(), tuple(torch.randn(shape) + 0.1 for shape in probe.shapes)
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):
