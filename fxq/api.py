@@ -299,9 +299,12 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
     """The quantized model that `QuantizedModel.save` wrote, with the same numbers, bit for bit.
 
     Nothing of the file is run, and nothing that it names is imported: ops and kernels of your own are to be imported
-    before. What it says is checked, so that a damaged file is an error. Its tensors are mapped into memory, and read
-    when they are used. The model is on the CPU. On another kind of CPU than that which it was quantized on, its kernels
-    are asked again, and tried out; those that do not run right there run in q/dq form, with a warning.
+    before. What it says is checked, so that a damaged file is an error. The model is on the CPU. On another kind of CPU
+    than that which it was quantized on, its kernels are asked again, and tried out; those that do not run right there
+    run in q/dq form, with a warning.
+
+    A file of up to 256 MiB is read into memory. A larger one is mapped, so that processes share its memory, and must
+    not be written to while the model is in use: replace it by renaming another file to its name, as `save` does.
 
     Args:
         path: the file.
@@ -310,7 +313,8 @@ def load(path: str | os.PathLike[str], leaves: Mapping[str, nn.Module] | None = 
 
     Raises:
         FileError: there is no such file, it holds no model or is damaged, a newer fxq has written it, or it needs a
-            module, an op or a kernel that is not here; the message says what to do.
+            module, an op or a kernel that is not here; the message says what to do. Calls of a mapped model raise
+            it when its file was changed in place.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()

@@ -1,4 +1,7 @@
-"""The command line: `fxq quantize`, `inspect`, `diff`, `bench`, `report`, `export` and `doctor`."""
+"""The command line: `fxq quantize`, `inspect`, `diff`, `bench`, `report`, `export` and `doctor`.
+
+What needs PyTorch is imported when a command runs: `fxq --help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,21 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from torch import nn
 
 import fxq
-from fxq.common.metrics import nbytes
+from fxq.common.file_kinds import no_module
+from fxq.common.files import check_writable
 from fxq.common.source import imported
-from fxq.errors import FxqError, FxqWarning, InputError, words_of
-from fxq.tracing.wrappers import unwrapped
+from fxq.errors import FxqError, FxqWarning, InputError, unknown, words_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 _IN, _OUT = click.Path(path_type=Path), click.Path(path_type=Path, dir_okay=False)
@@ -62,13 +68,45 @@ def main(traceback: bool) -> None:
 @click.option("--data", required=True, help="Calibration batches: package.module:name, an iterable or a function.")
 @click.option("--weights", type=_IN, help="A .safetensors file with the model's state dict.")
 @click.option("--recipe", default="static", show_default=True, help="A preset's name, or a recipe file (.toml).")
-@click.option("-o", "--output", type=_OUT, required=True, help="The file to write: m.fxq.")
+@click.option("--backend", help="What runs the model, in place of the recipe's backend: auto, fastest, openvino, ...")
+@click.option("--optimize", help="speed or coverage, in place of what the recipe says.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of PyTorch; default: its own choice.")
+@click.option(
+    "-o",
+    "--output",
+    type=_OUT,
+    required=True,
+    help="The file to write: m.fxq; or m.onnx, m.xml (OpenVINO), m.pt2 (torch.export), which are exported.",
+)
 @click.option("--report", type=_OUT, help="Write the report page to this file, too.")
 @_JSON
 def quantize(
-    model: str, data: str, weights: Path | None, recipe: str, output: Path, report: Path | None, as_json: bool
+    model: str,
+    data: str,
+    weights: Path | None,
+    recipe: str,
+    backend: str | None,
+    optimize: str | None,
+    threads: int | None,
+    output: Path,
+    report: Path | None,
+    as_json: bool,
 ) -> None:
     """Quantize MODEL, package.module:name: a module, or a function that makes one."""
+    exported = _check_output(output)
+    if report is not None:
+        check_writable(report)
+    import torch
+    from torch import nn
+
+    from fxq.recipe.recipe import as_recipe
+    from fxq.tracing.wrappers import unwrapped
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    chosen = as_recipe(recipe)
+    chosen = chosen if backend is None else chosen.with_backend(backend)
+    chosen = chosen if optimize is None else chosen.with_optimize(optimize)
     sys.path.insert(0, os.getcwd())
     made = _called(model, "model", lambda value: not isinstance(value, nn.Module))
     if not isinstance(made, nn.Module):
@@ -76,8 +114,11 @@ def quantize(
     if weights is not None:
         _load_weights(made, weights)
     unwrapped(made).eval()
-    qmodel = fxq.quantize(made, recipe, data=_called(data, "data", callable))
-    qmodel.save(output)
+    qmodel = fxq.quantize(made, chosen, data=_called(data, "data", callable))
+    if exported:
+        qmodel.export(output)
+    else:
+        qmodel.save(output)
     if report is not None:
         qmodel.report(report)
     _print_model(qmodel, as_json)
@@ -142,6 +183,21 @@ def doctor(as_json: bool) -> None:
     click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found)
 
 
+_EXPORTED = {".onnx": "onnx", ".xml": "openvino", ".pt2": "torch"}
+"""The files of other runtimes by their suffix, and the package that writes each."""
+
+
+def _check_output(path: Path) -> bool:
+    """Whether a file is one of another runtime. Raises `FxqError` where it could not be written in the end."""
+    if path.suffix not in (*_EXPORTED, ".fxq", ""):
+        raise InputError(f"{path}: {unknown('suffix', path.suffix, (*_EXPORTED, '.fxq'))}")
+    package = _EXPORTED.get(path.suffix, "torch")
+    if find_spec(package) is None:
+        raise InputError(f"{path} cannot be written: {package} is not installed: pip install fxq[{package}].")
+    check_writable(path)
+    return path.suffix in _EXPORTED
+
+
 def _told(error: Exception) -> str:
     """An error that is none of fxq's, and the line that raised it."""
     *_, last = extract_tb(error.__traceback__)
@@ -151,6 +207,8 @@ def _told(error: Exception) -> str:
 def _called(path: str, what: str, makes: Callable[[Any], bool]) -> Any:
     """What an import path names; where that `makes` it, what it returns."""
     if ":" not in path:
+        if what == "model" and (why := no_module(path)):
+            raise InputError(why)
         raise InputError(f"the {what} is written package.module:name, not {path!r}.")
     try:
         found = imported(path)
@@ -171,6 +229,8 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _print_model(qmodel: fxq.QuantizedModel, as_json: bool) -> None:
+    from fxq.common.metrics import nbytes
+
     facts = {
         "backend": qmodel.backend,
         "preset": qmodel.recipe.preset,

@@ -23,13 +23,14 @@ from fxq.common.data import check_finite
 from fxq.common.isolation import unshare
 from fxq.common.names import check_names
 from fxq.errors import InputError, RecipeError
+from fxq.files.mapped_file import MappedFile
 from fxq.files.model_export import export_model
 from fxq.files.model_file import save_model
 from fxq.graph.plain_data import NodeData, from_data, to_data
 from fxq.ledger.comparison import Comparison
 from fxq.ledger.float_record import Record
 from fxq.ledger.ledger import Ledger
-from fxq.ledger.quantized import Quantized
+from fxq.ledger.quantized import PLACE, Quantized
 from fxq.pipeline.manager import PassManager
 from fxq.recipe.pins import Pin
 from fxq.recipe.recipe import Recipe
@@ -68,6 +69,7 @@ class QuantizedModel(Quantized):
     kinds_kept: int
     _handed: FloatAttributes
     _float: weakref.ref[nn.Module] | None = None
+    _mapped: MappedFile | None = None
 
     @classmethod
     def from_manager(cls, manager: PassManager, ledger: Ledger, record: Record) -> QuantizedModel:
@@ -90,8 +92,7 @@ class QuantizedModel(Quantized):
         return model.eval()
 
     def _attach(self, **known: Any) -> None:
-        for name, value in known.items():
-            setattr(self, name, value)
+        vars(self).update(known)
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -135,6 +136,8 @@ class QuantizedModel(Quantized):
         def forward(self: QuantizedModel, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return compiled(self, plain, kernels, args, kwargs)
+            if self._mapped is not None:
+                self._mapped.check()
             if self.recipe.check_inputs:  # outside of what is bound to a kind of inputs: it depends on their values
                 check_call(self, args, kwargs)  # tools have tensors without values
                 check_finite(names, args, kwargs)
@@ -205,7 +208,9 @@ class QuantizedModel(Quantized):
 
         Example: see `fxq.load`.
         """
-        return save_model(path, self, self._parts)
+        if self._mapped is not None:
+            self._mapped.check()
+        return save_model(path, self, self._parts, self._set_by_user)
 
     def export(
         self,
@@ -301,33 +306,65 @@ class QuantizedModel(Quantized):
         """
         return profile_of(self, batch_for(self, example_inputs))
 
+    def __copy__(self) -> QuantizedModel:
+        model = QuantizedModel(self, self.graph)
+        model._attach(**{name: copy.copy(table) for name, table in self._tables.items()}, **self._attributes)
+        model._mapped = self._mapped
+        return model
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
-        copied = super().__deepcopy__(memo)
-        model = QuantizedModel(copied, copied.graph)
-        model._attach(**copy.deepcopy(self._parts, memo), **copy.deepcopy(self._hooks, memo))
+        tables = self._tables
+        model: Any = super().__deepcopy__(memo)
+        model._attach(**copy.deepcopy({**tables, **self._attributes}, memo))
+        model._float = model._mapped = None
         return model.eval()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        members = (self._parameters, self._buffers, self._modules)
-        return _restore, (members, to_data(self.graph), {**self._parts, **self._hooks}, cpu.machine())
+        return _restore, (self._tables, to_data(self.graph), self._attributes, cpu.machine())
 
     @property
-    def _hooks(self) -> dict[str, Any]:
-        """Hooks of its calls, which `fx.GraphModule` does not copy."""
-        return {name: hooks for name, hooks in vars(self).items() if hooks and "forward" in name and "hooks" in name}
+    def _tables(self) -> dict[str, Any]:
+        """All its parameters, buffers and modules, also those that its graph does not use."""
+        if self._mapped is not None:
+            self._mapped.check()
+        return {name: vars(self)[name] for name in _TABLES}
+
+    @property
+    def _attributes(self) -> dict[str, Any]:
+        """What it knows besides, its hooks, and what the user has set: all that its copies have, too."""
+        return {name: v for name, v in vars(self).items() if name not in _OF_GRAPH or ("hooks" in name and v)}
+
+    @property
+    def _set_by_user(self) -> dict[str, Any]:
+        """Attributes that are none of fxq's or torch's, tensors and modules aside."""
+        return {n: v for n, v in self._attributes.items() if not n.startswith("_") and n not in (*_KNOWN, "meta")}
 
 
-def _restore(members: Any, data: list[NodeData], parts: Any, made_on: Mapping[str, str]) -> QuantizedModel:
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_OF_GRAPH = frozenset((*vars(fx.GraphModule(nn.Module(), fx.Graph())), "_float", "_mapped")) - {"meta"}
+"""Attributes that are made anew for every graph."""
+
+
+def _restore(tables: Any, data: list[NodeData], attributes: Any, made_on: Mapping[str, str]) -> QuantizedModel:
     """Inverse of `QuantizedModel.__reduce__`."""
     root = nn.Module()
-    root._parameters, root._buffers, root._modules = members
-    return remade(root, from_data(data), parts, made_on)
+    vars(root).update(tables)
+    return remade(root, from_data(data), attributes, made_on)
 
 
-def remade(root: nn.Module, graph: fx.Graph, parts: Any, made_on: Mapping[str, str]) -> QuantizedModel:
-    """A model of its parts. On another machine than `made_on`, the kernels are asked again."""
+def remade(root: nn.Module, graph: fx.Graph, attributes: Any, made_on: Mapping[str, str]) -> QuantizedModel:
+    """A model of its parts, with all that `root` has. On another machine than `made_on`, the kernels are asked again.
+
+    Args:
+        root: has the tensors and modules of the graph, and others, which the model gets as well.
+        graph: the graph.
+        attributes: what the model has besides.
+        made_on: `cpu.machine()` of the machine that the kernels were made on.
+    """
     model = QuantizedModel(root, graph)
-    model._attach(**parts)
+    place = model.get_parameter(PLACE)
+    model._attach(**{name: vars(root)[name] for name in _TABLES}, **attributes)
+    model._parameters.setdefault(PLACE, place)
     if made_on != cpu.machine():
         fit(model, made_on)
     return model.eval()

@@ -15,6 +15,7 @@ import fxq.passes
 import fxq.patterns  # registers the fusion patterns
 from fxq.backends.by_name import get_backend
 from fxq.common.data import Batch, as_batch, check_batch, device_of
+from fxq.common.file_kinds import no_module
 from fxq.common.names import check_names, is_writable
 from fxq.common.train_mode import first_in_train_mode
 from fxq.errors import InputError, RecipeError, warn
@@ -231,6 +232,8 @@ _MADE = (QuantizedModel, ObservedModel, TrainingModel)
 def check_model(model: Any) -> None:
     """Raise `InputError` for what is no float model, ready to be quantized."""
     if not isinstance(model, nn.Module):
+        if why := no_module(model):
+            raise InputError(why)
         raise InputError(f"model is a {type(model).__name__}, not an nn.Module. (A function? Wrap it in a module.)")
     if isinstance(model, _MADE):
         raise InputError(f"the model is a {type(model).__name__} already; quantize the float model it came from.")

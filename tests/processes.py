@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 import traceback
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -11,6 +13,17 @@ import torch.distributed as dist
 
 FORKED = multiprocessing.get_context("fork")
 SECONDS = 60
+
+
+@contextmanager
+def full_disk(most):
+    """Inside, no file can have more bytes than that."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def on_ranks(size, folder, work, seconds=SECONDS):

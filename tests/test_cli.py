@@ -159,6 +159,69 @@ def test_warnings_are_lines(run, recipe, tmp_path):
     assert found.stderr.startswith("Warning: the output is at ") and "cli.py" not in found.stderr
 
 
+@pytest.mark.parametrize("name", ["m.onnx", "m.pt2", "m.xml"])
+def test_quantize_exports_what_the_suffix_says(run, recipe, tmp_path, name):
+    args = ("quantize", "commanded:make", "--data", "commanded:batches", "--recipe", recipe, "-o", f"new/{name}")
+    found = run(*args)
+    assert found.exit_code == 0, found.output
+    import commanded
+
+    data = commanded.batches()
+    own = fxq.quantize(commanded.make().eval(), fxq.Recipe.load(tmp_path / recipe), data=data)
+    assert own.export(tmp_path / name).read_bytes()[:100] == (tmp_path / "new" / name).read_bytes()[:100]
+    found = run("inspect", f"new/{name}")
+    assert found.exit_code == 1 and re.search(r"it is an? (ONNX|OpenVINO|program).*, and fxq loads what", found.stderr)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("-o", "m.tflite"), r"m.tflite: unknown suffix '.tflite'.* Known: .fxq, .onnx, .pt2, .xml"),
+        (("-o", "commanded.py/m.fxq"), r"cannot write commanded.py/m.fxq: "),
+        (("-o", "m.fxq", "--report", "commanded.py/r.html"), r"cannot write commanded.py/r.html: "),
+    ],
+)
+def test_where_to_write_is_looked_at_first(run, tmp_path, more, says):
+    """Before the user's code is run: `broken` would raise."""
+    found = run("quantize", "commanded:broken", "--data", "commanded:batches", *more)
+    assert found.exit_code == 1 and re.search(says, found.stderr), found.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".pyc"] == ["commanded.py"]
+
+
+def test_what_an_export_needs_is_looked_at_first(run, monkeypatch):
+    monkeypatch.setattr("fxq.cli.find_spec", lambda name: None)
+    found = run("quantize", "commanded:broken", "--data", "commanded:batches", "-o", "m.xml")
+    assert "openvino is not installed: pip install fxq[openvino]" in found.stderr and found.exit_code == 1
+
+
+def test_a_model_is_no_file(run, tmp_path):
+    (tmp_path / "m.onnx").write_bytes(b"")
+    found = run("quantize", "m.onnx", "--data", "commanded:batches", "-o", "m.fxq")
+    assert "the model is the path of an ONNX model, and fxq takes modules" in found.stderr
+
+
+def test_options_in_place_of_the_recipe_s(run, recipe, tmp_path):
+    threads = torch.get_num_threads()
+    try:
+        quantized(run, recipe, "--backend", "auto", "--optimize", "coverage", "--threads", "2")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    made = fxq.load(tmp_path / "m.fxq")
+    assert (made.recipe.backend, made.recipe.optimize) == ("auto", "coverage")
+    found = run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m", "--backend", "openvin")
+    assert found.exit_code == 1 and "openvin" in found.stderr
+    found = run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m", "--threads", "0")
+    assert found.exit_code == 2
+
+
+def test_help_needs_no_torch():
+    code = "import sys\nfrom fxq.cli import main\ntry: main()\nfinally: print(*({'torch', 'numpy'} & set(sys.modules)))"
+    for args in (["--help"], ["quantize", "--help"], ["--version"]):
+        told = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, cwd="/")
+        assert told.returncode == 0 and told.stdout.endswith("\n\n"), told
+
+
 def test_the_program_is_installed_and_says_its_version():
     told = subprocess.run([sys.executable, "-c", "from fxq.cli import main; main()", "--version"], capture_output=True)
     assert told.returncode == 0 and fxq.__version__ in told.stdout.decode()

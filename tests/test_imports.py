@@ -81,7 +81,8 @@ LEVELS = (
     {"training"},
     {"tuning"},
     {"api"},
-    {"doctor"},
+    {"diagnosis"},
+    {"public"},
     {"fxq"},
     {"cli"},
 )
@@ -282,14 +283,17 @@ def test_every_pass_is_in_a_file_of_its_name():
 
 def test_importing_fxq_calls_nothing_deprecated():
     done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning", "-c", "import fxq"], cwd="/", capture_output=True, text=True
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", "import fxq.public"],
+        cwd="/",
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_importing_fxq_imports_nothing_that_it_may_never_use():
     code = (
-        "import sys, torch; before = set(sys.modules); import fxq; "
+        "import sys, torch; before = set(sys.modules); import fxq.public; "
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}), 'torch._dynamo' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.kernel import Kernel
-from fxq.errors import InputError
+from fxq.errors import FxqWarning, InputError
 from fxq.model import QuantizedModel
 from tests.graphs import full_text
 from tests.helpers import REFERENCE, filed
@@ -96,6 +96,47 @@ def test_a_copy_has_the_hooks(qmodel, copied):
     for _ in range(3):
         assert torch.equal(copied(own)(X), 2 * qmodel(X))
     assert not qmodel._forward_hooks
+
+
+@pytest.mark.parametrize("copied", [copy.copy, *COPIES])
+def test_a_copy_has_what_the_user_has_set(qmodel, copied):
+    own = copy.deepcopy(qmodel)
+    own.stride, own.names, own.meta["epoch"] = torch.tensor([8.0, 16.0]), {0: "cat"}, 3
+    own.register_buffer("anchors", torch.arange(4.0))
+    own.register_buffer("grid", torch.arange(3), persistent=False)
+    own.gain = nn.Parameter(torch.ones(2), requires_grad=False)
+    own.get_submodule("6" if "6" in own._modules else "").register_buffer("inner", torch.zeros(2))
+    other = copied(own)
+    assert type(other).__name__ == "QuantizedModel" and torch.equal(other(X), qmodel(X))
+    assert torch.equal(other.stride, own.stride) and other.names == {0: "cat"}
+    assert other.meta == ({} if copied is filed else {"epoch": 3})
+    assert other.state_dict().keys() == own.state_dict().keys() and "grid" not in own.state_dict()
+    assert {name for name, _ in other.named_parameters()} == {name for name, _ in own.named_parameters()}
+    for name, buffer in own.named_buffers():
+        assert torch.equal(other.get_buffer(name), buffer)
+    assert isinstance(other.gain, nn.Parameter) and not other.gain.requires_grad
+    other.register_buffer("more", torch.zeros(1))
+    assert not hasattr(own, "more")
+    again = copied(other)
+    assert torch.equal(again.anchors, own.anchors) and torch.equal(again(X), qmodel(X))
+
+
+def test_modules_of_the_user_are_copied_and_no_file_holds_them(qmodel):
+    own = copy.deepcopy(qmodel)
+    own.head, own.notes = nn.Sequential(nn.Linear(2, 2)), object
+    for copied in (copy.copy, deepcopied, pickled, saved, twice):
+        assert torch.equal(copied(own).head[0].weight, own.head[0].weight) and copied(own).notes is object
+    with pytest.warns(FxqWarning, match="does not hold head, notes: a file holds plain data and tensors"):
+        other = filed(own)
+    assert torch.equal(other(X), own(X)) and not hasattr(other, "head") and not hasattr(other, "notes")
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_after_it_was_traced(copied):
+    """torch.fx leaves its constants in what it traces."""
+    own = fxq.quantize(network(), REFERENCE, data=[X])
+    traced = torch.fx.symbolic_trace(own)
+    assert torch.equal(traced(X), own(X)) and torch.equal(copied(own)(X), own(X))
 
 
 def test_a_copy_of_a_copied_graph_can_be_edited(qmodel):

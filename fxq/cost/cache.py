@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -22,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from fxq.backends import cpu
 from fxq.backends.jit import compiler
+from fxq.common.files import write_file
 from fxq.common.timed_calls import clock
+from fxq.errors import RenderError
 
 log = logging.getLogger("fxq")
 
@@ -189,7 +190,7 @@ class Costs:
             return
         try:
             write_rounds(self.path, {**read_rounds(self.path), **{key: self.rounds[key] for key in self._new}})
-        except OSError as error:
+        except RenderError as error:
             log.info("measured costs are not kept: %s", error)
         self._new.clear()
 
@@ -254,11 +255,8 @@ def machine_costs() -> Costs:
 
 
 def write_rounds(path: Path, rounds: dict[str, list[float]]) -> None:
-    """Write a file of costs that this machine measured. Who reads it meanwhile sees all of it, or what was there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
-        json.dump({"machine": machine(), "rounds": rounds}, file, indent=1)
-    os.replace(file.name, path)
+    """Write a file of costs that this machine measured. Raises `RenderError` where it cannot be written."""
+    write_file(path, json.dumps({"machine": machine(), "rounds": rounds}, indent=1).encode())
 
 
 def parse_file(text: str) -> tuple[dict[str, str], dict[str, list[float]]]:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from fxq.cost.cache import machine, machine_path, parse_file, read_rounds, write_rounds
-from fxq.errors import InputError
+from fxq.errors import InputError, RenderError
 
 
 def path() -> Path:
@@ -55,8 +55,8 @@ def export(file: str | os.PathLike[str]) -> Path:
         )
     try:
         write_rounds(Path(file), rounds)
-    except OSError as error:
-        raise InputError(f"cannot write the prices to {os.fspath(file)!r}: {error}.") from None
+    except RenderError as error:
+        raise InputError(f"cannot write the prices to {os.fspath(file)!r}: {error}") from None
     return Path(file)
 
 
@@ -87,6 +87,6 @@ def load(file: str | os.PathLike[str]) -> int:
         )
     try:
         write_rounds(machine_path(), {**read_rounds(machine_path()), **rounds})
-    except OSError as error:
-        raise InputError(f"cannot keep the prices: {error}.") from None
+    except RenderError as error:
+        raise InputError(f"cannot keep the prices: {error}") from None
     return len(rounds)

@@ -1,4 +1,4 @@
-"""The safetensors file of a model: tensors and texts, with checksums, read as a memory map.
+"""The safetensors file of a model: tensors and texts, with checksums, read into memory, or mapped where it is large.
 
 It is written here, since sums of floats may be rounded otherwise where they do not begin at a multiple of 64 bytes, as
 all memory of torch does, and safetensors writes tensors one behind the other, in an order of its own.
@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor, nn
 
+from fxq.common.file_kinds import kind_of
 from fxq.common.files import replacing
 from fxq.errors import FileError, InputError
+from fxq.files.mapped_file import MappedFile
 from fxq.files.records import from_plain, to_plain
 from fxq.graph.text_values import type_text
 
@@ -77,7 +80,7 @@ def write_container(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[st
         stored[name] = StoredTensor(about, _checksum(flat[name]), stride, trained=trained)
     found = {"format": FORMAT, "version": str(VERSION), "tensors": json.dumps(to_plain(stored)), **texts}
     header = _header(flat, {**found, "checksum": str(_checksum_of(found))})
-    with replacing(path) as file:  # models may be mapped from the file that this replaces
+    with replacing(path) as file:
         file.write(header)
         for name in _by_alignment(flat):
             file.write(_bytes(flat[name]))
@@ -112,34 +115,71 @@ def _by_alignment(flat: Mapping[str, Tensor]) -> list[str]:
     return sorted(flat, key=lambda name: flat[name].nbytes % _ALIGNMENT != 0)
 
 
-def read_container(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the texts of a file. The tensors' memory is the file's, copied where it is written to.
+@dataclass(frozen=True)
+class Container:
+    """What a file of a model holds.
+
+    Attributes:
+        tensors: by name.
+        texts: by name.
+        mapped: the file, where the memory of the tensors is its own.
+    """
+
+    tensors: dict[str, Tensor]
+    texts: dict[str, str]
+    mapped: MappedFile | None
+
+
+MOST_COPIED = 256 << 20
+"""Bytes of a file that is read into memory. A larger one is mapped, so that processes share its memory."""
+
+
+def read_container(path: Path) -> Container:
+    """The content of a file.
 
     Raises:
         FileError: there is no such file, it holds no model, is damaged, or was written by a newer fxq.
     """
     try:
-        return _read(path)
-    except (OSError, MemoryError, SafetensorError, InputError, ValueError, RuntimeError) as error:
+        if path.is_dir():
+            raise InputError("it is a folder.")
+        if path.stat().st_size <= MOST_COPIED:
+            return _read(*_copied(path.read_bytes()), None)
+        mapped = MappedFile(path)
+        made = _read(*_mapped(path), mapped)
+        mapped.check()
+        return made
+    except (OSError, MemoryError, SafetensorError, InputError, ValueError, RuntimeError, LookupError) as error:
+        what, _ = kind_of(path)
+        if what:
+            raise FileError(f"cannot load {str(path)!r}: it is {what}, and fxq loads what qmodel.save wrote.") from None
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    if path.is_dir():
-        raise InputError("it is a folder.")
+def _copied(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The texts and the tensors of a file as bytes."""
+    tensors = load(data)
+    header = read_json(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
+    return dict(header.get("__metadata__") or {}), {name: tensors.pop(name).clone() for name in list(tensors)}
+
+
+def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The texts and the tensors of a file. The tensors' memory is the file's, copied where it is written to."""
     with safe_open(path, framework="pt") as file:
-        texts = dict(file.metadata() or {})
-        _check_texts(texts)
-        stored = from_plain(dict[str, StoredTensor], read_json(texts["tensors"]))
-        names = {name for name, about in stored.items() if not about.same_as}
-        if set(file.keys()) != names:
-            raise InputError(f"it does not hold the tensors that it names: {sorted(names ^ set(file.keys()))[:3]}.")
-        flat = {name: _aligned(file.get_tensor(name)) for name in names}
+        return dict(file.metadata() or {}), {name: _aligned(file.get_tensor(name)) for name in list(file.keys())}
+
+
+def _read(texts: Mapping[str, str], flat: Mapping[str, Tensor], mapped: MappedFile | None) -> Container:
+    _check_texts(texts)
+    stored = from_plain(dict[str, StoredTensor], read_json(texts["tensors"]))
+    names = {name for name, about in stored.items() if not about.same_as}
+    if flat.keys() != names:
+        raise InputError(f"it does not hold the tensors that it names: {sorted(names ^ flat.keys())[:3]}.")
     tensors: dict[str, Tensor] = {}
     for name, about in stored.items():
         first = tensors.get(about.same_as) if about.is_one else None
         tensors[name] = _tensor(name, stored, flat) if first is None else first
-    return tensors, {name: text for name, text in texts.items() if name not in _OWN}
+    return Container(tensors, {name: text for name, text in texts.items() if name not in _OWN}, mapped)
 
 
 def _check_texts(texts: Mapping[str, str]) -> None:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,7 +16,7 @@ from fxq.backends.qdq_graph import qdq_graph
 from fxq.common.data import Batch
 from fxq.common.files import as_path, replacing, writing
 from fxq.common.isolation import copied
-from fxq.errors import ExportError, FxqError, InputError, unknown, warn, words_of
+from fxq.errors import ExportError, FxqError, InputError, RenderError, unknown, warn, words_of
 from fxq.files.program_export import write_program
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
@@ -197,8 +199,22 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
     except Exception as error:  # whatever an engine raises
         *_, why = words_of(error).split("GeneralFailure:\n")  # the first of its nodes' messages that is no list of them
         raise ExportError(f"{path} cannot be written: OpenVINO does not take the model: {why}") from error
-    with writing(path):
-        openvino.save_model(model, str(path), compress_to_fp16=False)
+    _save_openvino(path, model)
+
+
+def _save_openvino(path: Path, model: Any) -> None:
+    """Write an `openvino.Model` as two files, `.xml` and `.bin`. Raises `RenderError` where that fails."""
+    import openvino
+
+    with writing(path), TemporaryDirectory(prefix=".fxq-", dir=path.parent) as folder:
+        new = Path(folder, path.name)
+        try:
+            openvino.save_model(model, str(new), compress_to_fp16=False)
+            openvino.Core().read_model(str(new))  # it does not say that a disk is full
+        except Exception as error:  # whatever an engine raises
+            raise RenderError(f"cannot write {path}: OpenVINO writes no complete file: {words_of(error)}") from error
+        for suffix in (".bin", ".xml"):
+            new.with_suffix(suffix).replace(path.with_suffix(suffix))
 
 
 WRITERS: dict[str, Callable[[Path, fx.GraphModule, Batch, Dynamic, bool], None]] = {

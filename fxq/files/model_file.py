@@ -7,9 +7,10 @@ import copy
 import gc
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from fxq.common.source import import_path, imported, without_imports
 from fxq.errors import BackendError, FileError, FxqError, InputError, unknown, warn, words_of
 from fxq.files.container import read_container, read_json, write_container
 from fxq.files.kernel_forms import StoredForm, attach_forms, write_forms
+from fxq.files.model_export import WRITERS as OTHERS
+from fxq.files.own_tensors import OWN, own_tensors, set_own_tensors
 from fxq.files.records import from_plain, to_plain
 from fxq.graph.info import info
 from fxq.graph.query import op_of, submodule
@@ -71,6 +74,8 @@ class StoredModel:
         forms: of kernels, by the name of the graph.
         handed: plain data of the float model, as text, by name.
         left: why other attributes of the float model are not there.
+        own: the tensors that the user has set, and what each of them is: "parameter", "buffer", "temporary buffer" (one
+            that no state dict has) or "attribute".
     """
 
     backend: str
@@ -85,20 +90,28 @@ class StoredModel:
     forms: Mapping[str, StoredForm]
     handed: Mapping[str, str]
     left: Mapping[str, str]
+    own: Mapping[str, str] = field(default_factory=dict)
 
 
-def save_model(path: str | os.PathLike[str], model: Quantized, parts: Mapping[str, Any]) -> Path:
+def save_model(
+    path: str | os.PathLike[str], model: Quantized, parts: Mapping[str, Any], own: Mapping[str, Any]
+) -> Path:
     """Write a model into a file; see `QuantizedModel.save`.
 
     Args:
         path: the file.
         model: the model.
         parts: what it knows besides its graph and tensors, by attribute.
+        own: the attributes that the user has set, tensors and modules aside.
     """
     path = as_path(path)
+    if path.suffix in OTHERS:
+        raise InputError(f"{path} would be a file of fxq, and no {path.suffix}: qmodel.export(path) writes that.")
     _check_kernels(model)
+    tensors, named, lost = own_tensors(model, own)
     forms_text, forms, more_tensors = write_forms(model)
-    handed, left = _handed(parts["_handed"])
+    handed, left = _handed(parts["_handed"], {k: v for k, v in own.items() if not isinstance(v, Tensor)})
+    lost += [name for name in own if name in left]
     about = StoredModel(
         **{key: parts[key] for key in ("backend", "ledger", "record", "kinds_kept", "attempts")},
         decided=parts["_decided"],
@@ -108,15 +121,23 @@ def save_model(path: str | os.PathLike[str], model: Quantized, parts: Mapping[st
         forms=forms,
         handed=handed,
         left=left,
+        own=named,
     )
+    graph_text = write_graph(model, complete=True)
+    _check_readable(graph_text, about, model)
     texts = {
-        "graph": write_graph(model, complete=True),
+        "graph": graph_text,
         "forms": forms_text,
         "recipe": _json(warn_of_main(parts["recipe"].to_dict())),
         "model": _json(to_plain(about)),
         "history": _json(history_data(parts["history"])),
     }
-    write_container(path, {**graph_tensors(model), **more_tensors}, texts)
+    write_container(path, {**graph_tensors(model), **more_tensors, **tensors}, texts)
+    if lost:
+        warn(
+            f"{path} does not hold {', '.join(lost)}: a file holds plain data and tensors, no modules and no other "
+            "objects. Set them again after fxq.load."
+        )
     return path
 
 
@@ -126,10 +147,11 @@ def load_model(
     """A model from its file: its graph, what else it knows, and the machine that it was made on; see `fxq.load`."""
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"a file is named by a str or a path, not by {path!r}.")
-    tensors, texts = read_container(Path(path))
+    held = read_container(Path(path))
     try:
         with without_imports(), _uncollected():
-            return _read(tensors, texts, leaves or {})
+            gm, parts, made_on = _read(held.tensors, held.texts, leaves or {})
+            return gm, {**parts, "_mapped": held.mapped}, made_on
     except FxqError as error:
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
     except Exception as error:  # whatever comes of data that is no model's
@@ -157,6 +179,7 @@ def _read(
     about = from_plain(StoredModel, read_json(texts["model"]))
     _check_imports(about.imports)
     modules = _checked_leaves(about.leaves, leaves)
+    own = {name: tensors.pop(f"{OWN}{name}", None) for name in about.own}
     inside = {name: tensor for name, tensor in tensors.items() if name.partition(":")[0] in about.forms}
     gm = read(texts["graph"], {n: t for n, t in tensors.items() if n not in inside}, modules, _Kind, complete=True)
     for name, made in graph_tensors(gm).items():
@@ -172,7 +195,33 @@ def _read(
     values = {name: read_value(_expression(text), {}) for name, text in about.handed.items()}
     parts["_handed"] = FloatAttributes(values, dict(about.left))
     parts["history"] = history_from(read_json(texts["history"]))
-    return gm, parts, about.made_on
+    plain = set_own_tensors(gm, own, about.own)
+    return gm, {**plain, **parts}, about.made_on
+
+
+def _check_readable(text: str, about: StoredModel, model: Quantized) -> None:
+    """Raise `InputError` where a model could be written, and not be read again. Kernels are not made for that."""
+    try:
+        with without_imports(), _uncollected():
+            read(text, graph_tensors(model), _leaves(model), _Named, complete=True)
+            from_plain(StoredModel, read_json(_json(to_plain(about))))
+    except FxqError as error:
+        line = re.match(r"line (\d+): ", str(error))
+        shown = f" That line is `{text.splitlines()[int(line[1]) - 1].strip()[:200]}`." if line else ""
+        raise InputError(f"the model has no file: its text could not be read again: {error}{shown}") from None
+
+
+class _Named:
+    """Stands for the kernels of a name where a text is only tried. Raises `FxqError` where there are none."""
+
+    def __init__(self, name: str) -> None:
+        kernel_named(name)
+
+    def from_config(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
+        return nn.Identity()
+
+    def of_graph(self, gm: fx.GraphModule, graph: fx.Graph, config: Mapping[str, Any]) -> nn.Module:
+        return nn.Identity()
 
 
 def _warn_of_refused(gm: fx.GraphModule, about: StoredModel) -> None:
@@ -282,10 +331,10 @@ def _checked_leaves(stored: Mapping[str, StoredLeaf], given: Mapping[str, nn.Mod
     return {path: copy.deepcopy(leaf).eval() for path, leaf in given.items()}
 
 
-def _handed(attributes: FloatAttributes) -> tuple[dict[str, str], dict[str, str]]:
-    """The attributes of the float model that a file can hold, as text, and why it cannot hold the others."""
-    handed, left = {}, dict(attributes.left)
-    for name, value in attributes.values.items():
+def _handed(attributes: FloatAttributes, own: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The attributes of the float model, and the user's own, that a file can hold, as text; why it lacks others."""
+    handed, left = {}, {name: why for name, why in attributes.left.items() if name not in own}
+    for name, value in {**attributes.values, **own}.items():
         text = value_text(value) if _is_literal(value) else ""
         if text and len(text) <= MOST:
             handed[name] = text

@@ -41,7 +41,7 @@ def value_text(value: Any, exact: bool = True) -> str:
     if isinstance(value, fx.Node):
         return f"@{value.target}" if value.op == "get_attr" and not exact else value.name
     if isinstance(value, float):
-        return repr(value) if exact else f"{value:.6g}"
+        return float.__repr__(value) if exact else f"{value:.6g}"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value) if exact else str(value).removeprefix("torch.")
     if isinstance(value, EngineLayer):
@@ -50,8 +50,12 @@ def value_text(value: Any, exact: bool = True) -> str:
         inner = ", ".join(value_text(v, exact) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k!r}: {value_text(v, exact)}" for k, v in value.items()) + "}"
-    if not exact or value is None or isinstance(value, (bool, int, str)):
+        return "{" + ", ".join(f"{value_text(k, exact)}: {value_text(v, exact)}" for k, v in value.items()) + "}"
+    if isinstance(value, str):
+        return repr(str.__str__(value))  # of an Enum, too, the plain string
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__repr__(value)
+    if not exact or value is None or isinstance(value, bool):
         return repr(value)
     return _exact_text(value)
 
@@ -122,7 +126,7 @@ def read_value(expr: ast.expr, nodes: Nodes) -> Any:
             return [read_value(part, nodes) for part in parts]
         case ast.Dict(keys=keys, values=values) if None not in keys:
             pairs = [(read_value(k, {}), read_value(v, nodes)) for k, v in zip(keys, values, strict=True) if k]
-            if all(isinstance(key, (str, int, float)) or key is None for key, _ in pairs):
+            if all(_is_key(key) for key, _ in pairs):
                 return dict(pairs)
         case ast.Attribute(value=ast.Name(id="torch"), attr=attr):
             constant = getattr(torch, attr, None)
@@ -131,6 +135,11 @@ def read_value(expr: ast.expr, nodes: Nodes) -> Any:
         case ast.Call():
             return _made(expr, nodes)
     raise InputError(f"expected a value, a number, a string or the like, not `{ast.unparse(expr)}`.")
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a value may be a key: plain data that cannot change."""
+    return all(map(_is_key, value)) if type(value) is tuple else isinstance(value, (str, int, float, type(None)))
 
 
 def read_arguments(call: ast.Call, nodes: Nodes) -> tuple[list[Any], dict[str, Any]]:

@@ -26,6 +26,7 @@ Left of `#` is the program; right of it, what passes know of the node: module pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -208,6 +209,7 @@ class _Writer:
     def _line(self, node: fx.Node, typed: str = "") -> str:
         try:
             if node.op == "output":
+                _check_output(node.args[0])
                 return f"return {value_text(node.args[0])}"
             return f"{node.name}{typed} = {self._call(node)}"
         except InputError as error:
@@ -268,6 +270,15 @@ def derived(node: fx.Node, module: nn.Module | None, facts: Mapping[str, Any], c
     made = NodeInfo(path, origins=own, values=values, paths=(path,) * count)
     parts, count = tuple((origin,) for origin in origins), count or len(body)
     return made._replace(parts=parts) if len(parts) == count > 1 else made
+
+
+def _check_output(value: Any) -> None:
+    """Refuse members of an Enum in what a model returns: as an argument of an op, their plain value does as well."""
+    if isinstance(value, Enum):
+        raise InputError(f"holds a {type(value).__name__} ({value!r}), which no text can name: return its plain value.")
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+    for part in parts if isinstance(parts, (tuple, list)) else ():
+        _check_output(part)
 
 
 def _known(name: Any, target: Any) -> str:

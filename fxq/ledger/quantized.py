@@ -50,6 +50,11 @@ class Quantized(fx.GraphModule):
             place = torch.empty(0, dtype=torch.float32, device=home)
         self.register_parameter(PLACE, nn.Parameter(place, False))
 
+    @classmethod
+    def _deepcopy_init(cls) -> Any:
+        """What `fx.GraphModule.__deepcopy__` makes the copy with."""
+        return cls.__init__
+
     @property
     def float_model(self) -> nn.Module | None:
         """The float model that it was made from, for as long as somebody keeps it."""

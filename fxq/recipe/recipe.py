@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from fxq.backends.base import Backend
 from fxq.backends.by_name import FASTEST
+from fxq.common.files import as_path, write_file
 from fxq.common.source import import_path
 from fxq.errors import RecipeError
 from fxq.quant.spec import (
@@ -247,8 +247,8 @@ class Recipe:
         return toml_of(self.to_dict())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the recipe to a `.toml` file."""
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
+        """Write the recipe to a `.toml` file. Raises `RenderError` where it cannot be written."""
+        write_file(as_path(path), self.to_toml().encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:

@@ -9,12 +9,13 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from fxq.errors import ExportError, FxqWarning, InputError
+from fxq.errors import ExportError, FxqWarning, InputError, RenderError
 from fxq.files import model_export
 from fxq.onnx.model_check import Difference, ModelCheck
 from tests.helpers import REFERENCE
 from tests.models import batch, build
 from tests.onnx_runs import onnx, ort
+from tests.processes import full_disk
 
 pytestmark = pytest.mark.any_cpu
 
@@ -282,3 +283,29 @@ def test_without_onnxruntime_nothing_is_run(tmp_path, monkeypatch):
     monkeypatch.setattr(model_export, "find_spec", lambda name: None)
     monkeypatch.setattr(ModelCheck, "differences", lambda self, optimized=False, entries=None: [WRONG])
     assert qmodel.export(tmp_path / "m.onnx").exists()
+
+
+def test_a_full_disk_leaves_good_files_as_they_are(tmp_path, recwarn):
+    """OpenVINO does not always say that it could not write: its file is read again."""
+    first, other = (
+        fxq.quantize(model(), REFERENCE.without_pass(name), data=[X]) for name in ("smooth", "correct-bias")
+    )
+    writers = {
+        "m.fxq": lambda q, path: q.save(path),
+        "m.onnx": lambda q, path: q.export(path),
+        "m.xml": lambda q, path: q.export(path),
+        "m.pt2": lambda q, path: q.export(path),
+        "r.toml": lambda q, path: q.recipe.save(path),
+        "p.html": lambda q, path: q.report(path),
+        "p.npz": lambda q, path: q.qparams().save(path),
+        "h.dot": lambda q, path: q.history[-1].render(path),
+        "l.json": lambda q, path: q.ledger.to_json(path),
+    }
+    for name, write in writers.items():
+        write(first, tmp_path / name)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.keys() == {*writers, "m.bin"}
+    for name, write in writers.items():
+        with full_disk(10), pytest.raises(RenderError, match=f"cannot write .*{name}"):
+            write(other, tmp_path / name)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import warnings
 from collections import OrderedDict
+from enum import Enum, IntEnum
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxq
@@ -169,6 +172,68 @@ def test_plain_data_of_the_float_model():
     with pytest.raises(AttributeError, match=r"it is a OrderedDict, .* which no file of a model holds"):
         _ = other.config
     assert other._handed.left.keys() == {"fc", "config"} and other._handed.left["fc"] == model._handed.left["fc"]
+
+
+class Padding(str, Enum):
+    REFLECT = "reflect"
+
+
+class Axis(IntEnum):
+    LAST = 1
+
+
+class OfEnums(nn.Module):
+    """Options that are plain values of a type of their own, and an output by pairs of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = F.pad(self.fc(x), (Axis.LAST, np.float64(1).astype(int).item()), mode=Padding.REFLECT)
+        return {(0, 1): y * np.float64(0.5), None: y.roll(Axis.LAST, Axis.LAST), -1.5: y.sum(dim=Axis.LAST)}
+
+
+@pytest.mark.parametrize("recipe", ["reference", "static"])
+def test_values_of_types_of_their_own(recipe):
+    x = torch.randn(4, 8)
+    model = quantized(OfEnums().eval(), RECIPES[recipe], x)
+    found, expected = filed(model)(x), model(x)
+    assert found.keys() == expected.keys() == {(0, 1), None, -1.5}
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+class Labelled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), Padding.REFLECT
+
+
+def test_members_of_an_enum_that_are_returned_are_refused(tmp_path):
+    """Loaded, they would be strings."""
+    model = quantized(Labelled(8, 8).eval(), REFERENCE, torch.randn(4, 8))
+    with pytest.raises(fxq.InputError, match=r"output.* holds a Padding .* return its plain value"):
+        model.save(tmp_path / "m.fxq")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_loaded_is_not_saved(tmp_path):
+    """Here an edited graph: a text reads no private attribute."""
+    model = quantized(nn.Linear(8, 8).eval(), REFERENCE, torch.randn(4, 8))
+    output = model.graph.output_node()
+    with model.graph.inserting_before(output):
+        version = model.graph.call_function(getattr, (output.args[0], "_version"))
+    output.args = ((output.args[0], version),)
+    model.recompile()
+    with pytest.raises(fxq.InputError, match=r"the model has no file: .*public attribute.* That line is `getattr_1"):
+        model.save(tmp_path / "m.fxq")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_another_kind_is_exported(tmp_path):
+    model = quantized(nn.Linear(8, 8).eval(), REFERENCE, torch.randn(4, 8))
+    for name in ("m.onnx", "m.xml", "m.pt2"):
+        with pytest.raises(fxq.InputError, match=r"qmodel.export\(path\) writes that"):
+            model.save(tmp_path / name)
 
 
 # ---- leaves

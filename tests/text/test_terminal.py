@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 import fxq
-from fxq.doctor import Diagnosis, LayerCheck
+from fxq.diagnosis import Diagnosis, LayerCheck
 from fxq.graph.view import GraphView, NodeView
 from fxq.ledger.ledger import Entry, Ledger
 from fxq.picture.diff import diff

@@ -1,7 +1,6 @@
 """fxq.doctor: the machine's profile, layer by layer."""
 
 import json
-import sys
 import warnings
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 import fxq
+from fxq import diagnosis
 from fxq.backends import by_name as backends
 from fxq.backends import cpu
 from fxq.backends.packed import quantized_tensors as packed
@@ -17,18 +17,17 @@ from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError
 
-doctor = sys.modules["fxq.doctor"]  # the function hides the module of that name
 FEW = (
-    doctor.Probe("conv2d", lambda: nn.Conv2d(4, 8, 3), ((1, 4, 6, 6),)),
-    doctor.Probe("linear", lambda: nn.Linear(8, 4), ((2, 8),)),
-    doctor.Probe("tanh", nn.Tanh, ((2, 8),)),
+    diagnosis.Probe("conv2d", lambda: nn.Conv2d(4, 8, 3), ((1, 4, 6, 6),)),
+    diagnosis.Probe("linear", lambda: nn.Linear(8, 4), ((2, 8),)),
+    diagnosis.Probe("tanh", nn.Tanh, ((2, 8),)),
 )
 needs_fbgemm = pytest.mark.skipif(not has_engine("fbgemm"), reason="PyTorch is built without fbgemm")
 
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(doctor, "PROBES", FEW)
+    monkeypatch.setattr(diagnosis, "PROBES", FEW)
 
 
 def test_every_backend_runs_what_it_says():
@@ -54,7 +53,7 @@ def test_every_backend_runs_what_it_says():
 def check_that_it_is_put_back(row):
     """Quantizing the layer of a row warns of the wrong kernel, and the result is the float layer's, within 20 dB."""
     assert "failed verification" in row.why
-    probe = next(probe for probe in doctor.PROBES if probe.name == row.probe)
+    probe = next(probe for probe in diagnosis.PROBES if probe.name == row.probe)
     torch.manual_seed(0)
     model, inputs = probe.make().eval(), tuple(torch.randn(shape) + 0.1 for shape in probe.shapes)
     with pytest.warns(fxq.FxqWarning, match="kernel is wrong on this machine"):

@@ -1,0 +1,45 @@
+"""The public names: all there, whichever is asked for first, and imported only when one is."""
+
+import subprocess
+import sys
+
+import pytest
+
+import fxq
+from fxq import public
+
+pytestmark = pytest.mark.any_cpu
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_every_public_name_is_one_of_the_package():
+    assert len(set(public.__all__)) == len(public.__all__) > 60
+    assert all(getattr(fxq, name) is getattr(public, name) for name in fxq.__all__) and fxq.__all__ is public.__all__
+    with pytest.raises(AttributeError, match="module 'fxq' has no attribute 'nothing'"):
+        _ = fxq.nothing
+
+
+def test_importing_fxq_imports_torch_when_it_is_used():
+    assert run(
+        "import sys, fxq; print('torch' in sys.modules, fxq.__version__); fxq.FLOAT; print('torch' in sys.modules)"
+    ) == ["False", fxq.__version__, "True"]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import fxq.diagnosis",
+        "from fxq.ops import OPS",
+        "from fxq.model import QuantizedModel",
+        "from fxq import *",
+        "import fxq; hasattr(fxq, 'nothing'); hasattr(fxq, '__wrapped__')",
+    ],
+)
+def test_whatever_is_imported_first(first):
+    kinds = "print(*(type(value).__name__ for value in (fxq.doctor, fxq.prices, fxq.backends)))"
+    assert run(f"{first}\nimport fxq\n{kinds}") == ["function", "module", "module"]
