@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from fxq.common.data import Batch
 from fxq.common.files import as_path, replacing, writing
 from fxq.common.isolation import copied
 from fxq.errors import ExportError, FxqError, InputError, RenderError, unknown, warn, words_of
+from fxq.files.export_check import check_in_openvino, checked_batches, warn_of_fixed_sizes
 from fxq.files.program_export import write_program
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
@@ -78,35 +80,61 @@ def _leave_products_in_float(path: Path, gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> bytes:
+def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> Exported:
     """The model as ONNX, checked."""
-    try:
-        written = write_model(gm, inputs_for(gm.graph, batch), dynamic)
-    except NotInOnnx as error:
-        raise ExportError(f"{path} cannot be written: {error}") from None
-    _check(path, written, gm, batch if check else None)
+    written = _written(path, gm, batch, dynamic)
+    batches = list(checked_batches(gm, batch, written.axes)) if check else []
+    _check(path, written, gm, batches)
     _warn_of_narrow_grids(path, gm)
     if written.least:
         warn(
             f"{path}: the model is right for sizes with {', '.join(sorted(set(written.least)))}. Of others "
             "a runtime may make numbers where PyTorch refuses them, or makes others: check sizes before it."
         )
-    made: bytes = written.model.SerializeToString()
-    return made
+    return Exported(written, batches)
 
 
-def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batch: Batch | None) -> None:
-    """Raise `ExportError` where a model is no valid ONNX, or does not compute what its graph does for a batch."""
+@dataclass(frozen=True)
+class Exported:
+    """A model as ONNX, and the batches that it is checked with."""
+
+    written: WrittenModel
+    batches: Sequence[Batch]
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of its file."""
+        made: bytes = self.written.model.SerializeToString()
+        return made
+
+
+def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> WrittenModel:
+    """The model as ONNX; by default, of the example's sizes where it cannot have others, with a warning."""
+    given = inputs_for(gm.graph, batch)
+    try:
+        return write_model(gm, given, dynamic)
+    except NotInOnnx as error:
+        try:
+            fixed = write_model(gm, given, False) if dynamic is True else None
+        except NotInOnnx:  # its sizes are not what is wrong
+            fixed = None
+        if fixed is None:
+            raise ExportError(f"{path} cannot be written: {error}") from None
+        warn_of_fixed_sizes(path, batch, words_of(error))
+        return fixed
+
+
+def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
+    """Raise `ExportError` where a model is no valid ONNX, or does not compute what its graph does for these batches."""
     import onnx
 
     if written.model.ByteSize() >= _LARGEST:
         raise ExportError(f"{path} cannot be written: with 2 GB or more it would be no ONNX file. Use fewer bits.")
-    check, found = None, []
+    runs = find_spec("onnxruntime") is not None
     try:
         onnx.checker.check_model(written.model, full_check=True)
-        if batch is not None and find_spec("onnxruntime") is not None:
-            check = ModelCheck(written, gm, batch)
-            found = check.differences()
+        checks = [ModelCheck(written, gm, batch) for batch in batches] if runs else []
+        found = [(check, check.differences()) for check in checks]
     except FxqError:
         raise
     except Exception as error:  # whatever the checker and the runtime raise
@@ -118,22 +146,29 @@ def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batch: Batch |
         raise ExportError(
             f"{path}: the model is refused: {type(error).__name__}: {words_of(error)}. {_REPORT}"
         ) from error
-    wrong = [difference for difference in found if not difference.is_rounding]
-    if wrong:
-        raise ExportError(
-            f"{path}: ONNX Runtime computes something else than the quantized model, and nothing was written: "
-            f"{wrong[0]}, and {len(wrong) - 1} more of {len(found)}. {_REPORT}"
-        )
-    if check is not None and path.suffix == ".onnx":
-        _check_optimized(path, check)
+    for (_, differences), batch in zip(found, batches, strict=False):
+        wrong = [difference for difference in differences if not difference.is_rounding]
+        if wrong:
+            raise ExportError(
+                f"{path}: ONNX Runtime computes something else than the quantized model, and nothing was written: "
+                f"{wrong[0]}, and {len(wrong) - 1} more of {len(differences)}, inputs {batch}. {_REPORT}"
+            )
+    if path.suffix == ".onnx":
+        if batches and not runs:
+            warn(
+                f"{path} is written, and was not checked: onnxruntime is not installed. pip install "
+                "fxq[onnxruntime] lets export run it and compare."
+            )
+        _check_optimized(path, checks)
 
 
-def _check_optimized(path: Path, check: ModelCheck) -> None:
+def _check_optimized(path: Path, checks: Sequence[ModelCheck]) -> None:
     """Warn where a session of ONNX Runtime with default options computes something else, and say which options help."""
-    wrong = _wrong(check, {})
-    if not wrong:
+    failed = [(check, what) for check in checks if (what := _wrong(check, {}))]
+    if not failed:
         return
-    right = next((entries for entries in _PRECISE if not _wrong(check, entries)), None)
+    wrong = failed[0][1]
+    right = next((entries for entries in _PRECISE if not any(_wrong(check, entries) for check, _ in failed)), None)
     advice = "Without its graph optimizations"
     if right is not None:
         calls = " and ".join(f'add_session_config_entry("{key}", "{value}")' for key, value in right.items())
@@ -176,9 +211,9 @@ _REPORT = "This is a fault of fxq, or of the runtime: please report it. check=Fa
 
 
 def _write_onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
-    made = _onnx(path, gm, batch, dynamic, check)
+    data = _onnx(path, gm, batch, dynamic, check).data
     with replacing(path) as file:
-        file.write(made)
+        file.write(data)
 
 
 def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
@@ -193,12 +228,14 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
             f"%{measured.args[0]} is ({info(measured).path or 'the model'}). Quantize with a static recipe and "
             'backend="openvino", which leaves such layers in float.'
         )
-    made = _onnx(path, gm, batch, dynamic, check)
+    exported = _onnx(path, gm, batch, dynamic, check)
     try:
-        model = openvino.Core().read_model(made)
+        model = openvino.Core().read_model(exported.data)
     except Exception as error:  # whatever an engine raises
         *_, why = words_of(error).split("GeneralFailure:\n")  # the first of its nodes' messages that is no list of them
         raise ExportError(f"{path} cannot be written: OpenVINO does not take the model: {why}") from error
+    if check:
+        check_in_openvino(path, model, exported.written, gm, exported.batches)
     _save_openvino(path, model)
 
 

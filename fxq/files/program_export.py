@@ -15,10 +15,10 @@ from torch.export import Dim, ExportedProgram
 
 from fxq.common.data import Batch
 from fxq.common.files import replacing
-from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
 from fxq.errors import ExportError, words_of
+from fxq.files.export_check import checked_batches, run_graph, warn_of_fixed_sizes
 from fxq.graph.guards import make_output
 from fxq.graph.query import is_check
 from fxq.graph.run import inputs_for
@@ -41,19 +41,44 @@ def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic
         InputError: `dynamic` names no input or no axis of it.
         RenderError: the file cannot be written.
     """
-    program, data = program_of(path, gm, batch, dynamic), io.BytesIO()
+    try:
+        program, axes = program_of(path, gm, batch, dynamic), dynamic
+    except ExportError as error:
+        try:
+            program, axes = program_of(path, gm, batch, False) if dynamic is True else None, False
+        except ExportError:  # its sizes are not what is wrong
+            program = None
+        if program is None:
+            raise
+        warn_of_fixed_sizes(path, batch, words_of(error))
+    data = io.BytesIO()
     try:
         torch.export.save(program, data)
         loaded = torch.export.load(data).module() if check else None
     except Exception as error:  # whatever it cannot write, or read again
         raise _refused(path, error) from error
-    if loaded is not None and not _same(_run(loaded, batch), _run(gm, batch)):
-        raise ExportError(
-            f"{path}: the program computes something else than the quantized model, and nothing was written. This is a "
-            "fault of fxq, or of torch.export: please report it. check=False writes the file all the same."
-        )
+    if loaded is not None:
+        _check(path, loaded, gm, batch, axes)
     with replacing(path) as file:
         file.write(data.getbuffer())
+
+
+def _check(path: Path, loaded: nn.Module, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> None:
+    """Raise `ExportError` where a program computes something else than its graph, at two batch sizes."""
+    axes = varying_axes(dict(inputs_of(inputs_for(gm.graph, batch))), dynamic)
+    for i, one in enumerate(checked_batches(gm, batch, axes)):
+        try:
+            made = run_graph(loaded, one)
+        except Exception:
+            if i == 0:
+                raise
+            return  # a size below the smallest one that the program takes, which it says when it runs
+        if not _same(made, run_graph(gm, one)):
+            raise ExportError(
+                f"{path}: the program computes something else than the quantized model, and nothing was written: "
+                f"inputs {one}. This is a fault of fxq, or of torch.export: please report it. check=False writes the "
+                "file all the same."
+            )
 
 
 def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> ExportedProgram:
@@ -116,9 +141,3 @@ def _same(got: Any, wanted: Any) -> bool:
     """Whether two outputs are the same, bit for bit; NaN is NaN."""
     pairs = zip(tensors(got), tensors(wanted), strict=True)
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
-
-
-@torch.no_grad()
-def _run(model: nn.Module, batch: Batch) -> Any:
-    args, kwargs = copied((batch.args, dict(batch.kwargs)))
-    return model(*args, **kwargs)

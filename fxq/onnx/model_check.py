@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ MOST, MEAN = 1.05, 0.05
 rounded to a step of the accumulator."""
 
 
+Runtime = Callable[[bytes, Mapping[str, Tensor], list[str]], Mapping[str, Tensor]]
+"""Runs an ONNX model on inputs by name; gives the outputs of these names."""
+
+
 class ModelCheck:
     """A model beside its qdq graph: each value that the graph puts on a grid, and each output.
 
@@ -91,15 +96,23 @@ class ModelCheck:
                 are inputs and outputs here. Else node by node, as the model is written.
             entries: of the session's configuration.
         """
+        found = self.differences_in(partial(_run, optimized=optimized, entries=entries or {}))
+        if optimized and not self._values:  # nothing is rounded, so that each entry counts
+            return [replace(end, mean=end.steps) for end in found]
+        return found
+
+    def differences_in(self, run: Runtime) -> list[Difference]:
+        """What another runtime makes of the model, in order.
+
+        Args:
+            run: the runtime.
+        """
         given = {**self._inputs, **{f"{name}/given": value for name, value in self._values.items()}}
         wanted = {**self._values, **self._outputs}
-        got = _run(self._model, given, list(wanted), optimized, entries or {})
+        got = run(self._model, given, list(wanted))
         found = [self._of_integers(name, value, got[name]) for name, value in self._values.items()]
         pairs = ((f"output {i}", value, got[name]) for i, (name, value) in enumerate(self._outputs.items()))
-        ends = [_difference(name, "", value, other, on_grid=False) for name, value, other in pairs]
-        if optimized and not self._values:  # nothing is rounded, so that each entry counts
-            ends = [replace(end, mean=end.steps) for end in ends]
-        return [*found, *ends]
+        return [*found, *(_difference(name, "", value, other, on_grid=False) for name, value, other in pairs)]
 
     def _of_integers(self, name: str, wanted: Tensor, got: Tensor) -> Difference:
         node, path = self._nodes[name], info(self._nodes[name]).path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
@@ -29,12 +29,14 @@ class WrittenModel:
         inputs: the tensors of the example by the names of the inputs.
         integers: the names of the values that quantize nodes make, and of the grids that are measured, by node.
         least: what was taken for granted of sizes that vary, where a runtime may give numbers for smaller ones.
+        axes: the axes of its inputs that vary.
     """
 
     model: Any
     inputs: Mapping[str, Tensor]
     integers: Mapping[fx.Node, str]
     least: Sequence[str] = ()
+    axes: Axes = field(default_factory=dict)
 
 
 def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynamic, **options: Any) -> WrittenModel:
@@ -81,7 +83,7 @@ def write_model(gm: fx.GraphModule, given: Mapping[fx.Node, Any], dynamic: Dynam
         raise NotInOnnx("the model returns no tensor")
     model = writer.model(list(ends.values()), list(ends), keep_inputs=True)
     integers = {n: value.name for n, value in known.items() if is_op(n, "quantize", "requantize", *MEASURES)}
-    return WrittenModel(model, inputs, integers, least)
+    return WrittenModel(model, inputs, integers, least, axes)
 
 
 def _convolves(gm: fx.GraphModule, node: fx.Node) -> bool:
