@@ -19,7 +19,7 @@ from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
 from fxq.errors import ExportError, words_of
 from fxq.files.export_check import checked_batches, run_graph, warn_of_fixed_sizes
-from fxq.graph.guards import make_output
+from fxq.graph.guards import check_fixed, make_output
 from fxq.graph.query import is_check
 from fxq.graph.run import inputs_for
 from fxq.graph.varying_axes import FIXED, Dynamic, inputs_of, said, varying_axes
@@ -83,9 +83,9 @@ def _check(path: Path, loaded: nn.Module, gm: fx.GraphModule, batch: Batch, dyna
 
 def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> ExportedProgram:
     """The program that `write_program` writes."""
-    _simplify(gm)
     named = dict(inputs_of(inputs_for(gm.graph, batch)))
     axes = varying_axes(named, dynamic)
+    _simplify(gm, sizes_vary=bool(axes))
     vary = {id(named[name]): own for name, own in axes.items()}
     args, kwargs = mapped((batch.args, dict(batch.kwargs)), lambda leaf: _without_ones(leaf, vary.get(id(leaf), {})))
     taken = inspect.signature(gm.forward).bind(*batch.args, **batch.kwargs).arguments
@@ -110,10 +110,14 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
     return program
 
 
-def _simplify(gm: fx.GraphModule) -> None:
-    """Take out checks, and make mappings of outputs that are objects."""
+def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
+    """Take out checks that a program makes itself, and make mappings of outputs that are objects.
+
+    Where sizes vary, `torch.export` runs the checks of what follows from them, so that it takes no size that they
+    refuse. The checks of kinds of arguments, and all where sizes are fixed, a program has of its own.
+    """
     for node in list(gm.graph.nodes):
-        if is_check(node):
+        if is_check(node) and (node.target is check_fixed or not sizes_vary):
             gm.graph.erase_node(node)
         elif node.target is make_output:
             node.target = _fields

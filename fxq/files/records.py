@@ -148,14 +148,16 @@ def _several(kind: Any, args: tuple[Any, ...]) -> Reader:
 
 
 def _record(kind: Any) -> Reader:
-    hints = get_type_hints(kind)
     about = {f.name: f for f in fields(kind) if f.init}
-    readers = {name: _reader(hints[name]) for name in about}
+    readers: dict[str, Reader] = {}
     needed = [f.name for f in about.values() if f.default is MISSING and f.default_factory is MISSING]
 
     def read(data: Any) -> Any:
         if not isinstance(data, dict):
             raise InputError(f"expected a {kind.__name__}, not {_shown(data)}.")
+        if not readers:  # not before, as a record may have others of its kind inside
+            hints = get_type_hints(kind)
+            readers.update({name: _reader(hints[name]) for name in about})
         wrong = [name for name in data if name not in readers] or [name for name in needed if name not in data]
         if wrong:
             raise InputError(f"a {kind.__name__} has the fields {', '.join(readers)}: see {wrong[0]!r}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +40,22 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RecordedInput:
-    """One input of the float model.
+    """One input of the float model, or a part of one.
 
     Attributes:
-        name: the keyword that it was given by; empty when it was given by position.
+        name: the keyword that it was given by; empty when it was given by position. Of a part of a dict, its key.
         shape, dtype: of the example's; None when that was no plain tensor.
+        kind: what it is: "plain" is a number, a flag, a string or None.
+        parts: those of a container, in order.
+        value: of what is plain.
     """
 
     name: str
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    kind: Literal["tensor", "tuple", "list", "dict", "plain", "other"] = "tensor"
+    parts: tuple[RecordedInput, ...] = ()
+    value: bool | int | float | str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,16 @@ def checksums(model: nn.Module) -> dict[str, int]:
 
 
 def _input(name: str, value: Any) -> RecordedInput:
-    plain = isinstance(value, Tensor)
-    return RecordedInput(name, tuple(value.shape) if plain else None, value.dtype if plain else None)
+    if isinstance(value, Tensor):
+        return RecordedInput(name, tuple(value.shape), value.dtype)
+    if type(value) in (tuple, list):
+        parts = tuple(_input("", part) for part in value)
+        return RecordedInput(name, kind="tuple" if isinstance(value, tuple) else "list", parts=parts)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return RecordedInput(name, kind="dict", parts=tuple(_input(key, part) for key, part in value.items()))
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return RecordedInput(name, kind="plain", value=value)
+    return RecordedInput(name, kind="other")
 
 
 def distribution(value: Any, grid: QParams | None = None) -> Distribution | None:

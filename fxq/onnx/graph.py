@@ -36,6 +36,7 @@ from fxq.graph.query import (
 )
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
+from fxq.onnx.constants import UNKNOWN, constant_value
 from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.varying_sizes import python_dispatch
@@ -166,6 +167,9 @@ def write_node(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Mapping
             return _write_unit(writer, unit, args)
     if node.target is operator.getitem and not isinstance(args[0], Value):
         return args[0][args[1]]
+    known_value = constant_value(writer, node, args, kwargs) if writer.portable else UNKNOWN
+    if known_value is not UNKNOWN:
+        return known_value
     op = op_of(node)
     if op is None:
         return _no_op(writer, gm, node, args, kwargs)
@@ -220,7 +224,10 @@ def _no_op(writer: Writer, gm: fx.GraphModule, node: fx.Node, args: Any, kwargs:
     args, kwargs = _on_meta((args, kwargs))
     target: Any = node.target
     with _computing(writer):
-        return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+        made = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+    if isinstance(made, Tensor):
+        raise NotInOnnx(f"fxq has no ONNX form of this call of {called_name(node)}, which makes a tensor of numbers")
+    return made
 
 
 def _on_meta(arguments: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxq.common.trees import mapped
+from fxq.errors import words_of
 from fxq.graph.info import info
 from fxq.graph.query import MEASURES, arguments_of, called_name, is_op
 from fxq.graph.unit import calls_of
@@ -112,7 +113,7 @@ def _written(writer: Writer, gm: fx.GraphModule, node: fx.Node, known: Known, ax
         raise NotInOnnx(f"{place}: {error}") from None
     except Exception as error:
         if not axes:
-            raise
+            raise NotInOnnx(f"{place} cannot be written: {type(error).__name__}: {words_of(error)}") from error
         raise NotInOnnx(f"{place} does not take {said(axes)} of another size: {error}. {FIXED}") from error
     assumed = writer.sizes.assumed() if writer.sizes is not None else None
     if assumed is not None:

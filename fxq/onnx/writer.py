@@ -70,6 +70,7 @@ class Writer:
         clamps: by what a clamp makes, what it reads and its bounds.
         weights: the dequantized weights that a layer on integers reads.
         indices: inputs whose values are indices, and what they are below.
+        computed: the constants that nodes of the graph make of numbers and of one another.
         threads: on how many threads a runtime may run the model at most; None: on any number.
     """
 
@@ -80,6 +81,7 @@ class Writer:
     clamps: dict[str, tuple[str, float, float]] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     indices: dict[str, int] = field(default_factory=dict)
+    computed: set[str] = field(default_factory=set)
     threads: int | None = None
     _inputs: list[Value] = field(default_factory=list)
     _nodes: list[OnnxNode] = field(default_factory=list)
@@ -133,6 +135,8 @@ class Writer:
     def emit_several(self, kind: str, reads: Iterable[Operand], count: int, **attributes: Any) -> list[str]:
         """Write a node that makes several values; their names."""
         names = [self.name_of(read) for read in reads]
+        for key, value in attributes.items():
+            refuse(_has_varying(value), f"its {key} follows from a size that varies")
         while names and not names[-1]:
             names.pop()
         made = [self._unique(f"{self._scope}/{kind}") for _ in range(count)]
@@ -289,6 +293,11 @@ class Writer:
         """The name, type and shape of an input or output; sizes that vary have names, or the text of what they are."""
         shape = [self.sizes.text(size) if self.sizes and varies(size) else int(size) for size in value.shape]
         return value.name, value.dtype, shape
+
+
+def _has_varying(value: Any) -> bool:
+    """Whether an attribute of a node is a size that varies, or has one among its entries."""
+    return any(map(varies, value)) if isinstance(value, (tuple, list)) else varies(value)
 
 
 def _one_inferred(shape: list[Any]) -> list[Any]:

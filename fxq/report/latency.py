@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxq.backends.region_kernel import layers_run
 from fxq.common.data import Batch, as_batch, check_batch, device_of
@@ -57,19 +57,27 @@ def batch_for(model: Quantized, example_inputs: Any) -> Batch:
 def recorded_inputs(inputs: Sequence[RecordedInput], device: str) -> Batch:
     """Inputs of the shapes and dtypes of a model's example: normal noise, and zeros for integers and flags.
 
+    Containers and plain values are those of the example.
+
     Raises:
-        InputError: one of them was no plain tensor.
+        InputError: one of them is an object of another class.
     """
-    made: dict[str | int, Tensor] = {}
-    for i, one in enumerate(inputs):
-        if one.shape is None or one.dtype is None:
-            raise InputError(
-                f"input {one.name or i!r} is no plain tensor, so none can be made up; give example_inputs=."
-            )
-        make = torch.randn if one.dtype.is_floating_point else torch.zeros
-        made[one.name or i] = make(one.shape, dtype=one.dtype, device=device)
-    named = {name: value for name, value in made.items() if isinstance(name, str)}
-    return Batch(tuple(made.values())[: len(made) - len(named)], named)
+    made = [(one.name, _made_up(one, repr(one.name or i), device)) for i, one in enumerate(inputs)]
+    return Batch(tuple(value for name, value in made if not name), {name: value for name, value in made if name})
+
+
+def _made_up(one: RecordedInput, place: str, device: str) -> Any:
+    if one.kind == "plain":
+        return one.value
+    if one.kind == "dict":
+        return {part.name: _made_up(part, f"{place}[{part.name!r}]", device) for part in one.parts}
+    if one.kind in ("tuple", "list"):
+        parts = [_made_up(part, f"{place}[{i}]", device) for i, part in enumerate(one.parts)]
+        return tuple(parts) if one.kind == "tuple" else parts
+    if one.shape is None or one.dtype is None:
+        raise InputError(f"input {place} is no tensor, so none can be made up; give example_inputs=.")
+    make = torch.randn if one.dtype.is_floating_point else torch.zeros
+    return make(one.shape, dtype=one.dtype, device=device)
 
 
 def profile_of(model: fx.GraphModule, batch: Batch) -> Profile:

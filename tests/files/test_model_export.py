@@ -309,3 +309,23 @@ def test_a_full_disk_leaves_good_files_as_they_are(tmp_path, recwarn):
         with full_disk(10), pytest.raises(RenderError, match=f"cannot write .*{name}"):
             write(other, tmp_path / name)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_inputs_in_containers_are_made_up_of_the_record(tmp_path):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, batch, *, scale=None):
+            y = self.layer(batch["x"]) * batch["parts"][0]
+            return y if scale is None else y * scale
+
+    x = {"x": torch.rand(4, 8), "parts": (torch.rand(4, 1), None)}
+    qmodel = fxq.quantize(Nested().eval(), REFERENCE, data=[{"batch": x, "scale": 2.0}])
+    loaded = fxq.load(qmodel.save(tmp_path / "m.fxq"))
+    assert loaded.record.inputs == qmodel.record.inputs
+    session = ort.InferenceSession(str(loaded.export(tmp_path / "m.onnx")))
+    (y,) = session.run(None, {"batch_x": x["x"].numpy(), "batch_parts_0": x["parts"][0].numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), qmodel(x, scale=2.0), rtol=1e-5, atol=1e-5)  # sums in another order
+    assert loaded.export(tmp_path / "m.pt2").exists()

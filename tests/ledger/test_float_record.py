@@ -169,8 +169,15 @@ def test_inputs_and_size(qmodel):
     assert inputs == (
         RecordedInput("x", (3, 4), torch.float32),
         RecordedInput("mask", (3,), torch.int64),
-        RecordedInput("scale", None, None),
+        RecordedInput("scale", kind="plain", value=2.0),
     )
+
+
+def test_parts_of_containers():
+    model = module(lambda self, batch: self.a(batch["x"][0]), a=nn.Linear(4, 2))
+    (found,) = fxq.quantize(model, PLAIN, data=[({"x": [torch.randn(3, 4), None]},)]).record.inputs
+    inside = RecordedInput("", (3, 4), torch.float32), RecordedInput("", kind="plain")
+    assert found == RecordedInput("", kind="dict", parts=(RecordedInput("x", kind="list", parts=inside),))
 
 
 def test_a_shared_parameter_counts_once():

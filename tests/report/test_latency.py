@@ -1,5 +1,7 @@
 """Timing a quantized model beside its float model: what is timed, what is not and why, and no traces in the models."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 from torch import nn
@@ -52,12 +54,23 @@ def test_integers_and_flags_are_zeros():
     assert made.args[1].tolist() == [[False], [False]]
 
 
-@pytest.mark.parametrize("nested", [[torch.rand(5, 4)], {"x": torch.rand(5, 4)}, 3, None])
-def test_inputs_that_are_no_tensors_are_not_made_up(nested):
-    with pytest.raises(InputError, match="input 1 is no plain tensor, so none can be made up; give example_inputs="):
-        made_up(torch.rand(2), nested)
-    with pytest.raises(InputError, match="input 'x' is no plain tensor"):
-        made_up(x=nested)
+def test_containers_and_plain_values_are_those_of_the_example():
+    made = made_up({"x": torch.rand(5, 4), "more": (torch.zeros(2), [3, None])}, 2.5, flag=True, mode="a")
+    inside, number = made.args
+    assert inside["x"].shape == (5, 4) and inside["x"].std() > 0.1
+    assert inside["more"][0].shape == (2,) and inside["more"][1] == [3, None] and type(inside["more"]) is tuple
+    assert (number, made.kwargs) == (2.5, {"flag": True, "mode": "a"})
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize("odd", [Pair(torch.rand(5, 4), 1), {1: torch.rand(5, 4)}, object(), float("inf")])
+def test_objects_of_other_classes_are_not_made_up(odd):
+    with pytest.raises(InputError, match="input 1 is no tensor, so none can be made up; give example_inputs="):
+        made_up(torch.rand(2), odd)
+    with pytest.raises(InputError, match=r"input 'x'\['y'\]\[0\] is no tensor"):
+        made_up(x={"y": [odd]})
 
 
 # ---- timing
