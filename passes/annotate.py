@@ -87,7 +87,8 @@ class _Asked:
             else:
                 candidates[node] = found
         settled = Settled(candidates)
-        plans.update({node: candidate.plan(self.rewriter.name) for node, candidate in candidates.items()})
+        last = settled.last(self.rewriter.gm.graph)
+        plans.update({node: one.plan(self.rewriter.name, node in last) for node, one in candidates.items()})
         self._agree(plans)
         for node, plan in plans.items():
             if plan.decision.fix and not self._would_run(node, backend, settled):

@@ -31,12 +31,15 @@ class Support:
             are measured to take decides. 0: there is no other.
         emits_float: whether the kernel can emit float. If not, its result is rounded to a grid of its own where nobody
             reads integers from it.
+        emits_float_last: where not, whether a kernel emits float all the same for values that reach the model's output
+            and are not rounded on their way.
     """
 
     ops: int
     reason: str = ""
     fewer: int = 0
     emits_float: bool = True
+    emits_float_last: bool = False
 
 
 @dataclass(frozen=True)

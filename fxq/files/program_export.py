@@ -15,6 +15,7 @@ from torch.export import Dim, ExportedProgram
 
 from fxq.common.data import Batch
 from fxq.common.files import replacing
+from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
 from fxq.errors import ExportError, words_of
@@ -93,8 +94,11 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
     def export(size_of: Callable[[str], Any]) -> ExportedProgram:
         sizes = {leaf: {axis: size_of(label) for axis, label in own.items()} for leaf, own in vary.items()}
         shapes = mapped(taken, lambda leaf: sizes.get(id(leaf), {}) if isinstance(leaf, Tensor) else None)
+        own_args, own_kwargs = copied(
+            (args, kwargs)
+        )  # torch.export leaves marks on its example, which the next one reads
         with torch.no_grad(), AsPlainOps():
-            return torch.export.export(gm, args, kwargs, dynamic_shapes=shapes if axes else None)
+            return torch.export.export(gm, own_args, own_kwargs, dynamic_shapes=shapes if axes else None)
 
     from torch._dynamo.exc import UserError  # here, as it comes with all of the compiler
 

@@ -38,6 +38,7 @@ from fxq.graph.region import is_weight
 from fxq.graph.unit import Unit, unit_of
 from fxq.onnx.constants import UNKNOWN, constant_value
 from fxq.onnx.function_nodes import FUNCTIONS, MAKERS
+from fxq.onnx.integer_conv import write_integer_convolutions
 from fxq.onnx.protobuf import NotInOnnx
 from fxq.onnx.varying_sizes import python_dispatch
 from fxq.onnx.writer import ROWS, Value, Writer
@@ -101,6 +102,8 @@ def write_onnx(
     values = list(returned) if several else [returned]
     images = tuple(any(channels_last) and value.rank == 4 for value in values)
     ends = [_permuted(writer, v, TO_LAST) if image else v for v, image in zip(values, images, strict=True)]
+    if writer.integer_conv:
+        write_integer_convolutions(writer)
     model = writer.model(ends)
     names = {value.name for value in model.graph.input}
     reads = tuple(i for i, node in enumerate(placeholders) if taken.get(node) in names)

@@ -67,6 +67,8 @@ class Writer:
         floats: whether conversions are left out, so that all computes in float, with the weights of the integers.
         portable: whether all nodes are ONNX's own, for any runtime, which is to check indices itself.
         sizes: the sizes of its inputs that vary; None: none does.
+        integer_conv: whether convolutions of integers whose result is not rounded are written as ConvInteger. ONNX
+            Runtime would run them in float.
         clamps: by what a clamp makes, what it reads and its bounds.
         weights: the dequantized weights that a layer on integers reads.
         indices: inputs whose values are indices, and what they are below.
@@ -78,6 +80,7 @@ class Writer:
     floats: bool = False
     portable: bool = False
     sizes: VaryingSizes | None = None
+    integer_conv: bool = False
     clamps: dict[str, tuple[str, float, float]] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     indices: dict[str, int] = field(default_factory=dict)
@@ -153,6 +156,28 @@ class Writer:
         if isinstance(read, Tensor):
             return self.constant(read)
         return read or ""
+
+    def emit_as(self, made: str, kind: str, *reads: Operand) -> None:
+        """Write a node that makes what has this name, in the place of another one that did."""
+        node = OnnxNode(kind, tuple(map(self.name_of, reads)), (made,), {})
+        self._nodes.append(node)
+        self._makers[made] = node
+
+    def rewrite(self, rewritten: Callable[[OnnxNode], bool]) -> None:
+        """Write all nodes once more, in order, but those that `rewritten` has written in another way."""
+        nodes, self._nodes = self._nodes, []
+        for node in nodes:
+            with self.scoped(node.makes[0].rpartition("/")[0]):
+                if not rewritten(node):
+                    self._nodes.append(node)
+
+    def readers(self) -> dict[str, list[OnnxNode]]:
+        """By the name of a value, the nodes that read it."""
+        found: dict[str, list[OnnxNode]] = {}
+        for node in self._nodes:
+            for name in node.reads:
+                found.setdefault(name, []).append(node)
+        return found
 
     def constant(self, tensor: Tensor, kind: int | None = None) -> str:
         """The name of a constant; the same tensor is written once.

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxq.backends.by_name import Support
 from fxq.graph.info import Decision, Plan
-from fxq.graph.query import taken_from, values_of
+from fxq.graph.query import reads_only_metadata, taken_from, values_of
 from fxq.graph.unit import Calls, activations_of, inputs_of
 from fxq.quant.spec import TensorSpec
 
@@ -95,14 +95,14 @@ class Candidate:
             return None
         return self.wanted if self.moves else self.spec
 
-    def plan(self, decided_by: str) -> Plan:
-        """What is decided, by this pass."""
+    def plan(self, decided_by: str, last: bool = False) -> Plan:
+        """What is decided, by this pass; `last` says that its value reaches the output in float, see `Settled.last`."""
         spec = self.reads
         if spec is None:
             return Plan(Decision("float", "no integer neighbour", self.reason or UNREAD, decided_by=decided_by))
         if self.moves:
             return Plan(Decision("moves", decided_by=decided_by), reads=spec)
-        emits = None if self.support.emits_float else self.spec
+        emits = None if self.support.emits_float or (last and self.support.emits_float_last) else self.spec
         decision = Decision("int8", decided_by=decided_by)
         plan = Plan(decision, reads=spec, weight=self.weight, state=self.state, emits=emits, overflows=self.overflows)
         ours = self.support
@@ -140,6 +140,18 @@ class Settled:
             candidate = candidates[node]
             candidate.reason = candidate.reason or self._refusal(candidate, own=1)
             todo += self._follow(node)
+
+    def last(self, graph: fx.Graph) -> set[fx.Node]:
+        """The nodes of which a value reaches the output and is not rounded on its way."""
+        found: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            if any(user.op == "output" or (user in found and self._reads_float(user, node)) for user in node.users):
+                found.add(node)
+        return found
+
+    def _reads_float(self, reader: fx.Node, value: fx.Node) -> bool:
+        candidate = self.candidates.get(reader)
+        return not (reads_only_metadata(reader) or (candidate and candidate.runs and value in candidate.inputs))
 
     def would_run(self, node: fx.Node, candidate: Candidate) -> bool:
         """Whether a node that is not among the candidates would run on integers if it were this one."""

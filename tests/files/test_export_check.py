@@ -138,5 +138,10 @@ def test_where_sizes_cannot_vary_the_file_has_those_of_the_example(suffix, tmp_p
         (y,) = ort.InferenceSession(str(path)).run(None, {"x": x.numpy()})
         assert y.shape == (2, 16)
         torch.testing.assert_close(torch.from_numpy(y), qmodel(x), rtol=1e-4, atol=1e-4)  # sums in another order
+    if suffix == "pt2":
+        run = torch.export.load(path).module()
+        assert torch.equal(run(x), qmodel(x))
+        with pytest.raises(AssertionError, match="Guard failed"):  # the model does not take it, so the program may not
+            run(x[:2])
     with pytest.raises(ExportError, match="batch"):  # asked for, it is not given up
         qmodel.export(tmp_path / f"n.{suffix}", dynamic={"x": {0: "batch"}})

@@ -150,7 +150,7 @@ def test_a_size_that_the_model_takes_for_granted(tmp_path):
     model = module(lambda self, x: self.layer(x).reshape(2, -1), layer=nn.Linear(4, 4))
     qmodel = fxq.quantize(model, REFERENCE, data=[torch.rand(2, 3, 4)])
     with pytest.raises(ExportError, match=r"does not take the model with 'batch' of another size\. Export it with dyn"):
-        qmodel.export(tmp_path / "m.pt2")
+        qmodel.export(tmp_path / "m.pt2", dynamic={"x": {0: "batch"}})
     assert not (tmp_path / "m.pt2").exists()
     assert qmodel.export(tmp_path / "m.pt2", dynamic=False).exists()
 

@@ -147,6 +147,7 @@ class EngineBackend(Backend):
         layers: ops with weights that it runs on integers, where they begin a unit.
         others: further ops that compute on integers, beside those that only move them.
         rounding: those of them that run on integers only where their result is rounded.
+        last: those of `rounding` that run on integers also where their result reaches the model's output in float.
         measures: layers that read values whose ranges are measured at run time.
         tables: ops that compute in float, with a table that it keeps in integers of 8 bits.
     """
@@ -157,6 +158,7 @@ class EngineBackend(Backend):
     layers: ClassVar[frozenset[str]]
     others: ClassVar[frozenset[str]]
     rounding: ClassVar[frozenset[str]] = frozenset()
+    last: ClassVar[frozenset[str]] = frozenset()
     measures: ClassVar[frozenset[str]] = frozenset()
     tables: ClassVar[frozenset[str]] = frozenset()
 
@@ -188,7 +190,8 @@ class EngineBackend(Backend):
         reason = self.refusal(gm, node)
         if reason is not None:
             return Support(0, f"{self.name}: {reason}")
-        return Support(len(calls), emits_float=measured or first.op.name not in self.rounding)
+        emits_float = measured or first.op.name not in self.rounding
+        return Support(len(calls), emits_float=emits_float, emits_float_last=first.op.name in self.last)
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         """Why the engine does not take a node of the graph; None: it does. One of each kind is tried out alone."""

@@ -22,6 +22,7 @@ from fxq.backends.engines.request import Request
 from fxq.graph.info import EngineLayer
 from fxq.graph.query import constant
 from fxq.graph.unit import Calls, OpCall
+from fxq.onnx.graph import Written
 from fxq.onnx.protobuf import THREADS, onnx_type
 from fxq.ops import OPS
 from fxq.quant.spec import QuantConfig, TensorSpec
@@ -31,6 +32,11 @@ class OnnxruntimeKernel(OnnxKernel):
     """A region as ONNX Runtime compiles it for the CPU."""
 
     name: ClassVar[str] = "onnxruntime.region"
+
+    @classmethod
+    def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Written:
+        """As in `OnnxKernel`: a convolution whose result stays in float runs as ConvInteger, not in float."""
+        return super().written(gm, inputs, integer_conv=True, **options)
 
     @classmethod
     def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:
@@ -145,6 +151,7 @@ class Onnxruntime(OnnxBackend):
     layers: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), "linear"})
     others: ClassVar[frozenset[str]] = frozenset({"add", "mul", "mean", *OPS.family("adaptive_avg_pool")})
     rounding: ClassVar[frozenset[str]] = frozenset({*OPS.family("conv"), *others})
+    last: ClassVar[frozenset[str]] = frozenset(OPS.family("conv"))
     measures: ClassVar[frozenset[str]] = frozenset({"linear", "lstm"})
     tables: ClassVar[frozenset[str]] = frozenset({"embedding"})
 

@@ -1,0 +1,72 @@
+"""Convolutions of integers whose result stays in float: ONNX's ConvInteger, and the scales behind it.
+
+ONNX Runtime runs a convolution between DequantizeLinear and QuantizeLinear on integers, but one without a
+QuantizeLinear behind it in float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fxq.onnx.dequantized import Dequantized, dequantized
+from fxq.onnx.protobuf import OnnxNode, onnx_type
+from fxq.onnx.writer import Value, Writer
+
+
+def write_integer_convolutions(w: Writer) -> None:
+    """Write convolutions of integers whose result is not rounded as ConvInteger.
+
+    Before: y = Conv(DequantizeLinear(x), DequantizeLinear(w), b)
+    After: y = Cast(ConvInteger(x, w + 128, zero_point, 128)) * (s_x * s_w) + b
+    """
+    readers = w.readers()
+    w.rewrite(lambda node: node.kind == "Conv" and not _is_rounded(node, readers) and _write(w, node))
+
+
+def _is_rounded(node: OnnxNode, readers: Mapping[str, list[OnnxNode]]) -> bool:
+    """Whether nothing but a QuantizeLinear reads what a node makes, perhaps behind a clamp, which that covers."""
+    read_by = readers.get(node.makes[0], [])
+    if len(read_by) != 1:
+        return False
+    only = read_by[0]
+    return only.kind == "QuantizeLinear" or (only.kind in ("Relu", "Clip") and _is_rounded(only, readers))
+
+
+def _write(w: Writer, node: OnnxNode) -> bool:
+    """Write a convolution so; False: it is not one of unsigned integers with one scale, and of weights around 0."""
+    x, weight = (_grid(w, name) for name in node.reads[:2])
+    q = w.value_of(weight.node.reads[0]) if weight is not None else None
+    if x is None or weight is None or q is None or x.scale.dim() or x.zero.dtype is not torch.uint8:
+        return False
+    if bool(weight.zero.any()) or w.type_of(weight.node.reads[0]) != onnx_type(torch.int8) or weight.scale.dim() > 1:
+        return False
+    bias = _bias(w, node.reads[2]) if len(node.reads) > 2 else None
+    if bias is None and len(node.reads) > 2:
+        return False
+    # Unsigned, as of mixed signs ONNX Runtime adds products in 16 bits on CPUs without VNNI.
+    unsigned, middle = (q.to(torch.int16) + 128).to(torch.uint8), torch.tensor(128, dtype=torch.uint8, device="cpu")
+    summed = w.emit("ConvInteger", x.node.reads[0], unsigned, x.node.reads[2], middle, **node.attributes)
+    channels = (-1, *[1] * (q.dim() - 2))
+    scale = (x.scale.double() * weight.scale.double()).float()
+    real, scale = w.cast(summed, torch.float32), scale.reshape(channels) if scale.dim() else scale
+    if bias is None:
+        w.emit_as(node.makes[0], "Mul", real, scale)
+    else:
+        w.emit_as(node.makes[0], "Add", w.emit("Mul", real, scale), bias.reshape(channels))
+    return True
+
+
+def _grid(w: Writer, name: str) -> Dequantized | None:
+    """What makes a value of integers."""
+    return dequantized(w, Value(name, torch.empty(0, device="meta")))
+
+
+def _bias(w: Writer, name: str) -> torch.Tensor | None:
+    """A bias in float32; None where it is computed."""
+    node = w.made_by(name)
+    if node is None or node.kind != "DequantizeLinear":
+        return w.value_of(name)
+    steps, scale = (w.value_of(read) for read in node.reads)
+    return (steps.double() * scale.double()).float() if steps is not None and scale is not None else None
