@@ -114,14 +114,15 @@ def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -> 
     try:
         return write_model(gm, given, dynamic)
     except NotInOnnx as error:
-        try:
-            fixed = write_model(gm, given, False) if dynamic is True else None
-        except NotInOnnx:  # its sizes are not what is wrong
-            fixed = None
-        if fixed is None:
+        if dynamic is not True:
             raise ExportError(f"{path} cannot be written: {error}") from None
-        warn_of_fixed_sizes(path, batch, words_of(error))
-        return fixed
+        why = words_of(error)
+    try:
+        fixed = write_model(gm, given, False)
+    except NotInOnnx as error:  # its sizes are not what is wrong
+        raise ExportError(f"{path} cannot be written: {error}") from None
+    warn_of_fixed_sizes(path, batch, why)
+    return fixed
 
 
 def _check(path: Path, written: WrittenModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:

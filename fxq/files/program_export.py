@@ -45,12 +45,9 @@ def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic
     try:
         program, axes = program_of(path, gm, batch, dynamic), dynamic
     except ExportError as error:
-        try:
-            program, axes = program_of(path, gm, batch, False) if dynamic is True else None, False
-        except ExportError:  # its sizes are not what is wrong
-            program = None
-        if program is None:
+        if dynamic is not True:
             raise
+        program, axes = program_of(path, gm, batch, False), False
         warn_of_fixed_sizes(path, batch, words_of(error))
     data = io.BytesIO()
     try:

@@ -65,7 +65,9 @@ def _is_constant(w: Writer, value: Value) -> bool:
 
 
 def _real(w: Writer, leaf: Any) -> Any:
-    """A value of the model as a tensor, which may be changed."""
+    """A value of the model as a tensor, which may be changed; in the place of the device of others, the CPU."""
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
     known = w.value_of(leaf.name) if isinstance(leaf, Value) else None
     return leaf if known is None else known.clone()
 

@@ -215,13 +215,36 @@ def _taken(w: Writer, x: Value, dim: int, index: Value) -> Value:
 
 @calls(operator.getitem)
 def _entries(w: Writer, x: Value, index: Any) -> Value:
-    places = index if isinstance(index, tuple) else (index,)
+    places = tuple(index) if isinstance(index, (tuple, list)) else (index,)
+    if all(isinstance(place, slice) for place in places):
+        return _parts_of_axes(w, x, places)
     whole = all(isinstance(place, Value) and place.dtype in (torch.int32, torch.int64) for place in places)
     refuse(not whole, "it is indexed by more than tensors of integers for its first axes")
     shape = torch.broadcast_shapes(*(place.shape for place in places))
     parts = [w.reshaped(Value(w.emit("Expand", place, w.ints(shape)), place.like), (*shape, 1)) for place in places]
     at = w.cast(w.joined(parts, len(shape)), torch.int64)
     return Value(w.emit("GatherND", x, at), w.empty((*shape, *x.shape[len(places) :]), x.dtype))
+
+
+def _parts_of_axes(w: Writer, x: Value, places: Sequence[slice]) -> Value:
+    """Slices of the first axes, whose ends may be constants."""
+    for axis, place in enumerate(places):
+        start, stop, step = (_number_of(w, end) for end in (place.start, place.stop, place.step))
+        if (start, stop, step) == (None, None, None):
+            continue
+        end = torch.iinfo(torch.int64).max if stop is None else stop
+        like = x.like[(*[slice(None)] * axis, slice(start, stop, step))]
+        x = Value(w.cut(x, axis, start or 0, end, step or 1), like)
+    return x
+
+
+def _number_of(w: Writer, value: Any) -> int | None:
+    """A number, or that of a constant of one entry."""
+    if not isinstance(value, Value):
+        return value if value is None else int(value)
+    known = w.value_of(value.name)
+    refuse(known is None, "it is cut at a place that is computed")
+    return None if known is None else int(known)
 
 
 @calls("detach", own_copy)

@@ -51,6 +51,16 @@ def computed_shape(self, x):
     return torch.reshape(self.a(x), torch.Size(torch.cat([size[:1] * 2, size[1:] // 2])))
 
 
+def shape_in_tensors(self, x):
+    """Reshape, Gather, Slice and Range as onnx2torch writes them: the head of a detector."""
+    y = self.a(x)
+    size = torch.tensor(y.shape, device=y.device)
+    first = size[torch.tensor(0)].unsqueeze(0)
+    y = torch.reshape(y, torch.Size(torch.cat([first, torch.tensor([2, 4])])))
+    ends = torch.tensor(1), torch.tensor(2)
+    return y[[slice(None), slice(*ends, 1)]] + torch.arange(0, torch.tensor(4).to(torch.float32).item(), 1)
+
+
 def rows_of_identity(self, x):
     return self.a(x) + torch.eye(x.shape[0], 8)
 
@@ -67,14 +77,20 @@ def test_tensors_of_numbers(forward, tmp_path):
         torch.testing.assert_close(run(rows(n)), qmodel(rows(n)), rtol=1e-5, atol=1e-4)  # sums in another order
 
 
-@pytest.mark.parametrize("forward", [count_of_a_shape, computed_shape, rows_of_identity, rows_of_steps])
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize(
+    "forward", [count_of_a_shape, computed_shape, shape_in_tensors, rows_of_identity, rows_of_steps]
+)
 def test_what_follows_from_sizes_is_folded_where_these_are_fixed(forward, tmp_path, recwarn):
     qmodel, run = exported(forward, tmp_path, dynamic=False)
     torch.testing.assert_close(run(rows(4)), qmodel(rows(4)), rtol=1e-5, atol=1e-4)  # sums in another order
     assert not [w for w in recwarn if "sizes alone" in str(w.message)]
 
 
-@pytest.mark.parametrize("forward", [count_of_a_shape, computed_shape, rows_of_identity, rows_of_steps])
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize(
+    "forward", [count_of_a_shape, computed_shape, shape_in_tensors, rows_of_identity, rows_of_steps]
+)
 def test_where_they_vary_the_default_file_has_those_of_the_example(forward, tmp_path):
     with pytest.warns(FxqWarning, match=r"takes inputs of the example's sizes alone, \(float32\[4, 8\]\)"):
         qmodel, run = exported(forward, tmp_path)
