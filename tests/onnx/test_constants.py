@@ -69,6 +69,9 @@ def rows_of_steps(self, x):
     return self.a(x) + torch.linspace(0, 1, x.shape[0])[:, None]
 
 
+OF_SIZES = (count_of_a_shape, computed_shape, shape_in_tensors, rows_of_identity, rows_of_steps)
+
+
 @pytest.mark.filterwarnings("error::fxq.FxqWarning")
 @pytest.mark.parametrize("forward", [identity, steps, fractions, grid])
 def test_tensors_of_numbers(forward, tmp_path):
