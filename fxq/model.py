@@ -231,11 +231,14 @@ class QuantizedModel(Quantized):
         Args:
             path: the file; its suffix says which kind. Folders that are missing are made.
             example_inputs: one batch; default: made up, of the shapes and dtypes on record.
-            dynamic: which sizes may be others in a call. True: that of the batch, the first axis. False: none. Or by
-                input and axis what a size is called: `{"ids": {0: "batch", 1: "length"}}`.
-            check: whether what is written is run and compared. ONNX in ONNX Runtime, where that is installed, node by
-                node as it stands in the file: each value on integers is then within a rounding step of this model's.
-                Where its optimizations change more than that, a warning names the session options that help.
+            dynamic: which sizes may be others in a call. True: that of the batch, the first axis; where the model takes
+                it for fixed, the file has the example's sizes, with a warning. False: none. Or by input and axis what
+                a size is called: `{"ids": {0: "batch", 1: "length"}}`.
+            check: whether what is written is run and compared in the runtime that reads it, where that is installed: at
+                the example's batch size, and at another one where it varies. ONNX in ONNX Runtime, node by node as it
+                stands in the file: each value on integers is then within a rounding step of this model's. Where its
+                optimizations change more than that, a warning names the session options that help. `.xml` in OpenVINO
+                as well, whose outputs may differ by this model's own rounding error.
 
         Returns:
             The path.

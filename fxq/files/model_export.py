@@ -80,7 +80,7 @@ def _leave_products_in_float(path: Path, gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> Exported:
+def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> CheckedOnnx:
     """The model as ONNX, checked."""
     written = _written(path, gm, batch, dynamic)
     batches = list(checked_batches(gm, batch, written.axes)) if check else []
@@ -91,11 +91,11 @@ def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check:
             f"{path}: the model is right for sizes with {', '.join(sorted(set(written.least)))}. Of others "
             "a runtime may make numbers where PyTorch refuses them, or makes others: check sizes before it."
         )
-    return Exported(written, batches)
+    return CheckedOnnx(written, batches)
 
 
 @dataclass(frozen=True)
-class Exported:
+class CheckedOnnx:
     """A model as ONNX, and the batches that it is checked with."""
 
     written: WrittenModel

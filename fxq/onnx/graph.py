@@ -103,7 +103,7 @@ def write_onnx(
     images = tuple(any(channels_last) and value.rank == 4 for value in values)
     ends = [_permuted(writer, v, TO_LAST) if image else v for v, image in zip(values, images, strict=True)]
     if writer.integer_conv:
-        write_integer_convolutions(writer)
+        write_integer_convolutions(writer, ends)
     model = writer.model(ends)
     names = {value.name for value in model.graph.input}
     reads = tuple(i for i, node in enumerate(placeholders) if taken.get(node) in names)

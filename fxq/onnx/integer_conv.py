@@ -6,7 +6,7 @@ QuantizeLinear behind it in float.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,13 +15,13 @@ from fxq.onnx.protobuf import OnnxNode, onnx_type
 from fxq.onnx.writer import Value, Writer
 
 
-def write_integer_convolutions(w: Writer) -> None:
-    """Write convolutions of integers whose result is not rounded as ConvInteger.
+def write_integer_convolutions(w: Writer, outputs: Sequence[Value]) -> None:
+    """Write convolutions of integers whose result is not rounded as ConvInteger, in a model with these outputs.
 
     Before: y = Conv(DequantizeLinear(x), DequantizeLinear(w), b)
     After: y = Cast(ConvInteger(x, w + 128, zero_point, 128)) * (s_x * s_w) + b
     """
-    readers = w.readers()
+    readers = w.readers(outputs)
     w.rewrite(lambda node: node.kind == "Conv" and not _is_rounded(node, readers) and _write(w, node))
 
 

@@ -171,12 +171,15 @@ class Writer:
                 if not rewritten(node):
                     self._nodes.append(node)
 
-    def readers(self) -> dict[str, list[OnnxNode]]:
-        """By the name of a value, the nodes that read it."""
+    def readers(self, outputs: Sequence[Value]) -> dict[str, list[OnnxNode]]:
+        """By the name of a value, the nodes that read it, of those that the outputs need."""
         found: dict[str, list[OnnxNode]] = {}
-        for node in self._nodes:
-            for name in node.reads:
-                found.setdefault(name, []).append(node)
+        needed = {value.name for value in outputs}
+        for node in reversed(self._nodes):
+            if needed.intersection(node.makes):
+                needed.update(node.reads)
+                for name in node.reads:
+                    found.setdefault(name, []).append(node)
         return found
 
     def constant(self, tensor: Tensor, kind: int | None = None) -> str:

@@ -40,7 +40,7 @@ def test_it_is_the_convolution_of_the_integers(layer, x, behind):
     exact = fxq.quantize(nn.Sequential(layer, *behind).eval(), RECIPE.with_backend("reference"), data=[x])
     assert qmodel.ledger.coverage == 1 and "ConvInteger" in kinds(qmodel, x)
     for given in (x, x[:1].flip(-1)):
-        assert sqnr(exact(given), qmodel(given)) > 100  # sums in another order, and a bias of the accumulator's steps
+        assert sqnr(exact(given), qmodel(given)) > 80  # sums in another order, and a bias of the accumulator's steps
 
 
 def test_a_head_keeps_what_all_other_backends_keep():
