@@ -58,10 +58,12 @@ class OnnxruntimeKernel(OnnxKernel):
             if event.get("cat") == "Node" and event["name"].endswith(_TIME):
                 times.setdefault(event["name"].removesuffix(_TIME), []).append(event["dur"])
                 about[event["name"].removesuffix(_TIME)] = event["args"]
+        scaled = {name.rpartition("/")[0] for name in times if about[name]["op_name"] == "ConvInteger"}
         for name, found in times.items():
             op = about[name]["op_name"]
             dtype = "uint8" if op in _QUANTIZING else _computes_in(about[name]["input_type_shape"])
-            kind = "convert" if op in _CONVERTING else kind_of(dtype)
+            is_scaling = op in _SCALING and name.rpartition("/")[0] in scaled
+            kind = "convert" if op in _CONVERTING or is_scaling else kind_of(dtype)
             yield EngineLayer((name,), op, dtype, kind, min(found))
 
 
@@ -114,6 +116,8 @@ _TIME = "_kernel_time"
 _CONVERTING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZING = ("DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 """What reads floats and computes with integers."""
+_SCALING = ("Cast", "Mul", "Add", "Relu", "Clip")
+"""What makes floats of the sums of a ConvInteger, and clamps them."""
 _INTEGERS = ("uint8", "int8", "uint4", "int4")
 
 
